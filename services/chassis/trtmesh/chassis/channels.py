@@ -1,0 +1,34 @@
+"""Channels to other processes of the mesh and their options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+
+def channel_options(max_message_bytes: int) -> list[tuple[str, Any]]:
+    """Options of both ends: message limits, and keepalive that notices a silent network."""
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.max_ping_strikes", 0),
+    ]
+
+
+def open_channel(address: str, max_message_bytes: int) -> grpc.aio.Channel:
+    """A channel of its own connection, reconnecting within a second; whoever opens it closes it."""
+    options = [
+        *channel_options(max_message_bytes),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+        ("grpc.enable_retries", 0),
+    ]
+    return grpc.aio.insecure_channel(address, options=options)

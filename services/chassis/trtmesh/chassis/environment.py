@@ -1,0 +1,8 @@
+"""Environment that gRPC reads when it is first imported. Service entry points import this module before any other.
+
+The event engine of the pinned grpcio costs asyncio servers 10 to 30 % of their throughput (`bench/README.md`).
+"""
+
+import os
+
+os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")

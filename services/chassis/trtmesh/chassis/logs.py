@@ -1,0 +1,82 @@
+"""One line a record on standard error, as text or JSON, with the request id in every line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Literal
+
+_request_id: ContextVar[str] = ContextVar("request_id", default="-")
+
+
+@contextmanager
+def request_id_bound(request_id: str) -> Iterator[None]:
+    """Puts `request_id` into every line logged inside, by this task and the tasks it starts."""
+    token = _request_id.set(request_id or "-")
+    try:
+        yield
+    finally:
+        _request_id.reset(token)
+
+
+class _AddRequestId(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.request_id = _request_id.get()
+        return True
+
+
+def _time(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+
+
+class TextFormatter(logging.Formatter):
+    """`time level service request_id logger: message`."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self.service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = (
+            f"{_time(record)} {record.levelname.lower()} {self.service}"
+            f" {getattr(record, 'request_id', '-')} {record.name}: {record.getMessage()}"
+        )
+        # A request id or a text from a client must not be able to forge a line.
+        line = line.replace("\n", "\\n").replace("\r", "\\r")
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line with the same parts."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self.service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        parts = {
+            "time": _time(record),
+            "level": record.levelname.lower(),
+            "service": self.service,
+            "request_id": getattr(record, "request_id", "-"),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            parts["exception"] = self.formatException(record.exc_info)
+        return json.dumps(parts, ensure_ascii=False)
+
+
+def set_up_logs(service: str, level: str, form: Literal["text", "json"]) -> None:
+    """Sends every record of this process to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(TextFormatter(service) if form == "text" else JsonFormatter(service))
+    handler.addFilter(_AddRequestId())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())

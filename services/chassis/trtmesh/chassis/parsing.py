@@ -1,0 +1,231 @@
+"""From `generation_pb2.GenerationConfig` to `vocabulary.GenerationConfig`: the one place where limits are checked.
+
+The walk is generic: a proto message and its dataclass have the same field names, so a field added to both needs no
+code here, and one added to the proto alone fails the test that compares them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+from trtmesh.chassis import vocabulary as v
+from trtmesh.chassis.errors import InvalidField, UnsupportedField
+from trtmesh.v1 import generation_pb2 as pb
+
+DATACLASSES: dict[str, type] = {
+    "Tensor": v.Tensor,
+    "Prompt": v.Prompt,
+    "GenerationConfig": v.GenerationConfig,
+    "StoppingConfig": v.Stopping,
+    "SamplingConfig": v.Sampling,
+    "BeamSearchConfig": v.BeamSearch,
+    "OutputConfig": v.Output,
+    "LoraConfig": v.Lora,
+    "PromptTuningConfig": v.PromptTuning,
+    "DraftConfig": v.Draft,
+    "LookaheadConfig": v.Lookahead,
+    "GuidedDecodingConfig": v.GuidedDecoding,
+    "TokenRangeRetention": v.TokenRangeRetention,
+    "KvCacheConfig": v.KvCache,
+    "EncoderDecoderConfig": v.EncoderDecoder,
+    "Image": v.Image,
+    "MultimodalConfig": v.Multimodal,
+    "HandoffConfig": v.Handoff,
+}
+
+# Fields whose values are checked one by one: (lowest, highest), both included.
+LIMITS: Mapping[str, tuple[float, float]] = {
+    "stopping.max_tokens": (1, 2**31 - 1),
+    "stopping.min_tokens": (0, 2**31 - 1),
+    "sampling.temperature": (0, 1e6),
+    "sampling.top_p": (0, 1),
+    "sampling.min_p": (0, 1),
+    "sampling.top_p_min": (math.ulp(0.0), 1),
+    "sampling.top_p_decay": (math.ulp(0.0), 1),
+    "sampling.repetition_penalty": (math.ulp(0.0), 1e6),
+    "sampling.presence_penalty": (-1e6, 1e6),
+    "sampling.frequency_penalty": (-1e6, 1e6),
+    "sampling.embedding_bias": (-math.inf, math.inf),
+    "sampling.embedding_bias_weights": (-math.inf, math.inf),
+    "sampling.num_return_sequences": (1, 256),
+    "sampling.best_of": (1, 256),
+    "beam_search.beam_width": (1, 256),
+    "beam_search.length_penalty": (-1e6, 1e6),
+    "beam_search.diversity_rate": (0, 1e6),
+    "output.top_log_probs": (0, 256),
+    "draft.acceptance_threshold": (0, 1),
+    "kv_cache.token_ranges.priority": (0, 100),
+    "kv_cache.decode_priority": (0, 100),
+    "priority": (-1_000_000, 1_000_000),
+}
+
+MAX_WORDS = 256
+MAX_WORD_LENGTH = 4096
+WORD_LISTS = frozenset(
+    {
+        "stopping.stop_texts",
+        "stopping.stop_token_ids",
+        "stopping.bad_texts",
+        "stopping.bad_token_ids",
+        "sampling.embedding_bias_texts",
+    }
+)
+
+ELEMENT_BYTES: Mapping[int, int] = {
+    pb.DATA_TYPE_FP32: 4,
+    pb.DATA_TYPE_FP16: 2,
+    pb.DATA_TYPE_BF16: 2,
+    pb.DATA_TYPE_INT32: 4,
+    pb.DATA_TYPE_INT64: 8,
+    pb.DATA_TYPE_UINT8: 1,
+    pb.DATA_TYPE_BOOL: 1,
+}
+
+
+def parse_config(message: pb.GenerationConfig) -> v.GenerationConfig:
+    """The config as values, or InvalidField that names the field, the value and the limit."""
+    paths: set[str] = set()
+    config: v.GenerationConfig = _message(message, "", paths)
+    config = replace(config, fields_set=frozenset(paths))
+    _check_combinations(config)
+    return config
+
+
+def parse_prompt(message: pb.Prompt) -> v.Prompt:
+    """The prompt as values; a prompt with neither text nor ids is refused."""
+    if message.WhichOneof("content") is None:
+        raise InvalidField("prompt has neither text nor token_ids; set one of them")
+    prompt: v.Prompt = _message(message, "prompt.", set())
+    # An empty TokenIds message is set but not listed as such by value.
+    return replace(prompt, token_ids=()) if prompt.text is prompt.token_ids is None else prompt
+
+
+def refuse_unsupported(config: v.GenerationConfig, supported: Iterable[str], who: str) -> None:
+    """Raises UnsupportedField for the fields that are set and that `who` does not act on."""
+    unsupported = sorted(config.fields_set.difference(supported))
+    if unsupported:
+        raise UnsupportedField(
+            f"{who} does not support {', '.join(unsupported)}; leave the field unset or use another worker"
+        )
+
+
+def _message(message: Message, prefix: str, paths: set[str]) -> Any:
+    """The dataclass instance of `message`; adds the path of every leaf that is set to `paths`."""
+    values = {
+        field.name: _field(field, value, prefix + field.name, paths)
+        for field, value in message.ListFields()
+    }
+    result = DATACLASSES[message.DESCRIPTOR.name](
+        **({"data_type": 0, "shape": (), "data": b""} if isinstance(message, pb.Tensor) else {})
+        | values
+    )
+    if isinstance(result, v.Tensor):
+        _check_tensor(prefix.rstrip("."), result)
+    return result
+
+
+def _field(field: FieldDescriptor, value: Any, path: str, paths: set[str]) -> Any:
+    if field.message_type is None:
+        paths.add(path)
+        return _scalars(path, value) if field.is_repeated else _scalar(path, value)
+    if field.message_type.GetOptions().map_entry:
+        paths.add(path)
+        return {name: _message(item, f"{path}.{name}.", set()) for name, item in value.items()}
+    if field.is_repeated:
+        paths.add(path)
+        _check_word_count(path, value)
+        return tuple(_nested(item, path, set()) for item in value)
+    return _nested(value, path, paths)
+
+
+def _nested(value: Message, path: str, paths: set[str]) -> Any:
+    if isinstance(value, pb.TokenIds):
+        paths.add(path)
+        return _word(path, tuple(value.ids))
+    if isinstance(value, pb.Tensor):
+        paths.add(path)
+        return _message(value, f"{path}.", set())
+    return _message(value, f"{path}.", paths)
+
+
+def _scalar(path: str, value: Any) -> Any:
+    limits = LIMITS.get(path)
+    if limits and not limits[0] <= value <= limits[1]:
+        raise InvalidField.of(path, value, _range_text(*limits))
+    return value
+
+
+def _scalars(path: str, values: Any) -> tuple[Any, ...]:
+    _check_word_count(path, values)
+    return tuple(_word(path, _scalar(path, value)) for value in values)
+
+
+def _check_word_count(path: str, values: Any) -> None:
+    if path in WORD_LISTS and len(values) > MAX_WORDS:
+        raise InvalidField(f"{path} has {len(values)} entries but must have at most {MAX_WORDS}")
+
+
+def _word(path: str, word: Any) -> Any:
+    if path in WORD_LISTS and not 1 <= len(word) <= MAX_WORD_LENGTH:
+        raise InvalidField(
+            f"{path} has an entry of length {len(word)} but each must have 1 to {MAX_WORD_LENGTH}"
+        )
+    return word
+
+
+def _range_text(low: float, high: float) -> str:
+    if low == -math.inf:
+        return "a number"
+    if low == math.ulp(0.0):
+        return f"above 0 and at most {high:g}"
+    return f"in [{low:g}, {high:g}]"
+
+
+def _check_tensor(path: str, tensor: v.Tensor) -> None:
+    size = ELEMENT_BYTES.get(tensor.data_type)
+    if size is None:
+        raise InvalidField.of(f"{path}.data_type", tensor.data_type, "a DataType other than 0")
+    expected = math.prod(tensor.shape) * size
+    if len(tensor.data) != expected:
+        raise InvalidField(
+            f"{path} has {len(tensor.data)} bytes of data but shape {tensor.shape} needs {expected}"
+        )
+
+
+def _check_combinations(config: v.GenerationConfig) -> None:
+    stopping, sampling = config.stopping, config.sampling
+    if stopping.ignore_end_id and stopping.end_id is not None:
+        raise InvalidField("stopping.end_id and stopping.ignore_end_id exclude each other")
+    if stopping.max_tokens is not None and stopping.min_tokens > stopping.max_tokens:
+        raise InvalidField.of(
+            "stopping.min_tokens",
+            stopping.min_tokens,
+            f"at most stopping.max_tokens, {stopping.max_tokens}",
+        )
+    if len(sampling.embedding_bias_texts) != len(sampling.embedding_bias_weights):
+        raise InvalidField(
+            f"sampling.embedding_bias_texts has {len(sampling.embedding_bias_texts)} entries but"
+            f" embedding_bias_weights has {len(sampling.embedding_bias_weights)}; they must be equally many"
+        )
+    if config.beam_search.beam_width > 1 and sampling.num_return_sequences > (
+        config.beam_search.beam_width
+    ):
+        raise InvalidField.of(
+            "sampling.num_return_sequences",
+            sampling.num_return_sequences,
+            f"at most beam_search.beam_width, {config.beam_search.beam_width}",
+        )
+    if sampling.best_of is not None and sampling.best_of < sampling.num_return_sequences:
+        raise InvalidField.of(
+            "sampling.best_of",
+            sampling.best_of,
+            f"at least sampling.num_return_sequences, {sampling.num_return_sequences}",
+        )
+    window = config.lookahead
+    if window and None in (window.window_size, window.ngram_size, window.verification_set_size):
+        raise InvalidField("lookahead needs window_size, ngram_size and verification_set_size")

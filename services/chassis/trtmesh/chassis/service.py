@@ -1,0 +1,191 @@
+"""The life of a service process: start, serve, drain, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import grpc
+import uvloop
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry
+from trtmesh.chassis.channels import channel_options
+from trtmesh.chassis.errors import PortInUse, StartupError
+from trtmesh.chassis.health import Health
+from trtmesh.chassis.logs import set_up_logs
+from trtmesh.chassis.metrics import metrics_endpoint
+from trtmesh.chassis.settings import ServiceSettings, load_settings
+
+log = logging.getLogger(__name__)
+
+SCHEMA_REVISION = 1
+"""Revision of trtmesh.v1 that this code speaks; it grows with every change that an old peer would misread."""
+
+
+class Service(Protocol):
+    """What a process serves. Call order: `register`, `start`, then `drain` (unless it failed), `stop`."""
+
+    service_names: Sequence[str]
+    """Full names of the gRPC services, for health and reflection."""
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Adds the servicers. Calls may come in before `start` returns and must then be refused."""
+
+    async def start(self) -> None:
+        """Gets ready. Raises StartupError to end the process."""
+
+    async def drain(self) -> None:
+        """Stops admitting and returns when no work is in flight; cancelled when the grace period is over."""
+
+    async def stop(self) -> None:
+        """Ends what is left and releases everything. Called exactly once, also when `start` failed."""
+
+
+@dataclass
+class Runtime:
+    """What the chassis gives a service."""
+
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+    health: Health = field(init=False)
+    failure: asyncio.Future[BaseException] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the process with a non-zero status because it can no longer work; from the event loop's thread."""
+        if not self.failure.done():
+            self.failure.set_result(error)
+
+
+S = TypeVar("S", bound=ServiceSettings)
+Build = Callable[[S, Runtime], Service]
+
+
+def run(settings_class: type[S], build: Build[S], argv: Sequence[str]) -> int:
+    """Runs a service process until it is told to stop; returns its exit status."""
+    try:
+        settings = load_settings(settings_class, argv)
+        set_up_logs(settings.section, settings.log_level, settings.log_format)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_Process(settings, build).live())
+    except StartupError as error:
+        print(f"trtmesh {settings_class.section}: error: {error}", file=sys.stderr)
+        return error.exit_status
+
+
+class _Process:
+    """One process from bind to exit."""
+
+    def __init__(self, settings: ServiceSettings, build: Build[Any]) -> None:
+        self._settings = settings
+        self._build = build
+        self._stop_asked = asyncio.Event()
+
+    async def live(self) -> int:
+        self._listen_to_signals()
+        runtime = Runtime()
+        service = self._build(self._settings, runtime)
+        runtime.health = Health(service.service_names)
+        server = grpc.aio.server(options=_server_options(self._settings))
+        with metrics_endpoint(
+            runtime.registry, self._settings.host, self._settings.metrics_port
+        ) as metrics_port:
+            try:
+                await self._bind(server, service, runtime, metrics_port)
+                await self._start(service, runtime)
+                return await self._serve(service, runtime)
+            finally:
+                await service.stop()
+                await server.stop(grace=0.5)
+
+    def _listen_to_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        if self._settings.stop_on_stdin_eof:
+            loop.add_reader(sys.stdin.fileno(), self._on_stdin)
+
+    def _on_signal(self) -> None:
+        if self._stop_asked.is_set():
+            log.warning("second signal: exiting now")
+            os._exit(130)
+        self._stop_asked.set()
+
+    def _on_stdin(self) -> None:
+        if not os.read(sys.stdin.fileno(), 4096):
+            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+            log.warning("the parent process is gone: stopping")
+            self._stop_asked.set()
+
+    async def _bind(
+        self, server: grpc.aio.Server, service: Service, runtime: Runtime, metrics_port: int | None
+    ) -> None:
+        await runtime.health.register(server)
+        service.register(server)
+        names = (*service.service_names, "grpc.health.v1.Health", reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        settings = self._settings
+        try:
+            port = server.add_insecure_port(f"{settings.host}:{settings.port}")
+        except RuntimeError as error:
+            raise PortInUse(
+                f"cannot listen on {settings.host}:{settings.port}; is another process using the port?"
+            ) from error
+        await server.start()
+        # The one line on standard output: a parent that asked for port 0 learns the port without guessing.
+        announcement = {
+            "service": settings.section,
+            "address": f"{settings.host}:{port}",
+            "metrics_port": metrics_port,
+            "pid": os.getpid(),
+        }
+        print(json.dumps(announcement), flush=True)
+        log.info("listening on %s:%d", settings.host, port)
+
+    async def _start(self, service: Service, runtime: Runtime) -> None:
+        """Waits until the service is ready, or until a signal says that nobody wants it any more."""
+        await _first(service.start(), self._stop_asked.wait())
+        if not self._stop_asked.is_set():
+            await runtime.health.well("start")
+
+    async def _serve(self, service: Service, runtime: Runtime) -> int:
+        await _first(self._stop_asked.wait(), asyncio.shield(runtime.failure))
+        if runtime.failure.done():
+            error = runtime.failure.result()
+            log.critical("cannot go on: %s", error, exc_info=error)
+            await runtime.health.unwell("failure", str(error))
+            return 1
+        await runtime.health.unwell("drain", "draining")
+        try:
+            async with asyncio.timeout(self._settings.grace_seconds):
+                await service.drain()
+        except TimeoutError:
+            log.warning("work left after %g s of grace is cut off", self._settings.grace_seconds)
+        return 0
+
+
+async def _first(*waits: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
+    """Waits for the first to end, raises its error, cancels the others and waits for their end."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await task
+
+
+def _server_options(settings: ServiceSettings) -> list[tuple[str, Any]]:
+    # Without this two processes could listen on one port and share its connections at random.
+    return [*channel_options(settings.max_message_bytes), ("grpc.so_reuseport", 0)]

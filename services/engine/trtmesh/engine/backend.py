@@ -1,0 +1,220 @@
+"""The seam between the engine service and what executes a model.
+
+A backend knows nothing of gRPC, routers or handles: it takes items, names their sequences by integer keys, and
+delivers steps. The service around it does multiplexing, admission of routers, metrics, health and drain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.chassis.vocabulary import GenerationConfig, Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BackendInfo:
+    """What a started backend is and can do; engine.proto's GetEngineResponse documents the fields."""
+
+    backend: str
+    model: str
+    model_fingerprint: str
+    tokenizer_fingerprint: str
+    vocabulary_size: int
+    max_sequence_tokens: int
+    max_batch_size: int
+    max_sequences_per_item: int
+    tokens_per_block: int
+    total_blocks: int
+    supported_fields: frozenset[str]
+    deterministic: bool
+    end_ids: tuple[int, ...]
+    data_type: int
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """One item to generate.
+
+    `keys` names its sequences, in sequence_index order from `sequence_index` on. `token_ids` is the prompt followed
+    by `emitted_tokens` tokens that were generated before, here or elsewhere: the item goes on at the next position,
+    its offsets and limits count them, and its draws and penalties are those of an uninterrupted run.
+    `config.sampling.seed` is set, and every text of the config was replaced by ids.
+    `deadline` is a time of `time.monotonic()`, or None.
+    """
+
+    keys: tuple[int, ...]
+    request_id: str
+    batch_index: int
+    sequence_index: int
+    token_ids: Sequence[int]
+    emitted_tokens: int
+    config: GenerationConfig
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PerfMetrics:
+    """generation.proto's PerfMetrics; times are nanoseconds of the Unix clock."""
+
+    arrival_time_ns: int = 0
+    first_scheduled_time_ns: int = 0
+    first_token_time_ns: int = 0
+    last_token_time_ns: int = 0
+    kv_cache_alloc_new_blocks: int = 0
+    kv_cache_reused_blocks: int = 0
+    kv_cache_alloc_total_blocks: int = 0
+    acceptance_rate: float = 0.0
+    total_accepted_draft_tokens: int = 0
+    total_draft_tokens: int = 0
+
+
+@dataclass(slots=True)
+class SequenceEnd:
+    """The end of one sequence. `reason` is a generation_pb2.FinishReason; `error` is set exactly for ERROR."""
+
+    key: int
+    reason: int
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    generated_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+    cumulative_log_prob: float | None = None
+    error: TrtmeshError | None = None
+    perf_metrics: PerfMetrics | None = None
+    queue_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class TokenDetails:
+    """Optional data of the tokens that one sequence got in one step, parallel to them."""
+
+    key: int
+    log_probs: list[float] = field(default_factory=list)
+    cumulative_log_prob: float | None = None
+    top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
+    generation_logits: Tensor | None = None
+
+
+@dataclass(slots=True)
+class PromptDetails:
+    """Optional data of one sequence's prompt, delivered no later than its first token."""
+
+    key: int
+    log_probs: list[float] = field(default_factory=list)
+    top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
+    context_logits: Tensor | None = None
+
+
+@dataclass(slots=True)
+class BlocksStored:
+    """Blocks became reusable; hashes are chained from `parent_hash`, 0 at the start of a sequence."""
+
+    parent_hash: int
+    block_hashes: list[int]
+    token_ids: list[int]
+    adapter_id: int = 0
+
+
+@dataclass(slots=True)
+class BlocksRemoved:
+    """Blocks were evicted."""
+
+    block_hashes: list[int]
+
+
+@dataclass(slots=True)
+class BlocksCleared:
+    """All blocks were dropped."""
+
+
+KvEvent = BlocksStored | BlocksRemoved | BlocksCleared
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What one engine step made known, in parallel lists over the sequences that got tokens.
+
+    `token_ids` holds the tokens of all of them, one after another; `token_offsets[i]` is the position of the first
+    of sequence i among its generated tokens. `ends` may name sequences that got no token in this step.
+    """
+
+    step_count: int
+    keys: list[int] = field(default_factory=list)
+    token_offsets: list[int] = field(default_factory=list)
+    token_counts: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    ends: list[SequenceEnd] = field(default_factory=list)
+    details: list[TokenDetails] = field(default_factory=list)
+    prompts: list[PromptDetails] = field(default_factory=list)
+    kv_events: list[KvEvent] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class BackendStats:
+    """A snapshot; engine.proto's Load documents the fields. Counters only grow."""
+
+    step_count: int
+    running_sequences: int
+    waiting_sequences: int
+    pending_prompt_tokens: int
+    total_blocks: int
+    used_blocks: int
+    free_blocks: int
+    computed_prompt_tokens: int
+    reused_prompt_tokens: int
+    generated_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """An adapter that a backend holds."""
+
+    id: int
+    name: str
+    version: str
+    on_device: bool
+
+
+Deliver = Callable[[StepOutput], None]
+Fail = Callable[[BaseException], None]
+
+
+class Backend(Protocol):
+    """Executes a model. Call order: `start` once; then `submit`, `stop`, `stats`, `adapters` as often as wanted,
+    always from the event loop's thread; `close` once, after which nothing may be called.
+
+    What every implementation promises:
+
+    * `submit` MUST either raise a TrtmeshError and forget the item, or take it. It MUST NOT block.
+    * Every key of a taken item MUST be delivered exactly one SequenceEnd, and nothing after it. Tokens MUST arrive in
+      order and without gaps.
+    * `stop` MUST lead to the SequenceEnd of every key that has not ended, within one step, with the reason given. A key that
+      is unknown or over MUST be ignored.
+    * When a SequenceEnd is delivered the sequence's KV blocks MUST already be free (or kept only for reuse).
+    * `deliver` MUST be called in step order; it MAY be called from any thread and returns at once.
+    * A fault of one item MUST end that item alone, with an error. A fault of the whole backend MUST be told once
+      through `fail`; the service then stops serving and exits.
+    * `stats` MUST be cheap (under 50 µs) and safe while a step runs.
+    * `close` MUST end every sequence that has not ended, release the model and return within seconds.
+    """
+
+    async def start(self, deliver: Deliver, fail: Fail) -> BackendInfo:
+        """Loads the model; when it returns, `submit` works. Raises ModelUnusable when the model cannot be served."""
+
+    def submit(self, item: Submission) -> None:
+        """Takes an item, or raises InvalidRequest, UnsupportedField, QueueFull or OutOfBlocks."""
+
+    def stop(self, keys: Sequence[int], reason: int) -> None:
+        """Ends sequences; `reason` is a generation_pb2.FinishReason."""
+
+    def stats(self) -> BackendStats:
+        """The load now."""
+
+    def adapters(self) -> Sequence[AdapterInfo]:
+        """The adapters held; empty where adapters are not supported."""
+
+    async def close(self) -> None:
+        """Ends everything and releases the model."""
