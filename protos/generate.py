@@ -31,9 +31,7 @@ def generate(target: Path) -> None:
 def stubs(root: Path) -> dict[str, bytes]:
     """The generated files below `root` by relative path."""
     package = root / "trtmesh" / "v1"
-    return {
-        path.name: path.read_bytes() for pattern in GENERATED for path in package.glob(pattern)
-    }
+    return {path.name: path.read_bytes() for pattern in GENERATED for path in package.glob(pattern)}
 
 
 def main() -> None:
@@ -43,9 +41,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         generate(Path(scratch))
         fresh, committed = stubs(Path(scratch)), stubs(ROOT)
-    stale = sorted(
-        name for name in fresh | committed if fresh.get(name) != committed.get(name)
-    )
+    stale = sorted(name for name in fresh | committed if fresh.get(name) != committed.get(name))
     if stale:
         raise SystemExit(f"stubs differ from their protos, run `make protos`: {', '.join(stale)}")
 

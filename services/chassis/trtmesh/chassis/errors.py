@@ -1,39 +1,39 @@
 """Everything that can go wrong, as one tree and one table.
 
-    TrtmeshError
-    ├── InvalidRequest            the caller must change the request
-    │   ├── InvalidField          a field is outside its limits
-    │   ├── PromptEmpty           a prompt has no tokens
-    │   ├── PromptTooLong         prompt and new tokens exceed the model's length
-    │   └── TokenOutOfVocabulary  a token id is no id of the model
-    ├── Unsupported               the request asks for what this process cannot do
-    │   ├── UnsupportedField      a field that the backend does not act on is set
-    │   └── UnsupportedCall       an RPC or command that this process does not serve
-    ├── NotFound                  a name is unknown
-    │   └── ModelNotFound         no worker or tokenizer serves the model
-    ├── AlreadyExists             a live request has the same id
-    ├── Mismatch                  two processes do not fit together
-    │   ├── TokenizerMismatch     their tokenizers differ
-    │   └── SchemaMismatch        their proto revisions differ
-    ├── Unavailable               trying again, maybe elsewhere, may help
-    │   ├── QueueFull             the queue is at its limit
-    │   ├── Draining              the process stopped admitting
-    │   ├── NoWorker              no worker is ready
-    │   ├── NoTokenizer           no tokenizer is ready
-    │   ├── WorkerLost            the worker died or its stream broke
-    │   └── TokenizerLost         every tokenizer was lost and none came back in time
-    ├── Exhausted                 a limit of resources is reached
-    │   ├── OutOfBlocks           the item can never fit the KV block pool
-    │   └── SlowClient            the client does not read what it asked for
-    ├── DeadlineExceeded          the client's deadline passed
-    └── InternalError             a defect of this software or its backend
-        ├── BackendFailed         the backend could not go on with an item
-        └── StreamIncomplete      a stream ended without its terminal events
+TrtmeshError
+├── InvalidRequest            the caller must change the request
+│   ├── InvalidField          a field is outside its limits
+│   ├── PromptEmpty           a prompt has no tokens
+│   ├── PromptTooLong         prompt and new tokens exceed the model's length
+│   └── TokenOutOfVocabulary  a token id is no id of the model
+├── Unsupported               the request asks for what this process cannot do
+│   ├── UnsupportedField      a field that the backend does not act on is set
+│   └── UnsupportedCall       an RPC or command that this process does not serve
+├── NotFound                  a name is unknown
+│   └── ModelNotFound         no worker or tokenizer serves the model
+├── AlreadyExists             a live request has the same id
+├── Mismatch                  two processes do not fit together
+│   ├── TokenizerMismatch     their tokenizers differ
+│   └── SchemaMismatch        their proto revisions differ
+├── Unavailable               trying again, maybe elsewhere, may help
+│   ├── QueueFull             the queue is at its limit
+│   ├── Draining              the process stopped admitting
+│   ├── NoWorker              no worker is ready
+│   ├── NoTokenizer           no tokenizer is ready
+│   ├── WorkerLost            the worker died or its stream broke
+│   └── TokenizerLost         every tokenizer was lost and none came back in time
+├── Exhausted                 a limit of resources is reached
+│   ├── OutOfBlocks           the item can never fit the KV block pool
+│   └── SlowClient            the client does not read what it asked for
+├── DeadlineExceeded          the client's deadline passed
+└── InternalError             a defect of this software or its backend
+    ├── BackendFailed         the backend could not go on with an item
+    └── StreamIncomplete      a stream ended without its terminal events
 
-    StartupError                  the process cannot start; it prints the message and exits
-    ├── SettingsError             a setting is wrong (exit status 2)
-    ├── PortInUse                 an address cannot be bound (exit status 3)
-    └── ModelUnusable             the model directory is missing, broken or refused (exit status 4)
+StartupError                  the process cannot start; it prints the message and exits
+├── SettingsError             a setting is wrong (exit status 2)
+├── PortInUse                 an address cannot be bound (exit status 3)
+└── ModelUnusable             the model directory is missing, broken or refused (exit status 4)
 """
 
 from __future__ import annotations
@@ -226,9 +226,7 @@ ERROR_TABLE: tuple[ErrorRow, ...] = (
     ErrorRow(InvalidField, _S.INVALID_ARGUMENT, _H.BAD_REQUEST, "INVALID_FIELD"),
     ErrorRow(PromptEmpty, _S.INVALID_ARGUMENT, _H.BAD_REQUEST, "PROMPT_EMPTY"),
     ErrorRow(PromptTooLong, _S.INVALID_ARGUMENT, _H.BAD_REQUEST, "PROMPT_TOO_LONG"),
-    ErrorRow(
-        TokenOutOfVocabulary, _S.INVALID_ARGUMENT, _H.BAD_REQUEST, "TOKEN_OUT_OF_VOCABULARY"
-    ),
+    ErrorRow(TokenOutOfVocabulary, _S.INVALID_ARGUMENT, _H.BAD_REQUEST, "TOKEN_OUT_OF_VOCABULARY"),
     ErrorRow(Unsupported, _S.UNIMPLEMENTED, _H.NOT_IMPLEMENTED, "UNSUPPORTED"),
     ErrorRow(UnsupportedField, _S.UNIMPLEMENTED, _H.NOT_IMPLEMENTED, "UNSUPPORTED_FIELD"),
     ErrorRow(UnsupportedCall, _S.UNIMPLEMENTED, _H.NOT_IMPLEMENTED, "UNSUPPORTED_CALL"),

@@ -50,7 +50,9 @@ class Health:
     async def _tell(self) -> None:
         serving = not self._problems
         if serving != self._told:
-            log.info("serving" if serving else "not serving: %s", *([] if serving else [self._text()]))
+            log.info(
+                "serving" if serving else "not serving: %s", *([] if serving else [self._text()])
+            )
             self._told = serving
         for service in self._services:
             await self._servicer.set(service, _SERVING if serving else _NOT_SERVING)

@@ -18,7 +18,9 @@ TOKEN_BUCKETS = (1, 8, 32, 128, 512, 2048, 8192, 32768, 131072)
 
 
 @contextmanager
-def metrics_endpoint(registry: CollectorRegistry, host: str, port: int | None) -> Iterator[int | None]:
+def metrics_endpoint(
+    registry: CollectorRegistry, host: str, port: int | None
+) -> Iterator[int | None]:
     """Serves `registry` at /metrics while inside; yields the port, or None where `port` is None."""
     if port is None:
         yield None

@@ -102,7 +102,11 @@ def parse_prompt(message: pb.Prompt) -> v.Prompt:
         raise InvalidField("prompt has neither text nor token_ids; set one of them")
     prompt: v.Prompt = _message(message, "prompt.", set())
     # An empty TokenIds message is set but not listed as such by value.
-    return replace(prompt, token_ids=()) if prompt.text is prompt.token_ids is None else prompt
+    return (
+        replace(prompt, token_ids=())
+        if prompt.text is None and prompt.token_ids is None
+        else prompt
+    )
 
 
 def refuse_unsupported(config: v.GenerationConfig, supported: Iterable[str], who: str) -> None:

@@ -92,7 +92,9 @@ def load_settings(
     return _validate(cls, layers)
 
 
-def iterate_leaves(model: type[BaseModel], prefix: LeafPath = ()) -> Iterator[tuple[LeafPath, FieldInfo]]:
+def iterate_leaves(
+    model: type[BaseModel], prefix: LeafPath = ()
+) -> Iterator[tuple[LeafPath, FieldInfo]]:
     """Every field of `model` that is not itself a settings model, by path."""
     for name, info in model.model_fields.items():
         kind = info.annotation
@@ -113,10 +115,17 @@ def _flag_layer(
     parser = _Parser(prog=f"python -m trtmesh.{cls.section}", allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", help="YAML file with this section")
     for path, info in leaves.items():
-        default = "" if info.is_required() else f" (default {info.get_default(call_default_factory=True)})"
+        default = (
+            ""
+            if info.is_required()
+            else f" (default {info.get_default(call_default_factory=True)})"
+        )
         text = (info.description or "").replace("\n", " ").replace("%", "%%")
         parser.add_argument(
-            _flag(path), dest=".".join(path), metavar="VALUE", help=text + default.replace("%", "%%")
+            _flag(path),
+            dest=".".join(path),
+            metavar="VALUE",
+            help=text + default.replace("%", "%%"),
         )
     given = vars(parser.parse_args(argv))
     config_file = given.pop("config") or os.environ.get("TRTMESH_CONFIG")
@@ -153,7 +162,9 @@ def read_config_file(file: Path) -> dict[str, dict[str, object]]:
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     except OSError as error:
-        raise SettingsError(f"cannot read the configuration file {file}: {error.strerror}") from error
+        raise SettingsError(
+            f"cannot read the configuration file {file}: {error.strerror}"
+        ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SettingsError(f"the configuration file {file} is not YAML: {error}") from error
     if not isinstance(content, dict):
@@ -173,7 +184,9 @@ def _file_layer(
     cls: type[ServiceSettings], leaves: Mapping[LeafPath, FieldInfo], file: Path
 ) -> Layer:
     values: dict[LeafPath, object] = {}
-    _collect(read_config_file(file).get(cls.section, {}), (), leaves, values, f"{file}: {cls.section}")
+    _collect(
+        read_config_file(file).get(cls.section, {}), (), leaves, values, f"{file}: {cls.section}"
+    )
     names = {path: f"{file}: {'.'.join((cls.section, *path))}" for path in leaves}
     return Layer("file", values, names)
 
@@ -194,10 +207,14 @@ def _collect(
         else:
             known = {".".join(leaf) for leaf in leaves}
             dotted = ".".join(path)
-            raise SettingsError(f"{where}.{dotted} = {value!r} is no setting{_suggestion(dotted, known)}")
+            raise SettingsError(
+                f"{where}.{dotted} = {value!r} is no setting{_suggestion(dotted, known)}"
+            )
 
 
-def _suggestion(name: str, known: Sequence[str] | Mapping[str, object] | frozenset[str] | set[str]) -> str:
+def _suggestion(
+    name: str, known: Sequence[str] | Mapping[str, object] | frozenset[str] | set[str]
+) -> str:
     close = get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
@@ -215,7 +232,9 @@ def _validate(cls: type[S], layers: Sequence[Layer]) -> S:
     try:
         return cls.model_validate(merged)
     except ValidationError as error:
-        raise SettingsError("; ".join(_describe(cls, layers, origin, e) for e in error.errors())) from error
+        raise SettingsError(
+            "; ".join(_describe(cls, layers, origin, e) for e in error.errors())
+        ) from error
 
 
 def _describe(
