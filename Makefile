@@ -1,0 +1,50 @@
+# PYTHON is any Python 3.11 to 3.13; PIP_ARGS goes to every `pip install`.
+PYTHON ?= python3
+PIP_ARGS ?=
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input install \
+	--root-user-action=ignore $(PIP_ARGS) -c constraints.txt
+TYPED := services protos/generate.py bench tests
+INSTALLED := .venv/installed
+INSTALLED_DEV := .venv/installed-dev
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint protos bench
+
+help:  ## Print this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(INSTALLED)  ## Start the stack, stream three prompts, serve until Ctrl-C; EXIT=1 ends after the prompts
+	@$(BIN)/trtmesh demo $(if $(EXIT),--exit)
+
+test: lint  ## Run lint, types, proto freshness and every test
+	$(BIN)/mypy $(TYPED)
+	$(BIN)/python protos/generate.py --check
+	$(BIN)/buf lint protos
+	$(BIN)/pytest
+
+lint: $(INSTALLED_DEV)  ## Check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+protos: $(INSTALLED_DEV)  ## Generate the stubs beside the protos
+	$(BIN)/python protos/generate.py
+
+bench: $(INSTALLED_DEV)  ## Run one benchmark, B=<name>; without B list them
+	@$(BIN)/python bench/run.py $(B)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 14) else \
+	    "trtmesh needs Python 3.11 to 3.13, but $(PYTHON) is %d.%d; name another: make PYTHON=python3.12" % v[:2])'
+	$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
+
+$(INSTALLED): $(BIN)/python pyproject.toml constraints.txt
+	@echo "Installing into .venv (the first time takes a few minutes) ..."
+	@$(PIP) -e '.[tokenizer,engine]'
+	@touch $@
+
+$(INSTALLED_DEV): $(BIN)/python pyproject.toml constraints.txt
+	@echo "Installing into .venv (the first time takes a few minutes) ..."
+	@$(PIP) -e '.[tokenizer,engine,dev]'
+	@touch $@ $(INSTALLED)
