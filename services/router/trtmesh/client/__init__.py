@@ -1,0 +1,69 @@
+"""The client SDK: `Client`, what it yields, and what it takes.
+
+Errors are those of `trtmesh.chassis.errors`. The messages of generation.proto that an option takes are re-exported.
+"""
+
+from trtmesh.client.client import DEFAULT_ADDRESS, Client
+from trtmesh.client.events import (
+    Accepted,
+    Event,
+    FinishReason,
+    ItemFailed,
+    ItemFinished,
+    ItemStarted,
+    PromptDetails,
+    SequenceFinished,
+    Tokens,
+    Usage,
+)
+from trtmesh.client.options import Options, PromptLike
+from trtmesh.client.results import ItemResult, SequenceResult
+from trtmesh.v1.generation_pb2 import (
+    DraftConfig,
+    EncoderDecoderConfig,
+    GenerationConfig,
+    GuidedDecodingConfig,
+    HandoffConfig,
+    KvCacheConfig,
+    LookaheadConfig,
+    LoraConfig,
+    MultimodalConfig,
+    Prompt,
+    PromptTuningConfig,
+    Tensor,
+    TokenIds,
+)
+from trtmesh.v1.router_pb2 import GenerateItem
+
+__all__ = [
+    "DEFAULT_ADDRESS",
+    "Accepted",
+    "Client",
+    "DraftConfig",
+    "EncoderDecoderConfig",
+    "Event",
+    "FinishReason",
+    "GenerateItem",
+    "GenerationConfig",
+    "GuidedDecodingConfig",
+    "HandoffConfig",
+    "ItemFailed",
+    "ItemFinished",
+    "ItemResult",
+    "ItemStarted",
+    "KvCacheConfig",
+    "LookaheadConfig",
+    "LoraConfig",
+    "MultimodalConfig",
+    "Options",
+    "Prompt",
+    "PromptDetails",
+    "PromptLike",
+    "PromptTuningConfig",
+    "SequenceFinished",
+    "SequenceResult",
+    "Tensor",
+    "TokenIds",
+    "Tokens",
+    "Usage",
+]

@@ -1,0 +1,202 @@
+"""What happens to a request, as flat values: one dataclass for each kind of GenerateEvent.
+
+router.proto documents the fields. Here ids are tuples, finish reasons are words, failures are exceptions of
+`trtmesh.chassis.errors`, and rarely asked data stays the proto message that it came in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from trtmesh.chassis.errors import TrtmeshError, from_proto
+from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import router_pb2
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    END_ID = "end_id"
+    STOP_WORD = "stop_word"
+    LENGTH = "length"
+    STOPPED = "stopped"
+    CANCELLED = "cancelled"
+    HANDOFF = "handoff"
+    ERROR = "error"
+    UNKNOWN = "unknown"
+    """A reason that this client is too old to know."""
+
+
+_REASONS = {
+    pb.FINISH_REASON_END_ID: FinishReason.END_ID,
+    pb.FINISH_REASON_STOP_WORD: FinishReason.STOP_WORD,
+    pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    pb.FINISH_REASON_STOPPED: FinishReason.STOPPED,
+    pb.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
+    pb.FINISH_REASON_HANDOFF: FinishReason.HANDOFF,
+    pb.FINISH_REASON_ERROR: FinishReason.ERROR,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What an item consumed."""
+
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The request was accepted; always the first event."""
+
+    batch_index: int
+    sequence_index: int
+    request_id: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class ItemStarted:
+    """An item was placed on a worker; comes before its tokens."""
+
+    batch_index: int
+    sequence_index: int
+    seed: int
+    prompt_tokens: int
+    worker: str
+    prompt_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptDetails:
+    """Data of an item's prompt, where asked for."""
+
+    batch_index: int
+    sequence_index: int
+    details: pb.PromptDetails
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """New tokens of a sequence, never cumulative. With beam search an offset below what came before replaces all
+    that follows it."""
+
+    batch_index: int
+    sequence_index: int
+    token_offset: int
+    token_ids: tuple[int, ...]
+    text: str
+    details: pb.TokenDetails | None
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceFinished:
+    """One sequence of an item ended."""
+
+    batch_index: int
+    sequence_index: int
+    reason: FinishReason
+    generated_tokens: int
+    stop_text: str | None
+    stop_token_ids: tuple[int, ...]
+    cumulative_log_prob: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ItemFinished:
+    """Terminal: the item is complete."""
+
+    batch_index: int
+    sequence_index: int
+    reason: FinishReason
+    usage: Usage
+    perf_metrics: pb.PerfMetrics | None
+
+
+@dataclass(frozen=True, slots=True)
+class ItemFailed:
+    """Terminal: the item failed; what it sent before stays valid, and its siblings go on."""
+
+    batch_index: int
+    sequence_index: int
+    error: TrtmeshError
+    usage: Usage
+
+
+Event = (
+    Accepted | ItemStarted | PromptDetails | Tokens | SequenceFinished | ItemFinished | ItemFailed
+)
+
+
+def events_of(response: router_pb2.GenerateResponse) -> Iterator[Event]:
+    """The events of one message in order; kinds that this client is too old to know are left out."""
+    for event in response.events:
+        kind = event.WhichOneof("event")
+        if kind in _READERS:
+            yield _READERS[kind](event.batch_index, event.sequence_index, getattr(event, kind))
+
+
+def _accepted(batch: int, sequence: int, message: router_pb2.RequestAccepted) -> Accepted:
+    return Accepted(batch, sequence, message.request_id, message.model)
+
+
+def _item_started(batch: int, sequence: int, message: router_pb2.ItemStarted) -> ItemStarted:
+    return ItemStarted(
+        batch,
+        sequence,
+        message.seed,
+        message.prompt_tokens,
+        message.worker,
+        tuple(message.prompt_token_ids),
+    )
+
+
+def _tokens(batch: int, sequence: int, message: router_pb2.TokensGenerated) -> Tokens:
+    details = message.details if message.HasField("details") else None
+    ids = tuple(message.token_ids)
+    return Tokens(batch, sequence, message.token_offset, ids, message.text, details)
+
+
+def _sequence_finished(
+    batch: int, sequence: int, message: router_pb2.SequenceFinished
+) -> SequenceFinished:
+    has = message.HasField
+    return SequenceFinished(
+        batch,
+        sequence,
+        _REASONS.get(message.reason, FinishReason.UNKNOWN),
+        message.generated_tokens,
+        message.stop_text if has("stop_text") else None,
+        tuple(message.stop_token_ids),
+        message.cumulative_log_prob if has("cumulative_log_prob") else None,
+    )
+
+
+def _item_finished(batch: int, sequence: int, message: router_pb2.ItemFinished) -> ItemFinished:
+    reason = _REASONS.get(message.reason, FinishReason.UNKNOWN)
+    perf_metrics = message.perf_metrics if message.HasField("perf_metrics") else None
+    return ItemFinished(batch, sequence, reason, _usage(message.usage), perf_metrics)
+
+
+def _item_failed(batch: int, sequence: int, message: router_pb2.ItemFailed) -> ItemFailed:
+    return ItemFailed(batch, sequence, from_proto(message.error), _usage(message.usage))
+
+
+def _usage(message: pb.Usage) -> Usage:
+    return Usage(message.prompt_tokens, message.cached_prompt_tokens, message.generated_tokens)
+
+
+_READERS: dict[str, Callable[[int, int, Any], Event]] = {
+    "accepted": _accepted,
+    "item_started": _item_started,
+    "prompt_details": PromptDetails,
+    "tokens": _tokens,
+    "sequence_finished": _sequence_finished,
+    "item_finished": _item_finished,
+    "item_failed": _item_failed,
+}

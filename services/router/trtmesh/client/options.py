@@ -1,0 +1,146 @@
+"""From what a caller writes in Python to the request that travels.
+
+Every field of `GenerationConfig` can be given by keyword. The groups that a caller uses most are flat (`max_tokens`,
+not `stopping.max_tokens`); the others are given as their message (`lora=LoraConfig(id=7)`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from google.protobuf.message import Message
+from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import router_pb2
+
+PromptLike = str | Sequence[int] | pb.Prompt | router_pb2.GenerateItem
+"""One prompt: a text, token ids, or a message that says more."""
+
+
+class Options(TypedDict, total=False):
+    """The keywords; generation.proto documents each under the same name."""
+
+    # StoppingConfig
+    max_tokens: int
+    min_tokens: int
+    end_id: int
+    ignore_end_id: bool
+    pad_id: int
+    stop_texts: Sequence[str]
+    stop_token_ids: Sequence[Sequence[int]]
+    include_stop_text: bool
+    bad_texts: Sequence[str]
+    bad_token_ids: Sequence[Sequence[int]]
+    # SamplingConfig
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    top_p_min: float
+    top_p_decay: float
+    top_p_reset_id: int
+    seed: int
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    prompt_ignore_length: int
+    no_repeat_ngram_size: int
+    embedding_bias: Sequence[float]
+    embedding_bias_texts: Sequence[str]
+    embedding_bias_weights: Sequence[float]
+    num_return_sequences: int
+    best_of: int
+    logits_post_processor: str
+    # BeamSearchConfig
+    beam_width: int
+    length_penalty: float
+    early_stopping: pb.EarlyStopping.ValueType
+    diversity_rate: float
+    # OutputConfig
+    text: bool
+    skip_special_tokens: bool
+    exclude_prompt: bool
+    log_probs: bool
+    top_log_probs: int
+    prompt_log_probs: bool
+    context_logits: bool
+    generation_logits: bool
+    logits_data_type: pb.DataType.ValueType
+    perf_metrics: bool
+    stream: bool
+    normalize_log_probs: bool
+    # Messages and numbers of GenerationConfig itself
+    lora: pb.LoraConfig
+    prompt_tuning: pb.PromptTuningConfig
+    draft: pb.DraftConfig
+    lookahead: pb.LookaheadConfig
+    guided_decoding: pb.GuidedDecodingConfig
+    kv_cache: pb.KvCacheConfig
+    encoder_decoder: pb.EncoderDecoderConfig
+    multimodal: pb.MultimodalConfig
+    handoff: pb.HandoffConfig
+    priority: int
+
+
+FLAT_GROUPS = ("stopping", "sampling", "beam_search", "output")
+
+
+def _groups_by_option() -> dict[str, str]:
+    fields = pb.GenerationConfig.DESCRIPTOR.fields_by_name
+    flat = {
+        option.name: group for group in FLAT_GROUPS for option in fields[group].message_type.fields
+    }
+    return flat | {name: "" for name in fields if name not in FLAT_GROUPS}
+
+
+GROUP_OF: Mapping[str, str] = _groups_by_option()
+"""Group of each keyword; '' for the fields of GenerationConfig itself."""
+
+
+def build_config(
+    base: pb.GenerationConfig | None, options: Mapping[str, object]
+) -> pb.GenerationConfig:
+    """A copy of `base` with each of `options` set. Raises TypeError for a keyword or a type that does not exist."""
+    config = pb.GenerationConfig()
+    if base is not None:
+        config.CopyFrom(base)
+    for name, value in options.items():
+        if name not in GROUP_OF:
+            raise TypeError(f"{name!r} is no option of generate; Options lists them")
+        group = GROUP_OF[name]
+        _assign(getattr(config, group) if group else config, name, value)
+    return config
+
+
+def _assign(message: Message, name: str, value: Any) -> None:
+    field = message.DESCRIPTOR.fields_by_name[name]
+    message.ClearField(name)
+    if field.is_repeated and isinstance(value, (str, bytes)):
+        raise TypeError(f"{name} is {value!r} but must be a list")
+    if field.is_repeated and field.message_type is not None:
+        getattr(message, name).extend(pb.TokenIds(ids=ids) for ids in value)
+    elif field.is_repeated:
+        getattr(message, name).extend(value)
+    elif field.message_type is not None:
+        getattr(message, name).CopyFrom(value)
+    else:
+        setattr(message, name, value)
+
+
+def build_items(prompts: Sequence[PromptLike]) -> list[router_pb2.GenerateItem]:
+    """One item a prompt. Raises TypeError for a bare text, which would pass for a list of letters."""
+    if isinstance(prompts, str):
+        raise TypeError("prompts is a text but must be a list of prompts; write [text]")
+    return [_item(prompt) for prompt in prompts]
+
+
+def _item(prompt: PromptLike) -> router_pb2.GenerateItem:
+    match prompt:
+        case router_pb2.GenerateItem():
+            return prompt
+        case pb.Prompt():
+            return router_pb2.GenerateItem(prompt=prompt)
+        case str():
+            return router_pb2.GenerateItem(prompt=pb.Prompt(text=prompt))
+        case _:
+            return router_pb2.GenerateItem(prompt=pb.Prompt(token_ids=pb.TokenIds(ids=prompt)))

@@ -1,0 +1,114 @@
+"""The stream folded: what each item came to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from trtmesh.chassis.errors import StreamIncomplete, TrtmeshError
+from trtmesh.client.events import (
+    Accepted,
+    Event,
+    FinishReason,
+    ItemFailed,
+    ItemFinished,
+    ItemStarted,
+    PromptDetails,
+    SequenceFinished,
+    Tokens,
+    Usage,
+)
+from trtmesh.v1 import generation_pb2 as pb
+
+
+@dataclass(slots=True)
+class SequenceResult:
+    """One generated sequence. `finished` is None when its item failed first."""
+
+    chunks: list[Tokens] = field(default_factory=list)
+    finished: SequenceFinished | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(chunk.text for chunk in self.chunks)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(token_id for chunk in self.chunks for token_id in chunk.token_ids)
+
+    @property
+    def reason(self) -> FinishReason | None:
+        return self.finished.reason if self.finished else None
+
+    def add(self, chunk: Tokens) -> None:
+        """Appends; an offset below what is there (beam search) replaces the chunks from there on."""
+        while self.chunks and _end(self.chunks[-1]) > chunk.token_offset:
+            self.chunks.pop()
+        end = _end(self.chunks[-1]) if self.chunks else 0
+        if end != chunk.token_offset:
+            raise StreamIncomplete(
+                f"tokens of item {chunk.batch_index}, sequence {chunk.sequence_index}, came at offset"
+                f" {chunk.token_offset} after {end} tokens; those between are missing"
+            )
+        self.chunks.append(chunk)
+
+
+def _end(chunk: Tokens) -> int:
+    return chunk.token_offset + len(chunk.token_ids)
+
+
+@dataclass(slots=True)
+class ItemResult:
+    """What one prompt came to. `error` is None exactly when it completed."""
+
+    batch_index: int
+    sequences: list[SequenceResult] = field(default_factory=list)
+    started: ItemStarted | None = None
+    prompt_details: pb.PromptDetails | None = None
+    usage: Usage = field(default_factory=Usage)
+    perf_metrics: pb.PerfMetrics | None = None
+    reason: FinishReason | None = None
+    error: TrtmeshError | None = None
+
+    @property
+    def text(self) -> str:
+        """Text of the first sequence."""
+        return self.sequences[0].text if self.sequences else ""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Token ids of the first sequence."""
+        return self.sequences[0].token_ids if self.sequences else ()
+
+    def add(self, event: Event) -> None:
+        match event:
+            case ItemStarted():
+                self.started = event
+            case PromptDetails():
+                self.prompt_details = event.details
+            case Tokens():
+                self._sequence(event.sequence_index).add(event)
+            case SequenceFinished():
+                self._sequence(event.sequence_index).finished = event
+            case ItemFinished():
+                self.reason, self.usage = event.reason, event.usage
+                self.perf_metrics = event.perf_metrics
+            case ItemFailed():
+                self.reason, self.usage = FinishReason.ERROR, event.usage
+                self.error = event.error
+
+    def _sequence(self, index: int) -> SequenceResult:
+        while len(self.sequences) <= index:
+            self.sequences.append(SequenceResult())
+        return self.sequences[index]
+
+
+class Results:
+    """Folds events as they come."""
+
+    def __init__(self, items: int) -> None:
+        self.items: Sequence[ItemResult] = [ItemResult(index) for index in range(items)]
+
+    def add(self, event: Event) -> None:
+        if not isinstance(event, Accepted):
+            self.items[event.batch_index].add(event)

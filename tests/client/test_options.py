@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import pytest
+from trtmesh.client import GenerationConfig, LoraConfig, Options
+from trtmesh.client.options import FLAT_GROUPS, GROUP_OF, build_config, build_items
+from trtmesh.v1 import generation_pb2 as pb
+
+
+def test_the_keywords_are_the_fields_of_the_proto() -> None:
+    """A field added to GenerationConfig or to a flat group must be given a keyword."""
+    fields = pb.GenerationConfig.DESCRIPTOR.fields_by_name
+    names = [name for name in fields if name not in FLAT_GROUPS]
+    for group in FLAT_GROUPS:
+        names += [option.name for option in fields[group].message_type.fields]
+    assert len(names) == len(set(names)), "two keywords would have one name"
+    assert set(Options.__annotations__) == set(names) == set(GROUP_OF)
+
+
+def test_keywords_set_fields_and_nothing_else() -> None:
+    config = build_config(
+        None,
+        Options(
+            max_tokens=3,
+            stop_texts=["a", "b"],
+            bad_token_ids=[[1, 2], [3]],
+            temperature=0.0,
+            embedding_bias=[0.5],
+            beam_width=2,
+            text=False,
+            lora=LoraConfig(id=7),
+            priority=-1,
+        ),
+    )
+    assert config == GenerationConfig(
+        stopping=pb.StoppingConfig(
+            max_tokens=3,
+            stop_texts=["a", "b"],
+            bad_token_ids=[pb.TokenIds(ids=[1, 2]), pb.TokenIds(ids=[3])],
+        ),
+        sampling=pb.SamplingConfig(temperature=0.0, embedding_bias=[0.5]),
+        beam_search=pb.BeamSearchConfig(beam_width=2),
+        output=pb.OutputConfig(text=False),
+        lora=LoraConfig(id=7),
+        priority=-1,
+    )
+
+
+def test_keywords_override_the_config_without_changing_it() -> None:
+    base = GenerationConfig(
+        stopping=pb.StoppingConfig(max_tokens=3, stop_texts=["a"]),
+        sampling=pb.SamplingConfig(top_k=4),
+    )
+    config = build_config(base, {"stop_texts": ["b"], "max_tokens": 5})
+    assert list(config.stopping.stop_texts) == ["b"]
+    assert (config.stopping.max_tokens, config.sampling.top_k) == (5, 4)
+    assert list(base.stopping.stop_texts) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"max_tokenz": 3}, "max_tokenz"),
+        ({"stopping": pb.StoppingConfig()}, "stopping"),
+        ({"stop_texts": "END"}, "list"),
+        ({"max_tokens": "3"}, "int"),
+        ({"lora": 7}, "LoraConfig"),
+    ],
+)
+def test_what_does_not_exist_is_a_type_error(options: dict[str, object], complaint: str) -> None:
+    with pytest.raises(TypeError, match=complaint):
+        build_config(None, options)
+
+
+def test_a_bare_text_is_no_list_of_prompts() -> None:
+    with pytest.raises(TypeError, match=r"write \[text\]"):
+        build_items("hello")
