@@ -1,0 +1,90 @@
+"""Decoding of byte-level BPE: each token stands for bytes, and the text is their UTF-8."""
+
+from __future__ import annotations
+
+from codecs import utf_8_decode
+
+from tokenizers import Tokenizer
+from trtmesh.tokenizer.decoding import decoder_steps, special_tokens, tokens_by_id
+
+
+class ByteLevelDecoding:
+    """Bytes of every token, and its text where the bytes are whole characters."""
+
+    name = "byte_level"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        specials = special_tokens(tokenizer)
+        byte_of = _byte_by_character()
+        tokens = tokens_by_id(tokenizer)
+        self._kept = [_bytes_of(token, byte_of) for token in tokens]
+        self._skipped = [
+            b"" if token in specials else data
+            for token, data in zip(tokens, self._kept, strict=True)
+        ]
+        self._kept_texts = [_whole_text(data) for data in self._kept]
+        self._skipped_texts = [_whole_text(data) for data in self._skipped]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> ByteLevelDecoding | None:
+        """None where the tokenizer's decoder is another."""
+        kinds = [step["type"] for step in decoder_steps(tokenizer)]
+        return cls(tokenizer) if kinds in (["ByteLevel"], ["ByteLevel", "Fuse"]) else None
+
+    def open(self, *, skip_special_tokens: bool) -> ByteLevelDecoder:
+        if skip_special_tokens:
+            return ByteLevelDecoder(self._skipped_texts, self._skipped)
+        return ByteLevelDecoder(self._kept_texts, self._kept)
+
+
+class ByteLevelDecoder:
+    """Holds back the bytes of an incomplete character: at most three."""
+
+    __slots__ = ("_bytes", "_rest", "_texts")
+
+    def __init__(self, texts: list[str | None], data: list[bytes]) -> None:
+        self._texts = texts
+        self._bytes = data
+        self._rest = b""
+
+    def push(self, token_id: int) -> str:
+        text = self._texts[token_id]
+        if text is not None and not self._rest:
+            return text
+        data = self._rest + self._bytes[token_id]
+        text, used = utf_8_decode(data, "replace", False)  # noqa: FBT003 - C function, no keywords
+        self._rest = data[used:]
+        return text
+
+    def flush(self) -> str:
+        rest, self._rest = self._rest, b""
+        return rest.decode("utf-8", "replace")
+
+
+def _byte_by_character() -> dict[str, int]:
+    """The visible characters that byte-level vocabularies are written with.
+
+    A byte that is a visible Latin-1 character stands for itself; the others take the code points from 256 on.
+    """
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {
+        chr(256 + position): byte for position, byte in enumerate(hidden)
+    }
+
+
+def _bytes_of(token: str | None, byte_of: dict[str, int]) -> bytes:
+    if token is None:
+        return b""
+    try:
+        return bytes([byte_of[character] for character in token])
+    except KeyError:
+        # An added token is written as plain text.
+        return token.encode("utf-8")
+
+
+def _whole_text(data: bytes) -> str | None:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return None

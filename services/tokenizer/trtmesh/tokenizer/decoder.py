@@ -1,0 +1,64 @@
+"""Chooses how the ids of a tokenizer are decoded: the fastest way that agrees with the library."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+
+from tokenizers import Tokenizer
+from trtmesh.tokenizer.byte_level import ByteLevelDecoding
+from trtmesh.tokenizer.decoding import Decoding, tokens_by_id
+from trtmesh.tokenizer.pieces import PieceDecoding
+from trtmesh.tokenizer.windowed import WholeDecoding, WindowedDecoding
+
+log = logging.getLogger(__name__)
+
+_FAMILIES = (ByteLevelDecoding, PieceDecoding, WindowedDecoding)
+_CHECKED_SEQUENCES = 200
+_LONGEST_CHECKED = 32
+
+
+def choose_decoding(tokenizer: Tokenizer) -> Decoding:
+    """The first family that fits the tokenizer's decoder and passes `agrees`; if none does, all text at the end."""
+    for family in _FAMILIES:
+        decoding = family.of(tokenizer)
+        if decoding is None:
+            continue
+        if agrees(decoding, tokenizer):
+            return decoding
+        log.warning("%s decoding does not reproduce this tokenizer's decoder", decoding.name)
+    log.warning("this tokenizer cannot be decoded token by token: texts will come at the end")
+    return WholeDecoding(tokenizer)
+
+
+def agrees(decoding: Decoding, tokenizer: Tokenizer) -> bool:
+    """Whether `decoding` gives the library's text for random sequences, always the same ones."""
+    return all(
+        _decode_by_token(decoding, token_ids, skip_special_tokens=skip)
+        == tokenizer.decode(token_ids, skip_special_tokens=skip)
+        for token_ids in _random_sequences(tokens_by_id(tokenizer))
+        for skip in (False, True)
+    )
+
+
+def _decode_by_token(decoding: Decoding, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+    decoder = decoding.open(skip_special_tokens=skip_special_tokens)
+    return "".join([*map(decoder.push, token_ids), decoder.flush()])
+
+
+def _random_sequences(tokens: list[str | None]) -> Iterator[list[int]]:
+    """Half of the ids are short or bracketed tokens: parts of characters, bytes, special tokens."""
+    random_number = random.Random(len(tokens))  # noqa: S311 - the same sequences each time
+    every = range(len(tokens))
+    odd = [i for i, token in enumerate(tokens) if token is None or _is_odd(token)] or every
+    for _ in range(_CHECKED_SEQUENCES if tokens else 0):
+        length = random_number.randint(1, _LONGEST_CHECKED)
+        yield [
+            random_number.choice(odd if random_number.random() < 0.5 else every)
+            for _ in range(length)
+        ]
+
+
+def _is_odd(token: str) -> bool:
+    return len(token) <= 2 or token[0] in "<["

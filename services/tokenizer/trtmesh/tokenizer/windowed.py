@@ -1,0 +1,98 @@
+"""Decoding by the library itself, for decoders that no faster family covers."""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer
+from trtmesh.tokenizer.decoding import REPLACEMENT, special_tokens, tokens_by_id
+
+KEPT_TOKENS = 8
+"""Tokens before the new one that a window decodes again, because they may shape its text."""
+
+MOST_TOKENS = 64
+"""Tokens after which a window gives up waiting for the end of a character."""
+
+
+class WindowedDecoding:
+    """Decodes the last tokens with and without the new one: the difference is its text.
+
+    Right for every decoder whose steps do not look back further than a few tokens.
+    """
+
+    name = "windowed"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        tokens = tokens_by_id(tokenizer)
+        specials = special_tokens(tokenizer)
+        self._gaps = frozenset(i for i, token in enumerate(tokens) if token is None)
+        self._specials = frozenset(i for i, token in enumerate(tokens) if token in specials)
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> WindowedDecoding:
+        return cls(tokenizer)
+
+    def open(self, *, skip_special_tokens: bool) -> WindowedDecoder:
+        hidden = self._gaps | self._specials if skip_special_tokens else self._gaps
+        return WindowedDecoder(self, hidden)
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of ids, none of which is left out."""
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+
+
+class WindowedDecoder:
+    """Keeps the last ids, and how much of their text was given out."""
+
+    __slots__ = ("_family", "_hidden", "_ids", "_shown")
+
+    def __init__(self, family: WindowedDecoding, hidden: frozenset[int]) -> None:
+        self._family = family
+        self._hidden = hidden
+        self._ids: list[int] = []
+        self._shown = ""
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._hidden:
+            return ""
+        self._ids.append(token_id)
+        text = self._family.decode(self._ids)
+        may_change = text.endswith(REPLACEMENT) or not text.startswith(self._shown)
+        if may_change and len(self._ids) < MOST_TOKENS:
+            return ""
+        delta = text[len(self._shown) :]
+        self._shown = text
+        if len(self._ids) >= 2 * KEPT_TOKENS:
+            self._ids = self._ids[-KEPT_TOKENS:]
+            self._shown = self._family.decode(self._ids)
+        return delta
+
+    def flush(self) -> str:
+        return self._family.decode(self._ids)[len(self._shown) :]
+
+
+class WholeDecoding:
+    """Gives all the text at the end. Right for every decoder there is, at the price of the stream."""
+
+    name = "whole"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def open(self, *, skip_special_tokens: bool) -> WholeDecoder:
+        return WholeDecoder(self._tokenizer, skip_special_tokens=skip_special_tokens)
+
+
+class WholeDecoder:
+    __slots__ = ("_ids", "_skip_special_tokens", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._ids: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        return ""
+
+    def flush(self) -> str:
+        return str(self._tokenizer.decode(self._ids, skip_special_tokens=self._skip_special_tokens))

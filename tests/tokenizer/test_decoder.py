@@ -1,0 +1,144 @@
+"""Texts of tokens, joined, are the text of the whole, for random ids of every family."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizer.tokenizers_zoo import (
+    CORPUS,
+    ZOO,
+    byte_level_bpe,
+    ids_of,
+    llama2_bpe,
+    unigram_metaspace,
+)
+from tokenizers import Tokenizer, decoders, models
+from trtmesh.tokenizer import decoder as decoder_module
+from trtmesh.tokenizer.byte_level import ByteLevelDecoding
+from trtmesh.tokenizer.decoder import agrees, choose_decoding
+from trtmesh.tokenizer.decoding import REPLACEMENT, Decoding
+from trtmesh.tokenizer.pieces import PieceDecoding
+
+Family = tuple[Tokenizer, Decoding]
+
+SAME_FAMILY_EACH_TIME = settings(
+    max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@pytest.fixture(scope="module", params=list(ZOO))
+def family(request: pytest.FixtureRequest) -> Family:
+    build, decoding_name = ZOO[request.param]
+    tokenizer = build()
+    decoding = choose_decoding(tokenizer)
+    assert decoding.name == decoding_name
+    return tokenizer, decoding
+
+
+def draw_ids(data: st.DataObject, tokenizer: Tokenizer) -> list[int]:
+    """Random ids; low ones, which are specials and bytes, more often."""
+    size = tokenizer.get_vocab_size()
+    ids = st.one_of(st.integers(0, size - 1), st.integers(0, min(size, 262) - 1))
+    return data.draw(st.lists(ids, max_size=60))
+
+
+def texts_of(decoding: Decoding, ids: list[int], *, skip: bool) -> list[str]:
+    state = decoding.open(skip_special_tokens=skip)
+    return [*map(state.push, ids), state.flush()]
+
+
+@SAME_FAMILY_EACH_TIME
+@given(data=st.data(), skip=st.booleans())
+def test_random_ids(family: Family, data: st.DataObject, skip: bool) -> None:
+    tokenizer, decoding = family
+    ids = draw_ids(data, tokenizer)
+    whole = tokenizer.decode(ids, skip_special_tokens=skip)
+    assert "".join(texts_of(decoding, ids, skip=skip)) == whole
+
+
+@SAME_FAMILY_EACH_TIME
+@given(text=st.text(max_size=60), skip=st.booleans())
+def test_random_texts(family: Family, text: str, skip: bool) -> None:
+    tokenizer, decoding = family
+    ids = tokenizer.encode(text).ids
+    whole = tokenizer.decode(ids, skip_special_tokens=skip)
+    assert "".join(texts_of(decoding, ids, skip=skip)) == whole
+
+
+@pytest.mark.parametrize("text", CORPUS)
+def test_no_part_of_a_character_is_shown(family: Family, text: str) -> None:
+    tokenizer, decoding = family
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert not any(REPLACEMENT in delta for delta in texts_of(decoding, ids, skip=True))
+
+
+def test_a_byte_level_text_comes_character_by_character() -> None:
+    tokenizer = byte_level_bpe()
+    ids = ids_of(tokenizer, "ð", "Ł", "ĺ", "Ģ", "a")
+    assert texts_of(choose_decoding(tokenizer), ids, skip=True) == ["", "", "", "😀", "a", ""]
+
+
+def test_an_unfinished_character_at_the_end_is_shown_as_the_whole_decode_shows_it() -> None:
+    tokenizer = byte_level_bpe()
+    ids = ids_of(tokenizer, "a", "ð", "Ł")
+    assert texts_of(choose_decoding(tokenizer), ids, skip=True) == ["a", "", "", REPLACEMENT]
+    tokenizer = llama2_bpe()
+    ids = ids_of(tokenizer, "a", "<0xF0>", "<0x9F>")
+    assert texts_of(choose_decoding(tokenizer), ids, skip=True) == ["a", "", "", 2 * REPLACEMENT]
+
+
+def test_byte_tokens_are_text_together_or_not_at_all() -> None:
+    tokenizer = llama2_bpe()
+    tokens = ["<0xC3>", "<0xA9>", "<0xC3>", "<0xC3>", "<0x41>", "▁b"]
+    ids = ids_of(tokenizer, *tokens)
+    deltas = texts_of(choose_decoding(tokenizer), ids, skip=True)
+    assert deltas == ["", "", "", 4 * REPLACEMENT, REPLACEMENT, " b", ""]
+
+
+def test_a_skipped_token_does_not_part_a_character() -> None:
+    tokenizer = llama2_bpe()
+    ids = ids_of(tokenizer, "<0xC3>", "</s>", "<0xA9>", "b")
+    assert "".join(texts_of(choose_decoding(tokenizer), ids, skip=True)) == "éb"
+    kept = "".join(texts_of(choose_decoding(tokenizer), ids, skip=False))
+    assert kept == f"{REPLACEMENT}</s>{REPLACEMENT}b"
+
+
+def test_an_id_in_a_gap_has_no_text() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"▁a": 0, "▁b": 3}, unk_token="▁a"))
+    tokenizer.decoder = decoders.Metaspace()
+    ids = [1, 0, 2, 3]
+    deltas = texts_of(choose_decoding(tokenizer), ids, skip=False)
+    assert deltas == ["", "a", "", " b", ""]
+    assert tokenizer.decode(ids) == "a b"
+
+
+def test_state_does_not_grow_with_the_sequence() -> None:
+    tokenizer = byte_level_bpe()
+    state = ByteLevelDecoding(tokenizer).open(skip_special_tokens=True)
+    ids = tokenizer.encode("🙂é" * 200).ids
+    assert all(len(state._rest) <= 3 for token_id in ids if state.push(token_id) is not None)
+
+
+def test_a_fast_way_that_disagrees_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Wrong(PieceDecoding):
+        def _later_piece(self, token: str | None) -> str:
+            return f"{token}!"
+
+    monkeypatch.setattr(decoder_module, "_FAMILIES", (Wrong, ByteLevelDecoding))
+    with caplog.at_level(logging.WARNING):
+        assert choose_decoding(unigram_metaspace()).name == "whole"
+    assert "pieces decoding does not reproduce" in caplog.text
+
+
+def test_an_unknown_decoder_is_left_to_slower_families() -> None:
+    tokenizer = unigram_metaspace()
+    tokenizer.decoder = decoders.CTC()
+    assert ByteLevelDecoding.of(tokenizer) is None
+    assert PieceDecoding.of(tokenizer) is None
+    decoding = choose_decoding(tokenizer)
+    assert agrees(decoding, tokenizer)

@@ -1,0 +1,143 @@
+"""A sequence gives the same text and the same stop however its ids were split, replayed or cut."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizer.tokenizers_zoo import CORPUS, ZOO, ids_of
+from tokenizers import Tokenizer
+from trtmesh.chassis.errors import InvalidRequest, TokenOutOfVocabulary
+from trtmesh.tokenizer.decoder import choose_decoding
+from trtmesh.tokenizer.decoding import Decoding
+from trtmesh.tokenizer.sequence import DecodeSequence, Stop
+from trtmesh.tokenizer.stop_texts import StopMatcher, StopTexts
+
+Family = tuple[Tokenizer, Decoding]
+FAMILIES = ("byte_level_bpe", "llama2_bpe", "unigram_byte_fallback", "word_piece")
+PROPERTY = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+STOPS = ["e", " the", "quick b", "�", "界", "\n\n", "ö", "##"]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> Family:
+    tokenizer = ZOO[request.param][0]()
+    return tokenizer, choose_decoding(tokenizer)
+
+
+def open_sequence(
+    family: Family, stop_texts: list[str], *, skip: bool = True, include: bool = False
+) -> DecodeSequence:
+    tokenizer, decoding = family
+    matcher = StopMatcher(StopTexts(stop_texts), include_stop_text=include) if stop_texts else None
+    return DecodeSequence(
+        decoding.open(skip_special_tokens=skip), matcher, tokenizer.get_vocab_size()
+    )
+
+
+def run(sequence: DecodeSequence, calls: list[list[int]]) -> tuple[list[str], int | None, int]:
+    """Text of each call, the stop text found and the tokens up to its end, all calls counted."""
+    texts, stop_index, tokens = [], None, 0
+    for position, ids in enumerate(calls):
+        act = sequence.finish if position == len(calls) - 1 else sequence.push
+        text, stop = act(ids)
+        texts.append(text)
+        if stop is not None:
+            stop_index, tokens = stop.stop_index, tokens + stop.token_count
+        elif stop_index is None:
+            tokens += len(ids)
+    return texts, stop_index, tokens
+
+
+def brute_force(
+    family: Family, ids: list[int], stop_texts: list[str], *, skip: bool, include: bool
+) -> str:
+    text = family[0].decode(ids, skip_special_tokens=skip)
+    for end in range(len(text) + 1):
+        found = [stop for stop in stop_texts if text[:end].endswith(stop)]
+        if found:
+            return text[: end if include else end - len(max(found, key=len))]
+    return text
+
+
+def split(data: st.DataObject, ids: list[int]) -> list[list[int]]:
+    cuts = data.draw(st.lists(st.integers(0, len(ids)), max_size=6).map(sorted))
+    return [ids[start:end] for start, end in pairwise([0, *cuts, len(ids)])]
+
+
+@PROPERTY
+@given(data=st.data(), skip=st.booleans(), include=st.booleans())
+def test_splits_and_replays_change_nothing(
+    family: Family, data: st.DataObject, skip: bool, include: bool
+) -> None:
+    size = family[0].get_vocab_size()
+    ids = data.draw(st.lists(st.integers(0, size - 1), max_size=40))
+    stops = data.draw(st.lists(st.sampled_from(STOPS), max_size=3))
+    one_by_one = run(
+        open_sequence(family, stops, skip=skip, include=include),
+        [*([token_id] for token_id in ids), []],
+    )
+    calls = split(data, ids)
+    by_split = run(open_sequence(family, stops, skip=skip, include=include), calls)
+    assert "".join(by_split[0]) == "".join(one_by_one[0])
+    assert by_split[1:] == one_by_one[1:]
+    assert "".join(by_split[0]) == brute_force(family, ids, stops, skip=skip, include=include)
+
+    cut = data.draw(st.integers(0, len(calls) - 1))
+    delivered = [token_id for ids in calls[:cut] for token_id in ids]
+    replayed = open_sequence(family, stops, skip=skip, include=include)
+    replayed.absorb(delivered[: len(delivered) // 2])
+    replayed.absorb(delivered[len(delivered) // 2 :])
+    assert run(replayed, calls[cut:])[0] == by_split[0][cut:]
+
+
+def test_token_count_names_the_token_that_completed_the_match(family: Family) -> None:
+    tokenizer, _ = family
+    ids = tokenizer.encode(CORPUS[1], add_special_tokens=False).ids
+    text = tokenizer.decode(ids)
+    stop = text[12:16]
+    sequence = open_sequence(family, [stop])
+    delta, found = sequence.push(ids)
+    assert found is not None
+    assert stop in tokenizer.decode(ids[: found.token_count])
+    assert stop not in tokenizer.decode(ids[: found.token_count - 1])
+    assert delta == text[: text.index(stop)]
+    assert sequence.push(ids) == ("", None)
+    assert sequence.finish(ids) == ("", None)
+
+
+def test_a_stop_text_in_the_delivered_tokens_is_told_by_the_next_push(family: Family) -> None:
+    tokenizer, _ = family
+    ids = tokenizer.encode("hello world", add_special_tokens=False).ids
+    sequence = open_sequence(family, ["hello"])
+    sequence.absorb(ids)
+    sequence.absorb(ids)
+    assert sequence.push(ids) == ("", Stop(0, 0))
+    assert sequence.push(ids) == ("", None)
+
+
+def test_a_stop_text_can_end_in_what_the_flush_gives() -> None:
+    tokenizer = ZOO["byte_level_bpe"][0]()
+    ids = ids_of(tokenizer, "a", "ð", "Ł")
+    sequence = open_sequence((tokenizer, choose_decoding(tokenizer)), ["a�"])
+    assert sequence.push(ids[:1]) == ("", None)
+    assert sequence.finish(ids[1:]) == ("", Stop(0, 2))
+
+
+def test_an_id_outside_the_vocabulary_is_refused(family: Family) -> None:
+    size = family[0].get_vocab_size()
+    sequence = open_sequence(family, [])
+    with pytest.raises(TokenOutOfVocabulary, match=f"{size} is outside the vocabulary of {size} "):
+        sequence.push([5, size, 6])
+
+
+def test_nothing_may_follow_the_last_token(family: Family) -> None:
+    sequence = open_sequence(family, [])
+    sequence.finish([5])
+    assert sequence.push([]) == ("", None)
+    with pytest.raises(InvalidRequest, match="after the sequence was finished"):
+        sequence.push([5])
