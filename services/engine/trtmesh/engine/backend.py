@@ -191,8 +191,8 @@ class Backend(Protocol):
     * `submit` MUST either raise a TrtmeshError and forget the item, or take it. It MUST NOT block.
     * Every key of a taken item MUST be delivered exactly one SequenceEnd, and nothing after it. Tokens MUST arrive in
       order and without gaps.
-    * `stop` MUST lead to the SequenceEnd of every key that has not ended, within one step, with the reason given. A key that
-      is unknown or over MUST be ignored.
+    * `stop` MUST lead to the SequenceEnd of every key that has not ended, within one step, with the reason given. A key
+      that is unknown or over MUST be ignored.
     * When a SequenceEnd is delivered the sequence's KV blocks MUST already be free (or kept only for reuse).
     * `deliver` MUST be called in step order; it MAY be called from any thread and returns at once.
     * A fault of one item MUST end that item alone, with an error. A fault of the whole backend MUST be told once

@@ -1,0 +1,30 @@
+"""The engine process: `python -m trtmesh.engine --backend simulated --port 9101`."""
+
+import trtmesh.chassis.environment  # noqa: F401 - before anything imports gRPC
+
+# isort: split
+import sys
+
+from trtmesh.chassis.errors import SettingsError
+from trtmesh.chassis.service import Runtime, run
+from trtmesh.engine.backend import Backend
+from trtmesh.engine.service import EngineService
+from trtmesh.engine.settings import EngineSettings
+
+
+def build(settings: EngineSettings, runtime: Runtime) -> EngineService:
+    """The service around the backend that the settings choose."""
+    return EngineService(settings, runtime, build_backend(settings))
+
+
+def build_backend(settings: EngineSettings) -> Backend:
+    """Imports only what the chosen backend needs."""
+    if settings.backend == "simulated":
+        from trtmesh.engine.backends.simulated import SimulatedBackend
+
+        return SimulatedBackend(settings.simulated)
+    raise SettingsError("engine.backend torch is not there yet")
+
+
+if __name__ == "__main__":
+    sys.exit(run(EngineSettings, build, sys.argv[1:]))

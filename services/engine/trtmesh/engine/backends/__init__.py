@@ -1,0 +1,1 @@
+"""What executes a model: one package a backend, imported only when it is chosen."""

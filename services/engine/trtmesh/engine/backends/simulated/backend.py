@@ -1,0 +1,259 @@
+"""A backend without a model: time, capacity, prefix reuse and faults by parameters, tokens by a hash.
+
+It runs on the event loop's own timers. Steps follow absolute deadlines, so their rate does not drift, though each
+one may be a millisecond early or late, which is the resolution of the loop's clock; a thread would be more punctual
+and costs a handover each step. With a step time of 0 each turn of the loop is one step, and the loop still polls its
+sockets in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Sequence as SequenceOf
+from hashlib import blake2b
+
+from trtmesh.chassis.errors import (
+    BackendFailed,
+    InvalidField,
+    OutOfBlocks,
+    PromptEmpty,
+    PromptTooLong,
+    QueueFull,
+    TokenOutOfVocabulary,
+)
+from trtmesh.engine.backend import (
+    AdapterInfo,
+    BackendInfo,
+    BackendStats,
+    Deliver,
+    Fail,
+    Submission,
+)
+from trtmesh.engine.backends.simulated.endings import EndRule
+from trtmesh.engine.backends.simulated.scheduler import Scheduler
+from trtmesh.engine.backends.simulated.sequence import Sequence
+from trtmesh.engine.backends.simulated.settings import SimulatedSettings
+from trtmesh.engine.backends.simulated.tokens import TokenSource
+from trtmesh.v1 import generation_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+SUPPORTED_FIELDS = frozenset(
+    {
+        "stopping.max_tokens",
+        "stopping.min_tokens",
+        "stopping.end_id",
+        "stopping.ignore_end_id",
+        "stopping.stop_token_ids",
+        "sampling.temperature",
+        "sampling.top_k",
+        "sampling.top_p",
+        "sampling.min_p",
+        "sampling.top_p_min",
+        "sampling.top_p_decay",
+        "sampling.top_p_reset_id",
+        "sampling.seed",
+        "sampling.repetition_penalty",
+        "sampling.presence_penalty",
+        "sampling.frequency_penalty",
+        "sampling.prompt_ignore_length",
+        "sampling.no_repeat_ngram_size",
+        "sampling.num_return_sequences",
+        "output.perf_metrics",
+        "kv_cache.reuse",
+        "kv_cache.salt",
+        "priority",
+    }
+)
+"""Fields that change the tokens, their number, their order or what is reported; sampling fields change the tokens."""
+
+CRASH_EXIT_STATUS = 70
+
+
+class SimulatedBackend:
+    """Implements Backend. Everything happens on the event loop's thread."""
+
+    def __init__(self, settings: SimulatedSettings) -> None:
+        self._settings = settings
+        self._scheduler = Scheduler(settings)
+        self._source = TokenSource(
+            settings.first_token_id,
+            settings.last_token_id,
+            settings.end_id,
+            settings.end_probability,
+        )
+        self._items = 0
+        self._step_ends_at = 0.0
+        self._timer: asyncio.Handle | None = None
+        self._flush: asyncio.Handle | None = None
+        self._frozen = False
+
+    async def start(self, deliver: Deliver, fail: Fail) -> BackendInfo:
+        self._deliver, self._fail = deliver, fail
+        self._loop = asyncio.get_running_loop()
+        await asyncio.sleep(self._settings.load_ms / 1000)
+        return self._info()
+
+    def submit(self, item: Submission) -> None:
+        settings = self._settings
+        rule = EndRule(item.config.stopping, (settings.end_id,), self._check(item))
+        self._items += 1
+        for index in range(len(item.keys)):
+            sequence = Sequence(item, index, rule, self._source, settings.tokens_per_block)
+            sequence.fails = self._items == settings.fail_item
+            self._scheduler.add(sequence)
+        self._go_on()
+
+    def stop(self, keys: SequenceOf[int], reason: int) -> None:
+        if self._frozen:
+            return
+        self._scheduler.stop(list(keys), reason)
+        self._go_on()
+
+    def stats(self) -> BackendStats:
+        scheduler = self._scheduler
+        return BackendStats(
+            step_count=scheduler.step_count,
+            running_sequences=scheduler.running_sequences,
+            waiting_sequences=scheduler.waiting_sequences,
+            pending_prompt_tokens=scheduler.pending_prompt_tokens,
+            total_blocks=scheduler.pool.total_blocks,
+            used_blocks=scheduler.pool.used_blocks,
+            free_blocks=scheduler.pool.free_blocks,
+            computed_prompt_tokens=scheduler.computed_prompt_tokens,
+            reused_prompt_tokens=scheduler.reused_prompt_tokens,
+            generated_tokens=scheduler.generated_tokens,
+        )
+
+    def adapters(self) -> SequenceOf[AdapterInfo]:
+        return ()
+
+    async def close(self) -> None:
+        for handle in (self._timer, self._flush):
+            if handle:
+                handle.cancel()
+        self._scheduler.stop_all(pb.FINISH_REASON_CANCELLED)
+        self._deliver_leftover()
+
+    def _check(self, item: Submission) -> int:
+        """Most tokens that each sequence of `item` may generate; raises when the item cannot be taken."""
+        settings, scheduler = self._settings, self._scheduler
+        prompt = len(item.token_ids) - item.emitted_tokens
+        if prompt < 1:
+            raise PromptEmpty("the prompt has no tokens; send at least one")
+        room = settings.max_sequence_tokens - prompt
+        max_tokens = item.config.stopping.max_tokens
+        wanted = max_tokens or 1
+        if wanted > room:
+            raise PromptTooLong(
+                f"the prompt has {prompt} tokens and stopping.max_tokens asks for {wanted} more, but a sequence"
+                f" has at most {settings.max_sequence_tokens}; shorten the prompt or ask for fewer tokens"
+            )
+        highest = max(item.token_ids)
+        if highest >= settings.vocabulary_size:
+            raise TokenOutOfVocabulary(
+                f"token id {highest} of the prompt is not below the vocabulary size, {settings.vocabulary_size}"
+            )
+        limit = room if max_tokens is None else max_tokens
+        blocks = -(-(prompt + limit) // settings.tokens_per_block)
+        if blocks > settings.total_blocks:
+            raise OutOfBlocks(
+                f"a sequence of {prompt} prompt and {limit} new tokens needs {blocks} KV blocks, but the pool has"
+                f" {settings.total_blocks}"
+            )
+        end_id = item.config.stopping.end_id
+        if end_id is not None and end_id >= settings.vocabulary_size:
+            limit_text = f"below the vocabulary size, {settings.vocabulary_size}"
+            raise InvalidField.of("stopping.end_id", end_id, limit_text)
+        refuse_after = settings.refuse_after_items
+        queued = scheduler.waiting_sequences + len(item.keys)
+        if refuse_after is not None and self._items >= refuse_after:
+            raise QueueFull("the queue is full because simulated.refuse_after_items says so")
+        if queued > settings.max_queue_size + max(0, scheduler.free_places):
+            raise QueueFull(
+                f"{scheduler.waiting_sequences} sequences wait and at most {settings.max_queue_size} may;"
+                " try again later or elsewhere"
+            )
+        return limit
+
+    def _go_on(self) -> None:
+        """Starts stepping if there is something to do; delivers what arose between steps in the next turn."""
+        if self._frozen:
+            return
+        if self._flush is None:
+            self._flush = self._loop.call_soon(self._deliver_leftover)
+        if self._timer is None and self._scheduler.has_work:
+            # In the next turn, so that items that came together start together.
+            self._step_ends_at = time.monotonic()
+            self._timer = self._loop.call_soon(self._begin_step)
+
+    def _deliver_leftover(self) -> None:
+        self._flush = None
+        output = self._scheduler.leftover()
+        if output:
+            self._deliver(output)
+
+    def _begin_step(self) -> None:
+        settings, scheduler = self._settings, self._scheduler
+        prompt_tokens = scheduler.begin()
+        seconds = (settings.step_ms + settings.step_ms_per_sequence * len(scheduler.batch)) / 1000
+        if settings.prefill_tokens_per_second:
+            seconds += prompt_tokens / settings.prefill_tokens_per_second
+        if settings.slow_after_steps and scheduler.step_count >= settings.slow_after_steps:
+            seconds *= settings.slow_factor
+        now = time.monotonic()
+        # Behind by more than a step, time is lost instead of made up in a burst.
+        self._step_ends_at = max(self._step_ends_at, now - seconds) + seconds
+        delay = self._step_ends_at - now
+        if delay < 0.0005:
+            self._timer = self._loop.call_soon(self._finish_step, prompt_tokens)
+        else:
+            self._timer = self._loop.call_later(delay, self._finish_step, prompt_tokens)
+
+    def _finish_step(self, prompt_tokens: int) -> None:
+        self._timer = None
+        self._deliver(self._scheduler.finish(prompt_tokens))
+        if self._strike():
+            return
+        if self._scheduler.has_work:
+            self._begin_step()
+
+    def _strike(self) -> bool:
+        """Does the fault whose time has come; tells whether stepping is over."""
+        settings, step = self._settings, self._scheduler.step_count
+        if step == settings.crash_after_steps:
+            log.critical("dying because simulated.crash_after_steps says so")
+            os._exit(CRASH_EXIT_STATUS)
+        if step == settings.freeze_after_steps:
+            log.error("freezing because simulated.freeze_after_steps says so")
+            self._frozen = True
+        if step == settings.break_after_steps:
+            self._frozen = True
+            self._fail(
+                BackendFailed("the backend broke because simulated.break_after_steps says so")
+            )
+        return self._frozen
+
+    def _info(self) -> BackendInfo:
+        settings = self._settings
+        content = repr((settings.first_token_id, settings.last_token_id, settings.end_id))
+        content += repr((settings.end_probability, settings.vocabulary_size))
+        return BackendInfo(
+            backend="simulated",
+            model="simulated",
+            model_fingerprint="simulated-" + blake2b(content.encode(), digest_size=8).hexdigest(),
+            tokenizer_fingerprint=settings.tokenizer_fingerprint,
+            vocabulary_size=settings.vocabulary_size,
+            max_sequence_tokens=settings.max_sequence_tokens,
+            max_batch_size=settings.max_batch_size,
+            max_sequences_per_item=settings.max_sequences_per_item,
+            tokens_per_block=settings.tokens_per_block,
+            total_blocks=settings.total_blocks,
+            supported_fields=SUPPORTED_FIELDS,
+            deterministic=True,
+            end_ids=(settings.end_id,),
+            data_type=pb.DATA_TYPE_FP32,
+        )

@@ -1,0 +1,64 @@
+"""The sequences that generate: parallel lists, so that a step costs a few list operations and no loop of Python."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from trtmesh.engine.backends.simulated.sequence import Sequence
+
+
+class Batch:
+    """Gives every member one token a step. A member is looked at again only when its run of tokens is over."""
+
+    def __init__(self) -> None:
+        self.members: list[Sequence] = []
+        self._keys: list[int] = []
+        self._first_steps: list[int] = []
+        self._tokens: list[Iterator[int]] = []
+        self._due: defaultdict[int, list[Sequence]] = defaultdict(list)
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def join(self, sequence: Sequence, step: int) -> None:
+        """Lets `sequence` generate from `step` on."""
+        sequence.slot = len(self.members)
+        # The step in which its token 0 was or would have been generated.
+        sequence.first_step = step - sequence.emitted_tokens
+        self.members.append(sequence)
+        self._keys.append(sequence.key)
+        self._first_steps.append(sequence.first_step)
+        run = sequence.next_run()
+        self._tokens.append(iter(run))
+        self._due[step + len(run) - 1].append(sequence)
+
+    def step(self, step: int) -> tuple[list[int], list[int], list[int], list[int]]:
+        """Keys, token offsets, token counts and token ids of one step."""
+        offsets = [step - first for first in self._first_steps]
+        return self._keys[:], offsets, [1] * len(offsets), list(map(next, self._tokens))
+
+    def finished(self, step: int) -> list[Sequence]:
+        """Members whose last token was generated in `step`, still members; gives the others their next run."""
+        finished = []
+        for sequence in self._due.pop(step, ()):
+            if sequence.slot < 0:
+                continue
+            if sequence.ending:
+                finished.append(sequence)
+            else:
+                run = sequence.next_run()
+                self._tokens[sequence.slot] = iter(run)
+                self._due[step + len(run)].append(sequence)
+        return finished
+
+    def leave(self, sequence: Sequence) -> None:
+        """Removes a member; the last one takes its place."""
+        slot = sequence.slot
+        sequence.slot = -1
+        last = self.members.pop()
+        key, first_step, tokens = self._keys.pop(), self._first_steps.pop(), self._tokens.pop()
+        if last is not sequence:
+            self.members[slot], self._keys[slot] = last, key
+            self._first_steps[slot], self._tokens[slot] = first_step, tokens
+            last.slot = slot

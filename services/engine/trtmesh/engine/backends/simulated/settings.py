@@ -1,0 +1,81 @@
+"""What a simulated backend can be told."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+from trtmesh.chassis.settings import Settings
+
+Milliseconds = Annotated[float, Field(ge=0, le=3_600_000)]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
+class SimulatedSettings(Settings):
+    """Speed, capacity, tokens and faults of a backend without a model."""
+
+    step_ms: Milliseconds = 10.0
+    """Time of a step in milliseconds; 0 runs as fast as the event loop allows."""
+    step_ms_per_sequence: Milliseconds = 0.0
+    """Time that each running sequence adds to a step, in milliseconds."""
+    prefill_tokens_per_second: Annotated[float, Field(ge=0)] = 0.0
+    """Prompt tokens computed a second, on top of the step time; 0 computes prompts in no time."""
+    prefill_tokens_per_step: Count = 8192
+    """Most prompt tokens of one step; longer prompts take several."""
+    load_ms: Milliseconds = 0.0
+    """Time that loading takes, in milliseconds."""
+
+    total_blocks: Count = 16384
+    """KV blocks in the pool."""
+    tokens_per_block: Annotated[int, Field(ge=1, le=4096)] = 32
+    """Tokens of a KV block."""
+    max_batch_size: Annotated[int, Field(ge=1, le=65536)] = 1024
+    """Most sequences computed at once."""
+    max_queue_size: Annotated[int, Field(ge=0, le=2**31 - 1)] = 4096
+    """Most sequences waiting beyond those that a free place in the batch awaits."""
+    max_sequence_tokens: Count = 32768
+    """Most tokens of a sequence, prompt included."""
+    max_sequences_per_item: Annotated[int, Field(ge=1, le=256)] = 16
+    """Most sequences of one item."""
+
+    vocabulary_size: Count = 32000
+    """Ids below this may be prompt tokens."""
+    first_token_id: TokenId = 32
+    """Lowest id that is generated."""
+    last_token_id: TokenId = 126
+    """Highest id that is generated, the end id aside."""
+    end_id: TokenId = 2
+    """The model's own end id."""
+    end_probability: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of positions that hold the end id."""
+    tokenizer_fingerprint: str = ""
+    """Fingerprint of the tokenizer that the backend claims; empty claims none."""
+
+    crash_after_steps: Count | None = None
+    """The process dies without a word after so many steps."""
+    freeze_after_steps: Count | None = None
+    """Nothing happens any more after so many steps, while the process lives on."""
+    break_after_steps: Count | None = None
+    """The backend reports that it can no longer work after so many steps."""
+    slow_after_steps: Count | None = None
+    """Steps take `slow_factor` times as long after so many steps."""
+    slow_factor: Annotated[float, Field(ge=1, le=1e6)] = 10.0
+    """How many times longer slow steps take."""
+    fail_item: Count | None = None
+    """The item with this number, counted from 1, is taken and fails at its first token."""
+    refuse_after_items: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    """Items are refused as if the queue were full once so many were taken."""
+
+    @model_validator(mode="after")
+    def _ids_are_in_the_vocabulary(self) -> SimulatedSettings:
+        if not self.first_token_id <= self.last_token_id < self.vocabulary_size:
+            raise ValueError(
+                f"simulated.first_token_id {self.first_token_id} must be at most last_token_id"
+                f" {self.last_token_id}, which must be below vocabulary_size {self.vocabulary_size}"
+            )
+        if self.end_id >= self.vocabulary_size:
+            raise ValueError(
+                f"simulated.end_id {self.end_id} must be below vocabulary_size {self.vocabulary_size}"
+            )
+        return self

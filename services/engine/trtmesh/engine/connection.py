@@ -1,0 +1,282 @@
+"""One router's stream: its commands, its sequences and what it gets back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from trtmesh.chassis.errors import (
+    AlreadyExists,
+    BackendFailed,
+    InvalidField,
+    InvalidRequest,
+    QueueFull,
+    SlowClient,
+    TrtmeshError,
+    UnsupportedCall,
+    to_proto,
+)
+from trtmesh.engine.backend import SequenceEnd
+from trtmesh.engine.outbox import Outbox
+from trtmesh.engine.step_part import StepPart
+from trtmesh.engine.streams import HANDLE_BITS, HANDLE_MASK
+from trtmesh.engine.submission import handles_of, parse_submit
+from trtmesh.engine.wire import adapter_states, end_message, kv_event_message
+from trtmesh.engine.worker import Worker
+from trtmesh.v1 import engine_pb2 as epb
+from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import kv_transfer_pb2 as transfer
+
+log = logging.getLogger(__name__)
+
+STOP_REASONS = frozenset(
+    {pb.FINISH_REASON_STOPPED, pb.FINISH_REASON_CANCELLED, pb.FINISH_REASON_STOP_WORD}
+)
+
+
+@dataclass(slots=True)
+class _Item:
+    """An item whose sequences, or some of them, live."""
+
+    prompt_tokens: int
+    live: int
+    timer: asyncio.TimerHandle | None = None
+
+
+class Connection:
+    """The sequences of one router between the backend and the outbox.
+
+    A command that is wrong in itself fails its own sequences. A command that shows that router and worker no longer
+    agree on what the numbers mean (a handle in use, an acknowledgement of what was never sent) raises and ends the
+    stream: tokens could reach the wrong client otherwise, while a router recovers from a lost stream.
+    """
+
+    def __init__(self, worker: Worker, hello: epb.HelloCommand) -> None:
+        self.router = hello.router
+        self.outbox = Outbox(hello.unacknowledged_steps, worker.metrics)
+        self.farewell: TrtmeshError | None = None
+        self._worker = worker
+        self._live: dict[int, _Item] = {}
+        self._open = True
+        self._failed = False
+        self._number = worker.streams.add(self)
+        self.outbox.put_answer(epb.EngineEvent(welcome=epb.Welcome(engine=worker.description)))
+        adapters = worker.backend.adapters()
+        if adapters:
+            self.outbox.put_answer(epb.EngineEvent(adapter_states=adapter_states(adapters)))
+        worker.metrics.open_streams += 1
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._live) or (self._open and self.outbox.holds_steps)
+
+    @property
+    def unacknowledged_steps(self) -> int:
+        return self.outbox.unacknowledged_steps
+
+    def execute(self, command: epb.EngineCommand) -> None:
+        """Does what the router says. Raises what must end the stream."""
+        match command.WhichOneof("command"):
+            case "submit":
+                self._submit(command.submit)
+            case "stop":
+                self._stop(command.stop)
+            case "acknowledge":
+                self.outbox.acknowledge(command.acknowledge.received_steps)
+            case "kv_snapshot":
+                self._tell_kv_snapshot()
+            case "load_adapter":
+                adapter = command.load_adapter.adapter
+                self._refuse_adapter(adapter.id, adapter.name, "load_adapter")
+            case "unload_adapter":
+                self._refuse_adapter(command.unload_adapter.id, "", "unload_adapter")
+            case "reserve_blocks":
+                self._refuse_lease(command.reserve_blocks.lease_id, "reserve_blocks")
+            case "release_lease":
+                self._refuse_lease(command.release_lease.lease_id, "release_lease")
+            case "hello":
+                raise InvalidRequest("hello came again, but it opens a stream and comes once")
+            case _:
+                raise UnsupportedCall("the worker does not know this command; is the router newer?")
+
+    def take_step(self, part: StepPart) -> None:
+        if self._open:
+            self.outbox.put_step(part)
+
+    def take_end(self, handle: int, end: SequenceEnd) -> None:
+        item = self._live.pop(handle, None)
+        if item is None:
+            # After `fail` the backend may still end what was ended for it.
+            level = logging.DEBUG if self._failed else logging.ERROR
+            log.log(
+                level, "the backend ended handle %d of %s, which is not live", handle, self.router
+            )
+            return
+        item.live -= 1
+        if item.timer and not item.live:
+            item.timer.cancel()
+        self._worker.metrics.live_sequences -= 1
+        self._worker.metrics.ended(end)
+        if end.error and not end.error.worker:
+            end.error.worker = self._worker.name
+        if self._open:
+            self.outbox.put_end(end_message(handle, end))
+        elif not self._live:
+            self._worker.streams.remove(self._number)
+
+    def take_load(self, load: epb.Load) -> None:
+        if self._open:
+            self.outbox.put_load(load)
+
+    def take_kv_events(self, epoch: int, first: int, events: list[epb.KvEvent]) -> None:
+        if self._open:
+            self.outbox.put_kv_events(epoch, first, events)
+
+    def sent(self) -> None:
+        """What the outbox gave was sent."""
+        if not self.busy:
+            self._worker.streams.calmed()
+
+    def fail(self, error: TrtmeshError) -> None:
+        """Ends every sequence with `error`, because the backend no longer can."""
+        self._failed = True
+        for handle, item in list(self._live.items()):
+            key = self._key(handle)
+            reason = pb.FINISH_REASON_ERROR
+            self.take_end(handle, SequenceEnd(key, reason, item.prompt_tokens, 0, 0, error=error))
+
+    def finish(self, farewell: TrtmeshError) -> None:
+        """Ends the stream with `farewell` once everything that waits was sent."""
+        self.farewell = farewell
+        self.outbox.close()
+
+    def close(self) -> None:
+        """The stream is over: stops what lives, at once."""
+        self._open = False
+        self._worker.metrics.open_streams -= 1
+        if self._live:
+            keys = [self._key(handle) for handle in self._live]
+            log.info("stopping %d sequences of %s, whose stream is over", len(keys), self.router)
+            self._worker.backend.stop(keys, pb.FINISH_REASON_CANCELLED)
+        else:
+            self._worker.streams.remove(self._number)
+
+    def _key(self, handle: int) -> int:
+        return self._number << HANDLE_BITS | handle
+
+    def _submit(self, command: epb.SubmitCommand) -> None:
+        handles = handles_of(command)
+        self._check_handles(handles)
+        try:
+            self._check_room(len(handles))
+            item = parse_submit(command, tuple(map(self._key, handles)), self._worker)
+            self._worker.backend.submit(item)
+        except TrtmeshError as error:
+            self._refuse(handles, command, error)
+            return
+        except Exception as error:
+            # Broad on purpose: a defect of the backend costs this item alone.
+            log.exception("the backend could not take item %s", command.request_id)
+            self._refuse(handles, command, BackendFailed(f"{type(error).__name__}: {error}"))
+            return
+        prompt_tokens = len(item.token_ids) - item.emitted_tokens
+        live = _Item(prompt_tokens, len(handles))
+        self._live.update(dict.fromkeys(handles, live))
+        self._worker.metrics.live_sequences += len(handles)
+        now = time.monotonic()
+        self._worker.metrics.submitted(item.keys, prompt_tokens, now)
+        if item.deadline is not None:
+            loop = asyncio.get_running_loop()
+            live.timer = loop.call_later(
+                max(0.0, item.deadline - now), self._time_out, handles, live
+            )
+
+    def _check_handles(self, handles: range) -> None:
+        if handles[-1] > HANDLE_MASK:
+            limit = f"at most {HANDLE_MASK + 1 - len(handles)} for {len(handles)} sequences"
+            raise InvalidField.of("submit.handle", handles[0], limit)
+        for handle in handles:
+            if handle in self._live or handle in self.outbox.ending:
+                raise AlreadyExists(
+                    f"submit.handle {handle} names a sequence that has not ended; a handle is free again"
+                    " after its end was received"
+                )
+
+    def _check_room(self, sequences: int) -> None:
+        limit = self._worker.settings.max_handles_per_stream
+        if len(self.outbox.ending) >= 2 * limit:
+            raise SlowClient(f"{len(self.outbox.ending)} ends wait to be read; acknowledge steps")
+        if len(self._live) + len(self.outbox.ending) + sequences > limit:
+            raise QueueFull(
+                f"the stream has {len(self._live)} sequences and {len(self.outbox.ending)} unread ends of at most"
+                f" {limit}; try again later or elsewhere"
+            )
+
+    def _refuse(self, handles: range, command: epb.SubmitCommand, error: TrtmeshError) -> None:
+        """Answers for an item that was not taken."""
+        error.worker = error.worker or self._worker.name
+        self._worker.metrics.errors[error.reason] += 1
+        log.info("item %s[%d] refused: %s", command.request_id, command.batch_index, error.message)
+        prompt_tokens = max(0, len(command.token_ids) - command.emitted_tokens)
+        for handle in handles:
+            self.outbox.put_end(
+                epb.SequenceEnd(
+                    handle=handle,
+                    reason=pb.FINISH_REASON_ERROR,
+                    prompt_tokens=prompt_tokens,
+                    generated_tokens=command.emitted_tokens,
+                    error=to_proto(error),
+                )
+            )
+
+    def _stop(self, command: epb.StopCommand) -> None:
+        if command.reason not in STOP_REASONS:
+            limit = "FINISH_REASON_STOPPED, FINISH_REASON_CANCELLED or FINISH_REASON_STOP_WORD"
+            raise InvalidField.of("stop.reason", command.reason, limit)
+        self._stop_live(command.handles, command.reason)
+
+    def _time_out(self, handles: Iterable[int], item: _Item) -> None:
+        same = [handle for handle in handles if self._live.get(handle) is item]
+        self._stop_live(same, pb.FINISH_REASON_CANCELLED)
+
+    def _stop_live(self, handles: Iterable[int], reason: int) -> None:
+        """Stops those that live; the others have ended, and their ends are on the way."""
+        keys = [self._key(handle) for handle in handles if handle in self._live]
+        if keys:
+            self._worker.backend.stop(keys, reason)
+
+    def _tell_kv_snapshot(self) -> None:
+        kv = self._worker.streams.kv
+        snapshot = epb.KvEvents(
+            epoch=kv.epoch,
+            first_sequence=kv.next_sequence,
+            events=map(kv_event_message, kv.snapshot()),
+            snapshot=True,
+        )
+        self.outbox.put_kv_snapshot(snapshot)
+
+    def _refuse_adapter(self, number: int, name: str, command: str) -> None:
+        state = epb.AdapterState(
+            id=number,
+            name=name,
+            place=epb.ADAPTER_PLACE_ABSENT,
+            error=to_proto(self._unsupported(command)),
+        )
+        states = epb.AdapterStates(adapters=[state])
+        self.outbox.put_answer(epb.EngineEvent(adapter_states=states))
+
+    def _refuse_lease(self, lease_id: str, command: str) -> None:
+        error = to_proto(self._unsupported(command))
+        answer = transfer.BlocksReserved(lease_id=lease_id, error=error)
+        self.outbox.put_answer(epb.EngineEvent(blocks_reserved=answer))
+
+    def _unsupported(self, command: str) -> UnsupportedCall:
+        self._worker.metrics.errors["UNSUPPORTED_CALL"] += 1
+        backend = self._worker.info.backend
+        return UnsupportedCall(
+            f"the {backend} backend of worker {self._worker.name} does not support {command}",
+            worker=self._worker.name,
+        )

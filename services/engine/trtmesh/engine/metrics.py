@@ -1,0 +1,153 @@
+"""What an engine process counts. Everything is plain numbers, updated once a step or a sequence and put into
+Prometheus' form when it is scraped, so that counting costs no time per token."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+from trtmesh.chassis.metrics import LATENCY_BUCKETS
+from trtmesh.engine.backend import BackendStats, SequenceEnd, StepOutput
+from trtmesh.v1 import generation_pb2 as pb
+
+PREFIX = "trtmesh_engine_"
+
+
+class Latency:
+    """A histogram in seconds that takes many equal observations at once."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self._name, self._text = PREFIX + name, text
+        self._counts = [0] * (len(LATENCY_BUCKETS) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float, times: int = 1) -> None:
+        self._counts[bisect_left(LATENCY_BUCKETS, seconds)] += times
+        self._sum += seconds * times
+
+    def family(self) -> HistogramMetricFamily:
+        bounds = [*map(str, LATENCY_BUCKETS), "+Inf"]
+        buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
+        return HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
+
+
+class EngineMetrics(Collector):
+    """The metrics of one engine process.
+
+    Inter-token latency is observed once a step: the time since the step before that gave tokens counts once for every
+    sequence that gets tokens and had some before. A sequence that skipped steps is therefore seen with the steps'
+    distance and not with its own longer one, and several tokens of one sequence in one step count as one.
+    """
+
+    def __init__(self) -> None:
+        self.time_to_first_token = Latency(
+            "time_to_first_token_seconds",
+            "From the submit of an item to its sequences' first tokens.",
+        )
+        self.inter_token = Latency(
+            "inter_token_seconds",
+            "Time between steps with tokens, once for each sequence that goes on.",
+        )
+        self.queue = Latency("queue_seconds", "From the submit of an item to its scheduling.")
+        self.stats: BackendStats | None = None
+        self.open_streams = 0
+        self.live_sequences = 0
+        self.unacknowledged_steps = 0
+        self.merged_steps = 0
+        self.refused_items = 0
+        self.prompt_tokens = 0
+        self.cached_prompt_tokens = 0
+        self.generated_tokens = 0
+        self.finished: Counter[int] = Counter()
+        self.errors: Counter[str] = Counter()
+        self._awaiting_first: dict[int, float] = {}
+        self._last_tokens_at = 0.0
+
+    def submitted(self, keys: Iterable[int], prompt_tokens: int, now: float) -> None:
+        """An item was taken."""
+        self.prompt_tokens += prompt_tokens
+        self._awaiting_first.update(dict.fromkeys(keys, now))
+
+    def stepped(self, output: StepOutput, now: float) -> None:
+        """A step was delivered at `now`, in seconds of `time.monotonic()`."""
+        going_on = len(output.keys)
+        if not going_on:
+            return
+        self.generated_tokens += len(output.token_ids)
+        awaiting = self._awaiting_first
+        if awaiting:
+            for key in [key for key in output.keys if key in awaiting]:
+                self.time_to_first_token.observe(now - awaiting.pop(key))
+                going_on -= 1
+        if going_on:
+            self.inter_token.observe(now - self._last_tokens_at, going_on)
+        self._last_tokens_at = now
+
+    def ended(self, end: SequenceEnd) -> None:
+        """A sequence that the backend had taken ended."""
+        self._awaiting_first.pop(end.key, None)
+        self.finished[end.reason] += 1
+        self.cached_prompt_tokens += end.cached_prompt_tokens
+        self.queue.observe(end.queue_seconds)
+        if end.error:
+            self.errors[end.error.reason] += 1
+
+    def collect(self) -> Iterator[Metric]:
+        """What Prometheus scrapes; called from its own thread."""
+        yield from (
+            self.time_to_first_token.family(),
+            self.inter_token.family(),
+            self.queue.family(),
+        )
+        yield from self._counters()
+        yield from self._gauges()
+
+    def _counters(self) -> Iterator[Metric]:
+        stats = self.stats
+        plain = (
+            ("steps", "Engine steps.", stats.step_count if stats else 0),
+            ("prompt_tokens", "Prompt tokens of the items taken.", self.prompt_tokens),
+            ("cached_prompt_tokens", "Prompt tokens that were reused.", self.cached_prompt_tokens),
+            ("generated_tokens", "Tokens generated.", self.generated_tokens),
+            ("merged_steps", "Steps that went out as part of a later one.", self.merged_steps),
+        )
+        for name, text, value in plain:
+            yield CounterMetricFamily(PREFIX + name, text, value=value)
+        finished = CounterMetricFamily(
+            PREFIX + "sequences_finished", "Sequences that ended.", labels=["reason"]
+        )
+        for reason, count in list(self.finished.items()):
+            word = pb.FinishReason.Name(pb.FinishReason.ValueType(reason))
+            finished.add_metric([word.removeprefix("FINISH_REASON_").lower()], count)
+        errors = CounterMetricFamily(
+            PREFIX + "errors",
+            "Items refused, sequences failed and streams broken off.",
+            labels=["reason"],
+        )
+        for label, count in list(self.errors.items()):
+            errors.add_metric([label], count)
+        yield from (finished, errors)
+
+    def _gauges(self) -> Iterator[Metric]:
+        stats = self.stats
+        plain = (
+            ("open_streams", "Connected routers.", self.open_streams),
+            ("live_sequences", "Sequences taken and not ended.", self.live_sequences),
+            ("unacknowledged_steps", "Steps sent and not acknowledged.", self.unacknowledged_steps),
+            ("running_sequences", "Sequences computed.", stats.running_sequences if stats else 0),
+            ("waiting_sequences", "Sequences waiting.", stats.waiting_sequences if stats else 0),
+            ("total_blocks", "KV blocks in the pool.", stats.total_blocks if stats else 0),
+            ("used_blocks", "KV blocks that sequences hold.", stats.used_blocks if stats else 0),
+            ("free_blocks", "KV blocks that no sequence holds.", stats.free_blocks if stats else 0),
+        )
+        for name, text, value in plain:
+            yield GaugeMetricFamily(PREFIX + name, text, value=value)

@@ -1,0 +1,143 @@
+"""What one router has yet to be sent, and the credit that its acknowledgements give."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from trtmesh.chassis.errors import InvalidField, SlowClient
+from trtmesh.engine.metrics import EngineMetrics
+from trtmesh.engine.step_part import StepPart, merge
+from trtmesh.engine.wire import fill_step
+from trtmesh.v1 import engine_pb2 as epb
+
+MAX_PARTS = 64
+"""Parts are merged for good when so many wait, so that a stalled router costs its tokens and little more."""
+
+MAX_KV_EVENTS = 8192
+"""A router that lets more wait loses them; the gap in the sequence numbers makes it ask for a snapshot."""
+
+MAX_ANSWERS = 4096
+"""A router that lets more answers to its commands wait is cut off."""
+
+
+class Outbox:
+    """Merges what waits and nothing else: what `take` finds goes out at once.
+
+    Steps need credit: at most `unacknowledged_steps` of them are on the way. Everything else does not, so the load
+    is reported however slow the router is. Waiting output is bounded by the tokens of the stream's sequences.
+    """
+
+    def __init__(self, unacknowledged_steps: int, metrics: EngineMetrics) -> None:
+        self.filled = asyncio.Event()
+        self.ending: set[int] = set()
+        """Handles whose ends wait, and which are therefore not free yet."""
+        self._metrics = metrics
+        self._credit = unacknowledged_steps
+        self._sent_steps = 0
+        self._acknowledged_steps = 0
+        self._closing = False
+        self._parts: list[StepPart] = []
+        self._ends: list[epb.SequenceEnd] = []
+        self._answers: list[epb.EngineEvent] = []
+        self._kv_events: list[epb.KvEvent] = []
+        self._kv_epoch = 0
+        self._kv_first_sequence = 0
+        self._load: epb.Load | None = None
+
+    @property
+    def unacknowledged_steps(self) -> int:
+        """Steps sent and not acknowledged."""
+        return self._sent_steps - self._acknowledged_steps
+
+    @property
+    def holds_steps(self) -> bool:
+        """Whether tokens or ends wait."""
+        return bool(self._parts or self._ends)
+
+    def put_step(self, part: StepPart) -> None:
+        parts = self._parts
+        parts.append(part)
+        if len(parts) == MAX_PARTS:
+            self._metrics.merged_steps += len(parts) - 1
+            parts[:] = [merge(parts)]
+        self.filled.set()
+
+    def put_end(self, end: epb.SequenceEnd) -> None:
+        self._ends.append(end)
+        self.ending.add(end.handle)
+        self.filled.set()
+
+    def put_load(self, load: epb.Load) -> None:
+        self._load = load
+        self.filled.set()
+
+    def put_answer(self, event: epb.EngineEvent) -> None:
+        """Raises SlowClient when too many answers wait."""
+        if len(self._answers) >= MAX_ANSWERS:
+            raise SlowClient(
+                f"{MAX_ANSWERS} answers wait to be read; read them before sending more commands"
+            )
+        self._answers.append(event)
+        self.filled.set()
+
+    def put_kv_events(self, epoch: int, first_sequence: int, events: Sequence[epb.KvEvent]) -> None:
+        if len(self._kv_events) >= MAX_KV_EVENTS:
+            self._kv_events.clear()
+        if not self._kv_events:
+            self._kv_epoch, self._kv_first_sequence = epoch, first_sequence
+        self._kv_events += events
+        self.filled.set()
+
+    def put_kv_snapshot(self, snapshot: epb.KvEvents) -> None:
+        """The snapshot covers what waits, which is dropped."""
+        self._kv_events.clear()
+        self.put_answer(epb.EngineEvent(kv_events=snapshot))
+
+    def acknowledge(self, received_steps: int) -> None:
+        """Raises InvalidField when more is acknowledged than was sent."""
+        if received_steps > self._sent_steps:
+            limit = f"at most {self._sent_steps}, the steps sent on this stream"
+            raise InvalidField.of("acknowledge.received_steps", received_steps, limit)
+        if received_steps > self._acknowledged_steps:
+            self._acknowledged_steps = received_steps
+            if self.holds_steps:
+                self.filled.set()
+
+    def close(self) -> None:
+        """Lets the rest go out without credit, because the stream is about to end."""
+        self._closing = True
+        self.filled.set()
+
+    @property
+    def closing(self) -> bool:
+        return self._closing
+
+    def take(self, step_count: int) -> epb.EngineServiceConnectResponse | None:
+        """Everything that may go out now as one message; None when nothing may."""
+        may_step = self._closing or self.unacknowledged_steps < self._credit
+        steps = may_step and self.holds_steps
+        if not (steps or self._answers or self._kv_events or self._load):
+            return None
+        response = epb.EngineServiceConnectResponse(events=self._answers)
+        self._answers.clear()
+        if self._kv_events:
+            events = response.events.add().kv_events
+            events.epoch, events.first_sequence = self._kv_epoch, self._kv_first_sequence
+            events.events.extend(self._kv_events)
+            self._kv_events.clear()
+        if steps:
+            self._take_step(response.events.add().step, step_count)
+        if self._load:
+            response.events.add().load.CopyFrom(self._load)
+            self._load = None
+        return response
+
+    def _take_step(self, step: epb.Step, step_count: int) -> None:
+        part = merge(self._parts) if self._parts else StepPart(step_count)
+        self._metrics.merged_steps += max(0, len(self._parts) - 1)
+        fill_step(step, part, self._ends)
+        self._parts.clear()
+        self._ends.clear()
+        self.ending.clear()
+        self._sent_steps += 1

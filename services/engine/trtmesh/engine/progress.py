@@ -1,0 +1,29 @@
+"""Liveness as progress: whether steps go on while there is work."""
+
+from __future__ import annotations
+
+from trtmesh.engine.backend import BackendStats
+
+
+class Progress:
+    """Judges a series of stats; times are seconds of one monotonic clock."""
+
+    def __init__(self, stall_seconds: float) -> None:
+        self._stall_seconds = stall_seconds
+        self._step_count = -1
+        self._since: float | None = None
+
+    def problem(self, stats: BackendStats, now: float) -> str | None:
+        """What is wrong, or None while steps go on or nothing waits for one."""
+        waiting = stats.running_sequences + stats.waiting_sequences
+        if not waiting or stats.step_count != self._step_count or self._since is None:
+            self._step_count = stats.step_count
+            self._since = now
+            return None
+        if now - self._since < self._stall_seconds:
+            return None
+        # The text stays the same while the stall lasts, so that it is reported once.
+        return (
+            f"{self._stall_seconds:g} s without a step after number {stats.step_count}"
+            " though sequences wait for one"
+        )

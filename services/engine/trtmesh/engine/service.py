@@ -1,0 +1,176 @@
+"""The engine service: a backend, the streams of its routers, and their life."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import grpc
+from trtmesh.chassis.errors import Draining, TrtmeshError, Unavailable, WorkerLost
+from trtmesh.chassis.rpc import answering
+from trtmesh.chassis.service import Runtime
+from trtmesh.engine.backend import Backend, BackendStats
+from trtmesh.engine.metrics import EngineMetrics
+from trtmesh.engine.progress import Progress
+from trtmesh.engine.session import Context, serve_stream
+from trtmesh.engine.settings import EngineSettings
+from trtmesh.engine.streams import Streams
+from trtmesh.engine.wire import describe
+from trtmesh.engine.worker import Worker
+from trtmesh.v1 import engine_pb2 as epb
+from trtmesh.v1 import engine_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+FAREWELL_SECONDS = 1.0
+"""How long streams may take at the end to send what waits."""
+
+ROLES = {
+    "mixed": epb.WORKER_ROLE_MIXED,
+    "prefill": epb.WORKER_ROLE_PREFILL,
+    "decode": epb.WORKER_ROLE_DECODE,
+}
+
+
+class EngineService(engine_pb2_grpc.EngineServiceServicer):
+    """Implements chassis.service.Service and EngineService around one backend."""
+
+    service_names: Sequence[str] = ("trtmesh.v1.EngineService",)
+
+    def __init__(self, settings: EngineSettings, runtime: Runtime, backend: Backend) -> None:
+        self.metrics = EngineMetrics()
+        runtime.registry.register(self.metrics)
+        self._settings = settings
+        self._runtime = runtime
+        self._backend = backend
+        self._loop = asyncio.get_running_loop()
+        self._streams = Streams(self.metrics)
+        self._progress = Progress(settings.stall_seconds)
+        self._worker: Worker | None = None
+        self._ticker: asyncio.Task[None] | None = None
+        self._sessions: set[asyncio.Task[None]] = set()
+        self._broken = False
+
+    def register(self, server: grpc.aio.Server) -> None:
+        engine_pb2_grpc.add_EngineServiceServicer_to_server(self, server)
+
+    async def start(self) -> None:
+        await self._runtime.health.unwell("model", "loading")
+        info = await self._backend.start(self._streams.deliver, self._on_failure)
+        info = replace(info, model=self._settings.model or info.model)
+        name = self._settings.worker or _unique_name()
+        self._worker = Worker(
+            name=name,
+            settings=self._settings,
+            backend=self._backend,
+            info=info,
+            description=describe(info, name, ROLES[self._settings.role]),
+            streams=self._streams,
+            metrics=self.metrics,
+        )
+        self._ticker = asyncio.create_task(self._tick())
+        await self._runtime.health.well("model")
+        log.info("worker %s serves model %s with the %s backend", name, info.model, info.backend)
+
+    async def drain(self) -> None:
+        if self._worker:
+            self._worker.draining = True
+            await self._streams.quiet()
+
+    async def stop(self) -> None:
+        if self._ticker:
+            self._ticker.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._ticker
+        if self._worker:
+            self._worker.draining = True
+            farewell = Draining(f"worker {self._worker.name} stops; use another worker")
+            await self._end_sessions(farewell)
+        await self._backend.close()
+
+    async def GetEngine(
+        self, request: epb.GetEngineRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> epb.GetEngineResponse:
+        async with answering(context):
+            return self._loaded().description
+
+    # Not a generator, as the stub has it: cancelling one leaves its cleanup to the garbage collector.
+    async def Connect(  # type: ignore[override]
+        self, request_iterator: object, context: Context
+    ) -> None:
+        session = asyncio.current_task()
+        assert session is not None
+        self._sessions.add(session)
+        try:
+            async with answering(context):
+                await self._serve_counting_errors(context)
+        finally:
+            self._sessions.discard(session)
+
+    async def _serve_counting_errors(self, context: Context) -> None:
+        try:
+            await serve_stream(self._loaded(), context)
+        except TrtmeshError as error:
+            self.metrics.errors[error.reason] += 1
+            raise
+
+    def _loaded(self) -> Worker:
+        if self._worker is None:
+            raise Unavailable("the model is not loaded yet; try again", retry_after_ms=1000)
+        return self._worker
+
+    async def _tick(self) -> None:
+        """Reports the load and judges progress at a steady pace."""
+        try:
+            while True:
+                stats = self._backend.stats()
+                self._tell(stats)
+                problem = self._progress.problem(stats, time.monotonic())
+                if problem:
+                    await self._runtime.health.unwell("progress", problem)
+                else:
+                    await self._runtime.health.well("progress")
+                await asyncio.sleep(self._settings.load_interval_seconds)
+        except Exception as error:  # noqa: BLE001
+            # Broad on purpose: without this task the worker would look dead while it works.
+            self._fail(error)
+
+    def _tell(self, stats: BackendStats) -> None:
+        worker = self._loaded()
+        self.metrics.stats = stats
+        self._streams.tell_load(stats, draining=worker.draining)
+        self.metrics.unacknowledged_steps = sum(s.unacknowledged_steps for s in self._streams)
+
+    def _on_failure(self, error: BaseException) -> None:
+        """What the backend calls, on any thread."""
+        self._loop.call_soon_threadsafe(self._fail, error)
+
+    def _fail(self, error: BaseException) -> None:
+        """The backend can no longer work: everything ends, as for a lost worker, and the process exits."""
+        if self._broken:
+            return
+        self._broken = True
+        if self._worker:
+            self._worker.draining = True
+            lost = WorkerLost(f"the backend of worker {self._worker.name} broke: {error}")
+            for stream in self._streams:
+                stream.fail(lost)
+        self._runtime.fail(error)
+
+    async def _end_sessions(self, farewell: TrtmeshError) -> None:
+        for stream in self._streams:
+            stream.finish(farewell)
+        if self._sessions:
+            await asyncio.wait(self._sessions, timeout=FAREWELL_SECONDS)
+
+
+def _unique_name() -> str:
+    """Names a process: also two of one host, and also one that was restarted under the same process id."""
+    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"

@@ -1,0 +1,105 @@
+"""What waits for one stream: parts of steps, and how several become one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+from trtmesh.chassis.vocabulary import Tensor
+from trtmesh.engine.backend import PromptDetails, TokenDetails
+
+
+@dataclass(slots=True)
+class StepPart:
+    """The part of a step, or of several merged, that belongs to one stream; parallel lists as in engine.proto's Step.
+
+    `details` and `prompts` name their sequences by handle, in the field `key`.
+    """
+
+    step_count: int
+    handles: list[int] = field(default_factory=list)
+    token_offsets: list[int] = field(default_factory=list)
+    token_counts: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    details: list[TokenDetails] = field(default_factory=list)
+    prompts: list[PromptDetails] = field(default_factory=list)
+
+
+def merge(parts: Sequence[StepPart]) -> StepPart:
+    """One part with everything of `parts`, which are in step order; a handle occurs once and keeps the order."""
+    if len(parts) == 1:
+        return parts[0]
+    merged = _merge_aligned(parts) if _aligned(parts) else _merge_by_handle(parts)
+    merged.details = _merge_details(chain.from_iterable(part.details for part in parts))
+    merged.prompts = [prompt for part in parts for prompt in part.prompts]
+    return merged
+
+
+def _aligned(parts: Sequence[StepPart]) -> bool:
+    """Whether every part has one token for each of the same handles, as in a batch that does not change."""
+    handles = parts[0].handles
+    size = len(handles)
+    return all(
+        len(part.token_ids) == size and len(part.handles) == size and part.handles == handles
+        for part in parts
+    )
+
+
+def _merge_aligned(parts: Sequence[StepPart]) -> StepPart:
+    columns = zip(*(part.token_ids for part in parts), strict=True)
+    return StepPart(
+        parts[-1].step_count,
+        parts[0].handles,
+        parts[0].token_offsets,
+        [len(parts)] * len(parts[0].handles),
+        list(chain.from_iterable(columns)),
+    )
+
+
+def _merge_by_handle(parts: Sequence[StepPart]) -> StepPart:
+    tokens: dict[int, list[int]] = {}
+    offsets: dict[int, int] = {}
+    for part in parts:
+        start = 0
+        for handle, offset, count in zip(
+            part.handles, part.token_offsets, part.token_counts, strict=True
+        ):
+            end = start + count
+            if handle in tokens:
+                tokens[handle] += part.token_ids[start:end]
+            else:
+                tokens[handle] = part.token_ids[start:end]
+                offsets[handle] = offset
+            start = end
+    return StepPart(
+        parts[-1].step_count,
+        list(tokens),
+        list(offsets.values()),
+        list(map(len, tokens.values())),
+        list(chain.from_iterable(tokens.values())),
+    )
+
+
+def _merge_details(details: Iterable[TokenDetails]) -> list[TokenDetails]:
+    merged: dict[int, TokenDetails] = {}
+    for later in details:
+        earlier = merged.get(later.key)
+        merged[later.key] = _joined(earlier, later) if earlier else later
+    return list(merged.values())
+
+
+def _joined(earlier: TokenDetails, later: TokenDetails) -> TokenDetails:
+    return replace(
+        later,
+        log_probs=earlier.log_probs + later.log_probs,
+        top_log_probs=earlier.top_log_probs + later.top_log_probs,
+        generation_logits=_stacked(earlier.generation_logits, later.generation_logits),
+    )
+
+
+def _stacked(above: Tensor | None, below: Tensor | None) -> Tensor | None:
+    if above is None or below is None:
+        return above or below
+    rows = above.shape[0] + below.shape[0]
+    return replace(above, shape=(rows, *above.shape[1:]), data=above.data + below.data)

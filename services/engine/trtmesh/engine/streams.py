@@ -1,0 +1,191 @@
+"""The streams of all routers: splits the backend's steps among them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Protocol
+
+from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.engine.backend import BackendStats, SequenceEnd, StepOutput
+from trtmesh.engine.kv_mirror import KvMirror
+from trtmesh.engine.metrics import EngineMetrics
+from trtmesh.engine.step_part import StepPart
+from trtmesh.engine.wire import kv_event_message, load_message
+from trtmesh.v1 import engine_pb2 as epb
+
+log = logging.getLogger(__name__)
+
+HANDLE_BITS = 32
+HANDLE_MASK = (1 << HANDLE_BITS) - 1
+
+
+class Stream(Protocol):
+    """One router's stream, as seen from here."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether sequences live or their output waits."""
+
+    @property
+    def unacknowledged_steps(self) -> int:
+        """Steps sent and not acknowledged."""
+
+    def take_step(self, part: StepPart) -> None:
+        """Takes the tokens of a step."""
+
+    def take_end(self, handle: int, end: SequenceEnd) -> None:
+        """Takes the end of a sequence, after its tokens."""
+
+    def take_load(self, load: epb.Load) -> None:
+        """Takes the load."""
+
+    def take_kv_events(self, epoch: int, first: int, events: list[epb.KvEvent]) -> None:
+        """Takes changes of the KV cache."""
+
+    def fail(self, error: TrtmeshError) -> None:
+        """Ends every sequence with `error`, because the backend no longer can."""
+
+    def finish(self, farewell: TrtmeshError) -> None:
+        """Ends the stream with `farewell` once everything that waits was sent."""
+
+
+class Streams:
+    """Splits steps by stream.
+
+    A sequence's key is its stream's number followed by the 32 bits of its handle, so splitting needs no table. A
+    stream's number is never used twice; it stays here after its RPC is over until its last sequence has ended.
+    """
+
+    def __init__(self, metrics: EngineMetrics) -> None:
+        self.kv = KvMirror()
+        self.step_count = 0
+        self._metrics = metrics
+        self._streams: dict[int, Stream] = {}
+        self._numbers = 0
+        self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
+        self._delivered: deque[StepOutput] = deque()
+        self._split_is_due = False
+        self._quiet = asyncio.Event()
+
+    def __iter__(self) -> Iterator[Stream]:
+        return iter(list(self._streams.values()))
+
+    def add(self, stream: Stream) -> int:
+        """Returns the stream's number."""
+        self._numbers += 1
+        self._streams[self._numbers] = stream
+        return self._numbers
+
+    def remove(self, number: int) -> None:
+        """Forgets a stream whose sequences have all ended."""
+        self._streams.pop(number, None)
+        self.calmed()
+
+    def calmed(self) -> None:
+        """A stream tells that it is no longer busy."""
+        self._quiet.set()
+
+    async def quiet(self) -> None:
+        """Returns when no stream is busy."""
+        while any(stream.busy for stream in self._streams.values()):
+            self._quiet.clear()
+            await self._quiet.wait()
+
+    def deliver(self, output: StepOutput) -> None:
+        """Takes a step from the backend, on any thread; its lists must not change any more.
+
+        Steps that come before the loop's next turn are split together.
+        """
+        self._delivered.append(output)
+        # Set before and cleared before the queue is emptied, so no step is left behind.
+        if not self._split_is_due:
+            self._split_is_due = True
+            if threading.get_ident() == self._loop_thread:
+                self._loop.call_soon(self._split_delivered)
+            else:
+                self._loop.call_soon_threadsafe(self._split_delivered)
+
+    def tell_load(self, stats: BackendStats, *, draining: bool) -> None:
+        """Sends the load to every router."""
+        load = load_message(stats, draining=draining)
+        for stream in self:
+            stream.take_load(load)
+
+    def _split_delivered(self) -> None:
+        self._split_is_due = False
+        while self._delivered:
+            output = self._delivered.popleft()
+            self.step_count = max(self.step_count, output.step_count)
+            self._metrics.stepped(output, time.monotonic())
+            if output.kv_events:
+                self._tell_kv_events(output)
+            if output.keys or output.details or output.prompts:
+                self._split_tokens(output)
+            for end in output.ends:
+                self._tell_end(end)
+
+    def _split_tokens(self, output: StepOutput) -> None:
+        if len(self._streams) == 1:
+            part = StepPart(
+                output.step_count,
+                [key & HANDLE_MASK for key in output.keys],
+                output.token_offsets,
+                output.token_counts,
+                output.token_ids,
+            )
+            parts = dict.fromkeys(self._streams, part)
+        else:
+            parts = _by_stream(output)
+        for details in output.details:
+            part = parts.setdefault(details.key >> HANDLE_BITS, StepPart(output.step_count))
+            details.key &= HANDLE_MASK
+            part.details.append(details)
+        for prompt in output.prompts:
+            part = parts.setdefault(prompt.key >> HANDLE_BITS, StepPart(output.step_count))
+            prompt.key &= HANDLE_MASK
+            part.prompts.append(prompt)
+        for number, part in parts.items():
+            stream = self._streams.get(number)
+            if stream:
+                stream.take_step(part)
+
+    def _tell_end(self, end: SequenceEnd) -> None:
+        stream = self._streams.get(end.key >> HANDLE_BITS)
+        if stream is None:
+            log.error("the backend ended a sequence that is not live, key %d", end.key)
+            return
+        stream.take_end(end.key & HANDLE_MASK, end)
+
+    def _tell_kv_events(self, output: StepOutput) -> None:
+        first = self.kv.record(output.kv_events)
+        messages = [kv_event_message(event) for event in output.kv_events]
+        for stream in self:
+            stream.take_kv_events(self.kv.epoch, first, messages)
+
+
+def _by_stream(output: StepOutput) -> dict[int, StepPart]:
+    parts: dict[int, StepPart] = {}
+    token_ids = output.token_ids
+    start = 0
+    for key, offset, count in zip(
+        output.keys, output.token_offsets, output.token_counts, strict=True
+    ):
+        number = key >> HANDLE_BITS
+        part = parts.get(number)
+        if part is None:
+            part = parts[number] = StepPart(output.step_count)
+        part.handles.append(key & HANDLE_MASK)
+        part.token_offsets.append(offset)
+        part.token_counts.append(count)
+        if count == 1:
+            part.token_ids.append(token_ids[start])
+        else:
+            part.token_ids += token_ids[start : start + count]
+        start += count
+    return parts

@@ -1,0 +1,63 @@
+"""From a SubmitCommand to an item that a backend may take: the engine's edge."""
+
+from __future__ import annotations
+
+import time
+
+from trtmesh.chassis.errors import Draining, InvalidField
+from trtmesh.chassis.parsing import LIMITS, parse_config, refuse_unsupported
+from trtmesh.chassis.vocabulary import GenerationConfig
+from trtmesh.engine.backend import Submission
+from trtmesh.engine.worker import Worker
+from trtmesh.v1 import engine_pb2 as epb
+
+MAX_SEQUENCES = int(LIMITS["sampling.num_return_sequences"][1])
+
+
+def handles_of(command: epb.SubmitCommand) -> range:
+    """The handles that the item names, also when its config turns out to be wrong."""
+    config = command.config
+    asked = max(config.sampling.num_return_sequences, config.beam_search.beam_width, 1)
+    return range(command.handle, command.handle + min(asked, MAX_SEQUENCES))
+
+
+def parse_submit(command: epb.SubmitCommand, keys: tuple[int, ...], worker: Worker) -> Submission:
+    """The item. Raises InvalidField, UnsupportedField or Draining."""
+    if worker.draining:
+        raise Draining(f"worker {worker.name} is draining; use another worker")
+    config = parse_config(command.config)
+    who = f"the {worker.info.backend} backend of worker {worker.name}"
+    refuse_unsupported(config, worker.info.supported_fields, who)
+    _check(command, config, worker)
+    deadline = None
+    if command.HasField("timeout_ms"):
+        deadline = time.monotonic() + command.timeout_ms / 1000
+    return Submission(
+        keys=keys,
+        request_id=command.request_id,
+        batch_index=command.batch_index,
+        sequence_index=command.sequence_index,
+        token_ids=list(command.token_ids),
+        emitted_tokens=command.emitted_tokens,
+        config=config,
+        deadline=deadline,
+    )
+
+
+def _check(command: epb.SubmitCommand, config: GenerationConfig, worker: Worker) -> None:
+    if config.sampling.seed is None and not config.sampling.greedy:
+        raise InvalidField("sampling.seed is not set but sampling needs one; draw one and send it")
+    most = worker.info.max_sequences_per_item
+    if config.sequences > most:
+        name = "sampling.num_return_sequences"
+        if config.beam_search.beam_width > 1:
+            name = "beam_search.beam_width"
+        raise InvalidField.of(name, config.sequences, f"at most {most}, the worker's limit")
+    if command.emitted_tokens > len(command.token_ids):
+        limit = f"at most {len(command.token_ids)}, the number of token_ids"
+        raise InvalidField.of("emitted_tokens", command.emitted_tokens, limit)
+    if command.emitted_tokens and config.sequences > 1:
+        raise InvalidField(
+            f"emitted_tokens is {command.emitted_tokens} for an item of {config.sequences} sequences, but each"
+            " sequence has tokens of its own; submit them one by one"
+        )

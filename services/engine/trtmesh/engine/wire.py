@@ -1,0 +1,149 @@
+"""From the backend's dataclasses to the messages of engine.proto."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+
+from trtmesh.chassis.errors import to_proto
+from trtmesh.chassis.service import SCHEMA_REVISION
+from trtmesh.chassis.vocabulary import Tensor
+from trtmesh.engine.backend import (
+    AdapterInfo,
+    BackendInfo,
+    BackendStats,
+    BlocksRemoved,
+    BlocksStored,
+    KvEvent,
+    PerfMetrics,
+    PromptDetails,
+    SequenceEnd,
+    TokenDetails,
+)
+from trtmesh.engine.step_part import StepPart
+from trtmesh.v1 import engine_pb2 as epb
+from trtmesh.v1 import generation_pb2 as pb
+
+_STATS_FIELDS = [field.name for field in fields(BackendStats)]
+_PERF_FIELDS = [field.name for field in fields(PerfMetrics)]
+
+
+def describe(
+    info: BackendInfo, worker: str, role: epb.WorkerRole.ValueType
+) -> epb.GetEngineResponse:
+    """The worker's description."""
+    return epb.GetEngineResponse(
+        worker=worker,
+        backend=info.backend,
+        model=info.model,
+        model_fingerprint=info.model_fingerprint,
+        tokenizer_fingerprint=info.tokenizer_fingerprint,
+        role=role,
+        schema_revision=SCHEMA_REVISION,
+        vocabulary_size=info.vocabulary_size,
+        max_sequence_tokens=info.max_sequence_tokens,
+        max_batch_size=info.max_batch_size,
+        max_sequences_per_item=info.max_sequences_per_item,
+        tokens_per_block=info.tokens_per_block,
+        total_blocks=info.total_blocks,
+        supported_fields=sorted(info.supported_fields),
+        deterministic=info.deterministic,
+        end_ids=info.end_ids,
+        data_type=pb.DataType.ValueType(info.data_type),
+    )
+
+
+def fill_step(step: epb.Step, part: StepPart, ends: Sequence[epb.SequenceEnd]) -> None:
+    """Writes `part` and `ends` into the empty message `step`."""
+    step.step_count = part.step_count
+    step.handles.extend(part.handles)
+    step.token_offsets.extend(part.token_offsets)
+    step.token_counts.extend(part.token_counts)
+    step.token_ids.extend(part.token_ids)
+    step.ends.extend(ends)
+    for details in part.details:
+        _fill_details(step.details.add(handle=details.key).details, details)
+    for prompt in part.prompts:
+        _fill_prompt(step.prompts.add(handle=prompt.key).details, prompt)
+
+
+def end_message(handle: int, end: SequenceEnd) -> epb.SequenceEnd:
+    """The end of a sequence under its handle."""
+    message = epb.SequenceEnd(
+        handle=handle,
+        reason=pb.FinishReason.ValueType(end.reason),
+        prompt_tokens=end.prompt_tokens,
+        cached_prompt_tokens=end.cached_prompt_tokens,
+        generated_tokens=end.generated_tokens,
+        stop_token_ids=end.stop_token_ids,
+        cumulative_log_prob=end.cumulative_log_prob,
+        error=to_proto(end.error) if end.error else None,
+    )
+    if end.perf_metrics:
+        for name in _PERF_FIELDS:
+            setattr(message.perf_metrics, name, getattr(end.perf_metrics, name))
+    return message
+
+
+def load_message(stats: BackendStats, *, draining: bool) -> epb.Load:
+    """The load."""
+    return epb.Load(draining=draining, **{name: getattr(stats, name) for name in _STATS_FIELDS})
+
+
+def kv_event_message(event: KvEvent) -> epb.KvEvent:
+    """One change of the KV cache."""
+    if isinstance(event, BlocksStored):
+        stored = epb.KvBlocksStored(
+            parent_hash=event.parent_hash,
+            block_hashes=event.block_hashes,
+            token_ids=event.token_ids,
+            adapter_id=event.adapter_id,
+        )
+        return epb.KvEvent(stored=stored)
+    if isinstance(event, BlocksRemoved):
+        return epb.KvEvent(removed=epb.KvBlocksRemoved(block_hashes=event.block_hashes))
+    return epb.KvEvent(cleared=epb.KvBlocksCleared())
+
+
+def adapter_states(adapters: Iterable[AdapterInfo]) -> epb.AdapterStates:
+    """The adapters that a backend holds."""
+    return epb.AdapterStates(
+        adapters=[
+            epb.AdapterState(
+                id=adapter.id,
+                name=adapter.name,
+                version=adapter.version,
+                place=epb.ADAPTER_PLACE_DEVICE if adapter.on_device else epb.ADAPTER_PLACE_HOST,
+            )
+            for adapter in adapters
+        ]
+    )
+
+
+def _fill_details(message: pb.TokenDetails, details: TokenDetails) -> None:
+    message.log_probs.extend(details.log_probs)
+    if details.cumulative_log_prob is not None:
+        message.cumulative_log_prob = details.cumulative_log_prob
+    message.top_log_probs.extend(map(_top_log_probs, details.top_log_probs))
+    if details.generation_logits:
+        message.generation_logits.CopyFrom(_tensor(details.generation_logits))
+
+
+def _fill_prompt(message: pb.PromptDetails, prompt: PromptDetails) -> None:
+    message.log_probs.extend(prompt.log_probs)
+    message.top_log_probs.extend(map(_top_log_probs, prompt.top_log_probs))
+    if prompt.context_logits:
+        message.context_logits.CopyFrom(_tensor(prompt.context_logits))
+
+
+def _top_log_probs(alternatives: Sequence[tuple[int, float]]) -> pb.TopLogProbs:
+    return pb.TopLogProbs(
+        token_ids=[token for token, _ in alternatives],
+        log_probs=[log_prob for _, log_prob in alternatives],
+    )
+
+
+def _tensor(tensor: Tensor) -> pb.Tensor:
+    return pb.Tensor(
+        data_type=pb.DataType.ValueType(tensor.data_type), shape=tensor.shape, data=tensor.data
+    )
