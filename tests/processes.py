@@ -1,0 +1,128 @@
+"""Service processes for tests: `python -m trtmesh.<service>` as a user would start it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+START_SECONDS = 60.0
+STOP_SECONDS = 30.0
+
+
+@dataclass
+class ServiceProcess:
+    """A process that has announced its address."""
+
+    address: str
+    metrics_port: int | None
+    pid: int
+    _process: asyncio.subprocess.Process
+    _stderr: list[str] = field(default_factory=list)
+
+    @property
+    def stderr(self) -> str:
+        """What it has logged so far."""
+        return "".join(self._stderr)
+
+    @property
+    def exit_status(self) -> int | None:
+        """None while it lives; negative the number of the signal that killed it."""
+        return self._process.returncode
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def close_stdin(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+
+    async def wait(self, seconds: float = STOP_SECONDS) -> int:
+        """Waits for its end; returns the exit status."""
+        async with asyncio.timeout(seconds):
+            return await self._process.wait()
+
+    async def stop(self) -> int:
+        """Asks it to stop, as an orchestrator does, and waits for its end."""
+        self.signal(signal.SIGTERM)
+        return await self.wait()
+
+
+@asynccontextmanager
+async def service_process(
+    service: str, *flags: str, env: Mapping[str, str] | None = None
+) -> AsyncIterator[ServiceProcess]:
+    """Runs `python -m trtmesh.<service> <flags>`, on a port that the system chooses unless `flags` names one.
+
+    The process may not be serving yet when its address is known. It is killed on the way out whatever happens.
+    """
+    process = await _start(service, flags, env)
+    log: list[str] = []
+    reading = asyncio.create_task(_collect(process, log))
+    try:
+        assert process.stdout
+        async with asyncio.timeout(START_SECONDS):
+            line = await process.stdout.readline()
+        if not line:
+            await reading
+            raise AssertionError(f"{service} exited before it announced itself:\n{''.join(log)}")
+        announced = json.loads(line)
+        yield ServiceProcess(
+            announced["address"], announced["metrics_port"], announced["pid"], process, log
+        )
+    finally:
+        if process.returncode is None:
+            process.kill()
+        if process.stdin:
+            process.stdin.close()
+        await reading
+        await process.wait()
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a process ended."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+async def run_to_exit(service: str, *flags: str, env: Mapping[str, str] | None = None) -> Exit:
+    """Runs a process that is expected to end by itself, such as one that cannot start."""
+    process = await _start(service, flags, env)
+    try:
+        async with asyncio.timeout(START_SECONDS):
+            stdout, stderr = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode is not None
+    return Exit(process.returncode, stdout.decode(), stderr.decode())
+
+
+async def _start(
+    service: str, flags: tuple[str, ...], env: Mapping[str, str] | None
+) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        f"trtmesh.{service}",
+        *flags,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, **(env or {})},
+    )
+
+
+async def _collect(process: asyncio.subprocess.Process, log: list[str]) -> None:
+    assert process.stderr
+    while chunk := await process.stderr.read(65536):
+        log.append(chunk.decode(errors="replace"))
