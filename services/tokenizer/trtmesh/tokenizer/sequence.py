@@ -29,11 +29,23 @@ class _Phase(Enum):
 class DecodeSequence:
     """Text of one sequence. Its state depends on the ids so far and not on how they were split into calls."""
 
-    __slots__ = ("_absorbed_stop", "_decoder", "_matcher", "_phase", "_vocabulary_size")
+    __slots__ = (
+        "_absorbed_stop",
+        "_decoder",
+        "_matcher",
+        "_phase",
+        "_vocabulary_size",
+        "request_id",
+    )
 
     def __init__(
-        self, decoder: TextDecoder, matcher: StopMatcher | None, vocabulary_size: int
+        self,
+        decoder: TextDecoder,
+        matcher: StopMatcher | None,
+        vocabulary_size: int,
+        request_id: str = "",
     ) -> None:
+        self.request_id = request_id
         self._decoder = decoder
         self._matcher = matcher
         self._vocabulary_size = vocabulary_size

@@ -1,0 +1,135 @@
+"""The stream of one router: commands in, events out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterable, Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from trtmesh.chassis.errors import InvalidRequest, TrtmeshError, UnsupportedCall, to_proto
+from trtmesh.tokenizer.decode_states import DecodeStates
+from trtmesh.tokenizer.encoder import EncodedTexts, Encoder, EncodeRequest, Outcome
+from trtmesh.tokenizer.metrics import TokenizerMetrics
+from trtmesh.tokenizer.outbox import Outbox
+from trtmesh.tokenizer.settings import TokenizerSettings
+from trtmesh.tokenizer.vocabulary import Vocabulary
+from trtmesh.tokenizer.workload import Workload
+from trtmesh.v1 import generation_pb2 as generation_pb
+from trtmesh.v1 import tokenizer_pb2 as pb
+
+Write = Callable[[pb.TokenizerServiceConnectResponse], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the streams of one process share."""
+
+    settings: TokenizerSettings
+    vocabulary: Vocabulary
+    encoder: Encoder
+    workload: Workload
+    metrics: TokenizerMetrics
+
+
+class Connection:
+    """Decode states and encodes of one router; they end with its stream.
+
+    Decoding happens where commands are read, because it takes less than handing it to a thread; encoding does not.
+    """
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._outbox = Outbox(shared.settings.max_unsent_events)
+        self._states = DecodeStates(
+            shared.vocabulary, shared.workload, shared.metrics, shared.settings.max_handles
+        )
+        self._encodes: dict[int, asyncio.Future[Outcome]] = {}
+
+    async def serve(
+        self, requests: AsyncIterable[pb.TokenizerServiceConnectRequest], write: Write
+    ) -> None:
+        """Answers commands until the router ends the stream and everything is answered.
+
+        Raises UnsupportedCall for a command that this revision does not know.
+        """
+        reader = asyncio.create_task(self._read(requests))
+        try:
+            while events := await self._outbox.take():
+                await write(pb.TokenizerServiceConnectResponse(events=events))
+            await reader
+        finally:
+            reader.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await reader
+            self._end()
+
+    async def _read(self, requests: AsyncIterable[pb.TokenizerServiceConnectRequest]) -> None:
+        try:
+            async for request in requests:
+                for command in request.commands:
+                    await self._handle(command)
+                await self._outbox.room()
+            if self._encodes:
+                await asyncio.wait(self._encodes.values())
+        finally:
+            self._outbox.close()
+
+    async def _handle(self, command: pb.TokenizerCommand) -> None:
+        match command.WhichOneof("command"):
+            case "decode":
+                decoded = self._states.decode(command.decode)
+                self._outbox.put(pb.TokenizerEvent(decoded=decoded))
+            case "open_decode":
+                await self._states.open(command.open_decode)
+            case "close_decode":
+                self._states.close(command.close_decode.handles)
+            case "encode":
+                self._encode(command.encode)
+            case _:
+                # Nobody would ever answer it, so the router must not wait.
+                raise UnsupportedCall("a TokenizerCommand holds no command that is known here")
+
+    def _encode(self, command: pb.EncodeCommand) -> None:
+        handle = command.handle
+        try:
+            if handle in self._encodes:
+                raise InvalidRequest(f"encode handle {handle} waits for its answer already")
+            self._shared.workload.begin()
+            try:
+                encode = self._shared.encoder.submit(_request_of(command))
+            except TrtmeshError:
+                self._shared.workload.end()
+                raise
+        except TrtmeshError as error:
+            self._answer_encode(handle, error)
+            return
+        self._encodes[handle] = encode
+        encode.add_done_callback(lambda done: self._finish_encode(handle, done))
+
+    def _finish_encode(self, handle: int, done: asyncio.Future[Outcome]) -> None:
+        del self._encodes[handle]
+        self._shared.workload.end()
+        if not done.cancelled():
+            self._answer_encode(handle, done.result())
+
+    def _answer_encode(self, handle: int, outcome: Outcome) -> None:
+        metrics = self._shared.metrics
+        if isinstance(outcome, EncodedTexts):
+            metrics.encoded_tokens.inc(outcome.token_count)
+            words = [generation_pb.TokenIds(ids=ids) for ids in outcome.words]
+            encoded = pb.Encoded(handle=handle, token_ids=outcome.token_ids, words=words)
+        else:
+            metrics.failures.labels(outcome.reason).inc()
+            encoded = pb.Encoded(handle=handle, error=to_proto(outcome))
+        self._outbox.put(pb.TokenizerEvent(encoded=encoded))
+
+    def _end(self) -> None:
+        for encode in self._encodes.values():
+            encode.cancel()
+        self._states.close_all()
+
+
+def _request_of(command: pb.EncodeCommand) -> EncodeRequest:
+    text = command.text if command.HasField("text") else None
+    return EncodeRequest(text, command.add_special_tokens, tuple(command.words))

@@ -1,0 +1,61 @@
+"""Turns the tokenizer files of older models into one serialised tokenizer, in a process of its own.
+
+The libraries that can read those files take hundreds of megabytes and, where torch is installed, import it. The
+service needs them once, so they live and die in a child.
+
+    python -m trtmesh.tokenizer.conversion MODEL_DIR OUTPUT_FILE
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from trtmesh.chassis.errors import ModelUnusable
+
+CONVERTIBLE_FILES = (
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+)
+"""Any of these can stand in for a missing tokenizer.json."""
+
+_TIMEOUT_SECONDS = 600
+
+
+def convert(model_dir: Path) -> Tokenizer:
+    """The tokenizer of a directory without tokenizer.json. Raises ModelUnusable."""
+    with tempfile.TemporaryDirectory() as directory:
+        output = Path(directory) / "tokenizer.json"
+        command = [sys.executable, "-m", __name__, str(model_dir), str(output)]
+        done = subprocess.run(  # noqa: S603 - this very module, with two paths
+            command, check=False, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS
+        )
+        if done.returncode != 0:
+            reason = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
+            raise ModelUnusable(
+                f"{model_dir} has no tokenizer.json, and its other tokenizer files cannot be converted: {reason[0]}"
+            )
+        return Tokenizer.from_file(str(output))
+
+
+def _main(model_dir: str, output: str) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(
+        model_dir, local_files_only=True, trust_remote_code=False
+    )
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        sys.exit(f"{type(tokenizer).__name__} has no fast tokenizer")
+    backend.save(output)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,192 @@
+"""The decode states of one stream, by handle, and what each command does to them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+from trtmesh.chassis.errors import (
+    InternalError,
+    InvalidField,
+    InvalidRequest,
+    QueueFull,
+    TrtmeshError,
+    to_proto,
+)
+from trtmesh.chassis.logs import request_id_bound
+from trtmesh.tokenizer.metrics import TokenizerMetrics
+from trtmesh.tokenizer.sequence import DecodeSequence
+from trtmesh.tokenizer.stop_texts import StopMatcher, StopTexts
+from trtmesh.tokenizer.vocabulary import Vocabulary
+from trtmesh.tokenizer.workload import Workload
+from trtmesh.v1 import tokenizer_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+_ABSORBED_AT_ONCE = 4096
+"""Delivered tokens between two chances for other streams: about a millisecond."""
+
+
+class DecodeStates:
+    """Commands of one stream, in order. Every failure stays with its handle.
+
+    A handle that failed is remembered until it is closed, because an OpenDecode has no answer of its own: the failure
+    is told by the answer to each DecodeCommand that names the handle.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        workload: Workload,
+        metrics: TokenizerMetrics,
+        max_handles: int,
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._workload = workload
+        self._metrics = metrics
+        self._max_handles = max_handles
+        self._sequences: dict[int, DecodeSequence] = {}
+        self._failures: dict[int, TrtmeshError] = {}
+
+    async def open(self, command: pb.OpenDecodeCommand) -> None:
+        """Begins a sequence, after the tokens of it that were delivered before."""
+        with request_id_bound(command.request_id):
+            try:
+                sequence = self._begin(command)
+                delivered = list(command.delivered_token_ids)
+                for start in range(0, len(delivered), _ABSORBED_AT_ONCE):
+                    sequence.absorb(delivered[start : start + _ABSORBED_AT_ONCE])
+                    await asyncio.sleep(0)
+            except Exception as error:  # noqa: BLE001 - see _known
+                self._fail(command.handle, _known(error))
+
+    def decode(self, command: pb.DecodeCommand) -> pb.Decoded:
+        """The texts of new tokens, in the order of the command's handles."""
+        handles = list(command.handles)
+        counts, token_ids = list(command.token_counts), list(command.token_ids)
+        finished = frozenset(command.finished_handles)
+        if wrong := _find_mistake(handles, counts, len(token_ids), finished):
+            return self._refuse(handles, finished, InvalidRequest(wrong))
+        self._metrics.decoded_tokens.inc(len(token_ids))
+        answer = pb.Decoded(handles=handles)
+        texts, start = [], 0
+        for handle, count in zip(handles, counts, strict=True):
+            ids_of_handle = token_ids[start : start + count]
+            start += count
+            text = self._decode_one(handle, ids_of_handle, answer, finished=handle in finished)
+            texts.append(text)
+        answer.texts.extend(texts)
+        return answer
+
+    def close(self, handles: Iterable[int]) -> None:
+        """Drops sequences and remembered failures; a handle that is not open stays so."""
+        for handle in handles:
+            self._failures.pop(handle, None)
+            self._drop(handle)
+
+    def close_all(self) -> None:
+        self.close([*self._sequences, *self._failures])
+
+    def _begin(self, command: pb.OpenDecodeCommand) -> DecodeSequence:
+        handle = command.handle
+        if handle in self._sequences or handle in self._failures:
+            raise InvalidRequest(f"decode handle {handle} is open already; close it before reuse")
+        if len(self._sequences) >= self._max_handles:
+            raise QueueFull(
+                f"decode handle {handle}: the stream has {self._max_handles} open handles (max_handles)"
+            )
+        if "" in command.stop_texts:
+            raise InvalidField.of("stop_texts", "", "texts of at least one character")
+        self._workload.begin()
+        matcher = None
+        if command.stop_texts:
+            stop_texts = StopTexts(command.stop_texts)
+            matcher = StopMatcher(stop_texts, include_stop_text=command.include_stop_text)
+        sequence = self._sequences[handle] = DecodeSequence(
+            self._vocabulary.decoding.open(skip_special_tokens=command.skip_special_tokens),
+            matcher,
+            self._vocabulary.size,
+            command.request_id,
+        )
+        self._metrics.open_decode_states.inc()
+        self._metrics.replayed_tokens.inc(len(command.delivered_token_ids))
+        return sequence
+
+    def _decode_one(
+        self, handle: int, token_ids: list[int], answer: pb.Decoded, *, finished: bool
+    ) -> str:
+        sequence = self._sequences.get(handle)
+        if sequence is None:
+            self._tell_failure(handle, answer)
+            return ""
+        try:
+            text, stop = sequence.finish(token_ids) if finished else sequence.push(token_ids)
+        except Exception as error:  # noqa: BLE001 - see _known
+            self._fail(handle, _known(error))
+        else:
+            if stop is not None:
+                answer.stops.add(
+                    handle=handle, stop_index=stop.stop_index, token_count=stop.token_count
+                )
+            return text
+        self._tell_failure(handle, answer)
+        return ""
+
+    def _refuse(
+        self, handles: list[int], finished: frozenset[int], error: TrtmeshError
+    ) -> pb.Decoded:
+        """Fails every handle that a malformed command names."""
+        answer = pb.Decoded(handles=handles, texts=[""] * len(handles))
+        for handle in dict.fromkeys([*handles, *finished]):
+            if handle in self._sequences:
+                self._fail(handle, error)
+            self._tell_failure(handle, answer)
+        return answer
+
+    def _fail(self, handle: int, error: TrtmeshError) -> None:
+        sequence = self._drop(handle)
+        self._metrics.failures.labels(error.reason).inc()
+        if sequence is not None:
+            with request_id_bound(sequence.request_id):
+                log.info("decode handle %d failed: %s: %s", handle, error.reason, error.message)
+        if len(self._failures) < self._max_handles:
+            self._failures[handle] = error
+
+    def _tell_failure(self, handle: int, answer: pb.Decoded) -> None:
+        error = self._failures.get(handle)
+        if error is None:
+            error = InvalidRequest(f"decode handle {handle} is not open on this stream")
+            self._metrics.failures.labels(error.reason).inc()
+        answer.failures.add(handle=handle, error=to_proto(error))
+
+    def _drop(self, handle: int) -> DecodeSequence | None:
+        sequence = self._sequences.pop(handle, None)
+        if sequence is not None:
+            self._metrics.open_decode_states.dec()
+            self._workload.end()
+        return sequence
+
+
+def _find_mistake(
+    handles: list[int], counts: list[int], token_count: int, finished: frozenset[int]
+) -> str:
+    """What is wrong with the arrays of a DecodeCommand; empty if nothing is."""
+    if len(handles) != len(counts):
+        return f"{len(handles)} handles but {len(counts)} token_counts in one DecodeCommand"
+    if sum(counts) != token_count:
+        return f"token_counts add up to {sum(counts)} but there are {token_count} token_ids"
+    known = frozenset(handles)
+    if len(known) != len(handles):
+        return "a handle occurs twice in one DecodeCommand"
+    if not finished <= known:
+        return f"finished_handles {sorted(finished - known)} are no handles of their DecodeCommand"
+    return ""
+
+
+def _known(error: Exception) -> TrtmeshError:
+    """The error of one handle. A defect met by one sequence must not end its neighbours, so it is one too."""
+    if isinstance(error, TrtmeshError):
+        return error
+    log.error("decoding failed for an unforeseen reason", exc_info=error)
+    return InternalError(f"decoding failed: {type(error).__name__}: {error}")

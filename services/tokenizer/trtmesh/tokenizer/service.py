@@ -1,0 +1,94 @@
+"""The tokenizer as a gRPC service."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterable, Sequence
+from typing import Any
+
+import grpc
+from trtmesh.chassis.errors import NoTokenizer
+from trtmesh.chassis.rpc import answering
+from trtmesh.chassis.service import SCHEMA_REVISION, Runtime
+from trtmesh.tokenizer.connection import Connection, Shared
+from trtmesh.tokenizer.encoder import Encoder, encode_in_this_thread_alone
+from trtmesh.tokenizer.metrics import TokenizerMetrics
+from trtmesh.tokenizer.settings import TokenizerSettings
+from trtmesh.tokenizer.vocabulary import Vocabulary, load_vocabulary
+from trtmesh.tokenizer.workload import Workload
+from trtmesh.v1 import tokenizer_pb2 as pb
+from trtmesh.v1 import tokenizer_pb2_grpc as pb_grpc
+
+log = logging.getLogger(__name__)
+
+
+class TokenizerService(pb_grpc.TokenizerServiceServicer):
+    """Loads one tokenizer and serves it to any number of routers."""
+
+    service_names: Sequence[str] = ("trtmesh.v1.TokenizerService",)
+
+    def __init__(self, settings: TokenizerSettings, runtime: Runtime) -> None:
+        self._settings = settings
+        self._metrics = TokenizerMetrics(runtime.registry)
+        self._workload = Workload()
+        self._shared: Shared | None = None
+
+    def register(self, server: grpc.aio.Server) -> None:
+        pb_grpc.add_TokenizerServiceServicer_to_server(self, server)
+
+    async def start(self) -> None:
+        encode_in_this_thread_alone()
+        vocabulary = await asyncio.to_thread(load_vocabulary, self._settings.model_dir)
+        encoder = Encoder(vocabulary.tokenizer, self._settings, self._metrics)
+        self._shared = Shared(self._settings, vocabulary, encoder, self._workload, self._metrics)
+        log.info(
+            "tokenizer %s: %s, %d ids, %s decoding, fingerprint %s",
+            vocabulary.model,
+            vocabulary.kind,
+            vocabulary.size,
+            vocabulary.decoding.name,
+            vocabulary.fingerprint,
+        )
+
+    async def drain(self) -> None:
+        await self._workload.drain()
+
+    async def stop(self) -> None:
+        if self._shared is not None:
+            self._shared.encoder.close()
+
+    # A coroutine that writes, and no generator: cancelled amid a write, a generator would be left to the collector.
+    async def Connect(  # type: ignore[override]
+        self,
+        request_iterator: AsyncIterable[pb.TokenizerServiceConnectRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> None:
+        async with answering(context):
+            await Connection(self._ready()).serve(request_iterator, context.write)
+
+    async def GetTokenizer(
+        self, request: pb.GetTokenizerRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.GetTokenizerResponse:
+        async with answering(context):
+            return _describe(self._ready().vocabulary)
+
+    def _ready(self) -> Shared:
+        if self._shared is None:
+            raise NoTokenizer(f"the tokenizer in {self._settings.model_dir} is still loading")
+        return self._shared
+
+
+def _describe(vocabulary: Vocabulary) -> pb.GetTokenizerResponse:
+    return pb.GetTokenizerResponse(
+        model=vocabulary.model,
+        fingerprint=vocabulary.fingerprint,
+        vocabulary_size=vocabulary.size,
+        bos_id=vocabulary.bos_id,
+        eos_id=vocabulary.eos_id,
+        pad_id=vocabulary.pad_id,
+        special_ids=vocabulary.special_ids,
+        chat_template=vocabulary.chat_template,
+        kind=vocabulary.kind,
+        schema_revision=SCHEMA_REVISION,
+    )

@@ -1,0 +1,124 @@
+"""The tokenizer of a model directory and what its files say about it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from trtmesh.chassis.errors import ModelUnusable
+from trtmesh.chassis.fingerprint import tokenizer_fingerprint
+from trtmesh.tokenizer.conversion import CONVERTIBLE_FILES, convert
+from trtmesh.tokenizer.decoder import choose_decoding
+from trtmesh.tokenizer.decoding import Decoding
+
+TOKENIZER_FILE = "tokenizer.json"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+_SPECIAL_TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """All that is known of one tokenizer."""
+
+    model: str
+    fingerprint: str
+    kind: str
+    size: int
+    """The largest id and one; ids may have gaps."""
+    bos_id: int | None
+    eos_id: int | None
+    pad_id: int | None
+    special_ids: tuple[int, ...]
+    chat_template: str | None
+    tokenizer: Tokenizer
+    decoding: Decoding
+
+
+def load_vocabulary(model_dir: Path) -> Vocabulary:
+    """Reads a model directory; takes seconds where files must be converted. Raises ModelUnusable that names the
+    directory, the file and what is wrong with it."""
+    tokenizer = _load_tokenizer(model_dir)
+    # A request is encoded whole or refused: what the file says about cutting and filling up does not hold here.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    if not size:
+        raise ModelUnusable(f"{model_dir / TOKENIZER_FILE}: the vocabulary is empty")
+    configs = [_read_json(model_dir / name) for name in _SPECIAL_TOKEN_FILES]
+    added = tokenizer.get_added_tokens_decoder()
+    return Vocabulary(
+        model=model_dir.resolve().name,
+        fingerprint=tokenizer_fingerprint(model_dir),
+        kind=type(tokenizer.model).__name__,
+        size=size,
+        bos_id=_special_id(tokenizer, configs, "bos_token"),
+        eos_id=_special_id(tokenizer, configs, "eos_token"),
+        pad_id=_special_id(tokenizer, configs, "pad_token"),
+        special_ids=tuple(sorted(i for i, token in added.items() if token.special)),
+        chat_template=_chat_template(model_dir, configs[0]),
+        tokenizer=tokenizer,
+        decoding=choose_decoding(tokenizer),
+    )
+
+
+def _load_tokenizer(model_dir: Path) -> Tokenizer:
+    if not model_dir.is_dir():
+        raise ModelUnusable(f"model directory {model_dir} does not exist or is no directory")
+    file = model_dir / TOKENIZER_FILE
+    if file.is_file():
+        try:
+            return Tokenizer.from_file(str(file))
+        except Exception as error:
+            # Broad because the library raises Exception itself.
+            raise ModelUnusable(f"{file} is no usable tokenizer: {error}") from error
+    if any((model_dir / name).is_file() for name in CONVERTIBLE_FILES):
+        return convert(model_dir)
+    raise ModelUnusable(
+        f"model directory {model_dir} has neither {TOKENIZER_FILE} nor any of {', '.join(CONVERTIBLE_FILES)}"
+    )
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The object in an optional file."""
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelUnusable(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelUnusable(f"{file} must hold a JSON object, not {type(content).__name__}")
+    return content
+
+
+def _special_id(tokenizer: Tokenizer, configs: list[dict[str, Any]], name: str) -> int | None:
+    """Id of the first token that a file gives under `name` and the vocabulary has."""
+    ids = (tokenizer.token_to_id(token) for token in _named_tokens(configs, name))
+    return next((token_id for token_id in ids if token_id is not None), None)
+
+
+def _named_tokens(configs: list[dict[str, Any]], name: str) -> Iterator[str]:
+    for config in configs:
+        value = config.get(name)
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str):
+            yield content
+
+
+def _chat_template(model_dir: Path, config: dict[str, Any]) -> str | None:
+    """The template in a file of its own, else the one in the config, else the default of several there."""
+    file = model_dir / CHAT_TEMPLATE_FILE
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ModelUnusable(f"{file} cannot be read as text: {error}") from error
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = [entry for entry in template if isinstance(entry, dict)]
+        template = next((t.get("template") for t in named if t.get("name") == "default"), None)
+    return template if isinstance(template, str) else None

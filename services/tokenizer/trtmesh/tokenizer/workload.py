@@ -1,0 +1,34 @@
+"""What is in flight in the process, so that draining can wait for its end."""
+
+from __future__ import annotations
+
+import asyncio
+
+from trtmesh.chassis.errors import Draining
+
+
+class Workload:
+    """Encodes and decode states of all streams. Whoever begins one ends it."""
+
+    def __init__(self) -> None:
+        self._in_flight = 0
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def begin(self) -> None:
+        """Admits one piece of work. Raises Draining."""
+        if self._draining:
+            raise Draining("the tokenizer is draining and takes no new encodes and sequences")
+        self._in_flight += 1
+        self._idle.clear()
+
+    def end(self, count: int = 1) -> None:
+        self._in_flight -= count
+        if not self._in_flight:
+            self._idle.set()
+
+    async def drain(self) -> None:
+        """Admits nothing from now on and returns when nothing is in flight."""
+        self._draining = True
+        await self._idle.wait()
