@@ -1,0 +1,164 @@
+"""One process of the stack, from its start to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from asyncio.subprocess import PIPE, Process
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from trtmesh.chassis.channels import open_channel
+from trtmesh.chassis.errors import StartupError
+from trtmesh.cli.plan import LOOPBACK, ProcessPlan
+
+_WILDCARDS = ("0.0.0.0", "[::]", "::")
+_WHOLE_PROCESS = health_pb2.HealthCheckRequest()
+
+Log = Callable[[str, str], None]
+"""Takes the name of a process and one line that it wrote."""
+
+
+class ChildEnded(StartupError):
+    """A process of the stack ended though it was needed; its exit status becomes the command's."""
+
+    def __init__(self, name: str, status: int, last_lines: str) -> None:
+        super().__init__(f"{name} ended with status {status}: {last_lines or 'it said nothing'}")
+        self.exit_status = status if status > 0 else 1
+
+
+class Child:
+    """A process that is started, watched and stopped; it can be started again when it ended."""
+
+    def __init__(self, plan: ProcessPlan, log: Log) -> None:
+        self.plan = plan
+        self.port = plan.port
+        self.address = ""
+        self.metrics_port: int | None = None
+        self._log = log
+        self._last_lines: deque[str] = deque(maxlen=3)
+        self._process: Process | None = None
+        self._relays: list[asyncio.Task[None]] = []
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+    @property
+    def local_address(self) -> str:
+        """Where this machine reaches the process."""
+        host = self.address.rpartition(":")[0]
+        return f"{LOOPBACK}:{self.port}" if host in _WILDCARDS else self.address
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self) -> None:
+        """Returns when the process listens. A later start takes the port that it had."""
+        self._last_lines.clear()
+        # A session of its own: Ctrl-C reaches the supervisor alone, which stops the processes in order. The pipe on
+        # standard input ends with the supervisor, however it ends, and the process with the pipe.
+        process = self._process = await asyncio.create_subprocess_exec(
+            *self.plan.command(self.port),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=PIPE,
+            start_new_session=True,
+            env={**os.environ, **self.plan.environment},
+        )
+        assert process.stdout
+        assert process.stderr
+        lines = _lines(process.stdout)
+        self._relays = [asyncio.create_task(self._relay(_lines(process.stderr)))]
+        announcement = await self._announcement(lines)
+        self._relays.append(asyncio.create_task(self._relay(lines)))
+        self.address = announcement["address"]
+        self.metrics_port = announcement["metrics_port"]
+        self.port = int(self.address.rpartition(":")[2])
+
+    async def wait_serving(self) -> None:
+        """Returns when the process says that it serves."""
+        serving = asyncio.create_task(self._watch_health())
+        ending = asyncio.create_task(self.wait())
+        try:
+            await asyncio.wait((serving, ending), return_when=asyncio.FIRST_COMPLETED)
+            if not serving.done():
+                raise await self._end()
+            serving.result()
+        finally:
+            serving.cancel()
+            ending.cancel()
+            await asyncio.gather(serving, ending, return_exceptions=True)
+
+    async def wait(self) -> int:
+        """Returns the exit status; that of a killed process is the negative signal number."""
+        assert self._process
+        status = await self._process.wait()
+        if self._relays:
+            # A grandchild may hold the pipes open; what it writes is not waited for.
+            await asyncio.wait(self._relays, timeout=1)
+        return status
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+    async def _announcement(self, lines: AsyncIterator[str]) -> dict[str, Any]:
+        """The line of JSON that says where the process listens."""
+        async for line in lines:
+            try:
+                return dict(json.loads(line))
+            except ValueError:
+                self._log(self.name, line)
+        raise await self._end()
+
+    async def _end(self) -> ChildEnded:
+        status = await self.wait()
+        return ChildEnded(self.name, status, " / ".join(self._last_lines))
+
+    async def _watch_health(self) -> None:
+        async with open_channel(self.local_address, max_message_bytes=2**20) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            while True:
+                try:
+                    async for answer in stub.Watch(_WHOLE_PROCESS, wait_for_ready=True):
+                        if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                            return
+                except grpc.aio.AioRpcError as error:
+                    # The process is about to end or the connection was lost; the next turn waits for a new one.
+                    if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                        raise
+
+    async def _relay(self, lines: AsyncIterator[str]) -> None:
+        async for line in lines:
+            self._last_lines.append(line)
+            self._log(self.name, line)
+
+
+async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
+    """Lines of any length."""
+    rest = b""
+    while chunk := await stream.read(65536):
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line.decode(errors="replace")
+    if rest:
+        yield rest.decode(errors="replace")

@@ -1,0 +1,79 @@
+"""`trtmesh demo`: the stack, one request, and how to go on."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from trtmesh.cli.generate import Request, stream
+from trtmesh.cli.mesh_settings import Flags, takes_mesh_flags
+from trtmesh.cli.output import put, say
+from trtmesh.cli.session import run
+from trtmesh.cli.stack import Stack
+from trtmesh.cli.streams import choose_printer
+from trtmesh.cli.supervisor import supervise
+from trtmesh.client import Client, GenerationConfig
+from trtmesh.client.options import build_config
+
+PROMPTS = ("Once upon a time", "The little dog", "One day, a girl named Lily")
+# Quiet processes: the streams have the terminal to themselves.
+DEFAULTS = {"engines": "2", "log_level": "warning"}
+
+
+@takes_mesh_flags
+def demo(
+    flags: Flags,
+    *,
+    exit_after: Annotated[
+        bool, typer.Option("--exit", help="End after the request instead of serving on.")
+    ] = False,
+) -> None:
+    """Start a stack with two engines, stream three prompts, then serve until Ctrl-C.
+
+    Takes the options of `trtmesh up`. Exit status: as there, and 1 when a prompt failed.
+    """
+
+    async def use(stack: Stack) -> int:
+        status = await _request(stack.router_address)
+        if exit_after or status:
+            return status
+        _say_how_to_go_on(stack.router_address)
+        await asyncio.Event().wait()
+        return status
+
+    say("starting one router, one tokenizer and two engines ...")
+    run(supervise({**DEFAULTS, **flags}, use))
+
+
+async def _request(router: str) -> int:
+    put(f"three prompts in one request to {router}, each stream behind its batch_index:\n")
+    request = Request(PROMPTS, _config())
+    printer = choose_printer(
+        as_json_lines=False, items=len(PROMPTS), sequences=1, console=Console()
+    )
+    async with Client(router) as client:
+        return await stream(client, request, printer)
+
+
+def _config() -> GenerationConfig:
+    return build_config(None, {"max_tokens": 96, "temperature": 0.8, "top_p": 0.95, "seed": 7})
+
+
+def _say_how_to_go_on(router: str) -> None:
+    put(
+        f"""
+The stack keeps serving until Ctrl-C. From another terminal:
+
+    .venv/bin/trtmesh generate --router {router} 'Once upon a time' 'The little dog'
+    .venv/bin/trtmesh status --router {router}
+
+From Python:
+
+    from trtmesh.client import Client
+    async with Client("{router}") as client:
+        for item in await client.complete(["Once upon a time"], max_tokens=32):
+            print(item.text)
+"""
+    )

@@ -1,0 +1,159 @@
+"""`trtmesh generate`: streams what the mesh makes of some prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+from google.protobuf import json_format
+from rich.console import Console
+from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.cli.output import say_error
+from trtmesh.cli.session import FAILED, OK, connected, run
+from trtmesh.cli.streams import Printer, choose_printer
+from trtmesh.client import DEFAULT_ADDRESS, Accepted, Client, GenerationConfig, ItemFailed
+from trtmesh.client.options import build_config
+
+RouterOption = Annotated[
+    str, typer.Option(envvar="TRTMESH_ROUTER", help="Router to talk to, host:port.")
+]
+
+
+def generate(
+    prompts: Annotated[
+        list[str], typer.Argument(help="Prompts; `-` reads one from each line of standard input.")
+    ],
+    router: RouterOption = DEFAULT_ADDRESS,
+    model: Annotated[str, typer.Option(help="Model; unset means the only one.")] = "",
+    max_tokens: Annotated[int | None, typer.Option(help="Most new tokens.")] = None,
+    min_tokens: Annotated[int | None, typer.Option(help="Fewest new tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep the k most likely tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep tokens up to this probability.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the draws.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends a sequence; repeatable.")
+    ] = None,
+    end_id: Annotated[int | None, typer.Option(help="Token id that ends a sequence.")] = None,
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences of each prompt.")] = 1,
+    config: Annotated[
+        str, typer.Option(help="A GenerationConfig as JSON, for all that has no option here.")
+    ] = "",
+    request_id: Annotated[str, typer.Option(help="Name of the request; unset draws one.")] = "",
+    timeout: Annotated[
+        float | None, typer.Option(min=0, help="Seconds after which the request ends.")
+    ] = None,
+    stop_after_ms: Annotated[
+        int | None, typer.Option(min=0, help="Stop the request this long after it was accepted.")
+    ] = None,
+    *,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object an event.")] = False,
+) -> None:
+    """Stream what the mesh makes of PROMPTS.
+
+    Exit status: 0 every item completed, 1 an item or the call failed, 2 wrong usage, 130 Ctrl-C.
+    """
+    given = {
+        "max_tokens": max_tokens,
+        "min_tokens": min_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "seed": seed,
+        "stop_texts": stop or None,
+        "end_id": end_id,
+        "num_return_sequences": sequences if sequences > 1 else None,
+    }
+    texts = _read_prompts(prompts)
+    request = Request(
+        prompts=texts,
+        config=_build_config(config, {name: v for name, v in given.items() if v is not None}),
+        request_id=request_id,
+        model=model,
+        timeout_seconds=timeout,
+        stop_after_seconds=None if stop_after_ms is None else stop_after_ms / 1000,
+    )
+    printer = choose_printer(
+        as_json_lines=json, items=len(texts), sequences=sequences, console=Console()
+    )
+    run(_generate(router, request, printer))
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the command line asked for."""
+
+    prompts: Sequence[str]
+    config: GenerationConfig
+    request_id: str = ""
+    model: str = ""
+    timeout_seconds: float | None = None
+    stop_after_seconds: float | None = None
+
+
+async def _generate(router: str, request: Request, printer: Printer) -> int:
+    async with connected(router) as client:
+        return await stream(client, request, printer)
+
+
+async def stream(client: Client, request: Request, printer: Printer) -> int:
+    """Prints what happens to the request until it is over; returns the exit status."""
+    failed = False
+    stopping: asyncio.Task[None] | None = None
+    events = client.generate(
+        request.prompts,
+        config=request.config,
+        request_id=request.request_id,
+        model=request.model,
+        timeout_seconds=request.timeout_seconds,
+    )
+    try:
+        async with aclosing(events):
+            with printer:
+                async for event in events:
+                    if isinstance(event, Accepted) and request.stop_after_seconds is not None:
+                        stopping = asyncio.create_task(
+                            _stop_later(client, event.request_id, request.stop_after_seconds)
+                        )
+                    printer.show(event)
+                    failed |= isinstance(event, ItemFailed)
+    finally:
+        if stopping:
+            stopping.cancel()
+    return FAILED if failed else OK
+
+
+async def _stop_later(client: Client, request_id: str, seconds: float) -> None:
+    await asyncio.sleep(seconds)
+    try:
+        await client.stop(request_id)
+    except TrtmeshError as error:
+        say_error(f"cannot stop {request_id}: {error.reason}: {error}")
+
+
+def _read_prompts(arguments: Sequence[str]) -> list[str]:
+    prompts = []
+    for argument in arguments:
+        if argument == "-":
+            prompts += [line for line in sys.stdin.read().splitlines() if line.strip()]
+        else:
+            prompts.append(argument)
+    if not prompts:
+        raise typer.BadParameter("standard input has no prompt")
+    return prompts
+
+
+def _build_config(text: str, options: Mapping[str, object]) -> GenerationConfig:
+    """`options` over the JSON of --config."""
+    config = GenerationConfig()
+    try:
+        if text:
+            json_format.Parse(text, config)
+        return build_config(config, options)
+    except (json_format.ParseError, TypeError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error

@@ -1,0 +1,105 @@
+"""What `trtmesh up` can be told, and the flags that come of it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import typer
+from pydantic import Field
+from pydantic.fields import FieldInfo
+from trtmesh.chassis.settings import Port, ServiceSettings, load_settings
+
+Replicas = Annotated[int, Field(ge=1, le=64)]
+
+
+class MeshSettings(ServiceSettings):
+    """Settings of the local stack: section `mesh` of the configuration file."""
+
+    section: ClassVar[str] = "mesh"
+
+    host: str = "127.0.0.1"
+    """Address that the routers listen on; tokenizers and engines stay on 127.0.0.1."""
+    port: Port = 8001
+    """Port of the first router. When it is in use and was not asked for, a free one is taken."""
+    metrics_port: Port | None = None
+    """Port of the first router's metrics; where it is set, the other processes get free ones."""
+    model: Path | None = None
+    """Directory of the model; unset means the demo model of the repository."""
+    backend: Literal["torch", "tensorrt_llm", "simulated"] | None = None
+    """What executes the model; unset leaves it to the engine's own settings."""
+    engines: Replicas = 1
+    """Number of engines."""
+    tokenizers: Replicas = 1
+    """Number of tokenizers."""
+    routers: Replicas = 1
+    """Number of routers; those after the first listen on free ports."""
+    engine_port: Port = 0
+    """Port of the first engine, the next ones following; 0 takes free ones."""
+    tokenizer_port: Port = 0
+    """Port of the first tokenizer, the next ones following; 0 takes free ones."""
+    policy: str | None = None
+    """Placement policy; unset leaves it to the router's own settings."""
+    log_dir: Path | None = None
+    """Directory for one log file a process; unset logs to standard error."""
+    start_seconds: Annotated[float, Field(gt=0, le=86400)] = 600.0
+    """How long the stack may take until every process serves."""
+    max_restarts_per_minute: Annotated[int, Field(ge=1, le=1000)] = 5
+    """How often a process that ended is started again within a minute, at most."""
+    output: Literal["text", "json"] = "text"
+    """Form of the lines on standard output: for people, or one JSON object each."""
+
+    @property
+    def port_was_asked_for(self) -> bool:
+        return "port" in self.model_fields_set
+
+
+Flags = Mapping[str, str]
+"""What the command line gave, by name of the setting; `config` is the configuration file."""
+
+
+def load_mesh_settings(flags: Flags) -> MeshSettings:
+    """The settings of the stack from flags, environment and file."""
+    argv = [part for name, value in flags.items() for part in (_flag(name), value)]
+    return load_settings(MeshSettings, argv)
+
+
+def takes_mesh_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives `command(flags, *, own options)` an option for each field of MeshSettings.
+
+    They are texts here: load_mesh_settings checks them and names the flag, variable or line that is wrong.
+    """
+
+    def with_flags(**values: Any) -> None:
+        own = {name: values.pop(name) for name in own_parameters}
+        command({name: value for name, value in values.items() if value is not None}, **own)
+
+    _, *own = inspect.signature(command, eval_str=True).parameters.values()
+    own_parameters = [parameter.name for parameter in own]
+    config = _option("config", "YAML file with the sections mesh, router, tokenizer and engine.")
+    fields = [_option(name, _help(info)) for name, info in MeshSettings.model_fields.items()]
+    signature = inspect.Signature([config, *fields, *own])
+    functools.update_wrapper(with_flags, command, assigned=("__name__", "__doc__", "__module__"))
+    with_flags.__annotations__ = {n: p.annotation for n, p in signature.parameters.items()}
+    with_flags.__signature__ = signature  # type: ignore[attr-defined]  # read by inspect.signature
+    return with_flags
+
+
+def _option(name: str, text: str) -> inspect.Parameter:
+    option = typer.Option(_flag(name), metavar="VALUE", help=text, show_default=False)
+    annotation = Annotated[str | None, option]
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+    )
+
+
+def _help(info: FieldInfo) -> str:
+    default = "" if info.default is None else f" (default {info.default})"
+    return f"{info.description}{default}"
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,146 @@
+"""Which processes the stack is made of, and their command lines."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trtmesh.chassis.errors import ModelUnusable
+from trtmesh.chassis.settings import read_config_file
+from trtmesh.cli.mesh_settings import MeshSettings
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessPlan:
+    """One process: `python -m trtmesh.<service> <arguments> --port <port>`."""
+
+    name: str
+    service: str
+    arguments: tuple[str, ...]
+    port: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def command(self, port: int) -> list[str]:
+        module = f"trtmesh.{self.service}"
+        return [sys.executable, "-m", module, *self.arguments, "--port", str(port)]
+
+
+class Plan:
+    """The command lines of a stack. Every flag that is not given here is left to the service's own settings."""
+
+    def __init__(self, settings: MeshSettings, config_file: str | None) -> None:
+        self._settings = settings
+        self._config_file = config_file
+        sections = read_config_file(Path(config_file)) if config_file else {}
+        self._model = _model_flags(settings, sections)
+
+    def tokenizers(self) -> list[ProcessPlan]:
+        settings = self._settings
+        return [
+            ProcessPlan(
+                name=f"tokenizer-{index}",
+                service="tokenizer",
+                arguments=(*self._common(LOOPBACK), *self._model, *self._metrics_port(0)),
+                port=_following(settings.tokenizer_port, index),
+            )
+            for index in range(settings.tokenizers)
+        ]
+
+    def engines(self) -> list[ProcessPlan]:
+        settings = self._settings
+        threads = max(1, physical_cores() // settings.engines)
+        backend = ("--backend", settings.backend) if settings.backend else ()
+        return [
+            ProcessPlan(
+                name=f"engine-{index}",
+                service="engine",
+                arguments=(
+                    *self._common(LOOPBACK),
+                    *self._model,
+                    *self._metrics_port(0),
+                    *backend,
+                    *("--worker", f"engine-{index}"),
+                ),
+                port=_following(settings.engine_port, index),
+                # Engines that each take all cores slow each other down; whoever sets the variable knows better.
+                environment={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))},
+            )
+            for index in range(settings.engines)
+        ]
+
+    def routers(self, tokenizers: Iterable[str], engines: Iterable[str]) -> list[ProcessPlan]:
+        settings = self._settings
+        policy = ("--policy", settings.policy) if settings.policy else ()
+        peers = ("--tokenizers", ",".join(tokenizers), "--engines", ",".join(engines))
+        return [
+            ProcessPlan(
+                name=f"router-{index}",
+                service="router",
+                arguments=(
+                    *self._common(settings.host),
+                    *self._metrics_port(0 if index else settings.metrics_port),
+                    *policy,
+                    *peers,
+                ),
+                port=0 if index else settings.port,
+            )
+            for index in range(settings.routers)
+        ]
+
+    def _common(self, host: str) -> tuple[str, ...]:
+        settings = self._settings
+        flags = ["--host", host, "--stop-on-stdin-eof", "true"]
+        flags += ["--grace-seconds", str(settings.grace_seconds)]
+        for name in ("log_level", "log_format", "max_message_bytes"):
+            if name in settings.model_fields_set:
+                flags += ["--" + name.replace("_", "-"), str(getattr(settings, name))]
+        if self._config_file:
+            flags += ["--config", self._config_file]
+        return tuple(flags)
+
+    def _metrics_port(self, port: int | None) -> tuple[str, ...]:
+        if self._settings.metrics_port is None or port is None:
+            return ()
+        return ("--metrics-port", str(port))
+
+
+def _following(first: int, index: int) -> int:
+    return first + index if first else 0
+
+
+def _model_flags(
+    settings: MeshSettings, sections: Mapping[str, Mapping[str, object]]
+) -> tuple[str, ...]:
+    """The model for tokenizers and engines; none where the file gives each of them its own."""
+    own = all("model_dir" in sections.get(name, {}) for name in ("tokenizer", "engine"))
+    if settings.model is None and own:
+        return ()
+    model = settings.model or demo_model()
+    if not model.is_dir():
+        raise ModelUnusable(f"mesh.model is {str(model)!r}, which is no directory")
+    return ("--model-dir", str(model))
+
+
+def demo_model() -> Path:
+    """The model that ships with the repository, of which this file is a part in an editable install."""
+    for directory in Path(__file__).resolve().parents:
+        model = directory / "models" / "demo"
+        if (directory / "pyproject.toml").is_file() and model.is_dir():
+            return model
+    raise ModelUnusable(
+        "there is no demo model beside the installed package; name a model directory with --model"
+    )
+
+
+def physical_cores() -> int:
+    """Physical cores that this process may use; hyperthreads of one core count once."""
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores.add(siblings.read_text() if siblings.is_file() else cpu)
+    return len(cores)

@@ -1,0 +1,130 @@
+"""The processes of a local stack as one thing: started together, kept alive, stopped in order."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any, NoReturn
+
+from trtmesh.chassis.errors import PortInUse, StartupError
+from trtmesh.cli.child import Child, ChildEnded, Log
+from trtmesh.cli.mesh_settings import MeshSettings
+from trtmesh.cli.output import say
+from trtmesh.cli.plan import Plan, ProcessPlan
+from trtmesh.cli.restarts import RestartBudget
+
+KILL_AFTER_SECONDS = 5.0
+"""How long a process may outlast its own grace period before it is killed."""
+
+
+class Stack:
+    """Tokenizers, engines and routers. Call order: `start`, `keep_alive`, then `stop` however they ended."""
+
+    def __init__(self, settings: MeshSettings, plan: Plan, log: Log) -> None:
+        self.settings = settings
+        self._plan = plan
+        self._log = log
+        self.tokenizers: list[Child] = []
+        self.engines: list[Child] = []
+        self.routers: list[Child] = []
+
+    @property
+    def children(self) -> list[Child]:
+        return [*self.routers, *self.engines, *self.tokenizers]
+
+    @property
+    def router_address(self) -> str:
+        """Where a client on this machine reaches the first router."""
+        return self.routers[0].local_address
+
+    async def start(self) -> None:
+        """Returns when every process serves. Raises ChildEnded when one of them ends first."""
+        try:
+            async with asyncio.timeout(self.settings.start_seconds):
+                await self._start()
+        except TimeoutError:
+            raise StartupError(
+                f"the stack does not serve after mesh.start_seconds = {self.settings.start_seconds:g};"
+                " the logs of its processes say why"
+            ) from None
+
+    async def _start(self) -> None:
+        self.tokenizers = self._children(self._plan.tokenizers())
+        self.engines = self._children(self._plan.engines())
+        await _all(child.start() for child in (*self.tokenizers, *self.engines))
+        self.routers = self._children(
+            self._plan.routers(
+                [child.address for child in self.tokenizers],
+                [child.address for child in self.engines],
+            )
+        )
+        await self._start_first_router(self.routers[0])
+        await _all(child.start() for child in self.routers[1:])
+        await _all(child.wait_serving() for child in self.children)
+
+    def _children(self, plans: Sequence[ProcessPlan]) -> list[Child]:
+        return [Child(plan, self._log) for plan in plans]
+
+    async def _start_first_router(self, router: Child) -> None:
+        """On the default port, or on a free one when that is in use and nobody asked for it."""
+        try:
+            await router.start()
+        except ChildEnded as error:
+            if error.exit_status != PortInUse.exit_status or self.settings.port_was_asked_for:
+                raise
+            say(f"port {router.port} is in use: the router takes a free one")
+            router.port = 0
+            await router.start()
+
+    async def keep_alive(self) -> NoReturn:
+        """Starts every process that ends again, for ever."""
+        await _all(self._keep_alive(child) for child in self.children)
+        raise AssertionError("processes are kept alive for ever")
+
+    async def _keep_alive(self, child: Child) -> None:
+        budget = RestartBudget(self.settings.max_restarts_per_minute)
+        while True:
+            status = await child.wait()
+            delay = budget.take(time.monotonic())
+            say(f"{child.name} ended with status {status}; starting it again in {delay:.1f} s")
+            await asyncio.sleep(delay)
+            try:
+                await child.start()
+                await child.wait_serving()
+            except ChildEnded:
+                continue
+            say(f"{child.name} serves again at {child.address}")
+
+    async def stop(self) -> None:
+        """Ends routers, then engines, then tokenizers, so that each can finish with those it needs."""
+        for group in (self.routers, self.engines, self.tokenizers):
+            await self._stop_group([child for child in group if child.running])
+
+    async def _stop_group(self, group: Sequence[Child]) -> None:
+        for child in group:
+            child.terminate()
+        try:
+            async with asyncio.timeout(self.settings.grace_seconds + KILL_AFTER_SECONDS):
+                await _all(child.wait() for child in group)
+        except TimeoutError:
+            for child in group:
+                if child.running:
+                    say(f"{child.name} did not end in time and is killed")
+                    child.kill()
+            await _all(child.wait() for child in group)
+
+    def kill(self) -> None:
+        """Ends everything at once."""
+        for child in self.children:
+            child.kill()
+
+
+async def _all(waits: Iterable[Coroutine[Any, Any, Any]]) -> None:
+    """Waits for all. The first error ends the others and is raised as itself."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for wait in waits:
+                group.create_task(wait)
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from errors

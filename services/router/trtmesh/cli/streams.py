@@ -1,0 +1,195 @@
+"""How streams of several prompts are printed while they come."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import fields
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.cli.output import printable, put, say
+from trtmesh.client import (
+    Event,
+    ItemFailed,
+    ItemFinished,
+    SequenceFinished,
+    Tokens,
+    Usage,
+)
+from trtmesh.client.results import Results
+
+LINE_WIDTH = 72
+
+
+class Printer(Protocol):
+    """Prints events; a context, so that what is held back comes out on every way out."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
+
+    def show(self, event: Event) -> None: ...
+
+
+class JsonLines:
+    """One JSON object an event, for programs."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def show(self, event: Event) -> None:
+        put(json.dumps(as_json(event), ensure_ascii=False))
+
+
+class RawText:
+    """The bare text of one sequence as it comes."""
+
+    def __init__(self, clean: Callable[[str], str]) -> None:
+        self._clean = clean
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        put("")
+
+    def show(self, event: Event) -> None:
+        if isinstance(event, Tokens):
+            put(self._clean(event.text), end="")
+        elif isinstance(event, ItemFinished | ItemFailed):
+            say(f"\n{summary(event)}")
+
+
+class TaggedLines:
+    """Lines of several sequences, each begun with its tag; a line comes out when it is full or its sequence ends."""
+
+    def __init__(self, tag: Callable[[int, int], str], clean: Callable[[str], str]) -> None:
+        self._tag = tag
+        self._clean = clean
+        self._held: defaultdict[str, str] = defaultdict(str)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for tag in list(self._held):
+            self._flush(tag)
+
+    def show(self, event: Event) -> None:
+        tag = self._tag(event.batch_index, event.sequence_index)
+        if isinstance(event, Tokens):
+            self._held[tag] += event.text
+            self._print_full_lines(tag)
+        elif isinstance(event, SequenceFinished | ItemFailed):
+            self._flush(tag)
+        if isinstance(event, ItemFinished | ItemFailed):
+            say(f"[{event.batch_index}] {summary(event)}")
+
+    def _print_full_lines(self, tag: str) -> None:
+        *lines, rest = self._held[tag].split("\n")
+        while len(rest) > LINE_WIDTH and (border := rest.rfind(" ", 0, LINE_WIDTH)) > 0:
+            lines.append(rest[: border + 1])
+            rest = rest[border + 1 :]
+        for line in lines:
+            put(f"{tag} {self._clean(line)}")
+        self._held[tag] = rest
+
+    def _flush(self, tag: str) -> None:
+        if rest := self._held.pop(tag, ""):
+            put(f"{tag} {self._clean(rest)}")
+
+
+class LiveRegions:
+    """One region a sequence, redrawn in place; at the end the whole texts stay."""
+
+    def __init__(self, tag: Callable[[int, int], str], items: int, console: Console) -> None:
+        self._tag = tag
+        self._console = console
+        self._results = Results(items)
+        self._ended: dict[int, str] = {}
+        self._live = Live(console=console, transient=True, get_renderable=self._draw)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+        self._console.print(self._draw())
+
+    def show(self, event: Event) -> None:
+        self._results.add(event)
+        if isinstance(event, ItemFinished | ItemFailed):
+            self._ended[event.batch_index] = summary(event)
+
+    def _draw(self) -> Group:
+        parts = []
+        for item in self._results.items:
+            for index, sequence in enumerate(item.sequences):
+                tag = (f"{self._tag(item.batch_index, index)} ", "bold cyan")
+                parts.append(Text.assemble(tag, printable(sequence.text)))
+            if end := self._ended.get(item.batch_index):
+                parts.append(Text(f"[{item.batch_index}] {end}", style="dim"))
+        return Group(*parts)
+
+
+def choose_printer(*, as_json_lines: bool, items: int, sequences: int, console: Console) -> Printer:
+    """The printer that fits what standard output is and how many sequences share it."""
+
+    def tag(batch_index: int, sequence_index: int) -> str:
+        return f"[{batch_index}.{sequence_index}]" if sequences > 1 else f"[{batch_index}]"
+
+    if as_json_lines:
+        return JsonLines()
+    clean = printable if console.is_terminal else str
+    if items * sequences == 1:
+        return RawText(clean)
+    if console.is_terminal:
+        return LiveRegions(tag, items, console)
+    return TaggedLines(tag, clean)
+
+
+def summary(event: ItemFinished | ItemFailed) -> str:
+    """How an item ended, in a few words."""
+    if isinstance(event, ItemFailed):
+        return f"failed: {event.error.reason}: {printable(str(event.error))}"
+    usage = event.usage
+    return (
+        f"ended: {event.reason}, {usage.prompt_tokens} prompt tokens, {usage.generated_tokens} new"
+    )
+
+
+def as_json(event: Event) -> dict[str, object]:
+    """The event as a JSON object: its kind, then its fields under their own names."""
+    kind = "".join(f"_{char.lower()}" if char.isupper() else char for char in type(event).__name__)
+    return {"event": kind.lstrip("_")} | {
+        field.name: _json_value(getattr(event, field.name)) for field in fields(event)
+    }
+
+
+def _json_value(value: Any) -> object:
+    match value:
+        case Message():
+            return MessageToDict(value, preserving_proto_field_name=True)
+        case TrtmeshError():
+            parts = {"reason": value.reason, "message": value.message, "worker": value.worker}
+            return parts | {"retry_after_ms": value.retry_after_ms}
+        case Usage():
+            return {field.name: getattr(value, field.name) for field in fields(value)}
+        case _:
+            return value

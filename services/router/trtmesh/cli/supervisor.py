@@ -1,0 +1,95 @@
+"""Runs a stack until someone ends it, and leaves no process behind on any way out."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from trtmesh.cli.logs import process_log
+from trtmesh.cli.mesh_settings import Flags, load_mesh_settings
+from trtmesh.cli.output import say
+from trtmesh.cli.plan import Plan
+from trtmesh.cli.session import INTERRUPTED, OK
+from trtmesh.cli.stack import Stack
+
+Use = Callable[[Stack], Coroutine[Any, Any, int]]
+"""What to do while the stack serves; its return ends the stack with that exit status."""
+
+
+async def supervise(flags: Flags, use: Use) -> int:
+    """Starts the stack that `flags` ask for, keeps it alive during `use`, stops it; returns the exit status."""
+    settings = load_mesh_settings(flags)
+    with process_log(settings.log_dir) as log:
+        stack = Stack(settings, Plan(settings, flags.get("config")), log)
+        return await _Supervision(stack, use).run()
+
+
+class _Supervision:
+    def __init__(self, stack: Stack, use: Use) -> None:
+        self._stack = stack
+        self._use = use
+        self._serving = False
+        self._killed = False
+        self._interrupts = 0
+
+    async def run(self) -> int:
+        self._work = asyncio.create_task(self._start_and_use())
+        with _interrupts(self._interrupt, stdin=self._stdin()):
+            try:
+                await asyncio.wait((self._work,))
+            finally:
+                await self._stack.stop()
+        if self._work.cancelled():
+            return OK if self._serving and not self._killed else INTERRUPTED
+        return self._work.result()
+
+    def _stdin(self) -> int | None:
+        return sys.stdin.fileno() if self._stack.settings.stop_on_stdin_eof else None
+
+    async def _start_and_use(self) -> int:
+        await self._stack.start()
+        self._serving = True
+        async with asyncio.TaskGroup() as group:
+            keeping = group.create_task(self._stack.keep_alive())
+            status = await self._use(self._stack)
+            keeping.cancel()
+        return status
+
+    def _interrupt(self) -> None:
+        """The first asks to stop; the next one ends everything at once."""
+        self._interrupts += 1
+        if self._interrupts == 1:
+            say("stopping; Ctrl-C again ends everything at once")
+            self._work.cancel()
+        else:
+            self._killed = True
+            self._stack.kill()
+
+
+@contextmanager
+def _interrupts(interrupt: Callable[[], None], stdin: int | None) -> Iterator[None]:
+    """Calls `interrupt` for each SIGINT and SIGTERM and, where one is given, for the end of `stdin`."""
+    loop = asyncio.get_running_loop()
+
+    def read_stdin() -> None:
+        assert stdin is not None
+        if not os.read(stdin, 4096):
+            loop.remove_reader(stdin)
+            interrupt()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupt)
+    if stdin is not None:
+        loop.add_reader(stdin, read_stdin)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+        if stdin is not None:
+            loop.remove_reader(stdin)

@@ -1,0 +1,53 @@
+"""`trtmesh up`: the local stack."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from trtmesh.cli.child import Child
+from trtmesh.cli.mesh_settings import Flags, takes_mesh_flags
+from trtmesh.cli.output import put
+from trtmesh.cli.session import run
+from trtmesh.cli.stack import Stack
+from trtmesh.cli.supervisor import supervise
+
+
+@takes_mesh_flags
+def up(flags: Flags) -> None:
+    """Start routers, tokenizers and engines on this machine and serve until Ctrl-C.
+
+    A process that ends is started again. Every option is also TRTMESH_MESH_<OPTION> and mesh.<option> of the file.
+
+    Exit status: 0 stopped while serving, 1 a process ended, 2 wrong setting, 3 port in use, 4 model unusable,
+    130 Ctrl-C while starting or twice.
+    """
+    run(supervise(flags, _serve))
+
+
+async def _serve(stack: Stack) -> int:
+    as_json = stack.settings.output == "json"
+    for child in stack.children:
+        put(json.dumps(_as_json(child)) if as_json else _as_text(child))
+    if as_json:
+        put(json.dumps({"event": "ready", "router": stack.router_address}))
+    else:
+        put(f"ready: trtmesh generate --router {stack.router_address} 'Once upon a time'")
+    await asyncio.Event().wait()
+    raise AssertionError("nothing sets this event")
+
+
+def _as_text(child: Child) -> str:
+    metrics = f"  metrics on port {child.metrics_port}" if child.metrics_port else ""
+    return f"{child.name:<12} {child.address:<22} process {child.pid}{metrics}"
+
+
+def _as_json(child: Child) -> dict[str, object]:
+    return {
+        "event": "serving",
+        "name": child.name,
+        "service": child.plan.service,
+        "address": child.local_address,
+        "metrics_port": child.metrics_port,
+        "pid": child.pid,
+    }
