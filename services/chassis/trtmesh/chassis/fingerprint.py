@@ -1,0 +1,99 @@
+"""Fingerprint of a tokenizer: two processes with equal fingerprints encode and decode alike.
+
+It covers what decides ids and text and nothing else, so that a reformatted file, a new chat template or another
+`model_max_length` does not part a fleet. Neither the tokenizer nor its library is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+VOCABULARY_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
+"""Files that a tokenizer is made from where there is no tokenizer.json."""
+
+TOKENIZER_PARTS = (
+    "added_tokens",
+    "decoder",
+    "model",
+    "normalizer",
+    "post_processor",
+    "pre_tokenizer",
+)
+
+SPECIAL_TOKENS = (
+    "additional_special_tokens",
+    "bos_token",
+    "cls_token",
+    "eos_token",
+    "extra_special_tokens",
+    "mask_token",
+    "pad_token",
+    "sep_token",
+    "unk_token",
+)
+
+CONFIG_PARTS = (
+    *SPECIAL_TOKENS,
+    "add_bos_token",
+    "add_eos_token",
+    "add_prefix_space",
+    "added_tokens_decoder",
+    "clean_up_tokenization_spaces",
+    "do_lower_case",
+    "legacy",
+    "spaces_between_special_tokens",
+    "strip_accents",
+    "tokenize_chinese_chars",
+    "tokenizer_class",
+)
+
+
+def tokenizer_fingerprint(model_dir: Path) -> str:
+    """64 hexadecimal digits, or "" when the directory has no tokenizer. Raises ValueError for a broken file."""
+    parts = list(_vocabulary(model_dir))
+    if not parts:
+        return ""
+    parts += _chosen(model_dir / "tokenizer_config.json", CONFIG_PARTS)
+    parts += _chosen(model_dir / "special_tokens_map.json", SPECIAL_TOKENS)
+    digest = sha256()
+    for name, content in parts:
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
+
+
+def _vocabulary(model_dir: Path) -> Iterator[tuple[str, bytes]]:
+    chosen = _chosen(model_dir / "tokenizer.json", TOKENIZER_PARTS)
+    if chosen:
+        yield from chosen
+        return
+    for name in VOCABULARY_FILES:
+        file = model_dir / name
+        if file.is_file():
+            yield name, file.read_bytes()
+
+
+def _chosen(file: Path, keys: tuple[str, ...]) -> list[tuple[str, bytes]]:
+    """The parts of a JSON file that count, in canonical form; empty when there is no such file."""
+    if not file.is_file():
+        return []
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} must hold a JSON object")  # noqa: TRY004 - a file's content, not an argument
+    parts = {key: content[key] for key in keys if content.get(key) is not None}
+    _join_merges(parts.get("model"))
+    return [(file.name, json.dumps(parts, sort_keys=True, ensure_ascii=False).encode())]
+
+
+def _join_merges(model: Any) -> None:
+    """Merges are written as "a b" or as ["a", "b"]; both mean the same."""
+    if isinstance(model, dict) and isinstance(model.get("merges"), list):
+        model["merges"] = [
+            merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]
+        ]
