@@ -1,0 +1,125 @@
+"""The rules that keep the parts of the repository apart."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PACKAGES = {
+    package.name: package
+    for package in [*ROOT.glob("services/*/trtmesh/*"), *ROOT.glob("protos/trtmesh/*")]
+    if package.is_dir() and package.name != "__pycache__"
+}
+MAY_IMPORT = {
+    "v1": set(),
+    "chassis": {"v1"},
+    "tokenizer": {"v1", "chassis"},
+    "engine": {"v1", "chassis"},
+    "router": {"v1", "chassis"},
+    "client": {"v1", "chassis"},
+    "cli": {"v1", "chassis", "client"},
+}
+
+
+def imported_modules(file: Path) -> Iterator[str]:
+    """Every absolute module name that `file` imports anywhere, `from a import b` as a.b."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file} has a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_every_package_has_its_rule() -> None:
+    assert set(PACKAGES) == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("name", MAY_IMPORT)
+def test_packages_import_only_what_they_may(name: str) -> None:
+    allowed = MAY_IMPORT[name] | {name}
+    broken = [
+        f"{file.relative_to(ROOT)} imports {module}"
+        for file in PACKAGES[name].rglob("*.py")
+        for module in imported_modules(file)
+        if module.startswith("trtmesh.") and module.split(".")[1] not in allowed
+    ]
+    assert broken == []
+
+
+@pytest.mark.parametrize(
+    ("library", "home"),
+    [("torch", "engine/backends/torch"), ("tensorrt_llm", "engine/backends/tensorrt_llm")],
+)
+def test_one_place_imports_the_library(library: str, home: str) -> None:
+    importers = [
+        file.as_posix()
+        for package in PACKAGES.values()
+        for file in package.rglob("*.py")
+        for module in imported_modules(file)
+        if module.split(".")[0] == library
+    ]
+    assert [file for file in importers if f"/{home}/" not in file] == []
+
+
+def test_the_command_starts_without_heavy_libraries() -> None:
+    heavy = ("torch", "transformers", "tokenizers", "numpy")
+    program = f"import sys, trtmesh.cli.main; print([m for m in {heavy} if m in sys.modules])"
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
+
+
+def test_the_namespace_package_has_no_marker() -> None:
+    """A `trtmesh/__init__.py` in one root would hide the other roots."""
+    roots = [ROOT / path for path in PYPROJECT["tool"]["hatch"]["build"]["dev-mode-dirs"]]
+    assert [root for root in roots if not (root / "trtmesh").is_dir()] == []
+    assert [root for root in roots if (root / "trtmesh" / "__init__.py").exists()] == []
+
+
+def test_every_package_is_typed() -> None:
+    untyped = [name for name, path in PACKAGES.items() if not (path / "py.typed").is_file()]
+    assert untyped == []
+
+
+def test_the_wheel_contains_only_the_packages(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, capture_output=True, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = [Path(name) for name in zipfile.ZipFile(wheel).namelist()]
+    outside = {name.parts[0] for name in names} - {"trtmesh"}
+    assert {Path(top).suffix for top in outside} == {".dist-info"}
+    inside = {name.parts[1] for name in names if name.parts[0] == "trtmesh"}
+    assert inside == set(PACKAGES)
+
+
+def test_dependencies_are_bounded_above_and_below() -> None:
+    project = PYPROJECT["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    unbounded = [
+        requirement
+        for group in groups
+        for requirement in group
+        if "==" not in requirement and not (">=" in requirement and "<" in requirement)
+    ]
+    assert unbounded == []
+
+
+def test_every_dependency_is_pinned_for_ci() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = {line.split("==")[0].lower().replace("_", "-") for line in lines if "==" in line}
+    project = PYPROJECT["project"]
+    extras = project["optional-dependencies"]
+    needed = [*project["dependencies"], *extras["tokenizer"], *extras["engine"], *extras["dev"]]
+    names = {requirement.split(">")[0].split("=")[0].lower() for requirement in needed}
+    assert names - pinned == set()
