@@ -1,0 +1,367 @@
+"""The stream over a real socket: order, failures of single handles, ends."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from tokenizer.serving import (
+    Link,
+    Server,
+    close_decode,
+    decode,
+    encode,
+    linked,
+    open_decode,
+    served,
+)
+from tokenizer.tokenizers_zoo import CORPUS
+from tokenizers import Tokenizer
+from trtmesh.tokenizer.connection import Connection
+from trtmesh.v1 import tokenizer_pb2 as pb
+
+FAMILIES = ["byte_level_bpe", "llama2_bpe", "unigram_byte_fallback", "word_piece"]
+
+
+@pytest.fixture
+def tokenizer(model_dir: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+
+
+@pytest.fixture
+async def server(model_dir: Path) -> AsyncIterator[Server]:
+    async with served(model_dir) as server:
+        yield server
+
+
+@pytest.fixture
+async def link(server: Server) -> AsyncIterator[Link]:
+    async with linked(server.stub) as link:
+        yield link
+
+
+def reasons(decoded: pb.Decoded) -> dict[int, str]:
+    return {failure.handle: failure.error.reason for failure in decoded.failures}
+
+
+async def test_encodes_text_and_words(link: Link, tokenizer: Tokenizer) -> None:
+    encoded = await link.encode(encode(7, CORPUS[0], ["stop", " bad word"]))
+    assert encoded.handle == 7
+    assert list(encoded.token_ids) == tokenizer.encode(CORPUS[0]).ids
+    assert [list(word.ids) for word in encoded.words] == [
+        tokenizer.encode("stop").ids,
+        tokenizer.encode(" bad word").ids,
+    ]
+    encoded = await link.encode(encode(8, None, ["stop"]))
+    assert not encoded.token_ids
+    assert len(encoded.words) == 1
+
+
+async def test_special_tokens_are_added_to_the_text_alone(model_dirs: dict[str, Path]) -> None:
+    async with served(model_dirs["llama2_bpe"]) as server, linked(server.stub) as link:
+        tokenizer = Tokenizer.from_file(str(model_dirs["llama2_bpe"] / "tokenizer.json"))
+        plain = tokenizer.encode("hello", add_special_tokens=False).ids
+        marked = await link.encode(encode(1, "hello", ["hello"], special=True))
+        assert list(marked.token_ids) == [tokenizer.token_to_id("<s>"), *plain]
+        assert list(marked.words[0].ids) == plain
+        assert list((await link.encode(encode(1, "hello"))).token_ids) == plain
+
+
+async def test_a_megabyte_is_overtaken_by_every_short_text(link: Link) -> None:
+    megabyte = (CORPUS[0] * 20_000)[: 2**20]
+    await link.send(encode(0, megabyte), *(encode(i, f"short {i}") for i in range(1, 51)))
+    order = [(await link.next()).encoded.handle for _ in range(51)]
+    assert sorted(order) == list(range(51))
+    assert order[-1] == 0
+
+
+async def test_many_sequences_at_once(server: Server, link: Link, tokenizer: Tokenizer) -> None:
+    draw = random.Random(7)
+    ids = {
+        handle: [draw.randrange(tokenizer.get_vocab_size()) for _ in range(draw.randrange(40))]
+        for handle in range(100)
+    }
+    await link.send(*(open_decode(handle, skip_special_tokens=True) for handle in ids))
+    await server.metric_becomes("open_decode_states", 100)
+    texts = dict.fromkeys(ids, "")
+    rest = {handle: list(reversed(tokens)) for handle, tokens in ids.items()}
+    while rest:
+        step = {
+            h: [rest[h].pop() for _ in range(min(len(rest[h]), draw.randrange(3)))] for h in rest
+        }
+        finished = [handle for handle in step if not rest[handle]]
+        decoded = await link.decode(decode(step, finished))
+        assert list(decoded.handles) == list(step)
+        for handle, text in zip(decoded.handles, decoded.texts, strict=True):
+            texts[handle] += text
+        rest = {handle: tokens for handle, tokens in rest.items() if tokens}
+    assert texts == {handle: tokenizer.decode(tokens) for handle, tokens in ids.items()}
+    await link.send(close_decode(*ids))
+    await server.metric_becomes("open_decode_states", 0)
+    assert server.metric("decoded_tokens_total") == sum(map(len, ids.values()))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+async def test_a_sequence_can_move_after_any_token(model_dirs: dict[str, Path], name: str) -> None:
+    tokenizer = Tokenizer.from_file(str(model_dirs[name] / "tokenizer.json"))
+    ids = tokenizer.encode("Hello, 世界! naïve 😀 done STOP here").ids
+    fields: dict[str, Any] = {"skip_special_tokens": True, "stop_texts": ["STOP", "stop", "never"]}
+    async with served(model_dirs[name]) as server, linked(server.stub) as link:
+        whole = await collect(link, 0, ids, [], **fields)
+        assert whole.stop is not None
+        for cut in range(len(ids)):
+            before = await collect(link, 1, ids[:cut], [], finish=False, **fields)
+            after = await collect(link, 2, ids[cut:], ids[:cut], **fields)
+            if before.stop is None:
+                assert before.text + after.text == whole.text
+                assert after.stop is not None
+                assert cut + after.stop == whole.stop
+            else:
+                assert (before.text, before.stop) == (whole.text, whole.stop)
+                assert (after.text, after.stop) == ("", 0)
+
+
+class Collected:
+    """Text of a sequence, and how many tokens its stop text took."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.stop: int | None = None
+
+
+async def collect(
+    link: Link,
+    handle: int,
+    ids: list[int],
+    delivered: list[int],
+    *,
+    finish: bool = True,
+    **fields: Any,
+) -> Collected:
+    """Decodes token by token and closes the handle."""
+    await link.send(open_decode(handle, delivered_token_ids=delivered, **fields))
+    collected = Collected()
+    for count, token_id in enumerate(ids, start=1):
+        finished = [handle] if finish and count == len(ids) else []
+        decoded = await link.decode(decode({handle: [token_id]}, finished))
+        assert not decoded.failures
+        collected.text += decoded.texts[0]
+        for stop in decoded.stops:
+            collected.stop = count - 1 + stop.token_count
+    if not ids:
+        decoded = await link.decode(decode({handle: []}))
+        collected.stop = 0 if decoded.stops else None
+    await link.send(close_decode(handle))
+    return collected
+
+
+async def test_a_stop_text_tells_its_index_and_token(link: Link, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("def add(a)").ids
+    for include, text in ((False, "def"), (True, "def add")):
+        await link.send(open_decode(1, stop_texts=["x", " add"], include_stop_text=include))
+        decoded = await link.decode(decode({1: ids}))
+        assert list(decoded.texts) == [text]
+        (stop,) = decoded.stops
+        assert (stop.handle, stop.stop_index) == (1, 1)
+        assert " add" in tokenizer.decode(ids[: stop.token_count])
+        assert " add" not in tokenizer.decode(ids[: stop.token_count - 1])
+        after = await link.decode(decode({1: ids}, [1]))
+        assert (list(after.texts), list(after.stops), list(after.failures)) == ([""], [], [])
+        await link.send(close_decode(1))
+
+
+async def test_an_id_outside_the_vocabulary_fails_its_handle_alone(
+    server: Server, link: Link, tokenizer: Tokenizer
+) -> None:
+    size = tokenizer.get_vocab_size()
+    (hello,) = tokenizer.encode("H").ids
+    await link.send(open_decode(1), open_decode(2))
+    decoded = await link.decode(decode({1: [size], 2: [hello]}))
+    assert list(decoded.texts) == ["", "H"]
+    assert reasons(decoded) == {1: "TOKEN_OUT_OF_VOCABULARY"}
+    assert str(size) in decoded.failures[0].error.message
+    decoded = await link.decode(decode({2: [hello], 1: [hello]}))
+    assert list(decoded.handles) == [2, 1]
+    assert list(decoded.texts) == ["H", ""]
+    assert reasons(decoded) == {1: "TOKEN_OUT_OF_VOCABULARY"}
+    assert server.metric("failures_total", reason="TOKEN_OUT_OF_VOCABULARY") == 1
+    assert server.metric("open_decode_states") == 1
+    await link.send(close_decode(1), open_decode(1))
+    assert list((await link.decode(decode({1: [hello]}))).texts) == ["H"]
+
+
+async def test_a_bad_delivered_id_is_told_by_the_next_decode(link: Link) -> None:
+    await link.send(open_decode(1, delivered_token_ids=[2**31]))
+    assert reasons(await link.decode(decode({1: []}))) == {1: "TOKEN_OUT_OF_VOCABULARY"}
+
+
+async def test_an_unknown_handle_fails(link: Link) -> None:
+    decoded = await link.decode(decode({9: [5]}))
+    assert reasons(decoded) == {9: "INVALID_REQUEST"}
+    assert decoded.failures[0].error.message == "decode handle 9 is not open on this stream"
+
+
+async def test_a_handle_opened_twice_fails(server: Server, link: Link) -> None:
+    await link.send(open_decode(1), open_decode(1))
+    decoded = await link.decode(decode({1: [5]}))
+    assert reasons(decoded) == {1: "INVALID_REQUEST"}
+    assert "decode handle 1 is open already" in decoded.failures[0].error.message
+    assert server.metric("open_decode_states") == 0
+
+
+async def test_one_handle_more_than_the_limit_fails(model_dir: Path) -> None:
+    async with served(model_dir, max_handles=2) as server, linked(server.stub) as link:
+        await link.send(open_decode(1), open_decode(2), open_decode(3))
+        decoded = await link.decode(decode({1: [5], 2: [5], 3: [5]}))
+        assert reasons(decoded) == {3: "QUEUE_FULL"}
+        assert "max_handles" in decoded.failures[0].error.message
+        await link.send(close_decode(1, 3), open_decode(3))
+        assert not (await link.decode(decode({3: [5]}))).failures
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (pb.DecodeCommand(handles=[1, 2], token_counts=[1], token_ids=[5]), "2 handles but 1"),
+        (pb.DecodeCommand(handles=[1, 2], token_counts=[1, 2], token_ids=[5]), "add up to 3"),
+        (pb.DecodeCommand(handles=[1, 1], token_counts=[1, 0], token_ids=[5]), "occurs twice"),
+        (pb.DecodeCommand(handles=[1], token_counts=[0], finished_handles=[2]), r"\[2\] are no"),
+    ],
+)
+async def test_a_malformed_command_fails_the_handles_it_names(
+    link: Link, tokenizer: Tokenizer, command: pb.DecodeCommand, message: str
+) -> None:
+    (hello,) = tokenizer.encode("H").ids
+    await link.send(open_decode(1), open_decode(2), open_decode(3))
+    decoded = await link.decode(pb.TokenizerCommand(decode=command))
+    assert list(decoded.handles) == list(command.handles)
+    assert len(decoded.texts) == len(decoded.handles)
+    named = {*command.handles, *command.finished_handles}
+    assert reasons(decoded) == dict.fromkeys(named, "INVALID_REQUEST")
+    assert re.search(message, decoded.failures[0].error.message)
+    assert list((await link.decode(decode({3: [hello]}))).texts) == ["H"]
+
+
+async def test_tokens_after_the_last_one_fail(link: Link) -> None:
+    await link.send(open_decode(1))
+    await link.decode(decode({1: [5]}, [1]))
+    decoded = await link.decode(decode({1: [5]}))
+    assert "after the sequence was finished" in decoded.failures[0].error.message
+
+
+async def test_an_empty_stop_text_fails(link: Link) -> None:
+    await link.send(open_decode(1, stop_texts=["a", ""]))
+    assert reasons(await link.decode(decode({1: []}))) == {1: "INVALID_FIELD"}
+
+
+async def test_a_text_over_the_limit_is_refused(model_dir: Path) -> None:
+    async with served(model_dir, max_text_bytes=100) as server, linked(server.stub) as link:
+        encoded = await link.encode(encode(3, "é" * 51))
+        assert encoded.handle == 3
+        assert encoded.error.reason == "INVALID_FIELD"
+        assert "102 bytes" in encoded.error.message
+        assert not (await link.encode(encode(3, "é" * 50))).HasField("error")
+
+
+async def test_a_handle_used_by_two_encodes_fails_the_second(link: Link) -> None:
+    await link.send(encode(1, "a" * 100_000), encode(1, "b"))
+    assert (await link.next()).encoded.error.reason == "INVALID_REQUEST"
+    assert len((await link.next()).encoded.token_ids) > 0
+
+
+async def test_an_unknown_command_ends_the_stream(link: Link) -> None:
+    await link.send(pb.TokenizerCommand())
+    with pytest.raises(grpc.aio.AioRpcError, match="holds no command") as raised:
+        await link.call.read()
+    assert raised.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_router_that_ends_its_stream_still_gets_its_answers(link: Link) -> None:
+    await link.send(*(encode(i, "text " * i) for i in range(20)), open_decode(1), decode({1: [5]}))
+    await link.call.done_writing()
+    handles = set()
+    for _ in range(21):
+        event = await link.next()
+        handles.add(event.encoded.handle if event.HasField("encoded") else "decoded")
+    assert handles == {*range(20), "decoded"}
+    await link.finish()
+
+
+async def test_a_cancelled_stream_leaves_nothing(server: Server) -> None:
+    async with linked(server.stub) as link:
+        await link.send(*(open_decode(handle) for handle in range(50)), open_decode(0))
+        await link.send(*(encode(i, CORPUS[0] * 1000) for i in range(20)))
+        await server.metric_becomes("open_decode_states", 49)
+    await server.metric_becomes("open_decode_states", 0)
+    await server.service.drain()
+
+
+async def test_streams_have_handles_of_their_own(server: Server, tokenizer: Tokenizer) -> None:
+    (first, second) = tokenizer.encode("😀", add_special_tokens=False).ids[:2]
+    async with linked(server.stub) as one, linked(server.stub) as other:
+        await one.send(open_decode(1))
+        assert reasons(await other.decode(decode({1: [first]}))) == {1: "INVALID_REQUEST"}
+        assert not (await one.decode(decode({1: [first, second]}))).failures
+
+
+async def test_a_router_that_does_not_read_is_not_read_from(model_dir: Path) -> None:
+    read = 0
+    may_write = asyncio.Event()
+    written: list[int] = []
+
+    async def requests() -> AsyncIterator[pb.TokenizerServiceConnectRequest]:
+        nonlocal read
+        for handle in range(100):
+            read += 1
+            yield pb.TokenizerServiceConnectRequest(commands=[decode({handle: []})])
+            await asyncio.sleep(0)
+
+    async def write(response: pb.TokenizerServiceConnectResponse) -> None:
+        await may_write.wait()
+        written.extend(event.decoded.handles[0] for event in response.events)
+
+    async with served(model_dir, max_unsent_events=4) as server:
+        serving = asyncio.create_task(Connection(server.service._ready()).serve(requests(), write))
+        for _ in range(500):
+            await asyncio.sleep(0)
+        # One is being written, four wait.
+        assert read == 5
+        may_write.set()
+        await serving
+    assert written == list(range(100))
+
+
+async def test_draining_ends_what_is_open_and_begins_nothing(
+    server: Server, link: Link, tokenizer: Tokenizer
+) -> None:
+    (hello,) = tokenizer.encode("H").ids
+    await link.send(open_decode(1))
+    await server.metric_becomes("open_decode_states", 1)
+    drain = asyncio.create_task(server.service.drain())
+    await asyncio.sleep(0)
+    assert (await link.encode(encode(1, "text"))).error.reason == "DRAINING"
+    await link.send(open_decode(2))
+    decoded = await link.decode(decode({1: [hello], 2: [hello]}))
+    assert list(decoded.texts) == ["H", ""]
+    assert reasons(decoded) == {2: "DRAINING"}
+    assert not drain.done()
+    await link.send(close_decode(1))
+    await drain
+
+
+async def test_the_tokenizer_is_described(server: Server, tokenizer: Tokenizer) -> None:
+    described = await server.stub.GetTokenizer(pb.GetTokenizerRequest())
+    assert described.model == "byte_level_bpe"
+    assert described.vocabulary_size == tokenizer.get_vocab_size()
+    assert described.bos_id == tokenizer.token_to_id("<s>")
+    assert described.kind == "BPE"
+    assert len(described.special_ids) == 4
+    assert described.fingerprint
+    assert described.schema_revision >= 1
+    assert described.chat_template.startswith("{%")

@@ -1,0 +1,181 @@
+"""Lanes, batches, limits; with a tokenizer whose threads stop where the test wants them to."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from prometheus_client import CollectorRegistry
+from tokenizer.serving import until
+from tokenizers import Tokenizer
+from trtmesh.chassis.errors import Draining, InternalError, InvalidField, QueueFull
+from trtmesh.tokenizer.encoder import EncodedTexts, Encoder, EncodeRequest, Outcome
+from trtmesh.tokenizer.metrics import TokenizerMetrics
+from trtmesh.tokenizer.settings import TokenizerSettings
+
+LIMIT = 100
+
+
+class LibraryPanic(BaseException):
+    """As the library's own, which is no Exception."""
+
+
+@dataclass
+class Ids:
+    ids: list[int]
+
+
+@dataclass
+class GatedTokenizer:
+    """Encodes a text to its length, when the gate of its first letter is open."""
+
+    gates: dict[str, threading.Event] = field(default_factory=dict)
+    batches: list[list[str]] = field(default_factory=list)
+
+    def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> list[Ids]:
+        self.batches.append(texts)
+        for text in texts:
+            if text.startswith("panic"):
+                raise LibraryPanic("bad luck")
+            if gate := self.gates.get(text[:1]):
+                assert gate.wait(60)
+        return [Ids([len(text)] + [-1] * add_special_tokens) for text in texts]
+
+    def gate(self, letter: str) -> threading.Event:
+        return self.gates.setdefault(letter, threading.Event())
+
+
+@asynccontextmanager
+async def encoder_over(tokenizer: Any, **settings: Any) -> AsyncIterator[Encoder]:
+    sizes = {"long_text_bytes": LIMIT, "max_batch_bytes": LIMIT, "encode_threads": 1} | settings
+    encoder = Encoder(
+        cast("Tokenizer", tokenizer),
+        TokenizerSettings(model_dir=Path(), **sizes),
+        TokenizerMetrics(CollectorRegistry()),
+    )
+    try:
+        yield encoder
+    finally:
+        encoder.close()
+        for gate in getattr(tokenizer, "gates", {}).values():
+            gate.set()
+
+
+def plain(text: str) -> EncodeRequest:
+    return EncodeRequest(text, add_special_tokens=False)
+
+
+async def test_texts_and_words_in_one_batch() -> None:
+    tokenizer = GatedTokenizer()
+    async with encoder_over(tokenizer) as encoder:
+        outcomes = await asyncio.gather(
+            encoder.submit(EncodeRequest("abc", add_special_tokens=True, words=("d", "ef"))),
+            encoder.submit(EncodeRequest(None, add_special_tokens=True, words=("ghi",))),
+            encoder.submit(EncodeRequest("", add_special_tokens=False)),
+            encoder.submit(EncodeRequest("jk", add_special_tokens=False, words=("l",))),
+        )
+    assert list(outcomes) == [
+        EncodedTexts([3, -1], [[1], [2]]),
+        EncodedTexts([], [[3]]),
+        EncodedTexts([0], []),
+        EncodedTexts([2], [[1]]),
+    ]
+    assert tokenizer.batches == [["abc"], ["d", "ef", "ghi", "", "jk", "l"]]
+
+
+async def test_a_long_text_delays_no_short_one() -> None:
+    tokenizer = GatedTokenizer()
+    gate = tokenizer.gate("L")
+    async with encoder_over(tokenizer) as encoder:
+        long_ones = [encoder.submit(plain("L" * LIMIT)) for _ in range(3)]
+        await asyncio.gather(*(encoder.submit(plain(f"s{i}")) for i in range(50)))
+        assert not any(encode.done() for encode in long_ones)
+        gate.set()
+        outcomes = await asyncio.gather(*long_ones)
+    assert list(outcomes) == [EncodedTexts([LIMIT], [])] * 3
+
+
+async def test_what_waits_together_is_encoded_together_up_to_a_size() -> None:
+    tokenizer = GatedTokenizer()
+    gate = tokenizer.gate("g")
+    async with encoder_over(tokenizer) as encoder:
+        first = encoder.submit(plain("g"))
+        await until(lambda: tokenizer.batches)
+        waiting = [encoder.submit(plain("s" * 40)) for _ in range(5)]
+        gate.set()
+        await asyncio.gather(first, *waiting)
+    assert [len(batch) for batch in tokenizer.batches] == [1, 2, 2, 1]
+
+
+async def test_words_count_for_the_lane_and_the_limit() -> None:
+    tokenizer = GatedTokenizer()
+    gate = tokenizer.gate("w")
+    async with encoder_over(tokenizer, max_text_bytes=2 * LIMIT) as encoder:
+        words = ("w" * 60, "w" * 60)
+        heavy = encoder.submit(EncodeRequest(None, add_special_tokens=False, words=words))
+        await encoder.submit(plain("s"))
+        assert not heavy.done()
+        gate.set()
+        await heavy
+        with pytest.raises(InvalidField, match=r"240 bytes but at most 200 .*max_text_bytes"):
+            _ = encoder.submit(EncodeRequest(None, add_special_tokens=False, words=words * 2))
+
+
+async def test_a_full_queue_refuses() -> None:
+    tokenizer = GatedTokenizer()
+    gate = tokenizer.gate("g")
+    limits = {"max_queued_encodes": 2, "max_queued_long_encodes": 1}
+    async with encoder_over(tokenizer, **limits) as encoder:
+        accepted = [encoder.submit(plain("g"))]
+        await until(lambda: tokenizer.batches)
+        accepted += [encoder.submit(plain("a")), encoder.submit(plain("b"))]
+        with pytest.raises(QueueFull, match="2 encodes of short texts wait"):
+            _ = encoder.submit(plain("c"))
+        accepted.append(encoder.submit(plain("x" * LIMIT)))
+        gate.set()
+        assert all(isinstance(o, EncodedTexts) for o in await asyncio.gather(*accepted))
+
+
+async def test_a_failure_is_the_outcome_of_its_own_text_alone() -> None:
+    tokenizer = GatedTokenizer()
+    async with encoder_over(tokenizer) as encoder:
+        outcomes: list[Outcome] = await asyncio.gather(
+            *(encoder.submit(plain(text)) for text in ("a", "panic", "bc"))
+        )
+        assert outcomes[::2] == [EncodedTexts([1], []), EncodedTexts([2], [])]
+        failure = outcomes[1]
+        assert isinstance(failure, InternalError)
+        assert "LibraryPanic: bad luck" in failure.message
+        assert await encoder.submit(plain("next")) == EncodedTexts([4], [])
+
+
+async def test_a_cancelled_encode_is_not_encoded() -> None:
+    tokenizer = GatedTokenizer()
+    gate = tokenizer.gate("g")
+    async with encoder_over(tokenizer) as encoder:
+        first = encoder.submit(plain("g"))
+        await until(lambda: tokenizer.batches)
+        cancelled, last = encoder.submit(plain("cancelled")), encoder.submit(plain("last"))
+        cancelled.cancel()
+        gate.set()
+        await asyncio.gather(first, last)
+    assert tokenizer.batches == [["g"], ["last"]]
+
+
+async def test_closing_cancels_what_waits() -> None:
+    tokenizer = GatedTokenizer()
+    tokenizer.gate("g")
+    async with encoder_over(tokenizer) as encoder:
+        running = encoder.submit(plain("g"))
+        await until(lambda: tokenizer.batches)
+        waiting = encoder.submit(plain("a"))
+    assert waiting.cancelled()
+    assert await running == EncodedTexts([1], [])
+    with pytest.raises(Draining):
+        _ = encoder.submit(plain("a"))

@@ -1,0 +1,134 @@
+"""What is read from a model directory, and what is said about a broken one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tokenizer.tokenizers_zoo import CORPUS, ZOO, byte_level_bpe, save_model_dir
+from tokenizers import Tokenizer
+from trtmesh.chassis.errors import ModelUnusable
+from trtmesh.tokenizer.vocabulary import load_vocabulary
+
+
+@pytest.fixture
+def own_model_dir(model_dir: Path, tmp_path: Path) -> Path:
+    """A model directory that the test may spoil."""
+    return shutil.copytree(model_dir, tmp_path / "my-model")
+
+
+@pytest.mark.parametrize("name", list(ZOO))
+def test_every_family_loads(model_dirs: dict[str, Path], name: str) -> None:
+    vocabulary = load_vocabulary(model_dirs[name])
+    assert vocabulary.decoding.name == ZOO[name][1]
+    assert vocabulary.model == name
+    assert vocabulary.size == vocabulary.tokenizer.get_vocab_size()
+
+
+def test_what_the_files_say(own_model_dir: Path) -> None:
+    vocabulary = load_vocabulary(own_model_dir)
+    tokenizer = vocabulary.tokenizer
+    assert vocabulary.kind == "BPE"
+    assert vocabulary.bos_id == tokenizer.token_to_id("<s>")
+    assert vocabulary.eos_id == tokenizer.token_to_id("</s>")
+    assert vocabulary.pad_id == tokenizer.token_to_id("<pad>")
+    assert [tokenizer.id_to_token(i) for i in vocabulary.special_ids] == [
+        "<s>",
+        "</s>",
+        "<pad>",
+        "<|im_end|>",
+    ]
+    assert vocabulary.chat_template is not None
+    assert vocabulary.chat_template.startswith("{% for m in messages")
+
+
+def test_equal_content_has_an_equal_fingerprint(own_model_dir: Path, model_dir: Path) -> None:
+    first = load_vocabulary(own_model_dir).fingerprint
+    assert first == load_vocabulary(model_dir).fingerprint
+    tokenizer = byte_level_bpe()
+    tokenizer.add_tokens(["another"])
+    save_model_dir(tokenizer, own_model_dir)
+    assert load_vocabulary(own_model_dir).fingerprint != first
+
+
+def test_a_template_in_a_file_of_its_own_wins(own_model_dir: Path) -> None:
+    (own_model_dir / "chat_template.jinja").write_text("{{ messages }}")
+    assert load_vocabulary(own_model_dir).chat_template == "{{ messages }}"
+
+
+def test_of_several_templates_the_default_is_taken(own_model_dir: Path) -> None:
+    templates = [{"name": "tools", "template": "a"}, {"name": "default", "template": "b"}]
+    config = own_model_dir / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": templates}))
+    assert load_vocabulary(own_model_dir).chat_template == "b"
+
+
+def test_only_the_tokenizer_itself_is_needed(own_model_dir: Path) -> None:
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        (own_model_dir / name).unlink()
+    vocabulary = load_vocabulary(own_model_dir)
+    assert (vocabulary.bos_id, vocabulary.chat_template) == (None, None)
+
+
+def test_texts_are_neither_cut_nor_filled_up(tmp_path: Path) -> None:
+    tokenizer = byte_level_bpe()
+    plain = tokenizer.encode(CORPUS[0]).ids
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=500)
+    loaded = load_vocabulary(save_model_dir(tokenizer, tmp_path)).tokenizer
+    assert loaded.encode(CORPUS[0]).ids == plain
+
+
+def test_older_files_are_converted(tmp_path: Path) -> None:
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "##s", "world", "!"]
+    (tmp_path / "vocab.txt").write_text("\n".join(tokens))
+    config = {"tokenizer_class": "BertTokenizer", "pad_token": "[PAD]"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    vocabulary = load_vocabulary(tmp_path)
+    assert (vocabulary.kind, vocabulary.size, vocabulary.pad_id) == ("WordPiece", len(tokens), 0)
+    ids = vocabulary.tokenizer.encode("hellos world!").ids
+    state = vocabulary.decoding.open(skip_special_tokens=True)
+    assert "".join(map(state.push, ids)) + state.flush() == "hellos world!"
+
+
+def test_files_that_cannot_be_converted_are_named(tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_text("hello\nworld")
+    with pytest.raises(ModelUnusable, match=f"{tmp_path} has no tokenizer.json, and its other"):
+        load_vocabulary(tmp_path)
+
+
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelUnusable, match=f"model directory {tmp_path / 'gone'} does not exist"):
+        load_vocabulary(tmp_path / "gone")
+
+
+def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelUnusable, match=f"{tmp_path} has neither tokenizer.json nor"):
+        load_vocabulary(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"model": {"type": "BPE"}}', "\x00"])
+def test_a_broken_tokenizer_is_named(own_model_dir: Path, content: str) -> None:
+    (own_model_dir / "tokenizer.json").write_text(content)
+    with pytest.raises(ModelUnusable, match=r"my-model/tokenizer.json is no usable tokenizer: ."):
+        load_vocabulary(own_model_dir)
+
+
+def test_an_empty_vocabulary_is_refused(own_model_dir: Path) -> None:
+    from tokenizers.models import BPE
+
+    Tokenizer(BPE()).save(str(own_model_dir / "tokenizer.json"))
+    with pytest.raises(ModelUnusable, match="the vocabulary is empty"):
+        load_vocabulary(own_model_dir)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize(
+    ("content", "what"), [("{", "cannot be read as JSON"), ("[]", "must hold a JSON object")]
+)
+def test_a_broken_config_is_named(own_model_dir: Path, name: str, content: str, what: str) -> None:
+    (own_model_dir / name).write_text(content)
+    with pytest.raises(ModelUnusable, match=f"{name} {what}"):
+        load_vocabulary(own_model_dir)
