@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 START_SECONDS = 60.0
 STOP_SECONDS = 30.0
@@ -23,12 +23,13 @@ class ServiceProcess:
     metrics_port: int | None
     pid: int
     _process: asyncio.subprocess.Process
-    _stderr: list[str] = field(default_factory=list)
+    _log: list[str]
+    _collecting: asyncio.Task[None]
 
     @property
     def stderr(self) -> str:
-        """What it has logged so far."""
-        return "".join(self._stderr)
+        """What it has logged so far; all of it after `wait`."""
+        return "".join(self._log)
 
     @property
     def exit_status(self) -> int | None:
@@ -45,6 +46,7 @@ class ServiceProcess:
     async def wait(self, seconds: float = STOP_SECONDS) -> int:
         """Waits for its end; returns the exit status."""
         async with asyncio.timeout(seconds):
+            await asyncio.shield(self._collecting)
             return await self._process.wait()
 
     async def stop(self) -> int:
@@ -63,24 +65,29 @@ async def service_process(
     """
     process = await _start(service, flags, env)
     log: list[str] = []
-    reading = asyncio.create_task(_collect(process, log))
+    collecting = asyncio.create_task(_collect(process, log))
     try:
         assert process.stdout
         async with asyncio.timeout(START_SECONDS):
             line = await process.stdout.readline()
         if not line:
-            await reading
+            await collecting
             raise AssertionError(f"{service} exited before it announced itself:\n{''.join(log)}")
         announced = json.loads(line)
         yield ServiceProcess(
-            announced["address"], announced["metrics_port"], announced["pid"], process, log
+            address=announced["address"],
+            metrics_port=announced["metrics_port"],
+            pid=announced["pid"],
+            _process=process,
+            _log=log,
+            _collecting=collecting,
         )
     finally:
         if process.returncode is None:
             process.kill()
         if process.stdin:
             process.stdin.close()
-        await reading
+        await collecting
         await process.wait()
 
 

@@ -195,6 +195,11 @@ class Connection:
             )
 
     def _check_handles(self, handles: range) -> None:
+        # Refusals live nowhere but in the outbox, so this is what bounds them.
+        if len(self.outbox.ending) >= 2 * self._worker.settings.max_handles_per_stream:
+            raise SlowClient(
+                f"{len(self.outbox.ending)} ends wait to be read; acknowledge steps before submitting more"
+            )
         if handles[-1] > HANDLE_MASK:
             limit = f"at most {HANDLE_MASK + 1 - len(handles)} for {len(handles)} sequences"
             raise InvalidField.of("submit.handle", handles[0], limit)
@@ -207,8 +212,6 @@ class Connection:
 
     def _check_room(self, sequences: int) -> None:
         limit = self._worker.settings.max_handles_per_stream
-        if len(self.outbox.ending) >= 2 * limit:
-            raise SlowClient(f"{len(self.outbox.ending)} ends wait to be read; acknowledge steps")
         if len(self._live) + len(self.outbox.ending) + sequences > limit:
             raise QueueFull(
                 f"the stream has {len(self._live)} sequences and {len(self.outbox.ending)} unread ends of at most"

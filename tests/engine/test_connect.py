@@ -1,0 +1,474 @@
+"""The Connect stream, from a router's side of a real socket."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import grpc
+import pytest
+from engine_streams import (
+    RunningEngine,
+    eventually,
+    hello,
+    raw_stream,
+    router_stream,
+    serving,
+    stop,
+    submit,
+)
+from recording_backend import INFO, RecordingBackend
+from trtmesh.chassis.errors import BackendFailed, OutOfBlocks
+from trtmesh.engine.backend import (
+    AdapterInfo,
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    PromptDetails,
+    TokenDetails,
+)
+from trtmesh.engine.backends.simulated import SimulatedBackend, SimulatedSettings
+from trtmesh.v1 import engine_pb2 as epb
+from trtmesh.v1 import engine_pb2_grpc
+from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import kv_transfer_pb2 as transfer
+
+
+def assert_nothing_is_left(engine: RunningEngine, backend: SimulatedBackend) -> None:
+    stats = backend.stats()
+    assert stats.running_sequences == stats.waiting_sequences == stats.used_blocks == 0
+    assert stats.pending_prompt_tokens == 0
+    assert engine.service.metrics.live_sequences == 0
+
+
+def simulated(**settings: object) -> SimulatedBackend:
+    return SimulatedBackend(SimulatedSettings.model_validate({"step_ms": 0} | settings))
+
+
+class TestOpening:
+    async def test_welcome_describes_the_worker(self) -> None:
+        async with (
+            serving(RecordingBackend(), worker="w1", model="m1", role="decode") as engine,
+            router_stream(engine.address) as stream,
+            grpc.aio.insecure_channel(engine.address) as channel,
+        ):
+            assert stream.welcome is not None
+            described = stream.welcome.engine
+            assert (described.worker, described.model) == ("w1", "m1")
+            assert described.role == epb.WORKER_ROLE_DECODE
+            assert described.schema_revision == 1
+            stub = engine_pb2_grpc.EngineServiceStub(channel)
+            assert await stub.GetEngine(epb.GetEngineRequest()) == described
+
+    @pytest.mark.parametrize(
+        ("first", "code", "reason"),
+        [
+            (submit(1), "INVALID_ARGUMENT", "INVALID_REQUEST"),
+            (epb.EngineCommand(), "INVALID_ARGUMENT", "INVALID_REQUEST"),
+            (hello(schema_revision=2), "FAILED_PRECONDITION", "SCHEMA_MISMATCH"),
+            (hello(tokenizer_fingerprint="other"), "FAILED_PRECONDITION", "TOKENIZER_MISMATCH"),
+            (hello(unacknowledged_steps=0), "INVALID_ARGUMENT", "INVALID_FIELD"),
+        ],
+    )
+    async def test_a_stream_that_does_not_fit_is_refused(
+        self, first: epb.EngineCommand, code: str, reason: str
+    ) -> None:
+        backend = RecordingBackend(replace(INFO, tokenizer_fingerprint="own"))
+        async with serving(backend) as engine, raw_stream(engine.address) as stream:
+            await stream.send(first)
+            failure = await stream.failure()
+            assert (failure.code.name, failure.reason) == (code, reason)
+            assert backend.items == []
+            assert engine.service.metrics.open_streams == 0
+
+    async def test_a_router_without_tokenizer_is_welcome(self) -> None:
+        backend = RecordingBackend(replace(INFO, tokenizer_fingerprint="own"))
+        async with serving(backend) as engine, router_stream(engine.address):
+            pass
+
+    async def test_adapters_are_told_on_opening(self) -> None:
+        backend = RecordingBackend(adapters=[AdapterInfo(7, "french", "v1", on_device=False)])
+        async with serving(backend) as engine, router_stream(engine.address) as stream:
+            await stream.until(lambda: stream.adapter_states)
+            (state,) = stream.adapter_states
+            assert (state.id, state.name, state.version) == (7, "french", "v1")
+            assert state.place == epb.ADAPTER_PLACE_HOST
+
+
+class TestMultiplexing:
+    async def test_streams_with_equal_handles_do_not_meet(self) -> None:
+        backend = simulated()
+        async with (
+            serving(backend) as engine,
+            router_stream(engine.address, router="a") as a,
+            router_stream(engine.address, router="b") as b,
+            router_stream(engine.address, router="c") as alone,
+        ):
+            prompts = {a: [50, 51], b: [60, 61, 62]}
+            for stream, prompt in prompts.items():
+                await stream.send(*(submit(h, 20 + h, prompt=[*prompt, h]) for h in range(10)))
+            outputs = {stream: await stream.ends(range(10)) for stream in prompts}
+            for stream, prompt in prompts.items():
+                for handle in range(10):
+                    await alone.send(submit(handle, 20 + handle, prompt=[*prompt, handle]))
+                expected = await alone.ends(range(10))
+                for handle in range(10):
+                    assert len(expected[handle].token_ids) == 20 + handle
+                    assert outputs[stream][handle].token_ids == expected[handle].token_ids
+            assert_nothing_is_left(engine, backend)
+
+    async def test_a_steps_tokens_come_in_one_message_for_each_stream(self) -> None:
+        backend = RecordingBackend()
+        async with (
+            serving(backend) as engine,
+            router_stream(engine.address) as a,
+            router_stream(engine.address) as b,
+        ):
+            await a.send(submit(1), submit(2))
+            await b.send(submit(1))
+            await eventually(lambda: len(backend.items) == 3)
+            keys = {id(i): i.keys[0] for i in backend.items}
+            assert len(set(keys.values())) == 3
+            tokens = {key: [n, n + 1] for n, key in enumerate(keys.values())}
+            backend.step(tokens)
+            await a.until(lambda: a.steps)
+            await b.until(lambda: b.steps)
+            assert list(a.steps[0].token_counts) == [2, 2]
+            assert list(b.steps[0].token_counts) == [2]
+
+    async def test_several_sequences_take_neighbouring_handles(self) -> None:
+        backend = simulated()
+        config = pb.GenerationConfig()
+        config.sampling.num_return_sequences = 3
+        config.sampling.temperature = 1
+        config.sampling.seed = 9
+        async with serving(backend) as engine, router_stream(engine.address) as stream:
+            await stream.send(submit(5, config=config))
+            outputs = await stream.ends([5, 6, 7])
+            assert len({tuple(output.token_ids) for output in outputs.values()}) == 3
+
+    async def test_details_and_prompts_arrive_under_their_handles(self) -> None:
+        backend = RecordingBackend()
+        async with serving(backend) as engine, router_stream(engine.address) as stream:
+            await stream.send(submit(3))
+            await eventually(lambda: backend.items)
+            (key,) = backend.items[0].keys
+            backend.step(
+                {key: [8]},
+                details=[TokenDetails(key, [-0.5], -0.5, [[(8, -0.5), (9, -1.5)]])],
+                prompts=[PromptDetails(key, [-1.0, -2.0])],
+            )
+            await stream.until(lambda: stream.steps)
+            (details,) = stream.steps[0].details
+            assert details.handle == 3
+            assert list(details.details.top_log_probs[0].token_ids) == [8, 9]
+            assert list(stream.steps[0].prompts[0].details.log_probs) == [-1.0, -2.0]
+
+
+class TestRefusedItems:
+    async def test_an_item_that_fails_leaves_the_others_alone(self) -> None:
+        backend = simulated()
+        config = pb.GenerationConfig()
+        config.sampling.temperature = -1
+        async with serving(backend, worker="w") as engine, router_stream(engine.address) as stream:
+            await stream.send(submit(1), submit(2, config=config), submit(3, prompt=[10**9]))
+            outputs = await stream.ends([1, 2, 3])
+            assert len(outputs[1].token_ids) == 8
+            for handle, reason, word in (
+                (2, "INVALID_FIELD", "sampling.temperature"),
+                (3, "TOKEN_OUT_OF_VOCABULARY", "1000000000"),
+            ):
+                end = outputs[handle].end
+                assert end is not None
+                assert end.reason == pb.FINISH_REASON_ERROR
+                assert end.error.reason == reason
+                assert word in end.error.message
+                assert end.error.worker == "w"
+            assert engine.service.metrics.errors == {
+                "INVALID_FIELD": 1,
+                "TOKEN_OUT_OF_VOCABULARY": 1,
+            }
+
+    @pytest.mark.parametrize(
+        ("refusal", "reason"),
+        [(OutOfBlocks("no"), "OUT_OF_BLOCKS"), (ZeroDivisionError(), "BACKEND_FAILED")],
+    )
+    async def test_every_sequence_of_a_refused_item_ends(
+        self, refusal: Exception, reason: str
+    ) -> None:
+        fields = frozenset({"sampling.num_return_sequences", "stopping.max_tokens"})
+        backend = RecordingBackend(replace(INFO, supported_fields=fields))
+        backend.refusal = refusal
+        config = pb.GenerationConfig()
+        config.sampling.num_return_sequences = 3
+        async with serving(backend) as engine, router_stream(engine.address) as stream:
+            await stream.send(submit(4, config=config))
+            for received in (await stream.ends([4, 5, 6])).values():
+                assert received.end is not None
+                assert received.end.error.reason == reason
+            assert engine.service.metrics.live_sequences == 0
+
+    @pytest.mark.parametrize(
+        ("command", "words"),
+        [
+            (submit(1, config=pb.GenerationConfig(sampling={"temperature": 1})), "sampling.seed"),
+            (
+                submit(1, config=pb.GenerationConfig(sampling={"num_return_sequences": 17})),
+                "sampling.num_return_sequences is 17 but must be at most 16",
+            ),
+            (submit(1, emitted_tokens=4), "emitted_tokens is 4 but must be at most 3"),
+            (
+                submit(
+                    1,
+                    emitted_tokens=1,
+                    config=pb.GenerationConfig(sampling={"num_return_sequences": 2}),
+                ),
+                "one by one",
+            ),
+        ],
+    )
+    async def test_what_no_backend_could_take_is_refused(
+        self, command: epb.EngineCommand, words: str
+    ) -> None:
+        async with serving(simulated()) as engine, router_stream(engine.address) as stream:
+            await stream.send(command)
+            end = (await stream.end(1)).end
+            assert end is not None
+            assert words in end.error.message
+
+    async def test_the_number_of_handles_is_bounded(self) -> None:
+        backend = RecordingBackend()
+        async with (
+            serving(backend, max_handles_per_stream=2) as engine,
+            router_stream(engine.address) as stream,
+        ):
+            await stream.send(submit(1), submit(2), submit(3))
+            end = (await stream.end(3)).end
+            assert end is not None
+            assert end.error.reason == "QUEUE_FULL"
+            assert len(backend.items) == 2
+
+    async def test_refusals_that_nobody_reads_end_the_stream(self) -> None:
+        async with (
+            serving(RecordingBackend(), max_handles_per_stream=2) as engine,
+            router_stream(engine.address, credit=1, acknowledging=False) as stream,
+        ):
+            # Without acknowledgement only the first end goes out.
+            await stream.send(submit(0, emitted_tokens=9))
+            await stream.until(lambda: stream.steps)
+            await stream.send(*(submit(handle, emitted_tokens=9) for handle in range(1, 6)))
+            assert (await stream.failure()).reason == "SLOW_CLIENT"
+
+
+class TestBrokenAgreement:
+    """What shows that router and worker no longer agree on the numbers ends the stream."""
+
+    async def test_a_handle_in_use(self) -> None:
+        backend = simulated(step_ms=60_000)
+        async with serving(backend) as engine, router_stream(engine.address) as stream:
+            await stream.send(submit(1), submit(1))
+            failure = await stream.failure()
+            assert failure.code is grpc.StatusCode.ALREADY_EXISTS
+            assert "handle 1" in failure.details
+            await eventually(lambda: engine.service.metrics.live_sequences == 0)
+            assert_nothing_is_left(engine, backend)
+
+    async def test_a_handle_whose_end_was_not_sent(self) -> None:
+        backend = simulated()
+        async with (
+            serving(backend) as engine,
+            router_stream(engine.address, credit=1, acknowledging=False) as stream,
+        ):
+            await stream.send(submit(1, 3))
+            await stream.until(lambda: stream.steps)
+            await eventually(lambda: engine.service.metrics.live_sequences == 0)
+            assert not stream.received[1].end
+            await stream.send(submit(1, 3))
+            assert (await stream.failure()).reason == "ALREADY_EXISTS"
+
+    @pytest.mark.parametrize(
+        ("command", "words"),
+        [
+            (hello(), "hello"),
+            (
+                epb.EngineCommand(acknowledge=epb.AcknowledgeCommand(received_steps=1)),
+                "acknowledge.received_steps",
+            ),
+            (stop(1, reason=pb.FINISH_REASON_LENGTH), "stop.reason"),
+            (submit(2**32 - 1, config=pb.GenerationConfig(sampling={"num_return_sequences": 2})),
+             "submit.handle"),
+            (epb.EngineCommand(), "does not know"),
+        ],
+    )
+    async def test_other_disagreements(self, command: epb.EngineCommand, words: str) -> None:
+        async with serving(simulated()) as engine, router_stream(engine.address) as stream:
+            await stream.send(command)
+            assert words in (await stream.failure()).details
+
+
+class TestStopping:
+    async def test_stop_ends_with_the_reason_given(self) -> None:
+        backend = simulated(step_ms=60_000)
+        async with serving(backend) as engine, router_stream(engine.address) as stream:
+            await stream.send(submit(1, 100), submit(2, 100), submit(3, 100))
+            await stream.send(stop(1, 99), stop(2, reason=pb.FINISH_REASON_STOP_WORD))
+            outputs = await stream.ends([1, 2])
+            assert outputs[1].end
+            assert outputs[1].end.reason == pb.FINISH_REASON_STOPPED
+            assert outputs[2].end
+            assert outputs[2].end.reason == pb.FINISH_REASON_STOP_WORD
+            assert 3 not in stream.received
+            await stream.send(stop(3))
+            await stream.end(3)
+            assert_nothing_is_left(engine, backend)
+
+    @pytest.mark.parametrize("way", ["cancel", "half_close", "disconnect"])
+    async def test_a_stream_that_goes_frees_its_blocks(self, way: str) -> None:
+        # A step never ends here, so whatever is freed is not freed by a step.
+        backend = simulated(step_ms=3_600_000)
+        async with serving(backend) as engine:
+            async with router_stream(engine.address) as stream:
+                await stream.send(*(submit(handle, 100) for handle in range(20)))
+                await stream.until(lambda: stream.loads and stream.loads[-1].used_blocks)
+                if way == "cancel":
+                    stream.call.cancel()
+                elif way == "half_close":
+                    await stream.call.done_writing()
+                    while await stream.receive():
+                        pass
+            await eventually(lambda: engine.service.metrics.open_streams == 0)
+            await eventually(lambda: engine.service.metrics.live_sequences == 0)
+            assert_nothing_is_left(engine, backend)
+            assert list(engine.service._streams) == []
+
+    async def test_the_other_streams_go_on(self) -> None:
+        backend = simulated(step_ms=1)
+        async with serving(backend) as engine, router_stream(engine.address) as stream:
+            async with router_stream(engine.address) as leaving:
+                await stream.send(submit(1, 400))
+                await leaving.send(submit(1, 10_000))
+                await leaving.until(lambda: leaving.steps)
+            assert len((await stream.end(1)).token_ids) == 400
+            await eventually(lambda: engine.service.metrics.open_streams == 1)
+            assert_nothing_is_left(engine, backend)
+
+    async def test_a_deadline_cancels(self) -> None:
+        backend = simulated(step_ms=1)
+        async with serving(backend) as engine, router_stream(engine.address) as stream:
+            await stream.send(submit(1, 20_000, timeout_ms=30), submit(2, 5, timeout_ms=60_000))
+            outputs = await stream.ends([1, 2])
+            assert outputs[1].end
+            assert outputs[1].end.reason == pb.FINISH_REASON_CANCELLED
+            assert outputs[2].end
+            assert outputs[2].end.reason == pb.FINISH_REASON_LENGTH
+            assert_nothing_is_left(engine, backend)
+
+
+class TestEndsAndErrors:
+    async def test_an_error_of_one_item_names_the_worker(self) -> None:
+        backend = RecordingBackend()
+        async with serving(backend, worker="w") as engine, router_stream(engine.address) as stream:
+            await stream.send(submit(1))
+            await eventually(lambda: backend.items)
+            backend.end(
+                *backend.items[0].keys, reason=pb.FINISH_REASON_ERROR, error=BackendFailed("broken")
+            )
+            end = (await stream.end(1)).end
+            assert end is not None
+            assert (end.error.message, end.error.worker) == ("broken", "w")
+
+    async def test_a_fatal_failure_ends_everything_as_for_a_lost_worker(self) -> None:
+        backend = simulated(break_after_steps=3)
+        async with serving(backend) as engine, router_stream(engine.address, credit=1) as stream:
+            stream.acknowledging = False
+            await stream.send(submit(1, 100), submit(2, 100))
+            # The process' life is the chassis' matter; here it is asked to end.
+            await engine.runtime.failure
+            await stream.acknowledge(0)
+            await engine.service.stop()
+            outputs = await stream.ends([1, 2])
+            for output in outputs.values():
+                assert output.end is not None
+                assert output.end.error.reason == "WORKER_LOST"
+            assert (await stream.failure()).reason == "DRAINING"
+            assert engine.service.metrics.live_sequences == 0
+
+
+class TestUnservedCommands:
+    async def test_each_is_answered(self) -> None:
+        async with serving(simulated()) as engine, router_stream(engine.address) as stream:
+            await stream.send(
+                epb.EngineCommand(
+                    load_adapter=epb.LoadAdapterCommand(adapter=pb.LoraConfig(id=3, name="x"))
+                ),
+                epb.EngineCommand(unload_adapter=epb.UnloadAdapterCommand(id=4)),
+                epb.EngineCommand(
+                    reserve_blocks=transfer.ReserveBlocksCommand(lease_id="a", tokens=5)
+                ),
+                epb.EngineCommand(release_lease=transfer.ReleaseLeaseCommand(lease_id="b")),
+            )
+            await stream.until(lambda: len(stream.blocks_reserved) == 2)
+            assert [state.id for state in stream.adapter_states] == [3, 4]
+            errors = [answer.error for answer in (*stream.adapter_states, *stream.blocks_reserved)]
+            names = ["load_adapter", "unload_adapter", "reserve_blocks", "release_lease"]
+            for error, name in zip(errors, names, strict=True):
+                assert error.reason == "UNSUPPORTED_CALL"
+                assert name in error.message
+
+
+class TestLoadAndKvEvents:
+    async def test_load_comes_without_acknowledgements_and_without_change(self) -> None:
+        backend = simulated()
+        async with (
+            serving(backend) as engine,
+            router_stream(engine.address, credit=1, acknowledging=False) as stream,
+        ):
+            await stream.send(submit(1, 50))
+            await stream.until(lambda: len(stream.loads) >= 20)
+            assert len(stream.steps) == 1
+            assert stream.loads[-1] == stream.loads[-2]
+            assert stream.loads[-1].step_count == 50
+            assert stream.loads[-1].generated_tokens == 50
+
+    async def test_kv_events_are_numbered_and_reach_every_stream(self) -> None:
+        backend = RecordingBackend()
+        async with (
+            serving(backend) as engine,
+            router_stream(engine.address) as a,
+            router_stream(engine.address) as b,
+        ):
+            backend.step({}, kv_events=[BlocksStored(0, [11, 12], [1, 2, 3, 4], 5)])
+            backend.step({}, kv_events=[BlocksRemoved([12]), BlocksCleared()])
+            for stream in (a, b):
+                await stream.until(lambda s=stream: sum(len(k.events) for k in s.kv_events) == 3)
+                assert len({events.epoch for events in stream.kv_events}) == 1
+                numbers = [
+                    events.first_sequence + index
+                    for events in stream.kv_events
+                    for index in range(len(events.events))
+                ]
+                assert numbers == [0, 1, 2]
+                first = stream.kv_events[0].events[0].stored
+                assert (list(first.block_hashes), first.adapter_id) == ([11, 12], 5)
+
+    async def test_a_snapshot_rebuilds_what_is_stored(self) -> None:
+        backend = simulated(tokens_per_block=4, total_blocks=32)
+        async with serving(backend) as engine, router_stream(engine.address) as stream:
+            for number in range(12):
+                await stream.send(submit(number, 4, prompt=[number % 3] * 9 + [number]))
+                await stream.end(number)
+            followed: set[int] = set()
+            for events in stream.kv_events:
+                for event in events.events:
+                    followed |= set(event.stored.block_hashes)
+                    followed -= set(event.removed.block_hashes)
+            await stream.send(epb.EngineCommand(kv_snapshot=epb.KvSnapshotCommand()))
+            await stream.until(lambda: stream.kv_events[-1].snapshot)
+            snapshot = stream.kv_events[-1]
+            known = {0}
+            for event in snapshot.events:
+                assert event.stored.parent_hash in known
+                known |= set(event.stored.block_hashes)
+            assert known - {0} == followed
+            assert snapshot.first_sequence == sum(
+                len(events.events) for events in stream.kv_events[:-1]
+            )

@@ -1,0 +1,179 @@
+"""Credit, merging and what may not wait, without a socket."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trtmesh.chassis.errors import InvalidField, SlowClient
+from trtmesh.engine.backend import TokenDetails
+from trtmesh.engine.metrics import EngineMetrics
+from trtmesh.engine.outbox import MAX_ANSWERS, MAX_KV_EVENTS, MAX_PARTS, Outbox
+from trtmesh.engine.step_part import StepPart, merge
+from trtmesh.chassis.vocabulary import Tensor
+from trtmesh.v1 import engine_pb2 as epb
+
+
+def part(step: int, tokens: dict[int, list[int]], offsets: dict[int, int]) -> StepPart:
+    handles = list(tokens)
+    made = StepPart(
+        step,
+        handles,
+        [offsets.get(handle, 0) for handle in handles],
+        [len(ids) for ids in tokens.values()],
+        [token for ids in tokens.values() for token in ids],
+    )
+    for handle, ids in tokens.items():
+        offsets[handle] = offsets.get(handle, 0) + len(ids)
+    return made
+
+
+class Reader:
+    """Puts steps together again and checks them."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = {}
+        self.ended: set[int] = set()
+        self.steps = 0
+
+    def read(self, response: epb.EngineServiceConnectResponse | None) -> None:
+        for event in response.events if response else ():
+            if event.HasField("step"):
+                self.steps += 1
+                self._read_step(event.step)
+
+    def _read_step(self, step: epb.Step) -> None:
+        assert len(set(step.handles)) == len(step.handles)
+        ids = iter(step.token_ids)
+        for handle, offset, count in zip(
+            step.handles, step.token_offsets, step.token_counts, strict=True
+        ):
+            assert handle not in self.ended
+            known = self.tokens.setdefault(handle, [])
+            assert offset == len(known)
+            known += [next(ids) for _ in range(count)]
+        assert list(ids) == []
+        for end in step.ends:
+            assert end.handle not in self.ended
+            self.ended.add(end.handle)
+
+
+steps = st.lists(
+    st.dictionaries(st.integers(0, 4), st.lists(st.integers(0, 99), min_size=1, max_size=3)),
+    max_size=150,
+)
+
+
+@given(steps, st.integers(1, 3), st.data())
+def test_every_token_arrives_once_whatever_the_acknowledgements(
+    history: list[dict[int, list[int]]], credit: int, data: st.DataObject
+) -> None:
+    outbox, reader = Outbox(credit, EngineMetrics()), Reader()
+    offsets: dict[int, int] = {}
+    expected: dict[int, list[int]] = {}
+    for number, tokens in enumerate(history):
+        outbox.put_step(part(number, tokens, offsets))
+        for handle, ids in tokens.items():
+            expected.setdefault(handle, []).extend(ids)
+        if data.draw(st.booleans()):
+            reader.read(outbox.take(number))
+            assert outbox.unacknowledged_steps <= credit
+        if data.draw(st.booleans()):
+            outbox.acknowledge(data.draw(st.integers(0, reader.steps)))
+    for handle in expected:
+        outbox.put_end(epb.SequenceEnd(handle=handle))
+    while outbox.holds_steps:
+        outbox.acknowledge(reader.steps)
+        reader.read(outbox.take(len(history)))
+    assert reader.tokens == expected
+    assert reader.ended == set(expected)
+
+
+def test_a_stable_batch_merges_as_a_changing_one_does() -> None:
+    offsets: dict[int, int] = {}
+    parts = [part(step, {7: [step], 8: [10 + step]}, offsets) for step in range(3)]
+    parts[1].handles = list(parts[1].handles)
+    merged = merge(parts)
+    assert (merged.handles, merged.token_offsets, merged.token_counts) == ([7, 8], [0, 0], [3, 3])
+    assert merged.token_ids == [0, 1, 2, 10, 11, 12]
+    assert merged.step_count == 2
+
+
+def test_details_merge_along_their_tokens() -> None:
+    def with_details(step: int) -> StepPart:
+        made = part(step, {7: [step]}, {7: step})
+        logits = Tensor(1, (1, 2), bytes([step] * 8))
+        made.details = [TokenDetails(7, [float(step)], float(step), [[(step, 0.0)]], logits)]
+        return made
+
+    merged = merge([with_details(1), with_details(2)])
+    (details,) = merged.details
+    assert details.log_probs == [1.0, 2.0]
+    assert details.cumulative_log_prob == 2.0
+    assert details.top_log_probs == [[(1, 0.0)], [(2, 0.0)]]
+    assert details.generation_logits == Tensor(1, (2, 2), bytes([1] * 8 + [2] * 8))
+
+
+def test_merged_steps_are_counted() -> None:
+    metrics = EngineMetrics()
+    outbox = Outbox(1, metrics)
+    offsets: dict[int, int] = {}
+    total = 3 * MAX_PARTS
+    for step in range(total):
+        outbox.put_step(part(step, {1: [step]}, offsets))
+    assert outbox.take(total)
+    assert metrics.merged_steps == total - 1
+
+
+def test_only_steps_need_credit() -> None:
+    outbox = Outbox(1, EngineMetrics())
+    outbox.put_end(epb.SequenceEnd(handle=1))
+    assert outbox.take(0)
+    outbox.put_end(epb.SequenceEnd(handle=2))
+    assert outbox.take(0) is None
+    outbox.put_load(epb.Load(step_count=1))
+    outbox.put_load(epb.Load(step_count=2))
+    response = outbox.take(0)
+    assert response
+    assert [event.load.step_count for event in response.events] == [2]
+    outbox.close()
+    response = outbox.take(0)
+    assert response
+    assert response.events[0].step.ends[0].handle == 2
+
+
+def test_acknowledging_what_was_not_sent_is_refused() -> None:
+    outbox = Outbox(1, EngineMetrics())
+    with pytest.raises(InvalidField, match=r"acknowledge.received_steps is 1 but must be at most 0"):
+        outbox.acknowledge(1)
+
+
+def test_lost_kv_events_leave_a_gap() -> None:
+    outbox = Outbox(1, EngineMetrics())
+    event = epb.KvEvent(cleared=epb.KvBlocksCleared())
+    outbox.put_kv_events(9, 0, [event] * MAX_KV_EVENTS)
+    outbox.put_kv_events(9, MAX_KV_EVENTS, [event, event])
+    response = outbox.take(0)
+    assert response
+    assert response.events[0].kv_events.first_sequence == MAX_KV_EVENTS
+    assert len(response.events[0].kv_events.events) == 2
+
+
+def test_a_snapshot_replaces_the_events_that_wait() -> None:
+    outbox = Outbox(1, EngineMetrics())
+    event = epb.KvEvent(cleared=epb.KvBlocksCleared())
+    outbox.put_kv_events(9, 0, [event])
+    outbox.put_kv_snapshot(epb.KvEvents(epoch=9, first_sequence=1, snapshot=True))
+    outbox.put_kv_events(9, 1, [event])
+    response = outbox.take(0)
+    assert response
+    assert [e.kv_events.snapshot for e in response.events] == [True, False]
+    assert response.events[1].kv_events.first_sequence == 1
+
+
+def test_unread_answers_are_bounded() -> None:
+    outbox = Outbox(1, EngineMetrics())
+    for _ in range(MAX_ANSWERS):
+        outbox.put_answer(epb.EngineEvent())
+    with pytest.raises(SlowClient):
+        outbox.put_answer(epb.EngineEvent())

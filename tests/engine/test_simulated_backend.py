@@ -1,0 +1,361 @@
+"""The simulated backend keeps the promises of Backend; its steps are driven by the test's own loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import pytest
+from trtmesh.chassis.errors import (
+    InvalidField,
+    OutOfBlocks,
+    PromptEmpty,
+    PromptTooLong,
+    QueueFull,
+    TokenOutOfVocabulary,
+    TrtmeshError,
+)
+from trtmesh.chassis.vocabulary import GenerationConfig, KvCache, Output, Sampling, Stopping
+from trtmesh.engine.backend import BlocksRemoved, BlocksStored, SequenceEnd, StepOutput, Submission
+from trtmesh.engine.backends.simulated import SimulatedBackend, SimulatedSettings
+from trtmesh.v1 import generation_pb2 as pb
+
+PATIENCE_SECONDS = 20.0
+
+
+@dataclass
+class Run:
+    """A backend and all that it delivered."""
+
+    backend: SimulatedBackend
+    outputs: list[StepOutput] = field(default_factory=list)
+    failures: list[BaseException] = field(default_factory=list)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    offsets: dict[int, int] = field(default_factory=dict)
+    ends: dict[int, SequenceEnd] = field(default_factory=dict)
+    stored: dict[int, int] = field(default_factory=dict)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def deliver(self, output: StepOutput) -> None:
+        self.outputs.append(output)
+        ids = iter(output.token_ids)
+        for key, offset, count in zip(
+            output.keys, output.token_offsets, output.token_counts, strict=True
+        ):
+            assert key not in self.ends
+            first = self.offsets.setdefault(key, offset)
+            known = self.tokens.setdefault(key, [])
+            assert offset == first + len(known)
+            known += [next(ids) for _ in range(count)]
+        for end in output.ends:
+            assert end.key not in self.ends
+            self.ends[end.key] = end
+        for event in output.kv_events:
+            if isinstance(event, BlocksStored):
+                parent = event.parent_hash
+                for block in event.block_hashes:
+                    assert block not in self.stored
+                    self.stored[block] = parent
+                    parent = block
+            elif isinstance(event, BlocksRemoved):
+                for block in event.block_hashes:
+                    del self.stored[block]
+        self._changed.set()
+
+    def fail(self, error: BaseException) -> None:
+        self.failures.append(error)
+        self._changed.set()
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def end(self, key: int) -> SequenceEnd:
+        await self.until(lambda: key in self.ends)
+        return self.ends[key]
+
+    async def generate(self, item: Submission) -> list[int]:
+        self.backend.submit(item)
+        for key in item.keys:
+            await self.end(key)
+        return self.tokens.get(item.keys[0], [])
+
+
+@asynccontextmanager
+async def running(**values: object) -> AsyncIterator[Run]:
+    backend = SimulatedBackend(SimulatedSettings.model_validate({"step_ms": 0} | values))
+    run = Run(backend)
+    await backend.start(run.deliver, run.fail)
+    try:
+        yield run
+    finally:
+        await backend.close()
+        stats = backend.stats()
+        assert stats.running_sequences == stats.waiting_sequences == stats.used_blocks == 0
+        assert stats.pending_prompt_tokens == 0
+
+
+def item(
+    key: int = 1,
+    max_tokens: int | None = 8,
+    *,
+    prompt: tuple[int, ...] = (40, 41, 42),
+    keys: tuple[int, ...] = (),
+    emitted: tuple[int, ...] = (),
+    stopping: Stopping | None = None,
+    sampling: Sampling | None = None,
+    kv_cache: KvCache | None = None,
+    sequence_index: int = 0,
+    priority: int = 0,
+    perf_metrics: bool = False,
+) -> Submission:
+    return Submission(
+        keys=keys or (key,),
+        request_id="r",
+        batch_index=0,
+        sequence_index=sequence_index,
+        token_ids=[*prompt, *emitted],
+        emitted_tokens=len(emitted),
+        config=GenerationConfig(
+            stopping=replace(stopping or Stopping(), max_tokens=max_tokens),
+            sampling=sampling or Sampling(),
+            kv_cache=kv_cache or KvCache(),
+            output=Output(perf_metrics=perf_metrics),
+            priority=priority,
+        ),
+    )
+
+
+SAMPLED = Sampling(temperature=1.0, seed=3)
+
+
+class TestTokens:
+    async def test_equal_requests_get_equal_tokens(self) -> None:
+        async with running() as run, running(tokens_per_block=4) as other:
+            first = await run.generate(item(1, 200))
+            assert len(first) == 200
+            assert await run.generate(item(2, 200)) == first
+            assert await other.generate(item(1, 200)) == first
+            assert await run.generate(item(3, 200, prompt=(40, 41, 43))) != first
+
+    async def test_a_migrated_sequence_goes_on_bit_for_bit(self) -> None:
+        async with running(end_probability=0.02, end_id=99) as here, running(
+            end_probability=0.02, end_id=99
+        ) as there:
+            for number in range(40):
+                stopping = Stopping(min_tokens=number)
+                asked = {
+                    "prompt": (number, 50),
+                    "stopping": stopping,
+                    "sampling": SAMPLED,
+                    "sequence_index": number % 3,
+                }
+                whole = await here.generate(item(number, 150, **asked))
+                cut = number * 4 % len(whole)
+                emitted = tuple(whole[:cut])
+                rest = await there.generate(item(number, 150, emitted=emitted, **asked))
+                assert [*emitted, *rest] == whole
+                assert there.offsets[number] == cut
+                end, other_end = here.ends[number], there.ends[number]
+                assert other_end.reason == end.reason
+                assert other_end.generated_tokens == end.generated_tokens == len(whole)
+                assert other_end.prompt_tokens == end.prompt_tokens == 2
+
+    async def test_a_sequence_that_was_complete_ends_at_once(self) -> None:
+        async with running() as run:
+            assert await run.generate(item(1, 3, emitted=(5, 6, 7))) == []
+            assert run.ends[1].reason == pb.FINISH_REASON_LENGTH
+            assert run.ends[1].generated_tokens == 3
+
+    async def test_sequences_of_an_item_differ_when_sampled(self) -> None:
+        async with running() as run:
+            await run.generate(item(keys=(1, 2), sampling=SAMPLED))
+            await run.generate(item(keys=(3, 4)))
+            assert run.tokens[1] != run.tokens[2]
+            assert run.tokens[3] == run.tokens[4]
+
+    async def test_without_max_tokens_the_length_of_the_model_ends(self) -> None:
+        async with running(max_sequence_tokens=100) as run:
+            assert len(await run.generate(item(1, None))) == 97
+
+    async def test_stop_words_and_end_ids_end(self) -> None:
+        async with running(end_id=2) as run:
+            plain = await run.generate(item(1, 100))
+            word = tuple(plain[70:72])
+            first = next(
+                end for end in range(2, 101) if tuple(plain[end - 2 : end]) == word
+            )
+            stopped = await run.generate(item(2, 100, stopping=Stopping(stop_token_ids=(word,))))
+            assert stopped == plain[:first]
+            assert run.ends[2].reason == pb.FINISH_REASON_STOP_WORD
+            assert run.ends[2].stop_token_ids == word
+            by_id = await run.generate(item(3, 100, stopping=Stopping(end_id=plain[5])))
+            assert by_id == plain[: plain.index(plain[5]) + 1]
+            assert run.ends[3].reason == pb.FINISH_REASON_END_ID
+
+
+class TestBlocks:
+    async def test_prefixes_are_reused_and_told(self) -> None:
+        prompt = tuple(range(10))
+        async with running(tokens_per_block=4) as run:
+            first = await run.generate(item(1, prompt=prompt))
+            # 10 + 8 tokens, of which the last has no KV: 4 full blocks.
+            assert len(run.stored) == 4
+            again = await run.generate(item(2, prompt=prompt))
+            assert again == first
+            assert run.ends[1].cached_prompt_tokens == 0
+            assert run.ends[2].cached_prompt_tokens == 8
+            assert run.backend.stats().reused_prompt_tokens == 8
+            await run.generate(item(3, prompt=prompt, kv_cache=KvCache(reuse=False)))
+            await run.generate(item(4, prompt=prompt, kv_cache=KvCache(salt="other")))
+            assert run.ends[3].cached_prompt_tokens == run.ends[4].cached_prompt_tokens == 0
+
+    async def test_the_last_prompt_token_is_always_computed(self) -> None:
+        prompt = tuple(range(8))
+        async with running(tokens_per_block=4) as run:
+            await run.generate(item(1, prompt=prompt))
+            await run.generate(item(2, prompt=prompt))
+            assert run.ends[2].cached_prompt_tokens == 4
+
+    async def test_a_full_pool_lets_items_wait_and_evicts(self) -> None:
+        async with running(tokens_per_block=4, total_blocks=6) as run:
+            for key in range(1, 9):
+                run.backend.submit(item(key, 8, prompt=(key,) * 8))
+            for key in range(1, 9):
+                await run.end(key)
+            assert len(run.stored) <= 6
+            # Each needs 4 of 6 blocks, so never two at a time.
+            assert all(len(output.keys) <= 1 for output in run.outputs)
+
+    async def test_what_can_never_fit_is_refused(self) -> None:
+        async with running(tokens_per_block=4, total_blocks=6) as run:
+            with pytest.raises(OutOfBlocks, match="needs 7 KV blocks, but the pool has 6"):
+                run.backend.submit(item(1, 22))
+
+
+class TestScheduling:
+    async def test_priority_goes_first_then_arrival(self) -> None:
+        async with running(max_batch_size=1) as run:
+            for key, priority in ((1, 0), (2, 0), (3, 5), (4, 5)):
+                run.backend.submit(item(key, 2, priority=priority))
+            for key in range(1, 5):
+                await run.end(key)
+            assert list(run.ends) == [3, 4, 1, 2]
+
+    async def test_a_long_prompt_takes_several_steps(self) -> None:
+        async with running(prefill_tokens_per_step=10) as run:
+            await run.generate(item(1, 1, prompt=(7,) * 35))
+            assert run.backend.stats().step_count == 4
+            assert run.backend.stats().computed_prompt_tokens == 35
+
+    async def test_the_queue_is_bounded(self) -> None:
+        async with running(max_batch_size=1, max_queue_size=2) as run:
+            for key in range(3):
+                run.backend.submit(item(key))
+            with pytest.raises(QueueFull, match="3 sequences wait and at most 2 may"):
+                run.backend.submit(item(9))
+
+    async def test_stop_frees_between_steps(self) -> None:
+        async with running(step_ms=3_600_000, max_batch_size=2) as run:
+            for key in range(4):
+                run.backend.submit(item(key, 100))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert run.backend.stats().running_sequences == 2
+            run.backend.stop([0, 1, 2, 3, 77], pb.FINISH_REASON_STOPPED)
+            assert run.backend.stats().used_blocks == 0
+            for key in range(4):
+                assert (await run.end(key)).reason == pb.FINISH_REASON_STOPPED
+            run.backend.stop([0], pb.FINISH_REASON_STOPPED)
+
+    async def test_stopping_some_leaves_the_others_as_they_were(self) -> None:
+        async with running() as run:
+            expected = {key: await run.generate(item(key, 200, prompt=(key,))) for key in range(9)}
+        async with running() as run:
+            for key in range(9):
+                run.backend.submit(item(key, 200, prompt=(key,)))
+            for key in (0, 4, 8):
+                await run.until(lambda: len(run.tokens.get(1, [])) >= 20)
+                run.backend.stop([key], pb.FINISH_REASON_CANCELLED)
+            for key in range(9):
+                await run.end(key)
+                assert expected[key][: len(run.tokens[key])] == run.tokens[key]
+                assert run.ends[key].generated_tokens == len(run.tokens[key])
+            assert [len(run.tokens[key]) for key in (1, 2, 3, 5, 6, 7)] == [200] * 6
+
+    async def test_perf_metrics_come_where_asked_for(self) -> None:
+        async with running(tokens_per_block=4) as run:
+            await run.generate(item(1, prompt=(5,) * 8))
+            await run.generate(item(2, prompt=(5,) * 8, perf_metrics=True))
+            assert run.ends[1].perf_metrics is None
+            metrics = run.ends[2].perf_metrics
+            assert metrics is not None
+            times = (
+                metrics.arrival_time_ns,
+                metrics.first_scheduled_time_ns,
+                metrics.first_token_time_ns,
+                metrics.last_token_time_ns,
+            )
+            assert sorted(times) == list(times)
+            assert metrics.kv_cache_reused_blocks == 1
+            assert metrics.kv_cache_alloc_total_blocks == 4
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("wrong", "error", "words"),
+        [
+            (item(prompt=()), PromptEmpty, "no tokens"),
+            (item(prompt=(), emitted=(5,)), PromptEmpty, "no tokens"),
+            (item(max_tokens=98), PromptTooLong, "3 tokens"),
+            (item(None, prompt=(5,) * 100), PromptTooLong, "at most 100"),
+            (item(prompt=(5, 32000)), TokenOutOfVocabulary, "32000"),
+            (item(stopping=Stopping(end_id=32000)), InvalidField, "stopping.end_id"),
+        ],
+    )
+    async def test_wrong_items(
+        self, wrong: Submission, error: type[TrtmeshError], words: str
+    ) -> None:
+        async with running(max_sequence_tokens=100) as run:
+            with pytest.raises(error, match=words):
+                run.backend.submit(wrong)
+
+
+class TestFaults:
+    async def test_an_item_fails_alone(self) -> None:
+        async with running(fail_item=2) as run:
+            for key in (1, 2, 3):
+                run.backend.submit(item(key, 50))
+            for key in (1, 2, 3):
+                await run.end(key)
+            assert [run.ends[key].reason for key in (1, 3)] == [pb.FINISH_REASON_LENGTH] * 2
+            assert run.ends[2].reason == pb.FINISH_REASON_ERROR
+            assert run.ends[2].error is not None
+
+    async def test_items_are_refused(self) -> None:
+        async with running(refuse_after_items=1) as run:
+            run.backend.submit(item(1))
+            with pytest.raises(QueueFull):
+                run.backend.submit(item(2))
+
+    async def test_a_broken_backend_says_so_once(self) -> None:
+        async with running(break_after_steps=5) as run:
+            run.backend.submit(item(1, 50))
+            await run.until(lambda: run.failures)
+            assert run.backend.stats().step_count == 5
+        assert len(run.failures) == 1
+        assert run.ends[1].reason == pb.FINISH_REASON_CANCELLED
+
+    async def test_a_frozen_backend_lives_and_does_nothing(self) -> None:
+        async with running(freeze_after_steps=5) as run:
+            run.backend.submit(item(1, 50))
+            await run.until(lambda: run.backend.stats().step_count == 5)
+            run.backend.stop([1], pb.FINISH_REASON_CANCELLED)
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert run.backend.stats().running_sequences == 1
+            assert run.backend.stats().step_count == 5

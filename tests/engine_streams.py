@@ -1,0 +1,240 @@
+"""An engine service in this process on a real socket, and a router's end of its stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from trtmesh.chassis.health import Health
+from trtmesh.chassis.service import SCHEMA_REVISION, Runtime
+from trtmesh.engine.backend import Backend
+from trtmesh.engine.service import EngineService
+from trtmesh.engine.settings import EngineSettings
+from trtmesh.v1 import engine_pb2 as epb
+from trtmesh.v1 import engine_pb2_grpc
+from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import kv_transfer_pb2 as transfer
+
+PATIENCE_SECONDS = 20.0
+"""How long a test waits for what must happen; no test depends on how soon it does."""
+
+
+@dataclass
+class RunningEngine:
+    """An engine service and where it listens."""
+
+    address: str
+    service: EngineService
+    runtime: Runtime
+
+
+@asynccontextmanager
+async def serving(backend: Backend, **settings: Any) -> AsyncIterator[RunningEngine]:
+    """Serves `backend` until the end of the block, then stops as the chassis does."""
+    runtime = Runtime()
+    service = EngineService(
+        EngineSettings(**{"backend": "simulated", "load_interval_seconds": 0.01} | settings), runtime, backend
+    )
+    runtime.health = Health(service.service_names)
+    server = grpc.aio.server()
+    await runtime.health.register(server)
+    service.register(server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        await service.start()
+        await runtime.health.well("start")
+        yield RunningEngine(f"127.0.0.1:{port}", service, runtime)
+    finally:
+        await service.stop()
+        await server.stop(grace=0.5)
+
+
+@dataclass
+class Received:
+    """What one handle got."""
+
+    token_ids: list[int] = field(default_factory=list)
+    first_offset: int | None = None
+    end: epb.SequenceEnd | None = None
+
+
+class RouterStream:
+    """A router's end. Checks on every step what must hold for any step."""
+
+    def __init__(self, call: Any, *, acknowledging: bool) -> None:
+        self.call = call
+        self.acknowledging = acknowledging
+        self.received: dict[int, Received] = {}
+        self.steps: list[epb.Step] = []
+        self.loads: list[epb.Load] = []
+        self.kv_events: list[epb.KvEvents] = []
+        self.adapter_states: list[epb.AdapterState] = []
+        self.blocks_reserved: list[transfer.BlocksReserved] = []
+        self.welcome: epb.Welcome | None = None
+
+    async def send(self, *commands: epb.EngineCommand) -> None:
+        await self.call.write(epb.EngineServiceConnectRequest(commands=commands))
+
+    async def acknowledge(self, received_steps: int | None = None) -> None:
+        count = len(self.steps) if received_steps is None else received_steps
+        await self.send(
+            epb.EngineCommand(acknowledge=epb.AcknowledgeCommand(received_steps=count))
+        )
+
+    async def receive(self) -> bool:
+        """Takes one message; False at the stream's end. Raises AioRpcError when it failed."""
+        try:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                response = await self.call.read()
+        except grpc.aio.AioRpcError as error:
+            raise StreamFailed(error.code(), error.details() or "", await self._reason()) from error
+        if response is grpc.aio.EOF:
+            return False
+        for event in response.events:
+            self._take(event)
+            if event.HasField("step") and self.acknowledging:
+                await self.acknowledge()
+        return True
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Receives until `condition` holds."""
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not condition():
+                assert await self.receive(), "the stream ended early"
+
+    async def ends(self, handles: Iterable[int]) -> dict[int, Received]:
+        """Receives until every one of `handles` has ended; forgets and returns them."""
+        names = list(handles)
+        await self.until(lambda: all(h in self.received and self.received[h].end for h in names))
+        return {handle: self.received.pop(handle) for handle in names}
+
+    async def end(self, handle: int) -> Received:
+        return (await self.ends([handle]))[handle]
+
+    async def failure(self) -> StreamFailed:
+        """Receives until the stream fails."""
+        try:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while await self.receive():
+                    pass
+        except StreamFailed as failure:
+            return failure
+        raise AssertionError("the stream ended well")
+
+    async def _reason(self) -> str:
+        trailing = dict(await self.call.trailing_metadata() or ())
+        return str(trailing.get("trtmesh-error-reason", ""))
+
+    def _take(self, event: epb.EngineEvent) -> None:
+        match event.WhichOneof("event"):
+            case "welcome":
+                assert self.welcome is None
+                self.welcome = event.welcome
+            case "step":
+                self._take_step(event.step)
+            case "load":
+                self.loads.append(event.load)
+            case "kv_events":
+                self.kv_events.append(event.kv_events)
+            case "adapter_states":
+                self.adapter_states += event.adapter_states.adapters
+            case "blocks_reserved":
+                self.blocks_reserved.append(event.blocks_reserved)
+            case other:
+                raise AssertionError(other)
+
+    def _take_step(self, step: epb.Step) -> None:
+        assert len(set(step.handles)) == len(step.handles), "a handle occurs twice"
+        assert sum(step.token_counts) == len(step.token_ids)
+        if self.steps:
+            assert step.step_count >= self.steps[-1].step_count
+        self.steps.append(step)
+        start = 0
+        for handle, offset, count in zip(
+            step.handles, step.token_offsets, step.token_counts, strict=True
+        ):
+            received = self.received.setdefault(handle, Received())
+            assert received.end is None, "tokens after the end"
+            if received.first_offset is None:
+                received.first_offset = offset
+            assert offset == received.first_offset + len(received.token_ids), "a gap or a repeat"
+            received.token_ids += step.token_ids[start : start + count]
+            start += count
+        for end in step.ends:
+            received = self.received.setdefault(end.handle, Received())
+            assert received.end is None, "two ends"
+            received.end = end
+
+
+class StreamFailed(Exception):
+    """The worker ended the stream with an error."""
+
+    def __init__(self, code: grpc.StatusCode, details: str, reason: str) -> None:
+        super().__init__(f"{code.name} {reason}: {details}")
+        self.code = code
+        self.details = details
+        self.reason = reason
+
+
+@asynccontextmanager
+async def raw_stream(address: str) -> AsyncIterator[RouterStream]:
+    """A stream without hello."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = engine_pb2_grpc.EngineServiceStub(channel).Connect()
+        stream = RouterStream(call, acknowledging=True)
+        try:
+            yield stream
+        finally:
+            call.cancel()
+
+
+@asynccontextmanager
+async def router_stream(
+    address: str, *, credit: int = 2, acknowledging: bool = True, router: str = "test"
+) -> AsyncIterator[RouterStream]:
+    """A stream that has been welcomed; cancelled on the way out."""
+    async with raw_stream(address) as stream:
+        stream.acknowledging = acknowledging
+        await stream.send(hello(router=router, unacknowledged_steps=credit))
+        await stream.until(lambda: stream.welcome)
+        yield stream
+
+
+def hello(**fields: Any) -> epb.EngineCommand:
+    values = {"router": "test", "schema_revision": SCHEMA_REVISION, "unacknowledged_steps": 2}
+    return epb.EngineCommand(hello=epb.HelloCommand(**values | fields))
+
+
+def submit(
+    handle: int,
+    max_tokens: int | None = 8,
+    *,
+    prompt: Sequence[int] = (40, 41, 42),
+    config: pb.GenerationConfig | None = None,
+    **fields: Any,
+) -> epb.EngineCommand:
+    config = config or pb.GenerationConfig()
+    if max_tokens is not None:
+        config.stopping.max_tokens = max_tokens
+    command = epb.SubmitCommand(
+        **{"handle": handle, "request_id": "r", "token_ids": prompt, "config": config} | fields
+    )
+    return epb.EngineCommand(submit=command)
+
+
+def stop(
+    *handles: int, reason: pb.FinishReason.ValueType = pb.FINISH_REASON_STOPPED
+) -> epb.EngineCommand:
+    return epb.EngineCommand(stop=epb.StopCommand(handles=handles, reason=reason))
+
+
+async def eventually(condition: Callable[[], object]) -> None:
+    """Waits until `condition` holds, for what no event tells."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not condition():
+            await asyncio.sleep(0.005)

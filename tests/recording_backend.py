@@ -1,0 +1,120 @@
+"""A backend that remembers what it was asked and does what a test says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.engine.backend import (
+    AdapterInfo,
+    BackendInfo,
+    BackendStats,
+    Deliver,
+    Fail,
+    SequenceEnd,
+    StepOutput,
+    Submission,
+)
+from trtmesh.v1 import generation_pb2 as pb
+
+INFO = BackendInfo(
+    backend="recording",
+    model="recorded",
+    model_fingerprint="m",
+    tokenizer_fingerprint="",
+    vocabulary_size=1000,
+    max_sequence_tokens=1000,
+    max_batch_size=100,
+    max_sequences_per_item=256,
+    tokens_per_block=4,
+    total_blocks=100,
+    supported_fields=frozenset({"stopping.max_tokens"}),
+    deterministic=True,
+    end_ids=(2,),
+    data_type=pb.DATA_TYPE_FP32,
+)
+
+IDLE = BackendStats(
+    step_count=0,
+    running_sequences=0,
+    waiting_sequences=0,
+    pending_prompt_tokens=0,
+    total_blocks=100,
+    used_blocks=0,
+    free_blocks=100,
+    computed_prompt_tokens=0,
+    reused_prompt_tokens=0,
+    generated_tokens=0,
+)
+
+
+class RecordingBackend:
+    """Implements Backend. Nothing happens by itself except that `stop` and `close` end sequences, as they must."""
+
+    def __init__(self, info: BackendInfo = INFO, adapters: Sequence[AdapterInfo] = ()) -> None:
+        self.info = info
+        self.stats_now = IDLE
+        self.items: list[Submission] = []
+        self.live: dict[int, Submission] = {}
+        self.stops: list[tuple[tuple[int, ...], int]] = []
+        self.refusal: Exception | None = None
+        self.closed = False
+        self._adapters = adapters
+
+    async def start(self, deliver: Deliver, fail: Fail) -> BackendInfo:
+        self.deliver, self.fail = deliver, fail
+        return self.info
+
+    def submit(self, item: Submission) -> None:
+        self.items.append(item)
+        if self.refusal:
+            raise self.refusal
+        self.live.update(dict.fromkeys(item.keys, item))
+
+    def stop(self, keys: Sequence[int], reason: int) -> None:
+        self.stops.append((tuple(keys), reason))
+        self.end(*keys, reason=reason)
+
+    def stats(self) -> BackendStats:
+        return self.stats_now
+
+    def adapters(self) -> Sequence[AdapterInfo]:
+        return self._adapters
+
+    async def close(self) -> None:
+        self.closed = True
+        self.end(*self.live, reason=pb.FINISH_REASON_CANCELLED)
+
+    def step(self, tokens: dict[int, list[int]], offset: int = 0, **more: object) -> None:
+        """Delivers a step in which each key gets the tokens given, from `offset` on."""
+        self._advance()
+        output = StepOutput(
+            self.stats_now.step_count,
+            keys=list(tokens),
+            token_offsets=[offset] * len(tokens),
+            token_counts=[len(ids) for ids in tokens.values()],
+            token_ids=[token for ids in tokens.values() for token in ids],
+        )
+        for name, value in more.items():
+            setattr(output, name, value)
+        self.deliver(output)
+
+    def end(
+        self,
+        *keys: int,
+        reason: int = pb.FINISH_REASON_LENGTH,
+        error: TrtmeshError | None = None,
+    ) -> None:
+        """Delivers the ends of those of `keys` that live."""
+        ends = [
+            SequenceEnd(key, reason, len(self.live.pop(key).token_ids), 0, 0, error=error)
+            for key in keys
+            if key in self.live
+        ]
+        if ends:
+            self._advance()
+            self.deliver(StepOutput(self.stats_now.step_count, ends=ends))
+
+    def _advance(self) -> None:
+        self.stats_now = replace(self.stats_now, step_count=self.stats_now.step_count + 1)
