@@ -1,0 +1,69 @@
+"""Whether an item can be taken: all that is asked of it before the engine sees it."""
+
+from __future__ import annotations
+
+from trtmesh.chassis.errors import (
+    InvalidField,
+    OutOfBlocks,
+    PromptEmpty,
+    PromptTooLong,
+    TokenOutOfVocabulary,
+)
+from trtmesh.chassis.parsing import refuse_unsupported
+from trtmesh.engine.backend import BackendInfo, Submission
+from trtmesh.engine.backends.torch.stopping import EndRule
+
+
+def admit(item: Submission, info: BackendInfo) -> EndRule:
+    """When the item's sequences end. Raises InvalidRequest, UnsupportedField or OutOfBlocks."""
+    refuse_unsupported(item.config, info.supported_fields, "the torch backend")
+    prompt_tokens = len(item.token_ids) - item.emitted_tokens
+    if prompt_tokens < 1:
+        raise PromptEmpty("the prompt has no tokens; send at least one")
+    if prompt_tokens >= info.max_sequence_tokens:
+        raise PromptTooLong(
+            f"the prompt has {prompt_tokens} tokens, but with at least one new token a sequence has at most"
+            f" {info.max_sequence_tokens}; shorten the prompt"
+        )
+    _check_ids(item, info.vocabulary_size)
+    if len(item.keys) > info.max_sequences_per_item:
+        limit = f"at most {info.max_sequences_per_item}"
+        raise InvalidField.of("sampling.num_return_sequences", len(item.keys), limit)
+    limit = _limit(item, prompt_tokens, info)
+    return EndRule(item.config.stopping, info.end_ids, prompt_tokens, limit)
+
+
+def _check_ids(item: Submission, vocabulary_size: int) -> None:
+    if max(item.token_ids) >= vocabulary_size or min(item.token_ids) < 0:
+        position, token = next(
+            (position, token)
+            for position, token in enumerate(item.token_ids)
+            if not 0 <= token < vocabulary_size
+        )
+        raise TokenOutOfVocabulary(
+            f"token id {token} at position {position} of the prompt is not below the vocabulary size,"
+            f" {vocabulary_size}"
+        )
+    end_id = item.config.stopping.end_id
+    if end_id is not None and end_id >= vocabulary_size:
+        limit = f"below the vocabulary size, {vocabulary_size}"
+        raise InvalidField.of("stopping.end_id", end_id, limit)
+
+
+def _limit(item: Submission, prompt_tokens: int, info: BackendInfo) -> int:
+    """Most tokens of each sequence, prompt included."""
+    # The last token's KV is never needed, so a full pool holds one token more.
+    capacity = info.total_blocks * info.tokens_per_block + 1
+    max_tokens = item.config.stopping.max_tokens
+    longest = info.max_sequence_tokens
+    if max_tokens is None:
+        limit = min(longest, capacity)
+        wanted = prompt_tokens + 1
+    else:
+        limit = wanted = min(longest, prompt_tokens + max_tokens)
+    if wanted > capacity:
+        raise OutOfBlocks(
+            f"a sequence of {prompt_tokens} prompt tokens and {wanted - prompt_tokens} new ones needs"
+            f" {-(-(wanted - 1) // info.tokens_per_block)} KV blocks, but the pool has {info.total_blocks}"
+        )
+    return limit

@@ -1,0 +1,190 @@
+"""The torch backend: an engine on a thread of its own, and an inbox before it.
+
+`submit` and `stop` put commands into the inbox and return; the thread takes them between two steps. Nothing else is
+shared but the engine's counters, which the thread writes and `stats` reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trtmesh.chassis.errors import BackendFailed, QueueFull
+from trtmesh.engine.backend import (
+    AdapterInfo,
+    BackendInfo,
+    BackendStats,
+    Deliver,
+    Fail,
+    StepOutput,
+    Submission,
+)
+from trtmesh.engine.backends.torch.admission import admit
+from trtmesh.engine.backends.torch.sequence import Sequence, sequences_of
+from trtmesh.engine.backends.torch.settings import TorchSettings
+from trtmesh.v1 import generation_pb2 as pb
+
+if TYPE_CHECKING:
+    from trtmesh.engine.backends.torch.engine import Engine
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """A command: take these sequences."""
+
+    sequences: list[Sequence]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """A command: end these sequences."""
+
+    keys: SequenceOf[int]
+    reason: int
+
+
+class TorchBackend:
+    """Implements Backend for a model of transformers."""
+
+    def __init__(self, settings: TorchSettings) -> None:
+        self._settings = settings
+        self._wake = threading.Condition()
+        # Guarded by `_wake`.
+        self._inbox: list[Add | Stop] = []
+        self._incoming_sequences = 0
+        self._incoming_tokens = 0
+        self._closing = False
+        self._broken = False
+
+    async def start(self, deliver: Deliver, fail: Fail) -> BackendInfo:
+        self._deliver, self._fail = deliver, fail
+        loaded: Future[tuple[Engine, BackendInfo]] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(loaded,), name="torch-engine", daemon=True
+        )
+        self._thread.start()
+        self._engine, self._info = await asyncio.wrap_future(loaded)
+        return self._info
+
+    def submit(self, item: Submission) -> None:
+        rule = admit(item, self._info)
+        scheduler = self._engine.scheduler
+        with self._wake:
+            if self._broken:
+                raise BackendFailed("the engine has failed and takes nothing any more")
+            waiting = scheduler.waiting_sequences + self._incoming_sequences
+            places = max(0, self._settings.max_batch_size - len(scheduler.running))
+            if waiting + len(item.keys) > self._settings.max_queue_size + places:
+                raise QueueFull(
+                    f"{waiting} sequences wait and at most {self._settings.max_queue_size} may beyond those with a"
+                    " place in the batch; try again later or elsewhere"
+                )
+            sequences = sequences_of(item, rule)
+            self._incoming_sequences += len(sequences)
+            self._incoming_tokens += len(sequences) * len(item.token_ids)
+            self._inbox.append(Add(sequences))
+            self._wake.notify()
+
+    def stop(self, keys: SequenceOf[int], reason: int) -> None:
+        with self._wake:
+            self._inbox.append(Stop(tuple(keys), reason))
+            self._wake.notify()
+
+    def stats(self) -> BackendStats:
+        engine = self._engine
+        scheduler = engine.scheduler
+        used = scheduler.pool.used_blocks
+        return BackendStats(
+            step_count=engine.step_count,
+            running_sequences=len(scheduler.running),
+            waiting_sequences=scheduler.waiting_sequences + self._incoming_sequences,
+            pending_prompt_tokens=scheduler.pending_prompt_tokens + self._incoming_tokens,
+            total_blocks=scheduler.pool.total_blocks,
+            used_blocks=used,
+            free_blocks=scheduler.pool.total_blocks - used,
+            computed_prompt_tokens=scheduler.computed_prompt_tokens,
+            reused_prompt_tokens=scheduler.reused_prompt_tokens,
+            generated_tokens=engine.generated_tokens,
+        )
+
+    def adapters(self) -> SequenceOf[AdapterInfo]:
+        return ()
+
+    async def close(self) -> None:
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join)
+        # Weights and cache go with it.
+        del self._engine
+
+    def _run(self, loaded: Future[tuple[Engine, BackendInfo]]) -> None:
+        """The thread: loads, then steps until closed."""
+        try:
+            from trtmesh.engine.backends.torch.loading import load_engine
+
+            engine, info = load_engine(self._settings)
+        except BaseException as error:  # noqa: BLE001 - told to whoever awaits the start
+            loaded.set_exception(error)
+            return
+        loaded.set_result((engine, info))
+        try:
+            self._serve(engine)
+        except Exception as error:
+            log.exception("the engine failed")
+            self._break(engine, error)
+
+    def _serve(self, engine: Engine) -> None:
+        while True:
+            commands, closing = self._take_commands(idle=not engine.has_work)
+            self._obey(engine, commands)
+            if closing:
+                engine.stop_all(pb.FINISH_REASON_CANCELLED)
+            engine.end_overdue()
+            self._deliver_if_any(engine.take_ends())
+            if closing:
+                return
+            if engine.has_work:
+                self._deliver(engine.step())
+
+    def _take_commands(self, *, idle: bool) -> tuple[list[Add | Stop], bool]:
+        """What came since the last call, and whether to close; waits for something where there is nothing to do."""
+        with self._wake:
+            while idle and not self._inbox and not self._closing:
+                self._wake.wait()
+            commands, self._inbox = self._inbox, []
+            return commands, self._closing
+
+    def _obey(self, engine: Engine, commands: list[Add | Stop]) -> None:
+        for command in commands:
+            if isinstance(command, Stop):
+                engine.stop(command.keys, command.reason)
+                continue
+            with self._wake:
+                self._incoming_sequences -= len(command.sequences)
+                self._incoming_tokens -= sum(len(s.tokens) for s in command.sequences)
+            engine.add(command.sequences)
+
+    def _break(self, engine: Engine, error: Exception) -> None:
+        """Ends every sequence with an error, then tells the service."""
+        with self._wake:
+            self._broken = True
+        commands, _ = self._take_commands(idle=False)
+        try:
+            self._obey(engine, commands)
+            engine.fail_all(BackendFailed(f"the engine failed: {error}"))
+            self._deliver_if_any(engine.take_ends())
+        except Exception:
+            log.exception("the sequences of a failed engine could not all be ended")
+        self._fail(error)
+
+    def _deliver_if_any(self, output: StepOutput | None) -> None:
+        if output:
+            self._deliver(output)

@@ -1,0 +1,130 @@
+"""From settings to an engine that is ready to step, and its description."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from trtmesh.chassis.errors import ModelUnusable
+from trtmesh.chassis.fingerprint import tokenizer_fingerprint
+from trtmesh.engine.backend import BackendInfo
+from trtmesh.engine.backends.torch.block_tables import BlockTables
+from trtmesh.engine.backends.torch.blocks import BlockPool
+from trtmesh.engine.backends.torch.engine import Engine
+from trtmesh.engine.backends.torch.fields import SUPPORTED_FIELDS
+from trtmesh.engine.backends.torch.kvcache import KvCache
+from trtmesh.engine.backends.torch.model import Model, load_model
+from trtmesh.engine.backends.torch.rope import freeze_rope
+from trtmesh.engine.backends.torch.runner import Runner
+from trtmesh.engine.backends.torch.scheduler import Scheduler
+from trtmesh.engine.backends.torch.self_check import check_model
+from trtmesh.engine.backends.torch.settings import TorchSettings
+from trtmesh.engine.backends.torch.weights import model_fingerprint, weight_files
+from trtmesh.v1 import generation_pb2 as pb
+
+DATA_TYPES = {
+    torch.float32: pb.DATA_TYPE_FP32,
+    torch.bfloat16: pb.DATA_TYPE_BF16,
+    torch.float16: pb.DATA_TYPE_FP16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the settings come to for a model."""
+
+    blocks: int
+    max_sequence_tokens: int
+
+
+def load_engine(settings: TorchSettings) -> tuple[Engine, BackendInfo]:
+    """Raises ModelUnusable with the reason."""
+    if settings.model_dir is None:
+        raise ModelUnusable("the torch backend needs a model directory; set model_dir")
+    torch.set_num_threads(settings.threads or physical_cores())
+    device = torch.device(settings.device)
+    files = weight_files(settings.model_dir)
+    model = load_model(settings.model_dir, settings.dtype, device)
+    dtype = model.module.dtype
+    sizes = size(settings, model, dtype)
+    freeze_rope(model.module, sizes.max_sequence_tokens)
+    check_model(model, dtype=dtype, device=device)
+    engine = _engine(settings, model, sizes, device)
+    info = BackendInfo(
+        backend="torch",
+        model=settings.model_name or settings.model_dir.resolve().name,
+        model_fingerprint=model_fingerprint(settings.model_dir, files, str(dtype)),
+        tokenizer_fingerprint=_tokenizer_fingerprint(settings.model_dir),
+        vocabulary_size=model.vocabulary_size,
+        max_sequence_tokens=sizes.max_sequence_tokens,
+        max_batch_size=settings.max_batch_size,
+        max_sequences_per_item=settings.max_sequences_per_item,
+        tokens_per_block=settings.tokens_per_block,
+        total_blocks=sizes.blocks,
+        supported_fields=SUPPORTED_FIELDS,
+        # Half precision rounds so coarsely that the batch's shape decides between close tokens.
+        deterministic=dtype == torch.float32,
+        end_ids=model.end_ids,
+        data_type=DATA_TYPES[dtype],
+    )
+    return engine, info
+
+
+def size(settings: TorchSettings, model: Model, dtype: torch.dtype) -> Sizes:
+    """Blocks of the pool, and the longest sequence: the model's length as far as the pool holds it."""
+    longest = settings.max_sequence_tokens or model.max_positions
+    if longest > model.max_positions:
+        raise ModelUnusable(
+            f"max_sequence_tokens is {longest} but the model has {model.max_positions} positions"
+        )
+    tokens = settings.kv_cache_tokens
+    if not tokens:
+        fitting = settings.kv_cache_bytes // model.kv_shape.bytes_per_token(dtype)
+        tokens = min(fitting, settings.max_batch_size * longest)
+    blocks = tokens // settings.tokens_per_block
+    if not blocks:
+        raise ModelUnusable(
+            f"a KV cache of {tokens} tokens holds no block of {settings.tokens_per_block};"
+            " raise kv_cache_tokens or kv_cache_bytes"
+        )
+    if not settings.max_sequence_tokens:
+        longest = min(longest, blocks * settings.tokens_per_block)
+    return Sizes(blocks, longest)
+
+
+def physical_cores() -> int:
+    """Cores that this process may run on; two threads of a core count once."""
+    siblings = set()
+    for cpu in os.sched_getaffinity(0):
+        file = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        siblings.add(file.read_text() if file.is_file() else str(cpu))
+    return len(siblings)
+
+
+def _engine(settings: TorchSettings, model: Model, sizes: Sizes, device: torch.device) -> Engine:
+    blocks_per_sequence = -(-sizes.max_sequence_tokens // settings.tokens_per_block)
+    tables = BlockTables(settings.max_batch_size, blocks_per_sequence)
+    cache = KvCache(
+        model.kv_shape,
+        blocks=sizes.blocks,
+        tokens_per_block=settings.tokens_per_block,
+        dtype=model.module.dtype,
+        device=device,
+    )
+    scheduler = Scheduler(
+        BlockPool(sizes.blocks),
+        tables,
+        tokens_per_block=settings.tokens_per_block,
+        max_step_tokens=settings.max_step_tokens,
+        prefix_reuse=settings.prefix_reuse,
+    )
+    return Engine(Runner(model, cache, tables), cache, scheduler)
+
+
+def _tokenizer_fingerprint(model_dir: Path) -> str:
+    try:
+        return tokenizer_fingerprint(model_dir)
+    except ValueError as error:
+        raise ModelUnusable(str(error)) from error

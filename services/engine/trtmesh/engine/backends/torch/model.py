@@ -1,0 +1,200 @@
+"""The model: loaded with the code of transformers, its KV shape found by a probe, unfit ones refused."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+from trtmesh.chassis.errors import ModelUnusable
+from trtmesh.engine.backends.torch import attention
+from trtmesh.engine.backends.torch.kvcache import KvShape
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+PROBE_TOKENS = 3
+DEFAULT_POSITIONS = 2048
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A causal language model and what the engine must know of it."""
+
+    module: PreTrainedModel
+    kv_shape: KvShape
+    vocabulary_size: int
+    max_positions: int
+    end_ids: tuple[int, ...]
+
+    def logits(self, token_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+        """Next-token logits [rows, vocabulary] in float32 after the tokens at indexes `rows` of a flat batch.
+
+        `token_ids` and `positions` are [tokens].
+        """
+        output = self.module(
+            input_ids=token_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=rows,
+        )
+        logits: Tensor = output.logits[0, :, : self.vocabulary_size]
+        return logits.float()
+
+
+def load_model(model_dir: Path, dtype_name: str, device: torch.device) -> Model:
+    """Raises ModelUnusable with the reason."""
+    config = _config(model_dir)
+    dtype = _dtype(config, dtype_name, device)
+    module = _weights(model_dir, config, dtype).to(device).eval()
+    module.requires_grad_(requires_grad=False)
+    attention.register()
+    module.set_attn_implementation(attention.NAME)
+    text = config.get_text_config()
+    return Model(
+        module=module,
+        kv_shape=_probe(module, text.num_hidden_layers, device),
+        vocabulary_size=_vocabulary_size(module),
+        max_positions=getattr(text, "max_position_embeddings", None) or DEFAULT_POSITIONS,
+        end_ids=_end_ids(module),
+    )
+
+
+def _config(model_dir: Path) -> Any:
+    try:
+        config = AutoConfig.from_pretrained(
+            model_dir, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        raise ModelUnusable(f"{model_dir / 'config.json'} is refused: {_text(error)}") from error
+    kind = getattr(config, "model_type", "?")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelUnusable(f"model type {kind} is an encoder-decoder; only decoders are served")
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ModelUnusable(f"model type {kind} is no causal language model of transformers")
+    return config
+
+
+def _dtype(config: Any, name: str, device: torch.device) -> torch.dtype:
+    if name != "auto":
+        return DTYPES[name]
+    if device.type == "cpu":
+        return torch.float32
+    dtype = config.get_text_config().dtype
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def _weights(model_dir: Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        with _quiet():
+            module, report = AutoModelForCausalLM.from_pretrained(
+                model_dir,
+                config=config,
+                dtype=dtype,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                attn_implementation="eager",
+                output_loading_info=True,
+            )
+    except Exception as error:
+        raise ModelUnusable(f"the weights of {model_dir} are refused: {_text(error)}") from error
+    for trouble in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        keys = sorted(str(key) for key in report.get(trouble) or ())
+        if keys:
+            more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+            raise ModelUnusable(
+                f"the weights of {model_dir} do not fit its config.json, {trouble.replace('_', ' ')}:"
+                f" {', '.join(keys[:3])}{more}"
+            )
+    if not isinstance(module, PreTrainedModel):
+        raise ModelUnusable(f"{model_dir} is no model of transformers")
+    return module
+
+
+class _Recorder:
+    """Notes what the layers hand to attention instead of computing it."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[int] = Counter()
+        self.shapes: set[tuple[int, int]] = set()
+        self.value_sizes: set[int] = set()
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+        self.calls[layer] += 1
+        self.shapes.add((key.shape[1], key.shape[3]))
+        self.value_sizes.add(value.shape[3])
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+def _probe(module: PreTrainedModel, layers: int, device: torch.device) -> KvShape:
+    """Runs a few tokens to see which KV each layer leaves. Raises ModelUnusable where paging would be wrong."""
+    recorder = _Recorder()
+    attention.attach(module, recorder)
+    tokens = torch.arange(PROBE_TOKENS, device=device)[None]
+    kind = module.config.model_type
+    try:
+        with torch.inference_mode():
+            module(input_ids=tokens, position_ids=tokens, use_cache=False, logits_to_keep=1)
+    except Exception as error:
+        raise ModelUnusable(f"model type {kind} cannot run here: {_text(error)}") from error
+    if recorder.calls != Counter(range(layers)):
+        raise ModelUnusable(
+            f"model type {kind} cannot be paged: its {layers} layers must each call the attention interface of"
+            f" transformers once, but the calls of a forward were {dict(sorted(recorder.calls.items()))}"
+        )
+    heads = {shape[0] for shape in recorder.shapes}
+    if len(heads) > 1:
+        raise ModelUnusable(
+            f"model type {kind} has layers with {sorted(heads)} KV heads; the pool holds one number for all"
+        )
+    size = max({shape[1] for shape in recorder.shapes} | recorder.value_sizes)
+    return KvShape(layers=layers, kv_heads=heads.pop(), head_dim=size)
+
+
+def _vocabulary_size(module: PreTrainedModel) -> int:
+    """Rows of the input embeddings, at most the logits there are."""
+    rows: int = module.get_input_embeddings().weight.shape[0]
+    head = module.get_output_embeddings()
+    return rows if head is None else min(rows, int(head.weight.shape[0]))
+
+
+def _end_ids(module: PreTrainedModel) -> tuple[int, ...]:
+    generation = getattr(module, "generation_config", None)
+    end = getattr(generation, "eos_token_id", None)
+    if end is None:
+        end = getattr(module.config.get_text_config(), "eos_token_id", None)
+    if end is None:
+        return ()
+    return tuple(end) if isinstance(end, (list, tuple)) else (int(end),)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bar and no warnings on standard error while loading; refusals say what is wrong."""
+    bars = transformers_logging.is_progress_bar_enabled()
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip() or 'no further reason'}"

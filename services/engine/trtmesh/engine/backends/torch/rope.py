@@ -1,0 +1,48 @@
+"""Guard against rotary embeddings that look at the whole batch.
+
+`dynamic` and `longrope` choose their frequencies by the largest position of a forward, so in a shared batch one long
+sequence would change the others. They are frozen to what the longest allowed sequence gets.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from trtmesh.chassis.errors import ModelUnusable
+
+INDEPENDENT = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
+FROZEN = "frozen"
+
+
+def freeze_rope(model: torch.nn.Module, max_sequence_tokens: int) -> None:
+    """Makes every rotary embedding of `model` a function of a token's own position; refuses what is unknown."""
+    for name, module in model.named_modules():
+        kind = getattr(module, "rope_type", None)
+        if kind is None:
+            continue
+        kinds = set(kind.values()) if isinstance(kind, dict) else {kind}
+        if kinds <= INDEPENDENT:
+            continue
+        if isinstance(kind, str) and kind in {"dynamic", "longrope"}:
+            _freeze(module, kind, max_sequence_tokens)
+            continue
+        raise ModelUnusable(
+            f"{name} has the rotary embedding type {sorted(kinds - INDEPENDENT)}, which may couple the"
+            f" requests of a batch; known are {sorted(INDEPENDENT)}, dynamic and longrope"
+        )
+
+
+def _freeze(module: Any, kind: str, max_sequence_tokens: int) -> None:
+    if kind == "dynamic":
+        original = module.original_max_seq_len
+    else:
+        original = module.config.rope_parameters["original_max_position_embeddings"]
+    length = max(max_sequence_tokens, original) if kind == "dynamic" else max_sequence_tokens
+    device = module.inv_freq.device
+    inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](module.config, device, seq_len=length)
+    module.inv_freq = inv_freq
+    module.attention_scaling = scaling
+    # The update in forward goes by this name; any other leaves inv_freq alone.
+    module.rope_type = FROZEN

@@ -1,0 +1,72 @@
+"""From the chunks of a step to logits: one flat batch, one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from trtmesh.engine.backends.torch.attention import PagedAttention, StepTokens, attach
+from trtmesh.engine.backends.torch.block_tables import BlockTables
+from trtmesh.engine.backends.torch.kvcache import KvCache
+from trtmesh.engine.backends.torch.model import Model
+from trtmesh.engine.backends.torch.scheduler import Chunk
+
+
+class Runner:
+    """Computes chunks with a model over a cache."""
+
+    def __init__(self, model: Model, cache: KvCache, tables: BlockTables) -> None:
+        self._model = model
+        self._cache = cache
+        self._tables = tables.rows
+        self._attention = PagedAttention(cache, tables.rows)
+        attach(model.module, self._attention)
+
+    def compute(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], Tensor | None]:
+        """Writes the KV of all chunks; returns those that complete their sequences and their logits.
+
+        The logits are [completing chunks, vocabulary], float32; None where there is none.
+        """
+        ordered = sorted(chunks, key=lambda chunk: (chunk.count > 1, chunk.start))
+        token_ids: list[int] = []
+        rows: list[int] = []
+        completing: list[Chunk] = []
+        for chunk in ordered:
+            tokens = chunk.sequence.tokens
+            if chunk.count == 1:
+                token_ids.append(tokens[chunk.start])
+            else:
+                token_ids += tokens[chunk.start : chunk.start + chunk.count]
+            if chunk.completes:
+                completing.append(chunk)
+                rows.append(len(token_ids) - 1)
+        device = self._cache.pool.device
+        step, positions = self._step(ordered)
+        self._attention.begin(step)
+        # With no row to keep the head still gets one, because no rows at all would mean all of them.
+        kept = torch.tensor(rows or [len(token_ids) - 1], device=device)
+        ids = torch.tensor(token_ids, device=device)
+        with torch.inference_mode():
+            logits = self._model.logits(ids, positions, kept)
+        return completing, logits if completing else None
+
+    def _step(self, chunks: Sequence[Chunk]) -> tuple[StepTokens, Tensor]:
+        """What attention must know, and the positions of the tokens [tokens]."""
+        slots = np.array([chunk.sequence.slot for chunk in chunks], dtype=np.int64)
+        starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
+        counts = np.array([chunk.count for chunk in chunks], dtype=np.int64)
+        singles = int((counts == 1).sum())
+        if singles == len(chunks):
+            positions, token_slots = starts, slots
+        else:
+            first_tokens = np.cumsum(counts) - counts
+            within = np.arange(int(counts.sum())) - np.repeat(first_tokens, counts)
+            positions = np.repeat(starts, counts) + within
+            token_slots = np.repeat(slots, counts)
+        blocks = self._tables[token_slots, positions // self._cache.tokens_per_block]
+        token_rows = self._cache.rows_of_tokens(blocks, positions).reshape(-1)
+        device = self._cache.pool.device
+        step = StepTokens(slots, starts, counts, singles, torch.from_numpy(token_rows).to(device))
+        return step, torch.from_numpy(positions).to(device)

@@ -1,0 +1,157 @@
+"""One sequence: its tokens, how many of them have their KV computed, and what it holds."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.chassis.vocabulary import GenerationConfig
+from trtmesh.engine.backend import PerfMetrics, SequenceEnd, Submission
+from trtmesh.engine.backends.torch.stopping import EndRule
+
+PRIORITY_STEPS = 256
+"""Steps of waiting that a point of priority is worth; what waits long enough overtakes any priority."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """State of a sequence; there are no phases: while `num_computed` is below `length` there is something to do."""
+
+    key: int
+    config: GenerationConfig
+    batch_index: int
+    sequence_index: int
+    tokens: list[int]
+    """Prompt and generated tokens."""
+    submitted_tokens: int
+    """Tokens that came with the item: the prompt and what was generated elsewhere."""
+    rule: EndRule
+    deadline: float | None = None
+    num_computed: int = 0
+    """Leading tokens whose KV is in the blocks."""
+    blocks: list[int] = field(default_factory=list)
+    hashes: list[int] = field(default_factory=list)
+    """Hashes of its leading full blocks, as far as they were needed."""
+    num_published: int = 0
+    """Leading blocks that were offered for reuse."""
+    slot: int = -1
+    """Row of the block table while it is in the batch."""
+    rank: tuple[int, int] = (0, 0)
+    """Place in every order: lower goes first and is preempted last. Never changes."""
+    cached_prompt_tokens: int = 0
+    cumulative_log_prob: float | None = None
+    counts: Counter[int] | None = None
+    """Occurrences of the generated tokens, kept for penalties only."""
+    seen: set[int] | None = None
+    """Tokens of prompt and output that the repetition penalty sees, kept for penalties only."""
+    times: Times = field(default_factory=lambda: Times(arrival_ns=time.time_ns()))
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.rule.prompt_tokens
+
+    @property
+    def generated_tokens(self) -> int:
+        return len(self.tokens) - self.rule.prompt_tokens
+
+    @property
+    def pending_prompt_tokens(self) -> int:
+        """Submitted tokens whose KV is not computed."""
+        return max(0, self.submitted_tokens - self.num_computed)
+
+    def append(self, token: int, now_ns: int) -> None:
+        """Adds a generated token."""
+        self.tokens.append(token)
+        times = self.times
+        times.first_token_ns = times.first_token_ns or now_ns
+        times.last_token_ns = now_ns
+        if self.counts is not None and self.seen is not None:
+            self.counts[token] += 1
+            self.seen.add(token)
+
+    def add_log_prob(self, log_prob: float) -> None:
+        """Sums up; not for a sequence that began elsewhere, whose first summands are unknown here."""
+        if self.submitted_tokens == self.rule.prompt_tokens:
+            self.cumulative_log_prob = (self.cumulative_log_prob or 0.0) + log_prob
+
+    def end(
+        self, reason: int, stop_token_ids: tuple[int, ...] = (), error: TrtmeshError | None = None
+    ) -> SequenceEnd:
+        """The end as it is delivered; while the sequence still holds its blocks."""
+        times = self.times
+        return SequenceEnd(
+            key=self.key,
+            reason=reason,
+            prompt_tokens=self.prompt_tokens,
+            cached_prompt_tokens=self.cached_prompt_tokens,
+            generated_tokens=self.generated_tokens,
+            stop_token_ids=stop_token_ids,
+            cumulative_log_prob=self.cumulative_log_prob,
+            error=error,
+            perf_metrics=times.perf_metrics() if self.config.output.perf_metrics else None,
+            queue_seconds=max(0, (times.scheduled_ns or time.time_ns()) - times.arrival_ns) / 1e9,
+        )
+
+
+@dataclass(slots=True)
+class Times:
+    """When things happened, in nanoseconds of the Unix clock, and how many blocks that took."""
+
+    arrival_ns: int
+    scheduled_ns: int = 0
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+    new_blocks: int = 0
+    reused_blocks: int = 0
+
+    def perf_metrics(self) -> PerfMetrics:
+        return PerfMetrics(
+            arrival_time_ns=self.arrival_ns,
+            first_scheduled_time_ns=self.scheduled_ns,
+            first_token_time_ns=self.first_token_ns,
+            last_token_time_ns=self.last_token_ns,
+            kv_cache_alloc_new_blocks=self.new_blocks,
+            kv_cache_reused_blocks=self.reused_blocks,
+            kv_cache_alloc_total_blocks=self.new_blocks + self.reused_blocks,
+        )
+
+
+def sequences_of(item: Submission, rule: EndRule) -> list[Sequence]:
+    """The sequences of an item; they share nothing but the values of the prompt."""
+    penalises = _penalises(item.config)
+    sequences = []
+    for index, key in enumerate(item.keys):
+        tokens = list(item.token_ids)
+        sequence = Sequence(
+            key=key,
+            config=item.config,
+            batch_index=item.batch_index,
+            sequence_index=item.sequence_index + index,
+            tokens=tokens,
+            submitted_tokens=len(tokens),
+            rule=rule,
+            deadline=item.deadline,
+        )
+        if penalises:
+            sequence.counts = Counter(tokens[rule.prompt_tokens :])
+            ignored = min(item.config.sampling.prompt_ignore_length, rule.prompt_tokens)
+            sequence.seen = set(tokens[ignored:])
+        sequences.append(sequence)
+    return sequences
+
+
+def _penalises(config: GenerationConfig) -> bool:
+    sampling = config.sampling
+    off = (1.0, 0.0, 0.0)
+    given = (
+        sampling.repetition_penalty,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+    )
+    return given != off

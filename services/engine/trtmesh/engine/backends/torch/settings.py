@@ -1,0 +1,46 @@
+"""What the torch backend can be told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+from trtmesh.chassis.settings import Settings
+
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+
+
+class TorchSettings(Settings):
+    """The model, its memory and the size of a step."""
+
+    model_dir: Path | None = None
+    """Directory of the model: config.json and safetensors files."""
+    model_name: str = ""
+    """Name that requests ask for; unset takes the directory's name."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of weights and KV cache; auto is float32 on a CPU (exact and reproducible), elsewhere the model's own."""
+    device: str = "cpu"
+    """Device in PyTorch's words, such as cpu or cuda:0."""
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Threads of one CPU operation; 0 takes the physical cores."""
+
+    kv_cache_tokens: Annotated[int, Field(ge=0, le=2**40)] = 0
+    """Tokens that the KV cache holds; 0 takes what kv_cache_bytes holds, at most max_batch_size full sequences."""
+    kv_cache_bytes: Annotated[int, Field(ge=1)] = 2**30
+    """Memory of the KV cache in bytes where kv_cache_tokens is 0."""
+    tokens_per_block: Annotated[int, Field(ge=1, le=4096)] = 16
+    """Tokens of a KV block."""
+    prefix_reuse: bool = True
+    """Whether the KV of equal beginnings is computed once and kept until its blocks are needed."""
+
+    max_batch_size: Annotated[int, Field(ge=1, le=65536)] = 256
+    """Most sequences computed at once."""
+    max_step_tokens: Count = 512
+    """Most tokens computed in a step, except that every sequence in the batch gets at least one."""
+    max_sequence_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    """Most tokens of a sequence, prompt included; 0 takes the model's length, at most what the KV cache holds."""
+    max_sequences_per_item: Annotated[int, Field(ge=1, le=256)] = 16
+    """Most sequences of one item."""
+    max_queue_size: Annotated[int, Field(ge=0, le=2**31 - 1)] = 1024
+    """Most sequences waiting beyond those that a free place in the batch awaits."""
