@@ -88,6 +88,11 @@ class Output:
     stream: bool = True
     normalize_log_probs: bool | None = None
 
+    @property
+    def per_token(self) -> bool:
+        """Whether data comes back for each generated token."""
+        return self.log_probs or self.top_log_probs > 0 or self.generation_logits
+
 
 @dataclass(frozen=True, slots=True)
 class Lora:

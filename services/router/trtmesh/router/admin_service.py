@@ -1,0 +1,150 @@
+"""RouterAdminService over what the router knows. Calls that this release does not serve say so."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import grpc
+from trtmesh.chassis.errors import UnsupportedCall
+from trtmesh.chassis.rpc import answering
+from trtmesh.router.fleet import Fleet
+from trtmesh.router.placement import POLICIES
+from trtmesh.router.requests import LiveRequest, Requests
+from trtmesh.router.tokenizer import Tokenizer
+from trtmesh.router.tokenizer_pool import TokenizerPool
+from trtmesh.router.worker import Worker
+from trtmesh.v1 import router_admin_pb2 as pb
+from trtmesh.v1 import router_admin_pb2_grpc
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
+    """The admin's view of a router."""
+
+    def __init__(self, fleet: Fleet, tokenizers: TokenizerPool, requests: Requests) -> None:
+        self._fleet = fleet
+        self._tokenizers = tokenizers
+        self._requests = requests
+
+    async def ListWorkers(
+        self, request: pb.ListWorkersRequest, context: _Context
+    ) -> pb.ListWorkersResponse:
+        async with answering(context):
+            return pb.ListWorkersResponse(
+                workers=[_describe_worker(worker) for worker in self._fleet.workers.values()],
+                tokenizers=[
+                    self._describe_tokenizer(tokenizer)
+                    for tokenizer in self._tokenizers.tokenizers.values()
+                ],
+                policy=self._fleet.policy,
+                live_requests=len(self._requests.live),
+            )
+
+    async def ListRequests(
+        self, request: pb.ListRequestsRequest, context: _Context
+    ) -> pb.ListRequestsResponse:
+        async with answering(context):
+            wanted = request.request_id
+            live = [r for r in self._requests.live.values() if wanted in ("", r.request_id)]
+            return pb.ListRequestsResponse(
+                requests=[_describe_request(request) for request in live]
+            )
+
+    async def StopRequest(
+        self, request: pb.StopRequestRequest, context: _Context
+    ) -> pb.StopRequestResponse:
+        async with answering(context, request.stop.request_id):
+            stop = request.stop
+            stopped = self._requests.stop(stop.request_id, frozenset(stop.batch_indexes))
+            return pb.StopRequestResponse(stopped_items=stopped)
+
+    async def GetPolicy(
+        self, request: pb.GetPolicyRequest, context: _Context
+    ) -> pb.GetPolicyResponse:
+        async with answering(context):
+            return pb.GetPolicyResponse(policy=self._fleet.policy, available=sorted(POLICIES))
+
+    def _describe_tokenizer(self, tokenizer: Tokenizer) -> pb.TokenizerReplica:
+        problem = self._tokenizers.problem(tokenizer)
+        refused = tokenizer.ready and problem
+        return pb.TokenizerReplica(
+            address=tokenizer.address,
+            state=pb.WORKER_STATE_REFUSED if refused else tokenizer.state,
+            problem=problem,
+            fingerprint=tokenizer.description.fingerprint,
+            model=tokenizer.description.model,
+            sequences=len(tokenizer.runs),
+        )
+
+    # mypy-protobuf knows only generators; a coroutine that writes is the other form that grpc.aio accepts.
+    async def WatchWorkers(self, request: pb.WatchWorkersRequest, context: _Context) -> None:  # type: ignore[override]
+        await _refuse("WatchWorkers", context)
+
+    async def AddWorker(self, request: pb.AddWorkerRequest, context: _Context) -> NoReturn:
+        await _refuse("AddWorker", context)
+
+    async def DrainWorker(self, request: pb.DrainWorkerRequest, context: _Context) -> NoReturn:
+        await _refuse("DrainWorker", context)
+
+    async def ResumeWorker(self, request: pb.ResumeWorkerRequest, context: _Context) -> NoReturn:
+        await _refuse("ResumeWorker", context)
+
+    async def RemoveWorker(self, request: pb.RemoveWorkerRequest, context: _Context) -> NoReturn:
+        await _refuse("RemoveWorker", context)
+
+    async def ListAdapters(self, request: pb.ListAdaptersRequest, context: _Context) -> NoReturn:
+        await _refuse("ListAdapters", context)
+
+    async def AddAdapter(self, request: pb.AddAdapterRequest, context: _Context) -> NoReturn:
+        await _refuse("AddAdapter", context)
+
+    async def RemoveAdapter(self, request: pb.RemoveAdapterRequest, context: _Context) -> NoReturn:
+        await _refuse("RemoveAdapter", context)
+
+    async def PinAdapter(self, request: pb.PinAdapterRequest, context: _Context) -> NoReturn:
+        await _refuse("PinAdapter", context)
+
+    async def SetPolicy(self, request: pb.SetPolicyRequest, context: _Context) -> NoReturn:
+        await _refuse("SetPolicy", context)
+
+    async def Explain(self, request: pb.ExplainRequest, context: _Context) -> NoReturn:
+        await _refuse("Explain", context)
+
+
+async def _refuse(call: str, context: _Context) -> NoReturn:
+    async with answering(context):
+        raise UnsupportedCall(f"{call} is not served by this release")
+    raise RuntimeError("unreachable: answering re-raises")
+
+
+def _describe_worker(worker: Worker) -> pb.Worker:
+    refused = worker.ready and worker.mismatch
+    return pb.Worker(
+        worker=worker.engine.worker,
+        address=worker.address,
+        state=pb.WORKER_STATE_REFUSED if refused else worker.state,
+        problem=refused or worker.problem,
+        engine=worker.engine,
+        load=worker.load,
+        items=len(worker.sequences),
+    )
+
+
+def _describe_request(live: LiveRequest) -> pb.LiveRequest:
+    items = [
+        pb.LiveItem(
+            batch_index=item.batch_index,
+            stage=item.stage,
+            worker=item.worker,
+            prompt_tokens=item.prompt_tokens,
+            generated_tokens=item.generated_tokens,
+        )
+        for item in live.items
+    ]
+    return pb.LiveRequest(
+        request_id=live.request_id,
+        model=live.model,
+        age_ms=int(live.age_seconds() * 1000),
+        items=items,
+    )

@@ -1,0 +1,121 @@
+"""What waits to be sent to one client: events in order, tokens of a sequence merged while they wait."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import router_pb2 as router_pb
+
+
+@dataclass(slots=True)
+class _WaitingTokens:
+    """Tokens of one sequence that may still grow: nothing of that sequence was queued behind them."""
+
+    batch_index: int
+    sequence_index: int
+    token_offset: int
+    token_ids: list[int]
+    texts: list[str]
+    details: pb.TokenDetails | None
+
+
+class ClientStream:
+    """The queue between the data path, which only puts, and the RPC handler, which only takes.
+
+    Nothing is merged by a timer: a client that keeps up gets every step as its own message, and one that lags gets
+    what piled up while the last message was on its way. Deltas of several items that are ready together leave as
+    one message.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[_WaitingTokens | router_pb.GenerateEvent] = []
+        self._growing: dict[tuple[int, int], _WaitingTokens] = {}
+        self._taker: asyncio.Future[None] | None = None
+        self._closed = False
+        self.waiting_tokens = 0
+        self.merged_tokens = 0
+        self.waiting_since: float | None = None
+
+    def put_tokens(
+        self,
+        batch_index: int,
+        sequence_index: int,
+        token_offset: int,
+        token_ids: list[int],
+        text: str,
+        details: pb.TokenDetails | None,
+    ) -> None:
+        """Queues new tokens of a sequence. `token_ids` must not change afterwards."""
+        key = (batch_index, sequence_index)
+        self.waiting_tokens += len(token_ids)
+        waiting = self._growing.get(key)
+        if waiting is None or _holds_tensor(details):
+            waiting = _WaitingTokens(
+                batch_index, sequence_index, token_offset, token_ids, [text], details
+            )
+            self._growing[key] = waiting
+            self._append(waiting)
+            return
+        self.merged_tokens += len(token_ids)
+        waiting.token_ids = waiting.token_ids + token_ids
+        waiting.texts.append(text)
+        if waiting.details is not None and details is not None:
+            waiting.details.MergeFrom(details)
+
+    def put(self, event: router_pb.GenerateEvent) -> None:
+        """Queues any other event behind everything queued before it."""
+        self._growing.pop((event.batch_index, event.sequence_index), None)
+        self._append(event)
+
+    def close(self) -> None:
+        """Says that nothing more comes; `take` gives what is left and then None."""
+        self._closed = True
+        self._wake()
+
+    async def take(self) -> router_pb.GenerateResponse | None:
+        """All that waits, as one message; None at the end. One taker only."""
+        while not self._entries:
+            if self._closed:
+                return None
+            self._taker = asyncio.get_running_loop().create_future()
+            await self._taker
+        response = router_pb.GenerateResponse()
+        for entry in self._entries:
+            event = response.events.add()
+            if isinstance(entry, _WaitingTokens):
+                _fill(event, entry)
+            else:
+                event.CopyFrom(entry)
+        self._entries.clear()
+        self._growing.clear()
+        self.waiting_tokens = 0
+        self.waiting_since = None
+        return response
+
+    def _append(self, entry: _WaitingTokens | router_pb.GenerateEvent) -> None:
+        if self.waiting_since is None:
+            self.waiting_since = asyncio.get_running_loop().time()
+        self._entries.append(entry)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._taker is not None and not self._taker.done():
+            self._taker.set_result(None)
+
+
+def _holds_tensor(details: pb.TokenDetails | None) -> bool:
+    """Whether merging is impossible: arrays grow like tokens, tensors do not."""
+    return details is not None and details.HasField("generation_logits")
+
+
+def _fill(event: router_pb.GenerateEvent, entry: _WaitingTokens) -> None:
+    event.batch_index = entry.batch_index
+    event.sequence_index = entry.sequence_index
+    tokens = event.tokens
+    tokens.token_offset = entry.token_offset
+    tokens.token_ids.extend(entry.token_ids)
+    tokens.text = "".join(entry.texts)
+    if entry.details is not None:
+        tokens.details.CopyFrom(entry.details)

@@ -1,0 +1,59 @@
+"""Optional per-token data, kept by token so that it can be cut wherever the text is cut."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from trtmesh.v1 import generation_pb2 as pb
+
+T = TypeVar("T")
+
+
+class TokenDetailBuffer:
+    """Holds the details of tokens that are with the decoder, in token order."""
+
+    def __init__(self) -> None:
+        self._log_probs: list[float] = []
+        self._cumulative: list[float | None] = []
+        self._top: list[pb.TopLogProbs] = []
+        self._rows: list[bytes] = []
+        self._row_shape: tuple[int, list[int]] = (0, [])
+
+    def add(self, details: pb.TokenDetails) -> None:
+        """Appends the data of the next tokens."""
+        self._log_probs.extend(details.log_probs)
+        self._top.extend(details.top_log_probs)
+        if details.HasField("cumulative_log_prob"):
+            # The sum is known after the last of these tokens only.
+            self._cumulative.extend([None] * (len(details.log_probs) - 1))
+            self._cumulative.append(details.cumulative_log_prob)
+        if details.HasField("generation_logits"):
+            logits = details.generation_logits
+            rows = logits.shape[0]
+            size = len(logits.data) // rows if rows else 0
+            self._rows.extend(logits.data[row * size : (row + 1) * size] for row in range(rows))
+            self._row_shape = (logits.data_type, list(logits.shape[1:]))
+
+    def take(self, count: int) -> pb.TokenDetails | None:
+        """The data of the next `count` tokens."""
+        if not count:
+            return None
+        details = pb.TokenDetails(
+            log_probs=_pop(self._log_probs, count), top_log_probs=_pop(self._top, count)
+        )
+        sums = [total for total in _pop(self._cumulative, count) if total is not None]
+        if sums:
+            details.cumulative_log_prob = sums[-1]
+        rows = _pop(self._rows, count)
+        if rows:
+            data_type, shape = self._row_shape
+            details.generation_logits.data_type = pb.DataType.ValueType(data_type)
+            details.generation_logits.shape.extend([len(rows), *shape])
+            details.generation_logits.data = b"".join(rows)
+        return details
+
+
+def _pop(values: list[T], count: int) -> list[T]:
+    head = values[:count]
+    del values[:count]
+    return head

@@ -1,0 +1,104 @@
+"""The life of a connection to another process: connect, talk, lose, try again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from contextlib import suppress
+
+import grpc
+from trtmesh.chassis.channels import open_channel
+from trtmesh.chassis.errors import REASON_METADATA_KEY, Mismatch, TrtmeshError, from_status
+from trtmesh.v1 import router_admin_pb2 as admin_pb
+
+log = logging.getLogger(__name__)
+
+RECONNECT_SECONDS = 0.25
+REFUSED_RECONNECT_SECONDS = 2.0
+
+
+class Replica(ABC):
+    """One tokenizer or worker by address, with a state for people and for placement.
+
+    `run` owns the channel and the stream; both end with it.
+    """
+
+    def __init__(self, address: str, max_message_bytes: int) -> None:
+        self.address = address
+        self.state = admin_pb.WORKER_STATE_CONNECTING
+        self.problem = "connecting"
+        self._max_message_bytes = max_message_bytes
+
+    @property
+    def ready(self) -> bool:
+        return self.state == admin_pb.WORKER_STATE_READY
+
+    async def run(self) -> None:
+        """Keeps a stream open for ever; cancelled when the replica leaves the fleet."""
+        channel = open_channel(self.address, self._max_message_bytes)
+        try:
+            while True:
+                await self._talk_once(channel)
+                refused = self.state == admin_pb.WORKER_STATE_REFUSED
+                await asyncio.sleep(REFUSED_RECONNECT_SECONDS if refused else RECONNECT_SECONDS)
+        finally:
+            self._become(admin_pb.WORKER_STATE_GONE, "removed")
+            await channel.close()
+
+    async def _talk_once(self, channel: grpc.aio.Channel) -> None:
+        state, problem = admin_pb.WORKER_STATE_CONNECTING, "its stream ended"
+        try:
+            await self.talk(channel)
+        except Mismatch as error:
+            state, problem = admin_pb.WORKER_STATE_REFUSED, error.message
+        except TrtmeshError as error:
+            problem = error.message
+        except grpc.aio.AioRpcError as error:
+            problem = _describe(error)
+            if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
+                state = admin_pb.WORKER_STATE_REFUSED
+        except asyncio.CancelledError:
+            self.lost("it was removed from the fleet")
+            raise
+        except Exception as error:
+            # Broad on purpose: a defect in handling one replica must not end the router's link to it for ever.
+            log.exception("link to %s failed", self.address)
+            problem = f"{type(error).__name__}: {error}"
+        self._become(state, problem)
+        self.lost(problem)
+
+    def _become(self, state: admin_pb.WorkerState.ValueType, problem: str) -> None:
+        if (state, problem) != (self.state, self.problem):
+            name = admin_pb.WorkerState.Name(state).removeprefix("WORKER_STATE_").lower()
+            log.info("%s is %s%s", self.address, name, f": {problem}" if problem else "")
+        self.state, self.problem = state, problem
+
+    @abstractmethod
+    async def talk(self, channel: grpc.aio.Channel) -> None:
+        """Opens the stream and handles it until it ends; calls `_become` when the replica is ready."""
+
+    @abstractmethod
+    def lost(self, problem: str) -> None:
+        """Gives up everything that was on the stream."""
+
+
+def _describe(error: grpc.aio.AioRpcError) -> str:
+    metadata = dict(error.trailing_metadata() or ())
+    known = from_status(
+        error.code(), str(metadata.get(REASON_METADATA_KEY, "")), error.details() or ""
+    )
+    return f"{error.code().name}: {known.message or known.reason}"
+
+
+async def run_both(first: asyncio.Task[None], second: asyncio.Task[None]) -> None:
+    """Waits until one of two halves of a stream ends, ends the other, and raises what ended it."""
+    try:
+        done, _ = await asyncio.wait((first, second), return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in (first, second):
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await task

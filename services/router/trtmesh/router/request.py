@@ -1,0 +1,122 @@
+"""From a GenerateRequest to one that cannot be wrong."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+from trtmesh.chassis.errors import InvalidField, TrtmeshError
+from trtmesh.chassis.parsing import parse_config, parse_prompt
+from trtmesh.chassis.vocabulary import GenerationConfig, Prompt
+from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import router_pb2 as router_pb
+
+MAX_REQUEST_ID_LENGTH = 256
+
+ROUTER_FIELDS = frozenset(
+    {
+        "output.exclude_prompt",
+        "output.skip_special_tokens",
+        "output.stream",
+        "output.text",
+        "sampling.embedding_bias_texts",
+        "sampling.embedding_bias_weights",
+        "stopping.bad_texts",
+        "stopping.include_stop_text",
+        "stopping.stop_texts",
+    }
+)
+"""Config fields that the router acts on itself, alone or with a tokenizer; workers never see them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ItemRequest:
+    """One prompt and what is asked of it. `message` is the config as it came, for the worker."""
+
+    batch_index: int
+    prompt: Prompt
+    config: GenerationConfig
+    message: pb.GenerationConfig
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Texts that a tokenizer must turn into ids: bad texts, then bias texts."""
+        return self.config.stopping.bad_texts + self.config.sampling.embedding_bias_texts
+
+    @property
+    def worker_fields(self) -> frozenset[str]:
+        """Fields that the worker must act on."""
+        fields = self.config.fields_set - ROUTER_FIELDS
+        if self.config.stopping.bad_texts:
+            fields |= {"stopping.bad_token_ids"}
+        if self.config.sampling.embedding_bias_texts:
+            fields |= {"sampling.embedding_bias"}
+        return fields
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A valid request."""
+
+    request_id: str
+    model: str
+    items: tuple[ItemRequest, ...]
+
+
+def parse_request(
+    message: router_pb.GenerateRequest, metadata_request_id: str, max_items: int
+) -> GenerationRequest:
+    """The request, or an InvalidRequest that names the field and, for an item, its batch_index."""
+    request_id = message.request_id or metadata_request_id or secrets.token_hex(8)
+    if len(request_id) > MAX_REQUEST_ID_LENGTH or not request_id.isprintable():
+        raise InvalidField(
+            f"request_id has {len(request_id)} characters but must be printable and have at most"
+            f" {MAX_REQUEST_ID_LENGTH}"
+        )
+    if not 1 <= len(message.items) <= max_items:
+        raise InvalidField(f"items has {len(message.items)} prompts but must have 1 to {max_items}")
+    shared = parse_config(message.config)
+    items = tuple(
+        _parse_item(batch_index, item, message.config, shared)
+        for batch_index, item in enumerate(message.items)
+    )
+    return GenerationRequest(request_id, message.model, items)
+
+
+def _parse_item(
+    batch_index: int,
+    item: router_pb.GenerateItem,
+    shared_message: pb.GenerationConfig,
+    shared: GenerationConfig,
+) -> ItemRequest:
+    try:
+        prompt = parse_prompt(item.prompt)
+        if item.HasField("config"):
+            return ItemRequest(batch_index, prompt, parse_config(item.config), item.config)
+        return ItemRequest(batch_index, prompt, shared, shared_message)
+    except TrtmeshError as error:
+        raise type(error)(f"items[{batch_index}]: {error.message}") from error
+
+
+def worker_config(
+    item: ItemRequest, word_ids: list[tuple[int, ...]], vocabulary_size: int, seed: int
+) -> pb.GenerationConfig:
+    """The config for the worker: the router's fields taken out, texts replaced by ids, the seed set.
+
+    `word_ids` are the ids of `item.words` in the same order.
+    """
+    config = pb.GenerationConfig()
+    config.CopyFrom(item.message)
+    for path in item.config.fields_set & ROUTER_FIELDS:
+        group, field = path.split(".")
+        getattr(config, group).ClearField(field)
+    bad_texts = len(item.config.stopping.bad_texts)
+    config.stopping.bad_token_ids.extend(pb.TokenIds(ids=ids) for ids in word_ids[:bad_texts])
+    if weights := item.config.sampling.embedding_bias_weights:
+        bias = list(item.config.sampling.embedding_bias) or [0.0] * vocabulary_size
+        for ids, weight in zip(word_ids[bad_texts:], weights, strict=True):
+            for token_id in ids:
+                bias[token_id] += weight
+        config.sampling.embedding_bias[:] = bias
+    config.sampling.seed = seed
+    return config

@@ -1,0 +1,193 @@
+"""The live requests of a router: opened by an RPC, found by name, ended with their RPC."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Collection, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+from trtmesh.chassis.errors import (
+    AlreadyExists,
+    Draining,
+    ModelNotFound,
+    NoWorker,
+    QueueFull,
+    SlowClient,
+)
+from trtmesh.router.client_stream import ClientStream
+from trtmesh.router.fleet import Fleet
+from trtmesh.router.item import ItemRun
+from trtmesh.router.metrics import RouterMetrics
+from trtmesh.router.request import GenerationRequest
+from trtmesh.router.tokenizer_pool import TokenizerPool
+from trtmesh.v1 import router_pb2 as router_pb
+
+
+class Admission:
+    """How many items may live at once. A permit lives exactly as long as its item."""
+
+    def __init__(self, max_items: int) -> None:
+        self._max_items = max_items
+        self.live_items = 0
+
+    def check(self, items: int) -> None:
+        """Raises QueueFull when `items` more would be too many."""
+        if self.live_items + items > self._max_items:
+            raise QueueFull(
+                f"Exceeds maximum queue size: {self.live_items} items live, {items} asked,"
+                f" {self._max_items} allowed (max_items); try again later",
+                retry_after_ms=1000,
+            )
+
+    @contextmanager
+    def permit(self) -> Iterator[None]:
+        self.live_items += 1
+        try:
+            yield
+        finally:
+            self.live_items -= 1
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """What every request needs."""
+
+    fleet: Fleet
+    tokenizers: TokenizerPool
+    admission: Admission
+    metrics: RouterMetrics
+
+
+class LiveRequest:
+    """One request while its RPC runs."""
+
+    def __init__(
+        self, mesh: Mesh, request: GenerationRequest, model: str, remaining_seconds: float | None
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.mesh = mesh
+        self.request_id = request.request_id
+        self.model = model
+        self.client = ClientStream()
+        self.arrival_time = loop.time()
+        self.drawn_seed = secrets.randbits(64)
+        self.overrun: SlowClient | None = None
+        self._deadline = None if remaining_seconds is None else loop.time() + remaining_seconds
+        self._handler = asyncio.current_task()
+        self.items = [ItemRun(self, item) for item in request.items]
+        self._items_over = 0
+
+    def age_seconds(self) -> float:
+        return asyncio.get_running_loop().time() - self.arrival_time
+
+    def remaining_ms(self) -> int | None:
+        """Time until the client's deadline, at least 1; None when it has none."""
+        if self._deadline is None:
+            return None
+        remaining = self._deadline - asyncio.get_running_loop().time()
+        return min(max(1, int(remaining * 1000)), 2**32 - 1)
+
+    def stop(self, batch_indexes: Collection[int]) -> int:
+        """Stops some items, or all when none is named; how many were live."""
+        chosen = [
+            item for item in self.items if not batch_indexes or item.batch_index in batch_indexes
+        ]
+        return sum(item.stop() for item in chosen)
+
+    def on_item_over(self) -> None:
+        self._items_over += 1
+        if self._items_over == len(self.items):
+            self.client.close()
+
+    def end_slow_client(self, error: SlowClient) -> None:
+        """Ends the request because the client does not read: its handler is stuck in a write."""
+        if self.overrun is None and self._handler is not None:
+            self.overrun = error
+            self._handler.cancel()
+
+
+class Requests:
+    """All live requests."""
+
+    def __init__(self, mesh: Mesh, client_buffer_tokens: int, client_stall_seconds: float) -> None:
+        self._mesh = mesh
+        self._client_buffer_tokens = client_buffer_tokens
+        self._client_stall_seconds = client_stall_seconds
+        self._draining = False
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self.live: dict[str, LiveRequest] = {}
+
+    @asynccontextmanager
+    async def open(
+        self, request: GenerationRequest, remaining_seconds: float | None
+    ) -> AsyncIterator[LiveRequest]:
+        """Runs a request's items while inside; leaving stops those that are not over."""
+        self._admit(request)
+        live = LiveRequest(self._mesh, request, self._model_of(request), remaining_seconds)
+        accepted = router_pb.RequestAccepted(request_id=request.request_id, model=live.model)
+        live.client.put(router_pb.GenerateEvent(accepted=accepted))
+        self.live[request.request_id] = live
+        self._empty.clear()
+        tasks = [asyncio.create_task(item.live()) for item in live.items]
+        try:
+            yield live
+        finally:
+            for task in tasks:
+                task.cancel()
+            # An item's end never waits: it only queues stop commands.
+            await asyncio.gather(*tasks, return_exceptions=True)
+            del self.live[request.request_id]
+            self._mesh.metrics.merged_tokens += live.client.merged_tokens
+            if not self.live:
+                self._empty.set()
+
+    def stop(self, request_id: str, batch_indexes: Collection[int]) -> int:
+        """Stops items of a request; 0 when it is unknown or over."""
+        live = self.live.get(request_id)
+        return live.stop(batch_indexes) if live else 0
+
+    async def drain(self) -> None:
+        """Refuses new requests and waits until none is live."""
+        self._draining = True
+        await self._empty.wait()
+
+    def end_slow_clients(self) -> None:
+        """Ends requests whose clients let too much wait, or wait too long."""
+        now = asyncio.get_running_loop().time()
+        for live in self.live.values():
+            client = live.client
+            waited = now - client.waiting_since if client.waiting_since is not None else 0.0
+            if client.waiting_tokens > self._client_buffer_tokens or (
+                waited > self._client_stall_seconds
+            ):
+                live.end_slow_client(
+                    SlowClient(
+                        f"the client left {client.waiting_tokens} tokens unread for {waited:.1f} s; limits are"
+                        f" {self._client_buffer_tokens} tokens and {self._client_stall_seconds:g} s"
+                    )
+                )
+
+    def _admit(self, request: GenerationRequest) -> None:
+        if self._draining:
+            raise Draining("this router is draining; send the request to another", retry_after_ms=0)
+        if request.request_id in self.live:
+            raise AlreadyExists(
+                f"request {request.request_id!r} is live; choose another request_id"
+            )
+        self._mesh.admission.check(len(request.items))
+
+    def _model_of(self, request: GenerationRequest) -> str:
+        models = self._mesh.fleet.models()
+        if request.model in models:
+            return request.model
+        known = ", ".join(sorted(models)) or "none yet"
+        if request.model:
+            raise ModelNotFound(f"model {request.model!r} is not served here; models are: {known}")
+        if len(models) == 1:
+            return next(iter(models))
+        if not models:
+            raise NoWorker("no worker was ever ready; try again later", retry_after_ms=1000)
+        raise ModelNotFound(f"the request names no model but several are served: {known}")

@@ -1,0 +1,155 @@
+"""The router process: everything built once, and the tasks that keep it current."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+
+import grpc
+from trtmesh.chassis.service import Runtime
+from trtmesh.router.admin_service import RouterAdminService
+from trtmesh.router.discovery import Discovery, check_addresses
+from trtmesh.router.fleet import Fleet
+from trtmesh.router.mesh_service import MeshService
+from trtmesh.router.metrics import RouterMetrics
+from trtmesh.router.replica import Replica
+from trtmesh.router.requests import Admission, Mesh, Requests
+from trtmesh.router.settings import RouterSettings
+from trtmesh.router.tokenizer import Tokenizer
+from trtmesh.router.tokenizer_pool import TokenizerPool
+from trtmesh.router.worker import Worker
+from trtmesh.v1 import router_admin_pb2_grpc, router_pb2_grpc
+
+WATCH_SECONDS = 0.1
+"""How often health is brought up to date and slow clients are looked for."""
+
+
+class Router:
+    """A router as the chassis runs it."""
+
+    service_names: Sequence[str] = ("trtmesh.v1.MeshService", "trtmesh.v1.RouterAdminService")
+
+    def __init__(self, settings: RouterSettings, runtime: Runtime) -> None:
+        check_addresses("engines", settings.engines)
+        check_addresses("tokenizers", settings.tokenizers)
+        self._settings = settings
+        self._runtime = runtime
+        self._name = f"{socket.gethostname()}-{os.getpid()}"
+        self._metrics = RouterMetrics()
+        self._fleet = Fleet(settings.policy, self._metrics)
+        self._tokenizers = TokenizerPool(settings.tokenizer_recovery_seconds, self._metrics)
+        self._admission = Admission(settings.max_items)
+        mesh = Mesh(self._fleet, self._tokenizers, self._admission, self._metrics)
+        self._requests = Requests(
+            mesh, settings.client_buffer_tokens, settings.client_stall_seconds
+        )
+        self._links: dict[Replica, asyncio.Task[None]] = {}
+        self._keepers: list[asyncio.Task[None]] = []
+        self._metrics.gauges = self._gauges
+        runtime.registry.register(self._metrics)
+
+    def register(self, server: grpc.aio.Server) -> None:
+        mesh_service = MeshService(
+            self._requests, self._metrics, self._settings.max_items_per_request
+        )
+        admin_service = RouterAdminService(self._fleet, self._tokenizers, self._requests)
+        router_pb2_grpc.add_MeshServiceServicer_to_server(mesh_service, server)
+        router_admin_pb2_grpc.add_RouterAdminServiceServicer_to_server(admin_service, server)
+
+    async def start(self) -> None:
+        await self._tell_health()
+        settings = self._settings
+        # Tokenizers first: a worker is told which tokenizer the mesh uses when it is connected to.
+        for entries, join, leave in (
+            (settings.tokenizers, self._join_tokenizer, self._leave_tokenizer),
+            (settings.engines, self._join_worker, self._leave_worker),
+        ):
+            discovery = Discovery(entries, settings.resolve_seconds, join, leave)
+            await discovery.resolve()
+            self._keepers.append(asyncio.create_task(discovery.follow()))
+        self._keepers.append(asyncio.create_task(self._watch()))
+        for keeper in self._keepers:
+            keeper.add_done_callback(self._on_keeper_done)
+
+    async def drain(self) -> None:
+        await self._requests.drain()
+
+    async def stop(self) -> None:
+        tasks = [*self._keepers, *self._links.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _join_tokenizer(self, address: str) -> None:
+        tokenizer = Tokenizer(
+            address,
+            max_message_bytes=self._settings.max_message_bytes,
+            on_ready=self._tokenizers.on_ready,
+            on_lost=self._tokenizers.on_lost,
+        )
+        self._tokenizers.tokenizers[address] = tokenizer
+        self._links[tokenizer] = asyncio.create_task(tokenizer.run())
+
+    def _leave_tokenizer(self, address: str) -> None:
+        self._leave(self._tokenizers.tokenizers.pop(address))
+
+    def _join_worker(self, address: str) -> None:
+        worker = Worker(
+            address,
+            router_name=self._name,
+            max_message_bytes=self._settings.max_message_bytes,
+            fingerprint_of=self._tokenizers.fingerprint_of,
+            metrics=self._metrics,
+        )
+        self._fleet.workers[address] = worker
+        self._links[worker] = asyncio.create_task(worker.run())
+
+    def _leave_worker(self, address: str) -> None:
+        self._leave(self._fleet.workers.pop(address))
+
+    def _leave(self, replica: Replica) -> None:
+        task = self._links.pop(replica)
+        task.cancel()
+
+    async def _watch(self) -> None:
+        while True:
+            await self._tell_health()
+            self._requests.end_slow_clients()
+            await asyncio.sleep(WATCH_SECONDS)
+
+    async def _tell_health(self) -> None:
+        health = self._runtime.health
+        if self._fleet.ready:
+            await health.well("workers")
+        else:
+            await health.unwell("workers", "no worker is ready")
+        if self._tokenizers.ready or not self._settings.tokenizers:
+            await health.well("tokenizers")
+        else:
+            await health.unwell("tokenizers", "no tokenizer is ready")
+
+    def _on_keeper_done(self, task: asyncio.Task[None]) -> None:
+        """A keeper runs for ever: its end is a defect that the process must not outlive."""
+        with suppress(asyncio.CancelledError):
+            if (error := task.exception()) is not None:
+                self._runtime.fail(error)
+
+    def _gauges(self) -> dict[str, tuple[str, float]]:
+        workers, tokenizers = self._fleet.workers.values(), self._tokenizers.tokenizers.values()
+        return {
+            "live_requests": ("Requests being served.", len(self._requests.live)),
+            "live_items": ("Items being served.", self._admission.live_items),
+            "worker_sequences": (
+                "Handles in use on workers.",
+                sum(len(w.sequences) for w in [*workers]),
+            ),
+            "decode_sequences": (
+                "Handles in use on tokenizers.",
+                sum(len(t.runs) for t in [*tokenizers]),
+            ),
+            "ready_workers": ("Workers that take items.", sum(w.ready for w in [*workers])),
+            "ready_tokenizers": ("Tokenizers that are ready.", sum(t.ready for t in [*tokenizers])),
+        }

@@ -1,0 +1,37 @@
+"""Settings of a router process."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+from trtmesh.chassis.settings import CommaList, Port, ServiceSettings
+
+Policy = Literal["round_robin", "least_loaded"]
+
+
+class RouterSettings(ServiceSettings):
+    """What a router can be told."""
+
+    section: ClassVar[str] = "router"
+
+    port: Port = 8001
+    """Port of the gRPC server: clients and, until they have an address of their own, admins."""
+    tokenizers: CommaList = ()
+    """Addresses of tokenizers as host:port. A host name that resolves to several addresses means several tokenizers."""
+    engines: CommaList
+    """Addresses of engines as host:port. A host name that resolves to several addresses means several workers."""
+    policy: Policy = "least_loaded"
+    """How a worker is chosen for an item."""
+    resolve_seconds: Annotated[float, Field(gt=0, le=3600)] = 2.0
+    """How often host names are resolved again."""
+    max_items: Annotated[int, Field(ge=1, le=1_000_000)] = 8192
+    """Most live items; a request that would exceed it is refused with QUEUE_FULL."""
+    max_items_per_request: Annotated[int, Field(ge=1, le=65536)] = 1024
+    """Most prompts of one request."""
+    client_buffer_tokens: Annotated[int, Field(ge=1)] = 262_144
+    """Tokens that may wait for one client to read them before its request is ended with SLOW_CLIENT."""
+    client_stall_seconds: Annotated[float, Field(gt=0, le=86400)] = 30.0
+    """How long a client may leave waiting events unread before its request is ended with SLOW_CLIENT."""
+    tokenizer_recovery_seconds: Annotated[float, Field(ge=0, le=3600)] = 10.0
+    """How long sequences wait for another tokenizer when the last one was lost."""

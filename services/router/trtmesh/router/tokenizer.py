@@ -1,0 +1,213 @@
+"""A tokenizer: one tokenizer process, the one stream to it, and what is on that stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import chain
+
+import grpc
+from trtmesh.chassis.errors import SchemaMismatch, from_proto
+from trtmesh.chassis.service import SCHEMA_REVISION
+from trtmesh.router.outbox import Outbox
+from trtmesh.router.replica import Replica, run_both
+from trtmesh.router.sequence import SequenceRun
+from trtmesh.v1 import router_admin_pb2 as admin_pb
+from trtmesh.v1 import tokenizer_pb2 as pb
+from trtmesh.v1 import tokenizer_pb2_grpc
+
+UNANSWERED_DECODES = 2
+"""Decode commands on their way at once: more only add latency under load, where they grow instead."""
+
+DESCRIBE_SECONDS = 5.0
+
+_Call = grpc.aio.StreamStreamCall[
+    pb.TokenizerServiceConnectRequest, pb.TokenizerServiceConnectResponse
+]
+
+
+@dataclass(slots=True, eq=False)
+class EncodeJob:
+    """Texts on their way to ids. The handle of `command` is filled in by the tokenizer that takes it."""
+
+    model: str
+    command: pb.EncodeCommand
+    done: asyncio.Future[pb.Encoded] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+class Tokenizer(Replica):
+    """One tokenizer process as this router sees it."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        max_message_bytes: int,
+        on_ready: Callable[[Tokenizer], None],
+        on_lost: Callable[[list[EncodeJob], list[SequenceRun]], None],
+    ) -> None:
+        super().__init__(address, max_message_bytes)
+        self._on_ready = on_ready
+        self._on_lost = on_lost
+        self.description = pb.GetTokenizerResponse()
+        self.runs: dict[int, SequenceRun] = {}
+        self._encodes: dict[int, EncodeJob] = {}
+        self._next_handle = 0
+        self._outbox: Outbox[pb.TokenizerCommand] = Outbox()
+        self._waiting: dict[int, list[int]] = {}
+        self._finished: list[int] = []
+        self._unanswered: deque[list[tuple[SequenceRun, int]]] = deque()
+        self._flush_planned = False
+
+    @property
+    def sequences(self) -> int:
+        """Sequences and encodes on the stream."""
+        return len(self.runs) + len(self._encodes)
+
+    def encode(self, job: EncodeJob) -> None:
+        """Takes texts; `job.done` gets the answer from here or from wherever `on_lost` moves the job."""
+        handle = job.command.handle = self._free_handle(self._encodes)
+        self._encodes[handle] = job
+        self._outbox.put(pb.TokenizerCommand(encode=job.command))
+
+    def open(self, run: SequenceRun) -> None:
+        """Takes over the decoding of a sequence, from its first token that has no text yet."""
+        handle = run.decode_handle = self._free_handle(self.runs)
+        self.runs[handle] = run
+        run.decoder = self
+        command = pb.OpenDecodeCommand(
+            handle=handle,
+            request_id=run.request_id,
+            skip_special_tokens=run.skip_special_tokens,
+            stop_texts=run.stop_texts,
+            include_stop_text=run.include_stop_text,
+            delivered_token_ids=run.token_ids[: run.decoded],
+        )
+        self._outbox.put(pb.TokenizerCommand(open_decode=command))
+        if run.decoded < len(run.token_ids):
+            self.decode(run, run.token_ids[run.decoded :])
+        if run.end is not None:
+            self.finish(run)
+
+    def decode(self, sequence: SequenceRun, token_ids: list[int]) -> None:
+        """Queues tokens; tokens of a sequence that still wait are sent together."""
+        waiting = self._waiting.get(sequence.decode_handle)
+        if waiting is None:
+            self._waiting[sequence.decode_handle] = token_ids
+        else:
+            waiting += token_ids
+        self._plan_flush()
+
+    def finish(self, sequence: SequenceRun) -> None:
+        self._waiting.setdefault(sequence.decode_handle, [])
+        self._finished.append(sequence.decode_handle)
+        self._plan_flush()
+
+    def drop(self, sequence: SequenceRun) -> None:
+        handle = sequence.decode_handle
+        if self.runs.pop(handle, None) is None:
+            return
+        self._waiting.pop(handle, None)
+        if handle in self._finished:
+            self._finished.remove(handle)
+        close = pb.CloseDecodeCommand(handles=[handle])
+        self._outbox.put(pb.TokenizerCommand(close_decode=close))
+
+    def _free_handle(self, used: dict[int, SequenceRun] | dict[int, EncodeJob]) -> int:
+        while True:
+            self._next_handle = (self._next_handle + 1) % 2**32
+            if self._next_handle not in used:
+                return self._next_handle
+
+    def _plan_flush(self) -> None:
+        """Sends what waits once everything that arrived together has been queued."""
+        if not self._flush_planned and len(self._unanswered) < UNANSWERED_DECODES:
+            self._flush_planned = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_planned = False
+        waiting = self._waiting
+        if not waiting or len(self._unanswered) >= UNANSWERED_DECODES:
+            return
+        decode = pb.DecodeCommand(
+            handles=waiting,
+            token_counts=map(len, waiting.values()),
+            token_ids=chain.from_iterable(waiting.values()),
+            finished_handles=self._finished,
+        )
+        runs = self.runs
+        self._unanswered.append([(runs[handle], len(ids)) for handle, ids in waiting.items()])
+        self._waiting = {}
+        self._finished = []
+        self._outbox.put(pb.TokenizerCommand(decode=decode))
+
+    async def talk(self, channel: grpc.aio.Channel) -> None:
+        self._outbox = Outbox()
+        stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
+        self.description = await stub.GetTokenizer(
+            pb.GetTokenizerRequest(), timeout=DESCRIBE_SECONDS
+        )
+        if self.description.schema_revision != SCHEMA_REVISION:
+            raise SchemaMismatch(
+                f"tokenizer {self.address} speaks schema revision {self.description.schema_revision},"
+                f" this router {SCHEMA_REVISION}; run the same release"
+            )
+        call = stub.Connect()
+        try:
+            await call.wait_for_connection()
+            self._become(admin_pb.WORKER_STATE_READY, "")
+            self._on_ready(self)
+            reader = asyncio.create_task(self._read(call))
+            await run_both(reader, asyncio.create_task(self._write(call)))
+        finally:
+            call.cancel()
+
+    async def _write(self, call: _Call) -> None:
+        while True:
+            commands = await self._outbox.take()
+            await call.write(pb.TokenizerServiceConnectRequest(commands=commands))
+
+    async def _read(self, call: _Call) -> None:
+        async for response in call:
+            for event in response.events:
+                match event.WhichOneof("event"):
+                    case "decoded":
+                        self._on_decoded(event.decoded)
+                    case "encoded":
+                        self._on_encoded(event.encoded)
+
+    def _on_decoded(self, decoded: pb.Decoded) -> None:
+        """Hands each sequence its text. This runs once for every token: no per-token objects, no logging."""
+        stops = {stop.handle: stop for stop in decoded.stops} if decoded.stops else {}
+        failures = {failure.handle: failure for failure in decoded.failures}
+        batch = self._unanswered.popleft()
+        for (run, count), handle, text in zip(batch, decoded.handles, decoded.texts, strict=True):
+            if handle in stops:
+                run.on_stop_text(stops[handle].token_count, text, stops[handle].stop_index)
+            elif handle in failures:
+                run.fail(from_proto(failures[handle].error))
+            else:
+                run.on_text(count, text)
+        if self._waiting:
+            self._plan_flush()
+
+    def _on_encoded(self, encoded: pb.Encoded) -> None:
+        job = self._encodes.pop(encoded.handle, None)
+        if job is not None and not job.done.done():
+            job.done.set_result(encoded)
+
+    def lost(self, problem: str) -> None:
+        """Gives everything on the stream back, to be moved to another tokenizer."""
+        del problem
+        encodes, runs = list(self._encodes.values()), list(self.runs.values())
+        self._encodes.clear()
+        self.runs.clear()
+        self._waiting.clear()
+        self._finished.clear()
+        self._unanswered.clear()
+        self._on_lost(encodes, runs)

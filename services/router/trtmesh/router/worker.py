@@ -1,0 +1,189 @@
+"""A worker: one engine process, the one stream to it, and the sequences on that stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import grpc
+from trtmesh.chassis.errors import WorkerLost, to_proto
+from trtmesh.chassis.service import SCHEMA_REVISION
+from trtmesh.router.metrics import RouterMetrics
+from trtmesh.router.outbox import Outbox
+from trtmesh.router.placement import WorkerSnapshot
+from trtmesh.router.replica import Replica, run_both
+from trtmesh.router.sequence import SequenceRun
+from trtmesh.v1 import engine_pb2 as pb
+from trtmesh.v1 import engine_pb2_grpc
+from trtmesh.v1 import generation_pb2 as generation_pb
+from trtmesh.v1 import router_admin_pb2 as admin_pb
+
+UNACKNOWLEDGED_STEPS = 2
+"""Measured: with 2 a step is on its way while one is handled; more only adds latency under load."""
+
+HANDLES = 2**32
+
+_Call = grpc.aio.StreamStreamCall[pb.EngineServiceConnectRequest, pb.EngineServiceConnectResponse]
+
+
+class Worker(Replica):
+    """One engine process as this router sees it."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        router_name: str,
+        max_message_bytes: int,
+        fingerprint_of: Callable[[str], str],
+        metrics: RouterMetrics,
+    ) -> None:
+        super().__init__(address, max_message_bytes)
+        self._router_name = router_name
+        self._fingerprint_of = fingerprint_of
+        self._metrics = metrics
+        self.engine = pb.GetEngineResponse()
+        self.load = pb.Load()
+        self.last_turn = 0
+        self.sequences: dict[int, SequenceRun] = {}
+        self._foreign_sequences = 0
+        self._supported: frozenset[str] = frozenset()
+        self._next_handle = 0
+        self._received_steps = 0
+        self._outbox: Outbox[pb.EngineCommand] = Outbox()
+
+    @property
+    def name(self) -> str:
+        return self.engine.worker or self.address
+
+    def snapshot(self) -> WorkerSnapshot:
+        """What a placement needs to know, with everything dispatched until this moment."""
+        return WorkerSnapshot(
+            address=self.address,
+            worker=self.name,
+            model=self.engine.model,
+            problem=self.mismatch if self.ready else self.problem,
+            sequences=len(self.sequences) + self._foreign_sequences,
+            supported_fields=self._supported,
+            last_turn=self.last_turn,
+        )
+
+    def submit(self, runs: Sequence[SequenceRun], command: pb.SubmitCommand) -> None:
+        """Starts the sequences of one item; `command.handle` is filled in here."""
+        first = command.handle = self._free_handles(len(runs))
+        for handle, run in enumerate(runs, first):
+            self.sequences[handle] = run
+            run.stop_worker = partial(self._stop, handle)
+        self._outbox.put(pb.EngineCommand(submit=command))
+
+    def _free_handles(self, count: int) -> int:
+        """The first of `count` successive handles that are not in use."""
+        while True:
+            first = self._next_handle if self._next_handle + count <= HANDLES else 0
+            self._next_handle = first + count
+            if not any(handle in self.sequences for handle in range(first, first + count)):
+                return first
+
+    def _stop(self, handle: int, reason: generation_pb.FinishReason.ValueType) -> None:
+        if handle in self.sequences:
+            self._outbox.put(pb.EngineCommand(stop=pb.StopCommand(handles=[handle], reason=reason)))
+
+    async def talk(self, channel: grpc.aio.Channel) -> None:
+        self._outbox = Outbox()
+        self._received_steps = 0
+        call = engine_pb2_grpc.EngineServiceStub(channel).Connect()
+        try:
+            reader = asyncio.create_task(self._read(call))
+            await run_both(reader, asyncio.create_task(self._write(call)))
+        finally:
+            call.cancel()
+
+    async def _write(self, call: _Call) -> None:
+        hello = pb.HelloCommand(
+            router=self._router_name,
+            schema_revision=SCHEMA_REVISION,
+            tokenizer_fingerprint=self._fingerprint_of(self.engine.model),
+            unacknowledged_steps=UNACKNOWLEDGED_STEPS,
+        )
+        await call.write(pb.EngineServiceConnectRequest(commands=[pb.EngineCommand(hello=hello)]))
+        while True:
+            await call.write(pb.EngineServiceConnectRequest(commands=await self._outbox.take()))
+
+    async def _read(self, call: _Call) -> None:
+        async for response in call:
+            for event in response.events:
+                match event.WhichOneof("event"):
+                    case "step":
+                        self._on_step(event.step)
+                    case "load":
+                        self._on_load(event.load)
+                    case "welcome":
+                        self._on_welcome(event.welcome.engine)
+
+    def _on_welcome(self, engine: pb.GetEngineResponse) -> None:
+        self.engine = engine
+        self._supported = frozenset(engine.supported_fields)
+        self._become(admin_pb.WORKER_STATE_READY, "")
+
+    @property
+    def mismatch(self) -> str:
+        """Why the worker's tokenizer is not the one that this router encodes with; '' when it is or nobody knows."""
+        theirs, ours = self.engine.tokenizer_fingerprint, self._fingerprint_of(self.engine.model)
+        if not theirs or not ours or theirs == ours:
+            return ""
+        return (
+            f"its tokenizer has the fingerprint {theirs} but the mesh encodes with {ours}; serve the same"
+            " tokenizer files to both"
+        )
+
+    def _on_load(self, load: pb.Load) -> None:
+        self.load = load
+        reported = load.running_sequences + load.waiting_sequences
+        self._foreign_sequences = max(0, reported - len(self.sequences))
+        if self.ready and load.draining:
+            self._become(admin_pb.WORKER_STATE_DRAINING, "draining")
+
+    def _on_step(self, step: pb.Step) -> None:
+        """Hands each sequence its tokens. This runs once for every token: no per-token objects, no logging."""
+        sequences = self.sequences
+        for details in step.details:
+            if (run := sequences.get(details.handle)) is not None:
+                run.on_details(details.details)
+        for prompt in step.prompts:
+            if (run := sequences.get(prompt.handle)) is not None:
+                run.on_prompt(prompt.details)
+        now = asyncio.get_running_loop().time()
+        token_ids = list(step.token_ids)
+        start = 0
+        for handle, offset, count in zip(
+            step.handles, step.token_offsets, step.token_counts, strict=True
+        ):
+            run = sequences.get(handle)
+            if run is not None:
+                run.on_tokens(offset, token_ids[start : start + count])
+                self._metrics.observe_tokens(run, count, now)
+            start += count
+        for end in step.ends:
+            if (run := sequences.pop(end.handle, None)) is not None:
+                run.on_end(end)
+        self._received_steps += 1
+        self._outbox.put(
+            pb.EngineCommand(acknowledge=pb.AcknowledgeCommand(received_steps=self._received_steps))
+        )
+
+    def lost(self, problem: str) -> None:
+        """Ends every sequence with an error that names the worker; what was generated is still delivered."""
+        sequences, self.sequences = self.sequences, {}
+        error = to_proto(WorkerLost(f"worker {self.name} was lost: {problem}", worker=self.name))
+        for handle, run in sequences.items():
+            run.on_end(
+                pb.SequenceEnd(
+                    handle=handle,
+                    reason=generation_pb.FINISH_REASON_ERROR,
+                    error=error,
+                    generated_tokens=len(run.token_ids),
+                )
+            )
+        self.load = pb.Load()
+        self._foreign_sequences = 0
