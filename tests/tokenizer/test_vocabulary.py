@@ -93,6 +93,31 @@ def test_older_files_are_converted(tmp_path: Path) -> None:
     assert "".join(map(state.push, ids)) + state.flush() == "hellos world!"
 
 
+def test_a_sentencepiece_model_is_converted(tmp_path: Path) -> None:
+    try:
+        import sentencepiece
+        import sentencepiece.sentencepiece_model_pb2
+    except Exception as error:  # noqa: BLE001 - protobuf raises its own for a module that is too new for it
+        pytest.skip(f"this sentencepiece cannot be used with this protobuf: {error}")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS),
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=450,
+        model_type="bpe",
+        byte_fallback=True,
+        character_coverage=0.98,
+        minloglevel=2,
+    )
+    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    vocabulary = load_vocabulary(tmp_path)
+    assert (vocabulary.kind, vocabulary.bos_id, vocabulary.eos_id) == ("BPE", 1, 2)
+    assert vocabulary.decoding.name == "pieces"
+    ids = vocabulary.tokenizer.encode(CORPUS[6]).ids
+    state = vocabulary.decoding.open(skip_special_tokens=True)
+    assert "".join(map(state.push, ids)) + state.flush() == CORPUS[6]
+
+
 def test_files_that_cannot_be_converted_are_named(tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_text("hello\nworld")
     with pytest.raises(ModelUnusable, match=f"{tmp_path} has no tokenizer.json, and its other"):

@@ -16,16 +16,6 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from trtmesh.chassis.errors import ModelUnusable
 
-CONVERTIBLE_FILES = (
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
-    "vocab.json",
-    "vocab.txt",
-)
-"""Any of these can stand in for a missing tokenizer.json."""
-
 _TIMEOUT_SECONDS = 600
 
 

@@ -70,12 +70,12 @@ class DecodeStates:
             return self._refuse(handles, finished, InvalidRequest(wrong))
         self._metrics.decoded_tokens.inc(len(token_ids))
         answer = pb.Decoded(handles=handles)
-        texts, start = [], 0
+        start = 0
+        texts = []
         for handle, count in zip(handles, counts, strict=True):
-            ids_of_handle = token_ids[start : start + count]
-            start += count
-            text = self._decode_one(handle, ids_of_handle, answer, finished=handle in finished)
-            texts.append(text)
+            end = start + count
+            texts.append(self._decode_one(handle, token_ids[start:end], finished, answer))
+            start = end
         answer.texts.extend(texts)
         return answer
 
@@ -114,14 +114,17 @@ class DecodeStates:
         return sequence
 
     def _decode_one(
-        self, handle: int, token_ids: list[int], answer: pb.Decoded, *, finished: bool
+        self, handle: int, token_ids: list[int], finished: frozenset[int], answer: pb.Decoded
     ) -> str:
         sequence = self._sequences.get(handle)
         if sequence is None:
             self._tell_failure(handle, answer)
             return ""
         try:
-            text, stop = sequence.finish(token_ids) if finished else sequence.push(token_ids)
+            if handle in finished:
+                text, stop = sequence.finish(token_ids)
+            else:
+                text, stop = sequence.push(token_ids)
         except Exception as error:  # noqa: BLE001 - see _known
             self._fail(handle, _known(error))
         else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from trtmesh.chassis.errors import InvalidRequest, TokenOutOfVocabulary
 from trtmesh.tokenizer.decoding import TextDecoder
@@ -20,20 +19,15 @@ class Stop:
     """Tokens of the call up to and including the one that completed it; 0 if an earlier call did."""
 
 
-class _Phase(Enum):
-    OPEN = "open"
-    STOPPED = "stopped"
-    FINISHED = "finished"
-
-
 class DecodeSequence:
     """Text of one sequence. Its state depends on the ids so far and not on how they were split into calls."""
 
     __slots__ = (
         "_absorbed_stop",
         "_decoder",
+        "_finished",
         "_matcher",
-        "_phase",
+        "_over",
         "_vocabulary_size",
         "request_id",
     )
@@ -50,7 +44,8 @@ class DecodeSequence:
         self._matcher = matcher
         self._vocabulary_size = vocabulary_size
         self._absorbed_stop: Stop | None = None
-        self._phase = _Phase.OPEN
+        self._over = False
+        self._finished = False
 
     def absorb(self, token_ids: Sequence[int]) -> None:
         """Takes tokens whose text was delivered before. Raises TokenOutOfVocabulary.
@@ -66,31 +61,28 @@ class DecodeSequence:
 
         Tokens after a stop text are void. Raises TokenOutOfVocabulary, and InvalidRequest for tokens after `finish`.
         """
-        if self._phase is not _Phase.OPEN:
+        if self._over:
             return self._push_after_the_end(token_ids)
-        if token_ids and max(token_ids) >= self._vocabulary_size:
-            raise TokenOutOfVocabulary(
-                f"token id {max(token_ids)} is outside the vocabulary of {self._vocabulary_size} ids"
-            )
-        push, matcher = self._decoder.push, self._matcher
-        if matcher is None:
-            if len(token_ids) == 1:
-                return push(token_ids[0]), None
-            return "".join([push(token_id) for token_id in token_ids]), None
-        texts = []
-        for count, token_id in enumerate(token_ids, start=1):
-            texts.append(matcher.push(push(token_id)))
-            if matcher.stop_index is not None:
-                self._phase = _Phase.STOPPED
-                return "".join(texts), Stop(matcher.stop_index, count)
-        return "".join(texts), None
+        text, count, matcher = "", 0, self._matcher
+        for token_id in token_ids:
+            count += 1  # noqa: SIM113 - this loop runs for every token served; enumerate doubles its cost
+            if token_id >= self._vocabulary_size:
+                raise self._out_of_vocabulary(token_id)
+            delta = self._decoder.push(token_id)
+            if matcher is not None:
+                delta = matcher.push(delta)
+                if matcher.stop_index is not None:
+                    self._over = True
+                    return text + delta, Stop(matcher.stop_index, count)
+            text += delta
+        return text, None
 
     def finish(self, token_ids: Sequence[int]) -> tuple[str, Stop | None]:
         """`push` of the last tokens, then everything that is still held back."""
         text, stop = self.push(token_ids)
-        if self._phase is not _Phase.OPEN:
+        if self._over:
             return text, stop
-        self._phase = _Phase.FINISHED
+        self._over = self._finished = True
         rest = self._decoder.flush()
         if self._matcher is None:
             return text + rest, None
@@ -99,8 +91,12 @@ class DecodeSequence:
             return text, Stop(self._matcher.stop_index, len(token_ids))
         return text + self._matcher.flush(), None
 
+    def _out_of_vocabulary(self, token_id: int) -> TokenOutOfVocabulary:
+        size = self._vocabulary_size
+        return TokenOutOfVocabulary(f"token id {token_id} is outside the vocabulary of {size} ids")
+
     def _push_after_the_end(self, token_ids: Sequence[int]) -> tuple[str, Stop | None]:
-        if self._phase is _Phase.FINISHED and token_ids:
+        if self._finished and token_ids:
             raise InvalidRequest(
                 f"{len(token_ids)} tokens came after the sequence was finished; close it instead"
             )

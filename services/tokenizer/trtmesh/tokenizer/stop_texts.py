@@ -104,8 +104,9 @@ class StopMatcher:
 
     def push(self, text: str) -> str:
         """The text that is certain now: all but a possible beginning of a stop text, and cut at a match."""
-        stops, state = self._stop_texts, self._state
-        start = stops.find_start(text) if state == _ROOT else 0
+        stops, state, start = self._stop_texts, self._state, 0
+        if state == _ROOT and (start := stops.find_start(text)) == len(text):
+            return text
         for position in range(start, len(text)):
             state = stops.step(state, text[position])
             if (ending := stops.ending(state)) is not None:

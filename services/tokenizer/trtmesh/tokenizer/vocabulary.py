@@ -10,8 +10,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 from trtmesh.chassis.errors import ModelUnusable
-from trtmesh.chassis.fingerprint import tokenizer_fingerprint
-from trtmesh.tokenizer.conversion import CONVERTIBLE_FILES, convert
+from trtmesh.chassis.fingerprint import VOCABULARY_FILES, tokenizer_fingerprint
+from trtmesh.tokenizer.conversion import convert
 from trtmesh.tokenizer.decoder import choose_decoding
 from trtmesh.tokenizer.decoding import Decoding
 
@@ -75,10 +75,10 @@ def _load_tokenizer(model_dir: Path) -> Tokenizer:
         except Exception as error:
             # Broad because the library raises Exception itself.
             raise ModelUnusable(f"{file} is no usable tokenizer: {error}") from error
-    if any((model_dir / name).is_file() for name in CONVERTIBLE_FILES):
+    if any((model_dir / name).is_file() for name in VOCABULARY_FILES):
         return convert(model_dir)
     raise ModelUnusable(
-        f"model directory {model_dir} has neither {TOKENIZER_FILE} nor any of {', '.join(CONVERTIBLE_FILES)}"
+        f"model directory {model_dir} has neither {TOKENIZER_FILE} nor any of {', '.join(VOCABULARY_FILES)}"
     )
 
 
