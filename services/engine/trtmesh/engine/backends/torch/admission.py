@@ -27,8 +27,8 @@ def admit(item: Submission, info: BackendInfo) -> EndRule:
         )
     _check_ids(item, info.vocabulary_size)
     if len(item.keys) > info.max_sequences_per_item:
-        limit = f"at most {info.max_sequences_per_item}"
-        raise InvalidField.of("sampling.num_return_sequences", len(item.keys), limit)
+        most = f"at most {info.max_sequences_per_item}"
+        raise InvalidField.of("sampling.num_return_sequences", len(item.keys), most)
     limit = _limit(item, prompt_tokens, info)
     return EndRule(item.config.stopping, info.end_ids, prompt_tokens, limit)
 

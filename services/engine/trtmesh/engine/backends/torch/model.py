@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,8 +24,6 @@ DTYPES = {
 }
 PROBE_TOKENS = 3
 DEFAULT_POSITIONS = 2048
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +55,9 @@ def load_model(model_dir: Path, dtype_name: str, device: torch.device) -> Model:
     """Raises ModelUnusable with the reason."""
     config = _config(model_dir)
     dtype = _dtype(config, dtype_name, device)
-    module = _weights(model_dir, config, dtype).to(device).eval()
+    module = _weights(model_dir, config, dtype)
+    torch.nn.Module.to(module, device)
+    torch.nn.Module.eval(module)
     module.requires_grad_(requires_grad=False)
     attention.register()
     module.set_attn_implementation(attention.NAME)
@@ -97,9 +96,11 @@ def _dtype(config: Any, name: str, device: torch.device) -> torch.dtype:
 
 
 def _weights(model_dir: Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    # Untyped, because the declared type forgets the report that output_loading_info adds.
+    loader: Any = AutoModelForCausalLM
     try:
         with _quiet():
-            module, report = AutoModelForCausalLM.from_pretrained(
+            module, report = loader.from_pretrained(
                 model_dir,
                 config=config,
                 dtype=dtype,
@@ -166,9 +167,9 @@ def _probe(module: PreTrainedModel, layers: int, device: torch.device) -> KvShap
 
 def _vocabulary_size(module: PreTrainedModel) -> int:
     """Rows of the input embeddings, at most the logits there are."""
-    rows: int = module.get_input_embeddings().weight.shape[0]
-    head = module.get_output_embeddings()
-    return rows if head is None else min(rows, int(head.weight.shape[0]))
+    untyped: Any = module
+    heads = (untyped.get_input_embeddings(), untyped.get_output_embeddings())
+    return min(int(head.weight.shape[0]) for head in heads if head is not None)
 
 
 def _end_ids(module: PreTrainedModel) -> tuple[int, ...]:
@@ -184,16 +185,17 @@ def _end_ids(module: PreTrainedModel) -> tuple[int, ...]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """No progress bar and no warnings on standard error while loading; refusals say what is wrong."""
-    bars = transformers_logging.is_progress_bar_enabled()
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
+    # Untyped functions.
+    hub: Any = transformers_logging
+    bars, verbosity = hub.is_progress_bar_enabled(), hub.get_verbosity()
+    hub.disable_progress_bar()
+    hub.set_verbosity_error()
     try:
         yield
     finally:
-        transformers_logging.set_verbosity(verbosity)
+        hub.set_verbosity(verbosity)
         if bars:
-            transformers_logging.enable_progress_bar()
+            hub.enable_progress_bar()
 
 
 def _text(error: Exception) -> str:

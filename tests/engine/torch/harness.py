@@ -1,0 +1,174 @@
+"""A torch backend that runs for a test, and what it delivered by sequence."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trtmesh.chassis.vocabulary import GenerationConfig, Output, Sampling, Stopping
+from trtmesh.engine.backend import (
+    BackendInfo,
+    BackendStats,
+    SequenceEnd,
+    StepOutput,
+    Submission,
+    TokenDetails,
+)
+from trtmesh.engine.backends.torch import TorchBackend, TorchSettings
+
+SECONDS = 60.0
+
+
+@dataclass
+class Stream:
+    """What one sequence got."""
+
+    token_ids: list[int] = field(default_factory=list)
+    first_offset: int | None = None
+    details: list[TokenDetails] = field(default_factory=list)
+    end: SequenceEnd | None = None
+    blocks_used_at_end: int | None = None
+
+
+class Harness:
+    """Submits, collects, and checks what every backend promises on the way."""
+
+    def __init__(self, settings: TorchSettings) -> None:
+        self.backend = TorchBackend(settings)
+        self.streams: dict[int, Stream] = {}
+        self.outputs: list[StepOutput] = []
+        self.failures: list[BaseException] = []
+        self.info: BackendInfo
+        self._changed = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    async def start(self) -> None:
+        self.info = await self.backend.start(self._deliver, self._fail)
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        config: GenerationConfig | None = None,
+        *,
+        emitted: Sequence[int] = (),
+        batch_index: int = 0,
+        sequence_index: int = 0,
+        deadline: float | None = None,
+    ) -> tuple[int, ...]:
+        """Returns the keys of the item's sequences."""
+        config = config or GenerationConfig()
+        first = len(self.streams)
+        keys = tuple(range(first, first + config.sampling.num_return_sequences))
+        for key in keys:
+            self.streams[key] = Stream()
+        try:
+            self.backend.submit(
+                Submission(
+                    keys=keys,
+                    request_id=f"request-{first}",
+                    batch_index=batch_index,
+                    sequence_index=sequence_index,
+                    token_ids=[*prompt, *emitted],
+                    emitted_tokens=len(emitted),
+                    config=config,
+                    deadline=deadline,
+                )
+            )
+        except BaseException:
+            for key in keys:
+                del self.streams[key]
+            raise
+        return keys
+
+    async def ended(self, keys: Sequence[int] | None = None) -> list[Stream]:
+        """The streams of `keys`, or all, once they have ended."""
+        wanted = list(self.streams if keys is None else keys)
+        await self.until(lambda: all(self.streams[key].end for key in wanted))
+        return [self.streams[key] for key in wanted]
+
+    async def run(
+        self, prompts: Sequence[Sequence[int]], config: GenerationConfig
+    ) -> list[list[int]]:
+        """The tokens of each prompt, all submitted at once."""
+        keys = [self.submit(prompt, config)[0] for prompt in prompts]
+        return [stream.token_ids for stream in await self.ended(keys)]
+
+    async def until(self, condition: Any) -> None:
+        """Waits for something that a delivery makes true."""
+        async with asyncio.timeout(SECONDS):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+    def _deliver(self, output: StepOutput) -> None:
+        # On the engine's thread, so the counters are those of the delivery.
+        stats = self.backend.stats() if hasattr(self.backend, "_engine") else None
+        self._loop.call_soon_threadsafe(self._take, output, stats)
+
+    def _fail(self, error: BaseException) -> None:
+        self._loop.call_soon_threadsafe(self._take_failure, error)
+
+    def _take_failure(self, error: BaseException) -> None:
+        self.failures.append(error)
+        self._changed.set()
+
+    def _take(self, output: StepOutput, stats: BackendStats | None) -> None:
+        assert not self.outputs or output.step_count >= self.outputs[-1].step_count
+        self.outputs.append(output)
+        position = 0
+        for key, offset, count in zip(
+            output.keys, output.token_offsets, output.token_counts, strict=True
+        ):
+            stream = self.streams[key]
+            assert stream.end is None, "tokens after the end"
+            if stream.first_offset is None:
+                stream.first_offset = offset
+            assert offset == stream.first_offset + len(stream.token_ids), "a gap or a repeat"
+            stream.token_ids += output.token_ids[position : position + count]
+            position += count
+        assert position == len(output.token_ids)
+        for details in output.details:
+            self.streams[details.key].details.append(details)
+        for end in output.ends:
+            stream = self.streams[end.key]
+            assert stream.end is None, "a second end"
+            stream.end = end
+            stream.blocks_used_at_end = stats.used_blocks if stats else None
+        self._changed.set()
+
+
+@asynccontextmanager
+async def running(model_dir: Path, **settings: Any) -> AsyncIterator[Harness]:
+    """A started backend; one thread, so that tests do not fight for cores."""
+    harness = Harness(TorchSettings(model_dir=model_dir, **{"threads": 1, **settings}))
+    await harness.start()
+    try:
+        yield harness
+    finally:
+        await harness.backend.close()
+
+
+def configure(**values: Any) -> GenerationConfig:
+    """A config from leaf names, such as `configure(max_tokens=5, top_k=2)`; `fields_set` names them."""
+    config = GenerationConfig()
+    paths = set()
+    parts: dict[str, Any] = {}
+    for name, default in (
+        ("stopping", Stopping()),
+        ("sampling", Sampling()),
+        ("output", Output()),
+        ("kv_cache", config.kv_cache),
+    ):
+        assert is_dataclass(default)
+        mine = {f.name: values.pop(f.name) for f in fields(default) if f.name in values}
+        parts[name] = replace(default, **mine)
+        paths |= {f"{name}.{leaf}" for leaf in mine}
+    if "priority" in values:
+        parts["priority"] = values.pop("priority")
+        paths.add("priority")
+    assert not values, f"no such fields: {sorted(values)}"
+    return replace(config, **parts, fields_set=frozenset(paths))

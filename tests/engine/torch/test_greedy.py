@@ -1,0 +1,107 @@
+"""Greedy ids equal those of `generate`, whatever else is computed at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from engine.torch.harness import configure, running
+from oracle import tiny_models
+
+NEW_TOKENS = 12
+DEMO = Path(__file__).parents[3] / "models" / "demo"
+FREE = configure(max_tokens=NEW_TOKENS, ignore_end_id=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("family", sorted(tiny_models.FAMILIES))
+async def test_families_equal_generate_with_1_3_and_17_requests(
+    family: str, model_dir: Callable[[str], Path]
+) -> None:
+    folder = model_dir(family)
+    prompts = tiny_models.prompts(17)
+    model = tiny_models.reference_model(folder)
+    expected = [tiny_models.greedy(model, prompt, NEW_TOKENS) for prompt in prompts]
+    assert len({tuple(ids) for ids in expected}) > 8, "the oracle has nothing to say"
+    async with running(folder) as engine:
+        for count in (1, 3, 17):
+            assert await engine.run(prompts[:count], FREE) == expected[:count]
+
+
+async def test_the_demo_model_equals_generate() -> None:
+    prompts = tiny_models.prompts(17, vocabulary_size=6144)
+    model = tiny_models.reference_model(DEMO)
+    expected = [tiny_models.greedy(model, prompt, 8) for prompt in prompts]
+    async with running(DEMO, kv_cache_tokens=4096) as engine:
+        for count in (1, 3, 17):
+            config = configure(max_tokens=8, ignore_end_id=True)
+            assert await engine.run(prompts[:count], config) == expected[:count]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("max_step_tokens", [1, 7, 100_000])
+async def test_the_size_of_chunks_changes_nothing(
+    family: str, max_step_tokens: int, model_dir: Callable[[str], Path]
+) -> None:
+    folder = model_dir(family)
+    prompts = tiny_models.prompts(6)
+    model = tiny_models.reference_model(folder)
+    expected = [tiny_models.greedy(model, prompt, NEW_TOKENS) for prompt in prompts]
+    async with running(folder, max_step_tokens=max_step_tokens) as engine:
+        assert await engine.run(prompts, FREE) == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+async def test_preemption_changes_nothing(family: str, model_dir: Callable[[str], Path]) -> None:
+    folder = model_dir(family)
+    prompts = [prompt[:8] for prompt in tiny_models.prompts(9)]
+    model = tiny_models.reference_model(folder)
+    expected = [tiny_models.greedy(model, prompt, 40) for prompt in prompts]
+    async with running(folder, kv_cache_tokens=64, tokens_per_block=4) as engine:
+        got = await engine.run(prompts, configure(max_tokens=40, ignore_end_id=True))
+        scheduler = engine.backend._engine.scheduler
+        assert scheduler.preemptions > 0
+        assert got == expected
+        assert engine.backend.stats().used_blocks == 0
+
+
+@pytest.mark.parametrize("tokens_per_block", [1, 5, 64])
+async def test_the_size_of_blocks_changes_nothing(llama: Path, tokens_per_block: int) -> None:
+    prompts = tiny_models.prompts(5)
+    model = tiny_models.reference_model(llama)
+    expected = [tiny_models.greedy(model, prompt, NEW_TOKENS) for prompt in prompts]
+    async with running(llama, tokens_per_block=tokens_per_block) as engine:
+        assert await engine.run(prompts, FREE) == expected
+
+
+async def test_the_end_id_ends_as_in_generate(llama: Path) -> None:
+    prompts = tiny_models.prompts(6)
+    model = tiny_models.reference_model(llama)
+    free = [tiny_models.greedy(model, prompt, NEW_TOKENS) for prompt in prompts]
+    end_id = free[1][4]
+    expected = [
+        tiny_models.greedy(model, prompt, NEW_TOKENS, eos_token_id=end_id) for prompt in prompts
+    ]
+    assert expected != free
+    async with running(llama) as engine:
+        config = configure(max_tokens=NEW_TOKENS, end_id=end_id)
+        assert await engine.run(prompts, config) == expected
+
+
+async def test_the_models_own_end_ids_count_unless_ignored(tmp_path: Path) -> None:
+    model = tiny_models.reference_model(tiny_models.build(tmp_path / "probe"))
+    prompt = tiny_models.prompts(2)[1]
+    free = tiny_models.greedy(model, prompt, NEW_TOKENS)
+    folder = tiny_models.build(tmp_path / "model", eos_token_id=[free[3], 9])
+    async with running(folder) as engine:
+        assert engine.info.end_ids == (free[3], 9)
+        ends, ignoring = configure(max_tokens=NEW_TOKENS), FREE
+        stop = free.index(free[3]) + 1
+        assert await engine.run([prompt], ends) == [free[:stop]]
+        assert await engine.run([prompt], ignoring) == [free]
