@@ -102,9 +102,10 @@ class TaggedLines:
 
     def _print_full_lines(self, tag: str) -> None:
         *lines, rest = self._held[tag].split("\n")
-        while len(rest) > LINE_WIDTH and (border := rest.rfind(" ", 0, LINE_WIDTH)) > 0:
-            lines.append(rest[: border + 1])
-            rest = rest[border + 1 :]
+        while len(rest) > LINE_WIDTH:
+            width = rest.rfind(" ", 0, LINE_WIDTH) + 1 or LINE_WIDTH
+            lines.append(rest[:width])
+            rest = rest[width:]
         for line in lines:
             put(f"{tag} {self._clean(line)}")
         self._held[tag] = rest

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from trtmesh.chassis.errors import SettingsError
 from trtmesh.cli.logs import process_log
 from trtmesh.cli.mesh_settings import Flags, load_mesh_settings
 from trtmesh.cli.output import say
@@ -38,8 +39,8 @@ class _Supervision:
         self._interrupts = 0
 
     async def run(self) -> int:
-        self._work = asyncio.create_task(self._start_and_use())
         with _interrupts(self._interrupt, stdin=self._stdin()):
+            self._work = asyncio.create_task(self._start_and_use())
             try:
                 await asyncio.wait((self._work,))
             finally:
@@ -82,10 +83,15 @@ def _interrupts(interrupt: Callable[[], None], stdin: int | None) -> Iterator[No
             loop.remove_reader(stdin)
             interrupt()
 
+    if stdin is not None:
+        try:
+            loop.add_reader(stdin, read_stdin)
+        except PermissionError as error:
+            raise SettingsError(
+                "mesh.stop_on_stdin_eof needs a pipe or a terminal as input"
+            ) from error
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, interrupt)
-    if stdin is not None:
-        loop.add_reader(stdin, read_stdin)
     try:
         yield
     finally:

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+
+import pytest
+from cli.commands import TRTMESH, running, trtmesh
+
+
+def live_requests(router: str) -> int:
+    answer = json.loads(trtmesh("status", "--router", router, "--json").stdout)
+    return int(answer["live_requests"])
+
+
+def test_several_prompts_stream_behind_their_tags(router: str) -> None:
+    result = trtmesh("generate", "--router", router, "--max-tokens", "8", "one", "two", "three")
+    assert result.returncode == 0, result.stderr
+    assert {line.split(" ")[0] for line in result.stdout.splitlines()} == {"[0]", "[1]", "[2]"}
+    assert result.stderr.count("8 new") == 3
+    assert "\x1b" not in result.stdout
+
+
+def test_one_prompt_is_its_bare_text(router: str) -> None:
+    result = trtmesh("generate", "--router", router, "--max-tokens", "8", "one")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip()
+    assert not result.stdout.startswith("[0]")
+
+
+def test_json_lines_tell_the_whole_story(router: str) -> None:
+    flags = ("--json", "--max-tokens", "4", "--request-id", "story", "--seed", "7")
+    result = trtmesh("generate", "--router", router, *flags, "one", "two")
+    assert result.returncode == 0, result.stderr
+    events = [json.loads(line) for line in result.stdout.splitlines()]
+    assert (events[0]["event"], events[0]["request_id"]) == ("accepted", "story")
+    for batch_index in (0, 1):
+        own = [e for e in events[1:] if e["batch_index"] == batch_index]
+        kinds = [e["event"] for e in own]
+        assert (kinds[0], kinds[-2:]) == (
+            "item_started", ["sequence_finished", "item_finished"],
+        )  # fmt: skip
+        assert own[0]["seed"] == 7
+        token_ids = [i for e in own if e["event"] == "tokens" for i in e["token_ids"]]
+        assert len(token_ids) == own[-1]["usage"]["generated_tokens"] == 4
+        assert own[-1]["reason"] == "length"
+
+
+def test_prompts_come_from_standard_input(router: str) -> None:
+    flags = ("--router", router, "--max-tokens", "2", "--json")
+    result = trtmesh("generate", *flags, "-", stdin="one\n\ntwo\n")
+    assert result.returncode == 0, result.stderr
+    events = map(json.loads, result.stdout.splitlines())
+    assert sum(event["event"] == "item_finished" for event in events) == 2
+
+
+def test_the_router_may_come_from_the_environment(router: str) -> None:
+    env = {"TRTMESH_ROUTER": router}
+    assert trtmesh("generate", "--max-tokens", "2", "one", env=env).returncode == 0
+
+
+def test_stop_after_keeps_what_came(router: str) -> None:
+    flags = ("--router", router, "--max-tokens", "20000", "--stop-after-ms", "300", "--json")
+    result = trtmesh("generate", *flags, "one", "two")
+    assert result.returncode == 0, result.stderr
+    events = [json.loads(line) for line in result.stdout.splitlines()]
+    ends = [event for event in events if event["event"] == "item_finished"]
+    assert [end["reason"] for end in ends] == ["stopped", "stopped"]
+    assert all(0 < end["usage"]["generated_tokens"] < 20000 for end in ends)
+
+
+def test_interrupting_ends_with_130_and_stops_the_request(router: str) -> None:
+    arguments = ("--router", router, "--max-tokens", "20000", "--request-id", "cut-off", "--json")
+    with running("generate", *arguments, "one") as command:
+        command.wait_for('"tokens"')
+        command.signal(signal.SIGINT)
+        assert command.wait() == 130
+        assert "Traceback" not in "".join(command.err)
+    while live_requests(router):
+        pass
+
+
+def test_a_refused_request_is_one_line_and_status_1(router: str) -> None:
+    result = trtmesh("generate", "--router", router, "--temperature", "-1", "one")
+    assert result.returncode == 1
+    assert result.stdout.strip() == ""
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("trtmesh: error: INVALID_FIELD: ")
+    assert "temperature" in line
+
+
+def test_a_failed_item_is_status_1_and_spares_its_siblings(router: str) -> None:
+    """Only the second prompt is longer than the model allows."""
+    flags = ("--router", router, "--max-tokens", "4", "--json")
+    result = trtmesh("generate", *flags, "-", stdin="one\n" + "word " * 60000 + "\n")
+    assert result.returncode == 1
+    events = [json.loads(line) for line in result.stdout.splitlines()]
+    ends = {e["batch_index"]: e for e in events if e["event"] in ("item_finished", "item_failed")}
+    assert ends[0]["event"] == "item_finished"
+    assert ends[1]["error"]["reason"] == "PROMPT_TOO_LONG"
+
+
+def test_no_router_is_said_in_one_line() -> None:
+    result = trtmesh("generate", "--router", "127.0.0.1:1", "one")
+    assert result.returncode == 1
+    (line,) = result.stderr.strip().splitlines()
+    assert "127.0.0.1:1" in line
+    assert "trtmesh up" in line
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("--max-tokens", "many", "one"),
+        ("--max-tokens", "-5", "one"),
+        ("--config", "{", "one"),
+        ("--config", '{"nonsense": 1}', "one"),
+        ("--nonsense", "one"),
+        ("-",),
+    ],
+)
+def test_wrong_usage_is_status_2(arguments: tuple[str, ...]) -> None:
+    assert trtmesh("generate", *arguments).returncode == 2
+
+
+def test_a_reader_that_leaves_is_no_traceback(router: str) -> None:
+    command = f"{TRTMESH} generate --router {router} --max-tokens 20000 --json one | head -1"
+    result = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stderr) == (1, "")
+    assert json.loads(result.stdout)["event"] == "accepted"

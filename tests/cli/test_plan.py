@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from trtmesh.chassis.errors import ModelUnusable, SettingsError
+from trtmesh.cli.mesh_settings import MeshSettings, load_mesh_settings
+from trtmesh.cli.plan import Plan, demo_model, physical_cores
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def flags_of(arguments: tuple[str, ...]) -> dict[str, str]:
+    return dict(zip(arguments[::2], arguments[1::2], strict=True))
+
+
+def test_the_default_model_is_the_one_that_ships() -> None:
+    assert demo_model() == REPOSITORY / "models" / "demo"
+    (tokenizer,) = Plan(MeshSettings(), None).tokenizers()
+    assert flags_of(tokenizer.arguments)["--model-dir"] == str(demo_model())
+
+
+def test_every_process_ends_with_its_supervisor() -> None:
+    plan = Plan(MeshSettings(engines=2, tokenizers=2, routers=2), None)
+    processes = [*plan.tokenizers(), *plan.engines(), *plan.routers(["t:1"], ["e:1"])]
+    assert [process.name for process in processes] == [
+        "tokenizer-0", "tokenizer-1", "engine-0", "engine-1", "router-0", "router-1",
+    ]  # fmt: skip
+    assert {flags_of(p.arguments)["--stop-on-stdin-eof"] for p in processes} == {"true"}
+
+
+def test_a_command_line_runs_the_service_with_this_python() -> None:
+    (router,) = Plan(MeshSettings(policy="round_robin"), None).routers(["t:1", "t:2"], ["e:1"])
+    python, dash_m, module, *flags = router.command(port=8001)
+    assert (python, dash_m, module) == (sys.executable, "-m", "trtmesh.router")
+    assert flags_of(tuple(flags)) == {
+        "--host": "127.0.0.1",
+        "--stop-on-stdin-eof": "true",
+        "--grace-seconds": "30.0",
+        "--policy": "round_robin",
+        "--tokenizers": "t:1,t:2",
+        "--engines": "e:1",
+        "--port": "8001",
+    }
+
+
+def test_what_was_not_said_is_left_to_the_services() -> None:
+    (engine,) = Plan(MeshSettings(), None).engines()
+    assert not {"--backend", "--log-level", "--metrics-port"} & set(engine.arguments)
+    settings = MeshSettings(backend="simulated", log_level="debug", metrics_port=9000)
+    (engine,) = Plan(settings, None).engines()
+    flags = flags_of(engine.arguments)
+    assert (flags["--backend"], flags["--log-level"]) == ("simulated", "debug")
+    assert flags["--metrics-port"] == "0"
+    (router,) = Plan(settings, None).routers([], [])
+    assert flags_of(router.arguments)["--metrics-port"] == "9000"
+
+
+def test_given_ports_follow_each_other() -> None:
+    plan = Plan(MeshSettings(engines=3, engine_port=9100, tokenizers=2), None)
+    assert [process.port for process in plan.engines()] == [9100, 9101, 9102]
+    assert [process.port for process in plan.tokenizers()] == [0, 0]
+
+
+def test_engines_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = physical_cores()
+    assert 1 <= cores <= len(os.sched_getaffinity(0))
+    (alone,) = Plan(MeshSettings(), None).engines()
+    assert alone.environment == {"OMP_NUM_THREADS": str(cores)}
+    many = Plan(MeshSettings(engines=64), None).engines()
+    assert many[0].environment == {"OMP_NUM_THREADS": str(max(1, cores // 64))}
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    (told,) = Plan(MeshSettings(), None).engines()
+    assert told.environment == {"OMP_NUM_THREADS": "7"}
+
+
+def test_a_missing_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelUnusable, match="nowhere"):
+        Plan(MeshSettings(model=tmp_path / "nowhere"), None)
+
+
+def test_the_file_reaches_every_process_and_may_name_the_models(tmp_path: Path) -> None:
+    file = tmp_path / "mesh.yaml"
+    file.write_text("mesh: {engines: 2}\ntokenizer: {model_dir: a}\nengine: {model_dir: b}\n")
+    settings = load_mesh_settings({"config": str(file)})
+    plan = Plan(settings, str(file))
+    for process in (*plan.tokenizers(), *plan.engines()):
+        assert flags_of(process.arguments)["--config"] == str(file)
+        assert "--model-dir" not in process.arguments
+    assert len(plan.engines()) == 2
+
+
+def test_flags_win_over_the_environment_and_that_over_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mesh.yaml"
+    file.write_text("mesh: {engines: 2, tokenizers: 2, routers: 2}\n")
+    monkeypatch.setenv("TRTMESH_MESH_TOKENIZERS", "3")
+    monkeypatch.setenv("TRTMESH_MESH_ENGINES", "3")
+    settings = load_mesh_settings({"config": str(file), "engines": "4"})
+    assert (settings.engines, settings.tokenizers, settings.routers) == (4, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("mesh: {engins: 2}", r"mesh\.engins = 2 is no setting; did you mean engines\?"),
+        ("mash: {}", "unknown section 'mash'; did you mean mesh"),
+        ("mesh: {engines: 0}", r"mesh\.engines is 0"),
+    ],
+)
+def test_what_the_file_gets_wrong_is_named(tmp_path: Path, content: str, complaint: str) -> None:
+    file = tmp_path / "mesh.yaml"
+    file.write_text(content)
+    with pytest.raises(SettingsError, match=complaint):
+        load_mesh_settings({"config": str(file)})

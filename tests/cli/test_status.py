@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import json
+
+from cli.commands import Stack, trtmesh
+
+
+def test_the_table_names_every_process(stack: Stack, router: str) -> None:
+    result = trtmesh("status", "--router", router, env={"COLUMNS": "200"})
+    assert result.returncode == 0, result.stderr
+    for child in stack.children:
+        assert child["address"] in result.stdout
+    assert "engine-0" in result.stdout
+    assert "engine-1" in result.stdout
+    assert result.stdout.count("ready") == 3
+
+
+def test_json_is_the_routers_answer(router: str) -> None:
+    answer = json.loads(trtmesh("status", "--router", router, "--json").stdout)
+    workers = {worker["worker"]: worker for worker in answer["workers"]}
+    assert set(workers) == {"engine-0", "engine-1"}
+    assert {worker["state"] for worker in workers.values()} == {"WORKER_STATE_READY"}
+    assert len(answer["tokenizers"]) == 1
+    assert answer["live_requests"] == 0
+
+
+def test_no_router_is_status_1() -> None:
+    result = trtmesh("status", "--router", "127.0.0.1:1")
+    assert result.returncode == 1
+    assert "127.0.0.1:1" in result.stderr

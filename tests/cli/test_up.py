@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from cli.commands import TRTMESH, gone, running, running_stack, trtmesh
+
+SLOW_LOAD = {"TRTMESH_ENGINE_SIMULATED_LOAD_MS": "600000"}
+
+
+@contextmanager
+def taken_port() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield int(listener.getsockname()[1])
+
+
+def test_the_stack_serves_until_it_is_told_to_stop() -> None:
+    with running_stack("--engines", "2", "--tokenizers", "2", "--port", "0") as stack:
+        router = stack.wait_ready()
+        names = [child["name"] for child in stack.children]
+        assert sorted(names) == ["engine-0", "engine-1", "router-0", "tokenizer-0", "tokenizer-1"]
+        assert trtmesh("generate", "--router", router, "--max-tokens", "2", "hi").returncode == 0
+        processes = stack.descendants()
+        assert len(processes) == 5
+        stack.signal(signal.SIGINT)
+        assert stack.wait() == 0
+        assert gone(processes)
+
+
+def test_the_end_comes_in_order() -> None:
+    """Routers finish with engines that still serve, and those with tokenizers."""
+    with running_stack("--port", "0") as stack:
+        stack.wait_ready()
+        stack.signal(signal.SIGTERM)
+        assert stack.wait() == 0
+        log = [line.split(" ")[0] for line in stack.err if "drain: draining" in line]
+    assert log == ["router-0", "engine-0", "tokenizer-0"]
+
+
+def test_a_killed_supervisor_leaves_no_process() -> None:
+    with running_stack("--engines", "2", "--port", "0") as stack:
+        stack.wait_ready()
+        processes = stack.descendants()
+        assert len(processes) == 4
+        stack.popen.kill()
+        assert gone(processes)
+
+
+@pytest.mark.parametrize("stage", ["listening on", "tokenizer demo:", "router-0"])
+def test_ctrl_c_while_starting_leaves_no_process(stage: str) -> None:
+    with running_stack("--port", "0", env=SLOW_LOAD) as stack:
+        stack.wait_for(stage)
+        processes = stack.descendants()
+        assert processes
+        stack.signal(signal.SIGINT)
+        assert stack.wait() == 130
+        assert gone(processes)
+        assert "Traceback" not in "".join(stack.err)
+
+
+def test_ctrl_c_before_anything_listens_leaves_no_process() -> None:
+    with running_stack("--port", "0") as stack:
+        while not (processes := stack.descendants()):
+            assert stack.popen.poll() is None
+        stack.signal(signal.SIGINT)
+        assert stack.wait() == 130
+        assert gone(processes)
+
+
+def test_a_second_ctrl_c_ends_everything_at_once() -> None:
+    """The request in flight would hold the router for its whole grace period."""
+    flags = ("--port", "0", "--grace-seconds", "3600")
+    with running_stack(*flags) as stack:
+        router = stack.wait_ready()
+        processes = stack.descendants()
+        arguments = ("--router", router, "--max-tokens", "30000", "--json", "hi")
+        with running("generate", *arguments) as request:
+            request.wait_for('"tokens"')
+            stack.signal(signal.SIGINT)
+            stack.wait_for("drain: draining")
+            stack.signal(signal.SIGINT)
+            assert stack.wait() == 130
+            assert gone(processes)
+
+
+@pytest.mark.parametrize("name", ["engine-0", "tokenizer-0", "router-0"])
+def test_a_process_that_dies_is_started_again_on_its_port(name: str) -> None:
+    with running_stack("--port", "0") as stack:
+        router = stack.wait_ready()
+        os.kill(stack.child(name)["pid"], signal.SIGKILL)
+        stack.wait_for(f"{name} ended with status -9; starting it again")
+        line = stack.wait_for(f"{name} serves again at")
+        assert line.split()[-1] == stack.child(name)["address"]
+        result = trtmesh("generate", "--router", router, "--max-tokens", "2", "hi")
+        assert result.returncode == 0, result.stderr
+
+
+def test_a_process_that_cannot_start_ends_the_command_with_its_words(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with running_stack("--port", "0", "--model", str(tmp_path)) as stack:
+        processes = stack.descendants()
+        assert stack.wait() == 4
+        assert gone(processes)
+        last = stack.err[-1]
+    assert last.startswith("trtmesh: error: tokenizer-0 ended with status 4: ")
+    assert "tokenizer.json" in last
+
+
+def test_a_taken_port_that_was_asked_for_is_an_error() -> None:
+    with taken_port() as port, running_stack("--port", str(port)) as stack:
+        assert stack.wait() == 3
+        assert f"127.0.0.1:{port}" in stack.err[-1]
+
+
+def test_a_taken_default_port_is_replaced_and_said() -> None:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", 8001))
+            listener.listen()
+        except OSError:
+            pass  # Taken already, which serves as well.
+        with running_stack() as stack:
+            router = stack.wait_ready()
+            assert not router.endswith(":8001")
+            stack.wait_for("port 8001 is in use")
+            assert trtmesh("status", "--router", router).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "complaint"),
+    [
+        (("--engines", "0"), 2, "--engines"),
+        (("--backend", "magic"), 2, "--backend"),
+        (("--model", "/nowhere/at/all"), 4, "/nowhere/at/all"),
+        (("--nonsense", "1"), 2, "--nonsense"),
+        (("--config", "/nowhere.yaml"), 2, "/nowhere.yaml"),
+    ],
+)
+def test_wrong_settings_are_named(flags: tuple[str, ...], status: int, complaint: str) -> None:
+    result = trtmesh("up", *flags)
+    assert result.returncode == status
+    assert complaint in result.stderr
+
+
+def test_an_unknown_field_of_the_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "mesh.yaml"
+    file.write_text("mesh: {engins: 2}\n")
+    result = trtmesh("up", "--config", str(file))
+    assert result.returncode == 2
+    assert "mesh.engins" in result.stderr
+    file.write_text("engine: {bakend: simulated}\n")
+    result = trtmesh("up", "--config", str(file))
+    assert result.returncode == 2
+    assert "engine.bakend" in result.stderr
+
+
+def test_logs_may_go_to_files(tmp_path: Path) -> None:
+    with running_stack("--port", "0", "--log-dir", str(tmp_path / "logs")) as stack:
+        stack.wait_ready()
+        stack.signal(signal.SIGINT)
+        assert stack.wait() == 0
+    files = {path.name for path in (tmp_path / "logs").iterdir()}
+    assert files == {"router-0.log", "engine-0.log", "tokenizer-0.log"}
+    assert "listening on" in (tmp_path / "logs" / "engine-0.log").read_text()
+    assert not any("listening on" in line for line in stack.err)
+
+
+def test_the_end_of_standard_input_may_stop_the_stack() -> None:
+    with running_stack("--port", "0", "--stop-on-stdin-eof", "true") as stack:
+        stack.wait_ready()
+        processes = stack.descendants()
+        stack.close_stdin()
+        assert stack.wait() == 0
+        assert gone(processes)
+
+
+def test_standard_input_that_cannot_end_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "empty"
+    file.touch()
+    with file.open() as stdin:
+        command = [TRTMESH, "up", "--stop-on-stdin-eof", "true"]
+        result = subprocess.run(command, stdin=stdin, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "stop_on_stdin_eof" in result.stderr
