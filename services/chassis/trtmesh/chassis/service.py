@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -152,7 +153,8 @@ class _Process:
 
     async def _start(self, service: Service, runtime: Runtime) -> None:
         """Waits until the service is ready, or until a signal says that nobody wants it any more."""
-        await _first(service.start(), self._stop_asked.wait())
+        await _first(service.start(), self._stop_asked.wait(), asyncio.shield(runtime.failure))
+        _calm_garbage_collector()
         if not self._stop_asked.is_set():
             await runtime.health.well("start")
 
@@ -184,6 +186,14 @@ async def _first(*waits: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None
             task.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await task
+
+
+def _calm_garbage_collector() -> None:
+    """Leaves what was made at start out of every later collection and collects rarely: streams make many short-lived
+    objects and hardly any cycle, and walking the heap for nothing took a tenth of a router's time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 50)
 
 
 def _server_options(settings: ServiceSettings) -> list[tuple[str, Any]]:

@@ -111,11 +111,13 @@ def _holds_tensor(details: pb.TokenDetails | None) -> bool:
 
 
 def _fill(event: router_pb.GenerateEvent, entry: _WaitingTokens) -> None:
-    event.batch_index = entry.batch_index
-    event.sequence_index = entry.sequence_index
+    if entry.batch_index:
+        event.batch_index = entry.batch_index
+    if entry.sequence_index:
+        event.sequence_index = entry.sequence_index
     tokens = event.tokens
     tokens.token_offset = entry.token_offset
     tokens.token_ids.extend(entry.token_ids)
-    tokens.text = "".join(entry.texts)
+    tokens.text = entry.texts[0] if len(entry.texts) == 1 else "".join(entry.texts)
     if entry.details is not None:
         tokens.details.CopyFrom(entry.details)

@@ -19,8 +19,11 @@ from trtmesh.v1 import engine_pb2_grpc
 from trtmesh.v1 import generation_pb2 as generation_pb
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
-UNACKNOWLEDGED_STEPS = 2
-"""Measured: with 2 a step is on its way while one is handled; more only adds latency under load."""
+UNACKNOWLEDGED_STEPS = 4
+"""Steps on their way at once. Few: what waits at the worker merges, what is on its way adds latency under load."""
+
+ACKNOWLEDGE_EVERY = 2
+"""A write costs as much as handling several tokens, so every second step is acknowledged, with the one before it."""
 
 HANDLES = 2**32
 
@@ -168,9 +171,9 @@ class Worker(Replica):
             if (run := sequences.pop(end.handle, None)) is not None:
                 run.on_end(end)
         self._received_steps += 1
-        self._outbox.put(
-            pb.EngineCommand(acknowledge=pb.AcknowledgeCommand(received_steps=self._received_steps))
-        )
+        if self._received_steps % ACKNOWLEDGE_EVERY == 0:
+            acknowledge = pb.AcknowledgeCommand(received_steps=self._received_steps)
+            self._outbox.put(pb.EngineCommand(acknowledge=acknowledge))
 
     def lost(self, problem: str) -> None:
         """Ends every sequence with an error that names the worker; what was generated is still delivered."""
