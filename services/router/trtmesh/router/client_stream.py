@@ -26,11 +26,12 @@ class ClientStream:
 
     Nothing is merged by a timer: a client that keeps up gets every step as its own message, and one that lags gets
     what piled up while the last message was on its way. Deltas of several items that are ready together leave as
-    one message.
+    one message, and the opening event leaves with the first that follows it.
     """
 
-    def __init__(self) -> None:
-        self._entries: list[_WaitingTokens | router_pb.GenerateEvent] = []
+    def __init__(self, opening: router_pb.GenerateEvent) -> None:
+        self._entries: list[_WaitingTokens | router_pb.GenerateEvent] = [opening]
+        self._followed = False
         self._growing: dict[tuple[int, int], _WaitingTokens] = {}
         self._taker: asyncio.Future[None] | None = None
         self._closed = False
@@ -76,7 +77,7 @@ class ClientStream:
 
     async def take(self) -> router_pb.GenerateResponse | None:
         """All that waits, as one message; None at the end. One taker only."""
-        while not self._entries:
+        while not self._followed:
             if self._closed:
                 return None
             self._taker = asyncio.get_running_loop().create_future()
@@ -90,6 +91,7 @@ class ClientStream:
                 event.CopyFrom(entry)
         self._entries.clear()
         self._growing.clear()
+        self._followed = False
         self.waiting_tokens = 0
         self.waiting_since = None
         return response
@@ -98,6 +100,7 @@ class ClientStream:
         if self.waiting_since is None:
             self.waiting_since = asyncio.get_running_loop().time()
         self._entries.append(entry)
+        self._followed = True
         self._wake()
 
     def _wake(self) -> None:

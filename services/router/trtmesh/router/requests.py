@@ -70,7 +70,8 @@ class LiveRequest:
         self.mesh = mesh
         self.request_id = request.request_id
         self.model = model
-        self.client = ClientStream()
+        accepted = router_pb.RequestAccepted(request_id=request.request_id, model=model)
+        self.client = ClientStream(router_pb.GenerateEvent(accepted=accepted))
         self.arrival_time = loop.time()
         self.drawn_seed = secrets.randbits(64)
         self.overrun: SlowClient | None = None
@@ -127,8 +128,6 @@ class Requests:
         """Runs a request's items while inside; leaving stops those that are not over."""
         self._admit(request)
         live = LiveRequest(self._mesh, request, self._model_of(request), remaining_seconds)
-        accepted = router_pb.RequestAccepted(request_id=request.request_id, model=live.model)
-        live.client.put(router_pb.GenerateEvent(accepted=accepted))
         self.live[request.request_id] = live
         self._empty.clear()
         tasks = [asyncio.create_task(item.live()) for item in live.items]
