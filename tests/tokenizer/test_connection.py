@@ -63,6 +63,12 @@ async def test_encodes_text_and_words(link: Link, tokenizer: Tokenizer) -> None:
     assert len(encoded.words) == 1
 
 
+async def test_nothing_to_encode_and_nothing_to_decode_have_answers_too(link: Link) -> None:
+    encoded = await link.encode(encode(0, None))
+    assert (encoded.handle, list(encoded.token_ids), list(encoded.words)) == (0, [], [])
+    assert not (await link.decode(decode({}))).handles
+
+
 async def test_special_tokens_are_added_to_the_text_alone(model_dirs: dict[str, Path]) -> None:
     async with served(model_dirs["llama2_bpe"]) as server, linked(server.stub) as link:
         tokenizer = Tokenizer.from_file(str(model_dirs["llama2_bpe"] / "tokenizer.json"))

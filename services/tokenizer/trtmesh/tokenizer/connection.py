@@ -15,7 +15,6 @@ from trtmesh.tokenizer.outbox import Outbox
 from trtmesh.tokenizer.settings import TokenizerSettings
 from trtmesh.tokenizer.vocabulary import Vocabulary
 from trtmesh.tokenizer.workload import Workload
-from trtmesh.v1 import generation_pb2 as generation_pb
 from trtmesh.v1 import tokenizer_pb2 as pb
 
 Write = Callable[[pb.TokenizerServiceConnectResponse], Awaitable[None]]
@@ -55,8 +54,8 @@ class Connection:
         """
         reader = asyncio.create_task(self._read(requests))
         try:
-            while events := await self._outbox.take():
-                await write(pb.TokenizerServiceConnectResponse(events=events))
+            while (message := await self._outbox.take()) is not None:
+                await write(message)
             await reader
         finally:
             reader.cancel()
@@ -78,8 +77,8 @@ class Connection:
     async def _handle(self, command: pb.TokenizerCommand) -> None:
         match command.WhichOneof("command"):
             case "decode":
-                decoded = self._states.decode(command.decode)
-                self._outbox.put(pb.TokenizerEvent(decoded=decoded))
+                event = self._outbox.add(len(command.decode.token_ids))
+                self._states.decode(command.decode, event.decoded)
             case "open_decode":
                 await self._states.open(command.open_decode)
             case "close_decode":
@@ -117,12 +116,16 @@ class Connection:
         metrics = self._shared.metrics
         if isinstance(outcome, EncodedTexts):
             metrics.encoded_tokens.inc(outcome.token_count)
-            words = [generation_pb.TokenIds(ids=ids) for ids in outcome.words]
-            encoded = pb.Encoded(handle=handle, token_ids=outcome.token_ids, words=words)
+            encoded = self._outbox.add(outcome.token_count).encoded
+            encoded.handle = handle
+            encoded.token_ids.extend(outcome.token_ids)
+            for ids in outcome.words:
+                encoded.words.add(ids=ids)
         else:
             metrics.failures.labels(outcome.reason).inc()
-            encoded = pb.Encoded(handle=handle, error=to_proto(outcome))
-        self._outbox.put(pb.TokenizerEvent(encoded=encoded))
+            encoded = self._outbox.add(0).encoded
+            encoded.handle = handle
+            encoded.error.CopyFrom(to_proto(outcome))
 
     def _end(self) -> None:
         for encode in self._encodes.values():

@@ -61,23 +61,25 @@ class DecodeStates:
             except Exception as error:  # noqa: BLE001 - see _known
                 self._fail(command.handle, _known(error))
 
-    def decode(self, command: pb.DecodeCommand) -> pb.Decoded:
-        """The texts of new tokens, in the order of the command's handles."""
+    def decode(self, command: pb.DecodeCommand, answer: pb.Decoded) -> None:
+        """Fills `answer` with the texts of new tokens, in the order of the command's handles."""
+        # A command without handles has an answer too.
+        answer.SetInParent()
         handles = list(command.handles)
         counts, token_ids = list(command.token_counts), list(command.token_ids)
         finished = frozenset(command.finished_handles)
         if wrong := _find_mistake(handles, counts, len(token_ids), finished):
-            return self._refuse(handles, finished, InvalidRequest(wrong))
+            self._refuse(handles, finished, InvalidRequest(wrong), answer)
+            return
         self._metrics.decoded_tokens.inc(len(token_ids))
-        answer = pb.Decoded(handles=handles)
         start = 0
         texts = []
         for handle, count in zip(handles, counts, strict=True):
             end = start + count
             texts.append(self._decode_one(handle, token_ids[start:end], finished, answer))
             start = end
+        answer.handles.extend(handles)
         answer.texts.extend(texts)
-        return answer
 
     def close(self, handles: Iterable[int]) -> None:
         """Drops sequences and remembered failures; a handle that is not open stays so."""
@@ -137,15 +139,19 @@ class DecodeStates:
         return ""
 
     def _refuse(
-        self, handles: list[int], finished: frozenset[int], error: TrtmeshError
-    ) -> pb.Decoded:
+        self,
+        handles: list[int],
+        finished: frozenset[int],
+        error: TrtmeshError,
+        answer: pb.Decoded,
+    ) -> None:
         """Fails every handle that a malformed command names."""
-        answer = pb.Decoded(handles=handles, texts=[""] * len(handles))
+        answer.handles.extend(handles)
+        answer.texts.extend([""] * len(handles))
         for handle in dict.fromkeys([*handles, *finished]):
             if handle in self._sequences:
                 self._fail(handle, error)
             self._tell_failure(handle, answer)
-        return answer
 
     def _fail(self, handle: int, error: TrtmeshError) -> None:
         sequence = self._drop(handle)

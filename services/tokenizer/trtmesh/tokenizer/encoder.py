@@ -30,7 +30,7 @@ class EncodeRequest:
     size_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        size_bytes = sum(len(text.encode()) for text in (self.text or "", *self.words))
+        size_bytes = sum(map(_size_bytes, (self.text or "", *self.words)))
         object.__setattr__(self, "size_bytes", size_bytes)
 
     def texts(self, *, special: bool) -> Iterator[str]:
@@ -39,6 +39,11 @@ class EncodeRequest:
             yield self.text
         if not special:
             yield from self.words
+
+
+def _size_bytes(text: str) -> int:
+    # Measuring must not copy the common long text, which is ASCII.
+    return len(text) if text.isascii() else len(text.encode())
 
 
 @dataclass(frozen=True, slots=True)
