@@ -37,7 +37,9 @@ async def serving(backend: Backend, **settings: Any) -> AsyncIterator[RunningEng
     """Serves `backend` until the end of the block, then stops as the chassis does."""
     runtime = Runtime()
     service = EngineService(
-        EngineSettings(**{"backend": "simulated", "load_interval_seconds": 0.01} | settings), runtime, backend
+        EngineSettings(**{"backend": "simulated", "load_interval_seconds": 0.01} | settings),
+        runtime,
+        backend,
     )
     runtime.health = Health(service.service_names)
     server = grpc.aio.server()
@@ -78,13 +80,14 @@ class RouterStream:
         self.welcome: epb.Welcome | None = None
 
     async def send(self, *commands: epb.EngineCommand) -> None:
-        await self.call.write(epb.EngineServiceConnectRequest(commands=commands))
+        try:
+            await self.call.write(epb.EngineServiceConnectRequest(commands=commands))
+        except grpc.aio.AioRpcError as error:
+            raise await self._failed(error) from error
 
     async def acknowledge(self, received_steps: int | None = None) -> None:
         count = len(self.steps) if received_steps is None else received_steps
-        await self.send(
-            epb.EngineCommand(acknowledge=epb.AcknowledgeCommand(received_steps=count))
-        )
+        await self.send(epb.EngineCommand(acknowledge=epb.AcknowledgeCommand(received_steps=count)))
 
     async def receive(self) -> bool:
         """Takes one message; False at the stream's end. Raises AioRpcError when it failed."""
@@ -92,7 +95,7 @@ class RouterStream:
             async with asyncio.timeout(PATIENCE_SECONDS):
                 response = await self.call.read()
         except grpc.aio.AioRpcError as error:
-            raise StreamFailed(error.code(), error.details() or "", await self._reason()) from error
+            raise await self._failed(error) from error
         if response is grpc.aio.EOF:
             return False
         for event in response.events:
@@ -126,9 +129,10 @@ class RouterStream:
             return failure
         raise AssertionError("the stream ended well")
 
-    async def _reason(self) -> str:
+    async def _failed(self, error: grpc.aio.AioRpcError) -> StreamFailed:
         trailing = dict(await self.call.trailing_metadata() or ())
-        return str(trailing.get("trtmesh-error-reason", ""))
+        reason = str(trailing.get("trtmesh-error-reason", ""))
+        return StreamFailed(error.code(), error.details() or "", reason)
 
     def _take(self, event: epb.EngineEvent) -> None:
         match event.WhichOneof("event"):

@@ -94,9 +94,7 @@ def config_with(path: str) -> tuple[pb.GenerationConfig, set[str]]:
     return config, {path, SEED, *COMPANIONS.get(path, {})}
 
 
-async def send(
-    stream: RouterStream, handle: int, config: pb.GenerationConfig
-) -> None:
+async def send(stream: RouterStream, handle: int, config: pb.GenerationConfig) -> None:
     await stream.send(submit(handle, None, config=config))
 
 

@@ -294,8 +294,10 @@ class TestBrokenAgreement:
                 "acknowledge.received_steps",
             ),
             (stop(1, reason=pb.FINISH_REASON_LENGTH), "stop.reason"),
-            (submit(2**32 - 1, config=pb.GenerationConfig(sampling={"num_return_sequences": 2})),
-             "submit.handle"),
+            (
+                submit(2**32 - 1, config=pb.GenerationConfig(sampling={"num_return_sequences": 2})),
+                "submit.handle",
+            ),
             (epb.EngineCommand(), "does not know"),
         ],
     )

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from trtmesh.chassis.errors import InvalidField, SlowClient
+from trtmesh.chassis.vocabulary import Tensor
 from trtmesh.engine.backend import TokenDetails
 from trtmesh.engine.metrics import EngineMetrics
 from trtmesh.engine.outbox import MAX_ANSWERS, MAX_KV_EVENTS, MAX_PARTS, Outbox
 from trtmesh.engine.step_part import StepPart, merge
-from trtmesh.chassis.vocabulary import Tensor
 from trtmesh.v1 import engine_pb2 as epb
 
 
@@ -144,7 +144,9 @@ def test_only_steps_need_credit() -> None:
 
 def test_acknowledging_what_was_not_sent_is_refused() -> None:
     outbox = Outbox(1, EngineMetrics())
-    with pytest.raises(InvalidField, match=r"acknowledge.received_steps is 1 but must be at most 0"):
+    with pytest.raises(
+        InvalidField, match=r"acknowledge.received_steps is 1 but must be at most 0"
+    ):
         outbox.acknowledge(1)
 
 

@@ -143,9 +143,10 @@ class TestTokens:
             assert await run.generate(item(3, 200, prompt=(40, 41, 43))) != first
 
     async def test_a_migrated_sequence_goes_on_bit_for_bit(self) -> None:
-        async with running(end_probability=0.02, end_id=99) as here, running(
-            end_probability=0.02, end_id=99
-        ) as there:
+        async with (
+            running(end_probability=0.02, end_id=99) as here,
+            running(end_probability=0.02, end_id=99) as there,
+        ):
             for number in range(40):
                 stopping = Stopping(min_tokens=number)
                 asked = {
@@ -186,9 +187,7 @@ class TestTokens:
         async with running(end_id=2) as run:
             plain = await run.generate(item(1, 100))
             word = tuple(plain[70:72])
-            first = next(
-                end for end in range(2, 101) if tuple(plain[end - 2 : end]) == word
-            )
+            first = next(end for end in range(2, 101) if tuple(plain[end - 2 : end]) == word)
             stopped = await run.generate(item(2, 100, stopping=Stopping(stop_token_ids=(word,))))
             assert stopped == plain[:first]
             assert run.ends[2].reason == pb.FINISH_REASON_STOP_WORD

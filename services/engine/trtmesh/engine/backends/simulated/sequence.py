@@ -80,7 +80,9 @@ class Sequence:
     def next_run(self) -> list[int]:
         """The tokens that come next, at least one; sets `ending` when the sequence ends with the last of them."""
         position = len(self._generated)
-        index, start = divmod(position, CHUNK)
+        # Shifted by a phase of the stream's own, so that streams that start together do not all need their next
+        # chunk in the same step.
+        index, start = divmod(position + self._stream[0] % CHUNK, CHUNK)
         tokens = self._source.chunk(self._stream, index)[start:]
         other = self._source.other_than(self.rule.end_ids)
         tokens = self.rule.without_early_ends(position, tokens, other)

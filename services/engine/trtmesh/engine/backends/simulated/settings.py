@@ -44,7 +44,7 @@ class SimulatedSettings(Settings):
     first_token_id: TokenId = 32
     """Lowest id that is generated."""
     last_token_id: TokenId = 126
-    """Highest id that is generated, the end id aside."""
+    """Highest id that is generated, the end id aside; of more than 256 ids, 256 spread evenly are used."""
     end_id: TokenId = 2
     """The model's own end id."""
     end_probability: Annotated[float, Field(ge=0, le=1)] = 0.0

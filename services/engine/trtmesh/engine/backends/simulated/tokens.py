@@ -7,54 +7,75 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import replace
 from hashlib import blake2b, shake_128
+from operator import attrgetter
 from struct import unpack
 
 from trtmesh.chassis.vocabulary import Sampling
 
-CHUNK = 64
-"""Tokens that are made at once; a chunk costs about 5 µs."""
+CHUNK = 128
+"""Tokens that are made at once; a chunk costs about 7 µs."""
 
 _WORDS = f"<{CHUNK}I"
+
+_penalties = attrgetter(
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "prompt_ignore_length",
+    "no_repeat_ngram_size",
+)
+_draws = attrgetter(
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "top_p_min",
+    "top_p_decay",
+    "top_p_reset_id",
+    "seed",
+)
 
 
 class TokenSource:
     """Makes chunks of a sequence's tokens.
 
-    Ids lie in [first, last]; a share `end_probability` of the positions holds `end_id`.
+    Ids lie in [first, last]; of more than 256, 256 that are spread evenly are used. A share `end_probability` of the
+    positions holds `end_id`.
     """
 
     def __init__(self, first: int, last: int, end_id: int, end_probability: float) -> None:
-        self._first = first
-        self._span = last - first + 1
+        self._ids = range(first, last + 1)
+        span = len(self._ids)
+        # One look-up a token, in a table that stays in the processor's cache.
+        self._token_of_byte = [
+            first + (byte % span if span < 256 else byte * span // 256) for byte in range(256)
+        ]
         self._end_id = end_id
         self._end_below = int(end_probability * 2**32)
 
     def chunk(self, key: bytes, index: int) -> list[int]:
-        """Tokens at the positions [index * CHUNK, (index + 1) * CHUNK) among the generated tokens."""
-        words = unpack(_WORDS, shake_128(key + index.to_bytes(8, "little")).digest(4 * CHUNK))
-        first, span = self._first, self._span
+        """Tokens at the positions [index * CHUNK, (index + 1) * CHUNK) of the stream `key`."""
+        place = key + index.to_bytes(8, "little")
+        tokens = list(map(self._token_of_byte.__getitem__, shake_128(place).digest(CHUNK)))
         if not self._end_below:
-            return [first + word % span for word in words]
+            return tokens
         below, end = self._end_below, self._end_id
-        return [end if word < below else first + word % span for word in words]
+        words = unpack(_WORDS, shake_128(place + b"end").digest(4 * CHUNK))
+        return [end if word < below else token for word, token in zip(words, tokens, strict=True)]
 
     def other_than(self, banned: frozenset[int]) -> int:
         """The lowest id that is not banned; where all are, the lowest."""
-        ids = range(self._first, self._first + self._span)
-        return next((token for token in ids if token not in banned), self._first)
+        return next((token for token in self._ids if token not in banned), self._ids[0])
 
 
 def stream_key(
     prompt: Sequence[int], sampling: Sampling, batch_index: int, sequence_index: int
 ) -> bytes:
     """Names a stream of tokens. Greedy streams differ by prompt and penalties alone, as a model's do."""
-    asked = replace(sampling, num_return_sequences=1, best_of=None)
-    place = (batch_index, sequence_index)
     if sampling.greedy:
-        place = (0, 0)
-        asked = replace(asked, seed=None, temperature=None, top_k=None, top_p=None, min_p=None)
-        asked = replace(asked, top_p_min=None, top_p_decay=None, top_p_reset_id=None)
-    content = array("I", prompt).tobytes() + repr((asked, place)).encode()
+        asked: tuple[object, ...] = _penalties(sampling)
+    else:
+        asked = (*_penalties(sampling), *_draws(sampling), batch_index, sequence_index)
+    content = array("I", prompt).tobytes() + repr(asked).encode()
     return blake2b(content, digest_size=16).digest()

@@ -1,0 +1,241 @@
+"""The life of an engine process, started as a user starts it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import urllib.request
+
+import grpc
+import pytest
+from engine_streams import StreamFailed, router_stream, submit
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from processes import ServiceProcess, run_to_exit, service_process
+from trtmesh.v1 import engine_pb2 as epb
+from trtmesh.v1 import engine_pb2_grpc
+from trtmesh.v1 import generation_pb2 as pb
+
+SIMULATED = ("--backend", "simulated", "--load-interval-seconds", "0.01")
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+PATIENCE_SECONDS = 20.0
+
+
+async def until_health(address: str, status: int, service: str = "") -> None:
+    """Waits until the process reports `status`, by its own stream of changes."""
+    async with asyncio.timeout(PATIENCE_SECONDS), grpc.aio.insecure_channel(address) as channel:
+        call = health_pb2_grpc.HealthStub(channel).Watch(
+            health_pb2.HealthCheckRequest(service=service), wait_for_ready=True
+        )
+        async for response in call:
+            if response.status == status:
+                call.cancel()
+                return
+
+
+def metrics_of(process: ServiceProcess) -> dict[str, float]:
+    url = f"http://127.0.0.1:{process.metrics_port}/metrics"
+    with urllib.request.urlopen(url, timeout=PATIENCE_SECONDS) as response:
+        lines = response.read().decode().splitlines()
+    values = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, value in values}
+
+
+async def test_drain_refuses_new_items_finishes_running_ones_and_exits_well() -> None:
+    async with service_process("engine", *SIMULATED, "--simulated-step-ms", "5") as process:
+        await until_health(process.address, SERVING)
+        async with router_stream(process.address) as stream:
+            await stream.send(submit(1, 400))
+            await stream.until(lambda: stream.steps)
+            process.signal(signal.SIGTERM)
+            await stream.until(lambda: stream.loads and stream.loads[-1].draining)
+            await stream.send(submit(2, 5))
+            refused = (await stream.end(2)).end
+            assert refused is not None
+            assert refused.error.reason == "DRAINING"
+            finished = await stream.end(1)
+            assert len(finished.token_ids) == 400
+            assert finished.end
+            assert finished.end.reason == pb.FINISH_REASON_LENGTH
+            assert (await stream.failure()).reason == "DRAINING"
+        assert await process.wait() == 0
+        assert "draining" in process.stderr
+
+
+async def test_when_the_grace_period_is_over_the_rest_is_cut_off() -> None:
+    flags = ("--simulated-step-ms", "5", "--grace-seconds", "0.1")
+    async with service_process("engine", *SIMULATED, *flags) as process:
+        await until_health(process.address, SERVING)
+        async with router_stream(process.address) as stream:
+            await stream.send(submit(1, 20_000))
+            await stream.until(lambda: stream.steps)
+            process.signal(signal.SIGTERM)
+            assert (await stream.failure()).reason == "DRAINING"
+        assert await process.wait() == 0
+        assert "grace" in process.stderr
+
+
+async def test_a_second_signal_ends_it_now() -> None:
+    async with service_process("engine", *SIMULATED) as process:
+        await until_health(process.address, SERVING)
+        async with router_stream(process.address) as stream:
+            await stream.send(submit(1, 20_000))
+            await stream.until(lambda: stream.steps)
+            process.signal(signal.SIGTERM)
+            await stream.until(lambda: stream.loads and stream.loads[-1].draining)
+            process.signal(signal.SIGINT)
+            assert await process.wait() == 130
+
+
+async def test_a_signal_while_loading_ends_it_well() -> None:
+    async with service_process("engine", *SIMULATED, "--simulated-load-ms", "3600000") as process:
+        await until_health(process.address, NOT_SERVING)
+        async with grpc.aio.insecure_channel(process.address) as channel:
+            stub = engine_pb2_grpc.EngineServiceStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError, match="not loaded yet") as caught:
+                await stub.GetEngine(epb.GetEngineRequest())
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        with pytest.raises(StreamFailed, match="not loaded yet"):
+            async with router_stream(process.address):
+                pass
+        assert await process.stop() == 0
+
+
+async def test_the_end_of_standard_input_stops_it() -> None:
+    async with service_process("engine", *SIMULATED, "--stop-on-stdin-eof", "true") as process:
+        await until_health(process.address, SERVING)
+        process.close_stdin()
+        assert await process.wait() == 0
+        assert "parent process is gone" in process.stderr
+
+
+async def test_a_broken_backend_ends_the_process() -> None:
+    async with service_process(
+        "engine", *SIMULATED, "--simulated-break-after-steps", "5"
+    ) as process:
+        await until_health(process.address, SERVING)
+        async with router_stream(process.address) as stream:
+            await stream.send(submit(1, 100), submit(2, 100))
+            watching = asyncio.create_task(until_health(process.address, NOT_SERVING))
+            for received in (await stream.ends([1, 2])).values():
+                assert received.end
+                assert received.end.error.reason == "WORKER_LOST"
+                assert len(received.token_ids) == 5
+        await watching
+        assert await process.wait() == 1
+        assert "simulated.break_after_steps" in process.stderr
+
+
+async def test_a_crash_breaks_the_stream() -> None:
+    async with service_process(
+        "engine", *SIMULATED, "--simulated-crash-after-steps", "5"
+    ) as process:
+        await until_health(process.address, SERVING)
+        async with router_stream(process.address) as stream:
+            await stream.send(submit(1, 100))
+            assert (await stream.failure()).code is grpc.StatusCode.UNAVAILABLE
+        assert await process.wait() == 70
+
+
+async def test_a_stall_is_reported_while_load_goes_on() -> None:
+    flags = ("--simulated-freeze-after-steps", "5", "--stall-seconds", "0.2")
+    async with service_process("engine", *SIMULATED, *flags) as process:
+        await until_health(process.address, SERVING)
+        async with router_stream(process.address) as stream:
+            await stream.send(submit(1, 100))
+            await until_health(process.address, NOT_SERVING, "trtmesh.v1.EngineService")
+            await stream.until(lambda: stream.loads and stream.loads[-1].step_count == 5)
+            seen = len(stream.loads)
+            await stream.until(lambda: len(stream.loads) >= seen + 3)
+            assert stream.loads[-1].running_sequences == 1
+        process.signal(signal.SIGKILL)
+        await process.wait()
+        assert "progress: 0.2 s without a step after number 5" in process.stderr
+
+
+async def test_health_recovers_when_steps_go_on() -> None:
+    flags = ("--simulated-step-ms", "600", "--stall-seconds", "0.1")
+    async with service_process("engine", *SIMULATED, *flags) as process:
+        await until_health(process.address, SERVING)
+        async with router_stream(process.address) as stream:
+            await stream.send(submit(1, 2))
+            await until_health(process.address, NOT_SERVING)
+            await stream.end(1)
+            await until_health(process.address, SERVING)
+        assert await process.stop() == 0
+
+
+async def test_metrics_are_served_and_return_to_zero() -> None:
+    async with service_process("engine", *SIMULATED, "--metrics-port", "0") as process:
+        await until_health(process.address, SERVING)
+        async with router_stream(process.address) as stream:
+            await stream.send(*(submit(handle, 5) for handle in range(10)))
+            await stream.ends(range(10))
+            values = await asyncio.to_thread(metrics_of, process)
+            assert values["trtmesh_engine_open_streams"] == 1
+            assert values["trtmesh_engine_generated_tokens_total"] == 50
+            await stream.send(submit(1, 30_000))
+            await stream.until(lambda: 1 in stream.received)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while True:
+                values = await asyncio.to_thread(metrics_of, process)
+                gauges = ("open_streams", "live_sequences", "used_blocks", "running_sequences")
+                if not any(values[f"trtmesh_engine_{gauge}"] for gauge in gauges):
+                    break
+        assert values['trtmesh_engine_sequences_finished_total{reason="cancelled"}'] == 1
+
+
+class TestThatCannotStart:
+    async def test_a_port_in_use(self) -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = str(taken.getsockname()[1])
+            ended = await run_to_exit("engine", *SIMULATED, "--port", port)
+        assert ended.status == 3
+        assert f"cannot listen on 127.0.0.1:{port}" in ended.stderr
+        assert ended.stdout == ""
+
+    async def test_a_metrics_port_in_use(self) -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = str(taken.getsockname()[1])
+            ended = await run_to_exit("engine", *SIMULATED, "--metrics-port", port)
+        assert ended.status == 3
+        assert f"cannot serve metrics on 127.0.0.1:{port}" in ended.stderr
+
+    @pytest.mark.parametrize(
+        ("flags", "env", "words"),
+        [
+            (("--simulated-step-ms", "fast"), {}, ("flag --simulated-step-ms", "'fast'")),
+            (("--simulated-stepms", "5"), {}, ("--simulated-stepms", "--help")),
+            (
+                (),
+                {"TRTMESH_ENGINE_STALL_SECONDS": "0"},
+                ("environment variable TRTMESH_ENGINE_STALL_SECONDS", "'0'", "greater than 0"),
+            ),
+            (
+                ("--simulated-first-token-id", "9", "--simulated-last-token-id", "3"),
+                {},
+                ("first_token_id 9", "last_token_id 3"),
+            ),
+        ],
+    )
+    async def test_a_wrong_setting(
+        self, flags: tuple[str, ...], env: dict[str, str], words: tuple[str, ...]
+    ) -> None:
+        ended = await run_to_exit("engine", *SIMULATED, *flags, env=env)
+        assert ended.status == 2
+        assert ended.stderr.startswith("trtmesh engine: error: ")
+        assert len(ended.stderr.splitlines()) == 1
+        for word in words:
+            assert word in ended.stderr
+
+
+async def test_a_simulated_engine_never_imports_torch() -> None:
+    async with service_process("engine", *SIMULATED) as process:
+        await until_health(process.address, SERVING)
+        with open(f"/proc/{process.pid}/maps", encoding="utf-8") as maps:
+            assert "torch" not in maps.read()
