@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +37,9 @@ async def serving(backend: Backend, **settings: Any) -> AsyncIterator[RunningEng
     """Serves `backend` until the end of the block, then stops as the chassis does."""
     runtime = Runtime()
     service = EngineService(
-        EngineSettings(**{"backend": "simulated", "load_interval_seconds": 0.01} | settings),
+        EngineSettings.model_validate(
+            {"backend": "simulated", "load_interval_seconds": 0.01} | settings
+        ),
         runtime,
         backend,
     )
@@ -101,7 +103,9 @@ class RouterStream:
         for event in response.events:
             self._take(event)
             if event.HasField("step") and self.acknowledging:
-                await self.acknowledge()
+                # Where the stream is over, reading on tells what it ended with.
+                with suppress(StreamFailed):
+                    await self.acknowledge()
         return True
 
     async def until(self, condition: Callable[[], object]) -> None:
@@ -210,7 +214,11 @@ async def router_stream(
 
 
 def hello(**fields: Any) -> epb.EngineCommand:
-    values = {"router": "test", "schema_revision": SCHEMA_REVISION, "unacknowledged_steps": 2}
+    values: dict[str, Any] = {
+        "router": "test",
+        "schema_revision": SCHEMA_REVISION,
+        "unacknowledged_steps": 2,
+    }
     return epb.EngineCommand(hello=epb.HelloCommand(**values | fields))
 
 
@@ -226,9 +234,13 @@ def submit(
     if max_tokens is not None:
         config.stopping.max_tokens = max_tokens
     command = epb.SubmitCommand(
-        **{"handle": handle, "request_id": "r", "token_ids": prompt, "config": config} | fields
+        handle=handle, request_id="r", token_ids=prompt, config=config, **fields
     )
     return epb.EngineCommand(submit=command)
+
+
+def sampling(**fields: Any) -> pb.GenerationConfig:
+    return pb.GenerationConfig(sampling=pb.SamplingConfig(**fields))
 
 
 def stop(
@@ -240,5 +252,5 @@ def stop(
 async def eventually(condition: Callable[[], object]) -> None:
     """Waits until `condition` holds, for what no event tells."""
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - nothing tells of what is waited for
             await asyncio.sleep(0.005)

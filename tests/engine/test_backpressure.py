@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from engine_streams import Received, router_stream, serving, submit
+from engine_streams import Received, RouterStream, router_stream, serving, submit
 from trtmesh.engine.backends.simulated import SimulatedBackend, SimulatedSettings
 
 
@@ -23,14 +23,18 @@ async def outputs(credit: int, acknowledge_after: range | None) -> dict[int, Rec
             await stream.receive()
             assert len(stream.steps) <= due + credit or acknowledge_after is None
             if acknowledge_after is not None and len(stream.steps) == due + credit:
-                loads = len(stream.loads) + schedule.choice(acknowledge_after)
-                await stream.until(lambda: len(stream.loads) >= loads)
+                await _let_loads_pass(stream, schedule.choice(acknowledge_after))
                 due = schedule.randint(due + 1, len(stream.steps))
                 await stream.acknowledge(due)
         if acknowledge_after is not None:
             assert len(stream.steps) < 300, "nothing was merged"
             assert engine.service.metrics.merged_steps > 0
         return stream.received
+
+
+async def _let_loads_pass(stream: RouterStream, count: int) -> None:
+    seen = len(stream.loads) + count
+    await stream.until(lambda: len(stream.loads) >= seen)
 
 
 async def test_withheld_acknowledgements_lose_and_repeat_nothing() -> None:

@@ -111,7 +111,6 @@ async def test_a_supported_field_reaches_the_backend(path: str) -> None:
         value: Any = seen
         for name in path.split("."):
             value = getattr(value, name)
-        default: Any = pb.GenerationConfig()
         assert value not in (None, (), {})
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import grpc
 import pytest
 from engine_streams import (
+    RouterStream,
     RunningEngine,
     eventually,
     hello,
     raw_stream,
     router_stream,
+    sampling,
     serving,
     stop,
     submit,
@@ -42,6 +45,10 @@ def assert_nothing_is_left(engine: RunningEngine, backend: SimulatedBackend) -> 
 
 def simulated(**settings: object) -> SimulatedBackend:
     return SimulatedBackend(SimulatedSettings.model_validate({"step_ms": 0} | settings))
+
+
+def _kv_events_arrived(stream: RouterStream, count: int) -> bool:
+    return sum(len(events.events) for events in stream.kv_events) == count
 
 
 class TestOpening:
@@ -210,9 +217,9 @@ class TestRefusedItems:
     @pytest.mark.parametrize(
         ("command", "words"),
         [
-            (submit(1, config=pb.GenerationConfig(sampling={"temperature": 1})), "sampling.seed"),
+            (submit(1, config=sampling(temperature=1)), "sampling.seed"),
             (
-                submit(1, config=pb.GenerationConfig(sampling={"num_return_sequences": 17})),
+                submit(1, config=sampling(num_return_sequences=17)),
                 "sampling.num_return_sequences is 17 but must be at most 16",
             ),
             (submit(1, emitted_tokens=4), "emitted_tokens is 4 but must be at most 3"),
@@ -220,7 +227,7 @@ class TestRefusedItems:
                 submit(
                     1,
                     emitted_tokens=1,
-                    config=pb.GenerationConfig(sampling={"num_return_sequences": 2}),
+                    config=sampling(num_return_sequences=2),
                 ),
                 "one by one",
             ),
@@ -295,7 +302,7 @@ class TestBrokenAgreement:
             ),
             (stop(1, reason=pb.FINISH_REASON_LENGTH), "stop.reason"),
             (
-                submit(2**32 - 1, config=pb.GenerationConfig(sampling={"num_return_sequences": 2})),
+                submit(2**32 - 1, config=sampling(num_return_sequences=2)),
                 "submit.handle",
             ),
             (epb.EngineCommand(), "does not know"),
@@ -410,7 +417,8 @@ class TestUnservedCommands:
             )
             await stream.until(lambda: len(stream.blocks_reserved) == 2)
             assert [state.id for state in stream.adapter_states] == [3, 4]
-            errors = [answer.error for answer in (*stream.adapter_states, *stream.blocks_reserved)]
+            errors = [state.error for state in stream.adapter_states]
+            errors += [answer.error for answer in stream.blocks_reserved]
             names = ["load_adapter", "unload_adapter", "reserve_blocks", "release_lease"]
             for error, name in zip(errors, names, strict=True):
                 assert error.reason == "UNSUPPORTED_CALL"
@@ -441,7 +449,7 @@ class TestLoadAndKvEvents:
             backend.step({}, kv_events=[BlocksStored(0, [11, 12], [1, 2, 3, 4], 5)])
             backend.step({}, kv_events=[BlocksRemoved([12]), BlocksCleared()])
             for stream in (a, b):
-                await stream.until(lambda s=stream: sum(len(k.events) for k in s.kv_events) == 3)
+                await stream.until(partial(_kv_events_arrived, stream, 3))
                 assert len({events.epoch for events in stream.kv_events}) == 1
                 numbers = [
                     events.first_sequence + index

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import socket
 import urllib.request
+from pathlib import Path
 
 import grpc
 import pytest
@@ -19,7 +20,7 @@ from trtmesh.v1 import generation_pb2 as pb
 SIMULATED = ("--backend", "simulated", "--load-interval-seconds", "0.01")
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 60.0
 
 
 async def until_health(address: str, status: int, service: str = "") -> None:
@@ -234,8 +235,28 @@ class TestThatCannotStart:
             assert word in ended.stderr
 
 
+async def test_the_torch_backend_needs_a_model() -> None:
+    ended = await run_to_exit("engine", "--backend", "torch")
+    assert ended.status == 2
+    assert "engine.model_dir" in ended.stderr
+
+
+async def test_the_torch_backend_serves_the_demo_model() -> None:
+    model = Path(__file__).parents[2] / "models" / "demo"
+    async with service_process("engine", "--model-dir", str(model)) as process:
+        await until_health(process.address, SERVING)
+        async with router_stream(process.address) as stream:
+            assert stream.welcome
+            assert stream.welcome.engine.model == "demo"
+            await stream.send(submit(1, 5, prompt=[5, 6, 7]), submit(2, 5, prompt=[5, 6, 7]))
+            outputs = await stream.ends([1, 2])
+            assert outputs[1].token_ids
+            assert outputs[1].token_ids == outputs[2].token_ids
+        assert await process.stop() == 0
+
+
 async def test_a_simulated_engine_never_imports_torch() -> None:
     async with service_process("engine", *SIMULATED) as process:
         await until_health(process.address, SERVING)
-        with open(f"/proc/{process.pid}/maps", encoding="utf-8") as maps:
-            assert "torch" not in maps.read()
+        maps = await asyncio.to_thread(Path(f"/proc/{process.pid}/maps").read_text)
+        assert "torch" not in maps

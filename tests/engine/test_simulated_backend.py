@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from trtmesh.chassis.errors import (
@@ -149,7 +150,7 @@ class TestTokens:
         ):
             for number in range(40):
                 stopping = Stopping(min_tokens=number)
-                asked = {
+                asked: dict[str, Any] = {
                     "prompt": (number, 50),
                     "stopping": stopping,
                     "sampling": SAMPLED,
@@ -311,7 +312,7 @@ class TestRefusals:
             (item(prompt=()), PromptEmpty, "no tokens"),
             (item(prompt=(), emitted=(5,)), PromptEmpty, "no tokens"),
             (item(max_tokens=98), PromptTooLong, "3 tokens"),
-            (item(None, prompt=(5,) * 100), PromptTooLong, "at most 100"),
+            (item(max_tokens=None, prompt=(5,) * 100), PromptTooLong, "at most 100"),
             (item(prompt=(5, 32000)), TokenOutOfVocabulary, "32000"),
             (item(stopping=Stopping(end_id=32000)), InvalidField, "stopping.end_id"),
         ],

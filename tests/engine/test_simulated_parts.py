@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -126,7 +127,7 @@ class TestTokens:
             {"no_repeat_ngram_size": 2},
         ],
     )
-    def test_sampling_fields_change_a_sampled_stream(self, change: dict[str, float]) -> None:
+    def test_sampling_fields_change_a_sampled_stream(self, change: dict[str, Any]) -> None:
         sampling = Sampling(temperature=1.0, seed=1)
         changed = replace(sampling, **change)
         assert stream_key([1], sampling, 0, 0) != stream_key([1], changed, 0, 0)
@@ -141,7 +142,7 @@ class TestTokens:
 
 
 class TestEndings:
-    def rule(self, max_tokens: int = 100, **stopping: object) -> EndRule:
+    def rule(self, max_tokens: int = 100, **stopping: Any) -> EndRule:
         return EndRule(replace(Stopping(), **stopping), (2,), max_tokens)
 
     def test_length(self) -> None:

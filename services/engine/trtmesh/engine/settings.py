@@ -9,6 +9,9 @@ from pydantic import Field
 from trtmesh.chassis.settings import ServiceSettings
 from trtmesh.engine.backends.simulated.settings import SimulatedSettings
 
+# The settings of the torch backend, and with them the package around them, do not import torch.
+from trtmesh.engine.backends.torch.settings import TorchSettings
+
 Seconds = Annotated[float, Field(gt=0, le=86400)]
 
 
@@ -33,4 +36,5 @@ class EngineSettings(ServiceSettings):
     """How long sequences may wait without a step before the worker counts as stuck, in seconds."""
     max_handles_per_stream: Annotated[int, Field(ge=1, le=1_000_000)] = 16384
     """Most sequences of one router."""
+    torch: TorchSettings = TorchSettings()
     simulated: SimulatedSettings = SimulatedSettings()
