@@ -136,6 +136,8 @@ def _message(message: Message, prefix: str, paths: set[str]) -> Any:
 def _field(field: FieldDescriptor, value: Any, path: str, paths: set[str]) -> Any:
     if field.message_type is None:
         paths.add(path)
+        if field.enum_type is not None:
+            return _enum(field, path, value)
         return _scalars(path, value) if field.is_repeated else _scalar(path, value)
     if field.message_type.GetOptions().map_entry:
         paths.add(path)
@@ -155,6 +157,14 @@ def _nested(value: Message, path: str, paths: set[str]) -> Any:
         paths.add(path)
         return _message(value, f"{path}.", set())
     return _message(value, f"{path}.", paths)
+
+
+def _enum(field: FieldDescriptor, path: str, value: int) -> int:
+    # proto3 enums are open: a number without a name arrives as it was sent.
+    if value not in field.enum_type.values_by_number:
+        names = ", ".join(field.enum_type.values_by_name)
+        raise InvalidField.of(path, value, f"one of {names}")
+    return value
 
 
 def _scalar(path: str, value: Any) -> Any:

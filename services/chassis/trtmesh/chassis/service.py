@@ -155,23 +155,28 @@ class _Process:
         """Waits until the service is ready, or until a signal says that nobody wants it any more."""
         await _first(service.start(), self._stop_asked.wait(), asyncio.shield(runtime.failure))
         _calm_garbage_collector()
-        if not self._stop_asked.is_set():
+        if not self._stop_asked.is_set() and not runtime.failure.done():
             await runtime.health.well("start")
 
     async def _serve(self, service: Service, runtime: Runtime) -> int:
         await _first(self._stop_asked.wait(), asyncio.shield(runtime.failure))
-        if runtime.failure.done():
-            error = runtime.failure.result()
-            log.critical("cannot go on: %s", error, exc_info=error)
-            await runtime.health.unwell("failure", str(error))
-            return 1
+        if not runtime.failure.done():
+            await self._drain(service, runtime)
+        if not runtime.failure.done():
+            return 0
+        error = runtime.failure.result()
+        log.critical("cannot go on: %s", error, exc_info=error)
+        await runtime.health.unwell("failure", str(error))
+        return 1
+
+    async def _drain(self, service: Service, runtime: Runtime) -> None:
+        """Lets in-flight work finish, as long as the grace period lasts and the process can still work."""
         await runtime.health.unwell("drain", "draining")
         try:
             async with asyncio.timeout(self._settings.grace_seconds):
-                await service.drain()
+                await _first(service.drain(), asyncio.shield(runtime.failure))
         except TimeoutError:
             log.warning("work left after %g s of grace is cut off", self._settings.grace_seconds)
-        return 0
 
 
 async def _first(*waits: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:

@@ -85,8 +85,10 @@ def load_settings(
 ) -> S:
     """The settings of one process. Raises SettingsError that names the field, the source and the value."""
     leaves = dict(iterate_leaves(cls))
+    environ = os.environ if environ is None else environ
     flags, config_file = _flag_layer(cls, leaves, argv)
-    layers = [flags, _environment_layer(cls, leaves, os.environ if environ is None else environ)]
+    config_file = config_file or environ.get("TRTMESH_CONFIG")
+    layers = [flags, _environment_layer(cls, leaves, environ)]
     if config_file:
         layers.append(_file_layer(cls, leaves, Path(config_file)))
     return _validate(cls, layers)
@@ -128,7 +130,7 @@ def _flag_layer(
             help=text + default.replace("%", "%%"),
         )
     given = vars(parser.parse_args(argv))
-    config_file = given.pop("config") or os.environ.get("TRTMESH_CONFIG")
+    config_file = given.pop("config")
     values = {tuple(dest.split(".")): value for dest, value in given.items() if value is not None}
     return Layer("flag", values, {path: _flag(path) for path in leaves}), config_file
 
