@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import signal
 import subprocess
+from contextlib import suppress
 
 import pytest
 from cli.commands import TRTMESH, running, trtmesh
@@ -26,6 +29,27 @@ def test_one_prompt_is_its_bare_text(router: str) -> None:
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip()
     assert not result.stdout.startswith("[0]")
+
+
+def test_a_terminal_shows_a_tagged_region_for_each_prompt(router: str) -> None:
+    command = [TRTMESH, "generate", "--router", router, "--max-tokens", "8", "one", "two"]
+    leader, follower = pty.openpty()
+    with subprocess.Popen(command, stdout=follower, stderr=subprocess.PIPE) as process:
+        os.close(follower)
+        shown = read_until_closed(leader)
+    assert process.returncode == 0
+    assert "\x1b[" in shown
+    assert "[0] ended: length" in shown
+    assert "[1] ended: length" in shown
+
+
+def read_until_closed(terminal: int) -> str:
+    parts = []
+    with suppress(OSError):  # How Linux ends a terminal whose other side was closed.
+        while part := os.read(terminal, 65536):
+            parts.append(part)
+    os.close(terminal)
+    return b"".join(parts).decode(errors="replace")
 
 
 def test_json_lines_tell_the_whole_story(router: str) -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import subprocess
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,6 +53,33 @@ def test_a_killed_supervisor_leaves_no_process() -> None:
         assert len(processes) == 4
         stack.popen.kill()
         assert gone(processes)
+
+
+def test_a_supervisor_killed_while_it_starts_leaves_no_process() -> None:
+    """Its children may not have read their standard input yet."""
+    with running_stack("--engines", "2", "--port", "0") as stack:
+        while len(processes := stack.descendants()) < 3:
+            assert stack.popen.poll() is None
+        stack.popen.kill()
+        assert gone(processes)
+
+
+def test_a_stack_that_never_serves_is_given_up() -> None:
+    with running_stack("--port", "0", "--start-seconds", "3", env=SLOW_LOAD) as stack:
+        assert stack.wait() == 1
+        assert "mesh.start_seconds = 3" in stack.err[-1]
+
+
+def test_every_router_serves_and_every_process_has_metrics() -> None:
+    with running_stack("--port", "0", "--routers", "2", "--metrics-port", "0") as stack:
+        stack.wait_ready()
+        for child in stack.children:
+            address = f"http://127.0.0.1:{child['metrics_port']}/metrics"
+            with urllib.request.urlopen(address) as answer:
+                assert answer.status == 200
+        second = stack.child("router-1")["address"]
+        result = trtmesh("generate", "--router", second, "--max-tokens", "2", "hi")
+        assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("stage", ["listening on", "tokenizer demo:", "router-0"])
