@@ -3,41 +3,20 @@ Prometheus' form when it is scraped, so that counting costs no time per token.""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import accumulate
 
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
-    HistogramMetricFamily,
     Metric,
 )
 from prometheus_client.registry import Collector
-from trtmesh.chassis.metrics import LATENCY_BUCKETS
+from trtmesh.chassis.metrics import Histogram
 from trtmesh.engine.backend import BackendStats, SequenceEnd, StepOutput
 from trtmesh.v1 import generation_pb2 as pb
 
 PREFIX = "trtmesh_engine_"
-
-
-class Latency:
-    """A histogram in seconds that takes many equal observations at once."""
-
-    def __init__(self, name: str, text: str) -> None:
-        self._name, self._text = PREFIX + name, text
-        self._counts = [0] * (len(LATENCY_BUCKETS) + 1)
-        self._sum = 0.0
-
-    def observe(self, seconds: float, times: int = 1) -> None:
-        self._counts[bisect_left(LATENCY_BUCKETS, seconds)] += times
-        self._sum += seconds * times
-
-    def family(self) -> HistogramMetricFamily:
-        bounds = [*map(str, LATENCY_BUCKETS), "+Inf"]
-        buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
-        return HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
 
 
 class EngineMetrics(Collector):
@@ -49,15 +28,17 @@ class EngineMetrics(Collector):
     """
 
     def __init__(self) -> None:
-        self.time_to_first_token = Latency(
-            "time_to_first_token_seconds",
+        self.time_to_first_token = Histogram(
+            PREFIX + "time_to_first_token_seconds",
             "From the submit of an item to its sequences' first tokens.",
         )
-        self.inter_token = Latency(
-            "inter_token_seconds",
+        self.inter_token = Histogram(
+            PREFIX + "inter_token_seconds",
             "Time between steps with tokens, once for each sequence that goes on.",
         )
-        self.queue = Latency("queue_seconds", "From the submit of an item to its scheduling.")
+        self.queue = Histogram(
+            PREFIX + "queue_seconds", "From the submit of an item to its scheduling."
+        )
         self.stats: BackendStats | None = None
         self.open_streams = 0
         self.live_sequences = 0

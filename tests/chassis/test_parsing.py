@@ -1,0 +1,181 @@
+"""From GenerationConfig messages to values: names, limits and combinations."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from trtmesh.chassis import parsing
+from trtmesh.chassis.errors import InvalidField, UnsupportedField
+from trtmesh.chassis.parsing import LIMITS, parse_config, parse_prompt, refuse_unsupported
+from trtmesh.chassis.vocabulary import GenerationConfig, Tensor
+from trtmesh.v1 import generation_pb2 as pb
+
+
+def config_with(path: str, value: Any) -> pb.GenerationConfig:
+    config = pb.GenerationConfig()
+    *parents, name = path.split(".")
+    message: Any = config
+    for parent in parents:
+        message = getattr(message, parent)
+        if message.__class__.__name__.startswith("Repeated"):
+            message = message.add()
+    if message.DESCRIPTOR.fields_by_name[name].is_repeated:
+        getattr(message, name).append(value)
+    else:
+        setattr(message, name, value)
+    return config
+
+
+@pytest.mark.parametrize("name", parsing.DATACLASSES)
+def test_messages_and_dataclasses_have_the_same_fields(name: str) -> None:
+    proto = {field.name for field in pb.DESCRIPTOR.message_types_by_name[name].fields}
+    own = {field.name for field in fields(parsing.DATACLASSES[name])} - {"fields_set"}
+    assert own == proto
+
+
+def test_every_message_of_a_config_has_a_dataclass() -> None:
+    todo = [pb.GenerationConfig.DESCRIPTOR]
+    seen = set()
+    while todo:
+        message = todo.pop()
+        if message.full_name in seen or message.GetOptions().map_entry:
+            continue
+        seen.add(message.full_name)
+        assert message.name in parsing.DATACLASSES or message.name == "TokenIds"
+        todo += [field.message_type for field in message.fields if field.message_type]
+
+
+def test_an_empty_message_is_the_default() -> None:
+    assert parse_config(pb.GenerationConfig()) == GenerationConfig()
+
+
+def test_zero_differs_from_unset() -> None:
+    config = parse_config(pb.GenerationConfig(sampling=pb.SamplingConfig(temperature=0, seed=0)))
+    assert (config.sampling.temperature, config.sampling.seed) == (0.0, 0)
+    assert config.fields_set == {"sampling.temperature", "sampling.seed"}
+
+
+@pytest.mark.parametrize("path", LIMITS)
+def test_limits_hold_at_both_ends(path: str) -> None:
+    low, high = LIMITS[path]
+    as_type = float
+    try:
+        config_with(path, 0.5)
+    except TypeError:
+        as_type = int
+    # The wire knows floats of 32 bits, so the limits are tried from well outside.
+    outside = [low - 1, high + 1] if as_type is int else [low - 1, high * 1.01 + 1, math.nan]
+    for value in outside:
+        try:
+            config = config_with(path, as_type(value))
+        except (ValueError, OverflowError):
+            continue
+        if math.isinf(low) and not math.isnan(value):
+            continue
+        with pytest.raises(InvalidField, match=path.rsplit(".", maxsplit=1)[-1]):
+            parse_config(config)
+
+
+@pytest.mark.parametrize("value", [0.25, 1.0])
+def test_values_inside_the_limits_pass(value: float) -> None:
+    assert parse_config(config_with("sampling.top_p", value)).sampling.top_p == value
+
+
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [
+        ("beam_search.early_stopping", "EARLY_STOPPING_HEURISTIC"),
+        ("output.logits_data_type", "DATA_TYPE_BF16"),
+        ("guided_decoding.guide_type", "GUIDE_TYPE_REGEX"),
+        ("handoff.phase", "GENERATION_PHASE_CONTEXT_ONLY"),
+        ("lora.weights.data_type", "DATA_TYPE_FP32"),
+    ],
+)
+def test_enum_numbers_without_a_name_are_refused(path: str, names: str) -> None:
+    with pytest.raises(InvalidField, match=f"{path} is 99 but must be one of .*{names}"):
+        parse_config(config_with(path, 99))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            pb.GenerationConfig(stopping=pb.StoppingConfig(end_id=1, ignore_end_id=True)),
+            "exclude each other",
+        ),
+        (
+            pb.GenerationConfig(stopping=pb.StoppingConfig(min_tokens=5, max_tokens=4)),
+            "stopping.min_tokens is 5 but must be at most stopping.max_tokens, 4",
+        ),
+        (
+            pb.GenerationConfig(sampling=pb.SamplingConfig(embedding_bias_texts=["a"])),
+            "embedding_bias_texts has 1 entries but embedding_bias_weights has 0",
+        ),
+        (
+            pb.GenerationConfig(
+                sampling=pb.SamplingConfig(num_return_sequences=3),
+                beam_search=pb.BeamSearchConfig(beam_width=2),
+            ),
+            "sampling.num_return_sequences is 3 but must be at most beam_search.beam_width, 2",
+        ),
+        (
+            pb.GenerationConfig(sampling=pb.SamplingConfig(num_return_sequences=3, best_of=2)),
+            "sampling.best_of is 2",
+        ),
+        (pb.GenerationConfig(lookahead=pb.LookaheadConfig(window_size=2)), "lookahead needs"),
+        (pb.GenerationConfig(stopping=pb.StoppingConfig(stop_texts=[""])), "length 0"),
+        (
+            pb.GenerationConfig(stopping=pb.StoppingConfig(bad_texts=["x"] * 257)),
+            "stopping.bad_texts has 257 entries but must have at most 256",
+        ),
+        (
+            pb.GenerationConfig(stopping=pb.StoppingConfig(stop_token_ids=[pb.TokenIds()])),
+            "stopping.stop_token_ids has an entry of length 0",
+        ),
+        (
+            pb.GenerationConfig(
+                lora=pb.LoraConfig(
+                    weights=pb.Tensor(data_type=pb.DATA_TYPE_FP16, shape=[2, 3], data=b"x")
+                )
+            ),
+            r"lora.weights has 1 bytes of data but shape \(2, 3\) needs 12",
+        ),
+        (
+            pb.GenerationConfig(lora=pb.LoraConfig(weights=pb.Tensor(shape=[0]))),
+            "lora.weights.data_type is 0",
+        ),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(config: pb.GenerationConfig, words: str) -> None:
+    with pytest.raises(InvalidField, match=words):
+        parse_config(config)
+
+
+def test_tensors_keep_their_bytes() -> None:
+    weights = pb.Tensor(data_type=pb.DATA_TYPE_FP16, shape=[2], data=b"abcd")
+    config = parse_config(pb.GenerationConfig(lora=pb.LoraConfig(weights=weights)))
+    assert config.lora
+    assert config.lora.weights == Tensor(pb.DATA_TYPE_FP16, (2,), b"abcd")
+    assert config.fields_set == {"lora.weights"}
+
+
+def test_unsupported_fields_are_named() -> None:
+    config = parse_config(pb.GenerationConfig(sampling=pb.SamplingConfig(top_k=3, min_p=0.5)))
+    refuse_unsupported(config, {"sampling.top_k", "sampling.min_p"}, "the worker")
+    with pytest.raises(UnsupportedField, match="the worker does not support sampling.min_p;"):
+        refuse_unsupported(config, {"sampling.top_k"}, "the worker")
+
+
+class TestPrompt:
+    def test_text_or_ids(self) -> None:
+        assert parse_prompt(pb.Prompt(text="")).text == ""
+        assert parse_prompt(pb.Prompt(token_ids=pb.TokenIds(ids=[1]))).token_ids == (1,)
+        assert parse_prompt(pb.Prompt(token_ids=pb.TokenIds())).token_ids == ()
+        assert parse_prompt(pb.Prompt(text="a", add_special_tokens=False)).add_special_tokens is False
+
+    def test_neither_is_refused(self) -> None:
+        with pytest.raises(InvalidField, match="neither text nor token_ids"):
+            parse_prompt(pb.Prompt())

@@ -1,0 +1,155 @@
+"""Layers of settings, and messages that name field, source and value."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import pytest
+from pydantic import Field
+from trtmesh.chassis.errors import SettingsError
+from trtmesh.chassis.settings import CommaList, ServiceSettings, Settings, iterate_leaves, load_settings
+
+
+class Cache(Settings):
+    blocks: Annotated[int, Field(ge=1)] = 10
+    """Blocks, 100 % of them."""
+
+
+class Example(ServiceSettings):
+    section: ClassVar[str] = "engine"
+
+    name: str
+    peers: CommaList = ()
+    cache: Cache = Cache()
+
+
+def load(*argv: str, file: Path | None = None, **environ: str) -> Example:
+    config = ["--config", str(file)] if file else []
+    return load_settings(Example, ["--name", "n", *config, *argv], environ)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "mesh.yaml"
+    path.write_text("engine: {cache: {blocks: 2}, port: 5, peers: [a, b]}\nrouter: {anything: 1}\n")
+    return path
+
+
+def test_each_layer_covers_the_one_below(file: Path) -> None:
+    assert load().cache.blocks == 10
+    assert load(file=file).cache.blocks == 2
+    env = {"TRTMESH_ENGINE_CACHE_BLOCKS": "3"}
+    assert load(file=file, **env).cache.blocks == 3
+    assert load("--cache-blocks", "4", file=file, **env).cache.blocks == 4
+    assert load("--cache-blocks", "4", file=file, **env).port == 5
+
+
+def test_the_file_may_be_named_by_the_environment(file: Path) -> None:
+    assert load(TRTMESH_CONFIG=str(file)).port == 5
+
+
+def test_lists_come_with_commas_or_as_lists(file: Path) -> None:
+    assert load("--peers", "a, b,").peers == ("a", "b")
+    assert load(file=file).peers == ("a", "b")
+
+
+def test_settings_are_frozen_and_closed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load().port = 7  # type: ignore[misc]
+    with pytest.raises(ValueError, match="Extra inputs"):
+        Cache.model_validate({"block": 1})
+
+
+def test_every_leaf_has_a_path() -> None:
+    paths = [path for path, _ in iterate_leaves(Example)]
+    assert ("cache", "blocks") in paths
+    assert ("host",) in paths
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "message"),
+    [
+        (
+            ["--port", "70000"],
+            {},
+            "flag --port is '70000': Input should be less than or equal to 65535",
+        ),
+        (
+            [],
+            {"TRTMESH_ENGINE_CACHE_BLOCKS": "0"},
+            "environment variable TRTMESH_ENGINE_CACHE_BLOCKS is '0':"
+            " Input should be greater than or equal to 1",
+        ),
+        (
+            [],
+            {"TRTMESH_ENGINE_PROT": "5"},
+            "environment variable TRTMESH_ENGINE_PROT='5' is no setting of the engine;"
+            " did you mean TRTMESH_ENGINE_PORT?",
+        ),
+        (
+            ["--prot", "5"],
+            {},
+            "unrecognized arguments: --prot 5; `python -m trtmesh.engine --help` lists the flags",
+        ),
+        (
+            ["--config", "/nowhere/mesh.yaml"],
+            {},
+            "cannot read the configuration file /nowhere/mesh.yaml: No such file or directory",
+        ),
+    ],
+)
+def test_messages_of_flags_and_environment(
+    argv: list[str], environ: dict[str, str], message: str
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load(*argv, **environ)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("engine: {cache: {blocks: 0}}", "file {file}: engine.cache.blocks is 0: Input should be"),
+        ("engine: {cache: {block: 1}}", "engine.cache.block = 1 is no setting; did you mean cache.b"),
+        ("engine: {cache: 5}", "engine.cache = 5 is no setting"),
+        ("engin: {}", "an unknown section 'engin'; did you mean engine?; sections are engine, mesh"),
+        ("engine: [1]", "section 'engine' of {file} must be a mapping, not [1]"),
+        ("- 1", "the configuration file {file} must be a mapping of sections"),
+        ("a: [", "the configuration file {file} is not YAML"),
+    ],
+)
+def test_messages_of_files(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "mesh.yaml"
+    path.write_text(content)
+    with pytest.raises(SettingsError) as caught:
+        load(file=path)
+    assert message.format(file=path) in str(caught.value)
+
+
+def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "mesh.yaml"
+    path.write_text("")
+    assert load(file=path) == load()
+
+
+def test_a_missing_setting_is_named_in_every_way() -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_settings(Example, [], {})
+    assert "engine.name: field required" in str(caught.value)
+    assert "--name or TRTMESH_ENGINE_NAME" in str(caught.value)
+
+
+def test_several_errors_are_told_at_once() -> None:
+    with pytest.raises(SettingsError, match=r"--port.*; .*--cache-blocks"):
+        load("--port", "x", "--cache-blocks", "y")
+
+
+def test_help_shows_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        load("--help")
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert "--cache-blocks" in text
+    assert "100 % of them" in text
+    assert "(default 10)" in text
