@@ -72,7 +72,10 @@ async def test_it_drains_and_exits(model_dir: Path) -> None:
                 pass
             assert not (await link.decode(decode({1: [5]}, [1]))).failures
             await link.send(close_decode(1))
+            with pytest.raises(grpc.aio.AioRpcError, match="this tokenizer stops"):
+                await link.call.read()
             assert await process.wait() == 0
+            assert "Traceback" not in process.stderr
 
 
 @pytest.mark.parametrize("spoilt", ["missing", "broken"])

@@ -44,24 +44,32 @@ class Connection:
             shared.vocabulary, shared.workload, shared.metrics, shared.settings.max_handles
         )
         self._encodes: dict[int, asyncio.Future[Outcome]] = {}
+        self._farewell: TrtmeshError | None = None
 
     async def serve(
         self, requests: AsyncIterable[pb.TokenizerServiceConnectRequest], write: Write
     ) -> None:
         """Answers commands until the router ends the stream and everything is answered.
 
-        Raises UnsupportedCall for a command that this revision does not know.
+        Raises UnsupportedCall for a command that this revision does not know, and the error of `finish`.
         """
         reader = asyncio.create_task(self._read(requests))
         try:
             while (message := await self._outbox.take()) is not None:
                 await write(message)
+            if self._farewell is not None:
+                raise self._farewell
             await reader
         finally:
             reader.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await reader
             self._end()
+
+    def finish(self, farewell: TrtmeshError) -> None:
+        """Ends the stream with an error once what waits is written."""
+        self._farewell = farewell
+        self._outbox.close()
 
     async def _read(self, requests: AsyncIterable[pb.TokenizerServiceConnectRequest]) -> None:
         try:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterable, Sequence
 from typing import Any
 
 import grpc
-from trtmesh.chassis.errors import NoTokenizer
+from trtmesh.chassis.errors import Draining, NoTokenizer
 from trtmesh.chassis.rpc import answering
 from trtmesh.chassis.service import SCHEMA_REVISION, Runtime
 from trtmesh.tokenizer.connection import Connection, Shared
@@ -22,6 +22,9 @@ from trtmesh.v1 import tokenizer_pb2_grpc as pb_grpc
 
 log = logging.getLogger(__name__)
 
+FAREWELL_SECONDS = 1.0
+"""How long streams may take at the end to send what waits."""
+
 
 class TokenizerService(pb_grpc.TokenizerServiceServicer):
     """Loads one tokenizer and serves it to any number of routers."""
@@ -33,6 +36,7 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         self._metrics = TokenizerMetrics(runtime.registry)
         self._workload = Workload()
         self._shared: Shared | None = None
+        self._sessions: dict[asyncio.Task[None], Connection] = {}
 
     def register(self, server: grpc.aio.Server) -> None:
         pb_grpc.add_TokenizerServiceServicer_to_server(self, server)
@@ -55,6 +59,10 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         await self._workload.drain()
 
     async def stop(self) -> None:
+        for connection in self._sessions.values():
+            connection.finish(Draining("this tokenizer stops; use another", retry_after_ms=0))
+        if self._sessions:
+            await asyncio.wait(self._sessions, timeout=FAREWELL_SECONDS)
         if self._shared is not None:
             self._shared.encoder.close()
 
@@ -65,7 +73,14 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
         async with answering(context):
-            await Connection(self._ready()).serve(request_iterator, context.write)
+            connection = Connection(self._ready())
+            session = asyncio.current_task()
+            assert session is not None
+            self._sessions[session] = connection
+            try:
+                await connection.serve(request_iterator, context.write)
+            finally:
+                del self._sessions[session]
 
     async def GetTokenizer(
         self, request: pb.GetTokenizerRequest, context: grpc.aio.ServicerContext[Any, Any]
