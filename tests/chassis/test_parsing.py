@@ -61,7 +61,7 @@ def test_zero_differs_from_unset() -> None:
 @pytest.mark.parametrize("path", LIMITS)
 def test_limits_hold_at_both_ends(path: str) -> None:
     low, high = LIMITS[path]
-    as_type = float
+    as_type: type[float] = float
     try:
         config_with(path, 0.5)
     except TypeError:
@@ -165,7 +165,7 @@ def test_tensors_keep_their_bytes() -> None:
 def test_unsupported_fields_are_named() -> None:
     config = parse_config(pb.GenerationConfig(sampling=pb.SamplingConfig(top_k=3, min_p=0.5)))
     refuse_unsupported(config, {"sampling.top_k", "sampling.min_p"}, "the worker")
-    with pytest.raises(UnsupportedField, match="the worker does not support sampling.min_p;"):
+    with pytest.raises(UnsupportedField, match=r"the worker does not support sampling\.min_p;"):
         refuse_unsupported(config, {"sampling.top_k"}, "the worker")
 
 
@@ -174,7 +174,9 @@ class TestPrompt:
         assert parse_prompt(pb.Prompt(text="")).text == ""
         assert parse_prompt(pb.Prompt(token_ids=pb.TokenIds(ids=[1]))).token_ids == (1,)
         assert parse_prompt(pb.Prompt(token_ids=pb.TokenIds())).token_ids == ()
-        assert parse_prompt(pb.Prompt(text="a", add_special_tokens=False)).add_special_tokens is False
+        assert (
+            parse_prompt(pb.Prompt(text="a", add_special_tokens=False)).add_special_tokens is False
+        )
 
     def test_neither_is_refused(self) -> None:
         with pytest.raises(InvalidField, match="neither text nor token_ids"):

@@ -8,7 +8,13 @@ from typing import Annotated, ClassVar
 import pytest
 from pydantic import Field
 from trtmesh.chassis.errors import SettingsError
-from trtmesh.chassis.settings import CommaList, ServiceSettings, Settings, iterate_leaves, load_settings
+from trtmesh.chassis.settings import (
+    CommaList,
+    ServiceSettings,
+    Settings,
+    iterate_leaves,
+    load_settings,
+)
 
 
 class Cache(Settings):
@@ -56,7 +62,7 @@ def test_lists_come_with_commas_or_as_lists(file: Path) -> None:
 
 def test_settings_are_frozen_and_closed() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        load().port = 7  # type: ignore[misc]
+        load().port = 7
     with pytest.raises(ValueError, match="Extra inputs"):
         Cache.model_validate({"block": 1})
 
@@ -78,14 +84,18 @@ def test_every_leaf_has_a_path() -> None:
         (
             [],
             {"TRTMESH_ENGINE_CACHE_BLOCKS": "0"},
-            "environment variable TRTMESH_ENGINE_CACHE_BLOCKS is '0':"
-            " Input should be greater than or equal to 1",
+            (
+                "environment variable TRTMESH_ENGINE_CACHE_BLOCKS is '0':"
+                " Input should be greater than or equal to 1"
+            ),
         ),
         (
             [],
             {"TRTMESH_ENGINE_PROT": "5"},
-            "environment variable TRTMESH_ENGINE_PROT='5' is no setting of the engine;"
-            " did you mean TRTMESH_ENGINE_PORT?",
+            (
+                "environment variable TRTMESH_ENGINE_PROT='5' is no setting of the engine;"
+                " did you mean TRTMESH_ENGINE_PORT?"
+            ),
         ),
         (
             ["--prot", "5"],
@@ -103,7 +113,7 @@ def test_messages_of_flags_and_environment(
     argv: list[str], environ: dict[str, str], message: str
 ) -> None:
     with pytest.raises(SettingsError) as caught:
-        load(*argv, **environ)
+        load_settings(Example, ["--name", "n", *argv], environ)
     assert str(caught.value) == message
 
 
@@ -111,9 +121,15 @@ def test_messages_of_flags_and_environment(
     ("content", "message"),
     [
         ("engine: {cache: {blocks: 0}}", "file {file}: engine.cache.blocks is 0: Input should be"),
-        ("engine: {cache: {block: 1}}", "engine.cache.block = 1 is no setting; did you mean cache.b"),
+        (
+            "engine: {cache: {block: 1}}",
+            "engine.cache.block = 1 is no setting; did you mean cache.b",
+        ),
         ("engine: {cache: 5}", "engine.cache = 5 is no setting"),
-        ("engin: {}", "an unknown section 'engin'; did you mean engine?; sections are engine, mesh"),
+        (
+            "engin: {}",
+            "an unknown section 'engin'; did you mean engine?; sections are engine, mesh",
+        ),
         ("engine: [1]", "section 'engine' of {file} must be a mapping, not [1]"),
         ("- 1", "the configuration file {file} must be a mapping of sections"),
         ("a: [", "the configuration file {file} is not YAML"),

@@ -1,0 +1,55 @@
+"""The metrics endpoint and the cheap histogram."""
+
+from __future__ import annotations
+
+import socket
+import urllib.request
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+from trtmesh.chassis.errors import PortInUse
+from trtmesh.chassis.metrics import Histogram, metrics_endpoint
+
+
+def test_the_registry_is_served_while_inside() -> None:
+    registry = CollectorRegistry()
+    Counter("things", "Things.", registry=registry).inc(3)
+    with (
+        metrics_endpoint(registry, "127.0.0.1", 0) as port,
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response,
+    ):
+        assert "things_total 3.0" in response.read().decode()
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10)
+
+
+def test_no_port_serves_nothing() -> None:
+    with metrics_endpoint(CollectorRegistry(), "127.0.0.1", None) as port:
+        assert port is None
+
+
+def test_a_port_in_use_is_told() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with (
+            pytest.raises(PortInUse, match=f"cannot serve metrics on 127.0.0.1:{port}"),
+            metrics_endpoint(CollectorRegistry(), "127.0.0.1", port),
+        ):
+            pass
+
+
+def test_a_histogram_counts_equal_values_at_once() -> None:
+    histogram = Histogram("h", "H.", bounds=(1.0, 2.0))
+    histogram.observe(1.0, times=3)
+    histogram.observe(1.5)
+    histogram.observe(9.0)
+    samples = {
+        (sample.name, sample.labels.get("le")): sample.value
+        for sample in histogram.family().samples
+    }
+    assert samples["h_bucket", "1.0"] == 3
+    assert samples["h_bucket", "2.0"] == 4
+    assert samples["h_bucket", "+Inf"] == samples["h_count", None] == 5
+    assert samples["h_sum", None] == 13.5

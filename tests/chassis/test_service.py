@@ -1,0 +1,200 @@
+"""The life of a process with a service that does as told; the engine's tests show the rest with a real one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import textwrap
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+PROGRAM = textwrap.dedent(
+    """
+    import asyncio, sys
+    from typing import ClassVar
+    from trtmesh.chassis.errors import ModelUnusable
+    from trtmesh.chassis.service import run
+    from trtmesh.chassis.settings import ServiceSettings
+
+    class ExampleSettings(ServiceSettings):
+        section: ClassVar[str] = "engine"
+        start: str = "well"
+        drain: str = "well"
+
+    class Example:
+        service_names = ("example.Service",)
+
+        def __init__(self, settings, runtime):
+            self.settings, self.runtime = settings, runtime
+
+        def register(self, server):
+            pass
+
+        async def start(self):
+            print("starting", file=sys.stderr, flush=True)
+            if self.settings.start == "hang":
+                await asyncio.Event().wait()
+            if self.settings.start == "refuse":
+                raise ModelUnusable("no such model")
+            if self.settings.start == "break":
+                self.runtime.fail(RuntimeError("broke at once"))
+            print("started", file=sys.stderr, flush=True)
+
+        async def drain(self):
+            print("draining", file=sys.stderr, flush=True)
+            if self.settings.drain == "break":
+                self.runtime.fail(RuntimeError("broke while draining"))
+            if self.settings.drain != "well":
+                await asyncio.Event().wait()
+            print("drained", file=sys.stderr, flush=True)
+
+        async def stop(self):
+            print("stopped", file=sys.stderr, flush=True)
+
+    sys.exit(run(ExampleSettings, Example, sys.argv[1:]))
+    """
+)
+PATIENCE_SECONDS = 30
+
+
+class Example:
+    """A process under test."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.seen = ""
+
+    async def until(self, word: str) -> None:
+        """Reads its standard error until `word` stands there."""
+        assert self.process.stderr
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while word not in self.seen:
+                line = await self.process.stderr.readline()
+                assert line, f"{word!r} never came:\n{self.seen}"
+                self.seen += line.decode()
+
+    async def end(self) -> int:
+        assert self.process.stderr
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            self.seen += (await self.process.stderr.read()).decode()
+            return await self.process.wait()
+
+
+@asynccontextmanager
+async def example(tmp_path: Path, *flags: str) -> AsyncIterator[Example]:
+    program = tmp_path / "example.py"
+    program.write_text(PROGRAM)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(program),
+        *flags,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=dict(os.environ),
+    )
+    try:
+        yield Example(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        if process.stdin:
+            process.stdin.close()
+        await process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_drains_and_stops(tmp_path: Path, number: signal.Signals) -> None:
+    async with example(tmp_path) as process:
+        await process.until("serving")
+        process.process.send_signal(number)
+        assert await process.end() == 0
+        order = [process.seen.index(word) for word in ("started", "draining", "drained", "stopped")]
+        assert order == sorted(order)
+        assert process.seen.count("stopped") == 1
+
+
+async def test_it_announces_itself_in_one_line(tmp_path: Path) -> None:
+    async with example(tmp_path, "--metrics-port", "0") as process:
+        assert process.process.stdout
+        announced = json.loads(await process.process.stdout.readline())
+        assert announced["service"] == "engine"
+        assert announced["pid"] == process.process.pid
+        assert announced["metrics_port"] > 0
+        host, port = announced["address"].split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.close()
+        await writer.wait_closed()
+        await process.until("serving")
+        process.process.terminate()
+        assert await process.end() == 0
+        assert await process.process.stdout.read() == b""
+
+
+async def test_a_signal_during_start_stops(tmp_path: Path) -> None:
+    async with example(tmp_path, "--start", "hang") as process:
+        await process.until("starting")
+        process.process.terminate()
+        assert await process.end() == 0
+        assert "started" not in process.seen
+        assert process.seen.count("stopped") == 1
+
+
+async def test_when_grace_is_over_it_stops_anyway(tmp_path: Path) -> None:
+    async with example(tmp_path, "--drain", "hang", "--grace-seconds", "0.05") as process:
+        await process.until("info engine - trtmesh.chassis.health: serving")
+        process.process.terminate()
+        assert await process.end() == 0
+        assert "0.05 s of grace" in process.seen
+        assert "drained" not in process.seen
+        assert process.seen.count("stopped") == 1
+
+
+async def test_a_second_signal_exits_at_once(tmp_path: Path) -> None:
+    async with example(tmp_path, "--drain", "hang") as process:
+        await process.until("info engine - trtmesh.chassis.health: serving")
+        process.process.terminate()
+        await process.until("draining\n")
+        process.process.terminate()
+        assert await process.end() == 130
+
+
+async def test_the_end_of_standard_input_stops(tmp_path: Path) -> None:
+    async with example(tmp_path, "--stop-on-stdin-eof", "true") as process:
+        await process.until("info engine - trtmesh.chassis.health: serving")
+        assert process.process.stdin
+        process.process.stdin.write(b"ignored\n")
+        process.process.stdin.close()
+        assert await process.end() == 0
+        assert "parent process is gone" in process.seen
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "words"),
+    [
+        (("--start", "refuse"), 4, "trtmesh engine: error: no such model"),
+        (("--start", "break"), 1, "cannot go on: broke at once"),
+        (("--port", "x"), 2, "flag --port is 'x'"),
+    ],
+)
+async def test_failed_starts_have_a_status_and_a_message(
+    tmp_path: Path, flags: tuple[str, ...], status: int, words: str
+) -> None:
+    async with example(tmp_path, *flags) as process:
+        assert await process.end() == status
+        assert words in process.seen
+        assert process.seen.count("stopped") == (0 if status == 2 else 1)
+
+
+async def test_a_failure_while_draining_is_a_failure(tmp_path: Path) -> None:
+    async with example(tmp_path, "--drain", "break") as process:
+        await process.until("info engine - trtmesh.chassis.health: serving")
+        process.process.terminate()
+        assert await process.end() == 1
+        assert "cannot go on: broke while draining" in process.seen
