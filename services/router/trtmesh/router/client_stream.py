@@ -37,7 +37,7 @@ class ClientStream:
         self._closed = False
         self.waiting_tokens = 0
         self.merged_tokens = 0
-        self.waiting_since: float | None = None
+        self._taken_at: float | None = None
 
     def put_tokens(
         self,
@@ -48,7 +48,7 @@ class ClientStream:
         text: str,
         details: pb.TokenDetails | None,
     ) -> None:
-        """Queues new tokens of a sequence. `token_ids` must not change afterwards."""
+        """Queues new tokens of a sequence. `token_ids` is taken over."""
         key = (batch_index, sequence_index)
         self.waiting_tokens += len(token_ids)
         waiting = self._growing.get(key)
@@ -60,7 +60,7 @@ class ClientStream:
             self._append(waiting)
             return
         self.merged_tokens += len(token_ids)
-        waiting.token_ids = waiting.token_ids + token_ids
+        waiting.token_ids += token_ids
         waiting.texts.append(text)
         if waiting.details is not None and details is not None:
             waiting.details.MergeFrom(details)
@@ -76,7 +76,8 @@ class ClientStream:
         self._wake()
 
     async def take(self) -> router_pb.GenerateResponse | None:
-        """All that waits, as one message; None at the end. One taker only."""
+        """All that waits, as one message; None at the end. One taker only, which comes back once it has sent it."""
+        self._taken_at = None
         while not self._followed:
             if self._closed:
                 return None
@@ -93,12 +94,14 @@ class ClientStream:
         self._growing.clear()
         self._followed = False
         self.waiting_tokens = 0
-        self.waiting_since = None
+        self._taken_at = asyncio.get_running_loop().time()
         return response
 
+    def unread_seconds(self, now: float) -> float:
+        """How long the last message has been on its way, at the event loop's time `now`; 0 when none is."""
+        return 0.0 if self._taken_at is None else now - self._taken_at
+
     def _append(self, entry: _WaitingTokens | router_pb.GenerateEvent) -> None:
-        if self.waiting_since is None:
-            self.waiting_since = asyncio.get_running_loop().time()
         self._entries.append(entry)
         self._followed = True
         self._wake()

@@ -158,7 +158,7 @@ class Requests:
         now = asyncio.get_running_loop().time()
         for live in self.live.values():
             client = live.client
-            waited = now - client.waiting_since if client.waiting_since is not None else 0.0
+            waited = client.unread_seconds(now)
             if client.waiting_tokens > self._client_buffer_tokens or (
                 waited > self._client_stall_seconds
             ):

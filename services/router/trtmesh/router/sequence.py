@@ -124,7 +124,8 @@ class SequenceRun:
         if self.over:
             return
         self.end = end
-        if end.HasField("error"):
+        # A stop text that was found makes the sequence whole, whatever became of its worker since.
+        if end.HasField("error") and self.stop_text is None:
             self.error = from_proto(end.error)
         if self.decoder is None or self.stop_text is not None:
             self._settle()
