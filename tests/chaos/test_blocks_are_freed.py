@@ -1,0 +1,144 @@
+"""Whatever ends a request early, the engine's KV blocks and the router's handles are free again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+import pytest_asyncio
+from chaos.proxy import proxy_to
+from e2e.mesh import SIMULATED, Mesh, StreamReader, eventually, running_mesh, scrape
+from trtmesh.chassis.errors import DeadlineExceeded, Unavailable
+from trtmesh.client import Client, FinishReason
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ROUNDS = 200
+AT_ONCE = 10
+BACKGROUND = 8
+BACKGROUND_TOKENS = 150
+
+# A block is longer than any sequence here: blocks in use are sequences that are not over.
+ENGINE = (*SIMULATED, "--simulated-tokens-per-block", "4096")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def mesh() -> AsyncIterator[Mesh]:
+    async with running_mesh(engine_flags=ENGINE) as mesh:
+        yield mesh
+
+
+Ending = Callable[[Mesh, int, random.Random], Awaitable[None]]
+
+
+def open_some(mesh: Mesh, number: int, dice: random.Random, client: Client) -> StreamReader:
+    """A request that would go on for minutes, of one to three prompts with one or two sequences each."""
+    prompts = [
+        f"prompt {number} {index} " * dice.choice((1, 30)) for index in range(dice.randint(1, 3))
+    ]
+    return StreamReader(
+        client,
+        prompts,
+        request_id=f"early-{number}",
+        max_tokens=4000,
+        num_return_sequences=dice.randint(1, 2),
+        text=dice.random() < 0.8,
+        stream=dice.random() < 0.9,
+    )
+
+
+async def cancel(mesh: Mesh, number: int, dice: random.Random) -> None:
+    reader = open_some(mesh, number, dice, mesh.client)
+    await asyncio.sleep(dice.uniform(0, 0.1))
+    await reader.cancel()
+
+
+async def disconnect(mesh: Mesh, number: int, dice: random.Random) -> None:
+    async with proxy_to(mesh.router.address) as proxy, Client(proxy.address) as client:
+        reader = open_some(mesh, number, dice, client)
+        await proxy.connected.wait()
+        await asyncio.sleep(dice.uniform(0, 0.1))
+        proxy.cut()
+        with pytest.raises(Unavailable):
+            await reader.result()
+
+
+async def deadline(mesh: Mesh, number: int, dice: random.Random) -> None:
+    prompts = [f"prompt {number}"] * dice.randint(1, 3)
+    try:
+        items = await mesh.client.complete(
+            prompts, max_tokens=4000, timeout_seconds=dice.uniform(0.001, 0.15)
+        )
+    except DeadlineExceeded:
+        return
+    # The engine knows the deadline too, and may be the first to act.
+    assert {item.reason for item in items} == {FinishReason.CANCELLED}
+
+
+async def stop(mesh: Mesh, number: int, dice: random.Random) -> None:
+    reader = open_some(mesh, number, dice, mesh.client)
+    await asyncio.sleep(dice.uniform(0, 0.1))
+    # Until the request arrived, there is nothing to stop.
+    await eventually(lambda: mesh.client.stop(f"early-{number}"))
+    for item in await reader.result():
+        assert item.reason is FinishReason.STOPPED
+
+
+@asynccontextmanager
+async def load(mesh: Mesh) -> AsyncIterator[None]:
+    """Streams that nobody ends early, one after another in each of some lanes, every one of them right."""
+    over = asyncio.Event()
+    prompts = [f"background {lane}" for lane in range(BACKGROUND)]
+    alone = await mesh.client.complete(prompts, max_tokens=BACKGROUND_TOKENS)
+
+    async def lane(index: int) -> int:
+        rounds = 0
+        while not over.is_set():
+            (item,) = await mesh.client.complete([prompts[index]], max_tokens=BACKGROUND_TOKENS)
+            assert item.error is None
+            assert (item.token_ids, item.text) == (alone[index].token_ids, alone[index].text)
+            assert len(item.token_ids) == BACKGROUND_TOKENS
+            rounds += 1
+        return rounds
+
+    lanes = [asyncio.create_task(lane(index)) for index in range(BACKGROUND)]
+    try:
+        yield
+        over.set()
+        assert min(await asyncio.gather(*lanes)) > 0
+    finally:
+        for task in lanes:
+            task.cancel()
+        await asyncio.gather(*lanes, return_exceptions=True)
+
+
+@pytest.mark.parametrize("ending", [cancel, disconnect, deadline, stop])
+async def test_an_early_end_frees_everything(mesh: Mesh, ending: Ending) -> None:
+    dice = random.Random(ending.__name__)
+    worst_seconds, worst_steps = 0.0, 0.0
+
+    async def only_the_background_is_left() -> bool:
+        engine = await scrape(mesh.engines[0])
+        return engine["trtmesh_engine_used_blocks"] <= BACKGROUND
+
+    async with load(mesh):
+        for number in range(0, ROUNDS, AT_ONCE):
+            await asyncio.gather(
+                *(ending(mesh, each, dice) for each in range(number, number + AT_ONCE))
+            )
+            ended_at = time.monotonic()
+            steps = (await scrape(mesh.engines[0]))["trtmesh_engine_steps_total"]
+            await eventually(only_the_background_is_left)
+            worst_seconds = max(worst_seconds, time.monotonic() - ended_at)
+            after = (await scrape(mesh.engines[0]))["trtmesh_engine_steps_total"]
+            worst_steps = max(worst_steps, after - steps)
+    await mesh.idle()
+    assert (await scrape(mesh.router))["trtmesh_router_requests_total"] >= ROUNDS
+    print(
+        f"{ending.__name__}: blocks of {AT_ONCE} requests free after at most {worst_seconds * 1000:.0f} ms and"
+        f" {worst_steps:.0f} steps, a report every 20 ms included"
+    )

@@ -1,0 +1,260 @@
+"""A mesh of real processes: routers, tokenizers and engines over real sockets, and a client of it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from processes import ServiceProcess, service_process
+from prometheus_client.parser import text_string_to_metric_families
+from tokenizers import Tokenizer
+from trtmesh.client import Client, Event, ItemResult
+from trtmesh.client.results import Results
+from trtmesh.v1 import router_admin_pb2 as admin_pb
+
+PATIENCE_SECONDS = 60.0
+"""How long a test waits for what must happen; no test depends on how soon it does."""
+
+DEMO = Path(__file__).parents[2] / "models" / "demo"
+DEMO_VOCABULARY = 6144
+
+SIMULATED = (
+    *("--backend", "simulated", "--model", "demo"),
+    *("--simulated-vocabulary-size", str(DEMO_VOCABULARY)),
+    *("--simulated-step-ms", "4", "--load-interval-seconds", "0.02"),
+)
+"""Flags of an engine that a mesh with the demo tokenizer takes for the demo model."""
+
+WIDE_TOKENS = ("--simulated-first-token-id", "8", "--simulated-last-token-id", "6143")
+"""Ids all over the demo vocabulary, among them parts of characters."""
+
+BUSY_GAUGES = ("live_requests", "live_items", "worker_sequences", "decode_sequences")
+
+
+async def eventually(
+    condition: Callable[[], Awaitable[object]], seconds: float = PATIENCE_SECONDS
+) -> None:
+    """Waits until `condition` holds, for what no event tells."""
+    async with asyncio.timeout(seconds):
+        while not await condition():  # noqa: ASYNC110 - another process sets no event
+            await asyncio.sleep(0.01)
+
+
+def decode(token_ids: Sequence[int], model_dir: Path = DEMO) -> str:
+    """The decode of the whole, as clients see texts: without special tokens."""
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
+async def scrape(process: ServiceProcess) -> Mapping[str, float]:
+    """The samples of a process by name, labels left out and their values summed."""
+    url = f"http://127.0.0.1:{process.metrics_port}/metrics"
+    text = await asyncio.to_thread(_read, url)
+    values: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if not math.isnan(sample.value):
+                values[sample.name] = values.get(sample.name, 0.0) + sample.value
+    return values
+
+
+def _read(url: str) -> str:
+    with urllib.request.urlopen(url) as response:
+        return str(response.read(), "utf-8")
+
+
+class StreamReader:
+    """Reads one request in the background and checks, event by event, what must hold for any stream."""
+
+    def __init__(self, client: Client, prompts: Sequence[Any], **options: Any) -> None:
+        self.events: list[Event] = []
+        self._results = Results(len(prompts))
+        self._arrived = asyncio.Condition()
+        self._task = asyncio.create_task(self._read_all(client, prompts, options))
+
+    @property
+    def items(self) -> Sequence[ItemResult]:
+        return self._results.items
+
+    def tokens(self, batch_index: int = 0) -> int:
+        """How many tokens of an item are here, all sequences together."""
+        return sum(len(s.token_ids) for s in self.items[batch_index].sequences)
+
+    async def until(self, condition: Callable[[StreamReader], object]) -> None:
+        """Waits until `condition` holds or the stream is over."""
+        async with asyncio.timeout(PATIENCE_SECONDS), self._arrived:
+            await self._arrived.wait_for(lambda: condition(self) or self._task.done())
+
+    async def result(self) -> Sequence[ItemResult]:
+        """Waits for the end; raises what the call raised."""
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await asyncio.shield(self._task)
+        return self.items
+
+    async def cancel(self) -> None:
+        """Cancels the call as a client does that is not interested any more."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _read_all(
+        self, client: Client, prompts: Sequence[Any], options: Mapping[str, Any]
+    ) -> None:
+        check = OrderCheck()
+        events = client.generate(prompts, **options)
+        try:
+            async for event in events:
+                check.see(event)
+                self.events.append(event)
+                self._results.add(event)
+                async with self._arrived:
+                    self._arrived.notify_all()
+        finally:
+            await events.aclose()
+            async with self._arrived:
+                self._arrived.notify_all()
+        check.finish(len(self.items))
+
+
+@dataclass
+class OrderCheck:
+    """What every stream of events keeps, whatever happens: order, contiguous offsets, one terminal event an item."""
+
+    kinds: dict[int, list[str]] = field(default_factory=dict)
+    _offsets: dict[tuple[int, int], int] = field(default_factory=dict)
+    _accepted: bool = False
+
+    def see(self, event: Event) -> None:
+        kind = type(event).__name__
+        if not self._accepted:
+            assert kind == "Accepted", f"{kind} came first"
+            self._accepted = True
+            return
+        before = self.kinds.setdefault(event.batch_index, [])
+        assert not {"ItemFinished", "ItemFailed"} & set(before), f"{kind} after the terminal event"
+        if kind in ("Tokens", "SequenceFinished", "PromptDetails"):
+            assert "ItemStarted" in before, f"{kind} before ItemStarted"
+        if kind == "ItemStarted":
+            assert not before, f"ItemStarted after {before}"
+        before.append(kind)
+        key = (event.batch_index, event.sequence_index)
+        if kind == "Tokens":
+            known = self._offsets.get(key, 0)
+            assert event.token_offset == known, f"{key}: {event.token_offset} after {known}"  # type: ignore[union-attr]
+            self._offsets[key] = known + len(event.token_ids)  # type: ignore[union-attr]
+        if kind == "SequenceFinished":
+            generated = event.generated_tokens  # type: ignore[union-attr]
+            assert generated == self._offsets.get(key, 0)
+            self._offsets[key] = 2**62
+        if kind == "ItemFinished":
+            ended = [n for (b, _), n in self._offsets.items() if b == event.batch_index]
+            assert all(n >= 2**62 for n in ended), "the item finished before its sequences"
+
+    def finish(self, items: int) -> None:
+        for index in range(items):
+            kinds = self.kinds.get(index, [])
+            terminal = [kind for kind in kinds if kind in ("ItemFinished", "ItemFailed")]
+            assert len(terminal) == 1, f"item {index}: {kinds}"
+
+
+class Mesh:
+    """Processes that belong together. Every one is killed when the mesh ends."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self._stack = stack
+        self.tokenizers: list[ServiceProcess] = []
+        self.engines: list[ServiceProcess] = []
+        self.router: ServiceProcess
+        self.client: Client
+
+    async def start(self, service: str, *flags: str) -> ServiceProcess:
+        return await self._stack.enter_async_context(
+            service_process(service, "--metrics-port", "0", "--log-level", "warning", *flags)
+        )
+
+    async def start_tokenizer(self, model_dir: Path = DEMO, port: int = 0) -> ServiceProcess:
+        process = await self.start("tokenizer", "--model-dir", str(model_dir), "--port", str(port))
+        self.tokenizers.append(process)
+        return process
+
+    async def start_engine(self, *flags: str, port: int = 0) -> ServiceProcess:
+        process = await self.start("engine", "--port", str(port), *flags)
+        self.engines.append(process)
+        return process
+
+    async def start_router(self, *flags: str) -> None:
+        """A router of all that was started before, and a client of it."""
+        tokenizers = ",".join(process.address for process in self.tokenizers)
+        peers = ["--engines", ",".join(process.address for process in self.engines)]
+        if tokenizers:
+            peers += ["--tokenizers", tokenizers]
+        self.router = await self.start("router", "--port", "0", *peers, *flags)
+        self.client = await self._stack.enter_async_context(Client(self.router.address))
+
+    def open(self, prompts: Sequence[Any], **options: Any) -> StreamReader:
+        """Starts a request and reads it in the background."""
+        reader = StreamReader(self.client, prompts, **options)
+        self._stack.push_async_callback(reader.cancel)
+        return reader
+
+    async def status(self) -> admin_pb.ListWorkersResponse:
+        return await self.client.status()
+
+    async def ready(self, workers: int, tokenizers: int = 0) -> None:
+        """Waits until so many workers and tokenizers are ready."""
+
+        async def all_ready() -> bool:
+            status = await self.status()
+            ready = [w for w in status.workers if w.state == admin_pb.WORKER_STATE_READY]
+            able = [t for t in status.tokenizers if t.state == admin_pb.WORKER_STATE_READY]
+            return len(ready) >= workers and len(able) >= tokenizers
+
+        await eventually(all_ready)
+
+    async def gauges(self) -> Mapping[str, float]:
+        """The router's gauges of things in use."""
+        samples = await scrape(self.router)
+        return {name: samples[f"trtmesh_router_{name}"] for name in BUSY_GAUGES}
+
+    async def used_blocks(self) -> float:
+        """KV blocks in use on all engines, by their own gauges."""
+        living = [engine for engine in self.engines if engine.exit_status is None]
+        samples = await asyncio.gather(*(scrape(engine) for engine in living))
+        return sum(sample["trtmesh_engine_used_blocks"] for sample in samples)
+
+    async def idle(self) -> None:
+        """Waits until nothing is in use anywhere."""
+
+        async def nothing_in_use() -> bool:
+            return not any((await self.gauges()).values()) and await self.used_blocks() == 0
+
+        try:
+            await eventually(nothing_in_use)
+        except TimeoutError:
+            left = await self.gauges(), await self.used_blocks()
+            raise AssertionError(f"still in use: {left}") from None
+
+
+@asynccontextmanager
+async def running_mesh(
+    *,
+    tokenizers: int = 1,
+    engines: int = 1,
+    engine_flags: Sequence[str] = SIMULATED,
+    router_flags: Sequence[str] = (),
+    model_dir: Path = DEMO,
+) -> AsyncIterator[Mesh]:
+    """A mesh that is ready; every process is killed on the way out whatever happens."""
+    async with AsyncExitStack() as stack:
+        mesh = Mesh(stack)
+        starts = [mesh.start_tokenizer(model_dir) for _ in range(tokenizers)]
+        starts += [mesh.start_engine(*engine_flags) for _ in range(engines)]
+        await asyncio.gather(*starts)
+        await mesh.start_router(*router_flags)
+        await mesh.ready(engines, tokenizers)
+        yield mesh

@@ -1,0 +1,125 @@
+"""What a client of the whole mesh gets is what transformers' `generate` gives, with any number of companions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from e2e.mesh import DEMO, Mesh, decode, running_mesh
+from oracle import tiny_models
+from tokenizers import Tokenizer
+from trtmesh.client import FinishReason, ItemResult
+
+FAMILIES = ("llama", "qwen2", "qwen3", "gpt2", "mistral", "gemma2", "gemma3", "phi")
+NEW_TOKENS = 12
+SAMPLED_TOKENS = 24
+
+TEXTS = (
+    "The quick brown fox",
+    "A request",
+    "it is not quick. naïve 😀 and then some more words that fill a few blocks of the cache with what they say",
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@asynccontextmanager
+async def serving(folder: Path) -> AsyncIterator[Mesh]:
+    """A router, a tokenizer and an engine with the model in float32."""
+    flags = (
+        *("--model-dir", str(folder), "--torch-dtype", "float32", "--torch-threads", "1"),
+        *("--torch-kv-cache-tokens", "4096"),
+    )
+    async with running_mesh(engine_flags=flags, model_dir=folder) as mesh:
+        yield mesh
+
+
+def prompts_of(count: int) -> list[str]:
+    """Texts of many lengths, all different."""
+    return [f"{TEXTS[index % len(TEXTS)]} {index}" for index in range(count)]
+
+
+def encode(folder: Path, text: str) -> list[int]:
+    return list(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids)
+
+
+async def all_alone_and_at_once(mesh: Mesh, prompts: Sequence[str]) -> list[ItemResult]:
+    """Each prompt as a request of its own, all at the same time."""
+    answers = await asyncio.gather(
+        *(
+            mesh.client.complete([prompt], max_tokens=NEW_TOKENS, ignore_end_id=True)
+            for prompt in prompts
+        )
+    )
+    return [item for (item,) in answers]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "demo"])
+async def test_greedy_ids_and_texts(family: str, tmp_path: Path) -> None:
+    folder = DEMO if family == "demo" else tiny_models.build(tmp_path / family, family)
+    prompts = prompts_of(17)
+    model = tiny_models.reference_model(folder)
+    ids = [encode(folder, prompt) for prompt in prompts]
+    expected = [tiny_models.greedy(model, prompt, NEW_TOKENS) for prompt in ids]
+    assert len({tuple(each) for each in expected}) > 8, "the oracle has nothing to say"
+    async with serving(folder) as mesh:
+        for count in (1, 3, 17):
+            items = await all_alone_and_at_once(mesh, prompts[:count])
+            assert [list(item.token_ids) for item in items] == expected[:count]
+            for item, prompt in zip(items, ids, strict=False):
+                assert item.error is None
+                assert item.text == decode(item.token_ids, folder)
+                assert item.usage.prompt_tokens == len(prompt)
+                assert item.usage.generated_tokens == NEW_TOKENS
+        if family in ("llama", "demo"):
+            await sampled_streams_do_not_depend_on_companions(mesh, prompts)
+            await the_end_id_ends_a_stream(mesh, prompts[0], expected[0])
+        await mesh.idle()
+
+
+async def sampled_streams_do_not_depend_on_companions(mesh: Mesh, prompts: Sequence[str]) -> None:
+    """A seed decides a stream, alone and among 16 others."""
+    sampled = {
+        "max_tokens": SAMPLED_TOKENS,
+        "ignore_end_id": True,
+        "temperature": 1.0,
+        "top_p": 0.9,
+    }
+    (alone,) = await mesh.client.complete([prompts[0]], seed=7, **sampled)  # type: ignore[arg-type]
+    (other,) = await mesh.client.complete([prompts[0]], seed=8, **sampled)  # type: ignore[arg-type]
+    assert alone.token_ids != other.token_ids
+    among = await asyncio.gather(
+        mesh.client.complete([prompts[0]], seed=7, **sampled),  # type: ignore[arg-type]
+        *(
+            mesh.client.complete([prompt], seed=seed, **sampled)  # type: ignore[arg-type]
+            for seed, prompt in enumerate(prompts[1:], 100)
+        ),
+    )
+    assert among[0][0].token_ids == alone.token_ids
+    assert among[0][0].text == alone.text
+    (unseeded,) = await mesh.client.complete([prompts[0]], **sampled)  # type: ignore[arg-type]
+    assert unseeded.started
+    (again,) = await mesh.client.complete(
+        [prompts[0]],
+        seed=unseeded.started.seed,
+        **sampled,  # type: ignore[arg-type]
+    )
+    assert again.token_ids == unseeded.token_ids
+
+
+async def the_end_id_ends_a_stream(mesh: Mesh, prompt: str, ids: Sequence[int]) -> None:
+    """An id that is known to come, declared the end."""
+    end_id = ids[4]
+    (item,) = await mesh.client.complete([prompt], max_tokens=NEW_TOKENS, end_id=end_id)
+    assert list(item.token_ids) == list(ids[: ids.index(end_id) + 1])
+    assert item.reason is FinishReason.END_ID
+    finished = item.sequences[0].finished
+    assert finished
+    assert finished.stop_token_ids == (end_id,)
