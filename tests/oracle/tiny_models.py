@@ -80,7 +80,8 @@ def build_type(folder: Path, model_type: str, *, seed: int = 0, **values: Any) -
     config = AutoConfig.for_model(model_type, **given)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        loader: Any = AutoModelForCausalLM
+        model: PreTrainedModel = loader.from_config(config, dtype=torch.float32)
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=WEIGHT_STD)

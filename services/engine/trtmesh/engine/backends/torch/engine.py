@@ -90,8 +90,7 @@ class Engine:
         output = StepOutput(self.step_count)
         for completing, logits in results:
             if logits is not None:
-                sequences = [chunk.sequence for chunk in completing]
-                self._advance(sequences, choose(sequences, logits), output)
+                self._choose([chunk.sequence for chunk in completing], logits, output)
         return self._output(output)
 
     def _output(self, output: StepOutput | None = None) -> StepOutput:
@@ -128,6 +127,20 @@ class Engine:
             else:
                 self.scheduler.computed(chunk)
         return results
+
+    def _choose(self, sequences: list[Sequence], logits: Tensor, output: StepOutput) -> None:
+        """Chooses and appends tokens; where that fails for all at once, each is tried on its own."""
+        try:
+            choice = choose(sequences, logits)
+        except Exception as error:
+            if len(sequences) == 1:
+                log.exception("no token could be chosen")
+                self._fail(sequences[0], BackendFailed(f"no token could be chosen: {error}"))
+                return
+            for row, sequence in enumerate(sequences):
+                self._choose([sequence], logits[row : row + 1], output)
+            return
+        self._advance(sequences, choice, output)
 
     def _advance(self, sequences: list[Sequence], choice: Choice, output: StepOutput) -> None:
         """Gives each sequence its token, and ends those for which it was the last."""

@@ -109,6 +109,8 @@ def _weights(model_dir: Path, config: Any, dtype: torch.dtype) -> PreTrainedMode
                 trust_remote_code=False,
                 attn_implementation="eager",
                 output_loading_info=True,
+                # Reported below, with names.
+                ignore_mismatched_sizes=True,
             )
     except Exception as error:
         raise ModelUnusable(f"the weights of {model_dir} are refused: {_text(error)}") from error

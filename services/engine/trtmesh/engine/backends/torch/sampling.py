@@ -16,8 +16,10 @@ import math
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+from trtmesh.chassis.vocabulary import Sampling
 from trtmesh.engine.backends.torch.sequence import Sequence
 from trtmesh.engine.draws import uniforms
 
@@ -35,14 +37,15 @@ class Choice:
     top_log_probs: list[list[tuple[int, float]]]
 
 
+@torch.inference_mode()
 def choose(sequences: SequenceOf[Sequence], logits: Tensor) -> Choice:
-    """The next token of each sequence; `logits` [sequences, vocabulary] float32 may be changed."""
-    peaks = logits.max(dim=1).values
-    finite = torch.isfinite(peaks).tolist()
+    """The next token of each sequence; `logits` are [sequences, vocabulary] float32."""
     wanting = [row for row, sequence in enumerate(sequences) if _wants_log_probs(sequence)]
     plain = logits[wanting].double().log_softmax(dim=1) if wanting else None
-    _adjust(sequences, logits)
-    token_ids = logits.argmax(dim=1).tolist()
+    logits = _adjusted(sequences, logits)
+    peaks, ids = logits.max(dim=1)
+    finite = torch.isfinite(peaks).tolist()
+    token_ids = ids.tolist()
     drawing = [
         row
         for row, sequence in enumerate(sequences)
@@ -73,13 +76,21 @@ def _top(log_probs: Tensor, count: int) -> list[tuple[int, float]]:
     return list(zip(ids.tolist(), values.tolist(), strict=True))
 
 
-def _adjust(sequences: SequenceOf[Sequence], logits: Tensor) -> None:
-    """Applies penalties, and takes end ids away from sequences that must not end yet."""
-    for row, sequence in enumerate(sequences):
-        if sequence.counts is not None:
-            _penalise(sequence, logits[row])
-        if sequence.rule.bans_end_ids(len(sequence.tokens)):
-            logits[row, list(sequence.rule.end_ids)] = -math.inf
+def _adjusted(sequences: SequenceOf[Sequence], logits: Tensor) -> Tensor:
+    """With penalties, and without end ids where a sequence must not end yet; a copy where anything changes."""
+    penalised = [row for row, sequence in enumerate(sequences) if sequence.counts is not None]
+    endless = [
+        row
+        for row, sequence in enumerate(sequences)
+        if sequence.rule.bans_end_ids(len(sequence.tokens))
+    ]
+    if penalised or endless:
+        logits = logits.clone()
+    for row in penalised:
+        _penalise(sequences[row], logits[row])
+    for row in endless:
+        logits[row, list(sequences[row].rule.end_ids)] = -math.inf
+    return logits
 
 
 def _penalise(sequence: Sequence, row: Tensor) -> None:
@@ -98,61 +109,86 @@ def _penalise(sequence: Sequence, row: Tensor) -> None:
 def _draw(sequences: SequenceOf[Sequence], logits: Tensor) -> list[int]:
     """One token for each row of `logits` [rows, vocabulary]."""
     configs = [sequence.config.sampling for sequence in sequences]
-
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
-
-    temperatures = column([1.0 if c.temperature is None else c.temperature for c in configs])
-    scaled = logits.double() / temperatures
-    scaled -= scaled.amax(dim=1, keepdim=True)
-    lowest = torch.full_like(temperatures, -math.inf)
-    top_k = [min(c.top_k or scaled.shape[1], scaled.shape[1]) for c in configs]
-    if min(top_k) < scaled.shape[1]:
-        lowest = torch.maximum(lowest, _top_k_bound(scaled, top_k))
-    top_p = [1.0 if c.top_p is None else c.top_p for c in configs]
-    if min(top_p) < 1:
-        lowest = torch.maximum(lowest, _top_p_bound(scaled, lowest, column(top_p)))
-    min_p = column([c.min_p or 0.0 for c in configs])
-    lowest = torch.maximum(lowest, min_p.log())
-    weights = torch.where(scaled >= lowest, scaled.exp(), 0.0)
-    # [rows, vocabulary]; added up in the order of ids, whatever the batch.
-    cumulative = weights.cumsum(dim=1)
+    # Added up in the order of ids, whatever the batch.
+    cumulative = filtered_weights(configs, logits).cumsum_(dim=1)
     draws = uniforms(
         [c.seed or 0 for c in configs],
         [sequence.batch_index for sequence in sequences],
         [sequence.sequence_index for sequence in sequences],
         [len(sequence.tokens) for sequence in sequences],
     )
-    targets = torch.from_numpy(draws).to(logits.device)[:, None] * cumulative[:, -1:]
+    totals = cumulative[:, -1:].contiguous()
+    targets = torch.from_numpy(draws).to(logits.device)[:, None] * totals
     tokens = torch.searchsorted(cumulative, targets, right=True)
     # Rounding may lift a target to the total; the last token that stayed is meant then.
-    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
+    last = torch.searchsorted(cumulative, totals)
     chosen: list[int] = torch.minimum(tokens, last)[:, 0].tolist()
     return chosen
+
+
+def filtered_weights(configs: SequenceOf[Sampling], logits: Tensor) -> Tensor:
+    """What each token weighs in the draw, [rows, vocabulary] float64: temperature, then top_k, top_p and min_p."""
+    temperatures = [1.0 if c.temperature is None else c.temperature for c in configs]
+    scaled = logits.double().div_(_column(temperatures, logits))
+    scaled.sub_(scaled.amax(dim=1, keepdim=True))
+    weights = scaled.exp()
+    lowest = _lowest(configs, scaled, weights)
+    if lowest is not None:
+        weights.masked_fill_(scaled < lowest, 0.0)
+    return weights
+
+
+def _column(values: list[float], like: Tensor) -> Tensor:
+    """[rows, 1] float64 on the device of `like`."""
+    return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]
+
+
+def _lowest(configs: SequenceOf[Sampling], scaled: Tensor, weights: Tensor) -> Tensor | None:
+    """The lowest logit that stays in each row, [rows, 1]; None where nothing is filtered.
+
+    `scaled` are logits below a peak of 0, `weights` their exponentials.
+    """
+    size = scaled.shape[1]
+    bounds = []
+    top_k = [min(c.top_k or size, size) for c in configs]
+    if min(top_k) < size:
+        bounds.append(_top_k_bound(scaled, top_k))
+    top_p = [1.0 if c.top_p is None else c.top_p for c in configs]
+    if min(top_p) < 1:
+        top_k_bound = bounds[0] if bounds else None
+        bounds.append(_top_p_bound(scaled, weights, top_k_bound, _column(top_p, scaled)))
+    min_p = [c.min_p or 0.0 for c in configs]
+    if max(min_p) > 0:
+        bounds.append(_column(min_p, scaled).log())
+    return torch.cat(bounds, dim=1).amax(dim=1, keepdim=True) if bounds else None
 
 
 def _top_k_bound(scaled: Tensor, top_k: list[int]) -> Tensor:
     """The k-th highest value of each row; -inf where k is the vocabulary."""
     size = scaled.shape[1]
-    most = max((k for k in top_k if k < size), default=1)
+    most = max(k for k in top_k if k < size)
     values = scaled.topk(most, dim=1).values
     places = torch.tensor([[min(k, most) - 1] for k in top_k], device=scaled.device)
     unlimited = torch.tensor([[k >= size] for k in top_k], device=scaled.device)
-    return values.gather(1, places).masked_fill(unlimited, -math.inf)
+    return values.gather(1, places).masked_fill_(unlimited, -math.inf)
 
 
-def _top_p_bound(scaled: Tensor, lowest: Tensor, top_p: Tensor) -> Tensor:
+def _top_p_bound(scaled: Tensor, weights: Tensor, lowest: Tensor | None, top_p: Tensor) -> Tensor:
     """The lowest value of the smallest set of most likely tokens whose share of what stays reaches `top_p`."""
-    totals = torch.where(scaled >= lowest, scaled.exp(), 0.0).sum(dim=1, keepdim=True)
-    needed = top_p * totals
-    size = scaled.shape[1]
-    candidates = min(CANDIDATES, size)
-    while True:
-        values = scaled.topk(candidates, dim=1).values
-        reached = values.exp().masked_fill(values < lowest, 0.0).cumsum(dim=1)
-        if candidates == size or bool((reached[:, -1:] >= needed).all()):
-            break
-        candidates = size
-    places = (reached < needed).sum(dim=1, keepdim=True).clamp(max=candidates - 1)
-    bound = values.gather(1, places)
-    return bound.masked_fill(top_p >= 1, -math.inf)
+    kept = weights if lowest is None else weights.masked_fill(scaled < lowest, 0.0)
+    needed = top_p * kept.sum(dim=1, keepdim=True)
+    limited = top_p[:, 0] < 1
+    values = scaled.topk(min(CANDIDATES, scaled.shape[1]), dim=1).values
+    reached = values.exp().cumsum_(dim=1)
+    if bool((reached[:, -1:] < needed)[limited].any()):
+        values = _descending(scaled)
+        reached = values.exp().cumsum_(dim=1)
+    places = (reached < needed).sum(dim=1, keepdim=True).clamp_(max=values.shape[1] - 1)
+    return values.gather(1, places).masked_fill_(~limited[:, None], -math.inf)
+
+
+def _descending(rows: Tensor) -> Tensor:
+    """Each row sorted; on a CPU by numpy, whose sort is an order of magnitude faster than PyTorch's."""
+    if rows.is_cuda:
+        return rows.sort(dim=1, descending=True).values
+    return -torch.from_numpy(np.sort(-rows.numpy(), axis=1))

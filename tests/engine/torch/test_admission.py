@@ -1,0 +1,75 @@
+"""What cannot be taken is refused with one clear error, and the engine goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engine.torch.harness import configure, running
+from oracle import tiny_models
+from trtmesh.chassis.errors import (
+    InvalidField,
+    OutOfBlocks,
+    PromptEmpty,
+    PromptTooLong,
+    QueueFull,
+    TokenOutOfVocabulary,
+    TrtmeshError,
+    UnsupportedField,
+)
+from trtmesh.chassis.vocabulary import GenerationConfig
+
+FEW = configure(max_tokens=4)
+
+REFUSALS: list[tuple[list[int], GenerationConfig, type[TrtmeshError], str]] = [
+    ([], FEW, PromptEmpty, "has no tokens"),
+    ([5] * 64, FEW, PromptTooLong, r"has 64 tokens.*at most 64"),
+    ([5] * 70, FEW, PromptTooLong, r"has 70 tokens.*at most 64"),
+    ([5, 6, 320, 9999], FEW, TokenOutOfVocabulary, r"320 at position 2 .* vocabulary size, 320"),
+    ([5] * 40, configure(max_tokens=20), OutOfBlocks, r"needs 15 KV blocks, but the pool has 12"),
+    ([5] * 60, configure(), OutOfBlocks, r"needs 15 KV blocks"),
+    ([5], configure(end_id=320), InvalidField, r"stopping\.end_id is 320"),
+    ([5], configure(num_return_sequences=17), InvalidField, "num_return_sequences is 17"),
+    ([5], configure(no_repeat_ngram_size=2), UnsupportedField, "sampling.no_repeat_ngram_size"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "config", "kind", "words"), REFUSALS)
+async def test_an_item_that_cannot_be_taken_is_refused_and_harms_nothing(
+    llama: Path,
+    prompt: list[int],
+    config: GenerationConfig,
+    kind: type[TrtmeshError],
+    words: str,
+) -> None:
+    settings = {"max_sequence_tokens": 64, "kv_cache_tokens": 48, "tokens_per_block": 4}
+    good = tiny_models.prompts(2)[1]
+    expected = tiny_models.greedy(tiny_models.reference_model(llama), good, 4)
+    async with running(llama, **settings) as engine:
+        before = engine.backend.stats()
+        with pytest.raises(kind, match=words):
+            engine.submit(prompt, config)
+        assert engine.backend.stats() == before
+        assert await engine.run([good], configure(max_tokens=4, ignore_end_id=True)) == [expected]
+
+
+async def test_the_longest_prompt_is_taken(llama: Path) -> None:
+    async with running(llama, max_sequence_tokens=64) as engine:
+        (stream,) = await engine.ended(engine.submit([5] * 63, configure(ignore_end_id=True)))
+        assert len(stream.token_ids) == 1
+
+
+async def test_a_full_queue_is_said_so_and_empties_again(llama: Path) -> None:
+    config = configure(max_tokens=30, ignore_end_id=True)
+    async with running(llama, max_batch_size=2, max_queue_size=3) as engine:
+        keys = [engine.submit([5], config)[0] for _ in range(5)]
+        with pytest.raises(QueueFull, match="at most 3 may"):
+            engine.submit([5], configure(max_tokens=30, num_return_sequences=2))
+        await engine.ended(keys)
+        await engine.ended(engine.submit([5], config))
+
+
+async def test_a_negative_id_is_refused(llama: Path) -> None:
+    async with running(llama) as engine:
+        with pytest.raises(TokenOutOfVocabulary, match="-1 at position 1"):
+            engine.submit([5, -1], FEW)

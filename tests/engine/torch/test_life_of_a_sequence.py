@@ -1,0 +1,285 @@
+"""Stop, deadline, failure, migration, preemption: each sequence ends once, and its blocks are free by then."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.torch.harness import Harness, Stream, configure, running
+from oracle import tiny_models
+from trtmesh.chassis.errors import BackendFailed
+from trtmesh.chassis.vocabulary import GenerationConfig
+from trtmesh.engine.backend import SequenceEnd
+from trtmesh.v1 import generation_pb2 as pb
+
+LONG = configure(max_tokens=400, ignore_end_id=True)
+SHORT = configure(max_tokens=6, ignore_end_id=True)
+
+
+def end_of(stream: Stream) -> SequenceEnd:
+    assert stream.end is not None
+    return stream.end
+
+
+def internals(engine: Harness) -> Any:
+    return engine.backend._engine
+
+
+@pytest.mark.parametrize(
+    "reason", [pb.FINISH_REASON_STOPPED, pb.FINISH_REASON_CANCELLED, pb.FINISH_REASON_STOP_WORD]
+)
+async def test_stop_ends_with_the_reason_given_and_frees_first(llama: Path, reason: int) -> None:
+    async with running(llama) as engine:
+        (key,) = engine.submit([5, 6, 7], LONG)
+        await engine.until(lambda: len(engine.streams[key].token_ids) >= 3)
+        assert engine.backend.stats().used_blocks > 0
+        engine.backend.stop([key], reason)
+        (stream,) = await engine.ended([key])
+        assert end_of(stream).reason == reason
+        assert end_of(stream).generated_tokens == len(stream.token_ids)
+        assert stream.blocks_used_at_end == 0
+
+
+async def test_unknown_and_ended_keys_are_ignored(llama: Path) -> None:
+    async with running(llama) as engine:
+        (key,) = engine.submit([5], SHORT)
+        await engine.ended([key])
+        engine.backend.stop([key, 12345], pb.FINISH_REASON_STOPPED)
+        await engine.ended(engine.submit([5], SHORT))
+
+
+async def test_what_waits_can_be_stopped(llama: Path) -> None:
+    async with running(llama, max_batch_size=1) as engine:
+        (running_key,) = engine.submit([5], LONG)
+        (waiting,) = engine.submit([6] * 9, LONG)
+        await engine.until(lambda: engine.streams[running_key].token_ids)
+        assert engine.backend.stats().waiting_sequences == 1
+        assert engine.backend.stats().pending_prompt_tokens == 9
+        engine.backend.stop([waiting], pb.FINISH_REASON_STOPPED)
+        (stream,) = await engine.ended([waiting])
+        assert stream.token_ids == []
+        assert engine.backend.stats().pending_prompt_tokens == 0
+        engine.backend.stop([running_key], pb.FINISH_REASON_STOPPED)
+        await engine.ended()
+
+
+async def test_a_finished_sequence_has_freed_its_blocks(llama: Path) -> None:
+    async with running(llama) as engine:
+        (stream,) = await engine.ended(engine.submit([5] * 40, SHORT))
+        assert end_of(stream).reason == pb.FINISH_REASON_LENGTH
+        assert stream.blocks_used_at_end == 0
+
+
+async def test_a_deadline_ends_running_and_waiting_sequences(llama: Path) -> None:
+    async with running(llama, max_batch_size=1) as engine:
+        keys = engine.submit([5], LONG, deadline=time.monotonic() + 0.05)
+        keys += engine.submit([5], LONG, deadline=time.monotonic() - 1)
+        streams = await engine.ended(keys)
+        assert [end_of(s).reason for s in streams] == [pb.FINISH_REASON_CANCELLED] * 2
+        assert streams[1].token_ids == []
+        assert engine.backend.stats().used_blocks == 0
+
+
+async def test_close_ends_what_has_not_ended(llama: Path) -> None:
+    async with running(llama, max_batch_size=2) as engine:
+        keys = [engine.submit([5], LONG)[0] for _ in range(4)]
+        await engine.until(lambda: engine.streams[keys[0]].token_ids)
+    for stream in await engine.ended(keys):
+        assert end_of(stream).reason == pb.FINISH_REASON_CANCELLED
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        configure(max_tokens=20, ignore_end_id=True),
+        configure(max_tokens=20, ignore_end_id=True, temperature=1.5, top_p=0.9, seed=3),
+        configure(
+            max_tokens=20,
+            ignore_end_id=True,
+            repetition_penalty=1.3,
+            presence_penalty=1.0,
+            frequency_penalty=0.5,
+            min_tokens=10,
+            stop_token_ids=((1, 2), (7, 8, 9)),
+        ),
+    ],
+    ids=["greedy", "sampled", "penalised"],
+)
+async def test_a_migrated_sequence_goes_on_as_if_it_had_stayed(
+    llama: Path, config: GenerationConfig
+) -> None:
+    prompt = tiny_models.prompts(2)[1]
+    async with running(llama) as engine:
+        (whole,) = await engine.ended(engine.submit(prompt, config, batch_index=3))
+        for emitted in (1, 7, 19):
+            before = whole.token_ids[:emitted]
+            keys = engine.submit(prompt, config, emitted=before, batch_index=3)
+            (rest,) = await engine.ended(keys)
+            assert before + rest.token_ids == whole.token_ids
+            assert rest.first_offset == emitted
+            assert end_of(rest).generated_tokens == end_of(whole).generated_tokens
+            assert end_of(rest).prompt_tokens == len(prompt)
+            assert end_of(rest).reason == end_of(whole).reason
+
+
+async def test_a_sequence_that_was_complete_when_it_migrated_ends_at_once(llama: Path) -> None:
+    async with running(llama, max_sequence_tokens=16) as engine:
+        at_limit = engine.submit([5], configure(max_tokens=3), emitted=[7, 7, 7])
+        at_end = engine.submit([5], configure(max_tokens=9, end_id=8), emitted=[7, 8])
+        full = engine.submit([5] * 10, configure(), emitted=[7] * 6)
+        ends = [end_of(stream) for stream in await engine.ended([*at_limit, *at_end, *full])]
+        length, end_id = pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_END_ID
+        assert [end.reason for end in ends] == [length, end_id, length]
+        assert [end.generated_tokens for end in ends] == [3, 2, 6]
+        assert not any(stream.token_ids for stream in engine.streams.values())
+
+
+def poison(engine: Harness, token: int) -> None:
+    """From now on the token's embedding is not a number."""
+    model = internals(engine)._runner._model.module
+    with torch.no_grad():
+        model.get_input_embeddings().weight[token] = torch.nan
+
+
+async def test_logits_that_are_not_numbers_fail_their_item_alone(llama: Path) -> None:
+    prompts = tiny_models.prompts(4)
+    bad = [5, 300, 6]
+    good = [[token for token in prompt if token != 300] for prompt in prompts]
+    async with running(llama, kv_cache_tokens=256) as engine:
+        expected = await engine.run(good, SHORT)
+        poison(engine, 300)
+        for _ in range(20):
+            keys = [engine.submit(prompt, SHORT)[0] for prompt in good]
+            (failing,) = engine.submit(bad, SHORT)
+            streams = await engine.ended(keys)
+            (failed,) = await engine.ended([failing])
+            assert end_of(failed).reason == pb.FINISH_REASON_ERROR
+            assert isinstance(end_of(failed).error, BackendFailed)
+            assert failed.token_ids == []
+            if all(300 not in tokens for tokens in expected):
+                assert [stream.token_ids for stream in streams] == expected
+        assert engine.backend.stats().used_blocks == 0
+
+
+async def test_an_exception_for_one_item_ends_that_item_alone(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = tiny_models.prompts(3)
+    async with running(llama) as engine:
+        expected = await engine.run(prompts, SHORT)
+        runner = internals(engine)._runner
+        compute = runner.compute
+
+        def failing(chunks: list[Any]) -> Any:
+            if any(chunk.sequence.tokens[0] == 250 for chunk in chunks):
+                raise RuntimeError("this one is too much")
+            return compute(chunks)
+
+        monkeypatch.setattr(runner, "compute", failing)
+        keys = [engine.submit(prompt, SHORT)[0] for prompt in prompts]
+        (bad,) = engine.submit([250, 5], SHORT)
+        assert [s.token_ids for s in await engine.ended(keys)] == expected
+        (failed,) = await engine.ended([bad])
+        assert "this one is too much" in str(end_of(failed).error)
+        assert engine.failures == []
+
+
+async def test_a_fault_of_the_backend_is_told_once_and_ends_all(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(llama, max_batch_size=2) as engine:
+
+        def failing(chunks: list[Any]) -> Any:
+            raise RuntimeError("the device is gone")
+
+        monkeypatch.setattr(internals(engine)._runner, "compute", failing)
+        keys = [engine.submit([5], SHORT)[0] for _ in range(7)]
+        for stream in await engine.ended(keys):
+            assert end_of(stream).reason == pb.FINISH_REASON_ERROR
+            assert isinstance(end_of(stream).error, BackendFailed)
+        await engine.until(lambda: engine.failures)
+        assert len(engine.failures) == 1
+        with pytest.raises(BackendFailed):
+            engine.submit([5], SHORT)
+
+
+async def test_higher_priority_runs_earlier(llama: Path) -> None:
+    async with running(llama, max_batch_size=1) as engine:
+        (first,) = engine.submit([5], configure(max_tokens=20, ignore_end_id=True))
+        await engine.until(lambda: engine.streams[first].token_ids)
+        (low,) = engine.submit([5], configure(max_tokens=3, ignore_end_id=True, priority=-1))
+        (high,) = engine.submit([5], configure(max_tokens=3, ignore_end_id=True, priority=1))
+        await engine.ended()
+        order = [end.key for output in engine.outputs for end in output.ends]
+        assert order == [first, high, low]
+
+
+async def test_perf_metrics_come_where_asked_for_and_are_in_order(llama: Path) -> None:
+    config = configure(max_tokens=20, ignore_end_id=True, perf_metrics=True)
+    async with running(llama, tokens_per_block=4) as engine:
+        (asking,) = await engine.ended(engine.submit([5] * 10, config))
+        (silent,) = await engine.ended(engine.submit([5] * 10, SHORT))
+        assert end_of(silent).perf_metrics is None
+        metrics = end_of(asking).perf_metrics
+        assert metrics is not None
+        assert metrics.arrival_time_ns <= metrics.first_scheduled_time_ns
+        assert metrics.first_scheduled_time_ns < metrics.first_token_time_ns
+        assert metrics.first_token_time_ns < metrics.last_token_time_ns
+        # 10 prompt tokens and 19 of the 20 new ones have KV.
+        assert metrics.kv_cache_alloc_total_blocks == 8
+        assert end_of(asking).queue_seconds >= 0
+
+
+async def test_no_block_leaks_in_thousands_of_random_operations(llama: Path) -> None:
+    draw = random.Random(4)
+    settings = {"kv_cache_tokens": 240, "tokens_per_block": 4, "max_batch_size": 8}
+    async with running(llama, **settings, max_queue_size=100_000) as engine:
+        keys: list[int] = []
+        for _ in range(2500):
+            if keys and draw.random() < 0.55:
+                chosen = draw.sample(keys, min(len(keys), draw.randint(1, 4)))
+                engine.backend.stop(chosen, pb.FINISH_REASON_STOPPED)
+                keys = [key for key in keys if key not in chosen]
+            else:
+                prompt = [draw.randint(2, 40)] * draw.randint(1, 30)
+                reuse = draw.random() < 0.5
+                config = configure(
+                    max_tokens=draw.randint(1, 20), reuse=reuse, priority=draw.randint(-2, 2)
+                )
+                keys += engine.submit(prompt, config)
+            if draw.random() < 0.1:
+                steps = len(engine.outputs) + 1
+                await engine.until(
+                    lambda steps=steps: _idle(engine) or len(engine.outputs) >= steps
+                )
+        engine.backend.stop(list(engine.streams), pb.FINISH_REASON_STOPPED)
+        streams = await engine.ended()
+        assert len(streams) > 1000
+        stats = engine.backend.stats()
+        assert (stats.used_blocks, stats.free_blocks) == (0, stats.total_blocks)
+        assert (stats.running_sequences, stats.waiting_sequences) == (0, 0)
+        assert stats.pending_prompt_tokens == 0
+        scheduler = internals(engine).scheduler
+        assert scheduler.tables.free_slots == 8
+        assert not scheduler.tables.rows.any()
+        assert all(count == 0 for count in scheduler.pool._references)
+
+
+def _idle(engine: Harness) -> bool:
+    return all(stream.end for stream in engine.streams.values())
+
+
+async def test_no_sequence_starves_in_a_tiny_pool(llama: Path) -> None:
+    settings = {"kv_cache_tokens": 40, "tokens_per_block": 4, "max_batch_size": 8}
+    async with running(llama, **settings, prefix_reuse=False) as engine:
+        config = configure(max_tokens=30, ignore_end_id=True)
+        keys = [engine.submit([5 + number] * 6, config)[0] for number in range(12)]
+        await engine.ended(keys)
+        assert internals(engine).scheduler.preemptions > 0
+        first_ends = [end.key for output in engine.outputs for end in output.ends]
+        # The oldest is never preempted, so it ends first.
+        assert first_ends[0] == keys[0]

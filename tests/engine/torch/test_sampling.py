@@ -1,0 +1,247 @@
+"""Sampling: the distribution that is drawn from, the draws, penalties, log-probabilities."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine.torch.harness import configure, running
+from oracle import tiny_models
+from transformers import (
+    LogitsProcessor,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from trtmesh.chassis.vocabulary import GenerationConfig, Sampling, Stopping
+from trtmesh.engine.backends.torch.sampling import choose, filtered_weights
+from trtmesh.engine.backends.torch.sequence import Sequence
+from trtmesh.engine.backends.torch.stopping import EndRule
+
+NEW_TOKENS = 24
+SAMPLED = configure(max_tokens=NEW_TOKENS, ignore_end_id=True, temperature=1.5, top_p=0.95, seed=7)
+
+
+def warped(sampling: Sampling, logits: torch.Tensor) -> torch.Tensor:
+    """The same filters by transformers."""
+    chosen: list[LogitsProcessor] = []
+    if sampling.temperature is not None:
+        chosen.append(TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_k:
+        chosen.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p is not None:
+        chosen.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p is not None:
+        chosen.append(MinPLogitsWarper(sampling.min_p))
+    for warper in chosen:
+        call: Any = warper
+        logits = call(None, logits)
+    return logits
+
+
+CONFIGS = [
+    Sampling(temperature=0.7),
+    Sampling(top_k=5),
+    Sampling(top_k=5000),
+    Sampling(top_p=0.5),
+    Sampling(top_p=0.999),
+    Sampling(min_p=0.1),
+    Sampling(temperature=1.3, top_k=40, top_p=0.8, min_p=0.02),
+    Sampling(temperature=100.0, top_p=0.9),
+]
+
+
+@pytest.mark.parametrize("spread", [0.5, 4.0])
+def test_the_filtered_distribution_is_that_of_transformers(spread: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(len(CONFIGS), 1000, generator=generator) * spread
+    weights = filtered_weights(CONFIGS, logits)
+    probabilities = weights / weights.sum(dim=1, keepdim=True)
+    for row, sampling in enumerate(CONFIGS):
+        expected = warped(sampling, logits[row : row + 1].double()).softmax(dim=1)[0]
+        torch.testing.assert_close(probabilities[row], expected)
+
+
+def sequence(position: int, sampling: Sampling) -> Sequence:
+    rule = EndRule(Stopping(), (), 1, 10)
+    return Sequence(0, GenerationConfig(sampling=sampling), 0, 0, [0] * position, 1, rule)
+
+
+def test_draws_follow_the_distribution() -> None:
+    draws = 4000
+    logits = torch.linspace(-2, 1, 12).expand(draws, -1).clone()
+    sampling = Sampling(temperature=0.8, top_k=10, seed=11)
+    sequences = [sequence(position + 1, sampling) for position in range(draws)]
+    counts = Counter(choose(sequences, logits.clone()).token_ids)
+    weights = filtered_weights([sampling], logits[:1])[0]
+    expected = (weights / weights.sum() * draws).numpy()
+    assert set(counts) == set(np.flatnonzero(expected).tolist())
+    chi_square = sum((counts[i] - e) ** 2 / e for i, e in enumerate(expected) if e)
+    # 9 degrees of freedom: 99.9 % lie below 27.9.
+    assert chi_square < 27.9
+
+
+def test_rounding_in_the_last_bits_rarely_changes_a_draw() -> None:
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(500, 1000, generator=generator) * 3
+    noisy = logits * (1 + 1e-7 * torch.randn(logits.shape, generator=generator))
+    sampling = Sampling(temperature=1.0, top_k=50, top_p=0.9, seed=2)
+    sequences = [sequence(position + 1, sampling) for position in range(500)]
+    exact, rounded = (choose(sequences, rows.clone()).token_ids for rows in (logits, noisy))
+    assert exact == rounded
+
+
+async def test_a_sampled_stream_is_the_same_alone_and_among_16_others(llama: Path) -> None:
+    prompts = tiny_models.prompts(17)
+    async with running(llama) as engine:
+        (alone,) = await engine.run(prompts[:1], SAMPLED)
+        assert await engine.run(prompts[:1], SAMPLED) == [alone]
+        others = [engine.submit(p, SAMPLED, batch_index=i)[0] for i, p in enumerate(prompts[1:], 1)]
+        (key,) = engine.submit(prompts[0], SAMPLED)
+        streams = await engine.ended([key, *others])
+        assert streams[0].token_ids == alone
+        assert len({tuple(stream.token_ids) for stream in streams}) == 17
+
+
+async def test_seed_batch_index_and_sequence_index_each_make_another_stream(llama: Path) -> None:
+    prompt = tiny_models.prompts(1)[0]
+    other_seed = configure(
+        max_tokens=NEW_TOKENS, ignore_end_id=True, temperature=1.5, top_p=0.95, seed=8
+    )
+    async with running(llama) as engine:
+        keys = [
+            engine.submit(prompt, SAMPLED),
+            engine.submit(prompt, other_seed),
+            engine.submit(prompt, SAMPLED, batch_index=1),
+            engine.submit(prompt, SAMPLED, sequence_index=1),
+        ]
+        streams = await engine.ended([key for (key,) in keys])
+        assert len({tuple(stream.token_ids) for stream in streams}) == 4
+
+
+async def test_num_return_sequences_gives_independent_streams(llama: Path) -> None:
+    prompt = tiny_models.prompts(2)[1]
+    three = configure(
+        max_tokens=8, ignore_end_id=True, temperature=1.5, seed=7, num_return_sequences=3
+    )
+    one = configure(max_tokens=8, ignore_end_id=True, temperature=1.5, seed=7)
+    async with running(llama) as engine:
+        together = await engine.ended(engine.submit(prompt, three))
+        apart = await engine.ended(
+            [engine.submit(prompt, one, sequence_index=index)[0] for index in range(3)]
+        )
+        assert [s.token_ids for s in together] == [s.token_ids for s in apart]
+        assert len({tuple(s.token_ids) for s in together}) == 3
+
+
+@pytest.mark.parametrize("forbidding", [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 0.0}])
+async def test_what_forbids_sampling_is_greedy(llama: Path, forbidding: dict[str, float]) -> None:
+    prompts = tiny_models.prompts(2)
+    async with running(llama) as engine:
+        greedy = await engine.run(prompts, configure(max_tokens=8, ignore_end_id=True))
+        config = configure(max_tokens=8, ignore_end_id=True, seed=3, **forbidding)
+        assert await engine.run(prompts, config) == greedy
+
+
+async def test_the_repetition_penalty_is_that_of_generate(llama: Path) -> None:
+    prompts = tiny_models.prompts(4)
+    model = tiny_models.reference_model(llama)
+    expected = [
+        tiny_models.greedy(model, prompt, NEW_TOKENS, repetition_penalty=1.7) for prompt in prompts
+    ]
+    config = configure(max_tokens=NEW_TOKENS, ignore_end_id=True, repetition_penalty=1.7)
+    async with running(llama) as engine:
+        plain = await engine.run(prompts, configure(max_tokens=NEW_TOKENS, ignore_end_id=True))
+        assert plain != expected
+        assert await engine.run(prompts, config) == expected
+
+
+async def test_prompt_ignore_length_hides_the_beginning_from_the_repetition_penalty() -> None:
+    logits = torch.tensor([[1.0, 0.9, 0.5]])
+    sampling = Sampling(repetition_penalty=2.0, prompt_ignore_length=1)
+    rule = EndRule(Stopping(), (), 2, 10)
+    config = GenerationConfig(sampling=sampling)
+    hidden = Sequence(0, config, 0, 0, [0, 2], 2, rule, seen={2}, counts=Counter())
+    full = Sequence(0, config, 0, 0, [0, 2], 2, rule, seen={0, 2}, counts=Counter())
+    assert choose([hidden, full], logits.repeat(2, 1)).token_ids == [0, 1]
+
+
+async def test_prompt_ignore_length_acts(llama: Path) -> None:
+    prompt = tiny_models.prompts(2)[1]
+    model = tiny_models.reference_model(llama)
+    first = tiny_models.greedy(model, prompt, 1)[0]
+    penalised = {"max_tokens": 1, "ignore_end_id": True, "repetition_penalty": 50.0}
+    async with running(llama) as engine:
+        (seen,) = await engine.run([[first, *prompt]], configure(max_tokens=1, ignore_end_id=True))
+        with_first = [seen[0], *prompt]
+        (target,) = await engine.run([with_first], configure(max_tokens=1, ignore_end_id=True))
+        prompt_with_target = [target[0], *prompt]
+        plain = configure(max_tokens=1, ignore_end_id=True)
+        (expected,) = await engine.run([prompt_with_target], plain)
+        ignoring = configure(**penalised, prompt_ignore_length=len(prompt_with_target))
+        assert await engine.run([prompt_with_target], ignoring) == [expected]
+
+
+@pytest.mark.parametrize(("presence", "frequency"), [(3.0, 0.0), (0.0, 1.5), (1.0, 0.7)])
+async def test_presence_and_frequency_penalties_follow_their_formula(
+    llama: Path, presence: float, frequency: float
+) -> None:
+    prompt = tiny_models.prompts(2)[1]
+    model = tiny_models.reference_model(llama)
+    tokens: list[int] = []
+    for _ in range(NEW_TOKENS):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens])).logits[0, -1].double()
+        for token, count in Counter(tokens).items():
+            logits[token] -= presence + frequency * count
+        tokens.append(int(logits.argmax()))
+    config = configure(
+        max_tokens=NEW_TOKENS,
+        ignore_end_id=True,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+    )
+    async with running(llama) as engine:
+        plain = await engine.run([prompt], configure(max_tokens=NEW_TOKENS, ignore_end_id=True))
+        assert plain != [tokens]
+        assert await engine.run([prompt], config) == [tokens]
+
+
+async def test_log_probs_are_those_of_the_models_logits(llama: Path) -> None:
+    prompt = tiny_models.prompts(2)[1]
+    model = tiny_models.reference_model(llama)
+    config = configure(
+        max_tokens=6, ignore_end_id=True, temperature=2.0, seed=1, log_probs=True, top_log_probs=3
+    )
+    async with running(llama) as engine:
+        (stream,) = await engine.ended(engine.submit(prompt, config))
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + stream.token_ids])).logits[0].double()
+    expected = logits.log_softmax(dim=1)[len(prompt) - 1 : -1]
+    total = 0.0
+    for row, token, details in zip(expected, stream.token_ids, stream.details, strict=True):
+        total += float(row[token])
+        assert details.log_probs == pytest.approx([float(row[token])], abs=1e-4)
+        assert details.cumulative_log_prob == pytest.approx(total, abs=1e-3)
+        values, ids = row.topk(3)
+        (top,) = details.top_log_probs
+        assert [token for token, _ in top] == ids.tolist()
+        assert [value for _, value in top] == pytest.approx(values.tolist(), abs=1e-4)
+    assert stream.end is not None
+    assert stream.end.cumulative_log_prob == pytest.approx(total, abs=1e-3)
+
+
+async def test_log_probs_come_only_where_asked_for(llama: Path) -> None:
+    prompts = tiny_models.prompts(2)
+    async with running(llama) as engine:
+        (asking,) = engine.submit(prompts[0], configure(max_tokens=3, log_probs=True))
+        (silent,) = engine.submit(prompts[1], configure(max_tokens=3))
+        with_details, without = await engine.ended([asking, silent])
+        assert len(with_details.details) == len(with_details.token_ids)
+        assert with_details.details[0].top_log_probs == []
+        assert without.details == []
