@@ -85,7 +85,7 @@ class RouterStream:
         try:
             await self.call.write(epb.EngineServiceConnectRequest(commands=commands))
         except grpc.aio.AioRpcError as error:
-            raise await self._failed(error) from error
+            raise await self._failed() from error
 
     async def acknowledge(self, received_steps: int | None = None) -> None:
         count = len(self.steps) if received_steps is None else received_steps
@@ -97,7 +97,7 @@ class RouterStream:
             async with asyncio.timeout(PATIENCE_SECONDS):
                 response = await self.call.read()
         except grpc.aio.AioRpcError as error:
-            raise await self._failed(error) from error
+            raise await self._failed() from error
         if response is grpc.aio.EOF:
             return False
         for event in response.events:
@@ -133,10 +133,12 @@ class RouterStream:
             return failure
         raise AssertionError("the stream ended well")
 
-    async def _failed(self, error: grpc.aio.AioRpcError) -> StreamFailed:
-        trailing = dict(await self.call.trailing_metadata() or ())
-        reason = str(trailing.get("trtmesh-error-reason", ""))
-        return StreamFailed(error.code(), error.details() or "", reason)
+    async def _failed(self) -> StreamFailed:
+        """The call's status; a write into an ended stream fails with less than that."""
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            code, details = await self.call.code(), await self.call.details()
+            trailing = dict(await self.call.trailing_metadata() or ())
+        return StreamFailed(code, details or "", str(trailing.get("trtmesh-error-reason", "")))
 
     def _take(self, event: epb.EngineEvent) -> None:
         match event.WhichOneof("event"):

@@ -24,7 +24,7 @@ from trtmesh.engine.outbox import Outbox
 from trtmesh.engine.step_part import StepPart
 from trtmesh.engine.streams import HANDLE_BITS, HANDLE_MASK
 from trtmesh.engine.submission import handles_of, parse_submit
-from trtmesh.engine.wire import adapter_states, end_message, kv_event_message
+from trtmesh.engine.wire import adapter_states, end_message, kv_event_message, load_message
 from trtmesh.engine.worker import Worker
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
@@ -67,6 +67,8 @@ class Connection:
         adapters = worker.backend.adapters()
         if adapters:
             self.outbox.put_answer(epb.EngineEvent(adapter_states=adapter_states(adapters)))
+        # A router may place items as soon as it knows the worker, so it need not wait for the next report.
+        self.take_load(load_message(worker.backend.stats(), draining=worker.draining))
         worker.metrics.open_streams += 1
 
     @property
