@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
 from processes import ServiceProcess, service_process
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 from trtmesh.client import Client, Event, ItemResult
 from trtmesh.client.results import Results
 from trtmesh.v1 import router_admin_pb2 as admin_pb
+from trtmesh.v1 import router_admin_pb2_grpc
 
 PATIENCE_SECONDS = 60.0
 """How long a test waits for what must happen; no test depends on how soon it does."""
@@ -90,6 +92,11 @@ class StreamReader:
         """Waits until `condition` holds or the stream is over."""
         async with asyncio.timeout(PATIENCE_SECONDS), self._arrived:
             await self._arrived.wait_for(lambda: condition(self) or self._task.done())
+
+    async def tokens_here(self, least: int) -> None:
+        """Waits until so many tokens of the first item are here; fails when it ends with fewer."""
+        await self.until(lambda reader: reader.tokens() >= least)
+        assert self.tokens() >= least, self.items[0]
 
     async def result(self) -> Sequence[ItemResult]:
         """Waits for the end; raises what the call raised."""
@@ -171,6 +178,7 @@ class Mesh:
         self.engines: list[ServiceProcess] = []
         self.router: ServiceProcess
         self.client: Client
+        self.channel: grpc.aio.Channel
 
     async def start(self, service: str, *flags: str) -> ServiceProcess:
         return await self._stack.enter_async_context(
@@ -195,6 +203,8 @@ class Mesh:
             peers += ["--tokenizers", tokenizers]
         self.router = await self.start("router", "--port", "0", *peers, *flags)
         self.client = await self._stack.enter_async_context(Client(self.router.address))
+        channel = grpc.aio.insecure_channel(self.router.address)
+        self.channel = await self._stack.enter_async_context(channel)
 
     def open(self, prompts: Sequence[Any], **options: Any) -> StreamReader:
         """Starts a request and reads it in the background."""
@@ -204,6 +214,15 @@ class Mesh:
 
     async def status(self) -> admin_pb.ListWorkersResponse:
         return await self.client.status()
+
+    async def stages(self) -> list[str]:
+        """Where the live items are in their story."""
+        stub = router_admin_pb2_grpc.RouterAdminServiceStub(self.channel)
+        answer = await stub.ListRequests(admin_pb.ListRequestsRequest())
+        return [item.stage for request in answer.requests for item in request.items]
+
+    async def has_stage(self, stage: str) -> bool:
+        return stage in await self.stages()
 
     async def ready(self, workers: int, tokenizers: int = 0) -> None:
         """Waits until so many workers and tokenizers are ready."""

@@ -23,7 +23,7 @@ class Decoder(Protocol):
         """Asks for the text of new tokens; answered by `sequence.on_text` or `sequence.on_stop_text`."""
 
     def finish(self, sequence: SequenceRun) -> None:
-        """Asks for the rest of the text; answered by a last `on_text`."""
+        """Asks for the rest of the text; answered by `on_text` and then by `on_text_complete`."""
 
     def drop(self, sequence: SequenceRun) -> None:
         """Forgets the sequence; it is not answered any more."""
@@ -138,7 +138,10 @@ class SequenceRun:
             return
         if token_count or text:
             self._deliver(token_count, text)
-        if self.end is not None and self.decoded == len(self.token_ids):
+
+    def on_text_complete(self) -> None:
+        """No more text comes: `finish` was answered."""
+        if not self.over:
             self._settle()
 
     def on_stop_text(self, token_count: int, text: str, stop_index: int) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 import grpc
-from trtmesh.chassis.errors import SchemaMismatch, from_proto
+from trtmesh.chassis.errors import Draining, SchemaMismatch, TrtmeshError, from_proto
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.router.outbox import Outbox
 from trtmesh.router.replica import Replica, run_both
@@ -26,6 +26,14 @@ DESCRIBE_SECONDS = 5.0
 _Call = grpc.aio.StreamStreamCall[
     pb.TokenizerServiceConnectRequest, pb.TokenizerServiceConnectResponse
 ]
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """A DecodeCommand on its way: how many tokens of each sequence, and the sequences that it finishes."""
+
+    counts: list[tuple[SequenceRun, int]]
+    finished: list[SequenceRun]
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +68,7 @@ class Tokenizer(Replica):
         self._outbox: Outbox[pb.TokenizerCommand] = Outbox()
         self._waiting: dict[int, list[int]] = {}
         self._finished: list[int] = []
-        self._unanswered: deque[list[tuple[SequenceRun, int]]] = deque()
+        self._unanswered: deque[_Batch] = deque()
         self._flush_planned = False
 
     @property
@@ -141,7 +149,8 @@ class Tokenizer(Replica):
             finished_handles=self._finished,
         )
         runs = self.runs
-        self._unanswered.append([(runs[handle], len(ids)) for handle, ids in waiting.items()])
+        counts = [(runs[handle], len(ids)) for handle, ids in waiting.items()]
+        self._unanswered.append(_Batch(counts, [runs[handle] for handle in self._finished]))
         self._waiting = {}
         self._finished = []
         self._outbox.put(pb.TokenizerCommand(decode=decode))
@@ -186,19 +195,44 @@ class Tokenizer(Replica):
         stops = {stop.handle: stop for stop in decoded.stops} if decoded.stops else {}
         failures = {failure.handle: failure for failure in decoded.failures}
         batch = self._unanswered.popleft()
-        for (run, count), handle, text in zip(batch, decoded.handles, decoded.texts, strict=True):
+        answers = zip(batch.counts, decoded.handles, decoded.texts, strict=True)
+        for (run, count), handle, text in answers:
             if handle in stops:
                 run.on_stop_text(stops[handle].token_count, text, stops[handle].stop_index)
             elif handle in failures:
-                run.fail(from_proto(failures[handle].error))
+                self._on_decode_failed(handle, from_proto(failures[handle].error))
             else:
                 run.on_text(count, text)
+        for run in batch.finished:
+            if run.decoder is self:
+                run.on_text_complete()
         if self._waiting:
             self._plan_flush()
 
+    def _on_decode_failed(self, handle: int, error: TrtmeshError) -> None:
+        """Fails a sequence, or moves one that a draining tokenizer does not take."""
+        run = self.runs.get(handle)
+        if run is None:
+            # Answers to what was on its way when the first one came.
+            return
+        if not isinstance(error, Draining):
+            run.fail(error)
+            return
+        self.drop(run)
+        self._become(admin_pb.WORKER_STATE_DRAINING, error.message)
+        self._on_lost([], [run])
+
     def _on_encoded(self, encoded: pb.Encoded) -> None:
         job = self._encodes.pop(encoded.handle, None)
-        if job is not None and not job.done.done():
+        if job is None or job.done.done():
+            return
+        error = from_proto(encoded.error) if encoded.HasField("error") else None
+        if isinstance(error, Draining):
+            self._become(admin_pb.WORKER_STATE_DRAINING, error.message)
+            self._on_lost([job], [])
+        elif error is not None:
+            job.done.set_exception(error)
+        else:
             job.done.set_result(encoded)
 
     def lost(self, problem: str) -> None:

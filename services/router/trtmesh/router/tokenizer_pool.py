@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-from trtmesh.chassis.errors import NoTokenizer, TokenizerLost, from_proto
+from trtmesh.chassis.errors import NoTokenizer, TokenizerLost
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.sequence import SequenceRun
 from trtmesh.router.tokenizer import EncodeJob, Tokenizer
@@ -108,12 +108,9 @@ class TokenizerPool:
         job = EncodeJob(model, command)
         self._place_encode(job)
         try:
-            encoded = await job.done
+            return await job.done
         finally:
             self._waiting_encodes.dismiss(job)
-        if encoded.HasField("error"):
-            raise from_proto(encoded.error)
-        return encoded
 
     def attach(self, run: SequenceRun) -> None:
         """Finds a decoder for a sequence, now or within the recovery time; else the sequence fails."""

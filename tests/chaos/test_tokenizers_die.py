@@ -1,0 +1,176 @@
+"""Tokenizers die, freeze, restart and drain while streams run: no text is lost, none comes twice, nothing hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Sequence
+
+import pytest
+from e2e.mesh import SIMULATED, Mesh, StreamReader, decode, eventually, running_mesh, scrape
+from trtmesh.chassis.errors import NoTokenizer, TokenizerLost
+from trtmesh.client import ItemResult
+
+STREAMS = 12
+TOKENS = 300
+
+# Single bytes: a character needs several tokens, so a moved sequence has half of one to take along.
+BYTES = ("--simulated-first-token-id", "8", "--simulated-last-token-id", "263")
+ENGINE = (*SIMULATED, *BYTES)
+
+PROMPTS = [f"stream {number}" for number in range(STREAMS)]
+STOP_TEXT = "never generated"
+
+
+def contents(items: Sequence[ItemResult]) -> list[tuple[tuple[int, ...], str]]:
+    assert [item.error for item in items] == [None] * len(items)
+    return [(item.token_ids, item.text) for item in items]
+
+
+async def undisturbed(mesh: Mesh) -> list[tuple[tuple[int, ...], str]]:
+    """What the streams are when nothing happens to them."""
+    found = contents(await mesh.client.complete(PROMPTS, max_tokens=TOKENS))
+    assert [text for _, text in found] == [decode(ids) for ids, _ in found]
+    return found
+
+
+async def opened(mesh: Mesh) -> list[StreamReader]:
+    """The same streams, each a request of its own and somewhere in its middle."""
+    readers = [
+        mesh.open([prompt], max_tokens=TOKENS, stop_texts=[STOP_TEXT] if index % 2 else [])
+        for index, prompt in enumerate(PROMPTS)
+    ]
+    for index, reader in enumerate(readers):
+        await reader.tokens_here(5 + 10 * index)
+    return readers
+
+
+async def ends(readers: Sequence[StreamReader]) -> list[ItemResult]:
+    return [(await reader.result())[0] for reader in readers]
+
+
+async def test_one_of_two_is_killed() -> None:
+    async with running_mesh(tokenizers=2, engine_flags=ENGINE) as mesh:
+        expected = await undisturbed(mesh)
+        readers = await opened(mesh)
+        used = {tokenizer.sequences > 0 for tokenizer in (await mesh.status()).tokenizers}
+        assert used == {True}, "both tokenizers decode"
+        mesh.tokenizers[0].signal(signal.SIGKILL)
+        assert contents(await ends(readers)) == expected
+        assert (await scrape(mesh.router))["trtmesh_router_moved_decodes_total"] > 0
+        await mesh.idle()
+
+
+async def test_one_of_two_is_killed_while_texts_are_encoded() -> None:
+    async with running_mesh(tokenizers=2, engine_flags=ENGINE) as mesh:
+        long_prompts = [f"{number} " + "word and another word " * 4000 for number in range(8)]
+        expected = contents(await mesh.client.complete(long_prompts, max_tokens=4))
+        readers = [mesh.open([prompt], max_tokens=4) for prompt in long_prompts]
+
+        async def both_encode() -> bool:
+            stages = await mesh.stages()
+            return stages.count("encode") == len(long_prompts)
+
+        await eventually(both_encode)
+        mesh.tokenizers[1].signal(signal.SIGKILL)
+        assert contents(await ends(readers)) == expected
+        await mesh.idle()
+
+
+async def test_the_only_one_is_killed_and_comes_back() -> None:
+    async with running_mesh(engine_flags=ENGINE) as mesh:
+        expected = await undisturbed(mesh)
+        readers = await opened(mesh)
+        await restart(mesh)
+        waiting = mesh.open([PROMPTS[0]], max_tokens=TOKENS)
+        assert contents(await ends(readers)) == expected
+        assert contents(await waiting.result()) == expected[:1]
+        await mesh.idle()
+
+
+async def restart(mesh: Mesh) -> None:
+    """Kills the only tokenizer and starts another where it was."""
+    (killed,) = mesh.tokenizers
+    killed.signal(signal.SIGKILL)
+    await killed.wait()
+    await mesh.start_tokenizer(port=int(killed.address.rpartition(":")[2]))
+
+
+async def test_the_only_one_is_killed_for_good() -> None:
+    flags = ("--tokenizer-recovery-seconds", "0.5")
+    async with running_mesh(engine_flags=ENGINE, router_flags=flags) as mesh:
+        readers = await opened(mesh)
+        ids_only = mesh.open([PROMPTS[0]], max_tokens=TOKENS, text=False)
+        await ids_only.tokens_here(1)
+        mesh.tokenizers[0].signal(signal.SIGKILL)
+        for reader in readers:
+            (item,) = await reader.result()
+            assert isinstance(item.error, TokenizerLost)
+            assert decode(item.token_ids).startswith(item.text.rstrip("\ufffd"))
+        (late,) = await mesh.client.complete(["text"], max_tokens=4)
+        assert isinstance(late.error, NoTokenizer)
+        (item,) = await ids_only.result()
+        assert item.error is None
+        assert len(item.token_ids) == TOKENS
+        (item,) = await mesh.client.complete([[5, 6]], max_tokens=4, text=False)
+        assert item.error is None
+        await mesh.idle()
+
+
+async def test_one_of_two_drains() -> None:
+    """What a rolling restart does: nothing fails, neither what runs nor what comes."""
+    async with running_mesh(tokenizers=2, engine_flags=ENGINE) as mesh:
+        expected = await undisturbed(mesh)
+        readers = await opened(mesh)
+        mesh.tokenizers[0].signal(signal.SIGTERM)
+        meanwhile = [
+            contents(await mesh.client.complete([prompt], max_tokens=30)) for prompt in PROMPTS
+        ]
+        assert [ids for ((ids, _),) in meanwhile] == [ids[:30] for ids, _ in expected]
+        assert contents(await ends(readers)) == expected
+        assert await mesh.tokenizers[0].wait() == 0
+        await mesh.idle()
+
+
+@pytest.mark.timeout(180)
+async def test_one_of_two_freezes() -> None:
+    """Noticed by keepalive: a ping after 10 seconds of silence, given up 5 seconds later."""
+    async with running_mesh(tokenizers=2, engine_flags=ENGINE) as mesh:
+        expected = await undisturbed(mesh)
+        readers = await opened(mesh)
+        os.kill(mesh.tokenizers[0].pid, signal.SIGSTOP)
+        started = time.monotonic()
+        assert contents(await ends(readers)) == expected
+        print(f"streams went on {time.monotonic() - started:.1f} s after a tokenizer froze")
+        await mesh.idle()
+
+
+async def test_killed_and_restarted_again_and_again() -> None:
+    async with running_mesh(tokenizers=2, engine_flags=ENGINE) as mesh:
+        expected = await undisturbed(mesh)
+        for victim in (0, 1, 0):
+            readers = await opened(mesh)
+            killed = mesh.tokenizers[victim]
+            killed.signal(signal.SIGKILL)
+            await killed.wait()
+            port = int(killed.address.rpartition(":")[2])
+            mesh.tokenizers[victim] = await mesh.start_tokenizer(port=port)
+            mesh.tokenizers.pop()
+            await mesh.ready(workers=1, tokenizers=2)
+            assert contents(await ends(readers)) == expected
+        await mesh.idle()
+
+
+async def test_cancelled_while_there_is_no_tokenizer() -> None:
+    async with running_mesh(engine_flags=ENGINE) as mesh:
+        readers = await opened(mesh)
+        mesh.tokenizers[0].signal(signal.SIGKILL)
+        encoding = mesh.open(["never encoded"], request_id="encoding", max_tokens=4)
+        await eventually(lambda: mesh.has_stage("encode"))
+        await asyncio.gather(*(reader.cancel() for reader in readers))
+        assert await mesh.client.stop("encoding") == 1
+        (item,) = await encoding.result()
+        assert item.reason == "stopped"
+        await mesh.idle()
