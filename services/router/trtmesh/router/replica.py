@@ -5,17 +5,37 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Coroutine
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
 import grpc
 from trtmesh.chassis.channels import open_channel
-from trtmesh.chassis.errors import REASON_METADATA_KEY, Mismatch, TrtmeshError, from_status
+from trtmesh.chassis.errors import (
+    REASON_METADATA_KEY,
+    Mismatch,
+    TrtmeshError,
+    Unavailable,
+    from_status,
+)
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 log = logging.getLogger(__name__)
 
 RECONNECT_SECONDS = 0.25
 REFUSED_RECONNECT_SECONDS = 2.0
+
+SILENCE_CHECKS = 10
+"""How often, within the longest silence, it is looked whether a peer is silent."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSettings:
+    """What every link to another process is told."""
+
+    max_message_bytes: int
+    silence_seconds: float
 
 
 class Replica(ABC):
@@ -24,11 +44,12 @@ class Replica(ABC):
     `run` owns the channel and the stream; both end with it.
     """
 
-    def __init__(self, address: str, max_message_bytes: int) -> None:
+    def __init__(self, address: str, settings: LinkSettings) -> None:
         self.address = address
         self.state = admin_pb.WORKER_STATE_CONNECTING
         self.problem = "connecting"
-        self._max_message_bytes = max_message_bytes
+        self._settings = settings
+        self._heard_at = 0.0
 
     @property
     def ready(self) -> bool:
@@ -36,7 +57,7 @@ class Replica(ABC):
 
     async def run(self) -> None:
         """Keeps a stream open for ever; cancelled when the replica leaves the fleet."""
-        channel = open_channel(self.address, self._max_message_bytes)
+        channel = open_channel(self.address, self._settings.max_message_bytes)
         try:
             while True:
                 await self._talk_once(channel)
@@ -68,6 +89,27 @@ class Replica(ABC):
         self._become(state, problem)
         self.lost(problem)
 
+    @property
+    @abstractmethod
+    def expecting(self) -> bool:
+        """Whether the peer owes a message, so that its silence means that it is gone, stuck or cut off."""
+
+    def _heard(self) -> None:
+        """The peer sent something, or owes something from now on."""
+        self._heard_at = asyncio.get_running_loop().time()
+
+    async def _talk_unless_silent(self, *halves: Coroutine[Any, Any, None]) -> None:
+        """Runs the halves of a stream until one of them ends or the peer is silent for too long."""
+        self._heard()
+        await run_together(*halves, self._watch_silence())
+
+    async def _watch_silence(self) -> None:
+        loop, longest = asyncio.get_running_loop(), self._settings.silence_seconds
+        while True:
+            await asyncio.sleep(longest / SILENCE_CHECKS)
+            if self.expecting and loop.time() - self._heard_at > longest:
+                raise Unavailable(f"it was silent for {longest:g} s")
+
     def _become(self, state: admin_pb.WorkerState.ValueType, problem: str) -> None:
         if (state, problem) != (self.state, self.problem):
             name = admin_pb.WorkerState.Name(state).removeprefix("WORKER_STATE_").lower()
@@ -91,14 +133,15 @@ def _describe(error: grpc.aio.AioRpcError) -> str:
     return f"{error.code().name}: {known.message or known.reason}"
 
 
-async def run_both(first: asyncio.Task[None], second: asyncio.Task[None]) -> None:
-    """Waits until one of two halves of a stream ends, ends the other, and raises what ended it."""
+async def run_together(*parts: Coroutine[Any, Any, None]) -> None:
+    """Waits until one of the parts of a stream ends, ends the others, and raises what ended it."""
+    tasks = [asyncio.create_task(part) for part in parts]
     try:
-        done, _ = await asyncio.wait((first, second), return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
     finally:
-        for task in (first, second):
+        for task in tasks:
             task.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await task

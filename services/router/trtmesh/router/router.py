@@ -15,7 +15,7 @@ from trtmesh.router.discovery import Discovery, check_addresses
 from trtmesh.router.fleet import Fleet
 from trtmesh.router.mesh_service import MeshService
 from trtmesh.router.metrics import RouterMetrics
-from trtmesh.router.replica import Replica
+from trtmesh.router.replica import LinkSettings, Replica
 from trtmesh.router.requests import Admission, Mesh, Requests
 from trtmesh.router.settings import RouterSettings
 from trtmesh.router.tokenizer import Tokenizer
@@ -46,6 +46,7 @@ class Router:
         self._requests = Requests(
             mesh, settings.client_buffer_tokens, settings.client_stall_seconds
         )
+        self._link_settings = LinkSettings(settings.max_message_bytes, settings.silence_seconds)
         self._links: dict[Replica, asyncio.Task[None]] = {}
         self._keepers: list[asyncio.Task[None]] = []
         self._metrics.gauges = self._gauges
@@ -86,7 +87,7 @@ class Router:
     def _join_tokenizer(self, address: str) -> None:
         tokenizer = Tokenizer(
             address,
-            max_message_bytes=self._settings.max_message_bytes,
+            settings=self._link_settings,
             on_ready=self._tokenizers.on_ready,
             on_lost=self._tokenizers.on_lost,
         )
@@ -99,8 +100,8 @@ class Router:
     def _join_worker(self, address: str) -> None:
         worker = Worker(
             address,
+            settings=self._link_settings,
             router_name=self._name,
-            max_message_bytes=self._settings.max_message_bytes,
             fingerprint_of=self._tokenizers.fingerprint_of,
             metrics=self._metrics,
         )

@@ -33,5 +33,7 @@ class RouterSettings(ServiceSettings):
     """Tokens that may wait for one client to read them before its request is ended with SLOW_CLIENT."""
     client_stall_seconds: Annotated[float, Field(gt=0, le=86400)] = 30.0
     """How long a client may leave waiting events unread before its request is ended with SLOW_CLIENT."""
+    silence_seconds: Annotated[float, Field(gt=0, le=3600)] = 10.0
+    """How long a worker or tokenizer that owes a message may be silent before it counts as lost."""
     tokenizer_recovery_seconds: Annotated[float, Field(ge=0, le=3600)] = 10.0
     """How long sequences wait for another tokenizer when the last one was lost."""

@@ -12,7 +12,7 @@ import grpc
 from trtmesh.chassis.errors import Draining, SchemaMismatch, TrtmeshError, from_proto
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.router.outbox import Outbox
-from trtmesh.router.replica import Replica, run_both
+from trtmesh.router.replica import LinkSettings, Replica
 from trtmesh.router.sequence import SequenceRun
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 from trtmesh.v1 import tokenizer_pb2 as pb
@@ -54,11 +54,11 @@ class Tokenizer(Replica):
         self,
         address: str,
         *,
-        max_message_bytes: int,
+        settings: LinkSettings,
         on_ready: Callable[[Tokenizer], None],
         on_lost: Callable[[list[EncodeJob], list[SequenceRun]], None],
     ) -> None:
-        super().__init__(address, max_message_bytes)
+        super().__init__(address, settings)
         self._on_ready = on_ready
         self._on_lost = on_lost
         self.description = pb.GetTokenizerResponse()
@@ -76,8 +76,15 @@ class Tokenizer(Replica):
         """Sequences and encodes on the stream."""
         return len(self.runs) + len(self._encodes)
 
+    @property
+    def expecting(self) -> bool:
+        """Whether something is unanswered."""
+        return bool(self._unanswered or self._encodes)
+
     def encode(self, job: EncodeJob) -> None:
         """Takes texts; `job.done` gets the answer from here or from wherever `on_lost` moves the job."""
+        if not self.expecting:
+            self._heard()
         handle = job.command.handle = self._free_handle(self._encodes)
         self._encodes[handle] = job
         self._outbox.put(pb.TokenizerCommand(encode=job.command))
@@ -149,6 +156,8 @@ class Tokenizer(Replica):
             finished_handles=self._finished,
         )
         runs = self.runs
+        if not self.expecting:
+            self._heard()
         counts = [(runs[handle], len(ids)) for handle, ids in waiting.items()]
         self._unanswered.append(_Batch(counts, [runs[handle] for handle in self._finished]))
         self._waiting = {}
@@ -171,8 +180,7 @@ class Tokenizer(Replica):
             await call.wait_for_connection()
             self._become(admin_pb.WORKER_STATE_READY, "")
             self._on_ready(self)
-            reader = asyncio.create_task(self._read(call))
-            await run_both(reader, asyncio.create_task(self._write(call)))
+            await self._talk_unless_silent(self._read(call), self._write(call))
         finally:
             call.cancel()
 
@@ -183,6 +191,7 @@ class Tokenizer(Replica):
 
     async def _read(self, call: _Call) -> None:
         async for response in call:
+            self._heard()
             for event in response.events:
                 match event.WhichOneof("event"):
                     case "decoded":

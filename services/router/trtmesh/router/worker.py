@@ -12,7 +12,7 @@ from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.outbox import Outbox
 from trtmesh.router.placement import WorkerSnapshot
-from trtmesh.router.replica import Replica, run_both
+from trtmesh.router.replica import LinkSettings, Replica
 from trtmesh.router.sequence import SequenceRun
 from trtmesh.v1 import engine_pb2 as pb
 from trtmesh.v1 import engine_pb2_grpc
@@ -37,12 +37,12 @@ class Worker(Replica):
         self,
         address: str,
         *,
+        settings: LinkSettings,
         router_name: str,
-        max_message_bytes: int,
         fingerprint_of: Callable[[str], str],
         metrics: RouterMetrics,
     ) -> None:
-        super().__init__(address, max_message_bytes)
+        super().__init__(address, settings)
         self._router_name = router_name
         self._fingerprint_of = fingerprint_of
         self._metrics = metrics
@@ -59,6 +59,11 @@ class Worker(Replica):
     @property
     def name(self) -> str:
         return self.engine.worker or self.address
+
+    @property
+    def expecting(self) -> bool:
+        """Always: a worker reports its load at a steady pace, whatever happens."""
+        return True
 
     def snapshot(self) -> WorkerSnapshot:
         """What a placement needs to know, with everything dispatched until this moment."""
@@ -97,8 +102,7 @@ class Worker(Replica):
         self._received_steps = 0
         call = engine_pb2_grpc.EngineServiceStub(channel).Connect()
         try:
-            reader = asyncio.create_task(self._read(call))
-            await run_both(reader, asyncio.create_task(self._write(call)))
+            await self._talk_unless_silent(self._read(call), self._write(call))
         finally:
             call.cancel()
 
@@ -115,6 +119,7 @@ class Worker(Replica):
 
     async def _read(self, call: _Call) -> None:
         async for response in call:
+            self._heard()
             for event in response.events:
                 match event.WhichOneof("event"):
                     case "step":
