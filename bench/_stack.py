@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -51,26 +52,53 @@ def stack(*engine_flags: str, backend: str = "simulated") -> Iterator[Stack]:
         pids = {"router": router["pid"], "tokenizer": tokenizer["pid"], "engine": engine["pid"]}
         yield Stack(router["address"], pids)
     finally:
-        for child in children:
-            child.terminate()
-        for child in children:
-            try:
-                child.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
+        _end(children)
 
 
-def _start(children: list[subprocess.Popen[str]], service: str, *flags: str) -> dict[str, object]:
+@contextmanager
+def bare_server(step_ms: float) -> Iterator[Stack]:
+    """`_bare_server.py`, in the place of a router."""
+    children: list[subprocess.Popen[str]] = []
+    try:
+        script = Path(__file__).with_name("_bare_server.py")
+        port = int(_first_line(children, "bare server", [str(script), str(step_ms)]))
+        yield Stack(f"127.0.0.1:{port}", {"router": children[0].pid})
+    finally:
+        _end(children)
+
+
+def _end(children: list[subprocess.Popen[str]]) -> None:
+    for child in children:
+        child.terminate()
+    for child in children:
+        try:
+            child.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+class Announcement(TypedDict):
+    """What a service prints when it listens."""
+
+    address: str
+    pid: int
+
+
+def _start(children: list[subprocess.Popen[str]], service: str, *flags: str) -> Announcement:
     """Starts a service and gives the announcement that it prints when it listens."""
-    command = [sys.executable, "-m", f"trtmesh.{service}", "--log-level", "warning", *flags]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    arguments = ["-m", f"trtmesh.{service}", "--log-level", "warning", *flags]
+    announcement: Announcement = json.loads(_first_line(children, service, arguments))
+    return announcement
+
+
+def _first_line(children: list[subprocess.Popen[str]], name: str, arguments: list[str]) -> str:
+    child = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True)
     children.append(child)
     line = child.stdout.readline() if child.stdout else ""
     if not line:
-        raise SystemExit(f"the {service} did not start (exit status {child.wait()})")
-    announcement: dict[str, object] = json.loads(line)
-    return announcement
+        raise SystemExit(f"the {name} did not start (exit status {child.wait()})")
+    return line
 
 
 def _wait_until_serving(address: str) -> None:

@@ -2,12 +2,14 @@
 
 Prints for 64, 256 and 1,000 streams at a 10 ms step, and for 64 streams flat out: inter-token latency and time to
 first token at the client, tokens a second, and the CPU time of each process per token. Every token must arrive
-exactly once, or the run fails.
+exactly once, or the run fails. `floor` holds the figures of a server that does nothing but send the same messages
+through grpc.aio, taken in the same run: what is above it is ours, what is in it is the library's and the machine's.
 """
 
 from __future__ import annotations
 
-import trtmesh.chassis.environment  # noqa: F401, I001 - gRPC reads the environment when it is first imported
+# gRPC reads the environment when it is first imported.
+import trtmesh.chassis.environment  # noqa: F401  # isort: skip
 
 import argparse
 import asyncio
@@ -16,92 +18,97 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import AsyncIterable, Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import grpc
 import uvloop
-from _stack import Stack, stack
+from _stack import Stack, bare_server, stack
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
-from trtmesh.v1 import router_pb2_grpc
 
 PROMPT = "def fibonacci(n):\n    "
 STEP_MS = 10
 FLAT_OUT_TOKENS = 2048
 
 Figures = dict[str, Any]
+Generate = Callable[[bytes], AsyncIterable[bytes]]
 
 
 @dataclass(slots=True)
 class Record:
-    """What one stream saw: arrival times of its messages and the number of tokens."""
+    """What one stream saw: its messages as bytes, and when each arrived."""
 
     started: float = 0.0
-    arrivals: list[float] = field(default_factory=list)
-    tokens: int = 0
+    messages: list[tuple[float, bytes]] = field(default_factory=list)
+
+    def token_arrivals(self, max_tokens: int) -> list[float]:
+        """When messages with tokens came. Raises SystemExit when a token is missing, doubled or out of order."""
+        arrivals, tokens, finished = [], 0, False
+        for arrival, message in self.messages:
+            for event in router_pb.GenerateResponse.FromString(message).events:
+                kind = event.WhichOneof("event")
+                if kind == "item_failed":
+                    raise SystemExit(f"an item failed: {event.item_failed.error.message}")
+                finished |= kind == "item_finished"
+                if kind == "tokens":
+                    if event.tokens.token_offset != tokens:
+                        raise SystemExit(f"token {event.tokens.token_offset} came, not {tokens}")
+                    tokens += len(event.tokens.token_ids)
+                    arrivals.append(arrival)
+        if not finished or tokens != max_tokens:
+            raise SystemExit(f"{tokens} of {max_tokens} tokens came")
+        return arrivals
 
 
-async def stream(
-    stub: router_pb2_grpc.MeshServiceAsyncStub, max_tokens: int, record: Record
-) -> None:
-    """One request of one prompt. Raises SystemExit when a token is missing, doubled or out of order."""
-    config = pb.GenerationConfig(stopping=pb.StoppingConfig(max_tokens=max_tokens))
-    item = router_pb.GenerateItem(prompt=pb.Prompt(text=PROMPT))
-    request = router_pb.GenerateRequest(items=[item], config=config)
+async def stream(generate: Generate, request: bytes, record: Record) -> None:
+    """One request. Messages are kept as bytes and read afterwards: the client shares the machine with the services,
+    so what it does while they run is what they cannot."""
     record.started = time.perf_counter()
-    finished = False
-    async for response in stub.Generate(request):
-        for event in response.events:
-            kind = event.WhichOneof("event")
-            if kind == "tokens":
-                record.arrivals.append(time.perf_counter())
-                if event.tokens.token_offset != record.tokens:
-                    raise SystemExit(
-                        f"token {event.tokens.token_offset} came instead of {record.tokens}"
-                    )
-                record.tokens += len(event.tokens.token_ids)
-            elif kind == "item_failed":
-                raise SystemExit(f"an item failed: {event.item_failed.error.message}")
-            elif kind == "item_finished":
-                finished = True
-    if not finished or record.tokens != max_tokens:
-        raise SystemExit(f"{record.tokens} of {max_tokens} tokens came")
+    async for message in generate(request):
+        record.messages.append((time.perf_counter(), message))
 
 
 async def run_once(mesh: Stack, streams: int, max_tokens: int) -> Figures:
     """`streams` requests at once; the figures of this run."""
     options = [("grpc.use_local_subchannel_pool", 1)]
+    config = pb.GenerationConfig(stopping=pb.StoppingConfig(max_tokens=max_tokens))
+    item = router_pb.GenerateItem(prompt=pb.Prompt(text=PROMPT))
+    request = router_pb.GenerateRequest(items=[item], config=config).SerializeToString()
     records = [Record() for _ in range(streams)]
     async with grpc.aio.insecure_channel(mesh.address, options=options) as channel:
         await channel.channel_ready()
-        stub: Any = router_pb2_grpc.MeshServiceStub(channel)
+        generate: Any = channel.unary_stream("/trtmesh.v1.MeshService/Generate")
         before, client_before = mesh.cpu_seconds(), sum(os.times()[:2])
         started = time.perf_counter()
-        await asyncio.gather(*(stream(stub, max_tokens, record) for record in records))
+        await asyncio.gather(*(stream(generate, request, record) for record in records))
         seconds = time.perf_counter() - started
         client = sum(os.times()[:2]) - client_before
         after = mesh.cpu_seconds()
     cpu = {name: after[name] - before[name] for name in after} | {"client": client}
-    return figures(records, seconds, cpu)
+    arrivals = [record.token_arrivals(max_tokens) for record in records]
+    firsts = [(a[0] - record.started) * 1e3 for a, record in zip(arrivals, records, strict=True)]
+    return figures(arrivals, firsts, streams * max_tokens, seconds, cpu)
 
 
-def figures(records: list[Record], seconds: float, cpu: dict[str, float]) -> Figures:
+def figures(
+    arrivals: list[list[float]],
+    firsts: list[float],
+    tokens: int,
+    seconds: float,
+    cpu: dict[str, float],
+) -> Figures:
     """Latencies in milliseconds, CPU in microseconds per streamed token."""
-    tokens = sum(record.tokens for record in records)
-    gaps = [
-        (later - earlier) * 1e3
-        for record in records
-        for earlier, later in zip(record.arrivals, record.arrivals[1:], strict=False)
-    ]
-    firsts = [(record.arrivals[0] - record.started) * 1e3 for record in records]
-    services = sum(cpu[name] for name in ("router", "tokenizer", "engine"))
+    gaps = [(later - earlier) * 1e3 for times in arrivals for earlier, later in pairwise(times)]
+    services = sum(cpu.values()) - cpu["client"]
     return {
         "itl_p50_ms": round(percentile(gaps, 50), 2),
         "itl_p99_ms": round(percentile(gaps, 99), 2),
         "ttft_p50_ms": round(percentile(firsts, 50), 1),
         "tokens_per_second": round(tokens / seconds),
-        "tokens_per_message": round(tokens / max(1, sum(len(r.arrivals) for r in records)), 2),
+        "tokens_per_message": round(tokens / sum(map(len, arrivals)), 2),
         "cpu_us_per_token": {name: round(used / tokens * 1e6, 1) for name, used in cpu.items()},
         "services_cpu_us_per_token": round(services / tokens * 1e6, 1),
     }
@@ -116,17 +123,33 @@ async def measure(step_ms: float, streams: int, max_tokens: int, runs: int) -> F
     with stack("--simulated-step-ms", str(step_ms)) as mesh:
         await run_once(mesh, min(streams, 64), 64)
         results = [await run_once(mesh, streams, max_tokens) for _ in range(runs)]
-    results.sort(key=lambda result: result["services_cpu_us_per_token"])
-    median: Figures = results[len(results) // 2]
+    median = by_cpu(results)
     print(f"{streams} streams, step {step_ms:g} ms: {json.dumps(median)}", file=sys.stderr)
     return median
 
 
+async def measure_floor(streams: int, max_tokens: int, runs: int) -> Figures:
+    """The same of the bare server."""
+    with bare_server(STEP_MS) as server:
+        await run_once(server, min(streams, 64), 64)
+        median = by_cpu([await run_once(server, streams, max_tokens) for _ in range(runs)])
+    print(f"{streams} streams, floor: {json.dumps(median)}", file=sys.stderr)
+    return median
+
+
+def by_cpu(results: list[Figures]) -> Figures:
+    """The one with the median CPU of the services."""
+    return sorted(results, key=lambda result: result["services_cpu_us_per_token"])[
+        len(results) // 2
+    ]
+
+
 async def main(arguments: argparse.Namespace) -> None:
-    paced = {
-        str(streams): await measure(STEP_MS, streams, arguments.tokens, arguments.runs)
-        for streams in arguments.streams
-    }
+    paced = {}
+    for streams in arguments.streams:
+        mesh = await measure(STEP_MS, streams, arguments.tokens, arguments.runs)
+        floor = await measure_floor(streams, arguments.tokens, arguments.runs)
+        paced[str(streams)] = mesh | {"floor": floor}
     flat_out = await measure(0, 64, FLAT_OUT_TOKENS, arguments.runs)
     print(json.dumps({"step_ms": STEP_MS, "streams": paced, "flat_out": flat_out}))
 
