@@ -82,7 +82,7 @@ def test_every_router_serves_and_every_process_has_metrics() -> None:
         assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("stage", ["listening on", "tokenizer demo:", "router-0"])
+@pytest.mark.parametrize("stage", ["listening on", "tokenizer demo:"])
 def test_ctrl_c_while_starting_leaves_no_process(stage: str) -> None:
     with running_stack("--port", "0", env=SLOW_LOAD) as stack:
         stack.wait_for(stage)
@@ -140,6 +140,15 @@ def test_a_process_that_cannot_start_ends_the_command_with_its_words(tmp_path: P
         last = stack.err[-1]
     assert last.startswith("trtmesh: error: tokenizer-0 ended with status 4: ")
     assert "tokenizer.json" in last
+
+
+def test_a_process_that_dies_while_another_loads_ends_the_command() -> None:
+    with running_stack("--port", "0", env=SLOW_LOAD) as stack:
+        stack.wait_for("trtmesh.chassis.health: serving")
+        (tokenizer,) = [p for p in stack.descendants() if "trtmesh.tokenizer" in p.cmdline()]
+        tokenizer.kill()
+        assert stack.wait() == 1
+        assert "tokenizer-0 ended with status -9" in stack.err[-1]
 
 
 def test_a_taken_port_that_was_asked_for_is_an_error() -> None:

@@ -8,9 +8,9 @@ import os
 import signal
 from asyncio.subprocess import PIPE, Process
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -44,6 +44,7 @@ class Child:
         self._log = log
         self._last_lines: deque[str] = deque(maxlen=3)
         self._process: Process | None = None
+        self._started = asyncio.Event()
         self._relays: list[asyncio.Task[None]] = []
 
     @property
@@ -77,6 +78,7 @@ class Child:
             start_new_session=True,
             env={**os.environ, **self.plan.environment},
         )
+        self._started.set()
         assert process.stdout
         assert process.stderr
         lines = _lines(process.stdout)
@@ -88,18 +90,13 @@ class Child:
         self.port = int(self.address.rpartition(":")[2])
 
     async def wait_serving(self) -> None:
-        """Returns when the process says that it serves."""
-        serving = asyncio.create_task(self._watch_health())
-        ending = asyncio.create_task(self.wait())
-        try:
-            await asyncio.wait((serving, ending), return_when=asyncio.FIRST_COMPLETED)
-            if not serving.done():
-                raise await self._end()
-            serving.result()
-        finally:
-            serving.cancel()
-            ending.cancel()
-            await asyncio.gather(serving, ending, return_exceptions=True)
+        """Returns when the process says that it serves; raises ChildEnded when it ends first."""
+        await while_alive((self,), self._watch_health())
+
+    async def raise_at_end(self) -> NoReturn:
+        """Waits for the end of the process, once it was started."""
+        await self._started.wait()
+        raise await self._end()
 
     async def wait(self) -> int:
         """Returns the exit status; that of a killed process is the negative signal number."""
@@ -151,6 +148,20 @@ class Child:
         async for line in lines:
             self._last_lines.append(line)
             self._log(self.name, line)
+
+
+async def while_alive(children: Iterable[Child], work: Coroutine[Any, Any, None]) -> None:
+    """Does `work`; raises ChildEnded when one of `children` ends first."""
+    working = asyncio.ensure_future(work)
+    guards = [asyncio.ensure_future(child.raise_at_end()) for child in children]
+    try:
+        done, _ = await asyncio.wait((working, *guards), return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in (working, *guards):
+            task.cancel()
+        await asyncio.gather(working, *guards, return_exceptions=True)
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:

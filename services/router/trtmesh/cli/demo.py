@@ -17,7 +17,7 @@ from trtmesh.cli.supervisor import supervise
 from trtmesh.client import Client, GenerationConfig
 from trtmesh.client.options import build_config
 
-PROMPTS = ("Once upon a time", "The little dog", "One day, a girl named Lily")
+PROMPTS = ("def fibonacci(n):", "class Stack:", "import json\n\ndef load(path):")
 # Quiet processes: the streams have the terminal to themselves.
 DEFAULTS = {"engines": "2", "log_level": "warning"}
 
@@ -66,14 +66,14 @@ def _say_how_to_go_on(router: str) -> None:
         f"""
 The stack keeps serving until Ctrl-C. From another terminal:
 
-    .venv/bin/trtmesh generate --router {router} 'Once upon a time' 'The little dog'
+    .venv/bin/trtmesh generate --router {router} 'def fibonacci(n):' 'class Stack:'
     .venv/bin/trtmesh status --router {router}
 
 From Python:
 
     from trtmesh.client import Client
     async with Client("{router}") as client:
-        for item in await client.complete(["Once upon a time"], max_tokens=32):
+        for item in await client.complete(["def fibonacci(n):"], max_tokens=32):
             print(item.text)
 """
     )

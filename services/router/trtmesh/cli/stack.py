@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, NoReturn
 
 from trtmesh.chassis.errors import PortInUse, StartupError
-from trtmesh.cli.child import Child, ChildEnded, Log
+from trtmesh.cli.child import Child, ChildEnded, Log, while_alive
 from trtmesh.cli.mesh_settings import MeshSettings
 from trtmesh.cli.output import say
 from trtmesh.cli.plan import Plan, ProcessPlan
@@ -52,16 +52,21 @@ class Stack:
     async def _start(self) -> None:
         self.tokenizers = self._children(self._plan.tokenizers())
         self.engines = self._children(self._plan.engines())
-        await _all(child.start() for child in (*self.tokenizers, *self.engines))
+        peers = (*self.tokenizers, *self.engines)
+        await while_alive(peers, _all(_start_and_load(child) for child in peers))
         self.routers = self._children(
             self._plan.routers(
                 [child.address for child in self.tokenizers],
                 [child.address for child in self.engines],
             )
         )
-        await self._start_first_router(self.routers[0])
-        await _all(child.start() for child in self.routers[1:])
-        await _all(child.wait_serving() for child in self.children)
+        await while_alive(peers, self._start_routers())
+
+    async def _start_routers(self) -> None:
+        first, *others = self.routers
+        await self._start_first_router(first)
+        await _all(child.start() for child in others)
+        await _all(child.wait_serving() for child in self.routers)
 
     def _children(self, plans: Sequence[ProcessPlan]) -> list[Child]:
         return [Child(plan, self._log) for plan in plans]
@@ -90,8 +95,7 @@ class Stack:
             say(f"{child.name} ended with status {status}; starting it again in {delay:.1f} s")
             await asyncio.sleep(delay)
             try:
-                await child.start()
-                await child.wait_serving()
+                await _start_and_load(child)
             except ChildEnded:
                 continue
             say(f"{child.name} serves again at {child.address}")
@@ -118,6 +122,11 @@ class Stack:
         """Ends everything at once."""
         for child in self.children:
             child.kill()
+
+
+async def _start_and_load(child: Child) -> None:
+    await child.start()
+    await child.wait_serving()
 
 
 async def _all(waits: Iterable[Coroutine[Any, Any, Any]]) -> None:

@@ -32,7 +32,7 @@ async def _serve(stack: Stack) -> int:
     if as_json:
         put(json.dumps({"event": "ready", "router": stack.router_address}))
     else:
-        put(f"ready: trtmesh generate --router {stack.router_address} 'Once upon a time'")
+        put(f"ready: trtmesh generate --router {stack.router_address} 'def fibonacci(n):'")
     await asyncio.Event().wait()
     raise AssertionError("nothing sets this event")
 
