@@ -267,13 +267,18 @@ async def running_mesh(
     engine_flags: Sequence[str] = SIMULATED,
     router_flags: Sequence[str] = (),
     model_dir: Path = DEMO,
+    start: Callable[[Mesh], Awaitable[None]] | None = None,
 ) -> AsyncIterator[Mesh]:
-    """A mesh that is ready; every process is killed on the way out whatever happens."""
-    async with AsyncExitStack() as stack:
-        mesh = Mesh(stack)
+    """A mesh that is ready, or what `start` makes of an empty one. Every process is killed on the way out."""
+
+    async def start_as_told(mesh: Mesh) -> None:
         starts = [mesh.start_tokenizer(model_dir) for _ in range(tokenizers)]
         starts += [mesh.start_engine(*engine_flags) for _ in range(engines)]
         await asyncio.gather(*starts)
         await mesh.start_router(*router_flags)
         await mesh.ready(engines, tokenizers)
+
+    async with AsyncExitStack() as stack:
+        mesh = Mesh(stack)
+        await (start or start_as_told)(mesh)
         yield mesh

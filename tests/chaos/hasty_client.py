@@ -1,0 +1,23 @@
+"""A client process that opens streams, says so, and goes on until it is killed: `hasty_client.py ROUTER STREAMS`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from trtmesh.client import Client
+
+
+async def main(router: str, streams: int) -> None:
+    async with Client(router) as client:
+        await asyncio.gather(*(read(client, number) for number in range(streams)))
+
+
+async def read(client: Client, number: int) -> None:
+    """Reads one stream and tells of every message."""
+    async for event in client.generate([f"hasty {number}"], max_tokens=10_000):
+        print(number, type(event).__name__, flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], int(sys.argv[2])))

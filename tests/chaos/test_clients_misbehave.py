@@ -1,0 +1,142 @@
+"""Clients that vanish or never read, and a router that is told to stop while clients are served."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from e2e.mesh import SIMULATED, Mesh, decode, eventually, running_mesh, scrape
+from trtmesh.chassis.errors import REASON_METADATA_KEY, Draining, Unavailable
+from trtmesh.client import Client
+from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import router_pb2, router_pb2_grpc
+
+HASTY_CLIENT = Path(__file__).with_name("hasty_client.py")
+FLAT_OUT = (*SIMULATED, "--simulated-step-ms", "0", "--simulated-max-sequence-tokens", "100000000",
+            "--simulated-total-blocks", "10000000")  # fmt: skip
+
+
+@asynccontextmanager
+async def hasty_client(mesh: Mesh, streams: int) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A client process all of whose streams have tokens."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(HASTY_CLIENT),
+        mesh.router.address,
+        str(streams),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout
+    try:
+        started: set[bytes] = set()
+        while len(started) < streams:
+            number, kind = (await process.stdout.readline()).split()
+            if kind == b"Tokens":
+                started.add(number)
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        # Its output is read to the end, or it would hang in a write.
+        await process.communicate()
+
+
+async def test_a_client_process_is_killed() -> None:
+    async with running_mesh() as mesh:
+        (expected,) = await mesh.client.complete(["bystander"], max_tokens=400)
+        bystander = mesh.open(["bystander"], max_tokens=400)
+        async with hasty_client(mesh, streams=20) as client:
+            assert (await mesh.gauges())["live_requests"] == 21
+            client.kill()
+            (item,) = await bystander.result()
+            assert (item.token_ids, item.text) == (expected.token_ids, expected.text)
+            await mesh.idle()
+
+
+@pytest.mark.parametrize("limit", ["stall", "buffer"])
+async def test_a_client_that_never_reads(limit: str) -> None:
+    flags = {
+        "stall": ("--client-stall-seconds", "1", "--client-buffer-tokens", "1000000000"),
+        "buffer": ("--client-stall-seconds", "3600", "--client-buffer-tokens", "20000"),
+    }[limit]
+    async with running_mesh(engine_flags=FLAT_OUT, router_flags=flags) as mesh:
+        router = psutil.Process(mesh.router.pid)
+        (expected,) = await mesh.client.complete(["bystander"], max_tokens=600)
+        before = router.memory_info().rss
+        request = router_pb2.GenerateRequest(
+            items=[router_pb2.GenerateItem(prompt=pb.Prompt(text="endless"))] * 4,
+            config=pb.GenerationConfig(stopping=pb.StoppingConfig(max_tokens=50_000_000)),
+        )
+        async with grpc.aio.insecure_channel(mesh.router.address) as channel:
+            call = router_pb2_grpc.MeshServiceStub(channel).Generate(request)
+            await eventually(lambda: is_live(mesh, 1))
+            bystander = mesh.open(["bystander"], max_tokens=600)
+            (item,) = await bystander.result()
+            assert (item.token_ids, item.text) == (expected.token_ids, expected.text)
+            assert item.text == decode(item.token_ids)
+            await eventually(lambda: is_live(mesh, 0))
+            await mesh.idle()
+            grown = router.memory_info().rss - before
+            assert grown < 300 * 2**20
+            print(f"the router grew by {grown / 2**20:.0f} MiB")
+            with pytest.raises(grpc.aio.AioRpcError) as told:
+                async for _ in call:
+                    pass
+            assert told.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert dict(told.value.trailing_metadata())[REASON_METADATA_KEY] == "SLOW_CLIENT"
+
+
+async def is_live(mesh: Mesh, requests: int) -> bool:
+    return (await mesh.gauges())["live_requests"] == requests
+
+
+async def test_a_client_that_does_not_read_the_end_of_its_stream() -> None:
+    """Nothing is generated any more, so only the message on its way tells that nobody reads."""
+    flags = ("--client-stall-seconds", "1")
+    async with running_mesh(router_flags=flags) as mesh:
+        echo = pb.GenerationConfig(
+            stopping=pb.StoppingConfig(max_tokens=1),
+            output=pb.OutputConfig(exclude_prompt=False, text=False),
+        )
+        prompt = pb.Prompt(token_ids=pb.TokenIds(ids=[5000] * 20_000))
+        request = router_pb2.GenerateRequest(
+            items=[router_pb2.GenerateItem(prompt=prompt)] * 300, config=echo
+        )
+        async with grpc.aio.insecure_channel(mesh.router.address) as channel:
+            call = router_pb2_grpc.MeshServiceStub(channel).Generate(request)
+            await eventually(lambda: is_live(mesh, 1))
+            await eventually(lambda: is_live(mesh, 0))
+            call.cancel()
+
+
+async def test_a_router_stops_while_streams_run() -> None:
+    async with running_mesh() as mesh:
+        (expected,) = await mesh.client.complete(["running"], max_tokens=500)
+        readers = [mesh.open(["running"], max_tokens=500) for _ in range(10)]
+        for reader in readers:
+            await reader.tokens_here(5)
+        mesh.router.signal(signal.SIGTERM)
+
+        async def refused() -> bool:
+            try:
+                await mesh.client.complete(["late"], max_tokens=1)
+            except Draining:
+                return True
+            return False
+
+        await eventually(refused)
+        for reader in readers:
+            (item,) = await reader.result()
+            assert (item.token_ids, item.text) == (expected.token_ids, expected.text)
+        assert await mesh.router.wait() == 0
+        async with Client(mesh.router.address) as late:
+            with pytest.raises(Unavailable):
+                await late.complete(["late"], max_tokens=1)
+        assert (await scrape(mesh.engines[0]))["trtmesh_engine_used_blocks"] == 0
