@@ -43,7 +43,7 @@ def demo(
         await asyncio.Event().wait()
         return status
 
-    say("starting one router, one tokenizer and two engines ...")
+    say("starting the stack ...")
     run(supervise({**DEFAULTS, **flags}, use))
 
 
