@@ -11,6 +11,7 @@ from typing import Any
 
 from trtmesh.chassis.vocabulary import GenerationConfig, Output, Sampling, Stopping
 from trtmesh.engine.backend import (
+    Backend,
     BackendInfo,
     BackendStats,
     SequenceEnd,
@@ -39,6 +40,7 @@ class Harness:
 
     def __init__(self, settings: TorchSettings) -> None:
         self.backend = TorchBackend(settings)
+        self.as_protocol: Backend = self.backend
         self.streams: dict[int, Stream] = {}
         self.outputs: list[StepOutput] = []
         self.failures: list[BaseException] = []

@@ -123,15 +123,15 @@ async def test_weights_that_are_not_numbers(copy: Path) -> None:
 async def test_the_self_check_finds_a_layer_that_sees_too_little(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trtmesh.engine.backends.torch import attention
+    from trtmesh.engine.backends.torch import grouping
 
-    right = attention.PagedAttention._chunk_group
+    right = grouping.Grouping._chunk_group
 
     def nearsighted(self: Any, *arguments: Any) -> Any:
         step, sequence, token, count, _ = arguments
         return right(self, step, sequence, token, count, 4)
 
-    monkeypatch.setattr(attention.PagedAttention, "_chunk_group", nearsighted)
+    monkeypatch.setattr(grouping.Grouping, "_chunk_group", nearsighted)
     assert "differ by" in await refusal(llama)
 
 
@@ -188,6 +188,24 @@ async def test_within_the_original_length_they_are_those_of_transformers(
     expected = [tiny_models.greedy(model, prompt, 8) for prompt in prompts]
     async with running(folder, max_sequence_tokens=32) as engine:
         assert await engine.run(prompts, configure(max_tokens=8, ignore_end_id=True)) == expected
+
+
+async def test_a_model_that_attends_in_chunks_is_served_up_to_one_chunk(tmp_path: Path) -> None:
+    folder = tiny_models.build_type(
+        tmp_path,
+        "llama4_text",
+        **tiny_models.SHAPE,
+        intermediate_size_mlp=96,
+        num_local_experts=2,
+        attention_chunk_size=40,
+    )
+    model = tiny_models.reference_model(folder)
+    prompts = [prompt[:30] for prompt in tiny_models.prompts(3)]
+    expected = [tiny_models.greedy(model, prompt, 8) for prompt in prompts]
+    async with running(folder) as engine:
+        assert engine.info.max_sequence_tokens == 40
+        assert await engine.run(prompts, configure(max_tokens=8, ignore_end_id=True)) == expected
+    assert "has 40 positions" in await refusal(folder, max_sequence_tokens=41)
 
 
 async def test_an_unknown_rotary_embedding_is_refused(

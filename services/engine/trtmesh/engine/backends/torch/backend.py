@@ -122,11 +122,13 @@ class TorchBackend:
             self._closing = True
             self._wake.notify()
         await asyncio.to_thread(self._thread.join)
-        # Weights and cache go with it.
-        del self._engine
+        # Weights and cache go with it; a start that failed left none.
+        self.__dict__.pop("_engine", None)
 
     def _run(self, loaded: Future[tuple[Engine, BackendInfo]]) -> None:
         """The thread: loads, then steps until closed."""
+        # From here on a cancelled start cannot cancel the result, which would make setting it an error.
+        loaded.set_running_or_notify_cancel()
         try:
             from trtmesh.engine.backends.torch.loading import load_engine
 

@@ -62,11 +62,12 @@ def load_model(model_dir: Path, dtype_name: str, device: torch.device) -> Model:
     attention.register()
     module.set_attn_implementation(attention.NAME)
     text = config.get_text_config()
+    probe = _probe(module, text.num_hidden_layers, device)
     return Model(
         module=module,
-        kv_shape=_probe(module, text.num_hidden_layers, device),
+        kv_shape=probe.kv_shape(module),
         vocabulary_size=_vocabulary_size(module),
-        max_positions=getattr(text, "max_position_embeddings", None) or DEFAULT_POSITIONS,
+        max_positions=_max_positions(text, probe),
         end_ids=_end_ids(module),
     )
 
@@ -127,24 +128,45 @@ def _weights(model_dir: Path, config: Any, dtype: torch.dtype) -> PreTrainedMode
     return module
 
 
-class _Recorder:
+class Probe:
     """Notes what the layers hand to attention instead of computing it."""
 
     def __init__(self) -> None:
         self.calls: Counter[int] = Counter()
-        self.shapes: set[tuple[int, int]] = set()
-        self.value_sizes: set[int] = set()
+        self.kv_heads: set[int] = set()
+        self.sizes: set[int] = set()
+        self.windows: dict[int, int | None] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        sliding_window: int | None,
+        **_: Any,
+    ) -> Tensor:
         self.calls[layer] += 1
-        self.shapes.add((key.shape[1], key.shape[3]))
-        self.value_sizes.add(value.shape[3])
+        self.kv_heads.add(key.shape[1])
+        self.sizes |= {key.shape[3], value.shape[3]}
+        self.windows[layer] = sliding_window
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
+    def kv_shape(self, module: PreTrainedModel) -> KvShape:
+        if len(self.kv_heads) > 1:
+            raise ModelUnusable(
+                f"model type {module.config.model_type} has layers with {sorted(self.kv_heads)} KV heads;"
+                " the pool holds one number for all"
+            )
+        return KvShape(
+            layers=len(self.calls), kv_heads=max(self.kv_heads), head_dim=max(self.sizes)
+        )
 
-def _probe(module: PreTrainedModel, layers: int, device: torch.device) -> KvShape:
-    """Runs a few tokens to see which KV each layer leaves. Raises ModelUnusable where paging would be wrong."""
-    recorder = _Recorder()
+
+def _probe(module: PreTrainedModel, layers: int, device: torch.device) -> Probe:
+    """Runs a few tokens. Raises ModelUnusable where a layer's attention would not be seen."""
+    recorder = Probe()
     attention.attach(module, recorder)
     tokens = torch.arange(PROBE_TOKENS, device=device)[None]
     kind = module.config.model_type
@@ -158,13 +180,24 @@ def _probe(module: PreTrainedModel, layers: int, device: torch.device) -> KvShap
             f"model type {kind} cannot be paged: its {layers} layers must each call the attention interface of"
             f" transformers once, but the calls of a forward were {dict(sorted(recorder.calls.items()))}"
         )
-    heads = {shape[0] for shape in recorder.shapes}
-    if len(heads) > 1:
-        raise ModelUnusable(
-            f"model type {kind} has layers with {sorted(heads)} KV heads; the pool holds one number for all"
-        )
-    size = max({shape[1] for shape in recorder.shapes} | recorder.value_sizes)
-    return KvShape(layers=layers, kv_heads=heads.pop(), head_dim=size)
+    return recorder
+
+
+def _max_positions(config: Any, probe: Probe) -> int:
+    """The model's length, or less where a layer sees less than all and attention is not told so.
+
+    Such layers hide tokens by a mask, which paged attention never gets; up to the mask's width they hide nothing.
+    """
+    longest = int(getattr(config, "max_position_embeddings", None) or DEFAULT_POSITIONS)
+    widths = {
+        "sliding_attention": getattr(config, "sliding_window", None),
+        "chunked_attention": getattr(config, "attention_chunk_size", None),
+    }
+    for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        width = widths.get(kind)
+        if width and not probe.windows.get(layer):
+            longest = min(longest, int(width))
+    return longest
 
 
 def _vocabulary_size(module: PreTrainedModel) -> int:

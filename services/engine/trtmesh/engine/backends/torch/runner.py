@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from trtmesh.engine.backends.torch.attention import PagedAttention, StepTokens, attach
+from trtmesh.engine.backends.torch.attention import PagedAttention, attach
 from trtmesh.engine.backends.torch.block_tables import BlockTables
+from trtmesh.engine.backends.torch.grouping import StepTokens
 from trtmesh.engine.backends.torch.kvcache import KvCache
 from trtmesh.engine.backends.torch.model import Model
 from trtmesh.engine.backends.torch.scheduler import Chunk
