@@ -11,13 +11,17 @@ from grpc_tools import protoc
 ROOT = Path(__file__).parent
 SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("trtmesh/v1/*.proto"))
 # Typed messages and stubs come from mypy-protobuf; only files that declare a service have a gRPC stub.
+PLUGINS = ("protoc-gen-mypy", "protoc-gen-mypy_grpc")
 GENERATED = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py", "*_pb2_grpc.pyi")
 
 
 def generate(target: Path) -> None:
     """Writes every stub below `target`."""
+    # protoc looks for plugins on PATH, where this environment's programs need not be.
+    programs = Path(sys.executable).parent
     arguments = [
         f"-I{ROOT}",
+        *(f"--plugin={name}={programs / name}" for name in PLUGINS),
         f"--python_out={target}",
         f"--grpc_python_out={target}",
         f"--mypy_out={target}",
