@@ -1,6 +1,6 @@
 """One item, from admission to its terminal event. This file tells the story; every verb is a method below.
 
-* The permit is held for exactly as long as the item lives.
+* A permit, taken when its request was admitted, is held for exactly as long as the item lives.
 * Every item ends in one terminal event, whatever happens to its siblings.
 * When a tokenizer finds a stop text, the worker is told to stop.
 * Whoever stops waiting for an item stops its sequences, so that the worker computes nothing that nobody reads.
@@ -37,6 +37,7 @@ class ItemRun:
         self._mesh = live.mesh
         self._item = item
         self._stop_asked = False
+        self._over = False
         self._token_ids: list[int] = []
         self._words: list[tuple[int, ...]] = []
         self._runs: list[SequenceRun] = []
@@ -50,11 +51,12 @@ class ItemRun:
         self._task = asyncio.current_task()
         with request_id_bound(self._live.request_id):
             try:
-                with self._mesh.admission.permit():
-                    await self._encode()
-                    worker = self._place()
-                    await self._generate(worker)
-                    self._finish()
+                if self._stop_asked:
+                    raise asyncio.CancelledError
+                await self._encode()
+                worker = self._place()
+                await self._generate(worker)
+                self._finish()
             except TrtmeshError as error:
                 self._fail(error)
             except asyncio.CancelledError:
@@ -68,9 +70,12 @@ class ItemRun:
 
     def stop(self) -> bool:
         """Ends the item early; whatever was generated is delivered. False when it is over."""
-        if self._task is None or self._task.done():
+        if self._over:
             return False
         self._stop_asked = True
+        if self._task is None:
+            # Its first step sees what was asked.
+            return True
         if self._runs:
             for run in self._runs:
                 run.stop_worker(pb.FINISH_REASON_STOPPED)
@@ -219,6 +224,7 @@ class ItemRun:
         """Stops whatever still runs; nothing to do for an item that came to its end."""
         for run in self._runs:
             run.abandon(pb.FINISH_REASON_CANCELLED)
+        self._over = True
         self._live.on_item_over()
 
     def _usage(self) -> pb.Usage:

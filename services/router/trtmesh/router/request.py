@@ -116,6 +116,11 @@ def worker_config(
         bias = list(item.config.sampling.embedding_bias) or [0.0] * vocabulary_size
         for ids, weight in zip(word_ids[bad_texts:], weights, strict=True):
             for token_id in ids:
+                if token_id >= len(bias):
+                    raise InvalidField(
+                        f"sampling.embedding_bias has {len(bias)} values but a bias text has token id {token_id};"
+                        " give one value a vocabulary entry, or none"
+                    )
                 bias[token_id] += weight
         config.sampling.embedding_bias[:] = bias
     config.sampling.seed = seed

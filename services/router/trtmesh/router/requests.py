@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Collection, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from trtmesh.chassis.errors import (
@@ -26,28 +26,25 @@ from trtmesh.v1 import router_pb2 as router_pb
 
 
 class Admission:
-    """How many items may live at once. A permit lives exactly as long as its item."""
+    """How many items may live at once. A permit is taken with the request and lives exactly as long as its item."""
 
     def __init__(self, max_items: int) -> None:
         self._max_items = max_items
         self.live_items = 0
 
-    def check(self, items: int) -> None:
-        """Raises QueueFull when `items` more would be too many."""
+    def take(self, items: int) -> None:
+        """Takes a permit for each item. Raises QueueFull when they would be too many."""
         if self.live_items + items > self._max_items:
             raise QueueFull(
                 f"Exceeds maximum queue size: {self.live_items} items live, {items} asked,"
                 f" {self._max_items} allowed (max_items); try again later",
                 retry_after_ms=1000,
             )
+        self.live_items += items
 
-    @contextmanager
-    def permit(self) -> Iterator[None]:
-        self.live_items += 1
-        try:
-            yield
-        finally:
-            self.live_items -= 1
+    def give_back(self) -> None:
+        """Returns the permit of one item."""
+        self.live_items -= 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +123,15 @@ class Requests:
         self, request: GenerationRequest, remaining_seconds: float | None
     ) -> AsyncIterator[LiveRequest]:
         """Runs a request's items while inside; leaving stops those that are not over."""
+        model = self._model_of(request)
         self._admit(request)
-        live = LiveRequest(self._mesh, request, self._model_of(request), remaining_seconds)
+        live = LiveRequest(self._mesh, request, model, remaining_seconds)
         self.live[request.request_id] = live
         self._empty.clear()
         tasks = [asyncio.create_task(item.live()) for item in live.items]
+        for task in tasks:
+            # A callback, because a task that is cancelled before its first step runs nothing of its own.
+            task.add_done_callback(self._give_back)
         try:
             yield live
         finally:
@@ -176,7 +177,11 @@ class Requests:
             raise AlreadyExists(
                 f"request {request.request_id!r} is live; choose another request_id"
             )
-        self._mesh.admission.check(len(request.items))
+        self._mesh.admission.take(len(request.items))
+
+    def _give_back(self, task: asyncio.Task[None]) -> None:
+        del task
+        self._mesh.admission.give_back()
 
     def _model_of(self, request: GenerationRequest) -> str:
         models = self._mesh.fleet.models()

@@ -40,7 +40,9 @@ class Router:
         self._name = f"{socket.gethostname()}-{os.getpid()}"
         self._metrics = RouterMetrics()
         self._fleet = Fleet(settings.policy, self._metrics)
-        self._tokenizers = TokenizerPool(settings.tokenizer_recovery_seconds, self._metrics)
+        self._tokenizers = TokenizerPool(
+            settings.tokenizer_recovery_seconds, self._metrics, expected=bool(settings.tokenizers)
+        )
         self._admission = Admission(settings.max_items)
         mesh = Mesh(self._fleet, self._tokenizers, self._admission, self._metrics)
         self._requests = Requests(
@@ -102,6 +104,7 @@ class Router:
             address,
             settings=self._link_settings,
             router_name=self._name,
+            tokenizers_known=self._tokenizers.known,
             fingerprint_of=self._tokenizers.fingerprint_of,
             metrics=self._metrics,
         )

@@ -37,8 +37,8 @@ class SequenceRun:
     """
 
     __slots__ = (
-        "_client", "_details", "_held_texts", "_item", "_settled", "arrival_time", "decode_handle", "decoded",
-        "decoder", "end", "error", "last_token_time", "model", "over", "reason", "request_id", "sequence_index",
+        "_client", "_details", "_held_texts", "_item", "_settled", "_wants_text", "arrival_time", "decode_handle",
+        "decoded", "decoder", "end", "error", "last_token_time", "model", "over", "reason", "request_id", "sequence_index",
         "stop_text", "stop_worker", "token_ids",
     )  # fmt: skip
 
@@ -61,6 +61,7 @@ class SequenceRun:
         self.arrival_time = arrival_time
         self._client = client
         self._settled = settled
+        self._wants_text = output.text
         self._details = TokenDetailBuffer() if output.per_token else None
         self._held_texts: list[str] | None = None if output.stream else []
         self.decoder: Decoder | None = None
@@ -174,6 +175,9 @@ class SequenceRun:
     def _deliver(self, token_count: int, text: str) -> None:
         start = self.decoded
         self.decoded = start + token_count
+        if not self._wants_text:
+            # Decoded for its stop texts alone.
+            text = ""
         if self._held_texts is None:
             self._put(start, text)
         else:

@@ -42,6 +42,8 @@ class EncodeJob:
 
     model: str
     command: pb.EncodeCommand
+    losses: int = 0
+    """How many tokenizers were lost while they had it."""
     done: asyncio.Future[pb.Encoded] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -87,7 +89,7 @@ class Tokenizer(Replica):
             self._heard()
         handle = job.command.handle = self._free_handle(self._encodes)
         self._encodes[handle] = job
-        self._outbox.put(pb.TokenizerCommand(encode=job.command))
+        self._outbox.put(pb.TokenizerCommand(encode=job.command), job.command.ByteSize())
 
     def open(self, run: SequenceRun) -> None:
         """Takes over the decoding of a sequence, from its first token that has no text yet."""
@@ -102,7 +104,7 @@ class Tokenizer(Replica):
             include_stop_text=run.include_stop_text,
             delivered_token_ids=run.token_ids[: run.decoded],
         )
-        self._outbox.put(pb.TokenizerCommand(open_decode=command))
+        self._outbox.put(pb.TokenizerCommand(open_decode=command), command.ByteSize())
         if run.decoded < len(run.token_ids):
             self.decode(run, run.token_ids[run.decoded :])
         if run.end is not None:
@@ -248,6 +250,8 @@ class Tokenizer(Replica):
         """Gives everything on the stream back, to be moved to another tokenizer."""
         del problem
         encodes, runs = list(self._encodes.values()), list(self.runs.values())
+        for job in encodes:
+            job.losses += 1
         self._encodes.clear()
         self.runs.clear()
         self._waiting.clear()

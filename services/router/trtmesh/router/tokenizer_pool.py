@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 from trtmesh.chassis.errors import NoTokenizer, TokenizerLost
@@ -11,6 +12,12 @@ from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.sequence import SequenceRun
 from trtmesh.router.tokenizer import EncodeJob, Tokenizer
 from trtmesh.v1 import tokenizer_pb2 as pb
+
+FIRST_TOKENIZER_SECONDS = 2.0
+"""How long workers are not connected to while no tokenizer was ever seen: they are told which one the mesh uses."""
+
+MOST_ENCODE_LOSSES = 3
+"""Tokenizers that may be lost with a text before the text is taken for the cause."""
 
 W = TypeVar("W", bound=Hashable)
 
@@ -70,8 +77,15 @@ class TokenizerPool:
     agree. A mesh with tokenizers of a single model uses them for every model: fingerprints tell whether that is right.
     """
 
-    def __init__(self, recovery_seconds: float, metrics: RouterMetrics) -> None:
+    def __init__(
+        self, recovery_seconds: float, metrics: RouterMetrics, *, expected: bool = True
+    ) -> None:
+        # Where no tokenizer is configured, none is worth waiting for.
+        recovery_seconds = recovery_seconds if expected else 0.0
         self._metrics = metrics
+        self._seen = asyncio.Event()
+        if not expected:
+            self._seen.set()
         self.tokenizers: dict[str, Tokenizer] = {}
         self._fingerprints: dict[str, str] = {}
         self._waiting_runs = WaitingRoom[SequenceRun](recovery_seconds, self._fail_run)
@@ -82,6 +96,12 @@ class TokenizerPool:
     def ready(self) -> bool:
         """Whether any tokenizer is ready."""
         return any(tokenizer.ready for tokenizer in self.tokenizers.values())
+
+    async def known(self) -> None:
+        """Returns as soon as a tokenizer was ready once, or after a while."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_TOKENIZER_SECONDS):
+                await self._seen.wait()
 
     def fingerprint_of(self, model: str) -> str:
         """The fingerprint that texts of `model` are encoded with; '' when no tokenizer was ever seen."""
@@ -122,6 +142,7 @@ class TokenizerPool:
 
     def on_ready(self, tokenizer: Tokenizer) -> None:
         """A tokenizer became ready: it gets what waited."""
+        self._seen.set()
         model = tokenizer.description.model
         others = (other for other in self.tokenizers.values() if other is not tokenizer)
         if not any(other.ready and other.description.model == model for other in others):
@@ -135,8 +156,12 @@ class TokenizerPool:
     def on_lost(self, encodes: list[EncodeJob], runs: list[SequenceRun]) -> None:
         """A tokenizer was lost: what was on it moves."""
         for job in encodes:
-            if not job.done.done():
+            if job.done.done():
+                continue
+            if job.losses < MOST_ENCODE_LOSSES:
                 self._place_encode(job)
+            else:
+                job.done.set_exception(_too_many_losses(job))
         for run in runs:
             self._metrics.moved_decodes += 1
             self.attach(run)
@@ -182,3 +207,10 @@ class TokenizerPool:
     def _fail_encode(self, job: EncodeJob) -> None:
         if not job.done.done():
             job.done.set_exception(self._none_ready(job.model))
+
+
+def _too_many_losses(job: EncodeJob) -> TokenizerLost:
+    return TokenizerLost(
+        f"{job.losses} tokenizers were lost while they encoded the {job.command.ByteSize()} bytes of this item;"
+        " send a shorter text, or check max_message_bytes of tokenizers and routers"
+    )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 import grpc
-from trtmesh.chassis.errors import WorkerLost, to_proto
+from trtmesh.chassis.errors import InvalidRequest, WorkerLost, to_proto
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.outbox import Outbox
@@ -27,6 +27,9 @@ ACKNOWLEDGE_EVERY = 2
 
 HANDLES = 2**32
 
+MESSAGE_OVERHEAD_BYTES = 256
+"""What a message has beside the one large command in it."""
+
 _Call = grpc.aio.StreamStreamCall[pb.EngineServiceConnectRequest, pb.EngineServiceConnectResponse]
 
 
@@ -39,11 +42,13 @@ class Worker(Replica):
         *,
         settings: LinkSettings,
         router_name: str,
+        tokenizers_known: Callable[[], Awaitable[None]],
         fingerprint_of: Callable[[str], str],
         metrics: RouterMetrics,
     ) -> None:
         super().__init__(address, settings)
         self._router_name = router_name
+        self._tokenizers_known = tokenizers_known
         self._fingerprint_of = fingerprint_of
         self._metrics = metrics
         self.engine = pb.GetEngineResponse()
@@ -78,12 +83,19 @@ class Worker(Replica):
         )
 
     def submit(self, runs: Sequence[SequenceRun], command: pb.SubmitCommand) -> None:
-        """Starts the sequences of one item; `command.handle` is filled in here."""
+        """Starts the sequences of one item; `command.handle` is filled in here. Raises InvalidRequest for an item that
+        no message can hold, which would otherwise break the stream of all others."""
+        size, most = command.ByteSize(), self._settings.max_message_bytes - MESSAGE_OVERHEAD_BYTES
+        if size > most:
+            raise InvalidRequest(
+                f"the item takes {size} bytes on its way to worker {self.name} but may have at most {most}"
+                " (max_message_bytes); send a shorter prompt or less data"
+            )
         first = command.handle = self._free_handles(len(runs))
         for handle, run in enumerate(runs, first):
             self.sequences[handle] = run
             run.stop_worker = partial(self._stop, handle)
-        self._outbox.put(pb.EngineCommand(submit=command))
+        self._outbox.put(pb.EngineCommand(submit=command), size)
 
     def _free_handles(self, count: int) -> int:
         """The first of `count` successive handles that are not in use."""
@@ -98,6 +110,7 @@ class Worker(Replica):
             self._outbox.put(pb.EngineCommand(stop=pb.StopCommand(handles=[handle], reason=reason)))
 
     async def talk(self, channel: grpc.aio.Channel) -> None:
+        await self._tokenizers_known()
         self._outbox = Outbox()
         self._received_steps = 0
         call = engine_pb2_grpc.EngineServiceStub(channel).Connect()

@@ -1,0 +1,197 @@
+"""One request, many prompts: every item lives, fails, stops and ends on its own."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from e2e.mesh import DEMO_VOCABULARY, Mesh, decode, eventually
+from trtmesh.chassis.errors import (
+    AlreadyExists,
+    InvalidField,
+    InvalidRequest,
+    ModelNotFound,
+    PromptEmpty,
+    PromptTooLong,
+    TokenOutOfVocabulary,
+    TrtmeshError,
+    UnsupportedField,
+)
+from trtmesh.client import (
+    FinishReason,
+    GenerateItem,
+    GenerationConfig,
+    Prompt,
+    PromptLike,
+    PromptTuningConfig,
+    TokenIds,
+)
+from trtmesh.client.options import build_config
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TOKENS = 40
+
+
+async def test_items_are_independent(mesh: Mesh) -> None:
+    prompts = [f"prompt number {index}" for index in range(64)]
+    reader = mesh.open(prompts, max_tokens=TOKENS)
+    items = await reader.result()
+    alone = await asyncio.gather(
+        *(mesh.client.complete([prompt], max_tokens=TOKENS) for prompt in prompts[:8])
+    )
+    assert [items[index].token_ids for index in range(8)] == [item.token_ids for (item,) in alone]
+    for item in items:
+        assert item.error is None
+        assert item.reason is FinishReason.LENGTH
+        assert len(item.token_ids) == item.usage.generated_tokens == TOKENS
+        assert item.started
+        assert item.usage.prompt_tokens == item.started.prompt_tokens > 0
+        assert item.text == decode(item.token_ids)
+    assert len({item.token_ids for item in items}) == 64
+    await mesh.idle()
+
+
+BROKEN: dict[str, tuple[PromptLike, type[TrtmeshError], str]] = {
+    "empty text": ("", PromptEmpty, "no tokens"),
+    "no ids": ([], PromptEmpty, "no tokens"),
+    "over-long": ([9] * 9000, PromptTooLong, "8192"),
+    "outside the vocabulary": ([9, DEMO_VOCABULARY], TokenOutOfVocabulary, str(DEMO_VOCABULARY)),
+    "unsupported field": (
+        GenerateItem(
+            prompt=Prompt(text="x"),
+            config=GenerationConfig(prompt_tuning=PromptTuningConfig(vocabulary_size=3)),
+        ),
+        UnsupportedField,
+        "prompt_tuning.vocabulary_size",
+    ),
+    "more sequences than the engine has": (
+        GenerateItem(
+            prompt=Prompt(text="x"), config=build_config(None, {"num_return_sequences": 200})
+        ),
+        InvalidField,
+        "sampling.num_return_sequences is 200",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+async def test_a_broken_item_fails_alone(mesh: Mesh, kind: str) -> None:
+    prompt, error, words = BROKEN[kind]
+    good: list[PromptLike] = ["good one", "good two"]
+    expected = await mesh.client.complete(good, max_tokens=TOKENS)
+    items = await mesh.open([good[0], prompt, good[1]], max_tokens=TOKENS).result()
+    assert type(items[1].error) is error
+    assert words in items[1].error.message
+    assert not items[1].token_ids
+    for item, whole in zip((items[0], items[2]), expected, strict=True):
+        assert (item.error, item.token_ids, item.text) == (None, whole.token_ids, whole.text)
+    await mesh.idle()
+
+
+async def test_what_fails_as_a_whole(mesh: Mesh) -> None:
+    with pytest.raises(ModelNotFound, match=r"'other'.*demo"):
+        await mesh.client.complete(["x"], model="other", max_tokens=1)
+    with pytest.raises(InvalidRequest, match=r"items\[1\]: prompt has neither text nor token_ids"):
+        await mesh.client.complete(["x", Prompt()], max_tokens=1)
+    with pytest.raises(InvalidField, match=r"sampling.top_p is 2.0"):
+        await mesh.client.complete(["x"], top_p=2.0)
+    with pytest.raises(InvalidField, match="items has 0 prompts"):
+        await mesh.client.complete([], max_tokens=1)
+    with pytest.raises(InvalidField, match="request_id has 257 characters"):
+        await mesh.client.complete(["x"], request_id="x" * 257, max_tokens=1)
+
+
+async def test_a_request_id_is_unique_among_live_requests(mesh: Mesh) -> None:
+    reader = mesh.open(["x"], request_id="twice", max_tokens=4000)
+    await reader.tokens_here(1)
+    with pytest.raises(AlreadyExists, match="twice"):
+        await mesh.client.complete(["y"], request_id="twice", max_tokens=1)
+    assert await mesh.client.stop("twice") == 1
+    assert (await reader.result())[0].reason is FinishReason.STOPPED
+    (item,) = await mesh.client.complete(["y"], request_id="twice", max_tokens=1)
+    assert item.error is None
+    assert await mesh.client.stop("twice") == 0
+
+
+async def test_stop_of_some_items(mesh: Mesh) -> None:
+    prompts = [f"item {index}" for index in range(6)]
+    reader = mesh.open(prompts, request_id="some", max_tokens=300)
+    await reader.until(lambda r: all(r.tokens(index) > 5 for index in range(6)))
+    assert await mesh.client.stop("some", [1, 4]) == 2
+    items = await reader.result()
+    for index, item in enumerate(items):
+        if index in (1, 4):
+            assert item.reason is FinishReason.STOPPED
+            assert 5 < len(item.token_ids) < 300
+        else:
+            assert item.reason is FinishReason.LENGTH
+            assert len(item.token_ids) == 300
+        assert item.usage.generated_tokens == len(item.token_ids)
+        assert item.text == decode(item.token_ids)
+    await mesh.idle()
+
+
+async def test_stop_of_all_items(mesh: Mesh) -> None:
+    reader = mesh.open([f"item {i}" for i in range(6)], request_id="all", max_tokens=4000)
+    await reader.until(lambda r: all(r.tokens(index) > 5 for index in range(6)))
+    assert await mesh.client.stop("all") == 6
+    assert {item.reason for item in await reader.result()} == {FinishReason.STOPPED}
+    await mesh.idle()
+
+
+async def test_stop_while_encoding(mesh: Mesh) -> None:
+    reader = mesh.open(
+        ["word " * 200_000, "short"], request_id="encoding", max_tokens=50, text=False
+    )
+    await eventually(lambda: mesh.has_stage("encode"))
+    assert await mesh.client.stop("encoding", [0]) == 1
+    items = await reader.result()
+    assert items[0].reason is FinishReason.STOPPED
+    assert items[0].started is None
+    assert items[1].reason is FinishReason.LENGTH
+    assert len(items[1].token_ids) == 50
+    await mesh.idle()
+
+
+async def test_stop_as_soon_as_the_request_is_known(mesh: Mesh) -> None:
+    """Whatever stage an item is at, it ends with one terminal event."""
+    for number in range(40):
+        reader = mesh.open(["x", [5, 6]], request_id=f"soon {number}", max_tokens=4000)
+        await eventually(lambda name=f"soon {number}": mesh.client.stop(name))  # type: ignore[misc]
+        assert {item.reason for item in await reader.result()} == {FinishReason.STOPPED}
+    await mesh.idle()
+
+
+async def test_sequences_of_an_item(mesh: Mesh) -> None:
+    reader = mesh.open(
+        ["several", "sequences"], num_return_sequences=3, temperature=1.0, seed=5, max_tokens=TOKENS
+    )
+    for item in await reader.result():
+        assert len(item.sequences) == 3
+        assert len({sequence.token_ids for sequence in item.sequences}) == 3
+        for sequence in item.sequences:
+            assert len(sequence.token_ids) == TOKENS
+            assert sequence.text == decode(sequence.token_ids)
+        assert item.usage.generated_tokens == 3 * TOKENS
+    await mesh.idle()
+
+
+async def test_both_engines_are_used_in_turn(mesh: Mesh) -> None:
+    reader = mesh.open([f"item {index}" for index in range(8)], max_tokens=200)
+    items = await reader.result()
+    workers = [item.started.worker for item in items if item.started]
+    assert len(workers) == 8
+    assert {workers.count(worker) for worker in workers} == {4}
+
+
+async def test_prompt_ids_are_used_as_they_are(mesh: Mesh) -> None:
+    ids = list(range(100, 120))
+    (item,) = await mesh.client.complete([ids], max_tokens=4, exclude_prompt=False)
+    assert item.started
+    assert item.started.prompt_token_ids == tuple(ids)
+    prompt = Prompt(token_ids=TokenIds(ids=ids))
+    (same,) = await mesh.client.complete([prompt], max_tokens=4)
+    assert same.token_ids == item.token_ids
+    assert same.started
+    assert same.started.prompt_token_ids == ()

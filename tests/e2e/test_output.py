@@ -1,0 +1,140 @@
+"""What comes back: texts cut at stop texts, whole or as it comes, with or without a tokenizer, seeds, log-probs."""
+
+from __future__ import annotations
+
+import pytest
+from e2e.mesh import Mesh, decode, running_mesh
+from trtmesh.chassis.errors import UnsupportedField
+from trtmesh.client import FinishReason, Tokens
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TOKENS = 60
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("start", [7, 40])
+async def test_a_stop_text_across_token_borders(mesh: Mesh, start: int, include: bool) -> None:
+    prompt = "find a stop text"
+    (whole,) = await mesh.client.complete([prompt], max_tokens=TOKENS)
+    stop_text = whole.text[whole.text.index(decode(whole.token_ids[start : start + 3])) :][1:9]
+    position = whole.text.index(stop_text)
+    reader = mesh.open(
+        [prompt],
+        max_tokens=5000,
+        stop_texts=["no such text", stop_text],
+        include_stop_text=include,
+    )
+    (item,) = await reader.result()
+    assert item.text == whole.text[: position + (len(stop_text) if include else 0)]
+    assert item.reason is FinishReason.STOP_WORD
+    finished = item.sequences[0].finished
+    assert finished
+    assert finished.stop_text == stop_text
+    count = len(item.token_ids)
+    assert item.token_ids == whole.token_ids[:count]
+    assert stop_text in decode(item.token_ids)
+    assert stop_text not in decode(item.token_ids[:-1])
+    assert item.usage.generated_tokens == count
+    await mesh.idle()
+
+
+async def test_a_stop_text_that_almost_comes_is_text(mesh: Mesh) -> None:
+    (whole,) = await mesh.client.complete(["almost"], max_tokens=TOKENS)
+    almost = whole.text[-4:] + "and then something else"
+    (item,) = await mesh.client.complete(["almost"], max_tokens=TOKENS, stop_texts=[almost])
+    assert item.text == whole.text
+    assert item.reason is FinishReason.LENGTH
+
+
+async def test_without_text_no_tokenizer_is_needed() -> None:
+    async with running_mesh(tokenizers=0) as mesh:
+        (item,) = await mesh.client.complete([[5, 6, 7]], max_tokens=TOKENS, text=False)
+        assert item.error is None
+        assert len(item.token_ids) == TOKENS
+        assert item.text == ""
+        (item,) = await mesh.client.complete([[5, 6, 7]], max_tokens=TOKENS)
+        assert item.error
+        assert item.error.reason in ("NO_TOKENIZER", "TOKENIZER_LOST")
+        (item,) = await mesh.client.complete(["text"], max_tokens=TOKENS, text=False)
+        assert item.error
+        assert item.error.reason == "NO_TOKENIZER"
+        await mesh.idle()
+
+
+async def test_without_text_no_decode_state_is_opened(mesh: Mesh) -> None:
+    reader = mesh.open(["x"], max_tokens=2000, text=False, request_id="silent")
+    await reader.tokens_here(50)
+    assert (await mesh.gauges())["worker_sequences"] == 1
+    assert (await mesh.gauges())["decode_sequences"] == 0
+    assert await mesh.client.stop("silent") == 1
+    (item,) = await reader.result()
+    assert item.text == ""
+
+
+async def test_without_text_a_stop_text_still_stops(mesh: Mesh) -> None:
+    (whole,) = await mesh.client.complete(["stop"], max_tokens=TOKENS)
+    stop_text = decode(whole.token_ids[20:23])[1:]
+    (item,) = await mesh.client.complete(
+        ["stop"], max_tokens=5000, stop_texts=[stop_text], text=False
+    )
+    assert item.reason is FinishReason.STOP_WORD
+    assert item.text == ""
+    assert item.token_ids == whole.token_ids[: len(item.token_ids)]
+
+
+async def test_one_event_a_sequence(mesh: Mesh) -> None:
+    (streamed,) = await mesh.client.complete(["x"], max_tokens=TOKENS)
+    reader = mesh.open(["x"], max_tokens=TOKENS, stream=False, num_return_sequences=2)
+    (item,) = await reader.result()
+    tokens = [event for event in reader.events if isinstance(event, Tokens)]
+    assert [event.sequence_index for event in tokens] in ([0, 1], [1, 0])
+    for sequence in item.sequences:
+        assert len(sequence.token_ids) == TOKENS
+        assert sequence.text == decode(sequence.token_ids)
+    assert item.token_ids == streamed.token_ids
+
+
+async def test_the_drawn_seed_is_told_and_repeats_the_stream(mesh: Mesh) -> None:
+    prompts = ["a", "b"]
+    first = await mesh.client.complete(prompts, max_tokens=TOKENS, temperature=1.0)
+    second = await mesh.client.complete(prompts, max_tokens=TOKENS, temperature=1.0)
+    assert first[0].token_ids != second[0].token_ids
+    assert first[0].started
+    seed = first[0].started.seed
+    again = await mesh.client.complete(prompts, max_tokens=TOKENS, temperature=1.0, seed=seed)
+    assert [item.token_ids for item in again] == [item.token_ids for item in first]
+
+
+async def test_a_seed_decides_a_stream_alone_and_among_others(mesh: Mesh) -> None:
+    async def sampled(prompt: str, seed: int) -> tuple[int, ...]:
+        (item,) = await mesh.client.complete(
+            [prompt], temperature=1.0, seed=seed, max_tokens=TOKENS
+        )
+        return item.token_ids
+
+    alone = await sampled("x", 3)
+    others = mesh.open([f"other {i}" for i in range(16)], temperature=1.0, max_tokens=3000)
+    await others.tokens_here(5)
+    assert await sampled("x", 3) == alone
+    await others.cancel()
+
+
+async def test_log_probs_are_refused_by_a_backend_without_them(mesh: Mesh) -> None:
+    (item,) = await mesh.client.complete(["x"], max_tokens=2, log_probs=True)
+    assert isinstance(item.error, UnsupportedField)
+    assert "output.log_probs" in item.error.message
+
+
+async def test_bad_texts_reach_the_worker_as_ids_or_are_refused(mesh: Mesh) -> None:
+    (item,) = await mesh.client.complete(["x"], max_tokens=2, bad_texts=["word"])
+    assert isinstance(item.error, UnsupportedField)
+    assert "stopping.bad_token_ids" in item.error.message
+
+
+async def test_perf_metrics_come_where_asked_for(mesh: Mesh) -> None:
+    (item,) = await mesh.client.complete(["x"], max_tokens=5, perf_metrics=True)
+    assert item.perf_metrics
+    assert item.perf_metrics.first_token_time_ns <= item.perf_metrics.last_token_time_ns
+    (item,) = await mesh.client.complete(["x"], max_tokens=5)
+    assert item.perf_metrics is None
