@@ -40,13 +40,15 @@ class Group:
 
     `rows` is [sequences * kv_heads * blocks], `mask` broadcasts to [sequences, 1, tokens, keys] and is added;
     `keys` and `values` are the workspace that the rows are gathered into, [sequences, kv_heads, keys, head_dim].
-    A group without rows is the beginning of one sequence: its keys are those of the step itself.
+    A group without rows is the beginning of one sequence: its keys are those of the step itself, and `causal` says
+    that the mask hides nothing but what comes later.
     """
 
     first: int
     last: int
     tokens: int
     mask: Tensor | None
+    causal: bool = False
     rows: Tensor | None = None
     gathered_keys: Tensor | None = None
     gathered_values: Tensor | None = None
@@ -132,7 +134,8 @@ class Grouping:
         # [1, 1, tokens, keys]
         mask = self._mask(hidden[None, None])
         if start == 0:
-            return Group(token, token + count, count, mask)
+            causal = window is None or count <= window
+            return Group(token, token + count, count, mask, causal=causal)
         slot = int(step.slots[sequence])
         table = self._tables[slot : slot + 1, first_key // size : last_key // size]
         return Group(token, token + count, count, mask, rows=self._rows(table))
