@@ -9,6 +9,7 @@ from trtmesh.chassis.errors import UnsupportedCall
 from trtmesh.chassis.rpc import answering
 from trtmesh.router.fleet import Fleet
 from trtmesh.router.placement import POLICIES
+from trtmesh.router.replica import Replica
 from trtmesh.router.requests import LiveRequest, Requests
 from trtmesh.router.tokenizer import Tokenizer
 from trtmesh.router.tokenizer_pool import TokenizerPool
@@ -67,10 +68,9 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
 
     def _describe_tokenizer(self, tokenizer: Tokenizer) -> pb.TokenizerReplica:
         problem = self._tokenizers.problem(tokenizer)
-        refused = tokenizer.ready and problem
         return pb.TokenizerReplica(
             address=tokenizer.address,
-            state=pb.WORKER_STATE_REFUSED if refused else tokenizer.state,
+            state=_state_of(tokenizer, refused=tokenizer.ready and bool(problem)),
             problem=problem,
             fingerprint=tokenizer.description.fingerprint,
             model=tokenizer.description.model,
@@ -118,13 +118,21 @@ async def _refuse(call: str, context: _Context) -> NoReturn:
     raise RuntimeError("unreachable: answering re-raises")
 
 
+def _state_of(replica: Replica, *, refused: bool) -> pb.WorkerState.ValueType:
+    if refused:
+        return pb.WORKER_STATE_REFUSED
+    if replica.leaving and replica.state == pb.WORKER_STATE_READY:
+        return pb.WORKER_STATE_DRAINING
+    return replica.state
+
+
 def _describe_worker(worker: Worker) -> pb.Worker:
-    refused = worker.ready and worker.mismatch
+    refused = worker.mismatch if worker.ready else ""
     return pb.Worker(
         worker=worker.engine.worker,
         address=worker.address,
-        state=pb.WORKER_STATE_REFUSED if refused else worker.state,
-        problem=refused or worker.problem,
+        state=_state_of(worker, refused=bool(refused)),
+        problem=refused or worker.snapshot().problem,
         engine=worker.engine,
         load=worker.load,
         items=len(worker.sequences),

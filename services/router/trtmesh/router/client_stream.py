@@ -62,7 +62,9 @@ class ClientStream:
         self.merged_tokens += len(token_ids)
         waiting.token_ids += token_ids
         waiting.texts.append(text)
-        if waiting.details is not None and details is not None:
+        if waiting.details is None:
+            waiting.details = details
+        elif details is not None:
             waiting.details.MergeFrom(details)
 
     def put(self, event: router_pb.GenerateEvent) -> None:

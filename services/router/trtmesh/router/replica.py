@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 RECONNECT_SECONDS = 0.25
 REFUSED_RECONNECT_SECONDS = 2.0
 
+LEAVING = "its address is gone; it finishes what it has"
+
 SILENCE_CHECKS = 10
 """How often, within the longest silence, it is looked whether a peer is silent."""
 
@@ -48,12 +50,18 @@ class Replica(ABC):
         self.address = address
         self.state = admin_pb.WORKER_STATE_CONNECTING
         self.problem = "connecting"
+        self.leaving = False
         self._settings = settings
         self._heard_at = 0.0
 
     @property
     def ready(self) -> bool:
-        return self.state == admin_pb.WORKER_STATE_READY
+        return self.state == admin_pb.WORKER_STATE_READY and not self.leaving
+
+    @property
+    @abstractmethod
+    def busy(self) -> bool:
+        """Whether anything of this router is on it."""
 
     async def run(self) -> None:
         """Keeps a stream open for ever; cancelled when the replica leaves the fleet."""

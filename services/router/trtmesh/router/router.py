@@ -87,6 +87,11 @@ class Router:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _join_tokenizer(self, address: str) -> None:
+        if (known := self._tokenizers.tokenizers.get(address)) is not None:
+            known.leaving = False
+            if known.ready:
+                self._tokenizers.on_ready(known)
+            return
         tokenizer = Tokenizer(
             address,
             settings=self._link_settings,
@@ -97,9 +102,12 @@ class Router:
         self._links[tokenizer] = asyncio.create_task(tokenizer.run())
 
     def _leave_tokenizer(self, address: str) -> None:
-        self._leave(self._tokenizers.tokenizers.pop(address))
+        self._tokenizers.tokenizers[address].leaving = True
 
     def _join_worker(self, address: str) -> None:
+        if (known := self._fleet.workers.get(address)) is not None:
+            known.leaving = False
+            return
         worker = Worker(
             address,
             settings=self._link_settings,
@@ -112,16 +120,22 @@ class Router:
         self._links[worker] = asyncio.create_task(worker.run())
 
     def _leave_worker(self, address: str) -> None:
-        self._leave(self._fleet.workers.pop(address))
+        self._fleet.workers[address].leaving = True
 
-    def _leave(self, replica: Replica) -> None:
-        task = self._links.pop(replica)
-        task.cancel()
+    def _forget_replicas(self) -> None:
+        """Lets go of replicas whose address is gone, once nothing is on them: an address goes when its replica begins
+        to stop, and what it runs may be finished."""
+        for replicas in (self._fleet.workers, self._tokenizers.tokenizers):
+            for address, replica in [*replicas.items()]:
+                if replica.leaving and not replica.busy:
+                    del replicas[address]
+                    self._links.pop(replica).cancel()
 
     async def _watch(self) -> None:
         while True:
             await self._tell_health()
             self._requests.end_slow_clients()
+            self._forget_replicas()
             await asyncio.sleep(WATCH_SECONDS)
 
     async def _tell_health(self) -> None:

@@ -38,8 +38,8 @@ class SequenceRun:
 
     __slots__ = (
         "_client", "_details", "_held_texts", "_item", "_settled", "_wants_text", "arrival_time", "decode_handle",
-        "decoded", "decoder", "end", "error", "last_token_time", "model", "over", "reason", "request_id", "sequence_index",
-        "stop_text", "stop_worker", "token_ids",
+        "decoded", "decoder", "end", "error", "last_token_time", "model", "over", "reason", "request_id",
+        "sequence_index", "stop_text", "stop_worker", "token_ids",
     )  # fmt: skip
 
     def __init__(

@@ -79,6 +79,10 @@ class Tokenizer(Replica):
         return len(self.runs) + len(self._encodes)
 
     @property
+    def busy(self) -> bool:
+        return bool(self.sequences)
+
+    @property
     def expecting(self) -> bool:
         """Whether something is unanswered."""
         return bool(self._unanswered or self._encodes)

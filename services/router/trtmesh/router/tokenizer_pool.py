@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 from trtmesh.chassis.errors import NoTokenizer, TokenizerLost
 from trtmesh.router.metrics import RouterMetrics
+from trtmesh.router.replica import LEAVING
 from trtmesh.router.sequence import SequenceRun
 from trtmesh.router.tokenizer import EncodeJob, Tokenizer
 from trtmesh.v1 import tokenizer_pb2 as pb
@@ -110,7 +111,7 @@ class TokenizerPool:
     def problem(self, tokenizer: Tokenizer) -> str:
         """Why a tokenizer takes nothing; '' when it does."""
         if not tokenizer.ready:
-            return tokenizer.problem
+            return tokenizer.problem or LEAVING
         agreed = self._fingerprints.get(tokenizer.description.model)
         if tokenizer.description.fingerprint == agreed:
             return ""

@@ -12,7 +12,7 @@ from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.outbox import Outbox
 from trtmesh.router.placement import WorkerSnapshot
-from trtmesh.router.replica import LinkSettings, Replica
+from trtmesh.router.replica import LEAVING, LinkSettings, Replica
 from trtmesh.router.sequence import SequenceRun
 from trtmesh.v1 import engine_pb2 as pb
 from trtmesh.v1 import engine_pb2_grpc
@@ -66,6 +66,10 @@ class Worker(Replica):
         return self.engine.worker or self.address
 
     @property
+    def busy(self) -> bool:
+        return bool(self.sequences)
+
+    @property
     def expecting(self) -> bool:
         """Always: a worker reports its load at a steady pace, whatever happens."""
         return True
@@ -76,7 +80,7 @@ class Worker(Replica):
             address=self.address,
             worker=self.name,
             model=self.engine.model,
-            problem=self.mismatch if self.ready else self.problem,
+            problem=self.mismatch if self.ready else self.problem or LEAVING,
             sequences=len(self.sequences) + self._foreign_sequences,
             supported_fields=self._supported,
             last_turn=self.last_turn,

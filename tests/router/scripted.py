@@ -1,0 +1,217 @@
+"""Peers of a router that do what a test says, and a router in this process; all over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeAlias
+
+import grpc
+from trtmesh.chassis.health import Health
+from trtmesh.chassis.service import SCHEMA_REVISION, Runtime
+from trtmesh.client import Client
+from trtmesh.router.router import Router
+from trtmesh.router.settings import RouterSettings
+from trtmesh.v1 import engine_pb2 as epb
+from trtmesh.v1 import engine_pb2_grpc, tokenizer_pb2_grpc
+from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import router_admin_pb2 as admin_pb
+from trtmesh.v1 import tokenizer_pb2 as tpb
+
+PATIENCE_SECONDS = 20.0
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+async def eventually(condition: Callable[[], object]) -> None:
+    """Waits until `condition` holds, for what no event tells."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not condition():  # noqa: ASYNC110 - what is watched sets no event
+            await asyncio.sleep(0.005)
+
+
+class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
+    """A worker whose steps a test writes."""
+
+    def __init__(self, **description: Any) -> None:
+        values: dict[str, Any] = {
+            "worker": "scripted",
+            "model": "m",
+            "schema_revision": SCHEMA_REVISION,
+        }
+        self.description = epb.GetEngineResponse(**values | description)
+        self.refusal = ""
+        self.commands: list[epb.EngineCommand] = []
+        self.hellos: list[epb.HelloCommand] = []
+        self._context: Context | None = None
+
+    @property
+    def submits(self) -> list[epb.SubmitCommand]:
+        return [c.submit for c in self.commands if c.HasField("submit")]
+
+    @property
+    def stops(self) -> list[tuple[int, int]]:
+        """Handles that were stopped and why."""
+        stops = [c.stop for c in self.commands if c.HasField("stop")]
+        return [(handle, stop.reason) for stop in stops for handle in stop.handles]
+
+    async def submitted(self, count: int = 1) -> list[epb.SubmitCommand]:
+        await eventually(lambda: len(self.submits) >= count)
+        return self.submits
+
+    async def GetEngine(self, request: Any, context: Context) -> epb.GetEngineResponse:
+        return self.description
+
+    async def Connect(self, request_iterator: Any, context: Context) -> None:  # type: ignore[override]
+        opening = await context.read()
+        self.hellos.append(opening.commands[0].hello)
+        if self.refusal:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.refusal)
+        self._context = context
+        await self.send(epb.EngineEvent(welcome=epb.Welcome(engine=self.description)))
+        async for request in request_iterator:
+            self.commands += request.commands
+
+    async def send(self, *events: epb.EngineEvent) -> None:
+        assert self._context
+        await self._context.write(epb.EngineServiceConnectResponse(events=events))
+
+    async def step(self, *parts: tuple[int, int, Sequence[int]], ends: Sequence[Any] = ()) -> None:
+        """One step: (handle, offset, token ids) of each sequence, and (handle, reason) of each that ended."""
+        step = epb.Step()
+        for handle, offset, token_ids in parts:
+            step.handles.append(handle)
+            step.token_offsets.append(offset)
+            step.token_counts.append(len(token_ids))
+            step.token_ids.extend(token_ids)
+        step.ends.extend(
+            end
+            if isinstance(end, epb.SequenceEnd)
+            else epb.SequenceEnd(handle=end[0], reason=end[1])
+            for end in ends
+        )
+        await self.send(epb.EngineEvent(step=step))
+
+    async def report(self, **load: Any) -> None:
+        await self.send(epb.EngineEvent(load=epb.Load(**load)))
+
+
+class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
+    """A tokenizer of one letter a token, chr(id), whose answers a test may hold back."""
+
+    def __init__(self, **description: Any) -> None:
+        values: dict[str, Any] = {
+            "model": "m",
+            "fingerprint": "f1",
+            "vocabulary_size": 128,
+            "schema_revision": SCHEMA_REVISION,
+        }
+        self.description = tpb.GetTokenizerResponse(**values | description)
+        self.commands: list[tpb.TokenizerCommand] = []
+        self.streams = 0
+        self.breaks_on_encode = False
+        self.answering = asyncio.Event()
+        self.answering.set()
+
+    @property
+    def encodes(self) -> list[tpb.EncodeCommand]:
+        return [c.encode for c in self.commands if c.HasField("encode")]
+
+    async def GetTokenizer(self, request: Any, context: Context) -> tpb.GetTokenizerResponse:
+        return self.description
+
+    async def Connect(self, request_iterator: Any, context: Context) -> None:  # type: ignore[override]
+        self.streams += 1
+        async for request in request_iterator:
+            self.commands += request.commands
+            for command in request.commands:
+                await self._handle(command, context)
+
+    async def _handle(self, command: tpb.TokenizerCommand, context: Context) -> None:
+        event = tpb.TokenizerEvent()
+        if command.HasField("encode"):
+            if self.breaks_on_encode:
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "message too large")
+            event.encoded.handle = command.encode.handle
+            event.encoded.token_ids.extend(map(ord, command.encode.text))
+            for word in command.encode.words:
+                event.encoded.words.add(ids=map(ord, word))
+        elif command.HasField("decode"):
+            decode = command.decode
+            ids = iter(decode.token_ids)
+            event.decoded.handles.extend(decode.handles)
+            for handle, count in zip(decode.handles, decode.token_counts, strict=True):
+                text = "".join(chr(next(ids)) for _ in range(count))
+                # What is held back to the end shows whether the end was waited for.
+                event.decoded.texts.append(text + "." * (handle in decode.finished_handles))
+        else:
+            return
+        await self.answering.wait()
+        await context.write(tpb.TokenizerServiceConnectResponse(events=[event]))
+
+
+@asynccontextmanager
+async def serving(add: Callable[[Any, grpc.aio.Server], None], peer: Any) -> AsyncIterator[str]:
+    """Serves a scripted peer; yields its address."""
+    server = grpc.aio.server()
+    add(peer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(grace=None)
+
+
+def serving_engine(engine: ScriptedEngine) -> Any:
+    return serving(engine_pb2_grpc.add_EngineServiceServicer_to_server, engine)
+
+
+def serving_tokenizer(tokenizer: ScriptedTokenizer) -> Any:
+    return serving(tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server, tokenizer)
+
+
+@asynccontextmanager
+async def serving_router(
+    engines: Sequence[str], tokenizers: Sequence[str] = (), **settings: Any
+) -> AsyncIterator[Client]:
+    """A router in this process; yields a client of it."""
+    runtime = Runtime()
+    router = Router(
+        RouterSettings(engines=tuple(engines), tokenizers=tuple(tokenizers), **settings), runtime
+    )
+    runtime.health = Health(router.service_names)
+    server = grpc.aio.server()
+    await runtime.health.register(server)
+    router.register(server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        await router.start()
+        async with Client(f"127.0.0.1:{port}") as client:
+            yield client
+    finally:
+        await router.stop()
+        await server.stop(grace=0.5)
+
+
+State: TypeAlias = admin_pb.WorkerState.ValueType
+
+
+async def states(client: Client) -> tuple[list[State], list[State]]:
+    """States of the workers and of the tokenizers."""
+    status = await client.status()
+    return [w.state for w in status.workers], [t.state for t in status.tokenizers]
+
+
+async def until_states(
+    client: Client, workers: Sequence[State], tokenizers: Sequence[State]
+) -> None:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while await states(client) != (list(workers), list(tokenizers)):  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.01)
+
+
+LENGTH = pb.FINISH_REASON_LENGTH
+READY = admin_pb.WORKER_STATE_READY
