@@ -12,6 +12,7 @@ import torch
 from e2e.mesh import DEMO, Mesh, decode, running_mesh
 from oracle import tiny_models
 from tokenizers import Tokenizer
+from transformers import PreTrainedModel
 from trtmesh.client import FinishReason, ItemResult
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gpt2", "mistral", "gemma2", "gemma3", "phi")
@@ -81,6 +82,7 @@ async def test_greedy_ids_and_texts(family: str, tmp_path: Path) -> None:
         if family in ("llama", "demo"):
             await sampled_streams_do_not_depend_on_companions(mesh, prompts)
             await the_end_id_ends_a_stream(mesh, prompts[0], expected[0])
+            await log_probs_are_parallel_to_the_tokens(mesh, model, ids[0], expected[0])
         await mesh.idle()
 
 
@@ -123,3 +125,23 @@ async def the_end_id_ends_a_stream(mesh: Mesh, prompt: str, ids: Sequence[int]) 
     finished = item.sequences[0].finished
     assert finished
     assert finished.stop_token_ids == (end_id,)
+
+
+async def log_probs_are_parallel_to_the_tokens(
+    mesh: Mesh, model: PreTrainedModel, prompt: Sequence[int], ids: Sequence[int]
+) -> None:
+    """Each token's, as the model gives it after all tokens before, however tokens and texts were cut."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+    expected = torch.log_softmax(logits.float(), -1)[range(len(ids)), list(ids)]
+    (item,) = await mesh.client.complete(
+        [prompt], max_tokens=NEW_TOKENS, ignore_end_id=True, log_probs=True
+    )
+    (sequence,) = item.sequences
+    assert list(sequence.token_ids) == list(ids)
+    found: list[float] = []
+    for chunk in sequence.chunks:
+        assert chunk.details
+        assert len(chunk.details.log_probs) == len(chunk.token_ids)
+        found += chunk.details.log_probs
+    torch.testing.assert_close(torch.tensor(found), expected, atol=1e-3, rtol=1e-3)

@@ -1,0 +1,69 @@
+"""Processes whose tokenizers differ are refused, and say which fingerprints met."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from e2e.mesh import DEMO, SIMULATED, Mesh, eventually, running_mesh
+from trtmesh.chassis.errors import NoWorker
+from trtmesh.v1 import router_admin_pb2 as admin_pb
+
+OTHER = "a-fingerprint-of-other-files"
+
+
+async def test_an_engine_with_another_tokenizer() -> None:
+    async def start(mesh: Mesh) -> None:
+        await mesh.start_tokenizer()
+        await mesh.start_engine(*SIMULATED, "--simulated-tokenizer-fingerprint", OTHER)
+        await mesh.start_router()
+
+    async with running_mesh(start=start) as mesh:
+
+        async def refused() -> bool:
+            status = await mesh.status()
+            return [w.state for w in status.workers] == [admin_pb.WORKER_STATE_REFUSED]
+
+        await eventually(refused)
+        status = await mesh.status()
+        (worker,), (tokenizer,) = status.workers, status.tokenizers
+        assert OTHER in worker.problem
+        assert tokenizer.fingerprint
+        assert tokenizer.fingerprint in worker.problem
+        # The router waits with its hello until it knows its tokenizer, so the engine itself refused it.
+        assert worker.problem.startswith("FAILED_PRECONDITION")
+        assert worker.worker == ""
+        with pytest.raises(NoWorker):
+            await mesh.client.complete(["x"], max_tokens=1)
+
+
+async def test_a_second_tokenizer_of_other_files(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    first, second = "a", "b"
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    file.write_text(json.dumps(content))
+
+    async with running_mesh() as mesh:
+        (before,) = await mesh.client.complete(["abc"], max_tokens=8)
+        await mesh.start_tokenizer(folder)
+        await mesh.start_router()
+
+        async def one_is_refused() -> bool:
+            states = [tokenizer.state for tokenizer in (await mesh.status()).tokenizers]
+            return sorted(states) == [admin_pb.WORKER_STATE_READY, admin_pb.WORKER_STATE_REFUSED]
+
+        await eventually(one_is_refused)
+        tokenizers = (await mesh.status()).tokenizers
+        refused = next(t for t in tokenizers if t.state == admin_pb.WORKER_STATE_REFUSED)
+        agreed = next(t for t in tokenizers if t.state == admin_pb.WORKER_STATE_READY)
+        assert refused.fingerprint in refused.problem
+        assert agreed.fingerprint in refused.problem
+        texts = {(await mesh.client.complete(["abc"], max_tokens=8))[0].text for _ in range(6)}
+        assert len(texts) == 1
+        assert before.text

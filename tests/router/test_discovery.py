@@ -1,0 +1,155 @@
+"""Names resolve to replicas; replicas come and go without a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+from e2e.mesh import SIMULATED
+from processes import service_process
+from router.scripted import READY, ScriptedEngine, serving_engine, serving_router, until_states
+from trtmesh.chassis.errors import SettingsError
+from trtmesh.router.discovery import (
+    FORGET_AFTER_FAILED_RESOLUTIONS,
+    Discovery,
+    check_addresses,
+)
+from trtmesh.v1 import router_admin_pb2 as admin_pb
+
+
+class Names:
+    """What the name service knows; `answers` by host, an empty answer is a failure."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answers: dict[str, Sequence[str]] = {}
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", self._resolve)
+
+    async def _resolve(self, host: str, port: int, **_: Any) -> list[Any]:
+        addresses = self.answers.get(host, ())
+        if not addresses:
+            raise socket.gaierror(socket.EAI_NONAME, "no such name")
+        return [
+            (
+                socket.AF_INET6 if ":" in address else socket.AF_INET,
+                socket.SOCK_STREAM,
+                6,
+                "",
+                (address, port),
+            )
+            for address in addresses
+        ]
+
+
+@pytest.fixture
+async def names(monkeypatch: pytest.MonkeyPatch) -> Names:
+    return Names(monkeypatch)
+
+
+class Seen:
+    """What discovery told."""
+
+    def __init__(self, *entries: str) -> None:
+        self.told: list[str] = []
+        self.discovery = Discovery(
+            entries, 1.0, lambda a: self.told.append(f"+{a}"), lambda a: self.told.append(f"-{a}")
+        )
+
+    async def resolve(self) -> list[str]:
+        """Resolves once; what was told then."""
+        self.told.clear()
+        await self.discovery.resolve()
+        return self.told
+
+
+async def test_a_name_of_several_addresses(names: Names) -> None:
+    seen = Seen("engines:9000", "10.0.0.9:1")
+    names.answers["engines"] = ["10.0.0.1", "10.0.0.2"]
+    assert await seen.resolve() == ["+10.0.0.1:9000", "+10.0.0.2:9000", "+10.0.0.9:1"]
+    assert await seen.resolve() == []
+    names.answers["engines"] = ["10.0.0.2", "10.0.0.3"]
+    assert await seen.resolve() == ["+10.0.0.3:9000", "-10.0.0.1:9000"]
+
+
+async def test_a_host_with_two_families_is_one_replica(names: Names) -> None:
+    names.answers["engines"] = ["fd00::1", "10.0.0.1"]
+    assert await Seen("engines:9000").resolve() == ["+10.0.0.1:9000"]
+    names.answers["engines"] = ["fd00::1"]
+    assert await Seen("engines:9000").resolve() == ["+[fd00::1]:9000"]
+
+
+async def test_a_hiccup_of_dns_keeps_the_replicas(names: Names) -> None:
+    seen = Seen("engines:9000")
+    names.answers["engines"] = ["10.0.0.1"]
+    await seen.resolve()
+    names.answers.clear()
+    for _ in range(FORGET_AFTER_FAILED_RESOLUTIONS - 1):
+        assert await seen.resolve() == []
+    assert await seen.resolve() == ["-10.0.0.1:9000"]
+    names.answers["engines"] = ["10.0.0.1"]
+    assert await seen.resolve() == ["+10.0.0.1:9000"]
+
+
+async def test_localhost_resolves() -> None:
+    assert await Seen("localhost:9000").resolve() in (["+127.0.0.1:9000"], ["+[::1]:9000"])
+
+
+@pytest.mark.parametrize("entry", ["host", "host:", ":1", "host:0", "host:65536", "host:x"])
+def test_what_is_no_address_is_refused(entry: str) -> None:
+    with pytest.raises(SettingsError, match="engines has the entry"):
+        check_addresses("engines", [entry])
+
+
+async def test_replicas_join_and_leave_a_running_router(names: Names) -> None:
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(
+            service_process("engine", *SIMULATED, "--worker", "first", "--port", "0")
+        )
+        port = first.address.rpartition(":")[2]
+        names.answers["engines"] = ["127.0.0.1"]
+        client = await stack.enter_async_context(
+            serving_router([f"engines:{port}"], resolve_seconds=0.05)
+        )
+        await until_states(client, [READY], [])
+        second = ("--worker", "second", "--host", "127.0.0.2", "--port", port)
+        await stack.enter_async_context(service_process("engine", *SIMULATED, *second))
+        names.answers["engines"] = ["127.0.0.1", "127.0.0.2"]
+        await until_states(client, [READY, READY], [])
+        asked = asyncio.create_task(
+            client.complete([[5], [6], [7], [8]], max_tokens=400, text=False)
+        )
+        while sum(w.items for w in (await client.status()).workers) < 4:  # noqa: ASYNC110 - a poll
+            await asyncio.sleep(0.01)
+        names.answers["engines"] = ["127.0.0.2"]
+        items = await asked
+        assert {item.started.worker for item in items if item.started} == {"first", "second"}
+        assert [len(item.token_ids) for item in items] == [400] * 4
+        await until_states(client, [READY], [])
+        (item,) = await client.complete([[5]], max_tokens=2, text=False)
+        assert item.started
+        assert item.started.worker == "second"
+
+
+async def test_a_replica_that_comes_back_before_it_is_idle_stays(names: Names) -> None:
+    engine = ScriptedEngine(supported_fields=["stopping.max_tokens"])
+    async with serving_engine(engine) as address:
+        names.answers["engines"] = ["127.0.0.1"]
+        entry = f"engines:{address.rpartition(':')[2]}"
+        async with serving_router([entry], resolve_seconds=0.02) as client:
+            await until_states(client, [READY], [])
+            asked = asyncio.create_task(client.complete([[5]], max_tokens=9, text=False))
+            (submit,) = await engine.submitted()
+            names.answers["engines"] = ["127.0.0.9"]
+            draining, connecting = (
+                admin_pb.WORKER_STATE_DRAINING,
+                admin_pb.WORKER_STATE_CONNECTING,
+            )
+            await until_states(client, [draining, connecting], [])
+            names.answers["engines"] = ["127.0.0.1"]
+            await until_states(client, [READY], [])
+            await engine.step((submit.handle, 0, [1]), ends=[(submit.handle, 3)])
+            assert (await asked)[0].token_ids == (1,)
+            assert len(engine.hellos) == 1
