@@ -19,6 +19,13 @@ LEAF_MESSAGES = {"Tensor", "TokenIds", "Image", "TokenRangeRetention"}
 VALUES: dict[str, Any] = {
     "lookahead.window_size": 3,
     "stopping.min_tokens": 1,
+    # True is their default and so asks for nothing.
+    "encoder_decoder.decoder_prompt.add_special_tokens": False,
+    "kv_cache.reuse": False,
+    "output.exclude_prompt": False,
+    "output.skip_special_tokens": False,
+    "output.stream": False,
+    "output.text": False,
 }
 # Set together, because each alone is refused for the lack of the others.
 COMPANIONS: dict[str, dict[str, Any]] = {

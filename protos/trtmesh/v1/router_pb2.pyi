@@ -183,6 +183,7 @@ class SequenceFinished(google.protobuf.message.Message):
     STOP_TEXT_FIELD_NUMBER: builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
     CUMULATIVE_LOG_PROB_FIELD_NUMBER: builtins.int
+    HANDOFF_STATE_FIELD_NUMBER: builtins.int
     reason: trtmesh.v1.generation_pb2.FinishReason.ValueType
     """Why it ended."""
     generated_tokens: builtins.int
@@ -191,6 +192,10 @@ class SequenceFinished(google.protobuf.message.Message):
     """The stop text that ended it, where one did."""
     cumulative_log_prob: builtins.float
     """Sum of the log-probabilities, where asked for."""
+    handoff_state: builtins.bytes
+    """State to hand over to a decode worker, as HandoffConfig.state takes it, where the reason is
+    FINISH_REASON_HANDOFF (Triton's context_phase_params).
+    """
     @property
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The token ids that ended it (a stop sequence or the end id), where they did."""
@@ -203,11 +208,14 @@ class SequenceFinished(google.protobuf.message.Message):
         stop_text: builtins.str | None = ...,
         stop_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         cumulative_log_prob: builtins.float | None = ...,
+        handoff_state: builtins.bytes | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "_stop_text", b"_stop_text", "cumulative_log_prob", b"cumulative_log_prob", "stop_text", b"stop_text"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "_stop_text", b"_stop_text", "cumulative_log_prob", b"cumulative_log_prob", "generated_tokens", b"generated_tokens", "reason", b"reason", "stop_text", b"stop_text", "stop_token_ids", b"stop_token_ids"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "_handoff_state", b"_handoff_state", "_stop_text", b"_stop_text", "cumulative_log_prob", b"cumulative_log_prob", "handoff_state", b"handoff_state", "stop_text", b"stop_text"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "_handoff_state", b"_handoff_state", "_stop_text", b"_stop_text", "cumulative_log_prob", b"cumulative_log_prob", "generated_tokens", b"generated_tokens", "handoff_state", b"handoff_state", "reason", b"reason", "stop_text", b"stop_text", "stop_token_ids", b"stop_token_ids"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob"]) -> typing.Literal["cumulative_log_prob"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_handoff_state", b"_handoff_state"]) -> typing.Literal["handoff_state"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_stop_text", b"_stop_text"]) -> typing.Literal["stop_text"] | None: ...
 

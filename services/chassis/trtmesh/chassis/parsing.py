@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -119,12 +119,19 @@ def refuse_unsupported(config: v.GenerationConfig, supported: Iterable[str], who
 
 
 def _message(message: Message, prefix: str, paths: set[str]) -> Any:
-    """The dataclass instance of `message`; adds the path of every leaf that is set to `paths`."""
-    values = {
-        field.name: _field(field, value, prefix + field.name, paths)
-        for field, value in message.ListFields()
-    }
-    result = DATACLASSES[message.DESCRIPTOR.name](
+    """The dataclass instance of `message`; adds the path of every leaf that asks for something to `paths`.
+
+    A field that is set to its default, such as a beam width of 1, asks for nothing, so no backend must know it.
+    """
+    kind = DATACLASSES[message.DESCRIPTOR.name]
+    defaults = {field.name: field.default for field in fields(kind)}
+    values = {}
+    for field, value in message.ListFields():
+        path = prefix + field.name
+        parsed = values[field.name] = _field(field, value, path, paths)
+        if parsed == defaults[field.name]:
+            paths.discard(path)
+    result = kind(
         **({"data_type": 0, "shape": (), "data": b""} if isinstance(message, pb.Tensor) else {})
         | values
     )

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
-from trtmesh.chassis.errors import REASON_METADATA_KEY, InternalError, TrtmeshError
+from trtmesh.chassis.errors import REASON_METADATA_KEY, InternalError, TrtmeshError, Unavailable
 from trtmesh.chassis.logs import request_id_bound
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,9 @@ async def answering(
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: TrtmeshError) -> None:
-    log.info("call refused: %s: %s", error.reason, error.message)
+    # A peer that is not ready is asked again and again: that is no news.
+    level = logging.DEBUG if isinstance(error, Unavailable) else logging.INFO
+    log.log(level, "call refused: %s: %s", error.reason, error.message)
     await context.abort(
         error.row.status, error.message, trailing_metadata=((REASON_METADATA_KEY, error.reason),)
     )

@@ -195,7 +195,7 @@ class Handoff:
 
 @dataclass(frozen=True, slots=True)
 class GenerationConfig:
-    """All that was asked of one item. `fields_set` names what the caller set, as `sampling.top_k`."""
+    """All that was asked of one item. `fields_set` names what was not left at its default, as `sampling.top_k`."""
 
     stopping: Stopping = Stopping()
     sampling: Sampling = Sampling()

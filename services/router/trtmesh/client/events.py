@@ -105,6 +105,7 @@ class SequenceFinished:
     stop_text: str | None
     stop_token_ids: tuple[int, ...]
     cumulative_log_prob: float | None
+    handoff_state: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +175,7 @@ def _sequence_finished(
         message.stop_text if has("stop_text") else None,
         tuple(message.stop_token_ids),
         message.cumulative_log_prob if has("cumulative_log_prob") else None,
+        message.handoff_state if has("handoff_state") else None,
     )
 
 

@@ -190,6 +190,8 @@ class ItemRun:
         )
         if run.end is not None and run.stop_text is None:
             finished.stop_token_ids.extend(run.end.stop_token_ids)
+            if run.end.HasField("handoff"):
+                finished.handoff_state = run.end.handoff.SerializeToString()
             if run.end.HasField("cumulative_log_prob"):
                 finished.cumulative_log_prob = run.end.cumulative_log_prob
         event = router_pb.GenerateEvent(
