@@ -10,25 +10,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from trtmesh.chassis.vocabulary import Sampling, Stopping
-from trtmesh.engine.backends.simulated.block_hashes import ROOT, chain, root_of
 from trtmesh.engine.backends.simulated.block_pool import BlockPool
 from trtmesh.engine.backends.simulated.endings import Ending, EndRule
 from trtmesh.engine.backends.simulated.tokens import CHUNK, TokenSource, stream_key
+from trtmesh.engine.block_hashes import ROOT_HASH, chain, root_hash
 from trtmesh.v1 import generation_pb2 as pb
 
 
 class TestBlockHashes:
     def test_only_full_blocks_have_names(self) -> None:
-        assert chain(ROOT, [1, 2, 3], 4) == []
-        assert len(chain(ROOT, [1, 2, 3, 4, 5], 4)) == 1
+        assert chain(ROOT_HASH, [1, 2, 3], 4) == []
+        assert len(chain(ROOT_HASH, [1, 2, 3, 4, 5], 4)) == 1
 
     def test_a_name_covers_all_tokens_before(self) -> None:
-        one, other = chain(ROOT, [1, 2, 3, 4], 2), chain(ROOT, [9, 2, 3, 4], 2)
+        one, other = chain(ROOT_HASH, [1, 2, 3, 4], 2), chain(ROOT_HASH, [9, 2, 3, 4], 2)
         assert one[1] != other[1]
         assert chain(one[0], [3, 4], 2) == one[1:]
 
     def test_salts_separate(self) -> None:
-        roots = {root_of(None), root_of(""), root_of("a"), root_of("b")}
+        roots = {root_hash(None), root_hash(""), root_hash("a"), root_hash("b")}
         assert len(roots) == 4
         assert len({chain(root, [1, 2], 2)[0] for root in roots}) == 4
 

@@ -5,13 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 from trtmesh.engine.backend import BlocksRemoved, BlocksStored
-from trtmesh.engine.backends.torch.blocks import (
-    NULL_BLOCK,
-    ROOT_HASH,
-    BlockPool,
-    block_hash,
-    root_hash,
-)
+from trtmesh.engine.backends.torch.blocks import NULL_BLOCK, BlockPool
+from trtmesh.engine.block_hashes import ROOT_HASH, block_hash, root_hash
 
 
 def published(pool: BlockPool, hashes: list[int]) -> list[int]:

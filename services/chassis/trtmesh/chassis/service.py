@@ -9,8 +9,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -24,6 +23,7 @@ from trtmesh.chassis.health import Health
 from trtmesh.chassis.logs import set_up_logs
 from trtmesh.chassis.metrics import metrics_endpoint
 from trtmesh.chassis.settings import ServiceSettings, load_settings
+from trtmesh.chassis.tasks import until_first_ends
 
 log = logging.getLogger(__name__)
 
@@ -153,13 +153,15 @@ class _Process:
 
     async def _start(self, service: Service, runtime: Runtime) -> None:
         """Waits until the service is ready, or until a signal says that nobody wants it any more."""
-        await _first(service.start(), self._stop_asked.wait(), asyncio.shield(runtime.failure))
+        await until_first_ends(
+            service.start(), self._stop_asked.wait(), asyncio.shield(runtime.failure)
+        )
         _calm_garbage_collector()
         if not self._stop_asked.is_set() and not runtime.failure.done():
             await runtime.health.well("start")
 
     async def _serve(self, service: Service, runtime: Runtime) -> int:
-        await _first(self._stop_asked.wait(), asyncio.shield(runtime.failure))
+        await until_first_ends(self._stop_asked.wait(), asyncio.shield(runtime.failure))
         if not runtime.failure.done():
             await self._drain(service, runtime)
         if not runtime.failure.done():
@@ -174,23 +176,9 @@ class _Process:
         await runtime.health.unwell("drain", "draining")
         try:
             async with asyncio.timeout(self._settings.grace_seconds):
-                await _first(service.drain(), asyncio.shield(runtime.failure))
+                await until_first_ends(service.drain(), asyncio.shield(runtime.failure))
         except TimeoutError:
             log.warning("work left after %g s of grace is cut off", self._settings.grace_seconds)
-
-
-async def _first(*waits: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
-    """Waits for the first to end, raises its error, cancels the others and waits for their end."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await task
 
 
 def _calm_garbage_collector() -> None:

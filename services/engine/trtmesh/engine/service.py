@@ -64,7 +64,9 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
     async def start(self) -> None:
         await self._runtime.health.unwell("model", "loading")
         info = await self._backend.start(self._streams.deliver, self._on_failure)
-        info = replace(info, model=self._settings.model or info.model)
+        info = replace(
+            info, model=self._settings.model or _directory_name(self._settings) or info.model
+        )
         name = self._settings.worker or _unique_name()
         self._worker = Worker(
             name=name,
@@ -174,3 +176,8 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
 def _unique_name() -> str:
     """Names a process: also two of one host, and also one that was restarted under the same process id."""
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+
+
+def _directory_name(settings: EngineSettings) -> str:
+    """What a model is called that was given no name: like its directory, as the tokenizer calls it too."""
+    return settings.model_dir.resolve().name if settings.model_dir else ""

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from trtmesh.chassis.errors import (
     Unavailable,
     from_status,
 )
+from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class Replica(ABC):
     async def _talk_unless_silent(self, *halves: Coroutine[Any, Any, None]) -> None:
         """Runs the halves of a stream until one of them ends or the peer is silent for too long."""
         self._heard()
-        await run_together(*halves, self._watch_silence())
+        await until_first_ends(*halves, self._watch_silence())
 
     async def _watch_silence(self) -> None:
         loop, longest = asyncio.get_running_loop(), self._settings.silence_seconds
@@ -139,17 +139,3 @@ def _describe(error: grpc.aio.AioRpcError) -> str:
         error.code(), str(metadata.get(REASON_METADATA_KEY, "")), error.details() or ""
     )
     return f"{error.code().name}: {known.message or known.reason}"
-
-
-async def run_together(*parts: Coroutine[Any, Any, None]) -> None:
-    """Waits until one of the parts of a stream ends, ends the others, and raises what ended it."""
-    tasks = [asyncio.create_task(part) for part in parts]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await task

@@ -125,8 +125,7 @@ class SequenceRun:
         if self.over:
             return
         self.end = end
-        # A stop text that was found makes the sequence whole, whatever became of its worker since.
-        if end.HasField("error") and self.stop_text is None:
+        if end.HasField("error"):
             self.error = from_proto(end.error)
         if self.decoder is None or self.stop_text is not None:
             self._settle()
@@ -200,6 +199,8 @@ class SequenceRun:
         if self._held_texts:
             self._put(0, "".join(self._held_texts))
         if self.stop_text is not None:
+            # The sequence is whole, whatever became of its worker.
+            self.error = None
             self.reason = pb.FINISH_REASON_STOP_WORD
         elif self.end is not None:
             self.reason = self.end.reason

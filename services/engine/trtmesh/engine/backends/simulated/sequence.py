@@ -7,9 +7,9 @@ from collections.abc import Sequence as SequenceOf
 
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.engine.backend import PerfMetrics, SequenceEnd, Submission
-from trtmesh.engine.backends.simulated.block_hashes import chain, root_of
 from trtmesh.engine.backends.simulated.endings import Ending, EndRule
 from trtmesh.engine.backends.simulated.tokens import CHUNK, TokenSource, stream_key
+from trtmesh.engine.block_hashes import chain, root_hash
 
 
 class Sequence:
@@ -46,7 +46,7 @@ class Sequence:
         self._generated: list[int] = self.context[self.prompt_tokens :]
         # Blocks.
         self.reuse = item.config.kv_cache.reuse
-        self.root = root_of(item.config.kv_cache.salt)
+        self.root = root_hash(item.config.kv_cache.salt)
         self.tokens_per_block = tokens_per_block
         self.hashes = chain(self.root, self.context, tokens_per_block) if self.reuse else []
         self.shared: list[int] = []

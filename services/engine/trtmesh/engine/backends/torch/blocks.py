@@ -9,15 +9,12 @@ Block 0 is never given out: it pads block tables and its content stays zero.
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from hashlib import blake2b
 
 from trtmesh.engine.backend import BlocksRemoved, BlocksStored, KvEvent
 
 NULL_BLOCK = 0
-ROOT_HASH = 0
 
 
 class BlockPool:
@@ -125,18 +122,3 @@ class BlockPool:
             last.block_hashes.append(block_hash)
         else:
             self._events.append(BlocksRemoved([block_hash]))
-
-
-def root_hash(salt: str | None) -> int:
-    """Parent of a sequence's first block; different salts share nothing."""
-    return ROOT_HASH if salt is None else _hash(b"salt" + salt.encode())
-
-
-def block_hash(parent_hash: int, token_ids: Sequence[int]) -> int:
-    """Name of a full block: covers its tokens and, through its parent, all tokens before them."""
-    return _hash(parent_hash.to_bytes(8, "little") + array("I", token_ids).tobytes())
-
-
-def _hash(content: bytes) -> int:
-    # 0 is the root's name, so no block may have it.
-    return int.from_bytes(blake2b(content, digest_size=8).digest(), "little") or 1

@@ -17,8 +17,9 @@ from bisect import insort
 from dataclasses import dataclass
 
 from trtmesh.engine.backends.torch.block_tables import BlockTables
-from trtmesh.engine.backends.torch.blocks import BlockPool, block_hash, root_hash
+from trtmesh.engine.backends.torch.blocks import BlockPool
 from trtmesh.engine.backends.torch.sequence import PRIORITY_STEPS, Sequence
+from trtmesh.engine.block_hashes import block_hash, root_hash
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,22 +6,26 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
-ROOT = 0
+ROOT_HASH = 0
 """Parent of the first block of a sequence without a salt."""
 
 
-def root_of(salt: str | None) -> int:
+def root_hash(salt: str | None) -> int:
     """Parent of the first block under `salt`, so that equal tokens under different salts have different names."""
-    return ROOT if salt is None else _hash(b"salt" + salt.encode())
+    return ROOT_HASH if salt is None else _hash(b"salt" + salt.encode())
 
 
-def chain(parent: int, token_ids: Sequence[int], tokens_per_block: int) -> list[int]:
-    """Hashes of the full blocks of `token_ids`, which follow the block `parent`."""
+def block_hash(parent_hash: int, token_ids: Sequence[int]) -> int:
+    """Name of a full block."""
+    return _hash(parent_hash.to_bytes(8, "little") + array("I", token_ids).tobytes())
+
+
+def chain(parent_hash: int, token_ids: Sequence[int], tokens_per_block: int) -> list[int]:
+    """Names of the full blocks of `token_ids`, which follow the block `parent_hash`."""
     hashes = []
     for end in range(tokens_per_block, len(token_ids) + 1, tokens_per_block):
-        tokens = array("I", token_ids[end - tokens_per_block : end])
-        parent = _hash(parent.to_bytes(8, "little") + tokens.tobytes())
-        hashes.append(parent)
+        parent_hash = block_hash(parent_hash, token_ids[end - tokens_per_block : end])
+        hashes.append(parent_hash)
     return hashes
 
 
