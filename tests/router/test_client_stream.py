@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 from trtmesh.router.client_stream import ClientStream
+from trtmesh.router.turns import Turns
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
@@ -21,7 +22,7 @@ class Put:
     """Puts numbered tokens, so that whoever takes can tell each from every other."""
 
     def __init__(self, *, details: bool) -> None:
-        self.stream = ClientStream(OPENING)
+        self.stream = ClientStream(OPENING, Turns())
         self.sent: dict[Key, list[int]] = defaultdict(list)
         self._details = details
 

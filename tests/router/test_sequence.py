@@ -15,6 +15,7 @@ from trtmesh.client.options import build_config
 from trtmesh.router.client_stream import ClientStream
 from trtmesh.router.request import ItemRequest
 from trtmesh.router.sequence import SequenceRun
+from trtmesh.router.turns import Turns
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
@@ -127,7 +128,7 @@ async def perform(
     stream: bool,
     repeat: bool,
 ) -> None:
-    client = ClientStream(router_pb.GenerateEvent())
+    client = ClientStream(router_pb.GenerateEvent(), Turns())
     settled: list[SequenceRun] = []
     options = {"stream": stream} | ({"stop_texts": ["s"]} if stop_id is not None else {})
     run = make_run(client, settled, **options)
@@ -187,7 +188,7 @@ def worker_script(
 
 
 async def test_without_a_decoder_tokens_leave_at_once() -> None:
-    client, settled = ClientStream(router_pb.GenerateEvent()), list[SequenceRun]()
+    client, settled = ClientStream(router_pb.GenerateEvent(), Turns()), list[SequenceRun]()
     run = make_run(client, settled, text=False)
     run.on_tokens(0, [1, 2])
     assert client.waiting_tokens == 2
@@ -197,7 +198,7 @@ async def test_without_a_decoder_tokens_leave_at_once() -> None:
 
 
 async def test_an_abandoned_sequence_stops_its_worker_and_says_nothing_more() -> None:
-    client, settled = ClientStream(router_pb.GenerateEvent()), list[SequenceRun]()
+    client, settled = ClientStream(router_pb.GenerateEvent(), Turns()), list[SequenceRun]()
     run = make_run(client, settled)
     stops: list[int] = []
     run.stop_worker = stops.append

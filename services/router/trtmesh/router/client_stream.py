@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+from trtmesh.router.turns import Turns
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
@@ -29,7 +30,8 @@ class ClientStream:
     one message, and the opening event leaves with the first that follows it.
     """
 
-    def __init__(self, opening: router_pb.GenerateEvent) -> None:
+    def __init__(self, opening: router_pb.GenerateEvent, turns: Turns) -> None:
+        self._turns = turns
         self._entries: list[_WaitingTokens | router_pb.GenerateEvent] = [opening]
         self._followed = False
         self._growing: dict[tuple[int, int], _WaitingTokens] = {}
@@ -109,8 +111,9 @@ class ClientStream:
         self._wake()
 
     def _wake(self) -> None:
-        if self._taker is not None and not self._taker.done():
-            self._taker.set_result(None)
+        if self._taker is not None:
+            self._turns.ask(self._taker)
+            self._taker = None
 
 
 def _holds_tensor(details: pb.TokenDetails | None) -> bool:

@@ -22,6 +22,7 @@ from trtmesh.router.item import ItemRun
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.request import GenerationRequest
 from trtmesh.router.tokenizer_pool import TokenizerPool
+from trtmesh.router.turns import Turns
 from trtmesh.v1 import router_pb2 as router_pb
 
 
@@ -55,6 +56,7 @@ class Mesh:
     tokenizers: TokenizerPool
     admission: Admission
     metrics: RouterMetrics
+    turns: Turns
 
 
 class LiveRequest:
@@ -68,7 +70,7 @@ class LiveRequest:
         self.request_id = request.request_id
         self.model = model
         accepted = router_pb.RequestAccepted(request_id=request.request_id, model=model)
-        self.client = ClientStream(router_pb.GenerateEvent(accepted=accepted))
+        self.client = ClientStream(router_pb.GenerateEvent(accepted=accepted), mesh.turns)
         self.arrival_time = loop.time()
         self.drawn_seed = secrets.randbits(64)
         self.overrun: SlowClient | None = None

@@ -20,6 +20,7 @@ from trtmesh.router.requests import Admission, Mesh, Requests
 from trtmesh.router.settings import RouterSettings
 from trtmesh.router.tokenizer import Tokenizer
 from trtmesh.router.tokenizer_pool import TokenizerPool
+from trtmesh.router.turns import Turns
 from trtmesh.router.worker import Worker
 from trtmesh.v1 import router_admin_pb2_grpc, router_pb2_grpc
 
@@ -44,7 +45,7 @@ class Router:
             settings.tokenizer_recovery_seconds, self._metrics, expected=bool(settings.tokenizers)
         )
         self._admission = Admission(settings.max_items)
-        mesh = Mesh(self._fleet, self._tokenizers, self._admission, self._metrics)
+        mesh = Mesh(self._fleet, self._tokenizers, self._admission, self._metrics, Turns())
         self._requests = Requests(
             mesh, settings.client_buffer_tokens, settings.client_stall_seconds
         )
