@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 
 PER_TURN = 8
-"""Writes of one pass of the event loop: less than half a millisecond, which is how long anything else waits for them."""
+"""Writes of one pass of the event loop: less than half a millisecond, so nothing else waits longer for them."""
 
 
 class Turns:
