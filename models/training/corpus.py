@@ -1,9 +1,10 @@
 """Collect a freely licensed Python corpus from what is installed, and describe it.
 
-Writes `train.jsonl` and `heldout.jsonl` (one `{"source", "path", "kind", "text"}` object a
-line, `kind` being `code` or `docs`) and `MANIFEST.json`.  Sources are the standard library of
-the running interpreter, every distribution under `--site` whose metadata declares an allowed
-licence, and optionally CPython's documentation (`--cpython-docs`).
+Writes `train.jsonl` and `heldout.jsonl` (one `{"source", "stage", "path", "kind", "text"}` object
+a line, `kind` being `code` or `docs`) and `MANIFEST.json`.  Sources are the standard library of
+the running interpreter, optionally CPython's documentation (`--cpython-docs`), and every
+distribution under the `--site` folders whose metadata declares an allowed licence.  Stage 1 is
+what the first site adds, stage 2 what the others do.
 """
 
 from __future__ import annotations
@@ -31,17 +32,19 @@ class Source:
     name: str
     version: str
     licence: str
+    stage: int = 1
     max_bytes: int = 1 << 62
     files: int = 0
     heldout_files: int = 0
     bytes: int = 0
-    digest: "hashlib._Hash" = field(default_factory=hashlib.sha256)
+    digest: hashlib._Hash = field(default_factory=hashlib.sha256)
 
     def record(self) -> dict[str, object]:
         return {
             "name": self.name,
             "version": self.version,
             "licence": self.licence,
+            "stage": self.stage,
             "files": self.files,
             "heldout_files": self.heldout_files,
             "bytes": self.bytes,
@@ -76,22 +79,29 @@ def distribution_files(dist: Distribution) -> Iterator[tuple[str, Path]]:
             yield entry.as_posix(), path
 
 
-def sources(site: Path, docs: Path | None) -> Iterator[tuple[Source, Iterator[tuple[str, Path]]]]:
+def sources(
+    sites: list[Path], docs: Path | None
+) -> Iterator[tuple[Source, Iterator[tuple[str, Path]]]]:
     """Yields each source with its candidate files as (relative path, location)."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     yield Source("cpython-stdlib", platform.python_version(), "PSF-2.0"), tree(stdlib)
     if docs is not None:
         yield Source("cpython-docs", platform.python_version()[:4], "PSF-2.0"), tree(docs)
-    for dist in sorted(distributions(path=[str(site)]), key=lambda d: d.metadata["Name"].lower()):
-        licence = declared_licence(dist.metadata)
-        if licence is not None:
+    names: set[str] = set()
+    for stage, site in enumerate(sites, start=1):
+        dists = sorted(distributions(path=[str(site)]), key=lambda d: d.metadata["Name"].lower())
+        for dist in dists:
             name = dist.metadata["Name"].lower()
-            yield Source(name, dist.version, licence, MAX_SOURCE_BYTES), distribution_files(dist)
+            licence = declared_licence(dist.metadata)
+            if licence is not None and name not in names:
+                names.add(name)
+                source = Source(name, dist.version, licence, min(stage, 2), MAX_SOURCE_BYTES)
+                yield source, distribution_files(dist)
 
 
 def documents(
     source: Source, files: Iterable[tuple[str, Path]], seen: LineIndex
-) -> Iterator[dict[str, str]]:
+) -> Iterator[dict[str, str | int]]:
     """Yields the kept documents of one source and counts them into it."""
     for name, path in visiting_order(files):
         if source.bytes >= source.max_bytes:
@@ -108,12 +118,25 @@ def documents(
         source.files += 1
         source.bytes += len(text.encode())
         source.digest.update(text.encode())
-        yield {"source": source.name, "path": name, "kind": kind, "text": text}
+        yield {
+            "source": source.name,
+            "stage": source.stage,
+            "path": name,
+            "kind": kind,
+            "text": text,
+        }
+
+
+def write_manifest(path: Path, facts: dict[str, object], records: list[dict[str, object]]) -> None:
+    """Writes one source a line, for readable differences."""
+    head = json.dumps(facts, indent=1)[:-2]
+    lines = ",\n".join(f"  {json.dumps(record)}" for record in records)
+    path.write_text(f'{head},\n "sources": [\n{lines}\n ]\n}}\n')
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--site", type=Path, required=True, help="a site-packages folder")
+    parser.add_argument("--site", type=Path, required=True, nargs="+", help="site-packages folders")
     parser.add_argument("--cpython-docs", type=Path, help="the documentation's _sources folder")
     parser.add_argument("--out", type=Path, required=True, help="folder for the two splits")
     parser.add_argument("--manifest", type=Path, default=Path(__file__).with_name("MANIFEST.json"))
@@ -124,7 +147,10 @@ def main() -> None:
     records: list[dict[str, object]] = []
     totals = {"code": 0, "docs": 0}
     split_bytes = {"train": 0, "heldout": 0}
-    with (args.out / "train.jsonl").open("w") as train, (args.out / "heldout.jsonl").open("w") as held:
+    with (
+        (args.out / "train.jsonl").open("w") as train,
+        (args.out / "heldout.jsonl").open("w") as held,
+    ):
         for source, files in sources(args.site, args.cpython_docs):
             for document in documents(source, files, seen):
                 size = len(document["text"].encode())
@@ -136,13 +162,10 @@ def main() -> None:
             if source.files:
                 records.append(source.record())
 
-    manifest = {
-        "heldout_rule": f"sha256(text) mod {HELDOUT_ONE_IN} == 0, by file",
-        "bytes": {**totals, **split_bytes},
-        "sources": records,
-    }
-    args.manifest.write_text(json.dumps(manifest, indent=1) + "\n")
-    print(json.dumps(manifest["bytes"]), len(records), "sources")
+    rule = f"sha256(text) mod {HELDOUT_ONE_IN} == 0, by file"
+    sizes = {**totals, **split_bytes}
+    write_manifest(args.manifest, {"heldout_rule": rule, "bytes": sizes}, records)
+    print(json.dumps(sizes), len(records), "sources")
 
 
 if __name__ == "__main__":

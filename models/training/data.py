@@ -12,10 +12,13 @@ import torch
 END_ID = 0
 
 
-def load_stream(path: Path) -> torch.Tensor:
-    """Reads little-endian uint16 ids from an .xz file as int32, shape [tokens]."""
-    with lzma.open(path) as file:
-        return torch.from_numpy(np.frombuffer(file.read(), dtype="<u2").astype(np.int32))
+def load_stream(folder: Path, split: str) -> torch.Tensor:
+    """Reads the little-endian uint16 ids of a split's shards as int32, shape [tokens]."""
+    paths = sorted(folder.rglob(f"{split}-*.bin.xz"))
+    if not paths:
+        raise FileNotFoundError(f"no {split}-*.bin.xz in {folder}")
+    parts = [np.frombuffer(lzma.decompress(path.read_bytes()), dtype="<u2") for path in paths]
+    return torch.from_numpy(np.concatenate(parts).astype(np.int32))
 
 
 class Packer:

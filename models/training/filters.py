@@ -21,27 +21,31 @@ _FAMILIES = [
     ("UNLICENSE", r"unlicense"),
 ]
 _FORBIDDEN = re.compile(
-    r"GPL|General Public|MPL|Mozilla|EPL|Eclipse|CDDL|proprietary|CC-BY|Commercial", re.I
+    r"GPL|General Public|MPL|Mozilla|EPL|Eclipse|CDDL|proprietary|CC-BY|Commercial|LicenseRef",
+    re.IGNORECASE,
 )
 _COPYLEFT_TEXT = re.compile(r"\b[AL]?GPL|General Public Licen[sc]e|Mozilla Public|\bMPL\b")
-_GENERATED = re.compile(r"(auto-?(matically )?|machine[- ])generated|generated (by|from|with)|do not edit", re.I)
+_GENERATED = re.compile(
+    r"(auto-?(matically )?|machine[- ])generated|generated (by|from|with)|do not edit",
+    re.IGNORECASE,
+)
 _SKIPPED_PARTS = re.compile(
     r"^(_?vendor(ed|_packages)?|_?third_?party|externals?|extern|_?bundled|node_modules|site-packages"
     r"|locales?|_locale_data|pydoc_data|idle_test|lib2to3|encodings|config-.*|includes|whatsnew"
     r"|__pycache__|tests?|testing_data|.*_tests?|test_.*|__tests__|licenses?|snippets|unicode_versions)$",
-    re.I,
+    re.IGNORECASE,
 )
 _SKIPPED_NAMES = re.compile(
     r"(_pb2(_grpc)?|\.min|_generated|_builtins|conftest|_?tests?)\.[a-z]+$|^test_"
     r"|^(licen[sc]e|copying|notice|authors|entry_points|top_level|record|sources|requires|changes"
     r"|changelog|news|requirements|robots|contributors|thanks|credits)",
-    re.I,
+    re.IGNORECASE,
 )
 _STRING_LINE = re.compile(r"^\s*[\[({]*\s*[bru]?['\"].*['\"]\s*(:.*)?[\])}]*,?$")
 
 
 def _families(text: str) -> set[str]:
-    return {name for name, pattern in _FAMILIES if re.search(pattern, text, re.I)}
+    return {name for name, pattern in _FAMILIES if re.search(pattern, text, re.IGNORECASE)}
 
 
 def declared_licence(metadata: Any) -> str | None:
@@ -76,7 +80,7 @@ def clean(text: str) -> str:
     text = text.replace("\r\n", "\n").replace("\r", "\n").lstrip("\ufeff\n")
     lines = text.split("\n")
     end = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
-    if re.search(r"copyright|licen[sc]e", "\n".join(lines[:end]), re.I):
+    if re.search(r"copyright|licen[sc]e", "\n".join(lines[:end]), re.IGNORECASE):
         lines = lines[end:]
     return "\n".join(line.rstrip() for line in lines).strip("\n") + "\n"
 
@@ -89,8 +93,8 @@ def text_allowed(text: str, kind: str) -> bool:
         return False
     if _COPYLEFT_TEXT.search(text[:4000]) or _GENERATED.search(text[:600]):
         return False
-    if sum(c.isdigit() for c in dense) > 0.15 * len(dense) or not text.isascii() and (
-        sum(not c.isascii() for c in dense) > 0.02 * len(dense)
+    if sum(c.isdigit() for c in dense) > 0.15 * len(dense) or (
+        not text.isascii() and (sum(not c.isascii() for c in dense) > 0.02 * len(dense))
     ):
         return False
     if kind == "code" and sum(bool(_STRING_LINE.match(line)) for line in lines) > 0.4 * len(lines):
