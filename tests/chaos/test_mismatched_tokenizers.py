@@ -55,8 +55,11 @@ async def test_a_second_tokenizer_of_other_files(tmp_path: Path) -> None:
         await mesh.start_router()
 
         async def one_is_refused() -> bool:
-            states = [tokenizer.state for tokenizer in (await mesh.status()).tokenizers]
-            return sorted(states) == [admin_pb.WORKER_STATE_READY, admin_pb.WORKER_STATE_REFUSED]
+            status = await mesh.status()
+            states = sorted(tokenizer.state for tokenizer in status.tokenizers)
+            workers = {worker.state for worker in status.workers}
+            expected = [admin_pb.WORKER_STATE_READY, admin_pb.WORKER_STATE_REFUSED]
+            return states == expected and workers == {admin_pb.WORKER_STATE_READY}
 
         await eventually(one_is_refused)
         tokenizers = (await mesh.status()).tokenizers

@@ -66,6 +66,9 @@ async def test_one_of_two_is_killed_while_texts_are_encoded() -> None:
     async with running_mesh(tokenizers=2, engine_flags=ENGINE) as mesh:
         long_prompts = [f"{number} " + "word and another word " * 4000 for number in range(8)]
         expected = contents(await mesh.client.complete(long_prompts, max_tokens=4))
+        # Frozen, so that every text is still with them when one dies.
+        for tokenizer in mesh.tokenizers:
+            tokenizer.signal(signal.SIGSTOP)
         readers = [mesh.open([prompt], max_tokens=4) for prompt in long_prompts]
 
         async def both_encode() -> bool:
@@ -74,6 +77,7 @@ async def test_one_of_two_is_killed_while_texts_are_encoded() -> None:
 
         await eventually(both_encode)
         mesh.tokenizers[1].signal(signal.SIGKILL)
+        mesh.tokenizers[0].signal(signal.SIGCONT)
         assert contents(await ends(readers)) == expected
         await mesh.idle()
 

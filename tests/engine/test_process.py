@@ -46,7 +46,8 @@ def metrics_of(process: ServiceProcess) -> dict[str, float]:
 async def test_drain_refuses_new_items_finishes_running_ones_and_exits_well() -> None:
     async with service_process("engine", *SIMULATED, "--simulated-step-ms", "5") as process:
         await until_health(process.address, SERVING)
-        async with router_stream(process.address) as stream:
+        # Nothing is acknowledged: a write into a stream that ends hides its status from this side.
+        async with router_stream(process.address, credit=1000, acknowledging=False) as stream:
             await stream.send(submit(1, 400))
             await stream.until(lambda: stream.steps)
             process.signal(signal.SIGTERM)
@@ -59,7 +60,8 @@ async def test_drain_refuses_new_items_finishes_running_ones_and_exits_well() ->
             assert len(finished.token_ids) == 400
             assert finished.end
             assert finished.end.reason == pb.FINISH_REASON_LENGTH
-            assert (await stream.failure()).reason == "DRAINING"
+            failure = await stream.failure()
+            assert failure.reason == "DRAINING", failure
         assert await process.wait() == 0
         assert "draining" in process.stderr
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from contextlib import suppress
 from typing import Any
 
 
@@ -18,5 +17,5 @@ async def until_first_ends(*waits: Coroutine[Any, Any, Any] | asyncio.Future[Any
     finally:
         for task in tasks:
             task.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await task
+        # Awaiting them one by one and suppressing their cancellation would suppress one that is meant for the caller.
+        await asyncio.gather(*tasks, return_exceptions=True)
