@@ -139,12 +139,13 @@ class Requests:
         finally:
             for task in tasks:
                 task.cancel()
-            # An item's end never waits: it only queues stop commands.
-            await asyncio.gather(*tasks, return_exceptions=True)
+            # Before anything is awaited: a client may cancel at this very moment too, and would cut off what follows.
             del self.live[request.request_id]
             self._mesh.metrics.merged_tokens += live.client.merged_tokens
             if not self.live:
                 self._empty.set()
+            # An item's end never waits: it only queues stop commands.
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def stop(self, request_id: str, batch_indexes: Collection[int]) -> int:
         """Stops items of a request; 0 when it is unknown or over."""
