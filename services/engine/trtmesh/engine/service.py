@@ -118,7 +118,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
 
     async def _serve_counting_errors(self, context: Context) -> None:
         try:
-            await serve_stream(self._loaded(), context)
+            await serve_stream(self._loaded, context)
         except TrtmeshError as error:
             self.metrics.errors[error.reason] += 1
             raise

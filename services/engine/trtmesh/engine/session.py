@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import grpc
@@ -26,11 +26,13 @@ Context = grpc.aio.ServicerContext[
 ]
 
 
-async def serve_stream(worker: Worker, context: Context) -> None:
+async def serve_stream(loaded: Callable[[], Worker], context: Context) -> None:
     """Serves one router until it half-closes or goes, or raises what ends the stream."""
+    # Read even where all is refused: a write that fails hides the status from the router.
     opening = await context.read()
     if not isinstance(opening, epb.EngineServiceConnectRequest):
         return
+    worker = loaded()
     connection = Connection(worker, _hello(worker, opening))
     log.info("router %s connected", connection.router)
     try:
