@@ -16,9 +16,12 @@ class Proxy:
         self._writers: set[asyncio.StreamWriter] = set()
         self.connected = asyncio.Event()
         self.address = ""
+        self._is_cut = False
 
     def cut(self) -> None:
-        """Breaks every connection at once, without a farewell."""
+        """Breaks every connection at once, without a farewell, and every one that is tried later: gRPC sends a call
+        again that never reached the old one."""
+        self._is_cut = True
         for writer in self._writers:
             writer.transport.abort()
 
@@ -31,6 +34,8 @@ class Proxy:
             return
         self._writers |= {writer, back}
         self.connected.set()
+        if self._is_cut:
+            self.cut()
         try:
             await asyncio.gather(_forward(reader, back), _forward(there, writer))
         finally:
