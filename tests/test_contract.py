@@ -170,7 +170,7 @@ def test_every_error_class_has_a_row_of_its_own() -> None:
 
 def test_the_page_names_the_metadata_keys() -> None:
     keys = {row[0].strip("`") for row in rows_below("Metadata")}
-    assert keys == {"x-request-id", "traceparent", errors.REASON_METADATA_KEY}
+    assert keys == {"x-request-id", errors.REASON_METADATA_KEY}
 
 
 def test_every_finish_reason_has_a_word_for_clients() -> None:

@@ -27,7 +27,7 @@ if _version_not_supported:
 
 class MeshServiceStub(object):
     """Generates text from prompts on a mesh of workers.
-    Metadata read: `x-request-id` (used when GenerateRequest.request_id is empty), `traceparent`.
+    Metadata read: `x-request-id` (used when GenerateRequest.request_id is empty).
     Metadata sent when a call fails: `trtmesh-error-reason`, the short word of the error table.
     """
 
@@ -56,7 +56,7 @@ class MeshServiceStub(object):
 
 class MeshServiceServicer(object):
     """Generates text from prompts on a mesh of workers.
-    Metadata read: `x-request-id` (used when GenerateRequest.request_id is empty), `traceparent`.
+    Metadata read: `x-request-id` (used when GenerateRequest.request_id is empty).
     Metadata sent when a call fails: `trtmesh-error-reason`, the short word of the error table.
     """
 
@@ -113,7 +113,7 @@ def add_MeshServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class MeshService(object):
     """Generates text from prompts on a mesh of workers.
-    Metadata read: `x-request-id` (used when GenerateRequest.request_id is empty), `traceparent`.
+    Metadata read: `x-request-id` (used when GenerateRequest.request_id is empty).
     Metadata sent when a call fails: `trtmesh-error-reason`, the short word of the error table.
     """
 

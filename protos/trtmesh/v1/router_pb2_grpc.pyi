@@ -75,7 +75,7 @@ _MeshServiceResumeType = typing_extensions.TypeVar(
 
 class MeshServiceStub(typing.Generic[_MeshServiceGenerateType, _MeshServiceStopType, _MeshServiceResumeType]):
     """Generates text from prompts on a mesh of workers.
-    Metadata read: `x-request-id` (used when GenerateRequest.request_id is empty), `traceparent`.
+    Metadata read: `x-request-id` (used when GenerateRequest.request_id is empty).
     Metadata sent when a call fails: `trtmesh-error-reason`, the short word of the error table.
     """
 
@@ -143,7 +143,7 @@ MeshServiceAsyncStub: typing_extensions.TypeAlias = MeshServiceStub[
 
 class MeshServiceServicer(metaclass=abc.ABCMeta):
     """Generates text from prompts on a mesh of workers.
-    Metadata read: `x-request-id` (used when GenerateRequest.request_id is empty), `traceparent`.
+    Metadata read: `x-request-id` (used when GenerateRequest.request_id is empty).
     Metadata sent when a call fails: `trtmesh-error-reason`, the short word of the error table.
     """
 

@@ -47,7 +47,7 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "sampling.min_p": (0, 1),
     "sampling.top_p_min": (math.ulp(0.0), 1),
     "sampling.top_p_decay": (math.ulp(0.0), 1),
-    "sampling.repetition_penalty": (math.ulp(0.0), 1e6),
+    "sampling.repetition_penalty": (0.01, 100),
     "sampling.presence_penalty": (-1e6, 1e6),
     "sampling.frequency_penalty": (-1e6, 1e6),
     "sampling.embedding_bias": (-math.inf, math.inf),
@@ -66,6 +66,8 @@ LIMITS: Mapping[str, tuple[float, float]] = {
 
 MAX_WORDS = 256
 MAX_WORD_LENGTH = 4096
+MAX_STOP_TEXT_CHARACTERS = 16_384
+"""Of all stop texts together: what finds them is built for each sequence, in time and memory that grow with this."""
 WORD_LISTS = frozenset(
     {
         "stopping.stop_texts",
@@ -220,6 +222,12 @@ def _check_tensor(path: str, tensor: v.Tensor) -> None:
 
 def _check_combinations(config: v.GenerationConfig) -> None:
     stopping, sampling = config.stopping, config.sampling
+    characters = sum(map(len, stopping.stop_texts))
+    if characters > MAX_STOP_TEXT_CHARACTERS:
+        raise InvalidField(
+            f"stopping.stop_texts has {characters} characters together but must have at most"
+            f" {MAX_STOP_TEXT_CHARACTERS}"
+        )
     if stopping.ignore_end_id and stopping.end_id is not None:
         raise InvalidField("stopping.end_id and stopping.ignore_end_id exclude each other")
     if stopping.max_tokens is not None and stopping.min_tokens > stopping.max_tokens:

@@ -29,7 +29,7 @@ class MeshSettings(ServiceSettings):
     """Port of the first router's metrics; where it is set, the other processes get free ones."""
     model: Path | None = None
     """Directory of the model; unset means the demo model of the repository."""
-    backend: Literal["torch", "tensorrt_llm", "simulated"] | None = None
+    backend: Literal["torch", "simulated"] | None = None
     """What executes the model; unset leaves it to the engine's own settings."""
     engines: Replicas = 1
     """Number of engines."""

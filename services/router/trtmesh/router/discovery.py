@@ -74,7 +74,7 @@ class Discovery:
             found = await asyncio.get_running_loop().getaddrinfo(
                 host, int(port), type=socket.SOCK_STREAM
             )
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             self._note_failure(entry, error)
             return
         self._failures.pop(entry, None)
@@ -84,7 +84,7 @@ class Discovery:
             _join(address[0], int(address[1])) for kind, *_, address in found if kind == family
         )
 
-    def _note_failure(self, entry: str, error: OSError) -> None:
+    def _note_failure(self, entry: str, error: Exception) -> None:
         failures = self._failures[entry] = self._failures.get(entry, 0) + 1
         if failures == 1:
             log.warning("cannot resolve %s: %s", entry, error)

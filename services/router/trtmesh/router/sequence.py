@@ -133,8 +133,8 @@ class SequenceRun:
             self.decoder.finish(self)
 
     def on_text(self, token_count: int, text: str) -> None:
-        """The text of the next `token_count` tokens."""
-        if self.over:
+        """The text of the next `token_count` tokens; void after a stop text."""
+        if self.over or self.stop_text is not None:
             return
         if token_count or text:
             self._deliver(token_count, text)

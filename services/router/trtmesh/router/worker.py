@@ -25,6 +25,9 @@ UNACKNOWLEDGED_STEPS = 4
 ACKNOWLEDGE_EVERY = 2
 """A write costs as much as handling several tokens, so every second step is acknowledged, with the one before it."""
 
+STALL_SECONDS = 30.0
+"""How long a worker may run sequences without a step; longer than any step of a model that is worth serving."""
+
 HANDLES = 2**32
 
 MESSAGE_OVERHEAD_BYTES = 256
@@ -58,6 +61,7 @@ class Worker(Replica):
         self._foreign_sequences = 0
         self._supported: frozenset[str] = frozenset()
         self._next_handle = 0
+        self._progress_at = 0.0
         self._received_steps = 0
         self._outbox: Outbox[pb.EngineCommand] = Outbox()
 
@@ -117,6 +121,7 @@ class Worker(Replica):
         await self._tokenizers_known()
         self._outbox = Outbox()
         self._received_steps = 0
+        self._progress_at = asyncio.get_running_loop().time()
         call = engine_pb2_grpc.EngineServiceStub(channel).Connect()
         try:
             await self._talk_unless_silent(self._read(call), self._write(call))
@@ -153,7 +158,11 @@ class Worker(Replica):
 
     @property
     def mismatch(self) -> str:
-        """Why the worker's tokenizer is not the one that this router encodes with; '' when it is or nobody knows."""
+        """Why the worker cannot serve this router: its role, or a tokenizer that is not the one this router encodes
+        with; '' when it can."""
+        if self.engine.role not in (pb.WORKER_ROLE_UNSPECIFIED, pb.WORKER_ROLE_MIXED):
+            role = pb.WorkerRole.Name(self.engine.role).removeprefix("WORKER_ROLE_").lower()
+            return f"its role is {role}, which takes a handoff that this release does not serve"
         theirs, ours = self.engine.tokenizer_fingerprint, self._fingerprint_of(self.engine.model)
         if not theirs or not ours or theirs == ours:
             return ""
@@ -163,11 +172,23 @@ class Worker(Replica):
         )
 
     def _on_load(self, load: pb.Load) -> None:
+        self._check_progress(load)
         self.load = load
         reported = load.running_sequences + load.waiting_sequences
         self._foreign_sequences = max(0, reported - len(self.sequences))
         if self.ready and load.draining:
             self._become(admin_pb.WORKER_STATE_DRAINING, "draining")
+
+    def _check_progress(self, load: pb.Load) -> None:
+        """Raises WorkerLost when the worker reports work and has made no step for too long: it is stuck, not silent."""
+        now = asyncio.get_running_loop().time()
+        if load.step_count != self.load.step_count or not load.running_sequences:
+            self._progress_at = now
+        elif now - self._progress_at > STALL_SECONDS:
+            raise WorkerLost(
+                f"it made no step for {STALL_SECONDS:g} s after number {load.step_count}",
+                worker=self.name,
+            )
 
     def _on_step(self, step: pb.Step) -> None:
         """Hands each sequence its tokens. This runs once for every token: no per-token objects, no logging."""

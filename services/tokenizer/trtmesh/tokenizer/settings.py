@@ -30,7 +30,7 @@ class TokenizerSettings(ServiceSettings):
     """Most text that one thread takes from the queue at once; a text of any size goes alone."""
     max_queued_encodes: Count = 8192
     """Most encodes of short texts that wait; one more is refused with QUEUE_FULL."""
-    max_queued_long_encodes: Count = 64
+    max_queued_long_encodes: Count = 1024
     """Most encodes of long texts that wait; one more is refused with QUEUE_FULL."""
     max_handles: Count = 65_536
     """Most decode states of one stream; one more fails with QUEUE_FULL."""
