@@ -138,7 +138,7 @@ def test_a_process_that_cannot_start_ends_the_command_with_its_words(tmp_path: P
     (tmp_path / "tokenizer.json").write_text("{}")
     with running_stack("--port", "0", "--model", str(tmp_path)) as stack:
         processes = stack.descendants()
-        assert stack.wait() == 4
+        assert stack.wait() == 4, stack.err
         assert gone(processes)
         last = stack.err[-1]
     assert last.startswith("trtmesh: error: tokenizer-0 ended with status 4: ")

@@ -118,6 +118,10 @@ class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     def encodes(self) -> list[tpb.EncodeCommand]:
         return [c.encode for c in self.commands if c.HasField("encode")]
 
+    @property
+    def cancelled(self) -> list[int]:
+        return [handle for c in self.commands for handle in c.cancel_encode.handles]
+
     async def GetTokenizer(self, request: Any, context: Context) -> tpb.GetTokenizerResponse:
         return self.description
 

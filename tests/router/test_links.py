@@ -198,6 +198,18 @@ async def test_a_text_that_breaks_every_tokenizer_is_given_up() -> None:
         assert (await asked)[0].text == "A."
 
 
+async def test_the_encode_of_a_stopped_item_is_withdrawn() -> None:
+    tokenizer = ScriptedTokenizer()
+    async with scene(tokenizer=tokenizer) as on:
+        tokenizer.answering.clear()
+        asked = on.ask("never", request_id="gone", max_tokens=1)
+        await eventually(lambda: tokenizer.encodes)
+        await on.client.stop("gone")
+        assert (await asked)[0].reason is FinishReason.STOPPED
+        tokenizer.answering.set()
+        await eventually(lambda: tokenizer.cancelled == [tokenizer.encodes[0].handle])
+
+
 async def test_an_item_that_no_message_holds_does_not_break_the_stream_of_others() -> None:
     engine = ScriptedEngine(supported_fields=["stopping.max_tokens"])
     async with scene(engine, max_message_bytes=100_000) as on:

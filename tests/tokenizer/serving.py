@@ -122,6 +122,10 @@ def encode(
     return pb.TokenizerCommand(encode=command)
 
 
+def cancel_encode(*handles: int) -> pb.TokenizerCommand:
+    return pb.TokenizerCommand(cancel_encode=pb.CancelEncodeCommand(handles=handles))
+
+
 def open_decode(handle: int, **fields: Any) -> pb.TokenizerCommand:
     return pb.TokenizerCommand(open_decode=pb.OpenDecodeCommand(handle=handle, **fields))
 

@@ -14,6 +14,7 @@ import pytest
 from tokenizer.serving import (
     Link,
     Server,
+    cancel_encode,
     close_decode,
     decode,
     encode,
@@ -279,6 +280,13 @@ async def test_a_handle_used_by_two_encodes_fails_the_second(link: Link) -> None
     await link.send(encode(1, "a" * 100_000), encode(1, "b"))
     assert (await link.next()).encoded.error.reason == "INVALID_REQUEST"
     assert len((await link.next()).encoded.token_ids) > 0
+
+
+async def test_cancelled_encodes_are_not_answered_and_leave_their_handles(link: Link) -> None:
+    megabyte = (CORPUS[0] * 20_000)[: 2**20]
+    await link.send(encode(1, megabyte), *(encode(i, megabyte) for i in range(2, 30)))
+    await link.send(cancel_encode(*range(1, 30), 77))
+    assert (await link.encode(encode(5, "b"))).handle == 5
 
 
 async def test_an_unknown_command_ends_the_stream(link: Link) -> None:

@@ -15,7 +15,13 @@ from prometheus_client import CollectorRegistry
 from tokenizer.serving import until
 from tokenizers import Tokenizer
 from trtmesh.chassis.errors import Draining, InternalError, InvalidField, QueueFull
-from trtmesh.tokenizer.encoder import EncodedTexts, Encoder, EncodeRequest, Outcome
+from trtmesh.tokenizer.encoder import (
+    HUGE_TO_LONG,
+    EncodedTexts,
+    Encoder,
+    EncodeRequest,
+    Outcome,
+)
 from trtmesh.tokenizer.metrics import TokenizerMetrics
 from trtmesh.tokenizer.settings import TokenizerSettings
 
@@ -101,6 +107,17 @@ async def test_a_long_text_delays_no_short_one() -> None:
     assert list(outcomes) == [EncodedTexts([LIMIT], [])] * 3
 
 
+async def test_a_huge_text_delays_no_long_one() -> None:
+    tokenizer = GatedTokenizer()
+    gate = tokenizer.gate("H")
+    async with encoder_over(tokenizer) as encoder:
+        huge_ones = [encoder.submit(plain("H" * LIMIT * HUGE_TO_LONG)) for _ in range(3)]
+        await asyncio.gather(*(encoder.submit(plain("L" * LIMIT)) for _ in range(5)))
+        assert not any(encode.done() for encode in huge_ones)
+        gate.set()
+        await asyncio.gather(*huge_ones)
+
+
 async def test_what_waits_together_is_encoded_together_up_to_a_size() -> None:
     tokenizer = GatedTokenizer()
     gate = tokenizer.gate("g")
@@ -166,6 +183,22 @@ async def test_a_cancelled_encode_is_not_encoded() -> None:
         gate.set()
         await asyncio.gather(first, last)
     assert tokenizer.batches == [["g"], ["last"]]
+
+
+async def test_a_cancelled_encode_makes_room_in_a_full_queue() -> None:
+    tokenizer = GatedTokenizer()
+    gate = tokenizer.gate("g")
+    async with encoder_over(tokenizer, max_queued_encodes=2) as encoder:
+        first = encoder.submit(plain("g"))
+        await until(lambda: tokenizer.batches)
+        cancelled, last = encoder.submit(plain("cancelled")), encoder.submit(plain("last"))
+        cancelled.cancel()
+        newcomer = encoder.submit(plain("new"))
+        with pytest.raises(QueueFull):
+            _ = encoder.submit(plain("one more"))
+        gate.set()
+        await asyncio.gather(first, last, newcomer)
+    assert tokenizer.batches == [["g"], ["last", "new"]]
 
 
 async def test_closing_cancels_what_waits() -> None:

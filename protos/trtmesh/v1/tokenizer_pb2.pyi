@@ -31,7 +31,7 @@ class EncodeCommand(google.protobuf.message.Message):
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     WORDS_FIELD_NUMBER: builtins.int
     handle: builtins.int
-    """Number that the router gives this encode; free again after its answer."""
+    """Number that the router gives this encode; free again after its answer or its CancelEncode."""
     request_id: builtins.str
     """Name of the request, for logs."""
     text: builtins.str
@@ -56,6 +56,26 @@ class EncodeCommand(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_text", b"_text"]) -> typing.Literal["text"] | None: ...
 
 Global___EncodeCommand: typing_extensions.TypeAlias = EncodeCommand
+
+@typing.final
+class CancelEncodeCommand(google.protobuf.message.Message):
+    """Withdraws encodes that nobody waits for any more. One that was answered at the same moment is answered."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HANDLES_FIELD_NUMBER: builtins.int
+    @property
+    def handles(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Encode handles."""
+
+    def __init__(
+        self,
+        *,
+        handles: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["handles", b"handles"]) -> None: ...
+
+Global___CancelEncodeCommand: typing_extensions.TypeAlias = CancelEncodeCommand
 
 @typing.final
 class OpenDecodeCommand(google.protobuf.message.Message):
@@ -169,6 +189,7 @@ class TokenizerCommand(google.protobuf.message.Message):
     OPEN_DECODE_FIELD_NUMBER: builtins.int
     DECODE_FIELD_NUMBER: builtins.int
     CLOSE_DECODE_FIELD_NUMBER: builtins.int
+    CANCEL_ENCODE_FIELD_NUMBER: builtins.int
     @property
     def encode(self) -> Global___EncodeCommand:
         """Encodes texts."""
@@ -185,6 +206,10 @@ class TokenizerCommand(google.protobuf.message.Message):
     def close_decode(self) -> Global___CloseDecodeCommand:
         """Drops decode states."""
 
+    @property
+    def cancel_encode(self) -> Global___CancelEncodeCommand:
+        """Withdraws encodes."""
+
     def __init__(
         self,
         *,
@@ -192,10 +217,11 @@ class TokenizerCommand(google.protobuf.message.Message):
         open_decode: Global___OpenDecodeCommand | None = ...,
         decode: Global___DecodeCommand | None = ...,
         close_decode: Global___CloseDecodeCommand | None = ...,
+        cancel_encode: Global___CancelEncodeCommand | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["close_decode", b"close_decode", "command", b"command", "decode", b"decode", "encode", b"encode", "open_decode", b"open_decode"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["close_decode", b"close_decode", "command", b"command", "decode", b"decode", "encode", b"encode", "open_decode", b"open_decode"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["command", b"command"]) -> typing.Literal["encode", "open_decode", "decode", "close_decode"] | None: ...
+    def HasField(self, field_name: typing.Literal["cancel_encode", b"cancel_encode", "close_decode", b"close_decode", "command", b"command", "decode", b"decode", "encode", b"encode", "open_decode", b"open_decode"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cancel_encode", b"cancel_encode", "close_decode", b"close_decode", "command", b"command", "decode", b"decode", "encode", b"encode", "open_decode", b"open_decode"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["command", b"command"]) -> typing.Literal["encode", "open_decode", "decode", "close_decode", "cancel_encode"] | None: ...
 
 Global___TokenizerCommand: typing_extensions.TypeAlias = TokenizerCommand
 

@@ -19,6 +19,7 @@ from trtmesh.chassis.errors import StartupError
 from trtmesh.cli.plan import LOOPBACK, ProcessPlan
 
 _WILDCARDS = ("0.0.0.0", "[::]", "::")
+UNAVAILABLE, CANCELLED = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED
 _WHOLE_PROCESS = health_pb2.HealthCheckRequest()
 
 Log = Callable[[str, str], None]
@@ -140,8 +141,9 @@ class Child:
                         if answer.status == health_pb2.HealthCheckResponse.SERVING:
                             return
                 except grpc.aio.AioRpcError as error:
-                    # The process is about to end or the connection was lost; the next turn waits for a new one.
-                    if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    # A process that is about to end cancels its calls or closes the connection; the next turn waits
+                    # for a new one, and whoever waits for its end learns how it ended.
+                    if error.code() not in (UNAVAILABLE, CANCELLED):
                         raise
 
     async def _relay(self, lines: AsyncIterator[str]) -> None:

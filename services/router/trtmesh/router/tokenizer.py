@@ -42,6 +42,8 @@ class EncodeJob:
 
     model: str
     command: pb.EncodeCommand
+    tokenizer: Tokenizer | None = None
+    """Which one has it now."""
     losses: int = 0
     """How many tokenizers were lost while they had it."""
     done: asyncio.Future[pb.Encoded] = field(
@@ -93,7 +95,16 @@ class Tokenizer(Replica):
             self._heard()
         handle = job.command.handle = self._free_handle(self._encodes)
         self._encodes[handle] = job
+        job.tokenizer = self
         self._outbox.put(pb.TokenizerCommand(encode=job.command), job.command.ByteSize())
+
+    def withdraw(self, job: EncodeJob) -> None:
+        """Takes texts back that nobody waits for; nothing when they were answered or lost."""
+        handle = job.command.handle
+        if self._encodes.get(handle) is job:
+            del self._encodes[handle]
+            cancel = pb.CancelEncodeCommand(handles=[handle])
+            self._outbox.put(pb.TokenizerCommand(cancel_encode=cancel))
 
     def open(self, run: SequenceRun) -> None:
         """Takes over the decoding of a sequence, from its first token that has no text yet."""

@@ -132,6 +132,8 @@ class TokenizerPool:
             return await job.done
         finally:
             self._waiting_encodes.dismiss(job)
+            if job.tokenizer is not None:
+                job.tokenizer.withdraw(job)
 
     def attach(self, run: SequenceRun) -> None:
         """Finds a decoder for a sequence, now or within the recovery time; else the sequence fails."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, Awaitable, Callable
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -93,6 +93,8 @@ class Connection:
                 self._states.close(command.close_decode.handles)
             case "encode":
                 self._encode(command.encode)
+            case "cancel_encode":
+                self._cancel_encodes(command.cancel_encode.handles)
             case _:
                 # Nobody would ever answer it, so the router must not wait.
                 raise UnsupportedCall("a TokenizerCommand holds no command that is known here")
@@ -113,6 +115,12 @@ class Connection:
             return
         self._encodes[handle] = encode
         encode.add_done_callback(lambda done: self._finish_encode(handle, done))
+
+    def _cancel_encodes(self, handles: Iterable[int]) -> None:
+        """Takes encodes from the queue; a handle that was answered already is none any more."""
+        for handle in handles:
+            if (encode := self._encodes.get(handle)) is not None:
+                encode.cancel()
 
     def _finish_encode(self, handle: int, done: asyncio.Future[Outcome]) -> None:
         del self._encodes[handle]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
+from weakref import WeakValueDictionary
 
 from trtmesh.chassis.errors import (
     InternalError,
@@ -48,6 +49,8 @@ class DecodeStates:
         self._max_handles = max_handles
         self._sequences: dict[int, DecodeSequence] = {}
         self._failures: dict[int, TrtmeshError] = {}
+        # The sequences of an item have the same stop texts, and making those ready takes longer than a step.
+        self._stop_texts: WeakValueDictionary[tuple[str, ...], StopTexts] = WeakValueDictionary()
 
     async def open(self, command: pb.OpenDecodeCommand) -> None:
         """Begins a sequence, after the tokens of it that were delivered before."""
@@ -103,7 +106,7 @@ class DecodeStates:
         self._workload.begin()
         matcher = None
         if command.stop_texts:
-            stop_texts = StopTexts(command.stop_texts)
+            stop_texts = self._shared_stop_texts(tuple(command.stop_texts))
             matcher = StopMatcher(stop_texts, include_stop_text=command.include_stop_text)
         sequence = self._sequences[handle] = DecodeSequence(
             self._vocabulary.decoding.open(skip_special_tokens=command.skip_special_tokens),
@@ -114,6 +117,13 @@ class DecodeStates:
         self._metrics.open_decode_states.inc()
         self._metrics.replayed_tokens.inc(len(command.delivered_token_ids))
         return sequence
+
+    def _shared_stop_texts(self, texts: tuple[str, ...]) -> StopTexts:
+        """Made once for all sequences that live at the same time."""
+        stop_texts = self._stop_texts.get(texts)
+        if stop_texts is None:
+            stop_texts = self._stop_texts[texts] = StopTexts(texts)
+        return stop_texts
 
     def _decode_one(
         self, handle: int, token_ids: list[int], finished: frozenset[int], answer: pb.Decoded

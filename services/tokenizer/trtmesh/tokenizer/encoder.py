@@ -1,4 +1,4 @@
-"""Encodes texts in threads of their own: what waits together is encoded together, and long texts wait apart.
+"""Encodes texts in threads of their own: what waits together is encoded together, and longer texts wait apart.
 
 Even a single text goes through `encode_batch_fast`, because it releases the interpreter lock, which `encode` holds.
 """
@@ -18,6 +18,10 @@ from tokenizers import Tokenizer
 from trtmesh.chassis.errors import Draining, InternalError, InvalidField, QueueFull, TrtmeshError
 from trtmesh.tokenizer.metrics import TokenizerMetrics
 from trtmesh.tokenizer.settings import TokenizerSettings
+
+
+HUGE_TO_LONG = 16
+"""From how many times the size of a long text on a text is huge."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +66,26 @@ Outcome = EncodedTexts | TrtmeshError
 
 
 class Encoder:
-    """Two lanes, so that a long text delays none but long texts."""
+    """Lanes by size, so that a text is delayed by none that is much longer."""
 
     def __init__(
         self, tokenizer: Tokenizer, settings: TokenizerSettings, metrics: TokenizerMetrics
     ) -> None:
         self._settings = settings
-        short_and_long = (
-            ("short", settings.encode_threads, settings.max_queued_encodes),
-            ("long", 1, settings.max_queued_long_encodes),
+        few = settings.max_queued_long_encodes
+        lanes = (
+            (0, "short", settings.encode_threads, settings.max_queued_encodes),
+            (settings.long_text_bytes, "long", 1, few),
+            (settings.long_text_bytes * HUGE_TO_LONG, "huge", 1, few),
         )
-        self._short, self._long = (
+        self._lanes = [
             _Lane(
-                _LaneLimits(name, threads, most_waiting, settings.max_batch_bytes),
+                _LaneLimits(smallest, name, threads, most_waiting, settings.max_batch_bytes),
                 lambda requests: encode_batch(tokenizer, requests),
                 metrics,
             )
-            for name, threads, most_waiting in short_and_long
-        )
+            for smallest, name, threads, most_waiting in lanes
+        ]
 
     def submit(self, request: EncodeRequest) -> asyncio.Future[Outcome]:
         """Queues an encode. The future gives a failure as a value; cancelling it takes the encode from the queue.
@@ -91,13 +97,13 @@ class Encoder:
             raise InvalidField(
                 f"text and words have {request.size_bytes} bytes but at most {most} are encoded (max_text_bytes)"
             )
-        is_long = request.size_bytes >= self._settings.long_text_bytes
-        return (self._long if is_long else self._short).submit(request)
+        lane = next(lane for lane in reversed(self._lanes) if request.size_bytes >= lane.smallest)
+        return lane.submit(request)
 
     def close(self) -> None:
         """Cancels what waits. What a thread is encoding ends on its own."""
-        self._short.close()
-        self._long.close()
+        for lane in self._lanes:
+            lane.close()
 
 
 @dataclass(slots=True)
@@ -109,6 +115,8 @@ class _Waiting:
 
 @dataclass(frozen=True, slots=True)
 class _LaneLimits:
+    smallest: int
+    """Bytes of the shortest text that it takes."""
     name: str
     threads: int
     most_waiting: int
@@ -133,10 +141,16 @@ class _Lane:
         self._queue_seconds = metrics.encode_queue_seconds.labels(limits.name)
         self._batch_size = metrics.encode_batch_size.labels(limits.name)
 
+    @property
+    def smallest(self) -> int:
+        return self._limits.smallest
+
     def submit(self, request: EncodeRequest) -> asyncio.Future[Outcome]:
         limits = self._limits
         if self._closed:
             raise Draining("the tokenizer is stopping")
+        if len(self._queue) >= limits.most_waiting:
+            self._queue = deque(one for one in self._queue if not one.outcome.cancelled())
         if len(self._queue) >= limits.most_waiting:
             raise QueueFull(f"{limits.most_waiting} encodes of {limits.name} texts wait already")
         loop = asyncio.get_running_loop()

@@ -23,15 +23,15 @@ class TokenizerSettings(ServiceSettings):
     max_text_bytes: Annotated[int, Field(ge=1, le=2**30)] = 4 * 2**20
     """Longest text and words of one encode, in bytes of UTF-8; a longer one is refused with INVALID_FIELD."""
     long_text_bytes: Annotated[int, Field(ge=1, le=2**30)] = 16 * 2**10
-    """Size from which an encode takes the lane of long texts, where it delays only its like."""
+    """Size from which an encode takes the lane of long texts, and from 16 times that on the lane of huge ones."""
     encode_threads: Annotated[int, Field(ge=1, le=256)] = 2
-    """Threads that encode short texts; one more encodes long ones."""
+    """Threads that encode short texts; one more encodes long ones, and one more huge ones."""
     max_batch_bytes: Annotated[int, Field(ge=1, le=2**30)] = 64 * 2**10
     """Most text that one thread takes from the queue at once; a text of any size goes alone."""
     max_queued_encodes: Count = 8192
     """Most encodes of short texts that wait; one more is refused with QUEUE_FULL."""
     max_queued_long_encodes: Count = 1024
-    """Most encodes of long texts that wait; one more is refused with QUEUE_FULL."""
+    """Most encodes of long texts that wait, and of huge ones; one more is refused with QUEUE_FULL."""
     max_handles: Count = 65_536
     """Most decode states of one stream; one more fails with QUEUE_FULL."""
     max_unsent_events: Count = 1024

@@ -25,6 +25,17 @@ class Ending:
 class StopTexts:
     """Stop texts, none of them empty, made ready for any number of matchers."""
 
+    # Weakly referred to by whoever shares it between sequences.
+    __slots__ = (
+        "__weakref__",
+        "_depth",
+        "_ending",
+        "_fallback",
+        "_first_character",
+        "_next",
+        "_owner",
+    )
+
     def __init__(self, texts: Sequence[str]) -> None:
         self._next: list[dict[str, int]] = [{}]
         self._depth = [0]
