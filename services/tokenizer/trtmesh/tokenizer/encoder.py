@@ -19,7 +19,6 @@ from trtmesh.chassis.errors import Draining, InternalError, InvalidField, QueueF
 from trtmesh.tokenizer.metrics import TokenizerMetrics
 from trtmesh.tokenizer.settings import TokenizerSettings
 
-
 HUGE_TO_LONG = 16
 """From how many times the size of a long text on a text is huge."""
 
