@@ -5,6 +5,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input install \
 	--root-user-action=ignore $(PIP_ARGS) -c constraints.txt
+# models/training is left out: its scripts call torch and transformers where those have no types, or wrong ones.
 TYPED := services protos/generate.py bench tests
 INSTALLED := .venv/installed
 INSTALLED_DEV := .venv/installed-dev

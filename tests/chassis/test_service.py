@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 import textwrap
 from collections.abc import AsyncIterator
@@ -84,6 +85,15 @@ class Example:
         async with asyncio.timeout(PATIENCE_SECONDS):
             self.seen += (await self.process.stderr.read()).decode()
             return await self.process.wait()
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as listener:
+            listener.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
 
 
 @asynccontextmanager
@@ -181,6 +191,8 @@ async def test_the_end_of_standard_input_stops(tmp_path: Path) -> None:
         (("--start", "refuse"), 4, "trtmesh engine: error: no such model"),
         (("--start", "break"), 1, "cannot go on: broke at once"),
         (("--port", "x"), 2, "flag --port is 'x'"),
+        (("--host", "192.0.2.1"), 2, "192.0.2.1:0: host '192.0.2.1' is no address of this machine"),
+        (("--host", "no.such.invalid"), 2, "host 'no.such.invalid' is no address and no name"),
     ],
 )
 async def test_failed_starts_have_a_status_and_a_message(
@@ -189,7 +201,24 @@ async def test_failed_starts_have_a_status_and_a_message(
     async with example(tmp_path, *flags) as process:
         assert await process.end() == status
         assert words in process.seen
-        assert process.seen.count("stopped") == (0 if status == 2 else 1)
+        assert process.seen.count("stopped") == (0 if "flag" in words else 1)
+
+
+async def test_an_ipv6_address_is_listened_on(tmp_path: Path) -> None:
+    async with example(tmp_path, "--host", "::1", "--metrics-port", "0") as process:
+        assert process.process.stdout
+        if not has_ipv6():
+            assert await process.end() == 2
+            assert "on [::1]:0: host '::1' is no address of this machine" in process.seen
+            return
+        address = json.loads(await process.process.stdout.readline())["address"]
+        host, port = address.rsplit(":", 1)
+        assert host == "[::1]"
+        _, writer = await asyncio.open_connection("::1", int(port))
+        writer.close()
+        await writer.wait_closed()
+        process.process.terminate()
+        assert await process.end() == 0
 
 
 async def test_a_failure_while_draining_is_a_failure(tmp_path: Path) -> None:

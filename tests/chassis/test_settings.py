@@ -60,6 +60,11 @@ def test_lists_come_with_commas_or_as_lists(file: Path) -> None:
     assert load(file=file).peers == ("a", "b")
 
 
+def test_variables_of_others_are_left_alone(file: Path) -> None:
+    environ = {"TRTMESH_ROUTER": "a:1", "TRTMESH_IMAGE": "x", "TRTMESH_TOKENIZER_ANYTHING": "5"}
+    assert load_settings(Example, ["--name", "n"], environ) == load()
+
+
 def test_settings_are_frozen_and_closed() -> None:
     with pytest.raises(ValueError, match="frozen"):
         load().port = 7
@@ -95,6 +100,14 @@ def test_every_leaf_has_a_path() -> None:
             (
                 "environment variable TRTMESH_ENGINE_PROT='5' is no setting of the engine;"
                 " did you mean TRTMESH_ENGINE_PORT?"
+            ),
+        ),
+        (
+            [],
+            {"TRTMESH_ENGIN_PORT": "5"},
+            (
+                "environment variable TRTMESH_ENGIN_PORT names no service;"
+                " did you mean TRTMESH_ENGINE_...?"
             ),
         ),
         (

@@ -38,8 +38,8 @@ class Stream:
 class Harness:
     """Submits, collects, and checks what every backend promises on the way."""
 
-    def __init__(self, settings: TorchSettings) -> None:
-        self.backend = TorchBackend(settings)
+    def __init__(self, model_dir: Path, settings: TorchSettings) -> None:
+        self.backend = TorchBackend(model_dir, settings)
         self.as_protocol: Backend = self.backend
         self.streams: dict[int, Stream] = {}
         self.outputs: list[StepOutput] = []
@@ -146,7 +146,7 @@ class Harness:
 @asynccontextmanager
 async def running(model_dir: Path, **settings: Any) -> AsyncIterator[Harness]:
     """A started backend; one thread, so that tests do not fight for cores."""
-    harness = Harness(TorchSettings(model_dir=model_dir, **{"threads": 1, **settings}))
+    harness = Harness(model_dir, TorchSettings(**{"threads": 1, **settings}))
     await harness.start()
     try:
         yield harness

@@ -18,9 +18,9 @@ from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.engine.backends.torch import TorchBackend, TorchSettings
 
 
-async def refusal(folder: Path | None, **settings: Any) -> str:
+async def refusal(folder: Path, **settings: Any) -> str:
     """The message with which the backend refuses to start."""
-    backend = TorchBackend(TorchSettings(model_dir=folder, threads=1, **settings))
+    backend = TorchBackend(folder, TorchSettings(threads=1, **settings))
     with pytest.raises(ModelUnusable) as caught:
         await backend.start(lambda _: None, lambda _: None)
     return str(caught.value)
@@ -38,7 +38,6 @@ def change_config(folder: Path, **values: Any) -> None:
 
 
 async def test_directories_that_are_no_models(copy: Path, tmp_path: Path) -> None:
-    assert "needs a model directory" in await refusal(None)
     assert "does not exist" in await refusal(tmp_path / "nowhere")
     (copy / "config.json").unlink()
     assert "has no config.json" in await refusal(copy)
@@ -220,9 +219,9 @@ async def test_an_unknown_rotary_embedding_is_refused(
 async def test_the_description_says_what_was_loaded(
     llama: Path, model_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    async with running(llama, model_name="tiny", max_batch_size=3) as engine:
+    async with running(llama, max_batch_size=3) as engine:
         info = engine.info
-        assert (info.backend, info.model, info.max_batch_size) == ("torch", "tiny", 3)
+        assert (info.backend, info.model, info.max_batch_size) == ("torch", llama.name, 3)
         assert (info.vocabulary_size, info.max_sequence_tokens) == (320, 512)
         assert info.total_blocks == 3 * 512 // 16
         assert info.deterministic

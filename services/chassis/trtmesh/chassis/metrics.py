@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import HistogramMetricFamily
-from trtmesh.chassis.errors import PortInUse
+from trtmesh.chassis.addresses import why_not_bound
 
 LATENCY_BUCKETS = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
@@ -31,7 +31,7 @@ def metrics_endpoint(
     try:
         server, thread = start_http_server(port, addr=host, registry=registry)
     except OSError as error:
-        raise PortInUse(f"cannot serve metrics on {host}:{port}: {error.strerror}") from error
+        raise why_not_bound("serve metrics", host, port) from error
     try:
         yield int(server.server_port)
     finally:

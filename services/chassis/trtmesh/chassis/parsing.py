@@ -7,6 +7,7 @@ code here, and one added to the proto alone fails the test that compares them.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -50,8 +51,8 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "sampling.repetition_penalty": (0.01, 100),
     "sampling.presence_penalty": (-1e6, 1e6),
     "sampling.frequency_penalty": (-1e6, 1e6),
-    "sampling.embedding_bias": (-math.inf, math.inf),
-    "sampling.embedding_bias_weights": (-math.inf, math.inf),
+    "sampling.embedding_bias": (-math.inf, sys.float_info.max),
+    "sampling.embedding_bias_weights": (-math.inf, sys.float_info.max),
     "sampling.num_return_sequences": (1, 256),
     "sampling.best_of": (1, 256),
     "beam_search.beam_width": (1, 256),
@@ -203,10 +204,15 @@ def _word(path: str, word: Any) -> Any:
 
 def _range_text(low: float, high: float) -> str:
     if low == -math.inf:
-        return "a number"
+        return "a number below infinity"
     if low == math.ulp(0.0):
         return f"above 0 and at most {high:g}"
-    return f"in [{low:g}, {high:g}]"
+    return f"in [{_number_text(low)}, {_number_text(high)}]"
+
+
+def _number_text(value: float) -> str:
+    """All digits of a whole number, which the limits of integers are."""
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def _check_tensor(path: str, tensor: v.Tensor) -> None:

@@ -17,8 +17,9 @@ import grpc
 import uvloop
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
+from trtmesh.chassis.addresses import bracketed, why_not_bound
 from trtmesh.chassis.channels import channel_options
-from trtmesh.chassis.errors import PortInUse, StartupError
+from trtmesh.chassis.errors import StartupError
 from trtmesh.chassis.health import Health
 from trtmesh.chassis.logs import set_up_logs
 from trtmesh.chassis.metrics import metrics_endpoint
@@ -134,22 +135,21 @@ class _Process:
         names = (*service.service_names, "grpc.health.v1.Health", reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
         settings = self._settings
+        host = bracketed(settings.host)
         try:
-            port = server.add_insecure_port(f"{settings.host}:{settings.port}")
+            port = server.add_insecure_port(f"{host}:{settings.port}")
         except RuntimeError as error:
-            raise PortInUse(
-                f"cannot listen on {settings.host}:{settings.port}; is another process using the port?"
-            ) from error
+            raise why_not_bound("listen", settings.host, settings.port) from error
         await server.start()
         # The one line on standard output: a parent that asked for port 0 learns the port without guessing.
         announcement = {
             "service": settings.section,
-            "address": f"{settings.host}:{port}",
+            "address": f"{host}:{port}",
             "metrics_port": metrics_port,
             "pid": os.getpid(),
         }
         print(json.dumps(announcement), flush=True)
-        log.info("listening on %s:%d", settings.host, port)
+        log.info("listening on %s:%d", host, port)
 
     async def _start(self, service: Service, runtime: Runtime) -> None:
         """Waits until the service is ready, or until a signal says that nobody wants it any more."""

@@ -146,6 +146,7 @@ def _environment_layer(
     names = {path: prefix + "_".join(path).upper() for path in leaves}
     known = {name: path for path, name in names.items()}
     for name, value in environ.items():
+        _refuse_misspelt_section(name)
         if name.startswith(prefix) and name not in known:
             raise SettingsError(
                 f"environment variable {name}={value!r} is no setting of the {cls.section}"
@@ -153,6 +154,20 @@ def _environment_layer(
             )
     values = {path: environ[name] for path, name in names.items() if name in environ}
     return Layer("environment variable", values, names)
+
+
+def _refuse_misspelt_section(name: str) -> None:
+    """A variable that seems meant for a service; other services read theirs, and other programs may have any."""
+    start, _, rest = name.partition("_")
+    section = rest.partition("_")[0].lower()
+    if (
+        start == "TRTMESH"
+        and section not in SECTIONS
+        and (close := get_close_matches(section, SECTIONS, n=1, cutoff=0.75))
+    ):
+        raise SettingsError(
+            f"environment variable {name} names no service; did you mean TRTMESH_{close[0].upper()}_...?"
+        )
 
 
 SECTIONS = frozenset({"mesh", "router", "tokenizer", "engine"})

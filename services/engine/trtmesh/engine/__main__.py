@@ -25,13 +25,12 @@ def build_backend(settings: EngineSettings) -> Backend:
         return SimulatedBackend(settings.simulated)
     from trtmesh.engine.backends.torch import TorchBackend
 
-    model_dir = settings.model_dir or settings.torch.model_dir
-    if model_dir is None:
+    if settings.model_dir is None:
         raise SettingsError(
             "engine.model_dir is not set but the torch backend needs it (set --model-dir or"
             " TRTMESH_ENGINE_MODEL_DIR)"
         )
-    return TorchBackend(settings.torch.model_copy(update={"model_dir": model_dir}))
+    return TorchBackend(settings.model_dir, settings.torch)
 
 
 if __name__ == "__main__":

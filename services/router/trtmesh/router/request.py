@@ -70,8 +70,8 @@ def parse_request(
     request_id = message.request_id or metadata_request_id or secrets.token_hex(8)
     if len(request_id) > MAX_REQUEST_ID_LENGTH or not request_id.isprintable():
         raise InvalidField(
-            f"request_id has {len(request_id)} characters but must be printable and have at most"
-            f" {MAX_REQUEST_ID_LENGTH}"
+            f"request_id {request_id[:MAX_REQUEST_ID_LENGTH]!r} has {len(request_id)} characters but must be printable"
+            f" and have at most {MAX_REQUEST_ID_LENGTH}"
         )
     if not 1 <= len(message.items) <= max_items:
         raise InvalidField(f"items has {len(message.items)} prompts but must have 1 to {max_items}")

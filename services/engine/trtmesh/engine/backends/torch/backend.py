@@ -12,6 +12,7 @@ import threading
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trtmesh.chassis.errors import BackendFailed, QueueFull
@@ -53,7 +54,9 @@ class Stop:
 class TorchBackend:
     """Implements Backend for a model of transformers."""
 
-    def __init__(self, settings: TorchSettings) -> None:
+    def __init__(self, model_dir: Path, settings: TorchSettings) -> None:
+        """`model_dir` holds config.json and safetensors files."""
+        self._model_dir = model_dir
         self._settings = settings
         self._wake = threading.Condition()
         # Guarded by `_wake`.
@@ -132,7 +135,7 @@ class TorchBackend:
         try:
             from trtmesh.engine.backends.torch.loading import load_engine
 
-            engine, info = load_engine(self._settings)
+            engine, info = load_engine(self._model_dir, self._settings)
         except BaseException as error:  # noqa: BLE001 - told to whoever awaits the start
             loaded.set_exception(error)
             return

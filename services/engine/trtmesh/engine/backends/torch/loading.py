@@ -39,14 +39,12 @@ class Sizes:
     max_sequence_tokens: int
 
 
-def load_engine(settings: TorchSettings) -> tuple[Engine, BackendInfo]:
+def load_engine(model_dir: Path, settings: TorchSettings) -> tuple[Engine, BackendInfo]:
     """Raises ModelUnusable with the reason."""
-    if settings.model_dir is None:
-        raise ModelUnusable("the torch backend needs a model directory; set model_dir")
     torch.set_num_threads(settings.threads or physical_cores())
     device = torch.device(settings.device)
-    files = weight_files(settings.model_dir)
-    model = load_model(settings.model_dir, settings.dtype, device)
+    files = weight_files(model_dir)
+    model = load_model(model_dir, settings.dtype, device)
     dtype = model.module.dtype
     sizes = size(settings, model, dtype)
     freeze_rope(model.module, sizes.max_sequence_tokens)
@@ -54,9 +52,9 @@ def load_engine(settings: TorchSettings) -> tuple[Engine, BackendInfo]:
     engine = _engine(settings, model, sizes, device)
     info = BackendInfo(
         backend="torch",
-        model=settings.model_name or settings.model_dir.resolve().name,
-        model_fingerprint=model_fingerprint(settings.model_dir, files, str(dtype)),
-        tokenizer_fingerprint=_tokenizer_fingerprint(settings.model_dir),
+        model=model_dir.resolve().name,
+        model_fingerprint=model_fingerprint(model_dir, files, str(dtype)),
+        tokenizer_fingerprint=_tokenizer_fingerprint(model_dir),
         vocabulary_size=model.vocabulary_size,
         max_sequence_tokens=sizes.max_sequence_tokens,
         max_batch_size=settings.max_batch_size,

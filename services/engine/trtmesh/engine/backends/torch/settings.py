@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -12,12 +11,8 @@ Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
 class TorchSettings(Settings):
-    """The model, its memory and the size of a step."""
+    """How the model is loaded, its memory and the size of a step."""
 
-    model_dir: Path | None = None
-    """Directory of the model: config.json and safetensors files."""
-    model_name: str = ""
-    """Name that requests ask for; unset takes the directory's name."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights and KV cache; auto is float32 on a CPU (exact and reproducible), elsewhere the model's own."""
     device: str = "cpu"

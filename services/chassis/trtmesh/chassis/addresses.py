@@ -1,0 +1,39 @@
+"""Addresses to listen on: how they are written, and why one cannot be taken."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from trtmesh.chassis.errors import PortInUse, SettingsError, StartupError
+
+
+def bracketed(host: str) -> str:
+    """A host as it stands before a port: IPv6 addresses are put in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def why_not_bound(purpose: str, host: str, port: int) -> StartupError:
+    """The error for an address that could not be taken to `purpose`, found by trying again and asking the system."""
+    where = f"cannot {purpose} on {bracketed(host)}:{port}"
+    try:
+        _bind(host.strip("[]"), port)
+    except socket.gaierror as error:
+        return SettingsError(f"{where}: host {host!r} is no address and no name: {error.strerror}")
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return PortInUse(f"{where}: another process uses the port")
+        if error.errno == errno.EADDRNOTAVAIL:
+            return SettingsError(f"{where}: host {host!r} is no address of this machine")
+        return SettingsError(f"{where}: {error.strerror}")
+    return PortInUse(f"{where}: another process used the port a moment ago")
+
+
+def _bind(host: str, port: int) -> None:
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    with socket.socket(family, kind, protocol) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen()
