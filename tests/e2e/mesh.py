@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,7 @@ class StreamReader:
         self.events: list[Event] = []
         self._results = Results(len(prompts))
         self._arrived = asyncio.Condition()
+        self._times = {index: [time.monotonic()] for index in range(len(prompts))}
         self._task = asyncio.create_task(self._read_all(client, prompts, options))
 
     @property
@@ -104,6 +107,10 @@ class StreamReader:
             await asyncio.shield(self._task)
         return self.items
 
+    def worst_gap_seconds(self) -> float:
+        """Longest time that an item was without an event, the first one's included; to be printed, never asserted."""
+        return max(b - a for times in self._times.values() for a, b in pairwise(times))
+
     async def cancel(self) -> None:
         """Cancels the call as a client does that is not interested any more."""
         self._task.cancel()
@@ -118,6 +125,7 @@ class StreamReader:
             async for event in events:
                 check.see(event)
                 self.events.append(event)
+                self._times[event.batch_index].append(time.monotonic())
                 self._results.add(event)
                 async with self._arrived:
                     self._arrived.notify_all()

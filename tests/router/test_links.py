@@ -61,6 +61,7 @@ async def scene(
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(serving_engine(engine))]
         tokenizers = [await stack.enter_async_context(serving_tokenizer(tokenizer))]
+        settings.setdefault("worker_recovery_seconds", 0.2)
         client = await stack.enter_async_context(serving_router(engines, tokenizers, **settings))
         await until_states(client, [admin_pb.WorkerState.ValueType(workers)], [READY])
         scene = Scene(engine, tokenizer, client)

@@ -23,6 +23,7 @@ def link() -> worker.Worker:
         tokenizers_known=known,
         fingerprint_of=lambda _: "",
         metrics=RouterMetrics(),
+        on_change=lambda: None,
     )
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from trtmesh.chassis.errors import WorkerLost, to_proto
+from trtmesh.chassis.errors import BackendFailed, TrtmeshError, WorkerLost, to_proto
 from trtmesh.chassis.parsing import parse_config
 from trtmesh.chassis.vocabulary import Prompt
 from trtmesh.client.options import build_config
@@ -71,7 +72,36 @@ def letters(token_ids: Sequence[int]) -> str:
     return "".join(chr(97 + token_id) for token_id in token_ids)
 
 
-def make_run(client: ClientStream, settled: list[SequenceRun], **options: Any) -> SequenceRun:
+@dataclass
+class OneItem:
+    """Owner of a sequence that notes what it is told."""
+
+    settled: list[SequenceRun] = field(default_factory=list)
+    losses: list[TrtmeshError] = field(default_factory=list)
+
+    def on_settled(self, run: SequenceRun) -> None:
+        self.settled.append(run)
+
+    def on_lost(self, run: SequenceRun, address: str, error: TrtmeshError) -> None:
+        self.losses.append(error)
+
+
+@dataclass
+class OneWorker:
+    """An assignment that notes what is asked of it."""
+
+    address: str = "w"
+    stops: list[int] = field(default_factory=list)
+    released: bool = False
+
+    def stop(self, reason: int) -> None:
+        self.stops.append(reason)
+
+    def release(self) -> None:
+        self.released = True
+
+
+def make_run(client: ClientStream, owner: OneItem, **options: Any) -> SequenceRun:
     message = build_config(None, options)
     item = ItemRequest(0, Prompt(text="x"), parse_config(message), message)
     return SequenceRun(
@@ -81,7 +111,7 @@ def make_run(client: ClientStream, settled: list[SequenceRun], **options: Any) -
         model="m",
         arrival_time=0.0,
         client=client,
-        settled=settled.append,
+        owner=owner,
     )
 
 
@@ -104,9 +134,9 @@ PLAYS = st.fixed_dictionaries(
     {
         "token_ids": st.lists(st.integers(0, 9), max_size=24),
         "chunks": st.lists(st.integers(1, 4), max_size=24),
-        "moments": st.lists(st.sampled_from(["worker", "decoder", "move"]), max_size=80),
+        "moments": st.lists(st.sampled_from(["worker", "decoder", "move", "lose"]), max_size=80),
         "stop_id": st.none() | st.integers(0, 9),
-        "lost": st.booleans(),
+        "failed": st.booleans(),
         "stream": st.booleans(),
         "repeat": st.booleans(),
     }
@@ -124,19 +154,29 @@ async def perform(
     chunks: list[int],
     moments: list[str],
     stop_id: int | None,
-    lost: bool,
+    failed: bool,
     stream: bool,
     repeat: bool,
 ) -> None:
     client = ClientStream(router_pb.GenerateEvent(), Turns())
-    settled: list[SequenceRun] = []
+    owner = OneItem()
     options = {"stream": stream} | ({"stop_texts": ["s"]} if stop_id is not None else {})
-    run = make_run(client, settled, **options)
-    stops: list[int] = []
-    run.stop_worker = stops.append
+    run = make_run(client, owner, **options)
+    worker = OneWorker()
+    stops = worker.stops
+    run.assign(worker)
     decoder = LetterDecoder(stop_id)
     run.decoder = decoder
-    script = worker_script(token_ids, chunks, lost=lost, repeat=repeat)
+    script = worker_script(token_ids, chunks, 0, failed=failed, repeat=repeat)
+
+    def lose() -> None:
+        """The worker is gone; another one goes on behind the last token that arrived."""
+        nonlocal script
+        run.on_worker_lost(WorkerLost("gone", worker="w"))
+        if run.waits_for_worker:
+            run.assign(worker)
+            start = len(run.token_ids)
+            script = worker_script(token_ids, chunks, start, failed=failed, repeat=False)
 
     def move() -> None:
         nonlocal decoder
@@ -144,7 +184,7 @@ async def perform(
             decoder = LetterDecoder(stop_id)
             decoder.take_over(run)
 
-    for moment in [*moments, *["worker"] * (len(script) + 1), *["decoder"] * (len(script) + 1)]:
+    for moment in [*moments, *["worker"] * 60, *["decoder"] * 60]:
         if moment == "worker" and script:
             part = script.pop(0)
             if isinstance(part, epb.SequenceEnd):
@@ -155,7 +195,9 @@ async def perform(
             decoder.answer()
         elif moment == "move":
             move()
-    assert settled == [run]
+        elif moment == "lose":
+            lose()
+    assert owner.settled == [run]
     assert decoder.dropped
     found = stop_id in token_ids
     count = token_ids.index(stop_id) + 1 if stop_id is not None and found else len(token_ids)
@@ -164,44 +206,43 @@ async def perform(
     assert text == letters(token_ids[: count - 1] if found else token_ids)
     assert (run.stop_text is not None) == found
     assert set(stops) <= {pb.FINISH_REASON_STOP_WORD}
-    assert (run.error is None) == (found or not lost)
+    assert (run.error is None) == (found or not failed)
     assert stream or events <= 1
 
 
 def worker_script(
-    token_ids: list[int], chunks: list[int], *, lost: bool, repeat: bool
+    token_ids: list[int], chunks: list[int], start: int, *, failed: bool, repeat: bool
 ) -> list[tuple[int, list[int]] | epb.SequenceEnd]:
-    """What the worker sends: tokens in chunks, maybe some of them twice, and the end."""
+    """What the worker sends from token `start` on: tokens in chunks, maybe some of them twice, and the end."""
     script: list[tuple[int, list[int]] | epb.SequenceEnd] = []
-    start = 0
     for count in [*chunks, len(token_ids)]:
         back = min(start, 1) if repeat else 0
         if part := token_ids[start : start + count]:
             script.append((start - back, token_ids[start - back : start] + part))
         start += len(part)
     end = epb.SequenceEnd(reason=pb.FINISH_REASON_LENGTH)
-    if lost:
+    if failed:
         end.reason = pb.FINISH_REASON_ERROR
-        end.error.CopyFrom(to_proto(WorkerLost("gone", worker="w")))
+        end.error.CopyFrom(to_proto(BackendFailed("no", worker="w")))
     script.append(end)
     return script
 
 
 async def test_without_a_decoder_tokens_leave_at_once() -> None:
-    client, settled = ClientStream(router_pb.GenerateEvent(), Turns()), list[SequenceRun]()
-    run = make_run(client, settled, text=False)
+    client, owner = ClientStream(router_pb.GenerateEvent(), Turns()), OneItem()
+    run = make_run(client, owner, text=False)
     run.on_tokens(0, [1, 2])
     assert client.waiting_tokens == 2
     run.on_end(epb.SequenceEnd(reason=pb.FINISH_REASON_LENGTH))
-    assert settled == [run]
+    assert owner.settled == [run]
     assert (await received(client))[:2] == ([1, 2], "")
 
 
 async def test_an_abandoned_sequence_stops_its_worker_and_says_nothing_more() -> None:
-    client, settled = ClientStream(router_pb.GenerateEvent(), Turns()), list[SequenceRun]()
-    run = make_run(client, settled)
-    stops: list[int] = []
-    run.stop_worker = stops.append
+    client, owner = ClientStream(router_pb.GenerateEvent(), Turns()), OneItem()
+    run = make_run(client, owner)
+    worker = OneWorker()
+    run.assign(worker)
     decoder = LetterDecoder(None)
     run.decoder = decoder
     run.on_tokens(0, [1])
@@ -209,7 +250,52 @@ async def test_an_abandoned_sequence_stops_its_worker_and_says_nothing_more() ->
     run.on_tokens(1, [2])
     run.on_text(1, "b")
     run.on_end(epb.SequenceEnd(reason=pb.FINISH_REASON_CANCELLED))
-    assert stops == [pb.FINISH_REASON_CANCELLED]
+    assert worker.stops == [pb.FINISH_REASON_CANCELLED]
     assert decoder.dropped
-    assert not settled
+    assert not owner.settled
     assert (await received(client))[:2] == ([], "")
+
+
+async def test_a_moved_sequence_tells_what_an_unmoved_one_would() -> None:
+    """Prompt data once, log-probabilities summed up over both workers, times that begin with the first."""
+    client, owner = ClientStream(router_pb.GenerateEvent(), Turns()), OneItem()
+    run = make_run(client, owner, text=False, log_probs=True, prompt_log_probs=True)
+    run.assign(OneWorker())
+    run.on_prompt(pb.PromptDetails(log_probs=[-3.0]))
+    run.on_tokens(0, [1, 2], pb.TokenDetails(log_probs=[-1.0, -2.0], cumulative_log_prob=-3.0))
+    run.first_token_time = asyncio.get_running_loop().time()
+    run.on_worker_lost(WorkerLost("gone", worker="w"))
+    assert [error.worker for error in owner.losses] == ["w"]
+    assert run.waits_for_worker
+    run.assign(OneWorker())
+    run.on_prompt(pb.PromptDetails(log_probs=[-3.0]))
+    run.on_tokens(1, [2, 3], pb.TokenDetails(log_probs=[-2.0, -4.0]))
+    later = pb.PerfMetrics(
+        arrival_time_ns=2**62, first_scheduled_time_ns=2**62, first_token_time_ns=2**62
+    )
+    run.on_end(epb.SequenceEnd(reason=pb.FINISH_REASON_LENGTH, perf_metrics=later))
+    assert owner.settled == [run]
+    assert run.cumulative_log_prob == -7.0
+    assert run.end
+    metrics = run.end.perf_metrics
+    assert metrics.first_scheduled_time_ns == metrics.first_token_time_ns < 2**62
+    assert metrics.arrival_time_ns < metrics.first_token_time_ns
+    client.close()
+    response = await client.take()
+    assert response
+    kinds = [event.WhichOneof("event") for event in response.events[1:]]
+    assert kinds == ["prompt_details", "tokens"]
+    details = response.events[2].tokens.details
+    assert list(details.log_probs) == [-1.0, -2.0, -4.0]
+    assert details.cumulative_log_prob == -7.0
+
+
+async def test_a_sequence_without_a_worker_ends_as_it_is_told() -> None:
+    client, owner = ClientStream(router_pb.GenerateEvent(), Turns()), OneItem()
+    run = make_run(client, owner, text=False)
+    run.assign(OneWorker())
+    run.on_tokens(0, [1])
+    run.on_worker_lost(WorkerLost("gone", worker="w"))
+    run.stop(pb.FINISH_REASON_STOPPED)
+    assert owner.settled == [run]
+    assert (run.reason, run.error) == (pb.FINISH_REASON_STOPPED, None)

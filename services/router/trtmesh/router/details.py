@@ -18,20 +18,29 @@ class TokenDetailBuffer:
         self._top: list[pb.TopLogProbs] = []
         self._rows: list[bytes] = []
         self._row_shape: tuple[int, list[int]] = (0, [])
+        self.cumulative_log_prob = 0.0
+        """Sum of the log-probabilities so far. A worker that goes on with a sequence does not know it."""
 
-    def add(self, details: pb.TokenDetails) -> None:
-        """Appends the data of the next tokens."""
-        self._log_probs.extend(details.log_probs)
-        self._top.extend(details.top_log_probs)
-        if details.HasField("cumulative_log_prob"):
-            # The sum is known after the last of these tokens only.
-            self._cumulative.extend([None] * (len(details.log_probs) - 1))
-            self._cumulative.append(details.cumulative_log_prob)
+    def add(self, details: pb.TokenDetails, known: int = 0) -> None:
+        """Appends the data of the next tokens, the first `known` of which were here before."""
+        log_probs = details.log_probs[known:]
+        self._log_probs.extend(log_probs)
+        self._top.extend(details.top_log_probs[known:])
+        if log_probs:
+            if details.HasField("cumulative_log_prob"):
+                self.cumulative_log_prob = details.cumulative_log_prob
+            else:
+                self.cumulative_log_prob += sum(log_probs)
+            # The sum is told after the last of these tokens only.
+            self._cumulative.extend([None] * (len(log_probs) - 1))
+            self._cumulative.append(self.cumulative_log_prob)
         if details.HasField("generation_logits"):
             logits = details.generation_logits
             rows = logits.shape[0]
             size = len(logits.data) // rows if rows else 0
-            self._rows.extend(logits.data[row * size : (row + 1) * size] for row in range(rows))
+            self._rows.extend(
+                logits.data[row * size : (row + 1) * size] for row in range(known, rows)
+            )
             self._row_shape = (logits.data_type, list(logits.shape[1:]))
 
     def take(self, count: int) -> pb.TokenDetails | None:

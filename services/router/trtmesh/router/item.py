@@ -3,6 +3,7 @@
 * A permit, taken when its request was admitted, is held for exactly as long as the item lives.
 * Every item ends in one terminal event, whatever happens to its siblings.
 * When a tokenizer finds a stop text, the worker is told to stop.
+* A worker that is lost or full costs an item nothing but time: whatever was generated goes along to the next one.
 * Whoever stops waiting for an item stops its sequences, so that the worker computes nothing that nobody reads.
 """
 
@@ -12,12 +13,21 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from trtmesh.chassis.errors import InternalError, PromptEmpty, TrtmeshError, to_proto
+from trtmesh.chassis.errors import (
+    InternalError,
+    NoWorker,
+    PromptEmpty,
+    TrtmeshError,
+    WorkerLost,
+    to_proto,
+)
 from trtmesh.chassis.logs import request_id_bound
+from trtmesh.router.attempts import Attempts
+from trtmesh.router.dispatch import submits
+from trtmesh.router.fleet import Identity
 from trtmesh.router.placement import PlacementQuery
 from trtmesh.router.request import ItemRequest, worker_config
 from trtmesh.router.sequence import SequenceRun
-from trtmesh.v1 import engine_pb2 as engine_pb
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 from trtmesh.v1 import tokenizer_pb2 as tokenizer_pb
@@ -27,6 +37,9 @@ if TYPE_CHECKING:
     from trtmesh.router.worker import Worker
 
 log = logging.getLogger(__name__)
+
+REPEAT_SECONDS = 0.1
+"""Pause before the workers that did not take an item are asked again."""
 
 
 class ItemRun:
@@ -41,21 +54,25 @@ class ItemRun:
         self._token_ids: list[int] = []
         self._words: list[tuple[int, ...]] = []
         self._runs: list[SequenceRun] = []
-        self._settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._attempts = Attempts(live.mesh.retry.most_attempts)
+        self._identity: Identity | None = None
+        self._error: TrtmeshError | None = None
+        self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.stage = "admit"
         self.worker = ""
 
     async def live(self) -> None:
-        """Admit → encode → place → generate → finish."""
+        """Admit → encode → place and generate, on as many workers as it takes → finish."""
         self._task = asyncio.current_task()
         with request_id_bound(self._live.request_id):
             try:
                 if self._stop_asked:
                     raise asyncio.CancelledError
                 await self._encode()
-                worker = self._place()
-                await self._generate(worker)
+                while not self._settled:
+                    await self._place()
+                    await self._generate()
                 self._finish()
             except TrtmeshError as error:
                 self._fail(error)
@@ -78,7 +95,7 @@ class ItemRun:
             return True
         if self._runs:
             for run in self._runs:
-                run.stop_worker(pb.FINISH_REASON_STOPPED)
+                run.stop(pb.FINISH_REASON_STOPPED)
         else:
             self._task.cancel()
         return True
@@ -114,25 +131,91 @@ class ItemRun:
         if not self._token_ids:
             raise PromptEmpty("the prompt has no tokens; send at least one token or character")
 
-    def _place(self) -> Worker:
-        """The worker that gets the item."""
-        self.stage = "place"
-        query = PlacementQuery(self._live.model, self._item.worker_fields)
-        worker = self._mesh.fleet.place(query)
-        self.worker = worker.name
-        return worker
+    @property
+    def _settled(self) -> bool:
+        return bool(self._runs) and all(run.over for run in self._runs)
 
-    async def _generate(self, worker: Worker) -> None:
-        """Dispatches the item and waits until all its sequences are settled. Tokens flow beside this coroutine."""
-        self.stage = "generate"
-        self._dispatch(worker)
-        await self._settled
-        error = next((run.error for run in self._runs if run.error is not None), None)
-        if error is not None:
+    @property
+    def _waiting(self) -> list[SequenceRun]:
+        """Sequences that no worker has."""
+        return [run for run in self._runs if run.waits_for_worker]
+
+    async def _place(self) -> None:
+        """Dispatches what no worker has, and waits for a worker where none takes it."""
+        deadline: float | None = None
+        while not self._runs or self._waiting:
+            self.stage = "place"
+            try:
+                worker = self._mesh.fleet.place(self._query())
+            except NoWorker as error:
+                now = asyncio.get_running_loop().time()
+                deadline = deadline or now + self._mesh.retry.recovery_seconds
+                await self._wait_for_worker(deadline - now, error)
+            else:
+                self._dispatch(worker)
+
+    def _query(self) -> PlacementQuery:
+        exclude = {address: e.message for address, e in self._attempts.failures.items()}
+        if self._identity is not None:
+            for address in self._mesh.fleet.others_than(self._identity):
+                exclude[address] = "its model or tokenizer is not the one that the item began with"
+        return PlacementQuery(self._live.model, self._item.worker_fields, exclude)
+
+    async def _wait_for_worker(self, seconds_left: float, error: NoWorker) -> None:
+        """Returns when it is worth trying again; ends the item when it is not."""
+        refusal = self._attempts.back_pressure
+        if refusal is not None and not self.generated_tokens:
+            # All are full: the client hears it at once and may go to another mesh.
+            self._give_up(refusal)
+            return
+        if seconds_left <= 0 or not self._mesh.fleet.hopeful:
+            self._give_up(_nobody_goes_on(self._attempts.loss, error))
+            return
+        left_out = bool(self._attempts.failures)
+        self._attempts.forgive()
+        pause = min(seconds_left, REPEAT_SECONDS) if left_out else seconds_left
+        await self._mesh.fleet.change(pause)
+
+    def _give_up(self, error: TrtmeshError) -> None:
+        """No worker takes the item: it ends behind what was generated."""
+        if not self._runs:
             raise error
+        for run in self._waiting:
+            run.give_up(error)
+
+    async def _generate(self) -> None:
+        """Waits until all sequences are over, one failed, or one needs another worker. Tokens flow beside this."""
+        self.stage = "generate"
+        while not self._settled and not self._waiting:
+            self._news.clear()
+            if self._error is None:
+                await self._news.wait()
+            if self._error is not None:
+                raise self._error
 
     def _dispatch(self, worker: Worker) -> None:
-        self._runs = [self._open_sequence(index) for index in range(self._item.config.sequences)]
+        """Gives the worker what no worker has."""
+        first = not self._runs
+        if first:
+            self._runs = [
+                self._open_sequence(index) for index in range(self._item.config.sequences)
+            ]
+            self._identity = Identity.of(worker)
+        self.worker = worker.name
+        config = self._worker_config()
+        for runs, command in submits(
+            self._item,
+            self._waiting,
+            self._token_ids,
+            config,
+            request_id=self._live.request_id,
+            timeout_ms=self._live.remaining_ms(),
+        ):
+            worker.submit(runs, command)
+        if first:
+            self._put_started(worker, config.sampling.seed)
+
+    def _worker_config(self) -> pb.GenerationConfig:
         seed = self._item.config.sampling.seed
         if seed is None:
             seed = self._live.drawn_seed
@@ -141,14 +224,9 @@ class ItemRun:
             if self._item.config.sampling.embedding_bias_texts
             else 0
         )
-        command = engine_pb.SubmitCommand(
-            request_id=self._live.request_id,
-            batch_index=self._item.batch_index,
-            token_ids=self._token_ids,
-            config=worker_config(self._item, self._words, vocabulary_size, seed),
-            timeout_ms=self._live.remaining_ms(),
-        )
-        worker.submit(self._runs, command)
+        return worker_config(self._item, self._words, vocabulary_size, seed)
+
+    def _put_started(self, worker: Worker, seed: int) -> None:
         self._mesh.metrics.tokens_in += len(self._token_ids)
         self._mesh.metrics.queue.observe(self._live.age_seconds())
         self._mesh.metrics.prompt_tokens.observe(len(self._token_ids))
@@ -169,20 +247,31 @@ class ItemRun:
             model=self._live.model,
             arrival_time=self._live.arrival_time,
             client=self._live.client,
-            settled=self._on_settled,
+            owner=self,
         )
         if self._item.config.output.text or self._item.config.stopping.stop_texts:
             self._mesh.tokenizers.attach(run)
         return run
 
-    def _on_settled(self, run: SequenceRun) -> None:
+    def on_settled(self, run: SequenceRun) -> None:
         """A sequence is over: tells the client, and wakes the item when it was the last or it failed."""
         if run.error is None:
             self._put_sequence_finished(run)
-        if (run.error is not None or all(run.over for run in self._runs)) and (
-            not self._settled.done()
-        ):
-            self._settled.set_result(None)
+        else:
+            self._error = run.error
+        if self._error is not None or self._settled:
+            self._news.set()
+
+    def on_lost(self, run: SequenceRun, address: str, error: TrtmeshError) -> None:
+        """A worker does not go on with a sequence: another one shall, unless too many were lost with this item."""
+        if self._stop_asked:
+            run.stop(pb.FINISH_REASON_STOPPED)
+        elif not self._attempts.note(address, error, self.generated_tokens):
+            run.give_up(_too_many_losses(self._attempts.fruitless, error))
+        else:
+            self._mesh.metrics.moved[error.reason.lower()] += 1
+            log.info("item %d looks for another worker: %s", self.batch_index, error.message)
+            self._news.set()
 
     def _put_sequence_finished(self, run: SequenceRun) -> None:
         finished = router_pb.SequenceFinished(
@@ -192,8 +281,8 @@ class ItemRun:
             finished.stop_token_ids.extend(run.end.stop_token_ids)
             if run.end.HasField("handoff"):
                 finished.handoff_state = run.end.handoff.SerializeToString()
-            if run.end.HasField("cumulative_log_prob"):
-                finished.cumulative_log_prob = run.end.cumulative_log_prob
+            if (log_prob := run.cumulative_log_prob) is not None:
+                finished.cumulative_log_prob = log_prob
         event = router_pb.GenerateEvent(
             sequence_index=run.sequence_index, sequence_finished=finished
         )
@@ -240,3 +329,20 @@ class ItemRun:
     def _put(self, event: router_pb.GenerateEvent) -> None:
         event.batch_index = self._item.batch_index
         self._live.client.put(event)
+
+
+def _too_many_losses(losses: int, error: TrtmeshError) -> WorkerLost:
+    return WorkerLost(
+        f"{losses} workers in a row were lost with this item (max_attempts), the last one so: {error.message}",
+        worker=error.worker,
+    )
+
+
+def _nobody_goes_on(loss: TrtmeshError | None, error: NoWorker) -> TrtmeshError:
+    if loss is None:
+        return error
+    return WorkerLost(
+        f"{loss.message}; and nobody went on with the item: {error.message}",
+        worker=loss.worker,
+        retry_after_ms=error.retry_after_ms,
+    )

@@ -45,6 +45,7 @@ class RouterMetrics(Collector):
         self.failed: Counter[str] = Counter()
         self.placed: Counter[tuple[str, str]] = Counter()
         self.moved_decodes = 0
+        self.moved: Counter[str] = Counter()
         self.gauges: Gauges = dict
 
     def observe_tokens(self, run: SequenceRun, count: int, now: float) -> None:
@@ -54,6 +55,7 @@ class RouterMetrics(Collector):
             self.inter_token.observe(now - run.last_token_time)
         else:
             self.time_to_first_token.observe(now - run.arrival_time)
+            run.first_token_time = now
         run.last_token_time = now
 
     def collect(self) -> Iterator[Metric]:
@@ -81,6 +83,12 @@ class RouterMetrics(Collector):
         yield _labelled("requests", "Requests by outcome.", ("outcome",), self.requests)
         yield _labelled("items_failed", "Items that failed, by reason.", ("reason",), self.failed)
         yield _labelled("items_placed", "Placements.", ("policy", "worker"), self.placed)
+        yield _labelled(
+            "moved_sequences",
+            "Sequences taken over by another worker, by cause.",
+            ("cause",),
+            self.moved,
+        )
         finished = {_reason_word(reason): count for reason, count in self.finished.copy().items()}
         yield _labelled("items_finished", "Items that finished, by reason.", ("reason",), finished)
         for name, (text, level) in self.gauges().items():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from trtmesh.chassis.errors import NoWorker, TrtmeshError, UnsupportedField
 
@@ -32,6 +32,8 @@ class PlacementQuery:
 
     model: str
     fields: frozenset[str]
+    exclude: Mapping[str, str] = field(default_factory=dict)
+    """Addresses of workers that must not take it, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,8 @@ def place(policy: str, fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -
 def _excluded_by(worker: WorkerSnapshot, query: PlacementQuery) -> str:
     if worker.problem:
         return worker.problem
+    if worker.address in query.exclude:
+        return query.exclude[worker.address]
     if worker.model != query.model:
         return f"serves model {worker.model}"
     missing = query.fields - worker.supported_fields
@@ -86,7 +90,13 @@ def _excluded_by(worker: WorkerSnapshot, query: PlacementQuery) -> str:
 
 
 def _refusal(candidates: Sequence[Candidate], query: PlacementQuery) -> TrtmeshError:
-    able = [c for c in candidates if not c.worker.problem and c.worker.model == query.model]
+    able = [
+        c
+        for c in candidates
+        if not c.worker.problem
+        and c.worker.model == query.model
+        and c.worker.address not in query.exclude
+    ]
     if able:
         fields = ", ".join(sorted(query.fields - able[0].worker.supported_fields))
         return UnsupportedField(

@@ -49,6 +49,14 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True)
+class Retry:
+    """How long an item looks for a worker."""
+
+    most_attempts: int
+    recovery_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Mesh:
     """What every request needs."""
 
@@ -57,6 +65,7 @@ class Mesh:
     admission: Admission
     metrics: RouterMetrics
     turns: Turns
+    retry: Retry
 
 
 class LiveRequest:

@@ -16,7 +16,7 @@ from trtmesh.router.fleet import Fleet
 from trtmesh.router.mesh_service import MeshService
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.replica import LinkSettings, Replica
-from trtmesh.router.requests import Admission, Mesh, Requests
+from trtmesh.router.requests import Admission, Mesh, Requests, Retry
 from trtmesh.router.settings import RouterSettings
 from trtmesh.router.tokenizer import Tokenizer
 from trtmesh.router.tokenizer_pool import TokenizerPool
@@ -45,7 +45,8 @@ class Router:
             settings.tokenizer_recovery_seconds, self._metrics, expected=bool(settings.tokenizers)
         )
         self._admission = Admission(settings.max_items)
-        mesh = Mesh(self._fleet, self._tokenizers, self._admission, self._metrics, Turns())
+        retry = Retry(settings.max_attempts, settings.worker_recovery_seconds)
+        mesh = Mesh(self._fleet, self._tokenizers, self._admission, self._metrics, Turns(), retry)
         self._requests = Requests(
             mesh, settings.client_buffer_tokens, settings.client_stall_seconds
         )
@@ -108,6 +109,7 @@ class Router:
     def _join_worker(self, address: str) -> None:
         if (known := self._fleet.workers.get(address)) is not None:
             known.leaving = False
+            self._fleet.changed()
             return
         worker = Worker(
             address,
@@ -116,6 +118,7 @@ class Router:
             tokenizers_known=self._tokenizers.known,
             fingerprint_of=self._tokenizers.fingerprint_of,
             metrics=self._metrics,
+            on_change=self._fleet.changed,
         )
         self._fleet.workers[address] = worker
         self._links[worker] = asyncio.create_task(worker.run())
@@ -163,7 +166,7 @@ class Router:
             "live_items": ("Items being served.", self._admission.live_items),
             "worker_sequences": (
                 "Handles in use on workers.",
-                sum(len(w.sequences) for w in [*workers]),
+                sum(len(w.sequences) + len(w.released) for w in [*workers]),
             ),
             "decode_sequences": (
                 "Handles in use on tokenizers.",

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import time
 from typing import Protocol
 
-from trtmesh.chassis.errors import StreamIncomplete, TrtmeshError, from_proto
+from trtmesh.chassis.errors import (
+    Draining,
+    QueueFull,
+    StreamIncomplete,
+    TrtmeshError,
+    WorkerLost,
+    from_proto,
+    to_proto,
+)
 from trtmesh.router.client_stream import ClientStream
 from trtmesh.router.details import TokenDetailBuffer
 from trtmesh.router.request import ItemRequest
@@ -13,7 +22,32 @@ from trtmesh.v1 import engine_pb2 as engine_pb
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
-StopWorker = Callable[[pb.FinishReason.ValueType], None]
+MOVABLE = (WorkerLost, Draining, QueueFull)
+"""Errors that say something of the worker and nothing of the sequence, which another worker may go on with."""
+
+
+class Assignment(Protocol):
+    """That a worker has a sequence; over with the end that the worker tells, with `release`, or with the worker."""
+
+    @property
+    def address(self) -> str:
+        """Address of the worker."""
+
+    def stop(self, reason: pb.FinishReason.ValueType) -> None:
+        """Asks the worker to end the sequence, and to tell so."""
+
+    def release(self) -> None:
+        """Takes the sequence away from the worker: it is told to stop, and whatever it still says is dropped."""
+
+
+class Owner(Protocol):
+    """Whoever lets a sequence run."""
+
+    def on_settled(self, run: SequenceRun) -> None:
+        """The sequence is over; called exactly once, after its last token."""
+
+    def on_lost(self, run: SequenceRun, address: str, error: TrtmeshError) -> None:
+        """The worker at `address` does not go on with a sequence that is not over. No worker has it now."""
 
 
 class Decoder(Protocol):
@@ -32,14 +66,15 @@ class Decoder(Protocol):
 class SequenceRun:
     """State of one sequence. All methods run on the event loop and none waits.
 
-    Invariants: `token_ids[:decoded]` was put to the client; `token_ids[decoded:]` is with the decoder. `settled` is
-    called exactly once, after the last put, and nothing is put after it.
+    Invariants: `token_ids[:decoded]` was put to the client; `token_ids[decoded:]` is with the decoder. At most one
+    worker has the sequence at a time. `owner.on_settled` is called exactly once, after the last put, and nothing is
+    put after it.
     """
 
     __slots__ = (
-        "_client", "_details", "_held_texts", "_item", "_settled", "_wants_text", "arrival_time", "decode_handle",
-        "decoded", "decoder", "end", "error", "last_token_time", "model", "over", "reason", "request_id",
-        "sequence_index", "stop_text", "stop_worker", "token_ids",
+        "_client", "_details", "_held_texts", "_item", "_prompt_told", "_wants_text", "arrival_time", "assignment",
+        "decode_handle", "decoded", "decoder", "end", "error", "first_token_time", "last_token_time", "model", "moved",
+        "over", "owner", "reason", "request_id", "sequence_index", "stop_text", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -51,7 +86,7 @@ class SequenceRun:
         model: str,
         arrival_time: float,
         client: ClientStream,
-        settled: Callable[[SequenceRun], None],
+        owner: Owner,
     ) -> None:
         output = item.config.output
         self._item = item
@@ -60,15 +95,18 @@ class SequenceRun:
         self.model = model
         self.arrival_time = arrival_time
         self._client = client
-        self._settled = settled
+        self.owner = owner
         self._wants_text = output.text
         self._details = TokenDetailBuffer() if output.per_token else None
         self._held_texts: list[str] | None = None if output.stream else []
         self.decoder: Decoder | None = None
         self.decode_handle = 0
-        self.stop_worker: StopWorker = _not_started
+        self.assignment: Assignment | None = None
+        self.moved = False
+        self._prompt_told = False
         self.token_ids: list[int] = []
         self.decoded = 0
+        self.first_token_time = 0.0
         self.last_token_time = 0.0
         self.end: engine_pb.SequenceEnd | None = None
         self.stop_text: str | None = None
@@ -88,8 +126,27 @@ class SequenceRun:
     def include_stop_text(self) -> bool:
         return self._item.config.stopping.include_stop_text
 
-    def on_tokens(self, token_offset: int, token_ids: list[int]) -> None:
-        """New tokens from the worker, the first at `token_offset`. Tokens already known are skipped."""
+    @property
+    def waits_for_worker(self) -> bool:
+        """Whether the sequence can go on only where a worker takes it."""
+        return not self.over and self.assignment is None and self.end is None
+
+    @property
+    def prompt_told(self) -> bool:
+        """Whether the data of the prompt was put, so that another worker need not tell it again."""
+        return self._prompt_told
+
+    @property
+    def cumulative_log_prob(self) -> float | None:
+        """Sum of the log-probabilities, where the worker or, after a move, the router knows it."""
+        if self.end is not None and self.end.HasField("cumulative_log_prob"):
+            return self.end.cumulative_log_prob
+        return self._details.cumulative_log_prob if self.moved and self._details else None
+
+    def on_tokens(
+        self, token_offset: int, token_ids: list[int], details: pb.TokenDetails | None = None
+    ) -> None:
+        """New tokens from the worker, the first at `token_offset`, and their data. Those already known are skipped."""
         if self.over or self.stop_text is not None:
             return
         known = len(self.token_ids) - token_offset
@@ -99,20 +156,18 @@ class SequenceRun:
         fresh = token_ids[known:] if known else token_ids
         if not fresh:
             return
+        if details is not None and self._details is not None:
+            self._details.add(details, known)
         self.token_ids += fresh
         if self.decoder is None:
             self._deliver(len(fresh), "")
         else:
             self.decoder.decode(self, fresh)
 
-    def on_details(self, details: pb.TokenDetails) -> None:
-        """Optional data of tokens that `on_tokens` brings next."""
-        if self._details is not None:
-            self._details.add(details)
-
     def on_prompt(self, details: pb.PromptDetails) -> None:
-        """Optional data of the prompt."""
-        if not self.over:
+        """Optional data of the prompt; once, however many workers tell it."""
+        if not self.over and not self._prompt_told:
+            self._prompt_told = True
             event = router_pb.GenerateEvent(
                 batch_index=self._item.batch_index,
                 sequence_index=self.sequence_index,
@@ -122,15 +177,73 @@ class SequenceRun:
 
     def on_end(self, end: engine_pb.SequenceEnd) -> None:
         """The worker's last word on this sequence."""
+        assignment, self.assignment = self.assignment, None
         if self.over:
             return
+        error = from_proto(end.error) if end.HasField("error") else None
+        if assignment is not None and isinstance(error, MOVABLE):
+            self._lose(assignment.address, error)
+            return
         self.end = end
-        if end.HasField("error"):
-            self.error = from_proto(end.error)
+        self.error = error
+        if self.moved and end.HasField("perf_metrics"):
+            self._mend(end.perf_metrics)
         if self.decoder is None or self.stop_text is not None:
             self._settle()
         else:
             self.decoder.finish(self)
+
+    def on_worker_lost(self, error: TrtmeshError) -> None:
+        """The worker that has the sequence is gone."""
+        assignment, self.assignment = self.assignment, None
+        if assignment is not None and not self.over:
+            self._lose(assignment.address, error)
+
+    def assign(self, assignment: Assignment) -> None:
+        """A worker takes the sequence, from its next token on."""
+        self.moved = self.moved or bool(self.token_ids)
+        self.assignment = assignment
+
+    def release(self) -> None:
+        """Takes the sequence away from its worker, to go on elsewhere."""
+        if self.assignment is not None:
+            self.assignment.release()
+            self.assignment = None
+
+    def stop(self, reason: pb.FinishReason.ValueType) -> None:
+        """Ends the sequence early; what was generated is delivered."""
+        if self.over:
+            return
+        if self.assignment is not None:
+            self.assignment.stop(reason)
+        elif self.end is None:
+            self.on_end(engine_pb.SequenceEnd(reason=reason, generated_tokens=len(self.token_ids)))
+
+    def give_up(self, error: TrtmeshError) -> None:
+        """Ends a sequence that no worker has with an error, behind all its tokens."""
+        count = len(self.token_ids)
+        self.on_end(
+            engine_pb.SequenceEnd(
+                reason=pb.FINISH_REASON_ERROR, generated_tokens=count, error=to_proto(error)
+            )
+        )
+
+    def _lose(self, address: str, error: TrtmeshError) -> None:
+        if self.stop_text is not None:
+            # The sequence is whole, whatever became of its worker.
+            self._settle()
+        else:
+            self.owner.on_lost(self, address, error)
+
+    def _mend(self, metrics: pb.PerfMetrics) -> None:
+        """The last worker knows when it took the item itself; when that began, this router knows best."""
+        to_unix = time.time() - asyncio.get_running_loop().time()
+        metrics.arrival_time_ns = int((self.arrival_time + to_unix) * 1e9)
+        if self.first_token_time:
+            metrics.first_token_time_ns = int((self.first_token_time + to_unix) * 1e9)
+            metrics.first_scheduled_time_ns = min(
+                metrics.first_scheduled_time_ns, metrics.first_token_time_ns
+            )
 
     def on_text(self, token_count: int, text: str) -> None:
         """The text of the next `token_count` tokens; void after a stop text."""
@@ -151,8 +264,8 @@ class SequenceRun:
         del self.token_ids[self.decoded + token_count :]
         self._deliver(token_count, text)
         self.stop_text = self.stop_texts[stop_index]
-        if self.end is None:
-            self.stop_worker(pb.FINISH_REASON_STOP_WORD)
+        if self.assignment is not None:
+            self.assignment.stop(pb.FINISH_REASON_STOP_WORD)
         else:
             self._settle()
 
@@ -160,16 +273,20 @@ class SequenceRun:
         """Ends the sequence with an error."""
         if not self.over:
             self.error = error
-            self.stop_worker(pb.FINISH_REASON_CANCELLED)
+            self._dismiss_worker(pb.FINISH_REASON_CANCELLED)
             self._settle()
 
     def abandon(self, reason: pb.FinishReason.ValueType) -> None:
         """Ends the sequence because nobody waits for it any more: nothing is put, the worker stops."""
         if not self.over:
             self.over = True
-            self.stop_worker(reason)
+            self._dismiss_worker(reason)
             if self.decoder is not None:
                 self.decoder.drop(self)
+
+    def _dismiss_worker(self, reason: pb.FinishReason.ValueType) -> None:
+        if self.assignment is not None:
+            self.assignment.stop(reason)
 
     def _deliver(self, token_count: int, text: str) -> None:
         start = self.decoded
@@ -199,17 +316,11 @@ class SequenceRun:
         if self._held_texts:
             self._put(0, "".join(self._held_texts))
         if self.stop_text is not None:
-            # The sequence is whole, whatever became of its worker.
             self.error = None
             self.reason = pb.FINISH_REASON_STOP_WORD
         elif self.end is not None:
             self.reason = self.end.reason
-        self._settled(self)
-
-
-def _not_started(reason: pb.FinishReason.ValueType) -> None:
-    """Stops nothing: no worker has the sequence yet."""
-    del reason
+        self.owner.on_settled(self)
 
 
 def _gap(sequence: SequenceRun, token_offset: int) -> TrtmeshError:

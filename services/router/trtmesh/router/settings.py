@@ -35,5 +35,9 @@ class RouterSettings(ServiceSettings):
     """How long a client may leave waiting events unread before its request is ended with SLOW_CLIENT."""
     silence_seconds: Annotated[float, Field(gt=0, le=3600)] = 10.0
     """How long a worker or tokenizer that owes a message may be silent before it counts as lost."""
+    max_attempts: Annotated[int, Field(ge=1, le=100)] = 4
+    """How many workers may be lost with an item that gains no token in between before it ends with WORKER_LOST."""
+    worker_recovery_seconds: Annotated[float, Field(ge=0, le=3600)] = 10.0
+    """How long an item waits for a worker when none takes it, before its first token or in the middle of its stream."""
     tokenizer_recovery_seconds: Annotated[float, Field(ge=0, le=3600)] = 10.0
     """How long sequences wait for another tokenizer when the last one was lost."""

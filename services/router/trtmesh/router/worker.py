@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 
 import grpc
-from trtmesh.chassis.errors import InvalidRequest, WorkerLost, to_proto
+from trtmesh.chassis.errors import InvalidRequest, WorkerLost
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.outbox import Outbox
@@ -48,8 +47,10 @@ class Worker(Replica):
         tokenizers_known: Callable[[], Awaitable[None]],
         fingerprint_of: Callable[[str], str],
         metrics: RouterMetrics,
+        on_change: Callable[[], None],
     ) -> None:
         super().__init__(address, settings)
+        self._on_change = on_change
         self._router_name = router_name
         self._tokenizers_known = tokenizers_known
         self._fingerprint_of = fingerprint_of
@@ -58,6 +59,8 @@ class Worker(Replica):
         self.load = pb.Load()
         self.last_turn = 0
         self.sequences: dict[int, SequenceRun] = {}
+        self.released: set[int] = set()
+        """Handles of sequences that went on elsewhere and whose ends are still to come."""
         self._foreign_sequences = 0
         self._supported: frozenset[str] = frozenset()
         self._next_handle = 0
@@ -91,8 +94,8 @@ class Worker(Replica):
         )
 
     def submit(self, runs: Sequence[SequenceRun], command: pb.SubmitCommand) -> None:
-        """Starts the sequences of one item; `command.handle` is filled in here. Raises InvalidRequest for an item that
-        no message can hold, which would otherwise break the stream of all others."""
+        """Starts sequences of one item; `command.handle` is filled in here. Raises InvalidRequest for an item that no
+        message can hold, which would otherwise break the stream of all others."""
         size, most = command.ByteSize(), self._settings.max_message_bytes - MESSAGE_OVERHEAD_BYTES
         if size > most:
             raise InvalidRequest(
@@ -102,7 +105,7 @@ class Worker(Replica):
         first = command.handle = self._free_handles(len(runs))
         for handle, run in enumerate(runs, first):
             self.sequences[handle] = run
-            run.stop_worker = partial(self._stop, handle)
+            run.assign(Handle(self, handle))
         self._outbox.put(pb.EngineCommand(submit=command), size)
 
     def _free_handles(self, count: int) -> int:
@@ -110,12 +113,20 @@ class Worker(Replica):
         while True:
             first = self._next_handle if self._next_handle + count <= HANDLES else 0
             self._next_handle = first + count
-            if not any(handle in self.sequences for handle in range(first, first + count)):
+            handles = range(first, first + count)
+            if not any(h in self.sequences or h in self.released for h in handles):
                 return first
 
-    def _stop(self, handle: int, reason: generation_pb.FinishReason.ValueType) -> None:
+    def stop(self, handle: int, reason: generation_pb.FinishReason.ValueType) -> None:
+        """Asks for the end of a sequence."""
         if handle in self.sequences:
             self._outbox.put(pb.EngineCommand(stop=pb.StopCommand(handles=[handle], reason=reason)))
+
+    def release(self, handle: int) -> None:
+        """Stops a sequence that goes on elsewhere. Its handle is free again when its end was heard."""
+        self.stop(handle, generation_pb.FINISH_REASON_CANCELLED)
+        if self.sequences.pop(handle, None) is not None:
+            self.released.add(handle)
 
     async def talk(self, channel: grpc.aio.Channel) -> None:
         await self._tokenizers_known()
@@ -155,6 +166,7 @@ class Worker(Replica):
         self.engine = engine
         self._supported = frozenset(engine.supported_fields)
         self._become(admin_pb.WORKER_STATE_READY, "")
+        self._on_change()
 
     @property
     def mismatch(self) -> str:
@@ -193,9 +205,7 @@ class Worker(Replica):
     def _on_step(self, step: pb.Step) -> None:
         """Hands each sequence its tokens. This runs once for every token: no per-token objects, no logging."""
         sequences = self.sequences
-        for details in step.details:
-            if (run := sequences.get(details.handle)) is not None:
-                run.on_details(details.details)
+        details = {each.handle: each.details for each in step.details} if step.details else {}
         for prompt in step.prompts:
             if (run := sequences.get(prompt.handle)) is not None:
                 run.on_prompt(prompt.details)
@@ -207,29 +217,45 @@ class Worker(Replica):
         ):
             run = sequences.get(handle)
             if run is not None:
-                run.on_tokens(offset, token_ids[start : start + count])
+                run.on_tokens(offset, token_ids[start : start + count], details.get(handle))
                 self._metrics.observe_tokens(run, count, now)
             start += count
         for end in step.ends:
             if (run := sequences.pop(end.handle, None)) is not None:
                 run.on_end(end)
+            else:
+                self.released.discard(end.handle)
         self._received_steps += 1
         if self._received_steps % ACKNOWLEDGE_EVERY == 0:
             acknowledge = pb.AcknowledgeCommand(received_steps=self._received_steps)
             self._outbox.put(pb.EngineCommand(acknowledge=acknowledge))
 
     def lost(self, problem: str) -> None:
-        """Ends every sequence with an error that names the worker; what was generated is still delivered."""
+        """Gives every sequence back to its item, which goes on elsewhere."""
         sequences, self.sequences = self.sequences, {}
-        error = to_proto(WorkerLost(f"worker {self.name} was lost: {problem}", worker=self.name))
-        for handle, run in sequences.items():
-            run.on_end(
-                pb.SequenceEnd(
-                    handle=handle,
-                    reason=generation_pb.FINISH_REASON_ERROR,
-                    error=error,
-                    generated_tokens=len(run.token_ids),
-                )
-            )
+        self.released.clear()
+        error = WorkerLost(f"worker {self.name} was lost: {problem}", worker=self.name)
+        for run in sequences.values():
+            run.on_worker_lost(error)
         self.load = pb.Load()
         self._foreign_sequences = 0
+
+
+class Handle:
+    """A sequence's assignment to a worker, by the number that both sides know it by."""
+
+    __slots__ = ("_number", "_worker")
+
+    def __init__(self, worker: Worker, number: int) -> None:
+        self._worker = worker
+        self._number = number
+
+    @property
+    def address(self) -> str:
+        return self._worker.address
+
+    def stop(self, reason: generation_pb.FinishReason.ValueType) -> None:
+        self._worker.stop(self._number, reason)
+
+    def release(self) -> None:
+        self._worker.release(self._number)

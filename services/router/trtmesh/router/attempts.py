@@ -1,0 +1,51 @@
+"""Where one item was tried in vain, and when that is enough."""
+
+from __future__ import annotations
+
+from trtmesh.chassis.errors import Draining, QueueFull, TrtmeshError
+
+BACK_PRESSURE = (Draining, QueueFull)
+"""Answers of a worker that is well: no fault, and no reason to give up as long as another may take the item."""
+
+
+class Attempts:
+    """Counts workers that were lost with an item, and remembers which to leave out for now.
+
+    What kills one worker may kill every worker: an item that gained no token between so many losses ends with an error
+    before it takes the fleet with it. An item that goes on between two losses is not the cause.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._tokens = 0
+        self.fruitless = 0
+        self.loss: TrtmeshError | None = None
+        """How the worker was lost that was lost last."""
+        self.failures: dict[str, TrtmeshError] = {}
+        """Latest error of each worker, by address, that is left out for now."""
+
+    def note(self, address: str, error: TrtmeshError, generated_tokens: int) -> bool:
+        """Notes a worker that does not go on with the item; False when that is enough.
+
+        A worker that had several sequences of the item counts once.
+        """
+        known = self.failures.get(address)
+        self.failures[address] = error
+        if isinstance(error, BACK_PRESSURE) or (
+            known is not None and not isinstance(known, BACK_PRESSURE)
+        ):
+            return True
+        self.loss = error
+        self.fruitless = 1 if generated_tokens > self._tokens else self.fruitless + 1
+        self._tokens = generated_tokens
+        return self.fruitless < self._most
+
+    @property
+    def back_pressure(self) -> TrtmeshError | None:
+        """What a worker said that is well but full; None when none did."""
+        found = [e for e in self.failures.values() if isinstance(e, BACK_PRESSURE)]
+        return found[-1] if found else None
+
+    def forgive(self) -> None:
+        """Leaves no worker out any more: the others did not take the item either."""
+        self.failures.clear()
