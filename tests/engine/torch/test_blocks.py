@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 from trtmesh.engine.backend import BlocksRemoved, BlocksStored
-from trtmesh.engine.backends.torch.blocks import NULL_BLOCK, BlockPool
+from trtmesh.engine.backends.torch.blocks import NULL_BLOCK, BlockPool, Prefix
 from trtmesh.engine.block_hashes import ROOT_HASH, block_hash, root_hash
 
 
@@ -40,8 +40,8 @@ def test_a_published_block_is_found_until_it_is_needed_for_something_else() -> N
 def test_a_held_block_is_shared_and_not_evicted() -> None:
     pool = BlockPool(3)
     blocks = published(pool, [10, 11])
-    assert pool.can_allocate(1, holding=blocks)
-    assert not pool.can_allocate(2, holding=blocks)
+    assert pool.can_allocate(1, beside=Prefix(blocks, 2))
+    assert not pool.can_allocate(2, beside=Prefix(blocks, 2))
     pool.hold(blocks)
     pool.hold(blocks)
     assert pool.used_blocks == 2
@@ -87,6 +87,21 @@ def test_hashes_cover_all_that_came_before_and_the_salt() -> None:
     assert one != block_hash(root_hash("a"), [1, 2])
     assert root_hash("a") != root_hash("")
     assert block_hash(one, [3, 4]) != block_hash(block_hash(ROOT_HASH, [2, 1]), [3, 4])
+
+
+def test_every_part_of_an_identity_gives_another_root() -> None:
+    roots = [
+        root_hash(),
+        root_hash(""),
+        root_hash("a"),
+        root_hash(adapter=(1, "v1")),
+        root_hash(adapter=(1, "v2")),
+        root_hash(adapter=(11, "")),
+        root_hash(prompt_table_digest=b"a"),
+        root_hash("a", adapter=(1, "v1")),
+        root_hash("a", adapter=(1, "v1"), prompt_table_digest=b"a"),
+    ]
+    assert len(set(roots)) == len(roots)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6)), max_size=200))

@@ -10,9 +10,27 @@ ROOT_HASH = 0
 """Parent of the first block of a sequence without a salt."""
 
 
-def root_hash(salt: str | None) -> int:
-    """Parent of the first block under `salt`, so that equal tokens under different salts have different names."""
-    return ROOT_HASH if salt is None else _hash(b"salt" + salt.encode())
+def root_hash(
+    salt: str | None = None,
+    *,
+    adapter: tuple[int, str] | None = None,
+    prompt_table_digest: bytes | None = None,
+) -> int:
+    """Parent of the first block, so that equal tokens whose KV differs, or may not be shared, have different names.
+
+    `adapter` is id and version; `prompt_table_digest` is that of the embeddings which ids above the vocabulary mean.
+    The model is not in it: a worker has one for its life, and what it tells of its blocks names it.
+    """
+    parts = (
+        (b"salt", None if salt is None else salt.encode()),
+        (b"adapter", None if adapter is None else f"{adapter[0]}:{adapter[1]}".encode()),
+        (b"table", prompt_table_digest),
+    )
+    # With its length before each part no two sets of parts are spelt the same.
+    content = b"".join(
+        name + len(part).to_bytes(8, "little") + part for name, part in parts if part is not None
+    )
+    return _hash(content) if content else ROOT_HASH
 
 
 def block_hash(parent_hash: int, token_ids: Sequence[int]) -> int:

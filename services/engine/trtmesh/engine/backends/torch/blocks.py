@@ -11,10 +11,29 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from trtmesh.engine.backend import BlocksRemoved, BlocksStored, KvEvent
 
 NULL_BLOCK = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Block `target` gets the content of `source`; that of the null block is zero."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """KV that a sequence may begin with: whole blocks to share, and one to copy for the `tokens` beyond them."""
+
+    blocks: list[int]
+    tokens: int
+    """All tokens covered."""
+    partial: int = NULL_BLOCK
 
 
 class BlockPool:
@@ -32,6 +51,7 @@ class BlockPool:
         self._hash_of: dict[int, int] = {}
         self._block_of: dict[int, int] = {}
         self._events: list[KvEvent] = []
+        self._moves: list[Move] = []
 
     @property
     def free_blocks(self) -> int:
@@ -53,20 +73,43 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def can_allocate(self, count: int, *, holding: Sequence[int] = ()) -> bool:
-        """Whether `count` blocks can be had once the blocks of `holding` are held."""
-        woken = sum(1 for block in holding if not self._references[block])
+    def can_allocate(self, count: int, *, beside: Prefix | None = None) -> bool:
+        """Whether `count` blocks can be had once those of the prefix `beside` are held."""
+        held = [*beside.blocks, beside.partial] if beside else ()
+        woken = sum(1 for block in held if block in self._idle)
         return count + woken <= self.free_blocks
 
+    def begin(self, prefix: Prefix) -> list[int]:
+        """Blocks with one reference more that hold the tokens of `prefix`; ask `can_allocate` first."""
+        self.hold(prefix.blocks)
+        if not prefix.partial:
+            return list(prefix.blocks)
+        # Held so that the copy does not evict it.
+        self.hold([prefix.partial])
+        copy = self.copy(prefix.partial)
+        self.release([prefix.partial])
+        return [*prefix.blocks, copy]
+
     def hold(self, blocks: Iterable[int]) -> None:
-        """Adds a reference to published blocks."""
+        """Adds a reference to blocks that are held or published."""
         for block in blocks:
             if not self._references[block]:
                 del self._idle[block]
             self._references[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """Blocks with one reference; ask `can_allocate` first."""
+        """Blocks of zeros with one reference; ask `can_allocate` first."""
+        blocks = self._allocate(count)
+        self._moves += [Move(NULL_BLOCK, block) for block in blocks]
+        return blocks
+
+    def copy(self, block: int) -> int:
+        """A block with one reference and the content that `block` has now; ask `can_allocate` first."""
+        (copy,) = self._allocate(1)
+        self._moves.append(Move(block, copy))
+        return copy
+
+    def _allocate(self, count: int) -> list[int]:
         empty = min(count, len(self._empty))
         blocks = [self._empty.pop() for _ in range(empty)]
         blocks += [self._evict() for _ in range(count - empty)]
@@ -106,6 +149,11 @@ class BlockPool:
         """What changed since the last call."""
         events, self._events = self._events, []
         return events
+
+    def take_moves(self) -> list[Move]:
+        """What is to be done to blocks before the next step, in this order."""
+        moves, self._moves = self._moves, []
+        return moves
 
     def _evict(self) -> int:
         block, _ = self._idle.popitem(last=False)

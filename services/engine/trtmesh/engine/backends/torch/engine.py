@@ -82,9 +82,7 @@ class Engine:
     def step(self) -> StepOutput:
         """Computes one step and tells what it made known."""
         chunks = self.scheduler.schedule()
-        fresh = self.scheduler.take_fresh_blocks()
-        if fresh:
-            self._cache.wipe(fresh)
+        self._cache.carry_out(self.scheduler.pool.take_moves())
         results = self._compute(chunks) if chunks else []
         self.step_count += 1
         output = StepOutput(self.step_count)

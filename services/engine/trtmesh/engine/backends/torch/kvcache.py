@@ -8,11 +8,13 @@ constant, so one index serves all layers, each applied to a view that begins at 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from trtmesh.engine.backends.torch.blocks import NULL_BLOCK, Move
 
 Rows = NDArray[np.int64]
 
@@ -60,10 +62,19 @@ class KvCache:
         ]
         self._head_rows: Rows = np.arange(heads, dtype=np.int64)
 
-    def wipe(self, blocks: list[int]) -> None:
-        """Zeroes blocks: what is masked is still multiplied, by zero, and must be finite for that."""
-        index = torch.tensor(blocks, device=self.pool.device)
-        self.pool.index_fill_(0, index, 0)
+    def carry_out(self, moves: Sequence[Move]) -> None:
+        """Does what the pool decided, as if one after another.
+
+        Blocks that are given out become zero: what is masked is still multiplied, by zero, and must be finite.
+        """
+        device = self.pool.device
+        for sources, targets in _batches(moves):
+            target = torch.tensor(targets, device=device)
+            if any(sources):
+                content = self.pool.index_select(0, torch.tensor(sources, device=device))
+                self.pool.index_copy_(0, target, content)
+            else:
+                self.pool.index_fill_(0, target, 0)
 
     def rows_of_blocks(self, blocks: Rows) -> Rows:
         """Block rows of layer 0's keys for `blocks` [sequences, blocks]: [sequences, kv_heads, blocks]."""
@@ -83,3 +94,21 @@ class KvCache:
         size = self.shape.head_dim
         keys.index_copy_(0, token_rows, key.reshape(-1, size))
         values.index_copy_(0, token_rows, value.reshape(-1, size))
+
+
+def _batches(moves: Sequence[Move]) -> Iterator[tuple[list[int], list[int]]]:
+    """Sources and targets of runs of moves that may be read whole and then written: none reads what another writes.
+
+    A run is all of zeros or all of copies.
+    """
+    sources: list[int] = []
+    targets: list[int] = []
+    for move in moves:
+        alike = not sources or (move.source == NULL_BLOCK) == (sources[0] == NULL_BLOCK)
+        if not alike or move.source in targets or move.target in targets:
+            yield sources, targets
+            sources, targets = [], []
+        sources.append(move.source)
+        targets.append(move.target)
+    if targets:
+        yield sources, targets

@@ -14,10 +14,11 @@ from __future__ import annotations
 import heapq
 import time
 from bisect import insort
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from trtmesh.engine.backends.torch.block_tables import BlockTables
-from trtmesh.engine.backends.torch.blocks import BlockPool
+from trtmesh.engine.backends.torch.blocks import NULL_BLOCK, BlockPool, Prefix
 from trtmesh.engine.backends.torch.sequence import PRIORITY_STEPS, Sequence
 from trtmesh.engine.block_hashes import block_hash, root_hash
 
@@ -62,7 +63,8 @@ class Scheduler:
         self._by_key: dict[int, Sequence] = {}
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
         self._arrivals = 0
-        self._fresh: list[int] = []
+        # Under the key of a leader.
+        self._followers: dict[int, list[Sequence]] = {}
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -77,15 +79,68 @@ class Scheduler:
 
     def add(self, sequence: Sequence, step_count: int) -> None:
         """Takes a new sequence in; `step_count` is that of now."""
-        self._arrivals += 1
-        sequence.rank = (step_count - sequence.config.priority * PRIORITY_STEPS, self._arrivals)
-        self._by_key[sequence.key] = sequence
-        self.pending_prompt_tokens += sequence.pending_prompt_tokens
+        self._enter(sequence, step_count - sequence.config.priority * PRIORITY_STEPS)
         self._queue(sequence)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Takes in `child`, which goes on from the computed KV of `parent`, a sequence of this scheduler.
+
+        Full blocks are shared, the last one is copied if it is not full. The tokens of the child are those of the
+        parent as far as it is to share them. A child that finds no room waits like any other sequence, and may have to
+        compute its tokens anew.
+        """
+        child.leader = parent
+        self._enter(child, parent.rank[0])
+        self._queue(child)
+        prefix = self._led(child)
+        if self.tables.free_slots and self._has_room(child, prefix):
+            # Its entry in the heap is dropped when it comes up.
+            self.waiting_sequences -= 1
+            self._start(child, prefix)
+
+    def reassign(self, pairs: SequenceOf[tuple[Sequence, Sequence]]) -> None:
+        """Each pair's first sequence goes on from the computed KV of the second, all pairs at once.
+
+        All sequences run, the firsts are distinct, and every second is among them. This needs no block where as many
+        tokens are computed of each. The caller gives the firsts their new tokens.
+        """
+        size = self._tokens_per_block
+        state = {
+            parent.key: (
+                parent.num_computed,
+                parent.num_published,
+                list(parent.hashes),
+                parent.blocks,
+            )
+            for _, parent in pairs
+        }
+        heirs = {parent.key: child.key for child, parent in reversed(pairs)}
+        heirs |= {child.key: child.key for child, parent in pairs if child is parent}
+        for _, parent in pairs:
+            self.pool.hold(parent.blocks[: parent.num_computed // size])
+        for child, _ in pairs:
+            # What is not full goes to the heir as it is.
+            own = child.num_computed // size if child.key in heirs else len(child.blocks)
+            self.pool.release(child.blocks[:own])
+        for child, parent in pairs:
+            computed, published, hashes, blocks = state[parent.key]
+            full, rest = blocks[: computed // size], blocks[computed // size :]
+            if heirs[parent.key] != child.key:
+                rest = [self.pool.copy(block) for block in rest]
+                child.times.new_blocks += len(rest)
+            self.tables.give_back(child.slot)
+            child.slot = self.tables.take()
+            child.blocks = full + rest
+            self.tables.put(child.slot, 0, child.blocks)
+            child.num_computed, child.num_published = computed, published
+            child.hashes = hashes[:published]
 
     def remove(self, sequence: Sequence, *, content_is_good: bool = True) -> None:
         """Lets go of a sequence and frees what it holds; bad content is not kept for reuse."""
         del self._by_key[sequence.key]
+        self._wake_followers(sequence)
+        # Else the dead would be kept by a chain of forks.
+        sequence.leader = None
         self.pending_prompt_tokens -= sequence.pending_prompt_tokens
         if sequence.slot < 0:
             # Its entry in the heap is dropped when it comes up.
@@ -97,7 +152,7 @@ class Scheduler:
         self._release(sequence)
 
     def schedule(self) -> list[Chunk]:
-        """What to compute in the next step, in rank order; every running sequence has a part in it."""
+        """What to compute in the next step, in rank order: of every running sequence that lacks something."""
         self._grow()
         self._admit()
         left = self._max_step_tokens
@@ -105,14 +160,10 @@ class Scheduler:
         for sequence in self.running:
             start = sequence.num_computed
             count = min(len(sequence.tokens) - start, max(1, left))
-            left -= count
-            chunks.append(Chunk(sequence, start, count))
+            if count:
+                left -= count
+                chunks.append(Chunk(sequence, start, count))
         return chunks
-
-    def take_fresh_blocks(self) -> list[int]:
-        """Blocks given out since the last call, whose old content must be wiped before they are read."""
-        fresh, self._fresh = self._fresh, []
-        return fresh
 
     def computed(self, chunk: Chunk) -> None:
         """The KV of `chunk` is in its blocks."""
@@ -123,8 +174,16 @@ class Scheduler:
             done = before - sequence.pending_prompt_tokens
             self.pending_prompt_tokens -= done
             self.computed_prompt_tokens += done
+        if sequence.key in self._followers and sequence.num_computed >= sequence.prompt_tokens - 1:
+            self._wake_followers(sequence)
         if sequence.num_computed // self._tokens_per_block > sequence.num_published:
             self._publish(sequence)
+
+    def _enter(self, sequence: Sequence, rank: int) -> None:
+        self._arrivals += 1
+        sequence.rank = (rank, self._arrivals)
+        self._by_key[sequence.key] = sequence
+        self.pending_prompt_tokens += sequence.pending_prompt_tokens
 
     def _queue(self, sequence: Sequence) -> None:
         heapq.heappush(self._waiting, (sequence.rank, sequence))
@@ -149,30 +208,45 @@ class Scheduler:
     def _admit(self) -> None:
         while self._waiting and self.tables.free_slots:
             sequence = self._waiting[0][1]
-            if self._by_key.get(sequence.key) is not sequence:
+            if self._by_key.get(sequence.key) is not sequence or sequence.slot >= 0:
                 heapq.heappop(self._waiting)
                 continue
-            reused = self._reusable(sequence)
-            needed = -(-len(sequence.tokens) // self._tokens_per_block) - len(reused)
-            if not self.pool.can_allocate(needed + len(self.running), holding=reused):
+            leader = self._awaited(sequence)
+            if leader:
+                heapq.heappop(self._waiting)
+                self._followers.setdefault(leader.key, []).append(sequence)
+                continue
+            prefix = max(self._led(sequence), self._reusable(sequence), key=_tokens)
+            if prefix.partial and not self._has_room(sequence, prefix):
+                # The block to copy from may be the one that is missing.
+                whole = len(prefix.blocks) * self._tokens_per_block
+                prefix = Prefix(prefix.blocks, whole)
+            if not self._has_room(sequence, prefix):
                 return
             heapq.heappop(self._waiting)
             self.waiting_sequences -= 1
-            self._start(sequence, reused, needed)
+            self._start(sequence, prefix)
 
-    def _start(self, sequence: Sequence, reused: list[int], needed: int) -> None:
-        self.pool.hold(reused)
+    def _has_room(self, sequence: Sequence, prefix: Prefix) -> bool:
+        needed = -(-len(sequence.tokens) // self._tokens_per_block) - len(prefix.blocks)
+        return self.pool.can_allocate(needed + len(self.running), beside=prefix)
+
+    def _start(self, sequence: Sequence, prefix: Prefix) -> None:
+        size = self._tokens_per_block
         sequence.slot = self.tables.take()
-        sequence.blocks = list(reused)
-        self.tables.put(sequence.slot, 0, reused)
-        self._append(sequence, self.pool.allocate(needed))
-        sequence.num_published = len(reused)
+        sequence.blocks = self.pool.begin(prefix)
+        self.tables.put(sequence.slot, 0, sequence.blocks)
+        sequence.times.new_blocks += len(sequence.blocks) - len(prefix.blocks)
+        self._append(
+            sequence, self.pool.allocate(-(-len(sequence.tokens) // size) - len(sequence.blocks))
+        )
+        sequence.num_published = len(prefix.blocks)
         before = sequence.pending_prompt_tokens
-        sequence.num_computed = len(reused) * self._tokens_per_block
+        sequence.num_computed = prefix.tokens
         self.pending_prompt_tokens -= before - sequence.pending_prompt_tokens
         if not sequence.times.scheduled_ns:
             sequence.times.scheduled_ns = time.time_ns()
-            sequence.times.reused_blocks = len(reused)
+            sequence.times.reused_blocks = len(prefix.blocks)
             sequence.cached_prompt_tokens = min(sequence.num_computed, sequence.prompt_tokens)
             self.reused_prompt_tokens += sequence.cached_prompt_tokens
         insort(self.running, sequence, key=lambda running: running.rank)
@@ -181,7 +255,6 @@ class Scheduler:
         self.tables.put(sequence.slot, len(sequence.blocks), blocks)
         sequence.blocks += blocks
         sequence.times.new_blocks += len(blocks)
-        self._fresh += blocks
 
     def _preempt(self, sequence: Sequence) -> None:
         self.preemptions += 1
@@ -201,12 +274,43 @@ class Scheduler:
     def _reuses(self, sequence: Sequence) -> bool:
         return self._prefix_reuse and sequence.config.kv_cache.reuse
 
-    def _reusable(self, sequence: Sequence) -> list[int]:
+    def _reusable(self, sequence: Sequence) -> Prefix:
         """Published blocks of its beginning; the last token is always computed, for its logits."""
         if not self._reuses(sequence):
-            return []
+            return Prefix([], 0)
         full = (len(sequence.tokens) - 1) // self._tokens_per_block
-        return self.pool.match(self._hashes(sequence, full)[:full])
+        blocks = self.pool.match(self._hashes(sequence, full)[:full])
+        return Prefix(blocks, len(blocks) * self._tokens_per_block)
+
+    def _led(self, sequence: Sequence) -> Prefix:
+        """What its leader has computed for it."""
+        leader = sequence.leader
+        if leader is None or leader.slot < 0:
+            return Prefix([], 0)
+        most = min(leader.num_computed, len(sequence.tokens) - 1)
+        rest = range(min(leader.prompt_tokens, most), most)
+        tokens = next((at for at in rest if leader.tokens[at] != sequence.tokens[at]), most)
+        full = tokens // self._tokens_per_block
+        partial = leader.blocks[full] if tokens % self._tokens_per_block else NULL_BLOCK
+        return Prefix(leader.blocks[:full], tokens, partial)
+
+    def _awaited(self, sequence: Sequence) -> Sequence | None:
+        """Its leader, if that has yet to compute the prompt of both."""
+        leader = sequence.leader
+        if leader is None or leader.key not in self._by_key:
+            return None
+        shared = min(leader.prompt_tokens, len(sequence.tokens) - 1)
+        return leader if leader.num_computed < shared else None
+
+    def _wake_followers(self, leader: Sequence) -> None:
+        """Queues those that need not wait for their leader; where it is gone, the first leads the others."""
+        followers = self._followers.pop(leader.key, [])
+        followers = [each for each in followers if self._by_key.get(each.key) is each]
+        if leader.key not in self._by_key:
+            for each in followers:
+                each.leader = followers[0] if each is not followers[0] else None
+        for each in followers:
+            heapq.heappush(self._waiting, (each.rank, each))
 
     def _publish(self, sequence: Sequence) -> None:
         full = sequence.num_computed // self._tokens_per_block
@@ -229,3 +333,7 @@ class Scheduler:
             tokens = sequence.tokens[len(hashes) * size : (len(hashes) + 1) * size]
             hashes.append(block_hash(parent, tokens))
         return hashes
+
+
+def _tokens(prefix: Prefix) -> int:
+    return prefix.tokens

@@ -29,6 +29,8 @@ class Sequence:
     """Tokens that came with the item: the prompt and what was generated elsewhere."""
     rule: EndRule
     deadline: float | None = None
+    leader: Sequence | None = None
+    """Sequence with the same prompt, which computes it; this one begins with a copy of its KV."""
     num_computed: int = 0
     """Leading tokens whose KV is in the blocks."""
     blocks: list[int] = field(default_factory=list)
@@ -123,9 +125,9 @@ class Times:
 
 
 def sequences_of(item: Submission, rule: EndRule) -> list[Sequence]:
-    """The sequences of an item; they share nothing but the values of the prompt."""
+    """The sequences of an item; the first computes the prompt for all."""
     penalises = _penalises(item.config)
-    sequences = []
+    sequences: list[Sequence] = []
     for index, key in enumerate(item.keys):
         tokens = list(item.token_ids)
         sequence = Sequence(
@@ -137,6 +139,7 @@ def sequences_of(item: Submission, rule: EndRule) -> list[Sequence]:
             submitted_tokens=len(tokens),
             rule=rule,
             deadline=item.deadline,
+            leader=sequences[0] if sequences else None,
         )
         if penalises:
             sequence.counts = Counter(tokens[rule.prompt_tokens :])

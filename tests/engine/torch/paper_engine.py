@@ -1,0 +1,120 @@
+"""An engine whose KV cache is a list of tokens: what attention would read is compared with what it should read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+from engine.torch.harness import configure
+from trtmesh.chassis.vocabulary import GenerationConfig
+from trtmesh.engine.backends.torch.block_tables import BlockTables
+from trtmesh.engine.backends.torch.blocks import NULL_BLOCK, BlockPool
+from trtmesh.engine.backends.torch.scheduler import Chunk, Scheduler
+from trtmesh.engine.backends.torch.sequence import Sequence
+from trtmesh.engine.backends.torch.stopping import EndRule
+
+BLOCK = 4
+EMPTY = -1
+
+
+class PaperEngine:
+    """Steps a scheduler and its pool; the next token of a sequence is a function of all before it."""
+
+    def __init__(
+        self, *, blocks: int, batch: int = 8, step_tokens: int = 16, **options: Any
+    ) -> None:
+        self.pool = BlockPool(blocks)
+        self.tables = BlockTables(batch, 64)
+        self.scheduler = Scheduler(
+            self.pool,
+            self.tables,
+            tokens_per_block=BLOCK,
+            max_step_tokens=step_tokens,
+            **{"prefix_reuse": True, **options},
+        )
+        self.content = [[EMPTY] * BLOCK for _ in range(blocks + 1)]
+        self.steps = 0
+        self._keys = 0
+
+    def sequence(
+        self, tokens: SequenceOf[int], new_tokens: int, config: GenerationConfig | None = None
+    ) -> Sequence:
+        config = config or configure()
+        rule = EndRule(config.stopping, (), len(tokens), len(tokens) + new_tokens)
+        self._keys += 1
+        return Sequence(self._keys, config, 0, 0, list(tokens), len(tokens), rule)
+
+    def add(self, *sequences: Sequence) -> None:
+        for sequence in sequences:
+            self.scheduler.add(sequence, self.steps)
+
+    def step(self) -> list[Sequence]:
+        """One step; returns the sequences whose next token is known, without having appended it."""
+        chunks = self.scheduler.schedule()
+        for move in self.pool.take_moves():
+            self.content[move.target] = list(self.content[move.source])
+        assert self.content[NULL_BLOCK] == [EMPTY] * BLOCK
+        for chunk in chunks:
+            self._compute(chunk)
+        self.steps += 1
+        for chunk in chunks:
+            self.scheduler.computed(chunk)
+        self.check_integrity()
+        return [chunk.sequence for chunk in chunks if chunk.completes]
+
+    def run(self) -> None:
+        """Steps until everything has ended."""
+        while self.scheduler.has_work:
+            before = self.steps
+            for sequence in self.step():
+                self.advance(sequence)
+            assert self.steps > before
+
+    def advance(self, sequence: Sequence) -> None:
+        """Appends the next token, and ends the sequence where that was the last."""
+        sequence.append(next_token(sequence.tokens), 0)
+        if sequence.rule.end_after(sequence.tokens):
+            self.scheduler.remove(sequence)
+
+    def check_integrity(self) -> None:
+        """References, tables and counters agree with what the sequences hold."""
+        held: dict[int, int] = {}
+        running = self.scheduler.running
+        for sequence in running:
+            assert sequence.num_computed <= len(sequence.tokens) <= len(sequence.blocks) * BLOCK
+            assert (
+                sequence.blocks == self.tables.rows[sequence.slot][: len(sequence.blocks)].tolist()
+            )
+            for block in sequence.blocks:
+                held[block] = held.get(block, 0) + 1
+        assert len({sequence.slot for sequence in running}) == len(running)
+        assert {block: count for block, count in enumerate(self.pool._references) if count} == held
+        assert self.pool.used_blocks == len(held)
+        waiting = [each for each in self.scheduler.sequences if each.slot < 0]
+        assert self.scheduler.waiting_sequences == len(waiting)
+        pending = sum(each.pending_prompt_tokens for each in self.scheduler.sequences)
+        assert self.scheduler.pending_prompt_tokens == pending
+
+    def _compute(self, chunk: Chunk) -> None:
+        row = self.tables.rows[chunk.sequence.slot]
+        tokens = chunk.sequence.tokens
+        assert chunk.count > 0
+        for position in range(chunk.start + chunk.count):
+            block = int(row[position // BLOCK])
+            assert block != NULL_BLOCK
+            if position < chunk.start:
+                assert self.content[block][position % BLOCK] == tokens[position]
+            else:
+                self.content[block][position % BLOCK] = tokens[position]
+
+
+def next_token(tokens: SequenceOf[int]) -> int:
+    return (sum(tokens) * 31 + len(tokens)) % 97
+
+
+def continued(tokens: SequenceOf[int], count: int) -> list[int]:
+    """What a sequence must be after `count` more tokens."""
+    result = list(tokens)
+    for _ in range(count):
+        result.append(next_token(result))
+    return result

@@ -1,0 +1,135 @@
+"""Sequences that begin with the KV of another share its blocks and never see what the other writes afterwards."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from engine.torch.harness import configure, running
+from engine.torch.paper_engine import BLOCK, PaperEngine, continued, next_token
+from oracle import tiny_models
+from trtmesh.engine.backends.torch.sequence import Sequence
+
+
+def started(engine: PaperEngine, tokens: list[int], new_tokens: int = 20) -> Sequence:
+    """A running sequence whose KV is computed, with one token generated."""
+    sequence = engine.sequence(tokens, new_tokens)
+    engine.add(sequence)
+    while sequence not in engine.step():
+        pass
+    sequence.append(next_token(sequence.tokens), 0)
+    return sequence
+
+
+def child_of(engine: PaperEngine, parent: Sequence, token: int, new_tokens: int = 20) -> Sequence:
+    """A fork of `parent` with another last token."""
+    child = engine.sequence(parent.tokens[: parent.prompt_tokens], new_tokens)
+    child.tokens[:] = [*parent.tokens[:-1], token]
+    engine.scheduler.fork(parent, child)
+    return child
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 11])
+def test_a_fork_shares_full_blocks_and_copies_the_last(length: int) -> None:
+    engine = PaperEngine(blocks=30)
+    parent = started(engine, list(range(length)))
+    used = engine.pool.used_blocks
+    child = child_of(engine, parent, 90)
+    full = length // BLOCK
+    assert child.blocks[:full] == parent.blocks[:full]
+    assert not set(child.blocks[full:]) & set(parent.blocks[full:])
+    assert engine.pool.used_blocks == used + 1
+    before = engine.scheduler.computed_prompt_tokens
+    whole, other = list(parent.tokens), list(child.tokens)
+    engine.run()
+    assert parent.tokens == continued(whole, 19)
+    assert child.tokens == continued(other, len(child.tokens) - len(other))
+    assert engine.scheduler.computed_prompt_tokens == before
+    assert engine.pool.used_blocks == 0
+
+
+def test_a_fork_without_room_waits_and_is_computed_anew() -> None:
+    engine = PaperEngine(blocks=30, batch=1)
+    parent = started(engine, [1, 2, 3, 4, 5])
+    child = child_of(engine, parent, 90)
+    assert child.slot < 0
+    tokens = list(child.tokens)
+    engine.run()
+    assert child.tokens == continued(tokens, len(child.tokens) - len(tokens))
+    assert len(child.tokens) == 25
+
+
+def test_a_parent_that_ends_before_the_copy_harms_no_fork() -> None:
+    engine = PaperEngine(blocks=4)
+    parent = started(engine, [1, 2, 3], new_tokens=9)
+    child = child_of(engine, parent, 90, new_tokens=9)
+    engine.scheduler.remove(parent)
+    # Takes the block that is still to be copied from.
+    engine.add(engine.sequence([7] * 9, 3))
+    engine.run()
+    assert child.tokens == continued([1, 2, 3, 90], 8)
+
+
+def test_sequences_are_reassigned_all_at_once() -> None:
+    engine = PaperEngine(blocks=9)
+    beams = [started(engine, [1, 2, 3, 4, 5])]
+    beams += [child_of(engine, beams[0], token) for token in (90, 91)]
+    draw = random.Random(3)
+    for _ in range(25):
+        completing = engine.step()
+        assert sorted(each.key for each in completing) == sorted(each.key for each in beams)
+        assert engine.scheduler.preemptions == 0
+        parents = [draw.choice(beams) for _ in beams]
+        tokens = [[*parent.tokens, draw.randrange(97)] for parent in parents]
+        engine.scheduler.reassign(list(zip(beams, parents, strict=True)))
+        for beam, new in zip(beams, tokens, strict=True):
+            beam.tokens[:] = new
+        if len(tokens[0]) > 12:
+            break
+    for beam in beams:
+        engine.scheduler.remove(beam)
+    assert engine.pool.used_blocks == 0
+
+
+async def test_the_sequences_of_an_item_compute_the_prompt_once(llama: Path) -> None:
+    prompt = list(range(10, 32))
+    async with running(llama, tokens_per_block=4) as engine:
+        for reuse in (False, True):
+            before = engine.backend.stats()
+            config = configure(
+                max_tokens=6, ignore_end_id=True, num_return_sequences=5, reuse=reuse
+            )
+            streams = await engine.ended(engine.submit(prompt, config))
+            after = engine.backend.stats()
+            # The last token's logits are wanted by each.
+            assert after.computed_prompt_tokens - before.computed_prompt_tokens == 22 + 4
+            assert [s.end.cached_prompt_tokens for s in streams if s.end] == [0, 21, 21, 21, 21]
+
+
+async def test_the_sequences_of_an_item_get_the_tokens_they_would_get_alone(llama: Path) -> None:
+    prompt = tiny_models.prompts(2)[1]
+    config = configure(
+        max_tokens=8, ignore_end_id=True, temperature=1.2, seed=7, num_return_sequences=4
+    )
+    alone = configure(max_tokens=8, ignore_end_id=True, temperature=1.2, seed=7)
+    async with running(llama, tokens_per_block=4, max_step_tokens=8, max_batch_size=3) as engine:
+        together = await engine.ended(engine.submit(prompt, config))
+        for index, stream in enumerate(together):
+            keys = engine.submit(prompt, alone, sequence_index=index)
+            (expected,) = await engine.ended(keys)
+            assert stream.token_ids == expected.token_ids
+
+
+def test_a_leader_that_ends_leaves_its_work_to_the_next() -> None:
+    engine = PaperEngine(blocks=30, step_tokens=4)
+    leader, *others = (engine.sequence(range(20), 5) for _ in range(4))
+    for other in others:
+        other.leader = leader
+    engine.add(leader, *others)
+    engine.step()
+    assert [each.slot >= 0 for each in (leader, *others)] == [True, False, False, False]
+    engine.scheduler.remove(leader)
+    engine.run()
+    assert engine.scheduler.computed_prompt_tokens == 4 + 16 + 2
+    assert all(other.tokens == continued(range(20), 5) for other in others)
