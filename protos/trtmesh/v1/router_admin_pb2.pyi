@@ -812,20 +812,40 @@ class PlacementCandidate(google.protobuf.message.Message):
     WORKER_FIELD_NUMBER: builtins.int
     SCORE_FIELD_NUMBER: builtins.int
     EXCLUDED_BY_FIELD_NUMBER: builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    SEQUENCES_FIELD_NUMBER: builtins.int
+    WAIT_SECONDS_FIELD_NUMBER: builtins.int
+    PREFILL_SECONDS_FIELD_NUMBER: builtins.int
+    STEP_SECONDS_FIELD_NUMBER: builtins.int
     worker: builtins.str
     """Name of the worker."""
     score: builtins.float
     """Predicted cost; lower is better."""
     excluded_by: builtins.str
     """Filter that excluded it; empty when none did."""
+    cached_tokens: builtins.int
+    """Prompt tokens whose KV it was thought to have."""
+    sequences: builtins.int
+    """Sequences that ran or waited on it."""
+    wait_seconds: builtins.float
+    """Predicted time until it would begin with another prompt."""
+    prefill_seconds: builtins.float
+    """Predicted time to compute one prompt token."""
+    step_seconds: builtins.float
+    """Predicted time from one token to the next."""
     def __init__(
         self,
         *,
         worker: builtins.str = ...,
         score: builtins.float = ...,
         excluded_by: builtins.str = ...,
+        cached_tokens: builtins.int = ...,
+        sequences: builtins.int = ...,
+        wait_seconds: builtins.float = ...,
+        prefill_seconds: builtins.float = ...,
+        step_seconds: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["excluded_by", b"excluded_by", "score", b"score", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "excluded_by", b"excluded_by", "prefill_seconds", b"prefill_seconds", "score", b"score", "sequences", b"sequences", "step_seconds", b"step_seconds", "wait_seconds", b"wait_seconds", "worker", b"worker"]) -> None: ...
 
 Global___PlacementCandidate: typing_extensions.TypeAlias = PlacementCandidate
 
@@ -840,6 +860,8 @@ class Placement(google.protobuf.message.Message):
     WORKER_FIELD_NUMBER: builtins.int
     CANDIDATES_FIELD_NUMBER: builtins.int
     CAUSE_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    REGRET_TOKENS_FIELD_NUMBER: builtins.int
     batch_index: builtins.int
     """Item of the request."""
     policy: builtins.str
@@ -848,9 +870,13 @@ class Placement(google.protobuf.message.Message):
     """Worker that it went to."""
     cause: builtins.str
     """Why it was placed: first, retry or migration."""
+    prompt_tokens: builtins.int
+    """Tokens of the prompt."""
+    regret_tokens: builtins.int
+    """Prompt tokens that another worker could have reused beyond what the chosen one could."""
     @property
     def candidates(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PlacementCandidate]:
-        """Every candidate."""
+        """Every worker: those considered first, each group with the best first."""
 
     def __init__(
         self,
@@ -860,8 +886,10 @@ class Placement(google.protobuf.message.Message):
         worker: builtins.str = ...,
         candidates: collections.abc.Iterable[Global___PlacementCandidate] | None = ...,
         cause: builtins.str = ...,
+        prompt_tokens: builtins.int = ...,
+        regret_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batch_index", b"batch_index", "candidates", b"candidates", "cause", b"cause", "policy", b"policy", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_index", b"batch_index", "candidates", b"candidates", "cause", b"cause", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "regret_tokens", b"regret_tokens", "worker", b"worker"]) -> None: ...
 
 Global___Placement: typing_extensions.TypeAlias = Placement
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import grpc
-from trtmesh.chassis.errors import UnsupportedCall
+from trtmesh.chassis.errors import NotFound, UnsupportedCall
 from trtmesh.chassis.rpc import answering
+from trtmesh.router.explanation import describe_decision
 from trtmesh.router.fleet import Fleet
 from trtmesh.router.placement import POLICIES
 from trtmesh.router.replica import Replica
@@ -66,6 +67,27 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
         async with answering(context):
             return pb.GetPolicyResponse(policy=self._fleet.policy, available=sorted(POLICIES))
 
+    async def SetPolicy(
+        self, request: pb.SetPolicyRequest, context: _Context
+    ) -> pb.SetPolicyResponse:
+        async with answering(context):
+            return pb.SetPolicyResponse(previous=self._fleet.set_policy(request.policy))
+
+    async def Explain(self, request: pb.ExplainRequest, context: _Context) -> pb.ExplainResponse:
+        async with answering(context):
+            wanted = request.request_id
+            records = self._fleet.decisions.of_request(wanted)
+            live = self._requests.live.get(wanted)
+            if not records and live is None:
+                raise NotFound(
+                    f"no decision for request {wanted!r} is known; the router keeps the latest"
+                    f" {self._fleet.decisions.most} (explained_decisions)"
+                )
+            return pb.ExplainResponse(
+                placements=map(describe_decision, records),
+                usages=[item.usage() for item in live.items] if live else (),
+            )
+
     def _describe_tokenizer(self, tokenizer: Tokenizer) -> pb.TokenizerReplica:
         problem = self._tokenizers.problem(tokenizer)
         return pb.TokenizerReplica(
@@ -104,12 +126,6 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
 
     async def PinAdapter(self, request: pb.PinAdapterRequest, context: _Context) -> NoReturn:
         await _refuse("PinAdapter", context)
-
-    async def SetPolicy(self, request: pb.SetPolicyRequest, context: _Context) -> NoReturn:
-        await _refuse("SetPolicy", context)
-
-    async def Explain(self, request: pb.ExplainRequest, context: _Context) -> NoReturn:
-        await _refuse("Explain", context)
 
 
 async def _refuse(call: str, context: _Context) -> NoReturn:

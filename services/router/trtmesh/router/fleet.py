@@ -1,14 +1,21 @@
-"""The workers that a router knows."""
+"""The workers that a router knows, and the one way to get a place on one."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+import random
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Self
 
+from trtmesh.chassis.errors import InvalidField
 from trtmesh.router.metrics import RouterMetrics
-from trtmesh.router.placement import Decision, PlacementQuery, place
+from trtmesh.router.placement import POLICIES, Decision, PlacementQuery, WorkerSnapshot, place
+from trtmesh.router.placement.decision_log import DecisionLog, DecisionRecord
+from trtmesh.router.placement.load_guard import Booking, Typical
+from trtmesh.router.placement.rates import Ewma
 from trtmesh.router.worker import Worker
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
@@ -34,14 +41,52 @@ def _equal(one: str, other: str) -> bool:
     return not one or not other or one == other
 
 
+@dataclass(frozen=True, slots=True)
+class ItemToPlace:
+    """An item, or what is left of it, that needs a worker.
+
+    `token_ids` are the prompt and what was generated before; `exclude` holds addresses of workers that must not take
+    it, and why; `cause` is first, retry or migration.
+    """
+
+    request_id: str
+    batch_index: int
+    model: str
+    fields: frozenset[str]
+    token_ids: Sequence[int]
+    sequences: int = 1
+    max_tokens: int | None = None
+    exclude: Mapping[str, str] = field(default_factory=dict)
+    cause: str = "first"
+
+
+@dataclass(slots=True)
+class Placed:
+    """A place on a worker. The sequences that are dispatched while inside keep it; an error gives it back."""
+
+    worker: Worker
+    booking: Booking
+    decision: Decision
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.booking.release(asyncio.get_running_loop().time())
+
+
 class Fleet:
     """All workers by address."""
 
-    def __init__(self, policy: str, metrics: RouterMetrics) -> None:
+    def __init__(self, policy: str, metrics: RouterMetrics, decisions: DecisionLog) -> None:
         self.policy = policy
         self.workers: dict[str, Worker] = {}
+        self.decisions = decisions
         self._metrics = metrics
         self._turn = 0
+        self._typical: dict[str, Typical] = {}
+        self._new_tokens = Ewma()
         self._change = asyncio.Event()
 
     @property
@@ -55,15 +100,62 @@ class Fleet:
             worker.engine.model for worker in self.workers.values() if worker.engine.model
         )
 
-    def place(self, query: PlacementQuery) -> Worker:
-        """The worker for an item; it counts as dispatched from now on. Raises NoWorker or UnsupportedField."""
-        snapshot = [worker.snapshot() for worker in self.workers.values()]
-        decision: Decision = place(self.policy, snapshot, query)
+    def set_policy(self, policy: str) -> str:
+        """Changes how workers are chosen from now on; the policy until now. Raises InvalidField."""
+        if policy not in POLICIES:
+            raise InvalidField.of("policy", policy, f"one of {', '.join(sorted(POLICIES))}")
+        previous, self.policy = self.policy, policy
+        return previous
+
+    def snapshot(self) -> tuple[WorkerSnapshot, ...]:
+        """Every worker as it is now."""
+        typical = self._typical
+        return tuple(
+            [worker.snapshot(typical.get(worker.engine.model)) for worker in self.workers.values()]
+        )
+
+    def place(self, item: ItemToPlace) -> Placed:
+        """A place for an item; it counts as work of its worker from now on. Raises NoWorker or UnsupportedField."""
+        started = asyncio.get_running_loop().time()
+        typical = self._typical.get(item.model, Typical())
+        new_tokens = min(typical.new_tokens, item.max_tokens or typical.new_tokens)
+        query = PlacementQuery(
+            model=item.model,
+            fields=item.fields,
+            prompt_tokens=len(item.token_ids),
+            new_tokens=round(new_tokens * item.sequences),
+            exclude=item.exclude,
+            draw=random.getrandbits(32),
+        )
+        decision = place(self.policy, self.snapshot(), query)
         worker = self.workers[decision.chosen.address]
         self._turn += 1
         worker.last_turn = self._turn
+        uncached = len(item.token_ids) - decision.cached_tokens
+        booking = worker.guard.book(uncached, item.sequences, started)
+        self.decisions.add(DecisionRecord(item.request_id, item.batch_index, item.cause, decision))
         self._metrics.placed[self.policy, worker.name] += 1
-        return worker
+        self._metrics.placement.observe(asyncio.get_running_loop().time() - started)
+        return Placed(worker, booking, decision)
+
+    def learn_new_tokens(self, tokens: int) -> None:
+        """An item generated so many."""
+        self._new_tokens.add(tokens)
+
+    def refresh(self) -> None:
+        """Brings up to date what changes with time: slow starts, breakers, what is typical of a model."""
+        for model in self.models():
+            guards = [w.guard for w in self.workers.values() if w.engine.model == model]
+            fallback = Typical()
+            rates = [g.rates.prefill_rate.value for g in guards if g.rates.prefill_rate.value]
+            steps = [s for g in guards if (s := g.rates.step_seconds(g.sequences + 1)) is not None]
+            self._typical[model] = Typical(
+                fmean(rates) if rates else fallback.prefill_rate,
+                fmean(steps) if steps else fallback.step_seconds,
+                self._new_tokens.value or fallback.new_tokens,
+            )
+        for worker in self.workers.values():
+            worker.touch()
 
     @property
     def hopeful(self) -> bool:

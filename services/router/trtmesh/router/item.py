@@ -24,8 +24,7 @@ from trtmesh.chassis.errors import (
 from trtmesh.chassis.logs import request_id_bound
 from trtmesh.router.attempts import Attempts
 from trtmesh.router.dispatch import submits
-from trtmesh.router.fleet import Identity
-from trtmesh.router.placement import PlacementQuery
+from trtmesh.router.fleet import Identity, ItemToPlace, Placed
 from trtmesh.router.request import ItemRequest, worker_config
 from trtmesh.router.sequence import SequenceRun
 from trtmesh.v1 import generation_pb2 as pb
@@ -112,6 +111,15 @@ class ItemRun:
     def generated_tokens(self) -> int:
         return sum(len(run.token_ids) for run in self._runs)
 
+    def usage(self) -> pb.Usage:
+        """What it consumed so far."""
+        ends = [run.end for run in self._runs if run.end is not None]
+        return pb.Usage(
+            prompt_tokens=len(self._token_ids),
+            cached_prompt_tokens=max((end.cached_prompt_tokens for end in ends), default=0),
+            generated_tokens=self.generated_tokens,
+        )
+
     async def _encode(self) -> None:
         """Texts to ids, all in one exchange with a tokenizer; ids need none."""
         self.stage = "encode"
@@ -146,20 +154,32 @@ class ItemRun:
         while not self._runs or self._waiting:
             self.stage = "place"
             try:
-                worker = self._mesh.fleet.place(self._query())
+                placed = self._mesh.fleet.place(self._to_place())
             except NoWorker as error:
                 now = asyncio.get_running_loop().time()
                 deadline = deadline or now + self._mesh.retry.recovery_seconds
                 await self._wait_for_worker(deadline - now, error)
             else:
-                self._dispatch(worker)
+                with placed:
+                    self._dispatch(placed)
 
-    def _query(self) -> PlacementQuery:
+    def _to_place(self) -> ItemToPlace:
         exclude = {address: e.message for address, e in self._attempts.failures.items()}
         if self._identity is not None:
             for address in self._mesh.fleet.others_than(self._identity):
                 exclude[address] = "its model or tokenizer is not the one that the item began with"
-        return PlacementQuery(self._live.model, self._item.worker_fields, exclude)
+        generated = max((run.token_ids for run in self._waiting), key=len, default=[])
+        return ItemToPlace(
+            request_id=self._live.request_id,
+            batch_index=self.batch_index,
+            model=self._live.model,
+            fields=self._item.worker_fields,
+            token_ids=self._token_ids + generated,
+            sequences=len(self._waiting) or self._item.config.sequences,
+            max_tokens=self._item.config.stopping.max_tokens,
+            exclude=exclude,
+            cause="migration" if generated else "retry" if self._runs else "first",
+        )
 
     async def _wait_for_worker(self, seconds_left: float, error: NoWorker) -> None:
         """Returns when it is worth trying again; ends the item when it is not."""
@@ -193,9 +213,9 @@ class ItemRun:
             if self._error is not None:
                 raise self._error
 
-    def _dispatch(self, worker: Worker) -> None:
+    def _dispatch(self, placed: Placed) -> None:
         """Gives the worker what no worker has."""
-        first = not self._runs
+        worker, first = placed.worker, not self._runs
         if first:
             self._runs = [
                 self._open_sequence(index) for index in range(self._item.config.sequences)
@@ -211,7 +231,7 @@ class ItemRun:
             request_id=self._live.request_id,
             timeout_ms=self._live.remaining_ms(),
         ):
-            worker.submit(runs, command)
+            worker.submit(runs, command, placed.booking)
         if first:
             self._put_started(worker, config.sampling.seed)
 
@@ -290,16 +310,17 @@ class ItemRun:
 
     def _finish(self) -> None:
         reason = self._runs[-1].reason
-        finished = router_pb.ItemFinished(reason=reason, usage=self._usage())
+        finished = router_pb.ItemFinished(reason=reason, usage=self.usage())
         for run in self._runs:
             if run.end is not None and run.end.HasField("perf_metrics"):
                 finished.perf_metrics.CopyFrom(run.end.perf_metrics)
         self._put(router_pb.GenerateEvent(item_finished=finished))
         self._mesh.metrics.finished[reason] += 1
         self._mesh.metrics.generated_tokens.observe(self.generated_tokens)
+        self._mesh.fleet.learn_new_tokens(self.generated_tokens)
 
     def _fail(self, error: TrtmeshError) -> None:
-        failed = router_pb.ItemFailed(error=to_proto(error), usage=self._usage())
+        failed = router_pb.ItemFailed(error=to_proto(error), usage=self.usage())
         self._put(router_pb.GenerateEvent(item_failed=failed))
         self._mesh.metrics.failed[error.reason] += 1
         log.info("item %d failed: %s: %s", self._item.batch_index, error.reason, error.message)
@@ -307,7 +328,7 @@ class ItemRun:
     def _cancelled(self) -> None:
         """Cancelled by `stop` before it was dispatched, or because the client is gone."""
         reason = pb.FINISH_REASON_STOPPED if self._stop_asked else pb.FINISH_REASON_CANCELLED
-        finished = router_pb.ItemFinished(reason=reason, usage=self._usage())
+        finished = router_pb.ItemFinished(reason=reason, usage=self.usage())
         self._put(router_pb.GenerateEvent(item_finished=finished))
         self._mesh.metrics.finished[reason] += 1
 
@@ -317,14 +338,6 @@ class ItemRun:
             run.abandon(pb.FINISH_REASON_CANCELLED)
         self._over = True
         self._live.on_item_over()
-
-    def _usage(self) -> pb.Usage:
-        ends = [run.end for run in self._runs if run.end is not None]
-        return pb.Usage(
-            prompt_tokens=len(self._token_ids),
-            cached_prompt_tokens=max((end.cached_prompt_tokens for end in ends), default=0),
-            generated_tokens=self.generated_tokens,
-        )
 
     def _put(self, event: router_pb.GenerateEvent) -> None:
         event.batch_index = self._item.batch_index

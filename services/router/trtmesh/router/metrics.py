@@ -13,6 +13,11 @@ from trtmesh.v1 import generation_pb2 as pb
 
 PREFIX = "trtmesh_router_"
 
+PLACEMENT_BUCKETS = (
+    1e-5, 2e-5, 3e-5, 4e-5, 5e-5, 6e-5, 7e-5, 8e-5, 9e-5, 1e-4, 1.5e-4, 2e-4, 3e-4, 5e-4, 1e-3, 1e-2,
+)  # fmt: skip
+"""Seconds."""
+
 Gauges = Callable[[], dict[str, tuple[str, float]]]
 
 
@@ -29,6 +34,9 @@ class RouterMetrics(Collector):
         )
         self.queue = Histogram(
             PREFIX + "queue_seconds", "From a request's arrival to the dispatch of an item."
+        )
+        self.placement = Histogram(
+            PREFIX + "placement_seconds", "Time that one placement took.", PLACEMENT_BUCKETS
         )
         self.prompt_tokens = Histogram(
             PREFIX + "prompt_tokens_per_item", "Prompt tokens of an item.", TOKEN_BUCKETS
@@ -64,6 +72,7 @@ class RouterMetrics(Collector):
             self.time_to_first_token,
             self.inter_token,
             self.queue,
+            self.placement,
             self.prompt_tokens,
             self.generated_tokens,
         ):

@@ -15,6 +15,7 @@ from trtmesh.router.discovery import Discovery, check_addresses
 from trtmesh.router.fleet import Fleet
 from trtmesh.router.mesh_service import MeshService
 from trtmesh.router.metrics import RouterMetrics
+from trtmesh.router.placement.decision_log import DecisionLog
 from trtmesh.router.replica import LinkSettings, Replica
 from trtmesh.router.requests import Admission, Mesh, Requests, Retry
 from trtmesh.router.settings import RouterSettings
@@ -40,7 +41,9 @@ class Router:
         self._runtime = runtime
         self._name = f"{socket.gethostname()}-{os.getpid()}"
         self._metrics = RouterMetrics()
-        self._fleet = Fleet(settings.policy, self._metrics)
+        self._fleet = Fleet(
+            settings.policy, self._metrics, DecisionLog(settings.explained_decisions)
+        )
         self._tokenizers = TokenizerPool(
             settings.tokenizer_recovery_seconds, self._metrics, expected=bool(settings.tokenizers)
         )
@@ -138,6 +141,7 @@ class Router:
     async def _watch(self) -> None:
         while True:
             await self._tell_health()
+            self._fleet.refresh()
             self._requests.end_slow_clients()
             self._forget_replicas()
             await asyncio.sleep(WATCH_SECONDS)
@@ -171,6 +175,10 @@ class Router:
             "decode_sequences": (
                 "Handles in use on tokenizers.",
                 sum(len(t.runs) for t in [*tokenizers]),
+            ),
+            "worker_bookings": (
+                "Places taken on workers.",
+                sum(w.guard.bookings for w in [*workers]),
             ),
             "ready_workers": ("Workers that take items.", sum(w.ready for w in [*workers])),
             "ready_tokenizers": ("Tokenizers that are ready.", sum(t.ready for t in [*tokenizers])),

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 from trtmesh.chassis.settings import CommaList, Port, ServiceSettings
 
-Policy = Literal["round_robin", "least_loaded"]
+Policy = Literal["round_robin", "least_loaded", "power_of_two", "prefix_aware", "auto"]
 
 
 class RouterSettings(ServiceSettings):
@@ -23,6 +23,8 @@ class RouterSettings(ServiceSettings):
     """Addresses of engines as host:port. A host name that resolves to several addresses means several workers."""
     policy: Policy = "least_loaded"
     """How a worker is chosen for an item."""
+    explained_decisions: Annotated[int, Field(ge=0, le=1_000_000)] = 4096
+    """Latest placement decisions that are kept to be explained."""
     resolve_seconds: Annotated[float, Field(gt=0, le=3600)] = 2.0
     """How often host names are resolved again."""
     max_items: Annotated[int, Field(ge=1, le=1_000_000)] = 8192

@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 import grpc
-from trtmesh.chassis.errors import InvalidRequest, WorkerLost
+from trtmesh.chassis.errors import InvalidRequest, WorkerLost, from_proto
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.outbox import Outbox
 from trtmesh.router.placement import WorkerSnapshot
+from trtmesh.router.placement.load_guard import Booking, LoadGuard, Typical
+from trtmesh.router.placement.rates import Report
 from trtmesh.router.replica import LEAVING, LinkSettings, Replica
 from trtmesh.router.sequence import SequenceRun
 from trtmesh.v1 import engine_pb2 as pb
@@ -61,7 +63,9 @@ class Worker(Replica):
         self.sequences: dict[int, SequenceRun] = {}
         self.released: set[int] = set()
         """Handles of sequences that went on elsewhere and whose ends are still to come."""
-        self._foreign_sequences = 0
+        self.guard = LoadGuard(self.touch)
+        self._snapshot: WorkerSnapshot | None = None
+        self._snapshot_of: tuple[admin_pb.WorkerState.ValueType, bool] | None = None
         self._supported: frozenset[str] = frozenset()
         self._next_handle = 0
         self._progress_at = 0.0
@@ -81,21 +85,41 @@ class Worker(Replica):
         """Always: a worker reports its load at a steady pace, whatever happens."""
         return True
 
-    def snapshot(self) -> WorkerSnapshot:
-        """What a placement needs to know, with everything dispatched until this moment."""
+    def touch(self) -> None:
+        """What a placement needs to know changed."""
+        self._snapshot = None
+
+    def snapshot(self, typical: Typical | None = None) -> WorkerSnapshot:
+        """What a placement needs to know, with everything dispatched until this moment. Placements come far more often
+        than changes, so it is made when something changed."""
+        now_of = (self.state, self.leaving)
+        if self._snapshot is None or self._snapshot_of != now_of:
+            self._snapshot, self._snapshot_of = self._take_snapshot(typical or Typical()), now_of
+        return self._snapshot
+
+    def _take_snapshot(self, typical: Typical) -> WorkerSnapshot:
+        guard, now = self.guard, asyncio.get_running_loop().time()
         return WorkerSnapshot(
             address=self.address,
             worker=self.name,
             model=self.engine.model,
             problem=self.mismatch if self.ready else self.problem or LEAVING,
-            sequences=len(self.sequences) + self._foreign_sequences,
             supported_fields=self._supported,
             last_turn=self.last_turn,
+            sequences=guard.sequences,
+            wait_seconds=guard.wait_seconds(typical, self.engine.max_batch_size),
+            prefill_seconds=guard.prefill_seconds(typical),
+            step_seconds=guard.step_seconds(typical),
+            pressure_seconds=guard.pressure_seconds,
+            warmth=guard.warmth(now),
+            breaker_open=guard.breaker.is_open(now),
         )
 
-    def submit(self, runs: Sequence[SequenceRun], command: pb.SubmitCommand) -> None:
-        """Starts sequences of one item; `command.handle` is filled in here. Raises InvalidRequest for an item that no
-        message can hold, which would otherwise break the stream of all others."""
+    def submit(
+        self, runs: Sequence[SequenceRun], command: pb.SubmitCommand, booking: Booking
+    ) -> None:
+        """Starts sequences of one item, for which `booking` was taken; `command.handle` is filled in here. Raises
+        InvalidRequest for an item that no message can hold, which would otherwise break the stream of all others."""
         size, most = command.ByteSize(), self._settings.max_message_bytes - MESSAGE_OVERHEAD_BYTES
         if size > most:
             raise InvalidRequest(
@@ -103,6 +127,7 @@ class Worker(Replica):
                 " (max_message_bytes); send a shorter prompt or less data"
             )
         first = command.handle = self._free_handles(len(runs))
+        self.guard.assign(range(first, first + len(runs)), booking)
         for handle, run in enumerate(runs, first):
             self.sequences[handle] = run
             run.assign(Handle(self, handle))
@@ -127,6 +152,7 @@ class Worker(Replica):
         self.stop(handle, generation_pb.FINISH_REASON_CANCELLED)
         if self.sequences.pop(handle, None) is not None:
             self.released.add(handle)
+            self.guard.leave(handle, asyncio.get_running_loop().time())
 
     async def talk(self, channel: grpc.aio.Channel) -> None:
         await self._tokenizers_known()
@@ -165,6 +191,7 @@ class Worker(Replica):
     def _on_welcome(self, engine: pb.GetEngineResponse) -> None:
         self.engine = engine
         self._supported = frozenset(engine.supported_fields)
+        self.guard.joined(asyncio.get_running_loop().time())
         self._become(admin_pb.WORKER_STATE_READY, "")
         self._on_change()
 
@@ -186,8 +213,7 @@ class Worker(Replica):
     def _on_load(self, load: pb.Load) -> None:
         self._check_progress(load)
         self.load = load
-        reported = load.running_sequences + load.waiting_sequences
-        self._foreign_sequences = max(0, reported - len(self.sequences))
+        self.guard.take_report(_report(load, asyncio.get_running_loop().time()))
         if self.ready and load.draining:
             self._become(admin_pb.WORKER_STATE_DRAINING, "draining")
 
@@ -210,11 +236,14 @@ class Worker(Replica):
             if (run := sequences.get(prompt.handle)) is not None:
                 run.on_prompt(prompt.details)
         now = asyncio.get_running_loop().time()
+        awaiting = self.guard.awaiting
         token_ids = list(step.token_ids)
         start = 0
         for handle, offset, count in zip(
             step.handles, step.token_offsets, step.token_counts, strict=True
         ):
+            if awaiting and (booking := awaiting.pop(handle, None)) is not None:
+                booking.started(now)
             run = sequences.get(handle)
             if run is not None:
                 run.on_tokens(offset, token_ids[start : start + count], details.get(handle))
@@ -222,6 +251,8 @@ class Worker(Replica):
             start += count
         for end in step.ends:
             if (run := sequences.pop(end.handle, None)) is not None:
+                error = from_proto(end.error) if end.HasField("error") else None
+                self.guard.leave(end.handle, now, error)
                 run.on_end(end)
             else:
                 self.released.discard(end.handle)
@@ -235,10 +266,10 @@ class Worker(Replica):
         sequences, self.sequences = self.sequences, {}
         self.released.clear()
         error = WorkerLost(f"worker {self.name} was lost: {problem}", worker=self.name)
+        self.guard.lose(asyncio.get_running_loop().time(), error)
+        self.load = pb.Load()
         for run in sequences.values():
             run.on_worker_lost(error)
-        self.load = pb.Load()
-        self._foreign_sequences = 0
 
 
 class Handle:
@@ -259,3 +290,16 @@ class Handle:
 
     def release(self) -> None:
         self._worker.release(self._number)
+
+
+def _report(load: pb.Load, now: float) -> Report:
+    return Report(
+        at=now,
+        step_count=load.step_count,
+        running_sequences=load.running_sequences,
+        waiting_sequences=load.waiting_sequences,
+        pending_prompt_tokens=load.pending_prompt_tokens,
+        computed_prompt_tokens=load.computed_prompt_tokens,
+        used_blocks=load.used_blocks,
+        total_blocks=load.total_blocks,
+    )

@@ -1,0 +1,207 @@
+"""What one worker has to do, as far as this router can know: its last report, and all that was sent since.
+
+Every dispatch takes a booking first, so that the next placement sees it at once and not with the next report, and gives
+it back exactly once, however the item ends. What a report shows beyond the bookings belongs to other routers:
+
+    load = bookings now + max(0, reported - bookings when the report came)
+
+so an item is never counted twice, whether the report was made before the worker saw it or after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.router.placement.breaker import Breaker, is_fault
+from trtmesh.router.placement.rates import (
+    FALLBACK_PREFILL_RATE,
+    FALLBACK_STEP_SECONDS,
+    Rates,
+    Report,
+)
+
+SLOW_START_SECONDS = 10.0
+"""How long a worker that joined is treated as if it had part of the fleet's mean load."""
+
+PRESSURE_SECONDS, MOST_PRESSURE = 0.15, 0.99
+"""Penalty of k / (1 - k) for a share k of KV blocks in use, as in SMG's expected wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Typical:
+    """What is assumed of a worker as long as nothing is learned of it: the fleet's means."""
+
+    prefill_rate: float = FALLBACK_PREFILL_RATE
+    step_seconds: float = FALLBACK_STEP_SECONDS
+    new_tokens: float = 128.0
+    """Tokens that an item generates."""
+
+
+class Booking:
+    """The place of an item's sequences on a worker, from before their dispatch until the last one has left."""
+
+    __slots__ = ("_booked_at", "_guard", "_idle_before", "_waiting", "prompt_tokens", "sequences")
+
+    def __init__(
+        self, guard: LoadGuard, prompt_tokens: int, sequences: int, now: float, *, idle_before: bool
+    ) -> None:
+        self._guard = guard
+        self._booked_at = now
+        self._idle_before = idle_before
+        self._waiting = True
+        self.prompt_tokens = prompt_tokens
+        self.sequences = sequences
+
+    @property
+    def waiting(self) -> bool:
+        """Whether its prompt is still to be computed."""
+        return self._waiting and self.sequences > 0
+
+    def started(self, now: float) -> None:
+        """Its first token came: its prompt is computed. Later calls do nothing."""
+        if self.waiting:
+            self._waiting = False
+            seconds = now - self._booked_at if self._idle_before else None
+            self._guard._on_started(self.prompt_tokens, seconds)
+
+    def leave(self, now: float, error: TrtmeshError | None = None) -> None:
+        """One of its sequences is over or goes on elsewhere, because of `error` if that is given."""
+        if self.sequences:
+            waiting = self.waiting
+            self.sequences -= 1
+            last = not self.sequences
+            prompt_tokens = self.prompt_tokens if waiting and last else 0
+            self._guard._on_left(1, prompt_tokens, last=last)
+            if waiting:
+                self._guard._on_ended_early(error, now)
+
+    def release(self, now: float, error: TrtmeshError | None = None) -> None:
+        """All that are left leave. Later calls do nothing."""
+        while self.sequences:
+            self.leave(now, error)
+
+
+class LoadGuard:
+    """The load of one worker. All times are seconds of one clock."""
+
+    def __init__(self, on_change: Callable[[], None]) -> None:
+        self._on_change = on_change
+        self._report = Report(0.0)
+        self._joined_at = float("-inf")
+        self._foreign_sequences = 0
+        self._foreign_prompt_tokens = 0
+        self._by_handle: dict[int, Booking] = {}
+        self.awaiting: dict[int, Booking] = {}
+        """Bookings by handle as long as no token came for the handle; looked at for every token."""
+        self.booked_sequences = 0
+        self.booked_prompt_tokens = 0
+        self.bookings = 0
+        self.rates = Rates()
+        self.breaker = Breaker()
+
+    def assign(self, handles: Iterable[int], booking: Booking) -> None:
+        """The sequences of a booking are dispatched under these handles."""
+        for handle in handles:
+            self._by_handle[handle] = self.awaiting[handle] = booking
+
+    def leave(self, handle: int, now: float, error: TrtmeshError | None = None) -> None:
+        """The sequence of a handle is over or goes on elsewhere; unknown handles are ignored."""
+        self.awaiting.pop(handle, None)
+        if (booking := self._by_handle.pop(handle, None)) is not None:
+            booking.leave(now, error)
+
+    def lose(self, now: float, error: TrtmeshError) -> None:
+        """The stream is lost: all sequences leave, and nothing is known of others' work there."""
+        self._report = Report(0.0)
+        self._foreign_sequences = self._foreign_prompt_tokens = 0
+        for handle in [*self._by_handle]:
+            self.leave(handle, now, error)
+        self._on_change()
+
+    @property
+    def sequences(self) -> int:
+        """Sequences on the worker, running or waiting."""
+        return self.booked_sequences + self._foreign_sequences
+
+    @property
+    def pending_prompt_tokens(self) -> int:
+        """Prompt tokens that are to be computed before another prompt's turn comes."""
+        return self.booked_prompt_tokens + self._foreign_prompt_tokens
+
+    def book(self, prompt_tokens: int, sequences: int, now: float) -> Booking:
+        """Counts an item of which `prompt_tokens` are to be computed."""
+        booking = Booking(self, prompt_tokens, sequences, now, idle_before=not self.sequences)
+        self.bookings += 1
+        self.booked_sequences += sequences
+        self.booked_prompt_tokens += prompt_tokens
+        self.breaker.dispatched(now)
+        self._on_change()
+        return booking
+
+    def joined(self, now: float) -> None:
+        """The worker is ready, for the first time or again: its slow start begins."""
+        self._joined_at = now
+        self._on_change()
+
+    def take_report(self, report: Report) -> None:
+        """A load report arrived."""
+        if report.step_count < self._report.step_count:
+            # Another process: what was learned of the one before may not hold.
+            self.rates = Rates()
+        else:
+            self.rates.learn(self._report, report)
+        self._report = report
+        self._foreign_sequences = max(0, report.sequences - self.booked_sequences)
+        self._foreign_prompt_tokens = max(
+            0, report.pending_prompt_tokens - self.booked_prompt_tokens
+        )
+        self._on_change()
+
+    def warmth(self, now: float) -> float:
+        return min(1.0, max(0.0, (now - self._joined_at) / SLOW_START_SECONDS))
+
+    def wait_seconds(self, typical: Typical, max_batch_size: int) -> float:
+        """Predicted time until the worker would begin with another prompt: the prompts before it, and, beyond the
+        batch, the sequences that must end first."""
+        wait = self.pending_prompt_tokens * self.prefill_seconds(typical)
+        excess = self.sequences + 1 - max_batch_size
+        if max_batch_size and excess > 0:
+            wait += excess / max_batch_size * typical.new_tokens * self.step_seconds(typical)
+        return wait
+
+    def prefill_seconds(self, typical: Typical) -> float:
+        return 1.0 / (self.rates.prefill_rate.value or typical.prefill_rate)
+
+    def step_seconds(self, typical: Typical) -> float:
+        """Predicted time of a step with one more sequence."""
+        predicted = self.rates.step_seconds(self.sequences + 1)
+        return typical.step_seconds if predicted is None else predicted
+
+    @property
+    def pressure_seconds(self) -> float:
+        used = (
+            self._report.used_blocks / self._report.total_blocks if self._report.total_blocks else 0
+        )
+        used = min(used, MOST_PRESSURE)
+        return PRESSURE_SECONDS * used / (1.0 - used)
+
+    def _on_started(self, prompt_tokens: int, seconds: float | None) -> None:
+        self.booked_prompt_tokens -= prompt_tokens
+        if seconds is not None:
+            self.rates.learn_first_token(prompt_tokens, seconds)
+        self.breaker.succeeded()
+        self._on_change()
+
+    def _on_left(self, sequences: int, prompt_tokens: int, *, last: bool) -> None:
+        self.bookings -= last
+        self.booked_sequences -= sequences
+        self.booked_prompt_tokens -= prompt_tokens
+        self._on_change()
+
+    def _on_ended_early(self, error: TrtmeshError | None, now: float) -> None:
+        if error is not None and is_fault(error):
+            self.breaker.failed(now)
+        else:
+            self.breaker.ended_neutrally()

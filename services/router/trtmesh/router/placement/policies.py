@@ -1,0 +1,107 @@
+"""The policies: how each scores the workers that can take an item, and which of these it looks at.
+
+A policy is two pure functions. `score` gives every worker a cost, lower is better; `shortlist` may narrow the choice
+down to some of the eligible. The lowest score of the shortlist wins, and of equals the one whose last turn is longest
+ago. The predicted cost of an item on a worker, in seconds:
+
+    wait + uncached prompt tokens * prefill + new tokens * step + pressure
+
+with rates that were learned online (`rates.py`). Formulas of its kind are Mooncake's TTFT estimate and the expected
+wait of SMG's power of two; to cost what is left to compute, and not what matches, is what makes a miss go to the least
+busy worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from trtmesh.router.placement.snapshot import PlacementQuery, WorkerSnapshot
+
+Fleet = Sequence[WorkerSnapshot]
+Indexes = list[int]
+"""Positions in the fleet."""
+
+SPILL_RATIO, SPILL_SEQUENCES = 1.5, 8
+"""`prefix_aware` leaves a worker that has the prefix when it has more sequences than both the mean times the ratio
+and the mean plus the number: a prefix that is hot spreads to another worker."""
+
+HOLDERS = 2
+SAMPLES = 2
+"""`auto` looks at the two workers with the longest prefix and at two others by chance: routers that see the same
+reports then do not all choose the same worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How a worker is chosen among those that can take an item."""
+
+    score: Callable[[Fleet, PlacementQuery], list[float]]
+    shortlist: Callable[[Indexes, Fleet, PlacementQuery], Indexes]
+    looks_at_prefixes: bool = False
+
+
+def _equal(fleet: Fleet, query: PlacementQuery) -> list[float]:
+    return [0.0] * len(fleet)
+
+
+def _sequences(fleet: Fleet, query: PlacementQuery) -> list[float]:
+    return [float(worker.sequences) for worker in fleet]
+
+
+def predicted_seconds(fleet: Fleet, query: PlacementQuery) -> list[float]:
+    """The predicted cost of the item on each worker, in seconds."""
+    prompt, new, cached = query.prompt_tokens, query.new_tokens, query.cached_tokens
+    costs = [
+        w.wait_seconds + prompt * w.prefill_seconds + new * w.step_seconds + w.pressure_seconds
+        for w in fleet
+    ]
+    if cached:
+        for index, worker in enumerate(fleet):
+            if worker.address in cached:
+                costs[index] -= cached[worker.address] * worker.prefill_seconds
+    return costs
+
+
+def _all(eligible: Indexes, fleet: Fleet, query: PlacementQuery) -> Indexes:
+    return eligible
+
+
+def _sample(eligible: Indexes, draw: int) -> Indexes:
+    """Two different ones, or all when there are no more."""
+    count = len(eligible)
+    if count <= SAMPLES:
+        return eligible
+    first, second = draw % count, (draw >> 16) % (count - 1)
+    return [eligible[first], eligible[second + (second >= first)]]
+
+
+def _pair(eligible: Indexes, fleet: Fleet, query: PlacementQuery) -> Indexes:
+    return _sample(eligible, query.draw)
+
+
+def _longest_prefix(eligible: Indexes, fleet: Fleet, query: PlacementQuery) -> Indexes:
+    cached = query.cached_tokens
+    if not cached:
+        return eligible
+    mean = sum(fleet[index].sequences for index in eligible) / len(eligible)
+    most = max(mean * SPILL_RATIO, mean + SPILL_SEQUENCES)
+    holders = [i for i in eligible if fleet[i].address in cached and fleet[i].sequences <= most]
+    longest = max((cached[fleet[i].address] for i in holders), default=0)
+    return [i for i in holders if cached[fleet[i].address] == longest] or eligible
+
+
+def _holders_and_sample(eligible: Indexes, fleet: Fleet, query: PlacementQuery) -> Indexes:
+    cached = query.cached_tokens
+    holders = [index for index in eligible if fleet[index].address in cached]
+    holders.sort(key=lambda index: -cached[fleet[index].address])
+    return [*holders[:HOLDERS], *_sample(eligible, query.draw)]
+
+
+POLICIES: dict[str, Policy] = {
+    "round_robin": Policy(_equal, _all),
+    "least_loaded": Policy(_sequences, _all),
+    "power_of_two": Policy(predicted_seconds, _pair),
+    "prefix_aware": Policy(predicted_seconds, _longest_prefix, looks_at_prefixes=True),
+    "auto": Policy(predicted_seconds, _holders_and_sample, looks_at_prefixes=True),
+}

@@ -1,0 +1,222 @@
+"""The load guard: nothing is counted twice, nothing is forgotten, whatever the order."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trtmesh.chassis.errors import (
+    BackendFailed,
+    InvalidField,
+    QueueFull,
+    TrtmeshError,
+    WorkerLost,
+)
+from trtmesh.router.placement.breaker import FIRST_REST_SECONDS, LONGEST_REST_SECONDS, Breaker
+from trtmesh.router.placement.load_guard import Booking, LoadGuard, Typical
+from trtmesh.router.placement.rates import Rates, Report
+
+
+def guard() -> LoadGuard:
+    return LoadGuard(lambda: None)
+
+
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["book", "assign", "token", "leave", "release", "report", "lose"]),
+        st.integers(0, 50),
+        st.integers(1, 4),
+    ),
+    max_size=60,
+)
+
+
+@given(ACTIONS)
+def test_the_load_is_what_is_booked_and_what_reports_show_beyond(
+    actions: list[tuple[str, int, int]],
+) -> None:
+    tested = guard()
+    booked: list[Booking] = []
+    handles: dict[int, Booking] = {}
+    foreign = foreign_tokens = 0
+    for now, (action, number, count) in enumerate(actions):
+        undispatched = [b for b in booked if b.sequences and b not in handles.values()]
+        handle = [*handles][number % len(handles)] if handles else None
+        if action == "book":
+            booked.append(tested.book(number, count, now))
+        elif action == "assign" and undispatched:
+            fresh = range(1000 * now, 1000 * now + undispatched[0].sequences)
+            tested.assign(fresh, undispatched[0])
+            handles.update(dict.fromkeys(fresh, undispatched[0]))
+        elif action == "token" and handle is not None:
+            handles[handle].started(now)
+            handles[handle].started(now)
+        elif action == "leave" and handle is not None:
+            tested.leave(handle, now)
+            tested.leave(handle, now)
+            handles.pop(handle)
+        elif action == "release" and undispatched:
+            undispatched[0].release(now)
+            undispatched[0].release(now)
+        elif action == "report":
+            tested.take_report(
+                Report(now, running_sequences=number, pending_prompt_tokens=number * 7)
+            )
+            foreign = max(0, number - sum(b.sequences for b in booked))
+            waiting = sum(b.prompt_tokens for b in booked if b.waiting)
+            foreign_tokens = max(0, number * 7 - waiting)
+        elif action == "lose":
+            tested.lose(now, WorkerLost("gone"))
+            handles.clear()
+            foreign = foreign_tokens = 0
+        waiting = sum(b.prompt_tokens for b in booked if b.waiting)
+        assert tested.bookings == sum(b.sequences > 0 for b in booked)
+        assert tested.booked_sequences == sum(b.sequences for b in booked)
+        assert tested.booked_prompt_tokens == waiting
+        assert tested.sequences == tested.booked_sequences + foreign
+        assert tested.pending_prompt_tokens == waiting + foreign_tokens
+        assert set(tested.awaiting) <= set(handles)
+
+
+def test_a_dispatch_counts_at_once_and_its_report_does_not_count_it_again() -> None:
+    tested = guard()
+    booking = tested.book(100, 1, 0.0)
+    assert (tested.sequences, tested.pending_prompt_tokens) == (1, 100)
+    tested.take_report(Report(1.0))
+    assert (tested.sequences, tested.pending_prompt_tokens) == (1, 100)
+    tested.take_report(Report(2.0, waiting_sequences=1, pending_prompt_tokens=100))
+    assert (tested.sequences, tested.pending_prompt_tokens) == (1, 100)
+    tested.take_report(Report(3.0, running_sequences=4, pending_prompt_tokens=150))
+    assert (tested.sequences, tested.pending_prompt_tokens) == (4, 150)
+    booking.started(3.0)
+    booking.release(4.0)
+    assert (tested.sequences, tested.pending_prompt_tokens) == (3, 50)
+
+
+def test_rates_are_learned_from_reports() -> None:
+    rates = Rates()
+    before = Report(0.0, step_count=0, running_sequences=1, pending_prompt_tokens=9000)
+    for second in range(1, 30):
+        after = Report(
+            float(second),
+            step_count=second * 10,
+            running_sequences=1,
+            pending_prompt_tokens=9000,
+            computed_prompt_tokens=second * 500,
+        )
+        rates.learn(before, after)
+        before = after
+    assert rates.prefill_rate.value == pytest.approx(500)
+    assert rates.step_seconds(1) is None
+
+
+def test_step_time_is_learned_as_a_line_over_the_batch() -> None:
+    rates = Rates()
+    step, now = 0, 0.0
+    for number in range(200):
+        running = 1 + number % 32
+        before = Report(now, step_count=step, running_sequences=running)
+        now += 10 * (0.010 + 0.0005 * running)
+        step += 10
+        rates.learn(before, Report(now, step_count=step, running_sequences=running))
+    for running in (1, 16, 64):
+        assert rates.step_seconds(running) == pytest.approx(0.010 + 0.0005 * running, rel=0.02)
+
+
+def test_a_prompt_that_found_the_worker_idle_tells_the_prefill_rate() -> None:
+    tested = guard()
+    short = tested.book(10, 1, 0.0)
+    short.started(5.0)
+    short.release(5.0)
+    assert tested.rates.prefill_rate.value is None
+    long = tested.book(1000, 1, 10.0)
+    behind = tested.book(1000, 1, 10.0)
+    long.started(12.0)
+    behind.started(14.0)
+    assert tested.rates.prefill_rate.value == pytest.approx(500)
+
+
+def test_another_process_at_the_same_address_is_learned_anew() -> None:
+    tested = guard()
+    tested.rates.prefill_rate.add(100)
+    tested.take_report(Report(1.0, step_count=50))
+    assert tested.rates.prefill_rate.value == 100
+    tested.take_report(Report(2.0, step_count=3))
+    assert tested.rates.prefill_rate.value is None
+
+
+def test_waiting_is_for_prompts_and_for_places_in_the_batch() -> None:
+    typical = Typical(prefill_rate=1000, step_seconds=0.01, new_tokens=100)
+    tested = guard()
+    tested.book(500, 1, 0.0)
+    assert tested.wait_seconds(typical, max_batch_size=4) == pytest.approx(0.5)
+    for _ in range(4):
+        tested.book(0, 1, 0.0)
+    # Two more than the batch of four holds, each a quarter of 100 tokens of 10 ms.
+    assert tested.wait_seconds(typical, max_batch_size=4) == pytest.approx(0.5 + 2 / 4)
+
+
+def test_a_slow_start_ends() -> None:
+    tested = guard()
+    tested.joined(100.0)
+    assert [tested.warmth(now) for now in (100.0, 105.0, 110.0, 500.0)] == [0.0, 0.5, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("error", "opens"),
+    [
+        (WorkerLost("x"), True),
+        (BackendFailed("x"), True),
+        (InvalidField("x"), False),
+        (QueueFull("x"), False),
+        (None, False),
+    ],
+)
+def test_only_faults_before_the_first_token_open_the_breaker(
+    error: TrtmeshError | None, opens: bool
+) -> None:
+    for first_token in (False, True):
+        tested = guard()
+        for now in range(10):
+            booking = tested.book(1, 1, float(now))
+            if first_token:
+                booking.started(float(now))
+            booking.release(float(now), error)
+        assert tested.breaker.is_open(9.1) is (opens and not first_token)
+
+
+def test_the_breaker_rests_longer_each_time_and_lets_one_probe_through() -> None:
+    breaker = Breaker()
+    now = 0.0
+    for _ in range(3):
+        assert not breaker.is_open(now)
+        now += 1
+        breaker.failed(now)
+    rest = FIRST_REST_SECONDS
+    for _ in range(8):
+        assert breaker.is_open(now + rest - 0.01)
+        now += rest
+        assert not breaker.is_open(now)
+        breaker.dispatched(now)
+        assert breaker.is_open(now), "a second item went along with the probe"
+        breaker.failed(now)
+        rest = min(rest * 2, LONGEST_REST_SECONDS)
+    breaker.dispatched(now + rest)
+    breaker.succeeded()
+    assert not breaker.is_open(now)
+
+
+def test_a_lost_stream_is_one_fault_however_many_items_it_carried() -> None:
+    breaker = Breaker()
+    for item in range(50):
+        breaker.failed(1.0 + item / 1000)
+    assert not breaker.is_open(1.1)
+
+
+def test_back_pressure_is_no_success_either() -> None:
+    """A 4xx or a full queue between two faults must not close the breaker's count."""
+    tested = guard()
+    for now in range(3):
+        tested.book(1, 1, float(now)).release(float(now), WorkerLost("x"))
+        tested.book(1, 1, float(now)).release(float(now), QueueFull("x"))
+    assert tested.breaker.is_open(3.0)

@@ -1,0 +1,195 @@
+"""Placement is a pure function of a snapshot."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import groupby
+from random import Random
+from typing import Any
+
+import pytest
+from trtmesh.chassis.errors import NoWorker, UnsupportedField
+from trtmesh.router.placement import POLICIES, PlacementQuery, WorkerSnapshot, place
+from trtmesh.router.placement.place import BREAKER_OPEN, SIBLINGS_ELSEWHERE
+
+QUERY = PlacementQuery("m", frozenset({"sampling.top_k"}))
+
+
+def worker(name: str, **changes: Any) -> WorkerSnapshot:
+    values: dict[str, Any] = {
+        "address": f"{name}:1",
+        "worker": name,
+        "model": "m",
+        "problem": "",
+        "sequences": 0,
+        "supported_fields": frozenset({"sampling.top_k"}),
+        "last_turn": 0,
+    }
+    return WorkerSnapshot(**values | changes)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "unfit",
+    [{"problem": "draining"}, {"model": "other"}, {"supported_fields": frozenset()}],
+)
+def test_an_unfit_worker_is_never_chosen(policy: str, unfit: dict[str, Any]) -> None:
+    decision = place(policy, [worker("a", **unfit), worker("b", sequences=99, last_turn=9)], QUERY)
+    assert decision.chosen.worker == "b"
+    assert [bool(candidate.excluded_by) for candidate in decision.candidates] == [True, False]
+    assert decision.query is QUERY
+
+
+def test_least_loaded_takes_the_worker_with_the_least_to_do() -> None:
+    fleet = [worker("a", sequences=3), worker("b", sequences=1), worker("c", sequences=2)]
+    assert place("least_loaded", fleet, QUERY).chosen.worker == "b"
+
+
+def test_equals_take_turns() -> None:
+    for policy in POLICIES:
+        fleet = [worker("a", last_turn=2), worker("b", last_turn=1), worker("c", last_turn=3)]
+        assert place(policy, fleet, QUERY).chosen.worker == "b"
+
+
+def test_round_robin_does_not_look_at_the_load() -> None:
+    fleet = [worker("a", sequences=100, last_turn=1), worker("b", last_turn=2)]
+    assert place("round_robin", fleet, QUERY).chosen.worker == "a"
+
+
+def test_no_worker_names_every_worker_and_its_problem() -> None:
+    fleet = [worker("a", problem="it is draining"), worker("b", model="other")]
+    with pytest.raises(NoWorker) as told:
+        place("least_loaded", fleet, QUERY)
+    assert "a: it is draining; b: serves model other" in told.value.message
+    assert told.value.retry_after_ms
+    with pytest.raises(NoWorker, match="none is known"):
+        place("least_loaded", [], QUERY)
+
+
+def test_a_field_that_no_worker_has_is_named() -> None:
+    fleet = [worker("a", supported_fields=frozenset({"priority"}))]
+    with pytest.raises(UnsupportedField, match=r"sampling\.top_k"):
+        place("least_loaded", fleet, QUERY)
+
+
+def query(**changes: Any) -> PlacementQuery:
+    return replace(QUERY, **changes)
+
+
+PREFIX_POLICIES = [name for name, policy in POLICIES.items() if policy.looks_at_prefixes]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_who_should_rest_is_passed_over_unless_nobody_is_left(policy: str) -> None:
+    resting = [worker("a", breaker_open=True), worker("b", breaker_open=True)]
+    decision = place(policy, [*resting, worker("c", sequences=50, wait_seconds=9)], QUERY)
+    assert decision.chosen.worker == "c"
+    assert list(decision.excluded_by) == [BREAKER_OPEN, BREAKER_OPEN, ""]
+    assert place(policy, resting, QUERY).chosen.worker in "ab"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_who_is_excluded_is_never_chosen(policy: str) -> None:
+    fleet = [worker("a"), worker("b", breaker_open=True, sequences=9)]
+    decision = place(policy, fleet, query(exclude={"a:1": "it just failed"}))
+    assert decision.chosen.worker == "b"
+    assert list(decision.excluded_by) == ["it just failed", ""]
+    with pytest.raises(NoWorker, match="a: it just failed"):
+        place(policy, fleet[:1], query(exclude={"a:1": "it just failed"}))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_siblings_go_together_unless_their_worker_has_enough(policy: str) -> None:
+    fleet = [worker("a", sequences=5), worker("b"), worker("c", last_turn=1)]
+    decision = place(policy, fleet, query(prefer="a:1"))
+    assert decision.chosen.worker == "a"
+    assert list(decision.excluded_by) == ["", SIBLINGS_ELSEWHERE, SIBLINGS_ELSEWHERE]
+    avoiding = query(avoid=frozenset({"a:1", "b:1"}))
+    assert place(policy, fleet, avoiding).chosen.worker == "c"
+    gone = [worker("a", problem="gone"), *fleet[1:]]
+    assert place(policy, gone, query(prefer="a:1")).chosen.worker in "bc"
+
+
+@pytest.mark.parametrize("policy", PREFIX_POLICIES)
+def test_the_longest_prefix_wins_among_equals(policy: str) -> None:
+    fleet = [worker(name, prefill_seconds=0.001) for name in "abcdef"]
+    cached = {"c:1": 64, "e:1": 128}
+    for draw in range(0, 2**32, 2**27):
+        asked = query(prompt_tokens=200, cached_tokens=cached, draw=draw)
+        decision = place(policy, fleet, asked)
+        assert decision.chosen.worker == "e"
+        assert decision.cached_tokens == 128
+        assert decision.regret_tokens == 0
+
+
+@pytest.mark.parametrize("policy", PREFIX_POLICIES)
+def test_a_hot_prefix_spreads(policy: str) -> None:
+    fleet = [
+        worker("a", sequences=40, wait_seconds=3.0, prefill_seconds=0.001),
+        worker("b", prefill_seconds=0.001),
+        worker("c", prefill_seconds=0.001),
+    ]
+    decision = place(policy, fleet, query(prompt_tokens=200, cached_tokens={"a:1": 192}))
+    assert decision.chosen.worker != "a"
+    assert decision.regret_tokens == 192
+
+
+@pytest.mark.parametrize("policy", [*PREFIX_POLICIES, "power_of_two", "least_loaded"])
+def test_a_miss_goes_where_least_is_waited(policy: str) -> None:
+    """Not where the fewest blocks are stored: that sends every miss to the same worker."""
+    fleet = [worker("a", wait_seconds=2.0, sequences=9), worker("b", wait_seconds=0.1, sequences=1)]
+    assert place(policy, fleet, query(prompt_tokens=100)).chosen.worker == "b"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_new_worker_gets_its_share_and_not_all(policy: str) -> None:
+    old = {name: worker(name, sequences=20, wait_seconds=1.0, step_seconds=0.02) for name in "abc"}
+    fleet = {**old, "new": worker("new", warmth=0.0)}
+    taken: list[str] = []
+    generator = Random(3)
+    for turn in range(1, 41):
+        asked = query(prompt_tokens=100, new_tokens=10, draw=generator.getrandbits(32))
+        name = place(policy, list(fleet.values()), asked).chosen.worker
+        taken.append(name)
+        seen = fleet[name]
+        fleet[name] = replace(
+            seen,
+            sequences=seen.sequences + 1,
+            wait_seconds=seen.wait_seconds + 0.05,
+            last_turn=turn,
+        )
+    assert 5 <= taken.count("new") <= 25
+    assert max(len(list(run)) for key, run in groupby(taken) if key == "new") <= 4
+
+
+def test_power_of_two_looks_at_two_and_takes_the_better() -> None:
+    fleet = [worker(str(number), wait_seconds=float(number)) for number in range(8)]
+    generator = Random(1)
+    chosen = Counter(
+        place("power_of_two", fleet, query(draw=generator.getrandbits(32))).chosen.worker
+        for _ in range(2000)
+    )
+    assert "7" not in chosen
+    assert len(chosen) == 7
+    assert chosen.most_common(1)[0][0] == "0"
+
+
+def test_routers_that_see_the_same_do_not_all_choose_the_same() -> None:
+    fleet = [worker(str(number)) for number in range(16)]
+    generator = Random(1)
+    chosen = Counter(
+        place("auto", fleet, query(prompt_tokens=9, draw=generator.getrandbits(32))).chosen.worker
+        for _ in range(400)
+    )
+    assert len(chosen) == 16
+    assert max(chosen.values()) < 80
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_decision_can_be_repeated(policy: str) -> None:
+    fleet = [worker(str(n), wait_seconds=n % 3, sequences=n % 4, last_turn=n) for n in range(9)]
+    asked = query(prompt_tokens=50, cached_tokens={"4:1": 32}, draw=123456789)
+    decision = place(policy, fleet, asked)
+    again = place(policy, decision.fleet, decision.query)
+    assert (again.chosen, list(again.scores)) == (decision.chosen, list(decision.scores))
