@@ -27,6 +27,7 @@ class Stack:
 
     address: str
     pids: Mapping[str, int]
+    engine_metrics_port: int | None = None
 
     def cpu_seconds(self) -> dict[str, float]:
         """CPU time, user and system, that each service has used, by the operating system's accounting."""
@@ -50,7 +51,7 @@ def stack(*engine_flags: str, backend: str = "simulated") -> Iterator[Stack]:
                         "--tokenizers", tokenizer["address"])  # fmt: skip
         _wait_until_serving(router["address"])
         pids = {"router": router["pid"], "tokenizer": tokenizer["pid"], "engine": engine["pid"]}
-        yield Stack(router["address"], pids)
+        yield Stack(router["address"], pids, engine["metrics_port"])
     finally:
         _end(children)
 
@@ -82,6 +83,7 @@ class Announcement(TypedDict):
     """What a service prints when it listens."""
 
     address: str
+    metrics_port: int | None
     pid: int
 
 

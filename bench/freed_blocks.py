@@ -1,0 +1,105 @@
+"""How soon the engine's KV blocks are free again after a client cancels, with other streams running.
+
+Prints, for the simulated backend at a 10 ms step and for the torch backend with the demo model, the time from the
+client's cancel to the engine's own count of used blocks without the request's, in milliseconds. The count is read
+from the engine's metrics, which are refreshed every 2 ms here and cost a few milliseconds to read: the figures are
+upper bounds.
+"""
+
+from __future__ import annotations
+
+# gRPC reads the environment when it is first imported.
+import trtmesh.chassis.environment  # noqa: F401  # isort: skip
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import time
+from contextlib import aclosing
+from urllib.request import urlopen
+
+import uvloop
+from _stack import MODEL_DIR, Stack, stack
+from trtmesh.client import Client, Tokens
+
+GAUGE = "trtmesh_engine_used_blocks"
+PROMPT = "def fibonacci(n):\n    "
+MAX_TOKENS = 50
+# A block is longer than any sequence here: blocks in use are sequences that are not over.
+COMMON = ("--metrics-port", "0", "--load-interval-seconds", "0.002")
+BACKENDS = {
+    "simulated": ("--simulated-tokens-per-block", "4096", "--simulated-step-ms", "10"),
+    "torch": ("--torch-tokens-per-block", "64", "--model-dir", str(MODEL_DIR)),
+}
+
+
+def used_blocks(mesh: Stack) -> int:
+    with urlopen(f"http://127.0.0.1:{mesh.engine_metrics_port}/metrics") as response:
+        lines = response.read().decode().splitlines()
+    return int(float(next(line for line in lines if line.startswith(GAUGE)).split()[1]))
+
+
+async def background(client: Client, ready: asyncio.Event) -> None:
+    """One stream after another, for ever."""
+    options = {"max_tokens": MAX_TOKENS, "ignore_end_id": True}
+    while True:
+        async with aclosing(client.generate([PROMPT], **options)) as events:
+            async for event in events:
+                if isinstance(event, Tokens):
+                    ready.set()
+
+
+async def cancel_one(mesh: Stack, client: Client, streams: int) -> float:
+    """Milliseconds from the cancel of a request that has begun until its blocks are free."""
+    # Several, so that a stream of the background that begins anew at this moment does not hide them.
+    prompts = ["class Stack:"] * 4
+    options = {"max_tokens": MAX_TOKENS, "ignore_end_id": True}
+    async with aclosing(client.generate(prompts, **options)) as events:
+        async for event in events:
+            if isinstance(event, Tokens):
+                break
+        started = time.perf_counter()
+    while await asyncio.to_thread(used_blocks, mesh) > streams:
+        pass
+    return (time.perf_counter() - started) * 1e3
+
+
+async def measure(backend: str, streams: int, rounds: int) -> dict[str, float]:
+    with stack(*COMMON, *BACKENDS[backend], backend=backend) as mesh:
+        async with Client(mesh.address) as client:
+            ready = [asyncio.Event() for _ in range(streams)]
+            lanes = [asyncio.create_task(background(client, event)) for event in ready]
+            try:
+                await asyncio.gather(*(event.wait() for event in ready))
+                times = [await cancel_one(mesh, client, streams) for _ in range(rounds)]
+            finally:
+                for lane in lanes:
+                    lane.cancel()
+                await asyncio.gather(*lanes, return_exceptions=True)
+    return {
+        "p50_ms": round(statistics.median(times), 1),
+        "p99_ms": round(statistics.quantiles(times, n=100)[98], 1),
+        "worst_ms": round(max(times), 1),
+    }
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    figures = {}
+    for backend in BACKENDS:
+        figures[backend] = await measure(backend, arguments.streams, arguments.rounds)
+        print(f"{backend}: {json.dumps(figures[backend])}", file=sys.stderr)
+    print(json.dumps({"streams": arguments.streams, "cancels": arguments.rounds, **figures}))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--streams", type=int, default=16, help="streams that go on meanwhile")
+    parser.add_argument("--rounds", type=int, default=200)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main(parse()))
