@@ -112,7 +112,7 @@ def test_enum_numbers_without_a_name_are_refused(path: str, names: str) -> None:
         ),
         (
             pb.GenerationConfig(sampling=pb.SamplingConfig(embedding_bias_texts=["a"])),
-            "embedding_bias_texts has 1 entries but embedding_bias_weights has 0",
+            "embedding_bias_texts has 1 entries and embedding_bias_token_ids 0, but embedding_bias_weights",
         ),
         (
             pb.GenerationConfig(

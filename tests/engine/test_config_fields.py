@@ -33,6 +33,7 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "lookahead.ngram_size": {"lookahead.window_size": 2, "lookahead.verification_set_size": 2},
     "lookahead.verification_set_size": {"lookahead.window_size": 2, "lookahead.ngram_size": 2},
     "sampling.embedding_bias_texts": {"sampling.embedding_bias_weights": [0.5]},
+    "sampling.embedding_bias_token_ids": {"sampling.embedding_bias_weights": [0.5]},
     "sampling.embedding_bias_weights": {"sampling.embedding_bias_texts": ["word"]},
 }
 SEED = "sampling.seed"

@@ -482,6 +482,7 @@ class SamplingConfig(google.protobuf.message.Message):
     NUM_RETURN_SEQUENCES_FIELD_NUMBER: builtins.int
     BEST_OF_FIELD_NUMBER: builtins.int
     LOGITS_POST_PROCESSOR_FIELD_NUMBER: builtins.int
+    EMBEDDING_BIAS_TOKEN_IDS_FIELD_NUMBER: builtins.int
     temperature: builtins.float
     """Divides the logits, at least 0. Unset means 1 when another field asks for sampling."""
     top_k: builtins.int
@@ -491,11 +492,11 @@ class SamplingConfig(google.protobuf.message.Message):
     min_p: builtins.float
     """Drops tokens less likely than this share of the most likely token, in [0, 1]."""
     top_p_min: builtins.float
-    """Lower bound that top_p decays to, in (0, 1]."""
+    """Lower bound of top_p from the second token on, in (0, 1]. Unset means 1e-6."""
     top_p_decay: builtins.float
-    """Factor applied to top_p after each token, in (0, 1]."""
+    """Factor applied to top_p after each token, in (0, 1]; an unset top_p begins at 1."""
     top_p_reset_id: builtins.int
-    """Token id that resets top_p to its first value."""
+    """Token id that, once generated, resets top_p to its first value."""
     seed: builtins.int
     """Seed of the draws. Unset: the router draws one and reports it."""
     repetition_penalty: builtins.float
@@ -520,11 +521,17 @@ class SamplingConfig(google.protobuf.message.Message):
 
     @property
     def embedding_bias_texts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Texts whose token ids get the weight of the same index in `embedding_bias_weights`."""
+        """Texts whose token ids, without special tokens, get the weight of the same index in `embedding_bias_weights`."""
 
     @property
     def embedding_bias_weights(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Weights of `embedding_bias_texts`, equally many."""
+        """Weights of `embedding_bias_texts`, then of `embedding_bias_token_ids`, as many as both together."""
+
+    @property
+    def embedding_bias_token_ids(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TokenIds]:
+        """Token ids that get one weight of `embedding_bias_weights` a list; what `embedding_bias_texts` become. An id that
+        occurs several times gets the sum.
+        """
 
     def __init__(
         self,
@@ -548,9 +555,10 @@ class SamplingConfig(google.protobuf.message.Message):
         num_return_sequences: builtins.int | None = ...,
         best_of: builtins.int | None = ...,
         logits_post_processor: builtins.str | None = ...,
+        embedding_bias_token_ids: collections.abc.Iterable[Global___TokenIds] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_best_of", b"_best_of", "_frequency_penalty", b"_frequency_penalty", "_logits_post_processor", b"_logits_post_processor", "_min_p", b"_min_p", "_no_repeat_ngram_size", b"_no_repeat_ngram_size", "_num_return_sequences", b"_num_return_sequences", "_presence_penalty", b"_presence_penalty", "_prompt_ignore_length", b"_prompt_ignore_length", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "_top_p_decay", b"_top_p_decay", "_top_p_min", b"_top_p_min", "_top_p_reset_id", b"_top_p_reset_id", "best_of", b"best_of", "frequency_penalty", b"frequency_penalty", "logits_post_processor", b"logits_post_processor", "min_p", b"min_p", "no_repeat_ngram_size", b"no_repeat_ngram_size", "num_return_sequences", b"num_return_sequences", "presence_penalty", b"presence_penalty", "prompt_ignore_length", b"prompt_ignore_length", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "top_p_decay", b"top_p_decay", "top_p_min", b"top_p_min", "top_p_reset_id", b"top_p_reset_id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_best_of", b"_best_of", "_frequency_penalty", b"_frequency_penalty", "_logits_post_processor", b"_logits_post_processor", "_min_p", b"_min_p", "_no_repeat_ngram_size", b"_no_repeat_ngram_size", "_num_return_sequences", b"_num_return_sequences", "_presence_penalty", b"_presence_penalty", "_prompt_ignore_length", b"_prompt_ignore_length", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "_top_p_decay", b"_top_p_decay", "_top_p_min", b"_top_p_min", "_top_p_reset_id", b"_top_p_reset_id", "best_of", b"best_of", "embedding_bias", b"embedding_bias", "embedding_bias_texts", b"embedding_bias_texts", "embedding_bias_weights", b"embedding_bias_weights", "frequency_penalty", b"frequency_penalty", "logits_post_processor", b"logits_post_processor", "min_p", b"min_p", "no_repeat_ngram_size", b"no_repeat_ngram_size", "num_return_sequences", b"num_return_sequences", "presence_penalty", b"presence_penalty", "prompt_ignore_length", b"prompt_ignore_length", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "top_p_decay", b"top_p_decay", "top_p_min", b"top_p_min", "top_p_reset_id", b"top_p_reset_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_best_of", b"_best_of", "_frequency_penalty", b"_frequency_penalty", "_logits_post_processor", b"_logits_post_processor", "_min_p", b"_min_p", "_no_repeat_ngram_size", b"_no_repeat_ngram_size", "_num_return_sequences", b"_num_return_sequences", "_presence_penalty", b"_presence_penalty", "_prompt_ignore_length", b"_prompt_ignore_length", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "_top_p_decay", b"_top_p_decay", "_top_p_min", b"_top_p_min", "_top_p_reset_id", b"_top_p_reset_id", "best_of", b"best_of", "embedding_bias", b"embedding_bias", "embedding_bias_texts", b"embedding_bias_texts", "embedding_bias_token_ids", b"embedding_bias_token_ids", "embedding_bias_weights", b"embedding_bias_weights", "frequency_penalty", b"frequency_penalty", "logits_post_processor", b"logits_post_processor", "min_p", b"min_p", "no_repeat_ngram_size", b"no_repeat_ngram_size", "num_return_sequences", b"num_return_sequences", "presence_penalty", b"presence_penalty", "prompt_ignore_length", b"prompt_ignore_length", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "top_p_decay", b"top_p_decay", "top_p_min", b"top_p_min", "top_p_reset_id", b"top_p_reset_id"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_best_of", b"_best_of"]) -> typing.Literal["best_of"] | None: ...
     @typing.overload
@@ -648,23 +656,31 @@ class OutputConfig(google.protobuf.message.Message):
     exclude_prompt: builtins.bool
     """Whether the prompt is left out of the output. Unset means true."""
     log_probs: builtins.bool
-    """Whether the log-probability of each generated token comes back."""
+    """Whether the log-probability of each generated token comes back: the logarithm of the softmax of the model's logits
+    at that token, before bias, penalties, bans, temperature and filters. See normalize_log_probs.
+    """
     top_log_probs: builtins.int
-    """Most likely alternatives listed for each generated token; 0 means none."""
+    """Most likely alternatives listed for each generated token, and for each prompt token with prompt_log_probs; 0 means
+    none.
+    """
     prompt_log_probs: builtins.bool
-    """Whether the log-probability of each prompt token comes back."""
+    """Whether the log-probability of each prompt token but the first comes back, of the model's logits."""
     context_logits: builtins.bool
-    """Whether the logits of the prompt come back, [prompt tokens, vocabulary]."""
+    """Whether the logits of the prompt come back as the model gives them, [prompt tokens, vocabulary]. Such an item
+    computes its whole prompt, whatever could be reused.
+    """
     generation_logits: builtins.bool
-    """Whether the logits of generated tokens come back, [tokens, vocabulary]."""
+    """Whether the logits of generated tokens come back as the model gives them, [tokens, vocabulary]."""
     logits_data_type: Global___DataType.ValueType
-    """Element type of returned logits. Unset means FP32."""
+    """Element type of returned logits: FP32, FP16 or BF16. Unset means FP32."""
     perf_metrics: builtins.bool
     """Whether PerfMetrics come back with the end of each item."""
     stream: builtins.bool
     """False makes one event per sequence, at its end, instead of one as tokens come. Unset means true."""
     normalize_log_probs: builtins.bool
-    """True sums log-probabilities with the length normalisation of beam search. Unset means the worker's setting."""
+    """True gives log-probabilities among the tokens that could be chosen, after everything that changes their odds: 0 for
+    a greedy token. Unset means the worker's setting.
+    """
     def __init__(
         self,
         *,
@@ -1286,13 +1302,18 @@ Global___TokenDetails: typing_extensions.TypeAlias = TokenDetails
 
 @typing.final
 class PromptDetails(google.protobuf.message.Message):
-    """Optional data of a prompt."""
+    """Optional data of a prompt, or of a run of its positions: what is large comes in several messages."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     LOG_PROBS_FIELD_NUMBER: builtins.int
     TOP_LOG_PROBS_FIELD_NUMBER: builtins.int
     CONTEXT_LOGITS_FIELD_NUMBER: builtins.int
+    TOKEN_OFFSET_FIELD_NUMBER: builtins.int
+    token_offset: builtins.int
+    """First position of this message: row 0 of its logits stands there, and its log-probabilities are those of the tokens
+    from the next position on.
+    """
     @property
     def log_probs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """Log-probability of each prompt token after the first."""
@@ -1303,7 +1324,7 @@ class PromptDetails(google.protobuf.message.Message):
 
     @property
     def context_logits(self) -> Global___Tensor:
-        """Logits, [prompt tokens, vocabulary]."""
+        """Logits, [positions, vocabulary]; those of all messages together are [prompt tokens, vocabulary]."""
 
     def __init__(
         self,
@@ -1311,9 +1332,10 @@ class PromptDetails(google.protobuf.message.Message):
         log_probs: collections.abc.Iterable[builtins.float] | None = ...,
         top_log_probs: collections.abc.Iterable[Global___TopLogProbs] | None = ...,
         context_logits: Global___Tensor | None = ...,
+        token_offset: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context_logits", b"context_logits"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context_logits", b"context_logits", "log_probs", b"log_probs", "top_log_probs", b"top_log_probs"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context_logits", b"context_logits", "log_probs", b"log_probs", "token_offset", b"token_offset", "top_log_probs", b"top_log_probs"]) -> None: ...
 
 Global___PromptDetails: typing_extensions.TypeAlias = PromptDetails
 

@@ -30,7 +30,7 @@ REFUSALS: list[tuple[list[int], GenerationConfig, type[TrtmeshError], str]] = [
     ([5] * 60, configure(), OutOfBlocks, r"needs 15 KV blocks"),
     ([5], configure(end_id=320), InvalidField, r"stopping\.end_id is 320"),
     ([5], configure(num_return_sequences=17), InvalidField, "num_return_sequences is 17"),
-    ([5], configure(no_repeat_ngram_size=2), UnsupportedField, "sampling.no_repeat_ngram_size"),
+    ([5], configure(best_of=2), UnsupportedField, "sampling.best_of"),
 ]
 
 

@@ -22,6 +22,7 @@ from trtmesh.chassis.vocabulary import GenerationConfig, Sampling, Stopping
 from trtmesh.engine.backends.torch.sampling import choose, filtered_weights
 from trtmesh.engine.backends.torch.sequence import Sequence
 from trtmesh.engine.backends.torch.stopping import EndRule
+from trtmesh.engine.backends.torch.token_rules import TokenRules
 
 NEW_TOKENS = 24
 SAMPLED = configure(max_tokens=NEW_TOKENS, ignore_end_id=True, temperature=1.5, top_p=0.95, seed=7)
@@ -69,7 +70,8 @@ def test_the_filtered_distribution_is_that_of_transformers(spread: float) -> Non
 
 def sequence(position: int, sampling: Sampling) -> Sequence:
     rule = EndRule(Stopping(), (), 1, 10)
-    return Sequence(0, GenerationConfig(sampling=sampling), 0, 0, [0] * position, 1, rule)
+    config = GenerationConfig(sampling=sampling)
+    return Sequence(0, config, 0, 0, [0] * position, 1, rule, TokenRules(config))
 
 
 def test_draws_follow_the_distribution() -> None:
@@ -166,8 +168,9 @@ async def test_prompt_ignore_length_hides_the_beginning_from_the_repetition_pena
     sampling = Sampling(repetition_penalty=2.0, prompt_ignore_length=1)
     rule = EndRule(Stopping(), (), 2, 10)
     config = GenerationConfig(sampling=sampling)
-    hidden = Sequence(0, config, 0, 0, [0, 2], 2, rule, seen={2}, counts=Counter())
-    full = Sequence(0, config, 0, 0, [0, 2], 2, rule, seen={0, 2}, counts=Counter())
+    hidden = Sequence(0, config, 0, 0, [0, 2], 2, rule, TokenRules(config))
+    config = GenerationConfig(sampling=Sampling(repetition_penalty=2.0))
+    full = Sequence(0, config, 0, 0, [0, 2], 2, rule, TokenRules(config))
     assert choose([hidden, full], logits.repeat(2, 1)).token_ids == [0, 1]
 
 

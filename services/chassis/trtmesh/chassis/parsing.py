@@ -76,6 +76,7 @@ WORD_LISTS = frozenset(
         "stopping.bad_texts",
         "stopping.bad_token_ids",
         "sampling.embedding_bias_texts",
+        "sampling.embedding_bias_token_ids",
     }
 )
 
@@ -88,6 +89,8 @@ ELEMENT_BYTES: Mapping[int, int] = {
     pb.DATA_TYPE_UINT8: 1,
     pb.DATA_TYPE_BOOL: 1,
 }
+
+LOGITS_DATA_TYPES = frozenset({0, pb.DATA_TYPE_FP32, pb.DATA_TYPE_FP16, pb.DATA_TYPE_BF16})
 
 
 def parse_config(message: pb.GenerationConfig) -> v.GenerationConfig:
@@ -186,7 +189,17 @@ def _scalar(path: str, value: Any) -> Any:
 
 def _scalars(path: str, values: Any) -> tuple[Any, ...]:
     _check_word_count(path, values)
-    return tuple(_word(path, _scalar(path, value)) for value in values)
+    given = tuple(values)
+    if path in WORD_LISTS:
+        for word in given:
+            _word(path, word)
+    if path in LIMITS:
+        # One value a vocabulary entry may come, so nothing is called for each.
+        low, high = LIMITS[path]
+        for value in given:
+            if not low <= value <= high:
+                raise InvalidField.of(path, value, _range_text(low, high))
+    return given
 
 
 def _check_word_count(path: str, values: Any) -> None:
@@ -234,6 +247,10 @@ def _check_combinations(config: v.GenerationConfig) -> None:
             f"stopping.stop_texts has {characters} characters together but must have at most"
             f" {MAX_STOP_TEXT_CHARACTERS}"
         )
+    if config.output.logits_data_type not in LOGITS_DATA_TYPES:
+        name = pb.DataType.Name(pb.DataType.ValueType(config.output.logits_data_type))
+        limit = "DATA_TYPE_FP32, DATA_TYPE_FP16 or DATA_TYPE_BF16"
+        raise InvalidField.of("output.logits_data_type", name, limit)
     if stopping.ignore_end_id and stopping.end_id is not None:
         raise InvalidField("stopping.end_id and stopping.ignore_end_id exclude each other")
     if stopping.max_tokens is not None and stopping.min_tokens > stopping.max_tokens:
@@ -242,9 +259,10 @@ def _check_combinations(config: v.GenerationConfig) -> None:
             stopping.min_tokens,
             f"at most stopping.max_tokens, {stopping.max_tokens}",
         )
-    if len(sampling.embedding_bias_texts) != len(sampling.embedding_bias_weights):
+    texts, lists = len(sampling.embedding_bias_texts), len(sampling.embedding_bias_token_ids)
+    if texts + lists != len(sampling.embedding_bias_weights):
         raise InvalidField(
-            f"sampling.embedding_bias_texts has {len(sampling.embedding_bias_texts)} entries but"
+            f"sampling.embedding_bias_texts has {texts} entries and embedding_bias_token_ids {lists}, but"
             f" embedding_bias_weights has {len(sampling.embedding_bias_weights)}; they must be equally many"
         )
     if config.beam_search.beam_width > 1 and sampling.num_return_sequences > (

@@ -56,6 +56,7 @@ class Sampling:
     num_return_sequences: int = 1
     best_of: int | None = None
     logits_post_processor: str | None = None
+    embedding_bias_token_ids: tuple[IdSequence, ...] = ()
 
     @property
     def greedy(self) -> bool:

@@ -48,6 +48,7 @@ class Options(TypedDict, total=False):
     embedding_bias: Sequence[float]
     embedding_bias_texts: Sequence[str]
     embedding_bias_weights: Sequence[float]
+    embedding_bias_token_ids: Sequence[Sequence[int]]
     num_return_sequences: int
     best_of: int
     logits_post_processor: str

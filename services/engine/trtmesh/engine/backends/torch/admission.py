@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
 from trtmesh.chassis.errors import (
     InvalidField,
     OutOfBlocks,
@@ -10,6 +13,7 @@ from trtmesh.chassis.errors import (
     TokenOutOfVocabulary,
 )
 from trtmesh.chassis.parsing import refuse_unsupported
+from trtmesh.chassis.vocabulary import GenerationConfig
 from trtmesh.engine.backend import BackendInfo, Submission
 from trtmesh.engine.backends.torch.stopping import EndRule
 
@@ -30,7 +34,9 @@ def admit(item: Submission, info: BackendInfo) -> EndRule:
         most = f"at most {info.max_sequences_per_item}"
         raise InvalidField.of("sampling.num_return_sequences", len(item.keys), most)
     limit = _limit(item, prompt_tokens, info)
-    return EndRule(item.config.stopping, info.end_ids, prompt_tokens, limit)
+    # An end id that the model has no logit for can neither come nor be held back.
+    end_ids = [token for token in info.end_ids if token < info.vocabulary_size]
+    return EndRule(item.config.stopping, end_ids, prompt_tokens, limit)
 
 
 def _check_ids(item: Submission, vocabulary_size: int) -> None:
@@ -44,10 +50,30 @@ def _check_ids(item: Submission, vocabulary_size: int) -> None:
             f"token id {token} at position {position} of the prompt is not below the vocabulary size,"
             f" {vocabulary_size}"
         )
-    end_id = item.config.stopping.end_id
-    if end_id is not None and end_id >= vocabulary_size:
-        limit = f"below the vocabulary size, {vocabulary_size}"
-        raise InvalidField.of("stopping.end_id", end_id, limit)
+    for name, ids in _ids_of(item.config):
+        highest = max(ids, default=0)
+        if highest >= vocabulary_size:
+            limit = f"below the vocabulary size, {vocabulary_size}"
+            raise InvalidField.of(name, highest, limit)
+    bias = len(item.config.sampling.embedding_bias)
+    if bias not in (0, vocabulary_size):
+        raise InvalidField(
+            f"sampling.embedding_bias has {bias} values but must have one for each of the {vocabulary_size} ids of"
+            " the vocabulary, or none"
+        )
+
+
+def _ids_of(config: GenerationConfig) -> Iterator[tuple[str, Iterable[int]]]:
+    """Ids that the config speaks of, by the field that has them."""
+    stopping, sampling = config.stopping, config.sampling
+    if stopping.end_id is not None:
+        yield "stopping.end_id", (stopping.end_id,)
+    if sampling.top_p_reset_id is not None:
+        yield "sampling.top_p_reset_id", (sampling.top_p_reset_id,)
+    yield "stopping.stop_token_ids", chain.from_iterable(stopping.stop_token_ids)
+    yield "stopping.bad_token_ids", chain.from_iterable(stopping.bad_token_ids)
+    bias_ids = chain.from_iterable(sampling.embedding_bias_token_ids)
+    yield "sampling.embedding_bias_token_ids", bias_ids
 
 
 def _limit(item: Submission, prompt_tokens: int, info: BackendInfo) -> int:

@@ -28,6 +28,7 @@ from trtmesh.engine.backend import (
 from trtmesh.engine.backends.torch.admission import admit
 from trtmesh.engine.backends.torch.sequence import Sequence, sequences_of
 from trtmesh.engine.backends.torch.settings import TorchSettings
+from trtmesh.engine.backends.torch.token_rules import TokenRules
 from trtmesh.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:
@@ -78,6 +79,9 @@ class TorchBackend:
 
     def submit(self, item: Submission) -> None:
         rule = admit(item, self._info)
+        token_rules = TokenRules(
+            item.config, normalize_log_probs=self._settings.normalize_log_probs
+        )
         scheduler = self._engine.scheduler
         with self._wake:
             if self._broken:
@@ -89,7 +93,7 @@ class TorchBackend:
                     f"{waiting} sequences wait and at most {self._settings.max_queue_size} may beyond those with a"
                     " place in the batch; try again later or elsewhere"
                 )
-            sequences = sequences_of(item, rule)
+            sequences = sequences_of(item, rule, token_rules)
             self._incoming_sequences += len(sequences)
             self._incoming_tokens += len(sequences) * len(item.token_ids)
             self._inbox.append(Add(sequences))

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from itertools import count
 
 from torch import Tensor
-from trtmesh.chassis.errors import BackendFailed
-from trtmesh.engine.backend import SequenceEnd, StepOutput, TokenDetails
+from trtmesh.chassis.errors import BackendFailed, TrtmeshError
+from trtmesh.engine.backend import SequenceEnd, StepOutput
 from trtmesh.engine.backends.torch.kvcache import KvCache
 from trtmesh.engine.backends.torch.runner import Runner
 from trtmesh.engine.backends.torch.sampling import Choice, choose
@@ -144,8 +144,8 @@ class Engine:
         """Gives each sequence its token, and ends those for which it was the last."""
         now = time.time_ns()
         for row, sequence in enumerate(sequences):
-            if not choice.finite[row]:
-                self._fail(sequence, BackendFailed("the model's logits are not finite numbers"))
+            if row in choice.failures:
+                self._fail(sequence, choice.failures[row])
                 continue
             token = choice.token_ids[row]
             output.keys.append(sequence.key)
@@ -154,17 +154,10 @@ class Engine:
             output.token_ids.append(token)
             sequence.append(token, now)
             self.generated_tokens += 1
-            log_prob = choice.log_probs[row]
-            if log_prob is not None:
-                sequence.add_log_prob(log_prob)
-                output.details.append(
-                    TokenDetails(
-                        sequence.key,
-                        [log_prob],
-                        sequence.cumulative_log_prob,
-                        [choice.top_log_probs[row]] if choice.top_log_probs[row] else [],
-                    )
-                )
+            details = choice.details.get(row)
+            if details:
+                details.cumulative_log_prob = sequence.add_log_probs(details.log_probs)
+                output.details.append(details)
             end = sequence.rule.end_after(sequence.tokens)
             if end:
                 self._end(sequence, *end)
@@ -174,7 +167,7 @@ class Engine:
         self.scheduler.remove(sequence)
         self._ends.append(end)
 
-    def _fail(self, sequence: Sequence, error: BackendFailed) -> None:
+    def _fail(self, sequence: Sequence, error: TrtmeshError) -> None:
         end = sequence.end(pb.FINISH_REASON_ERROR, error=error)
         self.scheduler.remove(sequence, content_is_good=False)
         self._ends.append(end)

@@ -1,5 +1,7 @@
 """The fields that the torch backend acts on; the caller refuses every other one that is set."""
 
+from __future__ import annotations
+
 SUPPORTED_FIELDS = frozenset(
     {
         "stopping.max_tokens",
@@ -7,21 +9,53 @@ SUPPORTED_FIELDS = frozenset(
         "stopping.end_id",
         "stopping.ignore_end_id",
         "stopping.stop_token_ids",
+        "stopping.bad_token_ids",
         "sampling.temperature",
         "sampling.top_k",
         "sampling.top_p",
         "sampling.min_p",
+        "sampling.top_p_min",
+        "sampling.top_p_decay",
+        "sampling.top_p_reset_id",
         "sampling.seed",
         "sampling.num_return_sequences",
         "sampling.repetition_penalty",
         "sampling.presence_penalty",
         "sampling.frequency_penalty",
         "sampling.prompt_ignore_length",
+        "sampling.no_repeat_ngram_size",
+        "sampling.embedding_bias",
+        "sampling.embedding_bias_token_ids",
+        "sampling.embedding_bias_weights",
         "output.log_probs",
         "output.top_log_probs",
+        "output.normalize_log_probs",
+        "output.generation_logits",
+        "output.logits_data_type",
         "output.perf_metrics",
         "kv_cache.reuse",
         "kv_cache.salt",
         "priority",
     }
 )
+
+TOP_K = frozenset({"sampling.top_k"})
+TOP_P = frozenset(
+    {"sampling.top_p", "sampling.top_p_min", "sampling.top_p_decay", "sampling.top_p_reset_id"}
+)
+DRAWS = TOP_K | TOP_P | {"sampling.temperature", "sampling.min_p"}
+BEAMS = frozenset(field for field in SUPPORTED_FIELDS if field.startswith("beam_search."))
+
+# Fields that a decoding mode leaves nothing to do for. A seed is always sent, so it is no reason to refuse.
+_REFUSED = {
+    "auto": frozenset[str](),
+    "top_k": BEAMS | TOP_P,
+    "top_p": BEAMS | TOP_K,
+    "top_k_top_p": BEAMS,
+    "beam_search": DRAWS,
+}
+
+
+def supported_fields(decoding_mode: str) -> frozenset[str]:
+    """What a worker in this mode acts on; the modes are those of Triton's parameter `decoding_mode`."""
+    return SUPPORTED_FIELDS - _REFUSED[decoding_mode]

@@ -13,7 +13,7 @@ from trtmesh.engine.backend import BackendInfo
 from trtmesh.engine.backends.torch.block_tables import BlockTables
 from trtmesh.engine.backends.torch.blocks import BlockPool
 from trtmesh.engine.backends.torch.engine import Engine
-from trtmesh.engine.backends.torch.fields import SUPPORTED_FIELDS
+from trtmesh.engine.backends.torch.fields import supported_fields
 from trtmesh.engine.backends.torch.kvcache import KvCache
 from trtmesh.engine.backends.torch.model import Model, load_model
 from trtmesh.engine.backends.torch.rope import freeze_rope
@@ -61,7 +61,7 @@ def load_engine(model_dir: Path, settings: TorchSettings) -> tuple[Engine, Backe
         max_sequences_per_item=settings.max_sequences_per_item,
         tokens_per_block=settings.tokens_per_block,
         total_blocks=sizes.blocks,
-        supported_fields=SUPPORTED_FIELDS,
+        supported_fields=supported_fields(settings.decoding_mode),
         # Half precision rounds so coarsely that the batch's shape decides between close tokens.
         deterministic=dtype == torch.float32,
         end_ids=model.end_ids,

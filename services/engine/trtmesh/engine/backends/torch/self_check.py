@@ -22,6 +22,7 @@ from trtmesh.engine.backends.torch.runner import Runner
 from trtmesh.engine.backends.torch.scheduler import Chunk
 from trtmesh.engine.backends.torch.sequence import Sequence
 from trtmesh.engine.backends.torch.stopping import EndRule
+from trtmesh.engine.backends.torch.token_rules import TokenRules
 
 CHUNKS = (7, 9, 1, 1, 5)
 MATE_CHUNKS = (3, 1, 1, 4, 2)
@@ -134,4 +135,5 @@ def _paged(
 
 def _sequence(key: int, prompt: list[int]) -> Sequence:
     rule = EndRule(Stopping(), (), len(prompt), len(prompt))
-    return Sequence(key, GenerationConfig(), 0, 0, [], len(prompt), rule)
+    config = GenerationConfig()
+    return Sequence(key, config, 0, 0, [], len(prompt), rule, TokenRules(config))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.vocabulary import GenerationConfig
 from trtmesh.engine.backend import PerfMetrics, SequenceEnd, Submission
+from trtmesh.engine.backends.torch.history import History
 from trtmesh.engine.backends.torch.stopping import EndRule
+from trtmesh.engine.backends.torch.token_rules import TokenRules
 
 PRIORITY_STEPS = 256
 """Steps of waiting that a point of priority is worth; what waits long enough overtakes any priority."""
@@ -28,6 +29,7 @@ class Sequence:
     submitted_tokens: int
     """Tokens that came with the item: the prompt and what was generated elsewhere."""
     rule: EndRule
+    token_rules: TokenRules
     deadline: float | None = None
     leader: Sequence | None = None
     """Sequence with the same prompt, which computes it; this one begins with a copy of its KV."""
@@ -44,10 +46,8 @@ class Sequence:
     """Place in every order: lower goes first and is preempted last. Never changes."""
     cached_prompt_tokens: int = 0
     cumulative_log_prob: float | None = None
-    counts: Counter[int] | None = None
-    """Occurrences of the generated tokens, kept for penalties only."""
-    seen: set[int] | None = None
-    """Tokens of prompt and output that the repetition penalty sees, kept for penalties only."""
+    history: History | None = None
+    """What the choice of tokens remembers of them; None until it is needed, and again when `tokens` is replaced."""
     times: Times = field(default_factory=lambda: Times(arrival_ns=time.time_ns()))
 
     @property
@@ -73,14 +73,26 @@ class Sequence:
         times = self.times
         times.first_token_ns = times.first_token_ns or now_ns
         times.last_token_ns = now_ns
-        if self.counts is not None and self.seen is not None:
-            self.counts[token] += 1
-            self.seen.add(token)
 
-    def add_log_prob(self, log_prob: float) -> None:
-        """Sums up; not for a sequence that began elsewhere, whose first summands are unknown here."""
-        if self.submitted_tokens == self.rule.prompt_tokens:
-            self.cumulative_log_prob = (self.cumulative_log_prob or 0.0) + log_prob
+    def remember(self) -> None:
+        """Lets the history catch up with the tokens."""
+        if self.history is None:
+            self.history = History(self.token_rules, self.prompt_tokens)
+        self.history.catch_up(self.tokens)
+
+    @property
+    def top_p(self) -> float:
+        """That of the next token."""
+        if self.history is not None and self.history.top_p is not None:
+            return self.history.top_p.value
+        top_p = self.token_rules.sampling.top_p
+        return 1.0 if top_p is None else top_p
+
+    def add_log_probs(self, log_probs: list[float]) -> float | None:
+        """Sums up; None for a sequence that began elsewhere, whose first summands are unknown here."""
+        if log_probs and self.submitted_tokens == self.prompt_tokens:
+            self.cumulative_log_prob = (self.cumulative_log_prob or 0.0) + sum(log_probs)
+        return self.cumulative_log_prob
 
     def end(
         self, reason: int, stop_token_ids: tuple[int, ...] = (), error: TrtmeshError | None = None
@@ -124,37 +136,21 @@ class Times:
         )
 
 
-def sequences_of(item: Submission, rule: EndRule) -> list[Sequence]:
+def sequences_of(item: Submission, rule: EndRule, token_rules: TokenRules) -> list[Sequence]:
     """The sequences of an item; the first computes the prompt for all."""
-    penalises = _penalises(item.config)
     sequences: list[Sequence] = []
     for index, key in enumerate(item.keys):
-        tokens = list(item.token_ids)
         sequence = Sequence(
             key=key,
             config=item.config,
             batch_index=item.batch_index,
             sequence_index=item.sequence_index + index,
-            tokens=tokens,
-            submitted_tokens=len(tokens),
+            tokens=list(item.token_ids),
+            submitted_tokens=len(item.token_ids),
             rule=rule,
+            token_rules=token_rules,
             deadline=item.deadline,
             leader=sequences[0] if sequences else None,
         )
-        if penalises:
-            sequence.counts = Counter(tokens[rule.prompt_tokens :])
-            ignored = min(item.config.sampling.prompt_ignore_length, rule.prompt_tokens)
-            sequence.seen = set(tokens[ignored:])
         sequences.append(sequence)
     return sequences
-
-
-def _penalises(config: GenerationConfig) -> bool:
-    sampling = config.sampling
-    off = (1.0, 0.0, 0.0)
-    given = (
-        sampling.repetition_penalty,
-        sampling.presence_penalty,
-        sampling.frequency_penalty,
-    )
-    return given != off

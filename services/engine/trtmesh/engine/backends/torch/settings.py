@@ -39,3 +39,9 @@ class TorchSettings(Settings):
     """Most sequences of one item."""
     max_queue_size: Annotated[int, Field(ge=0, le=2**31 - 1)] = 1024
     """Most sequences waiting beyond those that a free place in the batch awaits."""
+
+    decoding_mode: Literal["auto", "top_k", "top_p", "top_k_top_p", "beam_search"] = "auto"
+    """How tokens may be chosen; fields of another mode are refused. auto allows all, top_k and top_p one filter,
+    top_k_top_p both, beam_search beams alone."""
+    normalize_log_probs: bool = False
+    """Whether log-probabilities are those among the tokens that could be chosen, where an item does not say."""

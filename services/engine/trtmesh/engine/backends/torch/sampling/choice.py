@@ -1,0 +1,98 @@
+"""The next token of each row, and the data about it that was asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from trtmesh.chassis.errors import BackendFailed, InvalidRequest, TrtmeshError
+from trtmesh.engine.backend import TokenDetails
+from trtmesh.engine.backends.torch.sampling.adjustments import adjusted
+from trtmesh.engine.backends.torch.sampling.details import token_details
+from trtmesh.engine.backends.torch.sampling.filters import filtered_weights
+from trtmesh.engine.backends.torch.sequence import Sequence
+from trtmesh.engine.draws import uniforms
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The tokens chosen for the rows of a step; the token of a row in `failures` means nothing.
+
+    `details` holds what rows asked for, without the cumulative log-probability.
+    """
+
+    token_ids: list[int]
+    failures: dict[int, TrtmeshError] = field(default_factory=dict)
+    details: dict[int, TokenDetails] = field(default_factory=dict)
+
+
+@torch.inference_mode()
+def choose(sequences: SequenceOf[Sequence], logits: Tensor) -> Choice:
+    """The next token of each sequence; `logits` are [sequences, vocabulary] float32 and stay as they are."""
+    for sequence in sequences:
+        if sequence.token_rules.remembers:
+            sequence.remember()
+    changed = adjusted(sequences, logits)
+    peaks, ids = changed.max(dim=1)
+    choice = Choice(ids.tolist())
+    for row, peak in enumerate(peaks.tolist()):
+        if not math.isfinite(peak):
+            choice.failures[row] = _failure(logits[row])
+    drawing = [
+        row
+        for row, sequence in enumerate(sequences)
+        if not sequence.token_rules.greedy and row not in choice.failures
+    ]
+    if drawing:
+        rows = changed if len(drawing) == len(sequences) else changed[drawing]
+        drawn = _draw([sequences[row] for row in drawing], rows)
+        for row, token in zip(drawing, drawn, strict=True):
+            choice.token_ids[row] = token
+    asking = [
+        row
+        for row, sequence in enumerate(sequences)
+        if sequence.token_rules.wants_details and row not in choice.failures
+    ]
+    if asking:
+        details = token_details(
+            [sequences[row] for row in asking],
+            [choice.token_ids[row] for row in asking],
+            logits[asking],
+            changed[asking],
+        )
+        choice.details.update(zip(asking, details, strict=True))
+    return choice
+
+
+def _failure(row: Tensor) -> TrtmeshError:
+    """Why no token of a row can be chosen; `row` are the model's own logits."""
+    if bool(torch.isfinite(row.amax())):
+        return InvalidRequest(
+            "no token is left to choose: bad_token_ids, no_repeat_ngram_size, embedding_bias and min_tokens together"
+            " forbid the whole vocabulary; forbid less"
+        )
+    return BackendFailed("the model's logits are not finite numbers")
+
+
+def _draw(sequences: SequenceOf[Sequence], logits: Tensor) -> list[int]:
+    """One token for each row of `logits` [rows, vocabulary]."""
+    configs = [sequence.token_rules.sampling for sequence in sequences]
+    weights = filtered_weights(configs, logits, [sequence.top_p for sequence in sequences])
+    # Added up in the order of ids, whatever the batch.
+    cumulative = weights.cumsum_(dim=1)
+    draws = uniforms(
+        [c.seed or 0 for c in configs],
+        [sequence.batch_index for sequence in sequences],
+        [sequence.sequence_index for sequence in sequences],
+        [len(sequence.tokens) for sequence in sequences],
+    )
+    totals = cumulative[:, -1:].contiguous()
+    targets = torch.from_numpy(draws).to(logits.device)[:, None] * totals
+    tokens = torch.searchsorted(cumulative, targets, right=True)
+    # Rounding may lift a target to the total; the last token that stayed is meant then.
+    last = torch.searchsorted(cumulative, totals)
+    chosen: list[int] = torch.minimum(tokens, last)[:, 0].tolist()
+    return chosen

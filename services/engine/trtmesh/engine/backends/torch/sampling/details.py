@@ -1,0 +1,93 @@
+"""What is told about a chosen token: log-probabilities, alternatives, logits.
+
+A log-probability is that of the model's own logits, or, where the item asks to normalise, that among the tokens which
+could be chosen: after bias, penalties, bans, temperature and filters, and 0 for a greedy token. The latter is what
+TensorRT-LLM's `normalize_log_probs` gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import torch
+from torch import Tensor
+from trtmesh.chassis.vocabulary import Tensor as TensorValue
+from trtmesh.engine.backend import TokenDetails
+from trtmesh.engine.backends.torch.sampling.filters import filtered_weights
+from trtmesh.engine.backends.torch.sequence import Sequence
+from trtmesh.v1 import generation_pb2 as pb
+
+DTYPES = {
+    pb.DATA_TYPE_UNSPECIFIED: torch.float32,
+    pb.DATA_TYPE_FP32: torch.float32,
+    pb.DATA_TYPE_FP16: torch.float16,
+    pb.DATA_TYPE_BF16: torch.bfloat16,
+}
+
+TopLogProbs = list[tuple[int, float]]
+
+
+def token_details(
+    sequences: SequenceOf[Sequence], token_ids: SequenceOf[int], logits: Tensor, changed: Tensor
+) -> list[TokenDetails]:
+    """For each row what its sequence asks for; `changed` are the adjusted `logits`, both [rows, vocabulary]."""
+    details = [TokenDetails(sequence.key) for sequence in sequences]
+    for row, (sequence, log_probs) in enumerate(
+        zip(sequences, _log_probs(sequences, logits, changed), strict=True)
+    ):
+        output = sequence.token_rules.output
+        if log_probs is not None:
+            details[row].log_probs.append(float(log_probs[token_ids[row]]))
+            if output.top_log_probs:
+                details[row].top_log_probs.append(most_likely(log_probs, output.top_log_probs))
+        if output.generation_logits:
+            details[row].generation_logits = tensor_of(
+                logits[row : row + 1], output.logits_data_type
+            )
+    return details
+
+
+def most_likely(log_probs: Tensor, count: int) -> TopLogProbs:
+    """The `count` most likely ids of a row, those that can be chosen at all."""
+    values, ids = log_probs.topk(min(count, len(log_probs)))
+    pairs = zip(ids.tolist(), values.tolist(), strict=True)
+    return [(token, value) for token, value in pairs if value > -torch.inf]
+
+
+def tensor_of(rows: Tensor, data_type: int) -> TensorValue:
+    """Logits [rows, vocabulary] in the element type asked for."""
+    data_type = data_type or pb.DATA_TYPE_FP32
+    values = rows.to(DTYPES[pb.DataType.ValueType(data_type)]).cpu().contiguous()
+    data = values.view(torch.uint8).numpy().tobytes()
+    return TensorValue(data_type, tuple(values.shape), data)
+
+
+def _log_probs(
+    sequences: SequenceOf[Sequence], logits: Tensor, changed: Tensor
+) -> list[Tensor | None]:
+    """Of the whole vocabulary, float64, for each row that wants them."""
+    found: list[Tensor | None] = [None] * len(sequences)
+    plain = []
+    for row, sequence in enumerate(sequences):
+        rules = sequence.token_rules
+        if not rules.wants_log_probs:
+            continue
+        if rules.normalizes:
+            found[row] = _among_choosable(sequence, changed[row : row + 1])
+        else:
+            plain.append(row)
+    if plain:
+        rows = logits if len(plain) == len(sequences) else logits[plain]
+        for row, log_probs in zip(plain, rows.double().log_softmax(dim=1), strict=True):
+            found[row] = log_probs
+    return found
+
+
+def _among_choosable(sequence: Sequence, row: Tensor) -> Tensor:
+    """Log-probabilities [vocabulary] of the draw from `row` [1, vocabulary]; -inf for what cannot be drawn."""
+    if sequence.token_rules.greedy:
+        only = torch.full_like(row[0], -torch.inf, dtype=torch.float64)
+        only[row[0].argmax()] = 0.0
+        return only
+    weights = filtered_weights([sequence.token_rules.sampling], row, [sequence.top_p])[0]
+    return (weights / weights.sum()).log()
