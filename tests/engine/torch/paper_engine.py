@@ -12,6 +12,7 @@ from trtmesh.engine.backends.torch.blocks import NULL_BLOCK, BlockPool
 from trtmesh.engine.backends.torch.scheduler import Chunk, Scheduler
 from trtmesh.engine.backends.torch.sequence import Sequence
 from trtmesh.engine.backends.torch.stopping import EndRule
+from trtmesh.engine.backends.torch.token_rules import TokenRules
 
 BLOCK = 4
 EMPTY = -1
@@ -42,7 +43,9 @@ class PaperEngine:
         config = config or configure()
         rule = EndRule(config.stopping, (), len(tokens), len(tokens) + new_tokens)
         self._keys += 1
-        return Sequence(self._keys, config, 0, 0, list(tokens), len(tokens), rule)
+        return Sequence(
+            self._keys, config, 0, 0, list(tokens), len(tokens), rule, TokenRules(config)
+        )
 
     def add(self, *sequences: Sequence) -> None:
         for sequence in sequences:
