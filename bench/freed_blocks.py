@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from contextlib import aclosing
+from typing import Any
 from urllib.request import urlopen
 
 import uvloop
@@ -43,7 +44,7 @@ def used_blocks(mesh: Stack) -> int:
 
 async def background(client: Client, ready: asyncio.Event) -> None:
     """One stream after another, for ever."""
-    options = {"max_tokens": MAX_TOKENS, "ignore_end_id": True}
+    options: dict[str, Any] = {"max_tokens": MAX_TOKENS, "ignore_end_id": True}
     while True:
         async with aclosing(client.generate([PROMPT], **options)) as events:
             async for event in events:
@@ -55,7 +56,7 @@ async def cancel_one(mesh: Stack, client: Client, streams: int) -> float:
     """Milliseconds from the cancel of a request that has begun until its blocks are free."""
     # Several, so that a stream of the background that begins anew at this moment does not hide them.
     prompts = ["class Stack:"] * 4
-    options = {"max_tokens": MAX_TOKENS, "ignore_end_id": True}
+    options: dict[str, Any] = {"max_tokens": MAX_TOKENS, "ignore_end_id": True}
     async with aclosing(client.generate(prompts, **options)) as events:
         async for event in events:
             if isinstance(event, Tokens):

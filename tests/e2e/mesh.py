@@ -38,7 +38,13 @@ SIMULATED = (
 WIDE_TOKENS = ("--simulated-first-token-id", "8", "--simulated-last-token-id", "6143")
 """Ids all over the demo vocabulary, among them parts of characters."""
 
-BUSY_GAUGES = ("live_requests", "live_items", "worker_bookings", "worker_sequences", "decode_sequences")
+BUSY_GAUGES = (
+    "live_requests",
+    "live_items",
+    "worker_bookings",
+    "worker_sequences",
+    "decode_sequences",
+)
 
 
 async def eventually(

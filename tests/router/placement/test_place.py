@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from trtmesh.chassis.errors import NoWorker, UnsupportedField
+from trtmesh.chassis.errors import NoWorker, PromptTooLong, UnsupportedField
 from trtmesh.router.placement import POLICIES, PlacementQuery, WorkerSnapshot, place
 from trtmesh.router.placement.place import BREAKER_OPEN, SIBLINGS_ELSEWHERE
 
@@ -71,6 +71,16 @@ def test_a_field_that_no_worker_has_is_named() -> None:
     fleet = [worker("a", supported_fields=frozenset({"priority"}))]
     with pytest.raises(UnsupportedField, match=r"sampling\.top_k"):
         place("least_loaded", fleet, QUERY)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_prompt_goes_to_who_can_hold_it_or_is_refused_with_the_longest(policy: str) -> None:
+    fleet = [worker("short", max_sequence_tokens=100), worker("long", max_sequence_tokens=1000)]
+    for prompt_tokens, able in ((99, {"short", "long"}), (100, {"long"}), (999, {"long"})):
+        decision = place(policy, fleet, query(prompt_tokens=prompt_tokens))
+        assert decision.chosen.worker in able
+    with pytest.raises(PromptTooLong, match=r"1000 tokens, but .* at most 1000"):
+        place(policy, fleet, query(prompt_tokens=1000))
 
 
 def query(**changes: Any) -> PlacementQuery:

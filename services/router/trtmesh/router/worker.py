@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 
 import grpc
@@ -105,6 +106,7 @@ class Worker(Replica):
             model=self.engine.model,
             problem=self.mismatch if self.ready else self.problem or LEAVING,
             supported_fields=self._supported,
+            max_sequence_tokens=self.engine.max_sequence_tokens or sys.maxsize,
             last_turn=self.last_turn,
             sequences=guard.sequences,
             wait_seconds=guard.wait_seconds(typical, self.engine.max_batch_size),

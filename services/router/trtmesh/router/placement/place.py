@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 
-from trtmesh.chassis.errors import NoWorker, TrtmeshError, UnsupportedField
+from trtmesh.chassis.errors import NoWorker, PromptTooLong, TrtmeshError, UnsupportedField
 from trtmesh.router.placement.decision import Decision
 from trtmesh.router.placement.policies import POLICIES
 from trtmesh.router.placement.snapshot import PlacementQuery, WorkerSnapshot
@@ -17,7 +17,7 @@ SIBLINGS_ELSEWHERE = "the prefix is computed for a sibling elsewhere"
 
 
 def place(policy: str, fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> Decision:
-    """The worker for an item. Raises NoWorker or UnsupportedField when none can take it.
+    """The worker for an item. Raises NoWorker, PromptTooLong or UnsupportedField when none can.
 
     A worker that should rather not take it (its breaker is open, it has enough of the item's siblings) is passed over
     while there is another, and taken when there is none.
@@ -42,6 +42,8 @@ def _excluded_by(worker: WorkerSnapshot, query: PlacementQuery) -> str:
         return query.exclude[worker.address]
     if worker.model != query.model:
         return f"serves model {worker.model}"
+    if query.prompt_tokens >= worker.max_sequence_tokens:
+        return f"takes prompts of fewer than {worker.max_sequence_tokens} tokens"
     if query.fields <= worker.supported_fields:
         return ""
     return f"does not support {', '.join(sorted(query.fields - worker.supported_fields))}"
@@ -110,8 +112,14 @@ def _refusal(
         and worker.model == query.model
         and worker.address not in query.exclude
     ]
-    if able:
-        fields = ", ".join(sorted(query.fields - able[0].supported_fields))
+    long_enough = [w for w in able if query.prompt_tokens < w.max_sequence_tokens]
+    if able and not long_enough:
+        return PromptTooLong(
+            f"the prompt has {query.prompt_tokens} tokens, but with at least one new token a sequence of model"
+            f" {query.model} has at most {max(w.max_sequence_tokens for w in able)}; shorten the prompt"
+        )
+    if long_enough:
+        fields = ", ".join(sorted(query.fields - long_enough[0].supported_fields))
         return UnsupportedField(
             f"{fields} not supported by any worker of model {query.model}; leave the field unset"
         )

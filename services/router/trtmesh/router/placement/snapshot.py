@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -18,6 +19,8 @@ class WorkerSnapshot:
     model: str
     problem: str
     supported_fields: frozenset[str]
+    max_sequence_tokens: int = sys.maxsize
+    """Most tokens of a sequence, prompt included."""
     last_turn: int = 0
     """Number of the placement that chose it last; 0 when none did."""
     sequences: int = 0
