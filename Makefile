@@ -23,6 +23,7 @@ test: lint  ## Run lint, types, proto freshness and every test
 	$(BIN)/mypy $(TYPED)
 	$(BIN)/python protos/generate.py --check
 	$(BIN)/buf lint protos
+	$(BIN)/buf breaking protos --against protos/baseline.binpb
 	$(BIN)/pytest
 
 lint: $(INSTALLED_DEV)  ## Check style and formatting
