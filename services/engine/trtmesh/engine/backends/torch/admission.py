@@ -40,15 +40,21 @@ def admit(item: Submission, info: BackendInfo) -> EndRule:
 
 
 def _check_ids(item: Submission, vocabulary_size: int) -> None:
-    if max(item.token_ids) >= vocabulary_size or min(item.token_ids) < 0:
+    rows = _table_rows(item)
+    limit = vocabulary_size + rows
+    if max(item.token_ids) >= limit or min(item.token_ids) < 0:
         position, token = next(
             (position, token)
             for position, token in enumerate(item.token_ids)
-            if not 0 <= token < vocabulary_size
+            if not 0 <= token < limit
         )
+        sizes = f"the vocabulary size, {vocabulary_size}"
+        if rows:
+            sizes = (
+                f"{limit}, the vocabulary size and the {rows} rows of prompt_tuning.embedding_table"
+            )
         raise TokenOutOfVocabulary(
-            f"token id {token} at position {position} of the prompt is not below the vocabulary size,"
-            f" {vocabulary_size}"
+            f"token id {token} at position {position} of the prompt is not below {sizes}"
         )
     for name, ids in _ids_of(item.config):
         highest = max(ids, default=0)
@@ -74,6 +80,14 @@ def _ids_of(config: GenerationConfig) -> Iterator[tuple[str, Iterable[int]]]:
     yield "stopping.bad_token_ids", chain.from_iterable(stopping.bad_token_ids)
     bias_ids = chain.from_iterable(sampling.embedding_bias_token_ids)
     yield "sampling.embedding_bias_token_ids", bias_ids
+
+
+def _table_rows(item: Submission) -> int:
+    """How many ids after the vocabulary mean something in the item's prompt."""
+    asked = item.config.prompt_tuning
+    if asked is None or asked.embedding_table is None:
+        return 0
+    return asked.embedding_table.shape[0] if asked.vocabulary_size is None else asked.vocabulary_size
 
 
 def _limit(item: Submission, prompt_tokens: int, info: BackendInfo) -> int:

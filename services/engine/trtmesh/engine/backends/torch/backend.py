@@ -82,6 +82,9 @@ class TorchBackend:
         token_rules = TokenRules(
             item.config, normalize_log_probs=self._settings.normalize_log_probs
         )
+        table = None
+        if item.config.prompt_tuning:
+            table = self._engine.embedding.table(item.config.prompt_tuning, rule.prompt_tokens)
         scheduler = self._engine.scheduler
         with self._wake:
             if self._broken:
@@ -93,7 +96,7 @@ class TorchBackend:
                     f"{waiting} sequences wait and at most {self._settings.max_queue_size} may beyond those with a"
                     " place in the batch; try again later or elsewhere"
                 )
-            sequences = sequences_of(item, rule, token_rules)
+            sequences = sequences_of(item, rule, token_rules, table)
             self._incoming_sequences += len(sequences)
             self._incoming_tokens += len(sequences) * len(item.token_ids)
             self._inbox.append(Add(sequences))

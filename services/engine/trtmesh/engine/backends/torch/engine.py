@@ -12,6 +12,7 @@ from torch import Tensor
 from trtmesh.chassis.errors import BackendFailed, TrtmeshError
 from trtmesh.engine.backend import SequenceEnd, StepOutput
 from trtmesh.engine.backends.torch.kvcache import KvCache
+from trtmesh.engine.backends.torch.prompt_table import Embedding
 from trtmesh.engine.backends.torch.runner import Runner
 from trtmesh.engine.backends.torch.sampling import Choice, choose
 from trtmesh.engine.backends.torch.scheduler import Chunk, Scheduler
@@ -27,8 +28,11 @@ log = logging.getLogger(__name__)
 class Engine:
     """Owns the sequences. A sequence's blocks are free before its end is handed out."""
 
-    def __init__(self, runner: Runner, cache: KvCache, scheduler: Scheduler) -> None:
+    def __init__(
+        self, runner: Runner, cache: KvCache, scheduler: Scheduler, embedding: Embedding
+    ) -> None:
         self.scheduler = scheduler
+        self.embedding = embedding
         self.step_count = 0
         self.generated_tokens = 0
         self._runner = runner

@@ -118,7 +118,7 @@ def _engine(settings: TorchSettings, model: Model, sizes: Sizes, device: torch.d
         max_step_tokens=settings.max_step_tokens,
         prefix_reuse=settings.prefix_reuse,
     )
-    return Engine(Runner(model, cache, tables), cache, scheduler)
+    return Engine(Runner(model, cache, tables), cache, scheduler, model.embedding)
 
 
 def _tokenizer_fingerprint(model_dir: Path) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.engine.backends.torch import attention
 from trtmesh.engine.backends.torch.kvcache import KvShape
+from trtmesh.engine.backends.torch.prompt_table import Embedding, PromptTable
 
 DTYPES = {
     "float32": torch.float32,
@@ -35,14 +36,25 @@ class Model:
     vocabulary_size: int
     max_positions: int
     end_ids: tuple[int, ...]
+    embedding: Embedding
 
-    def logits(self, token_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+    def logits(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        tables: Sequence[tuple[slice, PromptTable]] = (),
+    ) -> Tensor:
         """Next-token logits [rows, vocabulary] in float32 after the tokens at indexes `rows` of a flat batch.
 
-        `token_ids` and `positions` are [tokens].
+        `token_ids` and `positions` are [tokens]; `tables` says which of the tokens a prompt table gives a meaning to.
         """
+        if tables:
+            inputs = {"inputs_embeds": self.embedding.inputs(token_ids, tables)[None]}
+        else:
+            inputs = {"input_ids": token_ids[None]}
         output = self.module(
-            input_ids=token_ids[None],
+            **inputs,
             position_ids=positions[None],
             use_cache=False,
             logits_to_keep=rows,
@@ -63,12 +75,14 @@ def load_model(model_dir: Path, dtype_name: str, device: torch.device) -> Model:
     module.set_attn_implementation(attention.NAME)
     text = config.get_text_config()
     probe = _probe(module, text.num_hidden_layers, device)
+    vocabulary_size = _vocabulary_size(module)
     return Model(
         module=module,
         kv_shape=probe.kv_shape(module),
-        vocabulary_size=_vocabulary_size(module),
+        vocabulary_size=vocabulary_size,
         max_positions=_max_positions(text, probe),
         end_ids=_end_ids(module),
+        embedding=Embedding(module.get_input_embeddings(), vocabulary_size),
     )
 
 

@@ -12,6 +12,7 @@ from trtmesh.engine.backends.torch.block_tables import BlockTables
 from trtmesh.engine.backends.torch.grouping import StepTokens
 from trtmesh.engine.backends.torch.kvcache import KvCache
 from trtmesh.engine.backends.torch.model import Model
+from trtmesh.engine.backends.torch.prompt_table import PromptTable
 from trtmesh.engine.backends.torch.scheduler import Chunk
 
 
@@ -34,8 +35,12 @@ class Runner:
         token_ids: list[int] = []
         rows: list[int] = []
         completing: list[Chunk] = []
+        tables: list[tuple[slice, PromptTable]] = []
         for chunk in ordered:
             tokens = chunk.sequence.tokens
+            table = chunk.sequence.prompt_table
+            if table and chunk.start < chunk.sequence.prompt_tokens:
+                tables.append((slice(len(token_ids), len(token_ids) + chunk.count), table))
             if chunk.count == 1:
                 token_ids.append(tokens[chunk.start])
             else:
@@ -50,7 +55,7 @@ class Runner:
         kept = torch.tensor(rows or [len(token_ids) - 1], device=device)
         ids = torch.tensor(token_ids, device=device)
         with torch.inference_mode():
-            logits = self._model.logits(ids, positions, kept)
+            logits = self._model.logits(ids, positions, kept, tables)
         return completing, logits if completing else None
 
     def _step(self, chunks: Sequence[Chunk]) -> tuple[StepTokens, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.vocabulary import GenerationConfig
@@ -11,6 +12,9 @@ from trtmesh.engine.backend import PerfMetrics, SequenceEnd, Submission
 from trtmesh.engine.backends.torch.history import History
 from trtmesh.engine.backends.torch.stopping import EndRule
 from trtmesh.engine.backends.torch.token_rules import TokenRules
+
+if TYPE_CHECKING:
+    from trtmesh.engine.backends.torch.prompt_table import PromptTable
 
 PRIORITY_STEPS = 256
 """Steps of waiting that a point of priority is worth; what waits long enough overtakes any priority."""
@@ -33,6 +37,8 @@ class Sequence:
     deadline: float | None = None
     leader: Sequence | None = None
     """Sequence with the same prompt, which computes it; this one begins with a copy of its KV."""
+    prompt_table: PromptTable | None = None
+    """What ids after the vocabulary mean in the prompt."""
     num_computed: int = 0
     """Leading tokens whose KV is in the blocks."""
     blocks: list[int] = field(default_factory=list)
@@ -136,7 +142,12 @@ class Times:
         )
 
 
-def sequences_of(item: Submission, rule: EndRule, token_rules: TokenRules) -> list[Sequence]:
+def sequences_of(
+    item: Submission,
+    rule: EndRule,
+    token_rules: TokenRules,
+    prompt_table: PromptTable | None = None,
+) -> list[Sequence]:
     """The sequences of an item; the first computes the prompt for all."""
     sequences: list[Sequence] = []
     for index, key in enumerate(item.keys):
@@ -151,6 +162,7 @@ def sequences_of(item: Submission, rule: EndRule, token_rules: TokenRules) -> li
             token_rules=token_rules,
             deadline=item.deadline,
             leader=sequences[0] if sequences else None,
+            prompt_table=prompt_table,
         )
         sequences.append(sequence)
     return sequences

@@ -1,0 +1,138 @@
+"""Beam search: which continuations live on, which are complete, and when the search is over. No model, no blocks.
+
+A step looks at all continuations of the running beams by one token, best first. Of the first `width` those that end
+are complete; of all, the best `width` that do not end run on. Complete ones are ranked by their score, the sum of
+their log-probabilities divided by length ** length_penalty, and the best `width` are kept. That is the search of
+transformers' `generate`, to the token, and of TensorRT-LLM, whose `diversity_rate` it has too: a candidate's place
+is that of its sum plus diversity_rate times the number of the beam that it continues, which favours continuations of
+later beams; sums and scores themselves are without it.
+
+The search is over when no beam runs on, or when `width` sequences are complete and, by `early_stopping`,
+    FIRST_COMPLETE  that is enough;
+    HEURISTIC       the best running sum, divided for its present length, is no better than the worst complete score;
+    EXHAUSTIVE      the same, divided for the longest length where the penalty rewards length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from trtmesh.chassis.vocabulary import BeamSearch
+from trtmesh.engine.backends.torch.stopping import End
+from trtmesh.v1 import generation_pb2 as pb
+
+MOST_EXPONENT = 700.0
+"""Of e: no length and no penalty makes a score infinite."""
+
+
+@dataclass(slots=True, eq=False)
+class Hypothesis:
+    """A sequence of the search: its generated tokens, and the log-probability of each given those before it."""
+
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    total: float = 0.0
+    """Sum of the log-probabilities."""
+    end: End | None = None
+    """How it ended; None while it runs."""
+
+    def continued(self, token: int, log_prob: float, end: End | None) -> Hypothesis:
+        return Hypothesis(
+            [*self.tokens, token], [*self.log_probs, log_prob], self.total + log_prob, end
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    rank: float
+    parent: int
+    token: int
+    log_prob: float
+
+
+EndAfter = Callable[[Hypothesis, int], End | None]
+"""How a hypothesis ends with one more token; None if it goes on."""
+
+
+class Search:
+    """The beams of one item."""
+
+    def __init__(self, asked: BeamSearch, *, most_tokens: int, ending_tokens: int) -> None:
+        """`most_tokens` is the length at which every sequence ends; at most `ending_tokens` ids end a given one."""
+        self.width = asked.beam_width
+        self.running = [Hypothesis()]
+        """Best first, by the order in which they were chosen."""
+        self.complete: list[Hypothesis] = []
+        """Best score first, at most `width`."""
+        self._length_penalty = asked.length_penalty or 0.0
+        self._diversity_rate = asked.diversity_rate or 0.0
+        self._early_stopping = asked.early_stopping or pb.EARLY_STOPPING_FIRST_COMPLETE
+        self._most_tokens = most_tokens
+        self._ending_tokens = ending_tokens
+
+    @property
+    def over(self) -> bool:
+        if not self.running:
+            return True
+        if len(self.complete) < self.width:
+            return False
+        if self._early_stopping == pb.EARLY_STOPPING_FIRST_COMPLETE:
+            return True
+        best = max(self.running, key=lambda beam: beam.total)
+        longest = self._early_stopping == pb.EARLY_STOPPING_EXHAUSTIVE and self._length_penalty > 0
+        length = self._most_tokens if longest else len(best.tokens)
+        return self._normalised(best.total, length) <= self.score(self.complete[-1])
+
+    def score(self, hypothesis: Hypothesis) -> float:
+        """What complete sequences are ranked by."""
+        return self._normalised(hypothesis.total, len(hypothesis.tokens))
+
+    def best(self) -> list[Hypothesis]:
+        """The sequences as they stand, best first, at most `width`; while the search runs, running ones compete."""
+        if self.over:
+            return list(self.complete)
+        return sorted([*self.complete, *self.running], key=self.score, reverse=True)[: self.width]
+
+    def advance(self, log_probs: Tensor, end_after: EndAfter) -> list[int]:
+        """One step. `log_probs` are [running beams, vocabulary]; returns which beam each beam now running continues."""
+        before, chosen = self.running, list[_Candidate]()
+        complete: list[Hypothesis] = []
+        for place, candidate in enumerate(self._candidates(log_probs)):
+            if place >= self.width and len(chosen) == self.width:
+                break
+            end = end_after(before[candidate.parent], candidate.token)
+            if end is None and len(chosen) < self.width:
+                chosen.append(candidate)
+            elif end is not None and place < self.width:
+                complete.append(_follow(before, candidate, end))
+        self.running = [_follow(before, candidate, None) for candidate in chosen]
+        ranked = sorted([*self.complete, *complete], key=self.score, reverse=True)
+        self.complete = ranked[: self.width]
+        return [candidate.parent for candidate in chosen]
+
+    def _candidates(self, log_probs: Tensor) -> list[_Candidate]:
+        """The possible continuations, best first: at least all that a step may come to look at."""
+        # Of one beam at most `width` run on, and before the last of those come only tokens that end it.
+        count = min(self.width + self._ending_tokens, log_probs.shape[1])
+        values, tokens = torch.topk(log_probs, count, dim=1)
+        found = [
+            _Candidate(beam.total + log_prob + self._diversity_rate * parent, parent, token, log_prob)
+            for parent, (beam, row, ids) in enumerate(
+                zip(self.running, values.tolist(), tokens.tolist(), strict=True)
+            )
+            for token, log_prob in zip(ids, row, strict=True)
+            if log_prob > -math.inf
+        ]
+        return sorted(found, key=lambda each: (-each.rank, each.parent, each.token))
+
+    def _normalised(self, total: float, length: int) -> float:
+        exponent = self._length_penalty * math.log(length)
+        return total * math.exp(-max(-MOST_EXPONENT, min(MOST_EXPONENT, exponent)))
+
+
+def _follow(beams: Sequence[Hypothesis], candidate: _Candidate, end: End | None) -> Hypothesis:
+    return beams[candidate.parent].continued(candidate.token, candidate.log_prob, end)

@@ -1,0 +1,116 @@
+"""Prompt tuning: rows that a request brings along, addressed by the ids that follow the vocabulary.
+
+The table extends the model's embedding matrix: id `vocabulary_size + n` means row n, and whatever the model does to
+its own embeddings (Gemma multiplies them) it does to these rows too, as TensorRT-LLM has it.
+"""
+
+from __future__ import annotations
+
+import copy
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from trtmesh.chassis import vocabulary
+from trtmesh.chassis.errors import InvalidField
+from trtmesh.chassis.vocabulary import PromptTuning
+from trtmesh.v1 import generation_pb2 as pb
+
+DTYPES = {
+    pb.DATA_TYPE_FP32: torch.float32,
+    pb.DATA_TYPE_FP16: torch.float16,
+    pb.DATA_TYPE_BF16: torch.bfloat16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTable:
+    """What prompt tuning asks of one item."""
+
+    rows: Tensor | None
+    """[rows, hidden size] as the layers take them, on the model's device; None where only extra ids were given."""
+    digest: bytes
+    """Of all that makes equal token ids mean something else."""
+
+
+class Embedding:
+    """The embedding module of a model, applied to the model's rows or to those of a request."""
+
+    def __init__(self, module: torch.nn.Module, vocabulary_size: int) -> None:
+        self.vocabulary_size = vocabulary_size
+        self._module = module
+        # The same code over weights that come with each call, and where no row is a padding row.
+        self._bare = copy.copy(module)
+        self._bare._parameters = dict(module._parameters)
+        if hasattr(self._bare, "padding_idx"):
+            self._bare.padding_idx = None
+        self._weight: Tensor = module.get_parameter("weight")
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self._weight.shape[1])
+
+    def table(self, asked: PromptTuning, prompt_tokens: int) -> PromptTable:
+        """Reads what a request asks for its prompt. Raises InvalidField."""
+        if asked.extra_ids and len(asked.extra_ids) != prompt_tokens:
+            limit = f"as many as the prompt has tokens, {prompt_tokens}"
+            raise InvalidField.of("prompt_tuning.extra_ids", f"{len(asked.extra_ids)} ids", limit)
+        digest = blake2b(array("Q", asked.extra_ids).tobytes(), digest_size=32)
+        tensor = asked.embedding_table
+        count = self._rows(asked)
+        if tensor is None:
+            return PromptTable(None, digest.digest())
+        digest.update(f"{tensor.data_type} {tensor.shape} ".encode())
+        digest.update(tensor.data)
+        given = _tensor(tensor).to(self._weight)
+        if not bool(torch.isfinite(given).all()):
+            raise InvalidField(
+                f"prompt_tuning.embedding_table holds values that are not finite numbers in {given.dtype}, the type"
+                " that the model computes in"
+            )
+        with torch.inference_mode():
+            indexes = torch.arange(count, device=given.device)
+            rows: Tensor = functional_call(self._bare, {"weight": given}, (indexes,))
+        return PromptTable(rows, digest.digest())
+
+    def inputs(self, token_ids: Tensor, tables: Sequence[tuple[slice, PromptTable]]) -> Tensor:
+        """Embeddings [tokens, hidden size] of a flat batch; `tables` says which of its tokens have which table."""
+        own = token_ids < self.vocabulary_size
+        embedded: Tensor = self._module(token_ids.where(own, 0)).clone()
+        for tokens, table in tables:
+            if table.rows is not None:
+                ids, foreign = token_ids[tokens], ~own[tokens]
+                embedded[tokens][foreign] = table.rows[ids[foreign] - self.vocabulary_size]
+        return embedded
+
+    def _rows(self, asked: PromptTuning) -> int:
+        """How many ids the table gives a meaning to."""
+        tensor = asked.embedding_table
+        if tensor is None:
+            if asked.vocabulary_size is not None:
+                raise InvalidField(
+                    "prompt_tuning.vocabulary_size is set but prompt_tuning.embedding_table is not"
+                )
+            return 0
+        if tensor.data_type not in DTYPES:
+            name = pb.DataType.Name(pb.DataType.ValueType(tensor.data_type))
+            limit = ", ".join(pb.DataType.Name(each) for each in DTYPES)
+            raise InvalidField.of("prompt_tuning.embedding_table.data_type", name, f"one of {limit}")
+        if len(tensor.shape) != 2 or not tensor.shape[0] or tensor.shape[1] != self.hidden_size:
+            limit = f"[rows, {self.hidden_size}], the size of the model's embeddings"
+            raise InvalidField.of("prompt_tuning.embedding_table.shape", list(tensor.shape), limit)
+        count = tensor.shape[0] if asked.vocabulary_size is None else asked.vocabulary_size
+        if not 1 <= count <= tensor.shape[0]:
+            limit = f"in [1, {tensor.shape[0]}], the rows of prompt_tuning.embedding_table"
+            raise InvalidField.of("prompt_tuning.vocabulary_size", count, limit)
+        return count
+
+
+def _tensor(tensor: vocabulary.Tensor) -> Tensor:
+    # A copy, because bytes cannot be written to and PyTorch warns of that.
+    flat = torch.frombuffer(bytearray(tensor.data), dtype=DTYPES[pb.DataType.ValueType(tensor.data_type)])
+    return flat.view(tensor.shape)

@@ -1,0 +1,201 @@
+"""Prompt tables against transformers: `generate` over `inputs_embeds` in which the rows stand for their ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.torch.conftest import ModelDir
+from engine.torch.harness import configure, running
+from oracle import tiny_models
+from transformers import PreTrainedModel
+from trtmesh.chassis.errors import InvalidField, TokenOutOfVocabulary, TrtmeshError
+from trtmesh.chassis.vocabulary import GenerationConfig, PromptTuning, Tensor
+from trtmesh.v1 import generation_pb2 as pb
+
+VOCABULARY = tiny_models.VOCABULARY_SIZE
+HIDDEN = 64
+TOKENS = 10
+GREEDY = configure(max_tokens=TOKENS, ignore_end_id=True)
+TYPES = {
+    pb.DATA_TYPE_FP32: torch.float32,
+    pb.DATA_TYPE_FP16: torch.float16,
+    pb.DATA_TYPE_BF16: torch.bfloat16,
+}
+
+
+def random_table(rows: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, HIDDEN, generator=generator) * tiny_models.WEIGHT_STD
+
+
+def tensor_of(table: torch.Tensor, data_type: int = pb.DATA_TYPE_FP32) -> Tensor:
+    data = table.to(TYPES[pb.DataType.ValueType(data_type)]).view(torch.uint8).numpy().tobytes()
+    return Tensor(data_type, tuple(table.shape), data)
+
+
+def tuned(
+    table: Tensor | None,
+    config: GenerationConfig = GREEDY,
+    **values: Any,
+) -> GenerationConfig:
+    asked = PromptTuning(embedding_table=table, **values)
+    names = [name for name in ("embedding_table", "vocabulary_size", "extra_ids") if getattr(asked, name)]
+    fields = config.fields_set | {f"prompt_tuning.{name}" for name in names}
+    return replace(config, prompt_tuning=asked, fields_set=fields)
+
+
+def expected(model: PreTrainedModel, prompt: Sequence[int], table: torch.Tensor) -> list[int]:
+    """What `generate` makes of the embeddings; the rows are scaled as the model scales its own."""
+    untyped: Any = model
+    module = untyped.get_input_embeddings()
+    ids = torch.tensor([prompt])
+    foreign = ids >= VOCABULARY
+    with torch.inference_mode():
+        embeddings = module(ids.where(~foreign, 0))
+        scale = float(getattr(module, "embed_scale", 1.0))
+        embeddings[foreign] = table[ids[foreign] - VOCABULARY] * scale
+        output = untyped.generate(
+            inputs_embeds=embeddings,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=tiny_models.PAD_ID,
+        )
+    tokens: list[int] = output[0].tolist()
+    return tokens
+
+
+def mixed_prompt(length: int, rows: int, seed: int) -> list[int]:
+    """Ids of the table before and among ordinary ones."""
+    generator = torch.Generator().manual_seed(seed)
+    prompt = torch.randint(2, VOCABULARY, (length,), generator=generator).tolist()
+    places = torch.randperm(length, generator=generator)[: length // 3].tolist()
+    for place in [0, *places]:
+        prompt[place] = VOCABULARY + (place * 7 + seed) % rows
+    return prompt
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gemma3", "mixtral"])
+async def test_rows_stand_for_their_ids(family: str, model_dir: ModelDir) -> None:
+    folder = model_dir(family)
+    model = tiny_models.reference_model(folder)
+    tables = [random_table(5, seed) for seed in range(3)]
+    prompts = [mixed_prompt(length, 5, seed) for seed, length in enumerate((3, 33, 18))]
+    plain = tiny_models.prompts(3)
+    wanted = [expected(model, p, t) for p, t in zip(prompts, tables, strict=True)]
+    assert wanted != [
+        expected(model, p, t) for p, t in zip(prompts, tables[1:] + tables[:1], strict=True)
+    ]
+    for settings in ({}, {"max_step_tokens": 7, "prefix_reuse": False}, {"kv_cache_tokens": 96}):
+        async with running(folder, **{"tokens_per_block": 4, **settings}) as engine:
+            for _ in range(2):
+                keys = [
+                    engine.submit(p, tuned(tensor_of(t)))[0]
+                    for p, t in zip(prompts, tables, strict=True)
+                ]
+                mates = [engine.submit(prompt, GREEDY)[0] for prompt in plain]
+                assert [s.token_ids for s in await engine.ended(keys)] == wanted
+                assert [s.token_ids for s in await engine.ended(mates)] == [
+                    tiny_models.greedy(model, prompt, TOKENS) for prompt in plain
+                ]
+
+
+@pytest.mark.parametrize("data_type", TYPES)
+async def test_element_types(data_type: int, llama: Path) -> None:
+    table = random_table(4, 9).to(TYPES[pb.DataType.ValueType(data_type)])
+    prompt = mixed_prompt(12, 4, 3)
+    wanted = expected(tiny_models.reference_model(llama), prompt, table.float())
+    async with running(llama) as engine:
+        (stream,) = await engine.ended(engine.submit(prompt, tuned(tensor_of(table, data_type))))
+        assert stream.token_ids == wanted
+
+
+async def test_blocks_are_shared_only_under_equal_tables_and_extra_ids(llama: Path) -> None:
+    table, other = tensor_of(random_table(4, 1)), tensor_of(random_table(4, 2))
+    prompt = mixed_prompt(33, 4, 1)
+    ones, twos = (1,) * len(prompt), (2,) * len(prompt)
+    configs = [
+        tuned(table),
+        tuned(other),
+        tuned(table, extra_ids=ones),
+        tuned(table, extra_ids=twos),
+    ]
+    async with running(llama, tokens_per_block=4) as engine:
+        for cached in (0, 32):
+            for config in configs:
+                (stream,) = await engine.ended(engine.submit(prompt, config))
+                assert stream.end
+                assert stream.end.cached_prompt_tokens == cached
+
+
+async def test_an_item_goes_on_elsewhere(llama: Path) -> None:
+    table = random_table(4, 1)
+    prompt = mixed_prompt(20, 4, 1)
+    wanted = expected(tiny_models.reference_model(llama), prompt, table)
+    async with running(llama) as engine:
+        keys = engine.submit(prompt, tuned(tensor_of(table)), emitted=wanted[:4])
+        (stream,) = await engine.ended(keys)
+        assert wanted[:4] + stream.token_ids == wanted
+
+
+async def test_penalties_see_the_vocabulary_alone(llama: Path) -> None:
+    config = configure(max_tokens=4, repetition_penalty=1.3, frequency_penalty=0.2)
+    async with running(llama) as engine:
+        keys = engine.submit([VOCABULARY, 5], tuned(tensor_of(random_table(1, 0)), config))
+        (stream,) = await engine.ended(keys)
+        assert len(stream.token_ids) == 4
+
+
+NAN = random_table(2, 0).fill_(float("nan"))
+REFUSALS: list[tuple[list[int], PromptTuning, type[TrtmeshError], str]] = [
+    ([VOCABULARY], PromptTuning(), TokenOutOfVocabulary, r"320 at position 0 .* vocabulary size, 320"),
+    (
+        [5, VOCABULARY + 2],
+        PromptTuning(tensor_of(random_table(2, 0))),
+        TokenOutOfVocabulary,
+        r"322 at position 1 .* not below 322.*2 rows of prompt_tuning\.embedding_table",
+    ),
+    (
+        [VOCABULARY + 1],
+        PromptTuning(tensor_of(random_table(2, 0)), vocabulary_size=1),
+        TokenOutOfVocabulary,
+        r"not below 321",
+    ),
+    (
+        [VOCABULARY],
+        PromptTuning(tensor_of(random_table(2, 0)), vocabulary_size=3),
+        InvalidField,
+        r"prompt_tuning\.vocabulary_size is 3 .*\[1, 2\]",
+    ),
+    (
+        [5],
+        PromptTuning(Tensor(pb.DATA_TYPE_FP32, (2, 5), bytes(40))),
+        InvalidField,
+        r"prompt_tuning\.embedding_table\.shape is \[2, 5\] .*\[rows, 64\]",
+    ),
+    (
+        [5],
+        PromptTuning(Tensor(pb.DATA_TYPE_INT32, (1, 64), bytes(256))),
+        InvalidField,
+        r"embedding_table\.data_type is DATA_TYPE_INT32",
+    ),
+    ([5], PromptTuning(tensor_of(NAN)), InvalidField, "embedding_table holds values"),
+    ([5, 6], PromptTuning(extra_ids=(1,)), InvalidField, r"extra_ids is 1 ids .* tokens, 2"),
+    ([5], PromptTuning(vocabulary_size=1), InvalidField, "embedding_table is not"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "asked", "kind", "words"), REFUSALS)
+async def test_what_cannot_be_meant_is_refused(
+    prompt: list[int], asked: PromptTuning, kind: type[TrtmeshError], words: str, llama: Path
+) -> None:
+    async with running(llama) as engine:
+        with pytest.raises(kind, match=words):
+            engine.submit(prompt, replace(GREEDY, prompt_tuning=asked))
+        assert len((await engine.run([[5]], GREEDY))[0]) == TOKENS
