@@ -89,6 +89,51 @@ def test_every_token_arrives_once_whatever_the_acknowledgements(
     assert reader.ended == set(expected)
 
 
+rewritings = st.lists(
+    st.dictionaries(
+        st.integers(0, 2), st.tuples(st.integers(0, 6), st.lists(st.integers(0, 99), max_size=3))
+    ),
+    min_size=1,
+    max_size=20,
+)
+
+
+@given(rewritings, st.data())
+def test_a_rewritten_sequence_has_what_its_last_rewriting_left(
+    history: list[dict[int, tuple[int, list[int]]]], data: st.DataObject
+) -> None:
+    known: dict[int, list[int]] = {}
+    parts = []
+    for number, changes in enumerate(history):
+        made = StepPart(number)
+        for handle, (back, ids) in changes.items():
+            tokens = known.setdefault(handle, [])
+            offset = max(0, len(tokens) - back)
+            tokens[offset:] = ids
+            made.handles.append(handle)
+            made.token_offsets.append(offset)
+            made.token_counts.append(len(ids))
+            made.token_ids += ids
+            made.details.append(TokenDetails(handle, [float(token) for token in ids]))
+        parts.append(made)
+    cut = data.draw(st.integers(0, len(parts)))
+    found: dict[int, list[int]] = {}
+    for half in (parts[:cut], parts[cut:]):
+        if not half:
+            continue
+        merged = merge(half)
+        ids = iter(merged.token_ids)
+        log_probs = {details.key: details.log_probs for details in merged.details}
+        for handle, offset, count in zip(
+            merged.handles, merged.token_offsets, merged.token_counts, strict=True
+        ):
+            tokens = found.setdefault(handle, [])
+            assert offset <= len(tokens)
+            tokens[offset:] = [next(ids) for _ in range(count)]
+            assert log_probs[handle] == [float(token) for token in tokens[offset:]]
+    assert found == known
+
+
 def test_a_stable_batch_merges_as_a_changing_one_does() -> None:
     offsets: dict[int, int] = {}
     parts = [part(step, {7: [step], 8: [10 + step]}, offsets) for step in range(3)]

@@ -27,22 +27,31 @@ class StepPart:
 
 
 def merge(parts: Sequence[StepPart]) -> StepPart:
-    """One part with everything of `parts`, which are in step order; a handle occurs once and keeps the order."""
+    """One part with everything of `parts`, which are in step order; a handle occurs once and keeps the order.
+
+    A sequence that was rewritten (beam search) has what its last rewriting left.
+    """
     if len(parts) == 1:
         return parts[0]
-    merged = _merge_aligned(parts) if _aligned(parts) else _merge_by_handle(parts)
-    merged.details = _merge_details(chain.from_iterable(part.details for part in parts))
+    if _aligned(parts):
+        merged = _merge_aligned(parts)
+        merged.details = _merge_details(chain.from_iterable(part.details for part in parts))
+    else:
+        merged = _merge_by_handle(parts)
     merged.prompts = [prompt for part in parts for prompt in part.prompts]
     return merged
 
 
 def _aligned(parts: Sequence[StepPart]) -> bool:
-    """Whether every part has one token for each of the same handles, as in a batch that does not change."""
-    handles = parts[0].handles
+    """Whether every part has the next token for each of the same handles, as in a batch that does not change."""
+    handles, offsets = parts[0].handles, parts[0].token_offsets
     size = len(handles)
     return all(
-        len(part.token_ids) == size and len(part.handles) == size and part.handles == handles
-        for part in parts
+        len(part.token_ids) == size
+        and len(part.handles) == size
+        and part.handles == handles
+        and part.token_offsets == [offset + place for offset in offsets]
+        for place, part in enumerate(parts)
     )
 
 
@@ -60,24 +69,36 @@ def _merge_aligned(parts: Sequence[StepPart]) -> StepPart:
 def _merge_by_handle(parts: Sequence[StepPart]) -> StepPart:
     tokens: dict[int, list[int]] = {}
     offsets: dict[int, int] = {}
+    details: dict[int, TokenDetails] = {}
     for part in parts:
         start = 0
         for handle, offset, count in zip(
             part.handles, part.token_offsets, part.token_counts, strict=True
         ):
             end = start + count
-            if handle in tokens:
-                tokens[handle] += part.token_ids[start:end]
-            else:
-                tokens[handle] = part.token_ids[start:end]
-                offsets[handle] = offset
+            fresh = part.token_ids[start:end]
             start = end
+            if handle not in tokens:
+                tokens[handle], offsets[handle] = fresh, offset
+                continue
+            kept = offset - offsets[handle]
+            if kept < len(tokens[handle]):
+                kept = max(0, kept)
+                del tokens[handle][kept:]
+                offsets[handle] = min(offset, offsets[handle])
+                if handle in details:
+                    details[handle] = _cut(details[handle], kept)
+            tokens[handle] += fresh
+        for later in part.details:
+            earlier = details.get(later.key)
+            details[later.key] = _joined(earlier, later) if earlier else later
     return StepPart(
         parts[-1].step_count,
         list(tokens),
         list(offsets.values()),
         list(map(len, tokens.values())),
         list(chain.from_iterable(tokens.values())),
+        list(details.values()),
     )
 
 
@@ -87,6 +108,24 @@ def _merge_details(details: Iterable[TokenDetails]) -> list[TokenDetails]:
         earlier = merged.get(later.key)
         merged[later.key] = _joined(earlier, later) if earlier else later
     return list(merged.values())
+
+
+def _cut(details: TokenDetails, count: int) -> TokenDetails:
+    """The data of the first `count` tokens; the sum goes with those that are cut off."""
+    return replace(
+        details,
+        log_probs=details.log_probs[:count],
+        cumulative_log_prob=None,
+        top_log_probs=details.top_log_probs[:count],
+        generation_logits=_rows(details.generation_logits, count),
+    )
+
+
+def _rows(tensor: Tensor | None, count: int) -> Tensor | None:
+    if tensor is None or not count:
+        return None
+    size = len(tensor.data) // tensor.shape[0]
+    return replace(tensor, shape=(count, *tensor.shape[1:]), data=tensor.data[: count * size])
 
 
 def _joined(earlier: TokenDetails, later: TokenDetails) -> TokenDetails:
