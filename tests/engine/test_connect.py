@@ -242,6 +242,29 @@ class TestRefusedItems:
             assert end is not None
             assert words in end.error.message
 
+    async def test_beams_begin_at_the_prompt_and_have_their_own_limit(self) -> None:
+        fields = frozenset(
+            {"beam_search.beam_width", "sampling.num_return_sequences", "stopping.max_tokens"}
+        )
+        info = replace(INFO, supported_fields=fields, max_sequences_per_item=16)
+        backend = RecordingBackend(info)
+        config = pb.GenerationConfig()
+        config.beam_search.beam_width = 17
+        async with serving(backend) as engine, router_stream(engine.address) as stream:
+            await stream.send(submit(1, config=config))
+            config.beam_search.beam_width = 3
+            await stream.send(submit(20, config=config, emitted_tokens=1))
+            received = await stream.ends([*range(1, 18), 20, 21, 22])
+            for handle, words in ((17, "beam_width is 17"), (22, "emitted_tokens is 1 for a beam")):
+                end = received[handle].end
+                assert end
+                assert words in end.error.message
+            await stream.send(submit(30, config=config))
+            config.sampling.num_return_sequences = 1
+            await stream.send(submit(40, config=config))
+            await stream.until(lambda: len(backend.items) == 2)
+            assert [len(item.keys) for item in backend.items] == [3, 1]
+
     async def test_the_number_of_handles_is_bounded(self) -> None:
         backend = RecordingBackend()
         async with (

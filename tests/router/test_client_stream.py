@@ -136,6 +136,22 @@ async def test_details_of_the_first_tokens_are_kept_behind_a_text_without_tokens
     assert list(event.tokens.details.log_probs) == [0.5]
 
 
+async def test_what_waits_of_a_rewritten_sequence_is_replaced() -> None:
+    _, stream = opened()
+    stream.put_tokens(0, 1, 0, [1, 2], "ab", pb.TokenDetails(log_probs=[1, 2]))
+    assert await take(stream)
+    stream.put_tokens(0, 1, 2, [3], "c", pb.TokenDetails(log_probs=[3]))
+    stream.put_tokens(0, 1, 0, [4, 5, 6, 7], "defg", pb.TokenDetails(log_probs=[4, 5, 6, 7]))
+    stream.put_tokens(0, 1, 4, [8], "h", pb.TokenDetails(log_probs=[8]))
+    assert stream.waiting_tokens == 5
+    (event,) = await take(stream)
+    assert event.tokens.token_offset == 0
+    assert list(event.tokens.token_ids) == [4, 5, 6, 7, 8]
+    assert event.tokens.text == "defgh"
+    assert list(event.tokens.details.log_probs) == [4, 5, 6, 7, 8]
+    assert stream.waiting_tokens == 0
+
+
 async def test_logits_are_never_merged() -> None:
     _, stream = opened()
 

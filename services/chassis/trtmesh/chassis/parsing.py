@@ -97,6 +97,9 @@ def parse_config(message: pb.GenerationConfig) -> v.GenerationConfig:
     """The config as values, or InvalidField that names the field, the value and the limit."""
     paths: set[str] = set()
     config: v.GenerationConfig = _message(message, "", paths)
+    if config.beam_search.beam_width > 1 and message.sampling.HasField("num_return_sequences"):
+        # Of beams all come back by default, so that 1 asks for something.
+        paths.add("sampling.num_return_sequences")
     config = replace(config, fields_set=frozenset(paths))
     _check_combinations(config)
     return config

@@ -16,8 +16,10 @@ MAX_SEQUENCES = int(LIMITS["sampling.num_return_sequences"][1])
 
 def handles_of(command: epb.SubmitCommand) -> range:
     """The handles that the item names, also when its config turns out to be wrong."""
-    config = command.config
-    asked = max(config.sampling.num_return_sequences, config.beam_search.beam_width, 1)
+    sampling, beam_width = command.config.sampling, command.config.beam_search.beam_width
+    asked = max(1, sampling.num_return_sequences)
+    if beam_width > 1 and not sampling.HasField("num_return_sequences"):
+        asked = beam_width
     return range(command.handle, command.handle + min(asked, MAX_SEQUENCES))
 
 
@@ -48,14 +50,20 @@ def _check(command: epb.SubmitCommand, config: GenerationConfig, worker: Worker)
     if config.sampling.seed is None and not config.sampling.greedy:
         raise InvalidField("sampling.seed is not set but sampling needs one; draw one and send it")
     most = worker.info.max_sequences_per_item
-    if config.sequences > most:
-        name = "sampling.num_return_sequences"
-        if config.beam_search.beam_width > 1:
-            name = "beam_search.beam_width"
-        raise InvalidField.of(name, config.sequences, f"at most {most}, the worker's limit")
+    for name, count in (
+        ("beam_search.beam_width", config.beam_search.beam_width),
+        ("sampling.num_return_sequences", config.sampling.num_return_sequences),
+    ):
+        if count > most:
+            raise InvalidField.of(name, count, f"at most {most}, the worker's limit")
     if command.emitted_tokens > len(command.token_ids):
         limit = f"at most {len(command.token_ids)}, the number of token_ids"
         raise InvalidField.of("emitted_tokens", command.emitted_tokens, limit)
+    if command.emitted_tokens and config.beam_search.beam_width > 1:
+        raise InvalidField(
+            f"emitted_tokens is {command.emitted_tokens} for a beam search, but its beams depend on each other;"
+            " submit it from its prompt, and it will find them again"
+        )
     if command.emitted_tokens and config.sequences > 1:
         raise InvalidField(
             f"emitted_tokens is {command.emitted_tokens} for an item of {config.sequences} sequences, but each"

@@ -21,6 +21,16 @@ class _WaitingTokens:
     texts: list[str]
     details: pb.TokenDetails | None
 
+    @property
+    def end(self) -> int:
+        """Offset of the token that would follow."""
+        return self.token_offset + len(self.token_ids)
+
+    def clear(self) -> None:
+        """Makes place for the whole sequence anew; what was sent of it is replaced."""
+        self.token_offset = 0
+        self.token_ids, self.texts, self.details = [], [], None
+
 
 class ClientStream:
     """The queue between the data path, which only puts, and the RPC handler, which only takes.
@@ -50,10 +60,13 @@ class ClientStream:
         text: str,
         details: pb.TokenDetails | None,
     ) -> None:
-        """Queues new tokens of a sequence. `token_ids` is taken over."""
+        """Queues new tokens of a sequence, or all of it anew from offset 0. `token_ids` is taken over."""
         key = (batch_index, sequence_index)
-        self.waiting_tokens += len(token_ids)
         waiting = self._growing.get(key)
+        if waiting is not None and token_offset < waiting.end:
+            self.waiting_tokens -= len(waiting.token_ids)
+            waiting.clear()
+        self.waiting_tokens += len(token_ids)
         if waiting is None or _holds_tensor(details):
             waiting = _WaitingTokens(
                 batch_index, sequence_index, token_offset, token_ids, [text], details

@@ -139,6 +139,10 @@ class Tokenizer(Replica):
         self._finished.append(sequence.decode_handle)
         self._plan_flush()
 
+    def restart(self, sequence: SequenceRun) -> None:
+        self.drop(sequence)
+        self.open(sequence)
+
     def drop(self, sequence: SequenceRun) -> None:
         handle = sequence.decode_handle
         if self.runs.pop(handle, None) is None:
@@ -221,8 +225,12 @@ class Tokenizer(Replica):
         stops = {stop.handle: stop for stop in decoded.stops} if decoded.stops else {}
         failures = {failure.handle: failure for failure in decoded.failures}
         batch = self._unanswered.popleft()
+        runs = self.runs
         answers = zip(batch.counts, decoded.handles, decoded.texts, strict=True)
         for (run, count), handle, text in answers:
+            if runs.get(handle) is not run:
+                # It is over, or it was rewritten and has another handle.
+                continue
             if handle in stops:
                 run.on_stop_text(stops[handle].token_count, text, stops[handle].stop_index)
             elif handle in failures:

@@ -67,6 +67,9 @@ class _Parked:
     def finish(self, sequence: SequenceRun) -> None:
         """Nothing, likewise."""
 
+    def restart(self, sequence: SequenceRun) -> None:
+        """Nothing, likewise."""
+
     def drop(self, sequence: SequenceRun) -> None:
         self._room.dismiss(sequence)
 
