@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from trtmesh.chassis.errors import BackendFailed, TrtmeshError, WorkerLost, to_proto
 from trtmesh.chassis.parsing import parse_config
 from trtmesh.chassis.vocabulary import Prompt
+from trtmesh.client.events import Tokens, events_of
 from trtmesh.client.options import build_config
+from trtmesh.client.results import SequenceResult
 from trtmesh.router.client_stream import ClientStream
 from trtmesh.router.request import ItemRequest
 from trtmesh.router.sequence import SequenceRun
@@ -45,6 +47,10 @@ class LetterDecoder:
 
     def finish(self, sequence: SequenceRun) -> None:
         self._asked.append((sequence, [], True))
+
+    def restart(self, sequence: SequenceRun) -> None:
+        self._asked.clear()
+        self._held = []
 
     def drop(self, sequence: SequenceRun) -> None:
         self.dropped = True
@@ -299,3 +305,86 @@ async def test_a_sequence_without_a_worker_ends_as_it_is_told() -> None:
     run.stop(pb.FINISH_REASON_STOPPED)
     assert owner.settled == [run]
     assert (run.reason, run.error) == (pb.FINISH_REASON_STOPPED, None)
+
+
+BEAM_PLAYS = st.fixed_dictionaries(
+    {
+        "versions": st.lists(
+            st.tuples(st.booleans(), st.lists(st.integers(0, 9), min_size=1, max_size=6)),
+            min_size=1,
+            max_size=8,
+        ),
+        "moments": st.lists(st.sampled_from(["worker", "decoder", "move", "take"]), max_size=60),
+        "stop_id": st.none() | st.integers(0, 9),
+        "stream": st.booleans(),
+        "text": st.booleans(),
+    }
+)
+
+
+@given(BEAM_PLAYS)
+def test_a_rewritten_beam_leaves_its_last_version_with_the_client(play: dict[str, Any]) -> None:
+    asyncio.run(rewrite(**play))
+
+
+async def rewrite(
+    *,
+    versions: list[tuple[bool, list[int]]],
+    moments: list[str],
+    stop_id: int | None,
+    stream: bool,
+    text: bool,
+) -> None:
+    """Each version goes on after the one before, or replaces it; log-probs are the ids."""
+    client, owner, worker = ClientStream(router_pb.GenerateEvent(), Turns()), OneItem(), OneWorker()
+    options: dict[str, Any] = {"stream": stream, "text": text, "log_probs": True, "beam_width": 2}
+    if stop_id is not None:
+        options["stop_texts"] = ["s"]
+    run = make_run(client, owner, **options)
+    run.assign(worker)
+    decoder = LetterDecoder(stop_id)
+    if text or stop_id is not None:
+        run.decoder = decoder
+    sequence, result = 0, SequenceResult()
+    script: list[tuple[int, list[int]]] = []
+    known: list[int] = []
+    for replaces, ids in versions:
+        offset = 0 if replaces else len(known)
+        known[offset:] = ids
+        script.append((offset, ids))
+
+    async def take() -> None:
+        if client.waiting_tokens:
+            response = await client.take()
+            assert response
+            for event in events_of(response):
+                if isinstance(event, Tokens):
+                    result.add(event)
+
+    for moment in [*moments, *["worker"] * len(script), *["decoder"] * (len(script) + 1)]:
+        if moment == "worker" and sequence < len(script):
+            offset, ids = script[sequence]
+            sequence += 1
+            run.on_tokens(offset, ids, pb.TokenDetails(log_probs=[float(each) for each in ids]))
+            if sequence == len(script):
+                run.on_end(epb.SequenceEnd(reason=pb.FINISH_REASON_LENGTH))
+        elif moment == "decoder":
+            decoder.answer()
+        elif moment == "move" and run.decoder is not None and not run.over:
+            decoder = LetterDecoder(stop_id)
+            decoder.take_over(run)
+        elif moment == "take":
+            await take()
+    await take()
+    assert owner.settled == [run]
+    assert worker.stops == []
+    found = stop_id is not None and stop_id in known
+    count = known.index(stop_id) + 1 if found and stop_id is not None else len(known)
+    assert list(result.token_ids) == run.token_ids == known[:count]
+    assert result.text == (letters(known[: count - 1] if found else known) if text else "")
+    log_probs = [
+        value for chunk in result.chunks if chunk.details for value in chunk.details.log_probs
+    ]
+    assert log_probs == known[:count]
+    assert (run.stop_text is not None) == found
+    assert stream or len(result.chunks) <= 1

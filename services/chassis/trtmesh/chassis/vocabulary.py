@@ -217,6 +217,9 @@ class GenerationConfig:
     @property
     def sequences(self) -> int:
         """Sequences that come back for the item: of beams all, unless fewer are asked for."""
-        if self.beam_search.beam_width > 1 and "sampling.num_return_sequences" not in self.fields_set:
+        if (
+            self.beam_search.beam_width > 1
+            and "sampling.num_return_sequences" not in self.fields_set
+        ):
             return self.beam_search.beam_width
         return self.sampling.num_return_sequences

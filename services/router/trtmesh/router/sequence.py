@@ -59,6 +59,9 @@ class Decoder(Protocol):
     def finish(self, sequence: SequenceRun) -> None:
         """Asks for the rest of the text; answered by `on_text` and then by `on_text_complete`."""
 
+    def restart(self, sequence: SequenceRun) -> None:
+        """Forgets what was asked of the sequence, which begins anew: with no token, and nothing is answered."""
+
     def drop(self, sequence: SequenceRun) -> None:
         """Forgets the sequence; it is not answered any more."""
 
@@ -115,6 +118,11 @@ class SequenceRun:
         self.over = False
 
     @property
+    def is_beam(self) -> bool:
+        """Whether it is a sequence of a beam search, which may be rewritten until it ends."""
+        return self._item.config.beam_search.beam_width > 1
+
+    @property
     def skip_special_tokens(self) -> bool:
         return self._item.config.output.skip_special_tokens
 
@@ -146,8 +154,13 @@ class SequenceRun:
     def on_tokens(
         self, token_offset: int, token_ids: list[int], details: pb.TokenDetails | None = None
     ) -> None:
-        """New tokens from the worker, the first at `token_offset`, and their data. Those already known are skipped."""
-        if self.over or self.stop_text is not None:
+        """New tokens from the worker, the first at `token_offset`, and their data. Those already known are skipped,
+        except that a beam that comes again from offset 0 replaces all that was known of it."""
+        if self.over:
+            return
+        if self.is_beam and not token_offset and self.token_ids:
+            self._restart()
+        if self.stop_text is not None:
             return
         known = len(self.token_ids) - token_offset
         if known < 0:
@@ -245,6 +258,18 @@ class SequenceRun:
                 metrics.first_scheduled_time_ns, metrics.first_token_time_ns
             )
 
+    def _restart(self) -> None:
+        """Forgets everything; the next put, from offset 0, replaces what the client has."""
+        self.token_ids = []
+        self.decoded = 0
+        self.stop_text = None
+        if self._details is not None:
+            self._details = TokenDetailBuffer()
+        if self._held_texts:
+            self._held_texts = []
+        if self.decoder is not None:
+            self.decoder.restart(self)
+
     def on_text(self, token_count: int, text: str) -> None:
         """The text of the next `token_count` tokens; void after a stop text."""
         if self.over or self.stop_text is not None:
@@ -264,10 +289,11 @@ class SequenceRun:
         del self.token_ids[self.decoded + token_count :]
         self._deliver(token_count, text)
         self.stop_text = self.stop_texts[stop_index]
-        if self.assignment is not None:
-            self.assignment.stop(pb.FINISH_REASON_STOP_WORD)
-        else:
+        if self.assignment is None:
             self._settle()
+        elif not self.is_beam:
+            # A beam may still be rewritten, and the search needs it to the end.
+            self.assignment.stop(pb.FINISH_REASON_STOP_WORD)
 
     def fail(self, error: TrtmeshError) -> None:
         """Ends the sequence with an error."""

@@ -87,7 +87,9 @@ def _table_rows(item: Submission) -> int:
     asked = item.config.prompt_tuning
     if asked is None or asked.embedding_table is None:
         return 0
-    return asked.embedding_table.shape[0] if asked.vocabulary_size is None else asked.vocabulary_size
+    return (
+        asked.embedding_table.shape[0] if asked.vocabulary_size is None else asked.vocabulary_size
+    )
 
 
 def _limit(item: Submission, prompt_tokens: int, info: BackendInfo) -> int:

@@ -120,7 +120,9 @@ class Search:
         count = min(self.width + self._ending_tokens, log_probs.shape[1])
         values, tokens = torch.topk(log_probs, count, dim=1)
         found = [
-            _Candidate(beam.total + log_prob + self._diversity_rate * parent, parent, token, log_prob)
+            _Candidate(
+                beam.total + log_prob + self._diversity_rate * parent, parent, token, log_prob
+            )
             for parent, (beam, row, ids) in enumerate(
                 zip(self.running, values.tolist(), tokens.tolist(), strict=True)
             )

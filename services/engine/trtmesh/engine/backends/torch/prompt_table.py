@@ -57,8 +57,10 @@ class Embedding:
     def table(self, asked: PromptTuning, prompt_tokens: int) -> PromptTable:
         """Reads what a request asks for its prompt. Raises InvalidField."""
         if asked.extra_ids and len(asked.extra_ids) != prompt_tokens:
-            limit = f"as many as the prompt has tokens, {prompt_tokens}"
-            raise InvalidField.of("prompt_tuning.extra_ids", f"{len(asked.extra_ids)} ids", limit)
+            raise InvalidField(
+                f"prompt_tuning.extra_ids has {len(asked.extra_ids)} ids but must have one for each of the"
+                f" {prompt_tokens} tokens of the prompt, or none"
+            )
         digest = blake2b(array("Q", asked.extra_ids).tobytes(), digest_size=32)
         tensor = asked.embedding_table
         count = self._rows(asked)
@@ -99,7 +101,9 @@ class Embedding:
         if tensor.data_type not in DTYPES:
             name = pb.DataType.Name(pb.DataType.ValueType(tensor.data_type))
             limit = ", ".join(pb.DataType.Name(each) for each in DTYPES)
-            raise InvalidField.of("prompt_tuning.embedding_table.data_type", name, f"one of {limit}")
+            raise InvalidField.of(
+                "prompt_tuning.embedding_table.data_type", name, f"one of {limit}"
+            )
         if len(tensor.shape) != 2 or not tensor.shape[0] or tensor.shape[1] != self.hidden_size:
             limit = f"[rows, {self.hidden_size}], the size of the model's embeddings"
             raise InvalidField.of("prompt_tuning.embedding_table.shape", list(tensor.shape), limit)
@@ -112,5 +116,7 @@ class Embedding:
 
 def _tensor(tensor: vocabulary.Tensor) -> Tensor:
     # A copy, because bytes cannot be written to and PyTorch warns of that.
-    flat = torch.frombuffer(bytearray(tensor.data), dtype=DTYPES[pb.DataType.ValueType(tensor.data_type)])
+    flat = torch.frombuffer(
+        bytearray(tensor.data), dtype=DTYPES[pb.DataType.ValueType(tensor.data_type)]
+    )
     return flat.view(tensor.shape)

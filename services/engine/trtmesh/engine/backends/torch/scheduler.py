@@ -320,7 +320,7 @@ class Scheduler:
         hashes = self._hashes(sequence, full)
         size = self._tokens_per_block
         for number in range(first, full):
-            parent = hashes[number - 1] if number else root_hash(sequence.config.kv_cache.salt)
+            parent = hashes[number - 1] if number else _root(sequence)
             tokens = sequence.tokens[number * size : (number + 1) * size]
             self.pool.publish(sequence.blocks[number], hashes[number], parent, tokens)
 
@@ -329,10 +329,17 @@ class Scheduler:
         hashes = sequence.hashes
         size = self._tokens_per_block
         while len(hashes) < count:
-            parent = hashes[-1] if hashes else root_hash(sequence.config.kv_cache.salt)
+            parent = hashes[-1] if hashes else _root(sequence)
             tokens = sequence.tokens[len(hashes) * size : (len(hashes) + 1) * size]
             hashes.append(block_hash(parent, tokens))
         return hashes
+
+
+def _root(sequence: Sequence) -> int:
+    """Parent of its first block."""
+    table = sequence.prompt_table
+    digest = table.digest if table else None
+    return root_hash(sequence.config.kv_cache.salt, prompt_table_digest=digest)
 
 
 def _tokens(prefix: Prefix) -> int:
