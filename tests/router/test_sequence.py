@@ -354,9 +354,7 @@ async def rewrite(
         script.append((offset, ids))
 
     async def take() -> None:
-        if client.waiting_tokens:
-            response = await client.take()
-            assert response
+        if response := await client.take():
             for event in events_of(response):
                 if isinstance(event, Tokens):
                     result.add(event)
@@ -373,8 +371,9 @@ async def rewrite(
         elif moment == "move" and run.decoder is not None and not run.over:
             decoder = LetterDecoder(stop_id)
             decoder.take_over(run)
-        elif moment == "take":
+        elif moment == "take" and client.waiting_tokens:
             await take()
+    client.put(router_pb.GenerateEvent(item_finished=router_pb.ItemFinished()))
     await take()
     assert owner.settled == [run]
     assert worker.stops == []

@@ -83,7 +83,7 @@ def mixed_prompt(length: int, rows: int, seed: int) -> list[int]:
     return prompt
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gemma3", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
 async def test_rows_stand_for_their_ids(family: str, model_dir: ModelDir) -> None:
     folder = model_dir(family)
     model = tiny_models.reference_model(folder)
@@ -94,7 +94,7 @@ async def test_rows_stand_for_their_ids(family: str, model_dir: ModelDir) -> Non
     assert wanted != [
         expected(model, p, t) for p, t in zip(prompts, tables[1:] + tables[:1], strict=True)
     ]
-    for settings in ({}, {"max_step_tokens": 7, "prefix_reuse": False}, {"kv_cache_tokens": 96}):
+    for settings in ({"max_step_tokens": 7, "prefix_reuse": False}, {"kv_cache_tokens": 96}):
         async with running(folder, **{"tokens_per_block": 4, **settings}) as engine:
             for _ in range(2):
                 keys = [

@@ -41,17 +41,17 @@ def admit(item: Submission, info: BackendInfo) -> EndRule:
 
 def _check_ids(item: Submission, vocabulary_size: int) -> None:
     rows = _table_rows(item)
-    limit = vocabulary_size + rows
-    if max(item.token_ids) >= limit or min(item.token_ids) < 0:
+    bound = vocabulary_size + rows
+    if max(item.token_ids) >= bound or min(item.token_ids) < 0:
         position, token = next(
             (position, token)
             for position, token in enumerate(item.token_ids)
-            if not 0 <= token < limit
+            if not 0 <= token < bound
         )
         sizes = f"the vocabulary size, {vocabulary_size}"
         if rows:
             sizes = (
-                f"{limit}, the vocabulary size and the {rows} rows of prompt_tuning.embedding_table"
+                f"{bound}, the vocabulary size and the {rows} rows of prompt_tuning.embedding_table"
             )
         raise TokenOutOfVocabulary(
             f"token id {token} at position {position} of the prompt is not below {sizes}"

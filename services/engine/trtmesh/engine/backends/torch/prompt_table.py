@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +45,8 @@ class Embedding:
         self.vocabulary_size = vocabulary_size
         self._module = module
         # The same code over weights that come with each call, and where no row is a padding row.
-        self._bare = copy.copy(module)
+        # Untyped, because what a module has besides weights is not declared.
+        self._bare: Any = copy.copy(module)
         self._bare._parameters = dict(module._parameters)
         if hasattr(self._bare, "padding_idx"):
             self._bare.padding_idx = None
