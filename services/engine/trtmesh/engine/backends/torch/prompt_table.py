@@ -48,8 +48,7 @@ class Embedding:
         # Untyped, because what a module has besides weights is not declared.
         self._bare: Any = copy.copy(module)
         self._bare._parameters = dict(module._parameters)
-        if hasattr(self._bare, "padding_idx"):
-            self._bare.padding_idx = None
+        self._bare.padding_idx = None
         self._weight: Tensor = module.get_parameter("weight")
 
     @property
