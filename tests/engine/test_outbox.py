@@ -122,14 +122,14 @@ def test_a_rewritten_sequence_has_what_its_last_rewriting_left(
         if not half:
             continue
         merged = merge(half)
-        ids = iter(merged.token_ids)
+        fresh = iter(merged.token_ids)
         log_probs = {details.key: details.log_probs for details in merged.details}
         for handle, offset, count in zip(
             merged.handles, merged.token_offsets, merged.token_counts, strict=True
         ):
             tokens = found.setdefault(handle, [])
             assert offset <= len(tokens)
-            tokens[offset:] = [next(ids) for _ in range(count)]
+            tokens[offset:] = [next(fresh) for _ in range(count)]
             assert log_probs[handle] == [float(token) for token in tokens[offset:]]
     assert found == known
 

@@ -147,11 +147,18 @@ async def test_an_item_goes_on_elsewhere(llama: Path) -> None:
 
 
 async def test_penalties_see_the_vocabulary_alone(llama: Path) -> None:
-    config = configure(max_tokens=4, repetition_penalty=1.3, frequency_penalty=0.2)
+    """Ids beyond it have no logits: the row of a batch mate would be changed instead."""
+    config = configure(
+        max_tokens=6, ignore_end_id=True, repetition_penalty=1.3, no_repeat_ngram_size=1
+    )
+    prompt = [VOCABULARY + token for token in range(300)]
     async with running(llama) as engine:
-        keys = engine.submit([VOCABULARY, 5], tuned(tensor_of(random_table(1, 0)), config))
+        (alone,) = await engine.run([[5, 6]], GREEDY)
+        keys = engine.submit(prompt, tuned(tensor_of(random_table(300, 0)), config))
+        mate = engine.submit([5, 6], GREEDY)
+        assert (await engine.ended(mate))[0].token_ids == alone
         (stream,) = await engine.ended(keys)
-        assert len(stream.token_ids) == 4
+        assert len(set(stream.token_ids)) == 6
 
 
 NAN = random_table(2, 0).fill_(float("nan"))

@@ -44,11 +44,7 @@ class Embedding:
     def __init__(self, module: torch.nn.Module, vocabulary_size: int) -> None:
         self.vocabulary_size = vocabulary_size
         self._module = module
-        # The same code over weights that come with each call, and where no row is a padding row.
-        # Untyped, because what a module has besides weights is not declared.
-        self._bare: Any = copy.copy(module)
-        self._bare._parameters = dict(module._parameters)
-        self._bare.padding_idx = None
+        self._bare = _bare(module)
         self._weight: Tensor = module.get_parameter("weight")
 
     @property
@@ -113,6 +109,14 @@ class Embedding:
             limit = f"in [1, {tensor.shape[0]}], the rows of prompt_tuning.embedding_table"
             raise InvalidField.of("prompt_tuning.vocabulary_size", count, limit)
         return count
+
+
+def _bare(module: Any) -> Any:
+    """The same code, to be applied to weights that come with each call, and where no row is a padding row."""
+    bare = copy.copy(module)
+    bare._parameters = dict(module._parameters)
+    bare.padding_idx = None
+    return bare
 
 
 def _tensor(tensor: vocabulary.Tensor) -> Tensor:

@@ -55,6 +55,9 @@ def _penalise(rows: SequenceOf[Row], flat: Tensor, size: int) -> None:
     for row, sequence in rows:
         sampling, occurrences = sequence.token_rules.sampling, _occurrences(sequence)
         ids, counts = occurrences.ids, occurrences.counts
+        # Ids of a prompt table have no logits.
+        own = ids < size
+        ids, counts = ids[own], counts[own]
         places.append(ids + row * size)
         factors.append(np.full(len(ids), sampling.repetition_penalty, dtype=np.float32))
         penalty = (counts > 0) * sampling.presence_penalty + counts * sampling.frequency_penalty
@@ -76,7 +79,12 @@ def _occurrences(sequence: Sequence) -> Occurrences:
 
 
 def _ban(rows: SequenceOf[Row], flat: Tensor, size: int) -> None:
-    places = [ids + row * size for row, sequence in rows for ids in _banned(sequence) if len(ids)]
+    places = [
+        ids[ids < size] + row * size
+        for row, sequence in rows
+        for ids in _banned(sequence)
+        if len(ids)
+    ]
     if places:
         flat.index_fill_(0, _tensor(np.concatenate(places), flat), -math.inf)
 
