@@ -162,7 +162,7 @@ class TestMultiplexing:
             backend.step(
                 {key: [8]},
                 details=[TokenDetails(key, [-0.5], -0.5, [[(8, -0.5), (9, -1.5)]])],
-                prompts=[PromptDetails(key, [-1.0, -2.0])],
+                prompts=[PromptDetails(key, 0, [-1.0, -2.0])],
             )
             await stream.until(lambda: stream.steps)
             (details,) = stream.steps[0].details

@@ -14,6 +14,7 @@ from trtmesh.engine.backend import (
     Backend,
     BackendInfo,
     BackendStats,
+    PromptDetails,
     SequenceEnd,
     StepOutput,
     Submission,
@@ -31,6 +32,7 @@ class Stream:
     token_ids: list[int] = field(default_factory=list)
     first_offset: int | None = None
     details: list[TokenDetails] = field(default_factory=list)
+    prompts: list[PromptDetails] = field(default_factory=list)
     end: SequenceEnd | None = None
     blocks_used_at_end: int | None = None
 
@@ -133,6 +135,12 @@ class Harness:
             stream.token_ids += output.token_ids[position : position + count]
             position += count
         assert position == len(output.token_ids)
+        for prompt in output.prompts:
+            stream = self.streams[prompt.key]
+            positions = sum(len(p.log_probs) for p in stream.prompts)
+            assert not stream.prompts or prompt.token_offset >= positions, "out of order"
+            stream.prompts.append(prompt)
+            assert prompt.key in output.keys or not stream.token_ids, "later than the first token"
         for details in output.details:
             self.streams[details.key].details.append(details)
         for end in output.ends:

@@ -100,9 +100,13 @@ class TokenDetails:
 
 @dataclass(slots=True)
 class PromptDetails:
-    """Optional data of one sequence's prompt, delivered no later than its first token."""
+    """Optional data of one sequence's prompt, or of a run of its positions from `token_offset` on, in order.
+
+    Delivered no later than the first token.
+    """
 
     key: int
+    token_offset: int = 0
     log_probs: list[float] = field(default_factory=list)
     top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
     context_logits: Tensor | None = None

@@ -130,6 +130,7 @@ def _fill_details(message: pb.TokenDetails, details: TokenDetails) -> None:
 
 
 def _fill_prompt(message: pb.PromptDetails, prompt: PromptDetails) -> None:
+    message.token_offset = prompt.token_offset
     message.log_probs.extend(prompt.log_probs)
     message.top_log_probs.extend(map(_top_log_probs, prompt.top_log_probs))
     if prompt.context_logits:

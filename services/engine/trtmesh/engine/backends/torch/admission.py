@@ -12,13 +12,14 @@ from trtmesh.chassis.errors import (
     PromptTooLong,
     TokenOutOfVocabulary,
 )
-from trtmesh.chassis.parsing import refuse_unsupported
+from trtmesh.chassis.parsing import ELEMENT_BYTES, refuse_unsupported
 from trtmesh.chassis.vocabulary import GenerationConfig
 from trtmesh.engine.backend import BackendInfo, Submission
 from trtmesh.engine.backends.torch.stopping import EndRule
+from trtmesh.v1 import generation_pb2 as pb
 
 
-def admit(item: Submission, info: BackendInfo) -> EndRule:
+def admit(item: Submission, info: BackendInfo, *, max_logits_bytes: int) -> EndRule:
     """When the item's sequences end. Raises InvalidRequest, UnsupportedField or OutOfBlocks."""
     refuse_unsupported(item.config, info.supported_fields, "the torch backend")
     prompt_tokens = len(item.token_ids) - item.emitted_tokens
@@ -34,6 +35,7 @@ def admit(item: Submission, info: BackendInfo) -> EndRule:
         most = f"at most {info.max_sequences_per_item}"
         raise InvalidField.of("sampling.num_return_sequences", len(item.keys), most)
     limit = _limit(item, prompt_tokens, info)
+    _check_logits(item, prompt_tokens, limit, info.vocabulary_size, max_logits_bytes)
     # An end id that the model has no logit for can neither come nor be held back.
     end_ids = [token for token in info.end_ids if token < info.vocabulary_size]
     return EndRule(item.config.stopping, end_ids, prompt_tokens, limit)
@@ -55,6 +57,11 @@ def _check_ids(item: Submission, vocabulary_size: int) -> None:
             )
         raise TokenOutOfVocabulary(
             f"token id {token} at position {position} of the prompt is not below {sizes}"
+        )
+    if item.config.output.prompt_log_probs and max(item.token_ids) >= vocabulary_size:
+        raise InvalidField(
+            "output.prompt_log_probs is asked for, but the prompt has ids of prompt_tuning.embedding_table, which have"
+            " no log-probabilities; leave the field unset"
         )
     for name, ids in _ids_of(item.config):
         highest = max(ids, default=0)
@@ -90,6 +97,25 @@ def _table_rows(item: Submission) -> int:
     return (
         asked.embedding_table.shape[0] if asked.vocabulary_size is None else asked.vocabulary_size
     )
+
+
+def _check_logits(
+    item: Submission, prompt_tokens: int, limit: int, vocabulary_size: int, most_bytes: int
+) -> None:
+    output = item.config.output
+    row_bytes = vocabulary_size * ELEMENT_BYTES[output.logits_data_type or pb.DATA_TYPE_FP32]
+    wanted = []
+    if output.context_logits:
+        wanted.append(("output.context_logits", prompt_tokens, "shorten the prompt"))
+    if output.generation_logits:
+        rows = (limit - prompt_tokens) * len(item.keys)
+        wanted.append(("output.generation_logits", rows, "lower stopping.max_tokens"))
+    for name, rows, remedy in wanted:
+        if rows * row_bytes > most_bytes:
+            raise InvalidField(
+                f"{name} of {rows} tokens over {vocabulary_size} ids come to {rows * row_bytes} bytes but must be at"
+                f" most {most_bytes} (max_logits_bytes); {remedy} or ask for a smaller output.logits_data_type"
+            )
 
 
 def _limit(item: Submission, prompt_tokens: int, info: BackendInfo) -> int:

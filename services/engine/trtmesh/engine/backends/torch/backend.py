@@ -78,7 +78,7 @@ class TorchBackend:
         return self._info
 
     def submit(self, item: Submission) -> None:
-        rule = admit(item, self._info)
+        rule = admit(item, self._info, max_logits_bytes=self._settings.max_logits_bytes)
         token_rules = TokenRules(
             item.config, normalize_log_probs=self._settings.normalize_log_probs
         )

@@ -13,6 +13,7 @@ from trtmesh.chassis.errors import BackendFailed, TrtmeshError
 from trtmesh.engine.backend import SequenceEnd, StepOutput
 from trtmesh.engine.backends.torch.kvcache import KvCache
 from trtmesh.engine.backends.torch.prompt_table import Embedding
+from trtmesh.engine.backends.torch.readers import reader_for
 from trtmesh.engine.backends.torch.runner import Runner
 from trtmesh.engine.backends.torch.sampling import Choice, choose
 from trtmesh.engine.backends.torch.scheduler import Chunk, Scheduler
@@ -49,6 +50,7 @@ class Engine:
     def add(self, sequences: Iterable[Sequence]) -> None:
         """Takes the sequences of an item; one that was generated to its end elsewhere ends at once."""
         for sequence in sequences:
+            sequence.reader = reader_for(sequence)
             self.scheduler.add(sequence, self.step_count)
             end = sequence.rule.end_after(sequence.tokens) if sequence.generated_tokens else None
             if end:
@@ -90,9 +92,15 @@ class Engine:
         results = self._compute(chunks) if chunks else []
         self.step_count += 1
         output = StepOutput(self.step_count)
+        failed = self._read(chunks, output)
         for completing, logits in results:
-            if logits is not None:
-                self._choose([chunk.sequence for chunk in completing], logits, output)
+            if logits is None:
+                continue
+            rows = [row for row, chunk in enumerate(completing) if chunk.sequence not in failed]
+            if len(rows) < len(completing):
+                logits = logits[rows]  # noqa: PLW2901 - without the rows of failed sequences
+            if rows:
+                self._choose([completing[row].sequence for row in rows], logits, output)
         return self._output(output)
 
     def _output(self, output: StepOutput | None = None) -> StepOutput:
@@ -129,6 +137,25 @@ class Engine:
             else:
                 self.scheduler.computed(chunk)
         return results
+
+    def _read(self, chunks: list[Chunk], output: StepOutput) -> list[Sequence]:
+        """Reads what was asked of the tokens given, before the next one is chosen; gives the sequences that failed."""
+        failed = []
+        for chunk in chunks:
+            reader = chunk.sequence.reader
+            if reader is None or chunk.given_logits is None:
+                continue
+            try:
+                output.prompts += reader.read(chunk.given_logits)
+            except Exception as error:
+                log.exception("logits could not be read")
+                failed.append(chunk.sequence)
+                self._fail(
+                    chunk.sequence, BackendFailed(f"the prompt's logits cannot be read: {error}")
+                )
+            if reader.next >= reader.end:
+                chunk.sequence.reader = None
+        return failed
 
     def _choose(self, sequences: list[Sequence], logits: Tensor, output: StepOutput) -> None:
         """Chooses and appends tokens; where that fails for all at once, each is tried on its own."""

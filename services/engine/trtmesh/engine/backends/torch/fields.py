@@ -33,6 +33,8 @@ SUPPORTED_FIELDS = frozenset(
         "output.log_probs",
         "output.top_log_probs",
         "output.normalize_log_probs",
+        "output.prompt_log_probs",
+        "output.context_logits",
         "output.generation_logits",
         "output.logits_data_type",
         "output.perf_metrics",

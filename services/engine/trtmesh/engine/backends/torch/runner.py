@@ -27,7 +27,8 @@ class Runner:
         attach(model.module, self._attention)
 
     def compute(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], Tensor | None]:
-        """Writes the KV of all chunks; returns those that complete their sequences and their logits.
+        """Writes the KV of all chunks; returns those that complete their sequences and their logits. Chunks keep what
+        the readers of their sequences want.
 
         The logits are [completing chunks, vocabulary], float32; None where there is none.
         """
@@ -36,6 +37,7 @@ class Runner:
         rows: list[int] = []
         completing: list[Chunk] = []
         tables: list[tuple[slice, PromptTable]] = []
+        reading: list[tuple[Chunk, range]] = []
         for chunk in ordered:
             tokens = chunk.sequence.tokens
             table = chunk.sequence.prompt_table
@@ -48,6 +50,10 @@ class Runner:
             if chunk.completes:
                 completing.append(chunk)
                 rows.append(len(token_ids) - 1)
+            if chunk.sequence.reader:
+                reading.append((chunk, _wanted(chunk, first_row=len(token_ids) - chunk.count)))
+        for _, wanted in reading:
+            rows += wanted
         device = self._cache.pool.device
         step, positions = self._step(ordered)
         self._attention.begin(step)
@@ -56,7 +62,11 @@ class Runner:
         ids = torch.tensor(token_ids, device=device)
         with torch.inference_mode():
             logits = self._model.logits(ids, positions, kept, tables)
-        return completing, logits if completing else None
+        position = len(completing)
+        for chunk, wanted in reading:
+            chunk.given_logits = logits[position : position + len(wanted)]
+            position += len(wanted)
+        return completing, logits[: len(completing)] if completing else None
 
     def _step(self, chunks: Sequence[Chunk]) -> tuple[StepTokens, Tensor]:
         """What attention must know, and the positions of the tokens [tokens]."""
@@ -76,3 +86,12 @@ class Runner:
         device = self._cache.pool.device
         step = StepTokens(slots, starts, counts, singles, torch.from_numpy(token_rows).to(device))
         return step, torch.from_numpy(positions).to(device)
+
+
+def _wanted(chunk: Chunk, *, first_row: int) -> range:
+    """Rows of the flat batch, in which the chunk begins at `first_row`, whose logits the sequence's reader wants."""
+    reader = chunk.sequence.reader
+    assert reader is not None
+    first = max(reader.next, chunk.start)
+    last = min(reader.end, chunk.start + chunk.count)
+    return range(first_row + first - chunk.start, first_row + last - chunk.start)

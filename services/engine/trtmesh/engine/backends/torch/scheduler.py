@@ -16,20 +16,26 @@ import time
 from bisect import insort
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from trtmesh.engine.backends.torch.block_tables import BlockTables
 from trtmesh.engine.backends.torch.blocks import NULL_BLOCK, BlockPool, Prefix
 from trtmesh.engine.backends.torch.sequence import PRIORITY_STEPS, Sequence
 from trtmesh.engine.block_hashes import block_hash, root_hash
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Chunk:
     """Tokens [start, start + count) of a sequence, to be computed in one step."""
 
     sequence: Sequence
     start: int
     count: int
+    given_logits: Tensor | None = None
+    """Logits [positions, vocabulary] that the sequence's reader wants, once the chunk is computed."""
 
     @property
     def completes(self) -> bool:
@@ -275,10 +281,10 @@ class Scheduler:
         return self._prefix_reuse and sequence.config.kv_cache.reuse
 
     def _reusable(self, sequence: Sequence) -> Prefix:
-        """Published blocks of its beginning; the last token is always computed, for its logits."""
+        """Published blocks of its beginning; what must have logits is always computed."""
         if not self._reuses(sequence):
             return Prefix([], 0)
-        full = (len(sequence.tokens) - 1) // self._tokens_per_block
+        full = sequence.most_reusable // self._tokens_per_block
         blocks = self.pool.match(self._hashes(sequence, full)[:full])
         return Prefix(blocks, len(blocks) * self._tokens_per_block)
 
@@ -287,7 +293,7 @@ class Scheduler:
         leader = sequence.leader
         if leader is None or leader.slot < 0:
             return Prefix([], 0)
-        most = min(leader.num_computed, len(sequence.tokens) - 1)
+        most = min(leader.num_computed, sequence.most_reusable)
         rest = range(min(leader.prompt_tokens, most), most)
         tokens = next((at for at in rest if leader.tokens[at] != sequence.tokens[at]), most)
         full = tokens // self._tokens_per_block

@@ -15,6 +15,7 @@ from trtmesh.engine.backends.torch.token_rules import TokenRules
 
 if TYPE_CHECKING:
     from trtmesh.engine.backends.torch.prompt_table import PromptTable
+    from trtmesh.engine.backends.torch.readers import Reader
 
 PRIORITY_STEPS = 256
 """Steps of waiting that a point of priority is worth; what waits long enough overtakes any priority."""
@@ -52,6 +53,8 @@ class Sequence:
     """Place in every order: lower goes first and is preempted last. Never changes."""
     cached_prompt_tokens: int = 0
     cumulative_log_prob: float | None = None
+    reader: Reader | None = None
+    """What still wants logits of tokens that were given."""
     history: History | None = None
     """What the choice of tokens remembers of them; None until it is needed, and again when `tokens` is replaced."""
     times: Times = field(default_factory=lambda: Times(arrival_ns=time.time_ns()))
@@ -67,6 +70,12 @@ class Sequence:
     @property
     def generated_tokens(self) -> int:
         return len(self.tokens) - self.rule.prompt_tokens
+
+    @property
+    def most_reusable(self) -> int:
+        """Leading tokens whose KV may come from elsewhere: those whose logits nobody wants."""
+        last = len(self.tokens) - 1
+        return last if self.reader is None else min(self.reader.next, last)
 
     @property
     def pending_prompt_tokens(self) -> int:
@@ -95,8 +104,8 @@ class Sequence:
         return 1.0 if top_p is None else top_p
 
     def add_log_probs(self, log_probs: list[float]) -> float | None:
-        """Sums up; None for a sequence that began elsewhere, whose first summands are unknown here."""
-        if log_probs and self.submitted_tokens == self.prompt_tokens:
+        """Sums up; of a sequence that began elsewhere the summands before are read first."""
+        if log_probs:
             self.cumulative_log_prob = (self.cumulative_log_prob or 0.0) + sum(log_probs)
         return self.cumulative_log_prob
 

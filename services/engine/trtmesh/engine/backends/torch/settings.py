@@ -43,5 +43,7 @@ class TorchSettings(Settings):
     decoding_mode: Literal["auto", "top_k", "top_p", "top_k_top_p", "beam_search"] = "auto"
     """How tokens may be chosen; fields of another mode are refused. auto allows all, top_k and top_p one filter,
     top_k_top_p both, beam_search beams alone."""
+    max_logits_bytes: Annotated[int, Field(ge=1, le=2**40)] = 2**30
+    """Most bytes of logits that one item may ask for; what asks for more is refused before anything is computed."""
     normalize_log_probs: bool = False
     """Whether log-probabilities are those among the tokens that could be chosen, where an item does not say."""
