@@ -9,6 +9,8 @@ from engine.torch.harness import configure
 from trtmesh.chassis.vocabulary import GenerationConfig
 from trtmesh.engine.backends.torch.block_tables import BlockTables
 from trtmesh.engine.backends.torch.blocks import NULL_BLOCK, BlockPool
+from trtmesh.engine.backends.torch.prefixes import Prefixes
+from trtmesh.engine.backends.torch.rules import SchedulingRules
 from trtmesh.engine.backends.torch.scheduler import Chunk, Scheduler
 from trtmesh.engine.backends.torch.sequence import Sequence
 from trtmesh.engine.backends.torch.stopping import EndRule
@@ -22,18 +24,34 @@ class PaperEngine:
     """Steps a scheduler and its pool; the next token of a sequence is a function of all before it."""
 
     def __init__(
-        self, *, blocks: int, batch: int = 8, step_tokens: int = 16, **options: Any
+        self,
+        *,
+        blocks: int,
+        batch: int = 8,
+        step_tokens: int = 16,
+        chunk_tokens: int | None = 16,
+        never_pause: bool = False,
+        static_batch: bool = False,
+        reuse: bool = True,
+        partial_reuse: bool = True,
+        **pool: Any,
     ) -> None:
-        self.pool = BlockPool(blocks)
+        self.now = 0.0
+        self.pool = BlockPool(blocks, clock=lambda: self.now, **pool)
         self.tables = BlockTables(batch, 64)
-        self.scheduler = Scheduler(
-            self.pool,
-            self.tables,
-            tokens_per_block=BLOCK,
-            max_step_tokens=step_tokens,
-            **{"prefix_reuse": True, **options},
+        rules = SchedulingRules(
+            BLOCK,
+            step_tokens,
+            chunk_tokens=chunk_tokens,
+            never_pause=never_pause,
+            static_batch=static_batch,
         )
-        self.content = [[EMPTY] * BLOCK for _ in range(blocks + 1)]
+        prefixes = Prefixes(
+            self.pool, tokens_per_block=BLOCK, reuse=reuse, partial_reuse=partial_reuse
+        )
+        self.scheduler = Scheduler(self.pool, self.tables, rules, prefixes)
+        everything = blocks + 1 + self.pool.host_blocks
+        self.content = [[EMPTY] * BLOCK for _ in range(everything)]
         self.steps = 0
         self._keys = 0
 

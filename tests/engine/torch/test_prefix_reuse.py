@@ -26,7 +26,9 @@ async def cached(engine: Harness, prompt: list[int], **config: object) -> int:
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 async def test_a_warm_cache_changes_no_token(family: str, model_dir: Callable[[str], Path]) -> None:
     folder = model_dir(family)
+    # Also beginnings that end inside a block, and ones that differ inside it.
     prompts = [SHARED + tail for tail in ([], [5], [6, 7], [8] * 20)]
+    prompts += [[*SHARED[:cut], 5] for cut in (6, 13, 20)]
     model = tiny_models.reference_model(folder)
     expected = [tiny_models.greedy(model, prompt, 8) for prompt in prompts]
     async with running(folder, tokens_per_block=4) as engine:
@@ -37,15 +39,19 @@ async def test_a_warm_cache_changes_no_token(family: str, model_dir: Callable[[s
         assert engine.backend.stats().reused_prompt_tokens > 0
 
 
-async def test_full_blocks_are_reused_except_for_the_last_token(llama: Path) -> None:
-    async with running(llama, tokens_per_block=4) as engine:
-        assert await cached(engine, SHARED) == 0
-        assert await cached(engine, SHARED) == 32
-        assert await cached(engine, SHARED[:32]) == 28
-        assert await cached(engine, [*SHARED[:9], 5]) == 8
+@pytest.mark.parametrize(
+    ("partial", "expected", "computed"),
+    [(True, [0, 32, 31, 9, 2], 33 + 1 + 1 + 1 + 3), (False, [0, 32, 28, 8, 0], 33 + 1 + 4 + 2 + 5)],
+)
+async def test_what_is_cached_is_reused_except_for_the_last_token(
+    llama: Path, partial: bool, expected: list[int], computed: int
+) -> None:
+    prompts = [SHARED, SHARED, SHARED[:32], [*SHARED[:9], 5], [*SHARED[:2], 5, 6, 7]]
+    async with running(llama, tokens_per_block=4, partial_reuse=partial) as engine:
+        assert [await cached(engine, prompt) for prompt in prompts] == expected
         stats = engine.backend.stats()
-        assert stats.reused_prompt_tokens == 68
-        assert stats.computed_prompt_tokens == 33 + 1 + 4 + 2
+        assert stats.reused_prompt_tokens == sum(expected)
+        assert stats.computed_prompt_tokens == computed
         assert stats.used_blocks == 0
 
 
@@ -96,7 +102,7 @@ async def test_events_add_up_to_what_is_reusable(llama: Path) -> None:
             mirror.record(output.kv_events)
         pool = engine.backend._engine.scheduler.pool
         stored = [block for event in mirror.snapshot() for block in event.block_hashes]
-        assert sorted(stored) == sorted(pool._block_of)
+        assert sorted(stored) == sorted(pool.published.hashes)
         assert 0 < len(stored) <= pool.total_blocks
 
 

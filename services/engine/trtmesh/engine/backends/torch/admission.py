@@ -13,14 +13,19 @@ from trtmesh.chassis.errors import (
     TokenOutOfVocabulary,
 )
 from trtmesh.chassis.parsing import ELEMENT_BYTES, refuse_unsupported
-from trtmesh.chassis.vocabulary import GenerationConfig
+from trtmesh.chassis.vocabulary import GenerationConfig, KvCache
 from trtmesh.engine.backend import BackendInfo, Submission
 from trtmesh.engine.backends.torch.stopping import EndRule
 from trtmesh.v1 import generation_pb2 as pb
 
 
-def admit(item: Submission, info: BackendInfo, *, max_logits_bytes: int) -> EndRule:
-    """When the item's sequences end. Raises InvalidRequest, UnsupportedField or OutOfBlocks."""
+def admit(
+    item: Submission, info: BackendInfo, *, max_logits_bytes: int, longest_prompt: int | None
+) -> EndRule:
+    """When the item's sequences end; `longest_prompt` is that of a step, if a step bounds it.
+
+    Raises InvalidRequest, UnsupportedField or OutOfBlocks.
+    """
     refuse_unsupported(item.config, info.supported_fields, "the torch backend")
     prompt_tokens = len(item.token_ids) - item.emitted_tokens
     if prompt_tokens < 1:
@@ -30,6 +35,12 @@ def admit(item: Submission, info: BackendInfo, *, max_logits_bytes: int) -> EndR
             f"the prompt has {prompt_tokens} tokens, but with at least one new token a sequence has at most"
             f" {info.max_sequence_tokens}; shorten the prompt"
         )
+    if longest_prompt is not None and prompt_tokens > longest_prompt:
+        raise PromptTooLong(
+            f"the prompt has {prompt_tokens} tokens, but without chunked context it must fit a step, which has"
+            f" {longest_prompt}; shorten it, or raise the worker's max_step_tokens or set its chunked_context"
+        )
+    _check_retention(item.config.kv_cache)
     _check_ids(item, info.vocabulary_size)
     if len(item.keys) > info.max_sequences_per_item:
         most = f"at most {info.max_sequences_per_item}"
@@ -39,6 +50,20 @@ def admit(item: Submission, info: BackendInfo, *, max_logits_bytes: int) -> EndR
     # An end id that the model has no logit for can neither come nor be held back.
     end_ids = [token for token in info.end_ids if token < info.vocabulary_size]
     return EndRule(item.config.stopping, end_ids, prompt_tokens, limit)
+
+
+def _check_retention(wishes: KvCache) -> None:
+    for index, each in enumerate(wishes.token_ranges):
+        if each.token_end is not None and each.token_end <= each.token_start:
+            raise InvalidField.of(
+                f"kv_cache.token_ranges[{index}].token_end",
+                each.token_end,
+                f"above token_start, {each.token_start}",
+            )
+    if wishes.decode_duration_ms is not None and wishes.decode_priority is None:
+        raise InvalidField(
+            "kv_cache.decode_duration_ms is set without kv_cache.decode_priority; it is how long that holds"
+        )
 
 
 def _check_ids(item: Submission, vocabulary_size: int) -> None:

@@ -78,7 +78,12 @@ class TorchBackend:
         return self._info
 
     def submit(self, item: Submission) -> None:
-        rule = admit(item, self._info, max_logits_bytes=self._settings.max_logits_bytes)
+        rule = admit(
+            item,
+            self._info,
+            max_logits_bytes=self._settings.max_logits_bytes,
+            longest_prompt=self._settings.longest_prompt,
+        )
         token_rules = TokenRules(
             item.config, normalize_log_probs=self._settings.normalize_log_probs
         )

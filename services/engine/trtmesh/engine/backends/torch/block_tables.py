@@ -29,6 +29,11 @@ class BlockTables:
         """Writes `blocks` from place `first` on."""
         self.rows[slot, first : first + len(blocks)] = blocks
 
+    def replace(self, slot: int, blocks: Sequence[int]) -> None:
+        """Makes `blocks` all that the row holds."""
+        self.rows[slot] = NULL_BLOCK
+        self.put(slot, 0, blocks)
+
     def give_back(self, slot: int) -> None:
         self.rows[slot] = NULL_BLOCK
         self._free.append(slot)

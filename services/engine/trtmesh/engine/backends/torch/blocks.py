@@ -2,18 +2,23 @@
 
     empty ──allocate──▶ held ──release──▶ empty                 (never published)
                           └──release──▶ idle ──hold──▶ held     (published under a hash)
-                                         └──allocate──▶ held    (evicted: its hash is forgotten)
+                                         ├──allocate──▶ held    (evicted: its hash is forgotten)
+                                         └──allocate──▶ held, and its content goes to the host under its hash
+    host ──begin──▶ held                                        (copied back)
 
-Block 0 is never given out: it pads block tables and its content stays zero.
+Block 0 is never given out: it pads block tables and its content stays zero. Numbers 1 to `total_blocks` are on the
+device, the `host_blocks` after them in the host's memory, where nothing is computed.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from trtmesh.engine.backend import BlocksRemoved, BlocksStored, KvEvent
+from trtmesh.engine.backend import KvEvent
+from trtmesh.engine.backends.torch.eviction import DEFAULT_PRIORITY, EvictionOrder
+from trtmesh.engine.backends.torch.published import Published
 
 NULL_BLOCK = 0
 
@@ -37,64 +42,84 @@ class Prefix:
 
 
 class BlockPool:
-    """Numbers 1 to `total_blocks` with reference counts.
+    """Blocks with reference counts.
 
-    A published block that nobody holds stays idle until it is needed; the one idle longest is evicted first. Holders
-    release a chain from its end, so that a child is evicted before its parent.
+    A published block that nobody holds stays idle until it is needed; the order of eviction is EvictionOrder's.
+    Holders release a chain from its end, so that among equals a child is evicted before its parent.
     """
 
-    def __init__(self, total_blocks: int) -> None:
+    def __init__(
+        self,
+        total_blocks: int,
+        *,
+        host_blocks: int = 0,
+        offload_min_priority: int = DEFAULT_PRIORITY,
+        events: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.total_blocks = total_blocks
+        self.host_blocks = host_blocks
+        self.published = Published(events=events)
+        self._offload_min_priority = offload_min_priority
         self._references = [0] * (total_blocks + 1)
         self._empty = list(range(total_blocks, 0, -1))
-        self._idle: OrderedDict[int, None] = OrderedDict()
-        self._hash_of: dict[int, int] = {}
-        self._block_of: dict[int, int] = {}
-        self._events: list[KvEvent] = []
+        self._idle = EvictionOrder(clock)
+        self._host_empty = list(range(total_blocks + host_blocks, total_blocks, -1))
+        self._host = EvictionOrder(clock)
         self._moves: list[Move] = []
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that nobody holds."""
+        """Blocks of the device that nobody holds."""
         return len(self._empty) + len(self._idle)
 
     @property
     def used_blocks(self) -> int:
-        """Blocks that sequences hold."""
+        """Blocks of the device that sequences hold."""
         return self.total_blocks - self.free_blocks
 
-    def match(self, hashes: Iterable[int]) -> list[int]:
-        """The blocks published under the first of `hashes`, up to the first that is not."""
-        blocks = []
-        for block_hash in hashes:
-            block = self._block_of.get(block_hash)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+    @property
+    def used_host_blocks(self) -> int:
+        return self.host_blocks - len(self._host_empty)
 
     def can_allocate(self, count: int, *, beside: Prefix | None = None) -> bool:
         """Whether `count` blocks can be had once those of the prefix `beside` are held."""
-        held = [*beside.blocks, beside.partial] if beside else ()
-        woken = sum(1 for block in held if block in self._idle)
-        return count + woken <= self.free_blocks
+        if beside:
+            count += sum(1 for block in beside.blocks if self._takes_one(block))
+            count += beside.partial in self._idle
+        return count <= self.free_blocks
 
     def begin(self, prefix: Prefix) -> list[int]:
         """Blocks with one reference more that hold the tokens of `prefix`; ask `can_allocate` first."""
-        self.hold(prefix.blocks)
-        if not prefix.partial:
-            return list(prefix.blocks)
-        # Held so that the copy does not evict it.
-        self.hold([prefix.partial])
-        copy = self.copy(prefix.partial)
-        self.release([prefix.partial])
-        return [*prefix.blocks, copy]
+        # All are held first, so that what is allocated below evicts none of them.
+        sources = [*prefix.blocks, prefix.partial] if prefix.partial else prefix.blocks
+        for block in sources:
+            if self._is_host(block):
+                self.published.retain(block, self._host.discard(block))
+            else:
+                self.hold([block])
+        away = [block for block in prefix.blocks if self._is_host(block)]
+        back = dict(zip(away, self._allocate(len(away)), strict=True))
+        for place, block in back.items():
+            self._moves.append(Move(place, block))
+            self.published.rebind(place, block)
+            self._host_empty.append(place)
+        blocks = [back.get(block, block) for block in prefix.blocks]
+        if prefix.partial:
+            blocks.append(self.copy(prefix.partial))
+            if self._is_host(prefix.partial):
+                self._host.add(prefix.partial, self.published.retention(prefix.partial))
+            else:
+                self.release([prefix.partial])
+        return blocks
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """Adds a reference to blocks that are held or published."""
+        """Adds a reference to blocks of the device that are held or published."""
         for block in blocks:
+            if block == NULL_BLOCK:
+                continue
             if not self._references[block]:
-                del self._idle[block]
+                self.published.retain(block, self._idle.discard(block))
             self._references[block] += 1
 
     def allocate(self, count: int) -> list[int]:
@@ -109,6 +134,52 @@ class BlockPool:
         self._moves.append(Move(block, copy))
         return copy
 
+    def release(self, blocks: Sequence[int]) -> None:
+        """Takes a reference from each of a sequence's blocks."""
+        for block in reversed(blocks):
+            if block == NULL_BLOCK:
+                continue
+            self._references[block] -= 1
+            if not self._references[block]:
+                if block in self.published:
+                    self._idle.add(block, self.published.retention(block))
+                else:
+                    self._empty.append(block)
+
+    def publish(self, block: int, block_hash: int, parent_hash: int, token_ids: list[int]) -> None:
+        """Lets a full held block be reused under its hash; one of the device that has that hash already stays."""
+        if block in self.published:
+            return
+        there = self.published.find(block_hash)
+        if there is None:
+            self.published.add(block, block_hash, parent_hash, token_ids)
+        elif self._is_host(there):
+            self._host.discard(there)
+            self.published.rebind(there, block)
+            self._host_empty.append(there)
+
+    def retract(self, blocks: Iterable[int]) -> None:
+        """Forgets the hashes of held blocks, whose content turned out to be useless."""
+        for block in blocks:
+            if block in self.published:
+                self.published.remove(block)
+
+    def take_events(self) -> list[KvEvent]:
+        """What changed in what can be reused, wherever it lies, since the last call."""
+        return self.published.take_events()
+
+    def take_moves(self) -> list[Move]:
+        """What is to be done to the blocks' content before the next step, in this order."""
+        moves, self._moves = self._moves, []
+        return moves
+
+    def _is_host(self, block: int) -> bool:
+        return block > self.total_blocks
+
+    def _takes_one(self, block: int) -> bool:
+        """Whether beginning with `block` leaves one free block less."""
+        return self._is_host(block) or block in self._idle
+
     def _allocate(self, count: int) -> list[int]:
         empty = min(count, len(self._empty))
         blocks = [self._empty.pop() for _ in range(empty)]
@@ -117,56 +188,24 @@ class BlockPool:
             self._references[block] = 1
         return blocks
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """Takes a reference from each of a sequence's blocks."""
-        for block in reversed(blocks):
-            self._references[block] -= 1
-            if not self._references[block]:
-                if block in self._hash_of:
-                    self._idle[block] = None
-                else:
-                    self._empty.append(block)
-
-    def publish(self, block: int, block_hash: int, parent_hash: int, token_ids: list[int]) -> None:
-        """Lets a full block be reused under its hash; one that is there under that hash already stays."""
-        if block_hash in self._block_of or block in self._hash_of:
-            return
-        self._block_of[block_hash] = block
-        self._hash_of[block] = block_hash
-        last = self._events[-1] if self._events else None
-        if isinstance(last, BlocksStored) and last.block_hashes[-1] == parent_hash:
-            last.block_hashes.append(block_hash)
-            last.token_ids += token_ids
-        else:
-            self._events.append(BlocksStored(parent_hash, [block_hash], list(token_ids)))
-
-    def retract(self, blocks: Iterable[int]) -> None:
-        """Forgets the hashes of held blocks, whose content turned out to be useless."""
-        for block in blocks:
-            self._forget(block)
-
-    def take_events(self) -> list[KvEvent]:
-        """What changed since the last call."""
-        events, self._events = self._events, []
-        return events
-
-    def take_moves(self) -> list[Move]:
-        """What is to be done to blocks before the next step, in this order."""
-        moves, self._moves = self._moves, []
-        return moves
-
     def _evict(self) -> int:
-        block, _ = self._idle.popitem(last=False)
-        self._forget(block)
+        block, retention = self._idle.pop()
+        dear = retention.priority >= self._offload_min_priority
+        place = self._host_place() if dear else NULL_BLOCK
+        if place:
+            self._moves.append(Move(block, place))
+            self.published.rebind(block, place)
+            self._host.add(place, retention)
+        else:
+            self.published.remove(block)
         return block
 
-    def _forget(self, block: int) -> None:
-        block_hash = self._hash_of.pop(block, None)
-        if block_hash is None:
-            return
-        del self._block_of[block_hash]
-        last = self._events[-1] if self._events else None
-        if isinstance(last, BlocksRemoved):
-            last.block_hashes.append(block_hash)
-        else:
-            self._events.append(BlocksRemoved([block_hash]))
+    def _host_place(self) -> int:
+        """An empty place in the host's memory; the null block if there is none."""
+        if self._host_empty:
+            return self._host_empty.pop()
+        if not len(self._host):
+            return NULL_BLOCK
+        place, _ = self._host.pop()
+        self.published.remove(place)
+        return place

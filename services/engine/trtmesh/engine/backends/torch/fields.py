@@ -40,6 +40,9 @@ SUPPORTED_FIELDS = frozenset(
         "output.perf_metrics",
         "kv_cache.reuse",
         "kv_cache.salt",
+        "kv_cache.token_ranges",
+        "kv_cache.decode_priority",
+        "kv_cache.decode_duration_ms",
         "priority",
     }
 )

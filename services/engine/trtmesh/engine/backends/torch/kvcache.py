@@ -32,7 +32,10 @@ class KvShape:
 
 
 class KvCache:
-    """The pool; block 0 is the null block, so it holds one block more than can be given out."""
+    """The pool; block 0 is the null block, so it holds one block more than can be given out.
+
+    The blocks numbered after those of the pool are in `host`, [host_blocks, ...] of the same shape.
+    """
 
     def __init__(
         self,
@@ -42,14 +45,16 @@ class KvCache:
         tokens_per_block: int,
         dtype: torch.dtype,
         device: torch.device,
+        host_blocks: int = 0,
     ) -> None:
         self.shape = shape
         self.tokens_per_block = tokens_per_block
         heads = shape.kv_heads
-        self.pool = torch.zeros(
-            (blocks + 1, shape.layers, 2, heads, tokens_per_block, shape.head_dim),
-            dtype=dtype,
-            device=device,
+        block = (shape.layers, 2, heads, tokens_per_block, shape.head_dim)
+        self.pool = torch.zeros((blocks + 1, *block), dtype=dtype, device=device)
+        # Pinned memory is what a device copies from and to without the help of a CPU.
+        self.host = torch.zeros(
+            (host_blocks, *block), dtype=dtype, pin_memory=device.type == "cuda"
         )
         self._rows_per_block = shape.layers * 2 * heads
         block_rows = self.pool.view(-1, tokens_per_block * shape.head_dim)
@@ -63,18 +68,25 @@ class KvCache:
         self._head_rows: Rows = np.arange(heads, dtype=np.int64)
 
     def carry_out(self, moves: Sequence[Move]) -> None:
-        """Does what the pool decided, as if one after another.
+        """Does what the block pool decided, as if one move after another.
 
         Blocks that are given out become zero: what is masked is still multiplied, by zero, and must be finite.
         """
-        device = self.pool.device
-        for sources, targets in _batches(moves):
-            target = torch.tensor(targets, device=device)
-            if any(sources):
-                content = self.pool.index_select(0, torch.tensor(sources, device=device))
-                self.pool.index_copy_(0, target, content)
+        for batch in _batches(moves, self.pool.shape[0]):
+            target, targets = self._place([move.target for move in batch])
+            if batch[0].source == NULL_BLOCK:
+                target.index_fill_(0, targets, 0)
             else:
-                self.pool.index_fill_(0, target, 0)
+                source, sources = self._place([move.source for move in batch])
+                content = source.index_select(0, sources).to(target.device)
+                target.index_copy_(0, targets, content)
+
+    def _place(self, blocks: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The memory that blocks of one kind are in, and their indexes there."""
+        first_of_host = self.pool.shape[0]
+        if blocks[0] < first_of_host:
+            return self.pool, torch.tensor(blocks, device=self.pool.device)
+        return self.host, torch.tensor(blocks) - first_of_host
 
     def rows_of_blocks(self, blocks: Rows) -> Rows:
         """Block rows of layer 0's keys for `blocks` [sequences, blocks]: [sequences, kv_heads, blocks]."""
@@ -96,19 +108,18 @@ class KvCache:
         values.index_copy_(0, token_rows, value.reshape(-1, size))
 
 
-def _batches(moves: Sequence[Move]) -> Iterator[tuple[list[int], list[int]]]:
-    """Sources and targets of runs of moves that may be read whole and then written: none reads what another writes.
-
-    A run is all of zeros or all of copies.
-    """
-    sources: list[int] = []
-    targets: list[int] = []
+def _batches(moves: Sequence[Move], first_of_host: int) -> Iterator[list[Move]]:
+    """Runs of moves of one kind that may be read whole and then written: none reads or writes what another writes."""
+    batch: list[Move] = []
+    written: set[int] = set()
+    kind = None
     for move in moves:
-        alike = not sources or (move.source == NULL_BLOCK) == (sources[0] == NULL_BLOCK)
-        if not alike or move.source in targets or move.target in targets:
-            yield sources, targets
-            sources, targets = [], []
-        sources.append(move.source)
-        targets.append(move.target)
-    if targets:
-        yield sources, targets
+        own = (move.source == NULL_BLOCK, move.source < first_of_host, move.target < first_of_host)
+        if batch and (own != kind or move.source in written or move.target in written):
+            yield batch
+            batch, written = [], set()
+        kind = own
+        batch.append(move)
+        written.add(move.target)
+    if batch:
+        yield batch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,11 +15,14 @@ from trtmesh.engine.backends.torch.engine import Engine
 from trtmesh.engine.backends.torch.fields import supported_fields
 from trtmesh.engine.backends.torch.kvcache import KvCache
 from trtmesh.engine.backends.torch.model import Model, load_model
+from trtmesh.engine.backends.torch.prefixes import Prefixes
 from trtmesh.engine.backends.torch.rope import freeze_rope
+from trtmesh.engine.backends.torch.rules import SchedulingRules
 from trtmesh.engine.backends.torch.runner import Runner
 from trtmesh.engine.backends.torch.scheduler import Scheduler
 from trtmesh.engine.backends.torch.self_check import check_model
 from trtmesh.engine.backends.torch.settings import TorchSettings
+from trtmesh.engine.backends.torch.sizing import Sizes, size
 from trtmesh.engine.backends.torch.weights import model_fingerprint, weight_files
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -31,14 +33,6 @@ DATA_TYPES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """What the settings come to for a model."""
-
-    blocks: int
-    max_sequence_tokens: int
-
-
 def load_engine(model_dir: Path, settings: TorchSettings) -> tuple[Engine, BackendInfo]:
     """Raises ModelUnusable with the reason."""
     torch.set_num_threads(settings.threads or physical_cores())
@@ -46,7 +40,7 @@ def load_engine(model_dir: Path, settings: TorchSettings) -> tuple[Engine, Backe
     files = weight_files(model_dir)
     model = load_model(model_dir, settings.dtype, device)
     dtype = model.module.dtype
-    sizes = size(settings, model, dtype)
+    sizes = size(settings, model, dtype, device)
     freeze_rope(model.module, sizes.max_sequence_tokens)
     check_model(model, dtype=dtype, device=device)
     engine = _engine(settings, model, sizes, device)
@@ -70,28 +64,6 @@ def load_engine(model_dir: Path, settings: TorchSettings) -> tuple[Engine, Backe
     return engine, info
 
 
-def size(settings: TorchSettings, model: Model, dtype: torch.dtype) -> Sizes:
-    """Blocks of the pool, and the longest sequence: the model's length as far as the pool holds it."""
-    longest = settings.max_sequence_tokens or model.max_positions
-    if longest > model.max_positions:
-        raise ModelUnusable(
-            f"max_sequence_tokens is {longest} but the model has {model.max_positions} positions"
-        )
-    tokens = settings.kv_cache_tokens
-    if not tokens:
-        fitting = settings.kv_cache_bytes // model.kv_shape.bytes_per_token(dtype)
-        tokens = min(fitting, settings.max_batch_size * longest)
-    blocks = tokens // settings.tokens_per_block
-    if not blocks:
-        raise ModelUnusable(
-            f"a KV cache of {tokens} tokens holds no block of {settings.tokens_per_block};"
-            " raise kv_cache_tokens or kv_cache_bytes"
-        )
-    if not settings.max_sequence_tokens:
-        longest = min(longest, blocks * settings.tokens_per_block)
-    return Sizes(blocks, longest)
-
-
 def physical_cores() -> int:
     """Cores that this process may run on; two threads of a core count once."""
     siblings = set()
@@ -107,18 +79,36 @@ def _engine(settings: TorchSettings, model: Model, sizes: Sizes, device: torch.d
     cache = KvCache(
         model.kv_shape,
         blocks=sizes.blocks,
+        host_blocks=sizes.host_blocks,
         tokens_per_block=settings.tokens_per_block,
         dtype=model.module.dtype,
         device=device,
     )
-    scheduler = Scheduler(
-        BlockPool(sizes.blocks),
-        tables,
-        tokens_per_block=settings.tokens_per_block,
-        max_step_tokens=settings.max_step_tokens,
-        prefix_reuse=settings.prefix_reuse,
+    pool = BlockPool(
+        sizes.blocks,
+        host_blocks=sizes.host_blocks,
+        offload_min_priority=settings.host_cache_min_priority,
+        events=settings.kv_events,
     )
+    prefixes = Prefixes(
+        pool,
+        tokens_per_block=settings.tokens_per_block,
+        reuse=settings.prefix_reuse,
+        partial_reuse=settings.partial_reuse,
+    )
+    scheduler = Scheduler(pool, tables, _rules(settings), prefixes)
     return Engine(Runner(model, cache, tables), cache, scheduler, model.embedding)
+
+
+def _rules(settings: TorchSettings) -> SchedulingRules:
+    chunk = settings.context_chunk_tokens or settings.max_step_tokens
+    return SchedulingRules(
+        settings.tokens_per_block,
+        settings.max_step_tokens,
+        chunk_tokens=chunk if settings.chunked_context else None,
+        never_pause=settings.never_pause,
+        static_batch=settings.batching_type == "V1",
+    )
 
 
 def _tokenizer_fingerprint(model_dir: Path) -> str:

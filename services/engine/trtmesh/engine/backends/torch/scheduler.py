@@ -14,14 +14,16 @@ from __future__ import annotations
 import heapq
 import time
 from bisect import insort
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trtmesh.engine.backends.torch.block_tables import BlockTables
-from trtmesh.engine.backends.torch.blocks import NULL_BLOCK, BlockPool, Prefix
+from trtmesh.engine.backends.torch.blocks import BlockPool, Prefix
+from trtmesh.engine.backends.torch.forks import Pairs, reassign
+from trtmesh.engine.backends.torch.prefixes import Prefixes
+from trtmesh.engine.backends.torch.rules import SchedulingRules
 from trtmesh.engine.backends.torch.sequence import PRIORITY_STEPS, Sequence
-from trtmesh.engine.block_hashes import block_hash, root_hash
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,13 +49,7 @@ class Scheduler:
     """The sequences of a backend, waiting and running, and the blocks they hold."""
 
     def __init__(
-        self,
-        pool: BlockPool,
-        tables: BlockTables,
-        *,
-        tokens_per_block: int,
-        max_step_tokens: int,
-        prefix_reuse: bool,
+        self, pool: BlockPool, tables: BlockTables, rules: SchedulingRules, prefixes: Prefixes
     ) -> None:
         self.pool = pool
         self.tables = tables
@@ -62,10 +58,11 @@ class Scheduler:
         self.pending_prompt_tokens = 0
         self.computed_prompt_tokens = 0
         self.reused_prompt_tokens = 0
+        self.new_blocks = 0
+        self.reused_blocks = 0
         self.preemptions = 0
-        self._tokens_per_block = tokens_per_block
-        self._max_step_tokens = max_step_tokens
-        self._prefix_reuse = prefix_reuse
+        self._rules = rules
+        self._prefixes = prefixes
         self._by_key: dict[int, Sequence] = {}
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
         self._arrivals = 0
@@ -97,49 +94,19 @@ class Scheduler:
         """
         child.leader = parent
         self._enter(child, parent.rank[0])
-        self._queue(child)
-        prefix = self._led(child)
-        if self.tables.free_slots and self._has_room(child, prefix):
-            # Its entry in the heap is dropped when it comes up.
-            self.waiting_sequences -= 1
+        prefix = self._prefixes.of_leader(child)
+        if self._has_room(child, prefix):
             self._start(child, prefix)
+        else:
+            self._queue(child)
 
-    def reassign(self, pairs: SequenceOf[tuple[Sequence, Sequence]]) -> None:
+    def reassign(self, pairs: Pairs) -> None:
         """Each pair's first sequence goes on from the computed KV of the second, all pairs at once.
 
         All sequences run, the firsts are distinct, and every second is among them. This needs no block where as many
         tokens are computed of each. The caller gives the firsts their new tokens.
         """
-        size = self._tokens_per_block
-        state = {
-            parent.key: (
-                parent.num_computed,
-                parent.num_published,
-                list(parent.hashes),
-                parent.blocks,
-            )
-            for _, parent in pairs
-        }
-        heirs = {parent.key: child.key for child, parent in reversed(pairs)}
-        heirs |= {child.key: child.key for child, parent in pairs if child is parent}
-        for _, parent in pairs:
-            self.pool.hold(parent.blocks[: parent.num_computed // size])
-        for child, _ in pairs:
-            # What is not full goes to the heir as it is.
-            own = child.num_computed // size if child.key in heirs else len(child.blocks)
-            self.pool.release(child.blocks[:own])
-        for child, parent in pairs:
-            computed, published, hashes, blocks = state[parent.key]
-            full, rest = blocks[: computed // size], blocks[computed // size :]
-            if heirs[parent.key] != child.key:
-                rest = [self.pool.copy(block) for block in rest]
-                child.times.new_blocks += len(rest)
-            self.tables.give_back(child.slot)
-            child.slot = self.tables.take()
-            child.blocks = full + rest
-            self.tables.put(child.slot, 0, child.blocks)
-            child.num_computed, child.num_published = computed, published
-            child.hashes = hashes[:published]
+        reassign(pairs, self.pool, self.tables, self._rules.tokens_per_block)
 
     def remove(self, sequence: Sequence, *, content_is_good: bool = True) -> None:
         """Lets go of a sequence and frees what it holds; bad content is not kept for reuse."""
@@ -161,14 +128,23 @@ class Scheduler:
         """What to compute in the next step, in rank order: of every running sequence that lacks something."""
         self._grow()
         self._admit()
-        left = self._max_step_tokens
-        chunks = []
+        chunks = self._chunks()
+        while not chunks and self.running:
+            # All await mates that find no room. The lowest rank fits alone, and is reached at last.
+            self._pause(self.running[-1])
+            self._admit()
+            chunks = self._chunks()
+        return chunks
+
+    def _chunks(self) -> list[Chunk]:
+        left = self._rules.max_step_tokens
+        chunks: list[Chunk] = []
         for sequence in self.running:
-            start = sequence.num_computed
-            count = min(len(sequence.tokens) - start, max(1, left))
+            lacking = len(sequence.tokens) - sequence.num_computed
+            count = self._rules.chunk(lacking, left, first=not chunks)
             if count:
                 left -= count
-                chunks.append(Chunk(sequence, start, count))
+                chunks.append(Chunk(sequence, sequence.num_computed, count))
         return chunks
 
     def computed(self, chunk: Chunk) -> None:
@@ -182,8 +158,8 @@ class Scheduler:
             self.computed_prompt_tokens += done
         if sequence.key in self._followers and sequence.num_computed >= sequence.prompt_tokens - 1:
             self._wake_followers(sequence)
-        if sequence.num_computed // self._tokens_per_block > sequence.num_published:
-            self._publish(sequence)
+        if sequence.num_computed // self._rules.tokens_per_block > sequence.num_published:
+            self._prefixes.publish(sequence)
 
     def _enter(self, sequence: Sequence, rank: int) -> None:
         self._arrivals += 1
@@ -197,24 +173,24 @@ class Scheduler:
 
     def _grow(self) -> None:
         """Gives each running sequence the block for its next token, the lowest rank first."""
-        size = self._tokens_per_block
+        size = self._rules.tokens_per_block
         position = 0
         while position < len(self.running):
             sequence = self.running[position]
-            position += 1
             if len(sequence.tokens) <= len(sequence.blocks) * size:
-                continue
-            while not self.pool.can_allocate(1) and self.running[-1] is not sequence:
-                self._preempt(self.running[-1])
-            if self.pool.can_allocate(1):
+                position += 1
+            elif self.pool.can_allocate(1):
                 self._append(sequence, self.pool.allocate(1))
             else:
-                self._preempt(sequence)
+                self._pause(self.running[-1])
+                # The paused may have mates anywhere.
+                position = 0
 
     def _admit(self) -> None:
-        while self._waiting and self.tables.free_slots:
+        closed = self._rules.static_batch and bool(self.running)
+        while self._waiting:
             sequence = self._waiting[0][1]
-            if self._by_key.get(sequence.key) is not sequence or sequence.slot >= 0:
+            if self._by_key.get(sequence.key) is not sequence:
                 heapq.heappop(self._waiting)
                 continue
             leader = self._awaited(sequence)
@@ -222,10 +198,12 @@ class Scheduler:
                 heapq.heappop(self._waiting)
                 self._followers.setdefault(leader.key, []).append(sequence)
                 continue
-            prefix = max(self._led(sequence), self._reusable(sequence), key=_tokens)
+            if closed and not (sequence.leader and sequence.leader.slot >= 0):
+                return
+            prefix = self._prefixes.find(sequence)
             if prefix.partial and not self._has_room(sequence, prefix):
                 # The block to copy from may be the one that is missing.
-                whole = len(prefix.blocks) * self._tokens_per_block
+                whole = len(prefix.blocks) * self._rules.tokens_per_block
                 prefix = Prefix(prefix.blocks, whole)
             if not self._has_room(sequence, prefix):
                 return
@@ -234,25 +212,53 @@ class Scheduler:
             self._start(sequence, prefix)
 
     def _has_room(self, sequence: Sequence, prefix: Prefix) -> bool:
-        needed = -(-len(sequence.tokens) // self._tokens_per_block) - len(prefix.blocks)
-        return self.pool.can_allocate(needed + len(self.running), beside=prefix)
+        """Whether a sequence can start, with room for its mates, and all that has started can go on."""
+        mates = [each for each in self._missing(sequence.mates) if each is not sequence]
+        others = [
+            each for each in self._missing_mates() if each not in mates and each is not sequence
+        ]
+        if 1 + len(mates) + len(others) > self.tables.free_slots:
+            return False
+        needed = self._needs(sequence, len(prefix.blocks))
+        for each in (*mates, *others):
+            needed += self._needs(each, each.prompt_tokens // self._rules.tokens_per_block)
+        needed += sum(map(self._rules.growth, self.running))
+        return self.pool.can_allocate(needed, beside=prefix)
+
+    def _needs(self, sequence: Sequence, shared: int) -> int:
+        """Blocks that must be free for a sequence to start with `shared` ones."""
+        blocks = self._rules.blocks(len(sequence.tokens))
+        to_come = self._rules.blocks_to_come(sequence, blocks) if self._rules.never_pause else 0
+        return blocks - shared + to_come
+
+    def _missing(self, mates: Iterable[Sequence]) -> list[Sequence]:
+        return [each for each in mates if each.slot < 0 and each.key in self._by_key]
+
+    def _missing_mates(self) -> list[Sequence]:
+        """Waiting sequences with a running mate."""
+        missing = {}
+        for sequence in self.running:
+            for each in self._missing(sequence.mates):
+                missing[each.key] = each
+        return list(missing.values())
 
     def _start(self, sequence: Sequence, prefix: Prefix) -> None:
-        size = self._tokens_per_block
         sequence.slot = self.tables.take()
         sequence.blocks = self.pool.begin(prefix)
         self.tables.put(sequence.slot, 0, sequence.blocks)
-        sequence.times.new_blocks += len(sequence.blocks) - len(prefix.blocks)
-        self._append(
-            sequence, self.pool.allocate(-(-len(sequence.tokens) // size) - len(sequence.blocks))
-        )
-        sequence.num_published = len(prefix.blocks)
+        shared = len(prefix.blocks)
+        self._count_new(sequence, len(sequence.blocks) - shared)
+        missing = self._rules.blocks(len(sequence.tokens)) - len(sequence.blocks)
+        self._append(sequence, self.pool.allocate(missing))
+        sequence.num_published = shared
+        self._prefixes.retain(sequence, 0, shared)
         before = sequence.pending_prompt_tokens
         sequence.num_computed = prefix.tokens
         self.pending_prompt_tokens -= before - sequence.pending_prompt_tokens
+        self.reused_blocks += shared
         if not sequence.times.scheduled_ns:
             sequence.times.scheduled_ns = time.time_ns()
-            sequence.times.reused_blocks = len(prefix.blocks)
+            sequence.times.reused_blocks = shared
             sequence.cached_prompt_tokens = min(sequence.num_computed, sequence.prompt_tokens)
             self.reused_prompt_tokens += sequence.cached_prompt_tokens
         insort(self.running, sequence, key=lambda running: running.rank)
@@ -260,16 +266,24 @@ class Scheduler:
     def _append(self, sequence: Sequence, blocks: list[int]) -> None:
         self.tables.put(sequence.slot, len(sequence.blocks), blocks)
         sequence.blocks += blocks
-        sequence.times.new_blocks += len(blocks)
+        self._count_new(sequence, len(blocks))
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self.preemptions += 1
-        self.running.remove(sequence)
-        self._release(sequence)
-        before = sequence.pending_prompt_tokens
-        sequence.num_computed = 0
-        self.pending_prompt_tokens += sequence.pending_prompt_tokens - before
-        self._queue(sequence)
+    def _count_new(self, sequence: Sequence, blocks: int) -> None:
+        sequence.times.new_blocks += blocks
+        self.new_blocks += blocks
+
+    def _pause(self, sequence: Sequence) -> None:
+        """Releases the blocks of a running sequence and its mates; they wait again, in their old places."""
+        for each in sequence.mates or [sequence]:
+            if each.slot < 0:
+                continue
+            self.preemptions += 1
+            self.running.remove(each)
+            self._release(each)
+            before = each.pending_prompt_tokens
+            each.num_computed = 0
+            self.pending_prompt_tokens += each.pending_prompt_tokens - before
+            self._queue(each)
 
     def _release(self, sequence: Sequence) -> None:
         self.pool.release(sequence.blocks)
@@ -277,35 +291,12 @@ class Scheduler:
         sequence.blocks = []
         sequence.slot = -1
 
-    def _reuses(self, sequence: Sequence) -> bool:
-        return self._prefix_reuse and sequence.config.kv_cache.reuse
-
-    def _reusable(self, sequence: Sequence) -> Prefix:
-        """Published blocks of its beginning; what must have logits is always computed."""
-        if not self._reuses(sequence):
-            return Prefix([], 0)
-        full = sequence.most_reusable // self._tokens_per_block
-        blocks = self.pool.match(self._hashes(sequence, full)[:full])
-        return Prefix(blocks, len(blocks) * self._tokens_per_block)
-
-    def _led(self, sequence: Sequence) -> Prefix:
-        """What its leader has computed for it."""
-        leader = sequence.leader
-        if leader is None or leader.slot < 0:
-            return Prefix([], 0)
-        most = min(leader.num_computed, sequence.most_reusable)
-        rest = range(min(leader.prompt_tokens, most), most)
-        tokens = next((at for at in rest if leader.tokens[at] != sequence.tokens[at]), most)
-        full = tokens // self._tokens_per_block
-        partial = leader.blocks[full] if tokens % self._tokens_per_block else NULL_BLOCK
-        return Prefix(leader.blocks[:full], tokens, partial)
-
     def _awaited(self, sequence: Sequence) -> Sequence | None:
         """Its leader, if that has yet to compute the prompt of both."""
         leader = sequence.leader
         if leader is None or leader.key not in self._by_key:
             return None
-        shared = min(leader.prompt_tokens, len(sequence.tokens) - 1)
+        shared = min(leader.prompt_tokens, sequence.most_reusable)
         return leader if leader.num_computed < shared else None
 
     def _wake_followers(self, leader: Sequence) -> None:
@@ -317,36 +308,3 @@ class Scheduler:
                 each.leader = followers[0] if each is not followers[0] else None
         for each in followers:
             heapq.heappush(self._waiting, (each.rank, each))
-
-    def _publish(self, sequence: Sequence) -> None:
-        full = sequence.num_computed // self._tokens_per_block
-        first, sequence.num_published = sequence.num_published, full
-        if not self._reuses(sequence):
-            return
-        hashes = self._hashes(sequence, full)
-        size = self._tokens_per_block
-        for number in range(first, full):
-            parent = hashes[number - 1] if number else _root(sequence)
-            tokens = sequence.tokens[number * size : (number + 1) * size]
-            self.pool.publish(sequence.blocks[number], hashes[number], parent, tokens)
-
-    def _hashes(self, sequence: Sequence, count: int) -> list[int]:
-        """Hashes of at least its first `count` blocks, all of them full."""
-        hashes = sequence.hashes
-        size = self._tokens_per_block
-        while len(hashes) < count:
-            parent = hashes[-1] if hashes else _root(sequence)
-            tokens = sequence.tokens[len(hashes) * size : (len(hashes) + 1) * size]
-            hashes.append(block_hash(parent, tokens))
-        return hashes
-
-
-def _root(sequence: Sequence) -> int:
-    """Parent of its first block."""
-    table = sequence.prompt_table
-    digest = table.digest if table else None
-    return root_hash(sequence.config.kv_cache.salt, prompt_table_digest=digest)
-
-
-def _tokens(prefix: Prefix) -> int:
-    return prefix.tokens

@@ -12,6 +12,7 @@ from trtmesh.engine.backend import PerfMetrics, SequenceEnd, Submission
 from trtmesh.engine.backends.torch.history import History
 from trtmesh.engine.backends.torch.stopping import EndRule
 from trtmesh.engine.backends.torch.token_rules import TokenRules
+from trtmesh.engine.block_hashes import ROOT_HASH, root_hash
 
 if TYPE_CHECKING:
     from trtmesh.engine.backends.torch.prompt_table import PromptTable
@@ -40,6 +41,10 @@ class Sequence:
     """Sequence with the same prompt, which computes it; this one begins with a copy of its KV."""
     prompt_table: PromptTable | None = None
     """What ids after the vocabulary mean in the prompt."""
+    mates: list[Sequence] = field(default_factory=list)
+    """Sequences that are admitted and paused only all together, this one among them; none for one on its own."""
+    root: int = ROOT_HASH
+    """Parent hash of its first block: all that its KV depends on besides the tokens before."""
     num_computed: int = 0
     """Leading tokens whose KV is in the blocks."""
     blocks: list[int] = field(default_factory=list)
@@ -159,6 +164,8 @@ def sequences_of(
 ) -> list[Sequence]:
     """The sequences of an item; the first computes the prompt for all."""
     sequences: list[Sequence] = []
+    digest = prompt_table.digest if prompt_table else None
+    root = root_hash(item.config.kv_cache.salt, prompt_table_digest=digest)
     for index, key in enumerate(item.keys):
         sequence = Sequence(
             key=key,
@@ -172,6 +179,7 @@ def sequences_of(
             deadline=item.deadline,
             leader=sequences[0] if sequences else None,
             prompt_table=prompt_table,
+            root=root,
         )
         sequences.append(sequence)
     return sequences

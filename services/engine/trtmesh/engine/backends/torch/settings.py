@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from trtmesh.chassis.settings import Settings
+from trtmesh.engine.backends.torch.eviction import DEFAULT_PRIORITY
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
@@ -21,13 +22,35 @@ class TorchSettings(Settings):
     """Threads of one CPU operation; 0 takes the physical cores."""
 
     kv_cache_tokens: Annotated[int, Field(ge=0, le=2**40)] = 0
-    """Tokens that the KV cache holds; 0 takes what kv_cache_bytes holds, at most max_batch_size full sequences."""
-    kv_cache_bytes: Annotated[int, Field(ge=1)] = 2**30
-    """Memory of the KV cache in bytes where kv_cache_tokens is 0."""
+    """Most tokens that the KV cache holds; 0 sets no limit. The least limit counts; with none set it is 1 GiB on a CPU
+    and 0.9 of the free memory elsewhere, and not more than max_batch_size sequences of full length need."""
+    kv_cache_bytes: Annotated[int, Field(ge=0)] = 0
+    """Most memory of the KV cache in bytes; 0 sets no limit."""
+    kv_cache_free_memory_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Most memory of the KV cache, as a part of what is free once the model is loaded; 0 sets no limit."""
     tokens_per_block: Annotated[int, Field(ge=1, le=4096)] = 16
     """Tokens of a KV block."""
     prefix_reuse: bool = True
     """Whether the KV of equal beginnings is computed once and kept until its blocks are needed."""
+    partial_reuse: bool = True
+    """Whether a cached block that begins with the wanted tokens is copied and used for these."""
+    host_cache_bytes: Annotated[int, Field(ge=0)] = 0
+    """Memory of the host's for cached blocks that the KV cache has no room for, in bytes."""
+    host_cache_min_priority: Annotated[int, Field(ge=0, le=100)] = DEFAULT_PRIORITY
+    """Lowest retention priority of the blocks that go there; 35 is that of blocks without one."""
+    kv_events: bool = True
+    """Whether changes of what is cached are told."""
+
+    batching_type: Literal["inflight_fused_batching", "V1"] = "inflight_fused_batching"
+    """V1 starts a batch only when the one before has wholly ended; else sequences join and leave at every step."""
+    batch_scheduler_policy: Literal["max_utilization", "guaranteed_no_evict"] | None = None
+    """guaranteed_no_evict starts a sequence only when its longest form fits the KV cache; max_utilization starts it
+    when its present tokens do, and pauses the newest when blocks run out. Unset is max_utilization, with V1 the other.
+    """
+    chunked_context: bool = True
+    """Whether a prompt may be computed in several steps; else one longer than max_step_tokens is refused."""
+    context_chunk_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    """Most prompt tokens of one sequence in a step; 0 takes all that the step has room for."""
 
     max_batch_size: Annotated[int, Field(ge=1, le=65536)] = 256
     """Most sequences computed at once."""
@@ -47,3 +70,23 @@ class TorchSettings(Settings):
     """Most bytes of logits that one item may ask for; what asks for more is refused before anything is computed."""
     normalize_log_probs: bool = False
     """Whether log-probabilities are those among the tokens that could be chosen, where an item does not say."""
+
+    @model_validator(mode="after")
+    def _batching_fits_policy(self) -> TorchSettings:
+        if self.batching_type == "V1" and self.batch_scheduler_policy == "max_utilization":
+            raise ValueError(
+                "batching_type V1 never pauses a sequence; leave batch_scheduler_policy unset"
+            )
+        if self.context_chunk_tokens and not self.chunked_context:
+            raise ValueError("context_chunk_tokens is set but chunked_context is off")
+        return self
+
+    @property
+    def never_pause(self) -> bool:
+        """Whether a sequence that has started goes on to its end."""
+        return self.batching_type == "V1" or self.batch_scheduler_policy == "guaranteed_no_evict"
+
+    @property
+    def longest_prompt(self) -> int | None:
+        """Most tokens of a prompt, where a step bounds it."""
+        return None if self.chunked_context else self.max_step_tokens

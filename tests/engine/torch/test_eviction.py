@@ -1,0 +1,314 @@
+"""What is given up first: retention, its end, and the blocks that go to the host instead."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from engine.torch.harness import configure
+from engine.torch.paper_engine import BLOCK, PaperEngine, continued
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trtmesh.chassis.vocabulary import TokenRangeRetention
+from trtmesh.engine.backend import BlocksRemoved, BlocksStored
+from trtmesh.engine.backends.torch.blocks import NULL_BLOCK, BlockPool, Move, Prefix
+from trtmesh.engine.backends.torch.eviction import DEFAULT, EvictionOrder, Retention
+from trtmesh.engine.backends.torch.kvcache import KvCache, KvShape
+from trtmesh.engine.block_hashes import ROOT_HASH
+from trtmesh.engine.kv_mirror import KvMirror
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def order_of(*retentions: Retention, at: float = 0.0) -> list[int]:
+    """In which order numbers that came in with `retentions` go out at a time."""
+    clock = Clock()
+    order = EvictionOrder(clock)
+    for number, retention in enumerate(retentions):
+        order.add(number, retention)
+    clock.now = at
+    return [order.pop()[0] for _ in retentions]
+
+
+def test_the_lowest_priority_goes_first_and_among_equals_the_oldest() -> None:
+    retentions = [Retention(80), DEFAULT, Retention(0), DEFAULT, Retention(80)]
+    assert order_of(*retentions) == [2, 1, 3, 0, 4]
+
+
+def test_a_priority_whose_time_is_over_is_the_default() -> None:
+    retentions = [Retention(100, seconds=5), Retention(36), Retention(0, seconds=5), DEFAULT]
+    assert order_of(*retentions, at=4.9) == [2, 3, 1, 0]
+    assert order_of(*retentions, at=5.0) == [3, 0, 2, 1]
+
+
+def test_a_discarded_number_returns_with_what_it_is_given_then() -> None:
+    clock = Clock()
+    order = EvictionOrder(clock)
+    order.add(1, Retention(90, seconds=2))
+    assert order.discard(1) == Retention(90, seconds=2)
+    order.add(1, Retention(90, seconds=9))
+    order.add(2, Retention(50))
+    # The time of the first stay is over, that of the second is not.
+    clock.now = 3
+    assert order.pop()[0] == 2
+    order.add(2, Retention(50))
+    clock.now = 9
+    assert order.discard(1) == DEFAULT
+    assert (len(order), 1 in order, 2 in order) == (1, False, True)
+
+
+def test_an_order_does_not_grow_with_what_has_come_and_gone() -> None:
+    order = EvictionOrder(Clock())
+    for _ in range(1000):
+        order.add(1, Retention(90, seconds=1e6))
+        order.discard(1)
+    assert len(order._expiries) < 100
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["add", "add", "discard", "pop"]),
+            st.integers(0, 9),
+            st.sampled_from([0, 35, 36, 90]),
+            st.sampled_from([None, 0.9, 3.2]),
+        ),
+        max_size=80,
+    )
+)
+def test_an_order_is_that_of_a_list(operations: list[tuple[str, int, int, Any]]) -> None:
+    clock = Clock()
+    order = EvictionOrder(clock)
+    # Number, priority, end of the priority; in order of coming.
+    model: list[tuple[int, int, float]] = []
+    for kind, number, priority, seconds in operations:
+        clock.now += 1
+        over = sorted((each for each in model if each[2] <= clock.now), key=lambda each: each[2])
+        model = [each for each in model if each not in over]
+        model += [(each[0], 35, math.inf) for each in over]
+        there = [each[0] for each in model]
+        if kind == "add" and number not in there:
+            order.add(number, Retention(priority, seconds))
+            timed = seconds is not None and priority != 35
+            model.append((number, priority, clock.now + seconds if timed else math.inf))
+        elif kind == "discard" and number in there:
+            at = there.index(number)
+            assert order.discard(number).priority == model.pop(at)[1]
+        elif kind == "pop" and model:
+            first = min(model, key=lambda each: each[1])
+            model.remove(first)
+            popped, retention = order.pop()
+            assert (popped, retention.priority) == first[:2]
+        assert len(order) == len(model)
+
+
+def retained(engine: PaperEngine, prompt: list[int], **wishes: Any) -> None:
+    """A sequence with these wishes for its blocks, run to its end."""
+    engine.add(engine.sequence(prompt, 6, configure(**wishes)))
+    engine.run()
+
+
+def cached(engine: PaperEngine, tokens: list[int]) -> int:
+    """Tokens of a beginning that are cached."""
+    probe = engine.sequence([*tokens, 0], 1)
+    return engine.scheduler._prefixes.find(probe).tokens
+
+
+def fill(engine: PaperEngine, blocks: int, start: int) -> None:
+    """Needs this many other blocks."""
+    retained(engine, list(range(start, start + BLOCK * blocks - 5)))
+
+
+FIRST, SECOND = list(range(12)), list(range(20, 32))
+
+
+def test_token_ranges_keep_what_they_cover() -> None:
+    engine = PaperEngine(blocks=9)
+    ranges = (TokenRangeRetention(0, 8, 80),)
+    retained(engine, FIRST, token_ranges=ranges)
+    retained(engine, SECOND)
+    fill(engine, 7, 50)
+    assert (cached(engine, FIRST), cached(engine, SECOND)) == (8, 0)
+
+
+def test_a_range_without_an_end_covers_the_prompt_and_no_more() -> None:
+    engine = PaperEngine(blocks=9)
+    retained(engine, FIRST, token_ranges=(TokenRangeRetention(0, None, 80),))
+    fill(engine, 6, 50)
+    whole = continued(FIRST, 6)
+    assert (cached(engine, FIRST), cached(engine, whole)) == (12, 12)
+
+
+def test_a_low_priority_goes_before_what_is_older() -> None:
+    engine = PaperEngine(blocks=9)
+    retained(engine, FIRST)
+    retained(engine, SECOND, token_ranges=(TokenRangeRetention(0, None, 0),), decode_priority=0)
+    fill(engine, 5, 50)
+    assert (cached(engine, FIRST), cached(engine, SECOND)) == (12, 0)
+
+
+def test_the_decode_priority_keeps_what_was_generated() -> None:
+    engine = PaperEngine(blocks=9)
+    retained(engine, FIRST, token_ranges=(TokenRangeRetention(0, None, 80),), decode_priority=90)
+    fill(engine, 5, 50)
+    assert cached(engine, continued(FIRST, 6)) == 16
+
+
+@pytest.mark.parametrize(("waited", "kept"), [(0.9, 12), (1.0, 0)])
+def test_a_duration_counts_from_the_release(waited: float, kept: int) -> None:
+    engine = PaperEngine(blocks=9)
+    wishes = (TokenRangeRetention(0, None, 80, duration_ms=1000),)
+    sequence = engine.sequence(FIRST, 6, configure(token_ranges=wishes))
+    engine.add(sequence)
+    engine.step()
+    engine.now += 50
+    engine.scheduler.remove(sequence)
+    engine.now += waited
+    # With the default priority the older goes first.
+    retained(engine, SECOND)
+    fill(engine, 6, 50)
+    assert cached(engine, FIRST) == kept
+
+
+def test_the_decode_duration_ends_too() -> None:
+    engine = PaperEngine(blocks=9)
+    retained(engine, FIRST, decode_priority=90, decode_duration_ms=1000)
+    engine.now += 1
+    fill(engine, 9, 50)
+    assert cached(engine, continued(FIRST, 6)) == 0
+
+
+def test_a_later_wish_overrides_and_no_wish_leaves_it() -> None:
+    engine = PaperEngine(blocks=9)
+    retained(engine, FIRST, token_ranges=(TokenRangeRetention(0, None, 80),))
+    retained(engine, [*FIRST, 1])
+    fill(engine, 6, 50)
+    assert cached(engine, FIRST) == 12
+    retained(engine, [*FIRST, 1], token_ranges=(TokenRangeRetention(0, None, 0),))
+    fill(engine, 6, 70)
+    assert cached(engine, FIRST) == 0
+
+
+def test_what_is_evicted_goes_to_the_host_and_comes_back() -> None:
+    engine = PaperEngine(blocks=6, host_blocks=6)
+    retained(engine, FIRST)
+    fill(engine, 6, 50)
+    assert cached(engine, FIRST) == 12
+    assert engine.pool.used_host_blocks > 0
+    before = engine.scheduler.computed_prompt_tokens
+    # The engine checks every token that is read.
+    retained(engine, [*FIRST, 1])
+    assert engine.scheduler.computed_prompt_tokens - before == 1
+
+
+def test_part_of_a_block_on_the_host_is_copied_and_stays_there() -> None:
+    engine = PaperEngine(blocks=6, host_blocks=6)
+    retained(engine, FIRST)
+    fill(engine, 6, 50)
+    on_host = engine.pool.used_host_blocks
+    retained(engine, [0, 1, 9])
+    assert engine.scheduler.reused_prompt_tokens == 2
+    assert engine.pool.used_host_blocks >= on_host
+    assert cached(engine, FIRST) == 12
+
+
+def test_only_priorities_that_are_worth_it_go_to_the_host() -> None:
+    for least, kept in ((35, 12), (36, 0)):
+        engine = PaperEngine(blocks=6, host_blocks=6, offload_min_priority=least)
+        retained(engine, FIRST)
+        fill(engine, 6, 50)
+        assert cached(engine, FIRST) == kept
+
+
+def test_the_host_gives_up_the_lowest_priority_too() -> None:
+    engine = PaperEngine(blocks=6, host_blocks=6)
+    retained(engine, FIRST, token_ranges=(TokenRangeRetention(0, None, 80),))
+    for start in (30, 50, 70):
+        fill(engine, 6, start)
+    assert cached(engine, FIRST) == 12
+
+
+def test_events_tell_what_can_be_reused_wherever_it_lies() -> None:
+    engine = PaperEngine(blocks=6, host_blocks=4)
+    mirror = KvMirror()
+    draw = random.Random(5)
+    for _ in range(40):
+        retained(engine, [draw.randrange(3)] * 8 + [draw.randrange(97)] * draw.randrange(8))
+        mirror.record(engine.pool.take_events())
+        stored = [each for event in mirror.snapshot() for each in event.block_hashes]
+        assert sorted(stored) == sorted(engine.pool.published.hashes)
+    assert len(mirror) > 6
+
+
+def test_a_move_to_the_host_is_no_removal() -> None:
+    pool = BlockPool(1, host_blocks=1)
+    (block,) = pool.allocate(1)
+    pool.publish(block, 10, ROOT_HASH, [1])
+    pool.release([block])
+    (other,) = pool.allocate(1)
+    assert pool.take_events() == [BlocksStored(ROOT_HASH, [10], [1])]
+    pool.publish(other, 11, ROOT_HASH, [2])
+    pool.release([other])
+    pool.allocate(1)
+    assert pool.take_events() == [BlocksStored(ROOT_HASH, [11], [2]), BlocksRemoved([10])]
+
+
+def test_events_can_be_off() -> None:
+    engine = PaperEngine(blocks=6, events=False)
+    retained(engine, FIRST)
+    fill(engine, 6, 50)
+    assert engine.pool.take_events() == []
+
+
+def test_a_beginning_that_waits_on_the_host_needs_a_block_for_each() -> None:
+    pool = BlockPool(2, host_blocks=2)
+    blocks = pool.allocate(2)
+    for number, block in enumerate(blocks):
+        pool.publish(block, 10 + number, ROOT_HASH if not number else 9 + number, [number])
+    pool.release(blocks)
+    held = pool.allocate(2)
+    away = pool.published.match([10, 11])
+    assert not pool.can_allocate(0, beside=Prefix(away, 2))
+    pool.release(held)
+    assert pool.can_allocate(0, beside=Prefix(away, 2))
+    assert not pool.can_allocate(1, beside=Prefix(away, 2))
+    assert sorted(pool.begin(Prefix(away, 2))) == [1, 2]
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=50, deadline=None)
+def test_moves_in_runs_are_moves_one_by_one(seed: int) -> None:
+    draw = random.Random(seed)
+    blocks, host = 5, 3
+    cache = KvCache(
+        KvShape(1, 1, 2),
+        blocks=blocks,
+        host_blocks=host,
+        tokens_per_block=2,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    content = [float(number) for number in range(blocks + 1 + host)]
+    for number in range(1, blocks + 1 + host):
+        place = cache.pool[number] if number <= blocks else cache.host[number - blocks - 1]
+        place.fill_(number)
+    moves = []
+    for _ in range(draw.randint(1, 12)):
+        source, target = draw.randrange(1 + blocks + host), draw.randrange(1, 1 + blocks + host)
+        both_away = target > blocks and (source > blocks or source == NULL_BLOCK)
+        if source != target and not both_away:
+            moves.append(Move(source, target))
+            content[target] = content[source]
+    cache.carry_out(moves)
+    rows = [*cache.pool.unbind(), *cache.host.unbind()]
+    assert [float(row.flatten()[0]) for row in rows] == content
+    assert all(bool((row == row.flatten()[0]).all()) for row in rows)

@@ -1,0 +1,277 @@
+"""Who is computed when: capacity policies, chunks, batches, ranks; bounds are in steps."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from engine.torch.harness import configure
+from engine.torch.paper_engine import BLOCK, PaperEngine, continued
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trtmesh.engine.backends.torch.rules import SchedulingRules
+from trtmesh.engine.backends.torch.sequence import Sequence
+
+
+def add_random(engine: PaperEngine, draw: random.Random, count: int) -> list[tuple[Any, list[int]]]:
+    """Sequences with beginnings in common, and what they must be in the end."""
+    added = []
+    for _ in range(count):
+        shared = [draw.randrange(3)] * draw.randrange(9)
+        tokens = [*shared, *(draw.randrange(97) for _ in range(draw.randint(1, 12)))]
+        new_tokens = draw.randint(1, 20)
+        sequence = engine.sequence(tokens, new_tokens, configure(priority=draw.randint(-1, 1)))
+        engine.add(sequence)
+        added.append((sequence, continued(tokens, new_tokens)))
+    return added
+
+
+@given(st.integers(0, 2**32), st.booleans(), st.booleans(), st.integers(0, 12))
+@settings(max_examples=200, deadline=None)
+def test_no_rule_changes_what_a_sequence_reads(
+    seed: int, never_pause: bool, chunked: bool, host_blocks: int
+) -> None:
+    draw = random.Random(seed)
+    engine = PaperEngine(
+        blocks=draw.randint(11, 16),
+        batch=draw.randint(1, 6),
+        step_tokens=draw.choice([5, 24]),
+        chunk_tokens=draw.choice([1, 3, 24]) if chunked else None,
+        never_pause=never_pause,
+        static_batch=never_pause and draw.random() < 0.3,
+        host_blocks=host_blocks,
+    )
+    added = []
+    for _ in range(4):
+        added += add_random(engine, draw, draw.randint(1, 5))
+        for _ in range(draw.randint(0, 12)):
+            for sequence in engine.step():
+                engine.advance(sequence)
+        sequence, _ = draw.choice(added)
+        if draw.random() < 0.3 and engine.scheduler.find(sequence.key):
+            engine.scheduler.remove(sequence)
+            added = [pair for pair in added if pair[0] is not sequence]
+    engine.run()
+    for sequence, expected in added:
+        assert sequence.tokens == expected
+    assert engine.pool.used_blocks == 0
+    if never_pause:
+        assert engine.scheduler.preemptions == 0
+
+
+@pytest.mark.parametrize("never_pause", [False, True])
+def test_only_max_utilization_pauses_in_a_tiny_pool(never_pause: bool) -> None:
+    engine = PaperEngine(blocks=10, never_pause=never_pause)
+    sequences = [engine.sequence([number] * 6, 30) for number in range(8)]
+    engine.add(*sequences)
+    most = 0
+    while engine.scheduler.has_work:
+        for sequence in engine.step():
+            engine.advance(sequence)
+        most = max(most, len(engine.scheduler.running))
+    assert all(each.tokens == continued(each.tokens[:6], 30) for each in sequences)
+    # 35 tokens have KV: 9 of the 10 blocks, so no two are sure to fit.
+    assert (engine.scheduler.preemptions, most) == (0, 1) if never_pause else most > 1
+    assert never_pause or engine.scheduler.preemptions > 0
+
+
+def test_guaranteed_sequences_share_the_pool_as_far_as_their_longest_forms_fit() -> None:
+    engine = PaperEngine(blocks=10, never_pause=True)
+    engine.add(*(engine.sequence([number] * 4, 9) for number in range(5)))
+    engine.step()
+    # 12 tokens with KV are 3 blocks each.
+    assert len(engine.scheduler.running) == 3
+
+
+def test_a_static_batch_is_closed_until_all_of_it_has_ended() -> None:
+    engine = PaperEngine(blocks=40, batch=3, never_pause=True, static_batch=True)
+    engine.add(*(engine.sequence([number], 2 + 4 * number) for number in range(5)))
+    seen: list[list[int]] = []
+    while engine.scheduler.has_work:
+        for sequence in engine.step():
+            engine.advance(sequence)
+        batch = sorted(sequence.key for sequence in engine.scheduler.running)
+        if batch and (not seen or batch != seen[-1]):
+            seen.append(batch)
+    assert seen == [[1, 2, 3], [2, 3], [3], [4, 5], [5]]
+
+
+def test_a_static_batch_takes_in_the_further_sequences_of_its_items() -> None:
+    engine = PaperEngine(blocks=40, batch=4, never_pause=True, static_batch=True)
+    leader, other = engine.sequence(range(6), 5), engine.sequence(range(6), 5)
+    other.leader = leader
+    stranger = engine.sequence([9], 2)
+    engine.add(leader, other)
+    engine.step()
+    engine.add(stranger)
+    engine.advance(leader)
+    engine.step()
+    assert [each.slot >= 0 for each in (leader, other, stranger)] == [True, True, False]
+
+
+def test_static_batches_that_pause_are_refused() -> None:
+    with pytest.raises(ValueError, match="static batch"):
+        SchedulingRules(BLOCK, 8, static_batch=True)
+
+
+def chunks_of(engine: PaperEngine, sequence: Sequence) -> list[int]:
+    """Tokens of a sequence computed in each step until its first new token."""
+    engine.add(sequence)
+    sizes = []
+    while True:
+        before = sequence.num_computed
+        completing = engine.step()
+        sizes.append(sequence.num_computed - before)
+        if sequence in completing:
+            return sizes
+
+
+def test_a_prompt_is_cut_into_chunks_or_not() -> None:
+    prompt = list(range(13))
+    cases: list[tuple[dict[str, Any], list[int]]] = [
+        ({"step_tokens": 16, "chunk_tokens": 16}, [13]),
+        ({"step_tokens": 5, "chunk_tokens": 5}, [5, 5, 3]),
+        ({"step_tokens": 16, "chunk_tokens": 4}, [4, 4, 4, 1]),
+        ({"step_tokens": 16, "chunk_tokens": None}, [13]),
+    ]
+    for options, expected in cases:
+        engine = PaperEngine(blocks=20, **options)
+        assert chunks_of(engine, engine.sequence(prompt, 1)) == expected
+
+
+def test_a_whole_prompt_waits_for_a_step_with_room_and_holds_nobody_up() -> None:
+    engine = PaperEngine(blocks=40, step_tokens=12, chunk_tokens=None)
+    older = [engine.sequence([number], 6) for number in range(4)]
+    engine.add(*older)
+    engine.step()
+    long, newer = engine.sequence(range(10), 2), engine.sequence([9], 2)
+    engine.add(long, newer)
+    for sequence in older:
+        sequence.append(5, 0)
+    completing = engine.step()
+    # 4 older tokens and 10 of the long prompt are more than 12.
+    assert {*older, newer} == set(completing)
+    for sequence in older:
+        engine.scheduler.remove(sequence)
+    assert long in engine.step()
+
+
+def test_at_most_a_step_of_tokens_is_computed_besides_one_for_each() -> None:
+    engine = PaperEngine(blocks=200, batch=6, step_tokens=8)
+    engine.add(*(engine.sequence(range(number, number + 20), 3) for number in range(6)))
+    while engine.scheduler.has_work:
+        before = engine.scheduler.computed_prompt_tokens
+        completing = engine.step()
+        assert engine.scheduler.computed_prompt_tokens - before <= 8 + 6
+        for sequence in completing:
+            engine.advance(sequence)
+
+
+def test_a_long_prompt_starts_at_once_under_a_stream_of_short_requests() -> None:
+    """Nothing that comes later goes first: what a sequence waits for is what was there when it came."""
+    cases: list[dict[str, Any]] = [
+        {},
+        {"never_pause": True},
+        {"chunk_tokens": None, "step_tokens": 64},
+    ]
+    for options in cases:
+        engine = PaperEngine(blocks=16, batch=4, **{"step_tokens": 8, "chunk_tokens": 8, **options})
+        for _ in range(6):
+            engine.add(engine.sequence([1], 3))
+        long = engine.sequence(range(50), 4)
+        engine.add(long)
+        waited = 0
+        while engine.scheduler.find(long.key):
+            engine.add(engine.sequence([1, engine.steps % 97], 3), engine.sequence([2], 3))
+            for sequence in engine.step():
+                engine.advance(sequence)
+            waited += 1
+        # 2 rounds of 3 steps for the 6 before it, 50 tokens at 8 a step shared with 3 others, 4 tokens.
+        assert waited <= 6 + 12 + 4
+        assert long.tokens == continued(range(50), 4)
+
+
+def test_a_stream_of_higher_priority_delays_by_a_bound() -> None:
+    engine = PaperEngine(blocks=16, batch=1)
+    low = engine.sequence([1], 2)
+    engine.add(low)
+    waited = 0
+    while engine.scheduler.find(low.key):
+        engine.add(engine.sequence([2], 1, configure(priority=1)))
+        for sequence in engine.step():
+            engine.advance(sequence)
+        waited += 1
+        assert waited <= 256 + 3
+
+
+def test_priority_goes_before_arrival() -> None:
+    engine = PaperEngine(blocks=16, batch=1)
+    first, low, high = (
+        engine.sequence([number], 2, configure(priority=priority))
+        for number, priority in enumerate((0, -1, 1))
+    )
+    engine.add(first)
+    engine.step()
+    engine.add(low, high)
+    engine.run()
+    assert high.times.scheduled_ns < low.times.scheduled_ns
+
+
+def mates(engine: PaperEngine, prompt: list[int], new_tokens: int, count: int) -> list[Sequence]:
+    group = [engine.sequence(prompt, new_tokens) for _ in range(count)]
+    for each in group:
+        each.mates = group
+        each.leader = group[0] if each is not group[0] else None
+    engine.add(*group)
+    return group
+
+
+@pytest.mark.parametrize("never_pause", [False, True])
+def test_mates_run_only_all_together(never_pause: bool) -> None:
+    engine = PaperEngine(
+        blocks=22, batch=7, step_tokens=64, chunk_tokens=64, never_pause=never_pause
+    )
+    groups = [mates(engine, [number] * 10, 14, 3) for number in range(4)]
+    single = [engine.sequence([50 + number] * 10, 20) for number in range(4)]
+    engine.add(*single)
+    branch = 0
+    while engine.scheduler.has_work:
+        done = engine.step()
+        for sequence in single:
+            if sequence in done:
+                engine.advance(sequence)
+        for group in groups:
+            running = [each for each in group if each.slot >= 0]
+            if len(running) < 3 or any(each.num_computed < each.length for each in group):
+                continue
+            # The mates part with each other after the prompt.
+            for each in group:
+                branch += 1
+                each.append(branch % 97, 0)
+            if group[0].length == 24:
+                for each in group:
+                    engine.scheduler.remove(each)
+    assert all(each.length == 24 for group in groups for each in group)
+    assert all(each.tokens == continued(each.tokens[:10], 20) for each in single)
+    assert (engine.scheduler.preemptions == 0) == never_pause
+    assert engine.pool.used_blocks == 0
+
+
+def test_mates_that_await_each_other_make_room() -> None:
+    """Two groups that have each started with one and find no room for the other: one gives way."""
+    engine = PaperEngine(blocks=8, batch=8)
+    first, second = mates(engine, [1] * 3, 10, 2), mates(engine, [2] * 3, 10, 2)
+    steps = 0
+    while engine.scheduler.has_work:
+        engine.step()
+        steps += 1
+        assert steps < 100
+        for group in (first, second):
+            if all(each.slot >= 0 and each.num_computed == each.length for each in group):
+                for number, each in enumerate(group):
+                    each.append(number, 0)
+                if group[0].length == 13:
+                    for each in group:
+                        engine.scheduler.remove(each)
+    assert engine.pool.used_blocks == 0

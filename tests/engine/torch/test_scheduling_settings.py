@@ -1,0 +1,192 @@
+"""What the settings of scheduling and of the KV cache do to a running engine; its tokens stay those of generate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.torch.harness import Harness, configure, running
+from oracle import tiny_models
+from pydantic import ValidationError
+from trtmesh.chassis.errors import InvalidField, ModelUnusable, PromptTooLong
+from trtmesh.chassis.vocabulary import TokenRangeRetention
+from trtmesh.engine.backends.torch import TorchBackend, TorchSettings
+from trtmesh.engine.backends.torch.sizing import free_memory
+
+TINY = {"kv_cache_tokens": 64, "tokens_per_block": 4, "max_batch_size": 8}
+PROMPTS = [[number] * 6 for number in range(5, 15)]
+CONFIG = configure(max_tokens=24, ignore_end_id=True)
+
+
+def scheduler_of(engine: Harness) -> Any:
+    return engine.backend._engine.scheduler
+
+
+@pytest.fixture(scope="module")
+def expected(model_dir: Any) -> list[list[int]]:
+    model = tiny_models.reference_model(model_dir("llama"))
+    return [tiny_models.greedy(model, prompt, 24) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    ("settings", "pauses"),
+    [
+        ({}, True),
+        ({"batch_scheduler_policy": "max_utilization"}, True),
+        ({"batch_scheduler_policy": "max_utilization", "prefix_reuse": False}, True),
+        ({"batch_scheduler_policy": "max_utilization", "host_cache_bytes": 2**20}, True),
+        ({"batch_scheduler_policy": "guaranteed_no_evict"}, False),
+        ({"batching_type": "V1"}, False),
+        ({"context_chunk_tokens": 2}, True),
+        ({"chunked_context": False, "max_step_tokens": 16}, True),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
+)
+async def test_a_tiny_pool_changes_no_token(
+    llama: Path, settings: dict[str, Any], pauses: bool, expected: list[list[int]]
+) -> None:
+    async with running(llama, **TINY, **settings) as engine:
+        assert await engine.run(PROMPTS, CONFIG) == expected
+        assert (scheduler_of(engine).preemptions > 0) == pauses
+        assert await engine.run(PROMPTS[::-1], CONFIG) == expected[::-1]
+        assert engine.backend.stats().used_blocks == 0
+
+
+async def test_the_host_keeps_what_the_pool_has_no_room_for(llama: Path) -> None:
+    shared = list(range(10, 42))
+    model = tiny_models.reference_model(llama)
+    token = tiny_models.greedy(model, shared, 8)
+    for host_cache_bytes, cached in ((0, 0), (2**20, 31)):
+        settings = {**TINY, "host_cache_bytes": host_cache_bytes}
+        async with running(llama, **settings) as engine:
+            config = configure(max_tokens=8, ignore_end_id=True)
+            assert await engine.run([shared], config) == [token]
+            await engine.run([[number] * 30 for number in range(60, 64)], CONFIG)
+            (stream,) = await engine.ended(engine.submit(shared, config))
+            assert stream.token_ids == token
+            assert stream.end
+            assert stream.end.cached_prompt_tokens == cached
+
+
+async def test_retention_keeps_a_prompt(llama: Path) -> None:
+    shared = list(range(10, 42))
+    config = configure(max_tokens=2, token_ranges=(TokenRangeRetention(priority=90),))
+    async with running(llama, **TINY) as engine:
+        await engine.run([shared], config)
+        for number in range(60, 65):
+            await engine.run([[number] * 20], configure(max_tokens=2))
+        (stream,) = await engine.ended(engine.submit(shared, configure(max_tokens=2)))
+        assert stream.end
+        assert stream.end.cached_prompt_tokens == 31
+
+
+@pytest.mark.parametrize(
+    ("wishes", "words"),
+    [
+        (
+            {"token_ranges": (TokenRangeRetention(4, 4, 9),)},
+            r"kv_cache\.token_ranges\[0\]\.token_end is 4",
+        ),
+        ({"decode_duration_ms": 5}, r"decode_duration_ms is set without kv_cache\.decode_priority"),
+    ],
+)
+async def test_retention_that_means_nothing_is_refused(
+    llama: Path, wishes: dict[str, Any], words: str
+) -> None:
+    async with running(llama) as engine:
+        with pytest.raises(InvalidField, match=words):
+            engine.submit([5], configure(**wishes))
+
+
+async def test_a_prompt_longer_than_a_step_is_refused_without_chunks(llama: Path) -> None:
+    settings = {"chunked_context": False, "max_step_tokens": 8}
+    async with running(llama, **settings) as engine:
+        with pytest.raises(PromptTooLong, match=r"9 tokens.* fit a step, which has 8"):
+            engine.submit([5] * 9, CONFIG)
+        (tokens,) = await engine.run([[5] * 8], CONFIG)
+        # What was generated elsewhere is no prompt.
+        keys = engine.submit([5] * 8, CONFIG, emitted=tokens[:20])
+        (rest,) = await engine.ended(keys)
+        assert rest.token_ids == tokens[20:]
+
+
+async def test_events_are_off_where_told(llama: Path) -> None:
+    for told in (True, False):
+        async with running(llama, **TINY, kv_events=told) as engine:
+            await engine.run(PROMPTS, CONFIG)
+            assert any(output.kv_events for output in engine.outputs) == told
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"batching_type": "V1", "batch_scheduler_policy": "max_utilization"}, "V1 never pauses"),
+        ({"batching_type": "inflight"}, "batching_type"),
+        ({"batch_scheduler_policy": "static_batch"}, "batch_scheduler_policy"),
+        ({"chunked_context": False, "context_chunk_tokens": 4}, "chunked_context is off"),
+        ({"kv_cache_free_memory_fraction": 1.0}, "kv_cache_free_memory_fraction"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(
+    settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValidationError, match=words):
+        TorchSettings(**settings)
+
+
+# The tiny llama has 2 layers, 2 KV heads of 16 and 4 bytes a number.
+BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "blocks"),
+    [
+        ({"kv_cache_tokens": 100}, 25),
+        ({"kv_cache_bytes": 100 * BYTES_PER_TOKEN}, 25),
+        ({"kv_cache_bytes": 100 * BYTES_PER_TOKEN, "kv_cache_tokens": 80}, 20),
+        ({"kv_cache_bytes": 60 * BYTES_PER_TOKEN, "kv_cache_tokens": 80}, 15),
+        ({"kv_cache_free_memory_fraction": 0.9, "kv_cache_tokens": 80}, 20),
+        # With no limit set, what the batch can need.
+        ({"max_batch_size": 2, "max_sequence_tokens": 64}, 32),
+    ],
+)
+async def test_the_least_limit_sizes_the_pool(
+    llama: Path, settings: dict[str, Any], blocks: int
+) -> None:
+    async with running(llama, tokens_per_block=4, **settings) as engine:
+        assert engine.info.total_blocks == blocks
+        assert engine.backend.stats().total_blocks == blocks
+
+
+async def test_a_fraction_of_the_free_memory_sizes_the_pool(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "trtmesh.engine.backends.torch.sizing.free_memory", lambda _: 1000 * BYTES_PER_TOKEN
+    )
+    settings = {"kv_cache_free_memory_fraction": 0.5, "host_cache_bytes": 99 * BYTES_PER_TOKEN}
+    async with running(llama, tokens_per_block=4, **settings) as engine:
+        assert engine.info.total_blocks == 125
+        assert scheduler_of(engine).pool.host_blocks == 24
+
+
+async def test_a_pool_without_a_block_is_refused(llama: Path) -> None:
+    backend = TorchBackend(llama, TorchSettings(threads=1, kv_cache_bytes=1))
+    with pytest.raises(ModelUnusable, match=r"0 tokens holds no block of 16.*kv_cache_bytes"):
+        await backend.start(lambda _: None, lambda _: None)
+    await backend.close()
+
+
+def test_free_memory_is_what_machine_and_container_leave(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 100 kB\nMemAvailable: 50 kB\n")
+    cpu = torch.device("cpu")
+    assert free_memory(cpu, meminfo, tmp_path) == 50 * 1024
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("9000\n")
+    assert free_memory(cpu, meminfo, tmp_path) == 50 * 1024
+    (tmp_path / "memory.max").write_text("10000\n")
+    assert free_memory(cpu, meminfo, tmp_path) == 1000
+    assert free_memory(cpu) > 2**20
