@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeAlias
 
 import grpc
@@ -20,6 +20,8 @@ from trtmesh.v1 import router_admin_pb2 as admin_pb
 from trtmesh.v1 import tokenizer_pb2 as tpb
 
 PATIENCE_SECONDS = 20.0
+
+REPORT_SECONDS = 0.1
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -42,8 +44,11 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
         }
         self.description = epb.GetEngineResponse(**values | description)
         self.refusal = ""
+        self.reporting = True
+        self._load: dict[str, Any] = {}
         self.commands: list[epb.EngineCommand] = []
         self.hellos: list[epb.HelloCommand] = []
+        self.submitted_at = 0.0
         self._context: Context | None = None
 
     @property
@@ -70,8 +75,27 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.refusal)
         self._context = context
         await self.send(epb.EngineEvent(welcome=epb.Welcome(engine=self.description)))
-        async for request in request_iterator:
-            self.commands += request.commands
+        reporting = asyncio.create_task(self._report_steadily())
+        try:
+            async for request in request_iterator:
+                self.commands += request.commands
+                if any(command.HasField("submit") for command in request.commands):
+                    self.submitted_at = asyncio.get_running_loop().time()
+        finally:
+            reporting.cancel()
+            await asyncio.gather(reporting, return_exceptions=True)
+
+    async def hang_up(self) -> None:
+        """Breaks the stream, as a process does that dies."""
+        assert self._context
+        with suppress(grpc.aio.AbortError):
+            await self._context.abort(grpc.StatusCode.UNAVAILABLE, "the process died")
+
+    async def _report_steadily(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_SECONDS)
+            if self.reporting:
+                await self.report()
 
     async def send(self, *events: epb.EngineEvent) -> None:
         assert self._context
@@ -94,7 +118,9 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
         await self.send(epb.EngineEvent(step=step))
 
     async def report(self, **load: Any) -> None:
-        await self.send(epb.EngineEvent(load=epb.Load(**load)))
+        """Tells the load, here and now and steadily from now on."""
+        self._load |= load
+        await self.send(epb.EngineEvent(load=epb.Load(**self._load)))
 
 
 class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):

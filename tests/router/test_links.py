@@ -21,11 +21,11 @@ from router.scripted import (
     until_states,
 )
 from trtmesh.chassis.errors import (
+    BackendFailed,
     InvalidRequest,
     QueueFull,
     StreamIncomplete,
     TokenizerLost,
-    WorkerLost,
     to_proto,
 )
 from trtmesh.client import Client, FinishReason, ItemResult
@@ -175,11 +175,11 @@ async def test_an_error_of_the_worker_comes_behind_all_tokens() -> None:
     async with scene() as on:
         asked = on.ask("a", max_tokens=9)
         (submit,) = await on.engine.submitted()
-        error = to_proto(WorkerLost("it broke", worker="scripted"))
+        error = to_proto(BackendFailed("it broke", worker="scripted"))
         end = epb.SequenceEnd(handle=submit.handle, reason=pb.FINISH_REASON_ERROR, error=error)
         await on.engine.step((submit.handle, 0, [65, 66]), ends=[end])
         (item,) = await asked
-        assert isinstance(item.error, WorkerLost)
+        assert isinstance(item.error, BackendFailed)
         assert item.text == "AB."
         assert item.usage.generated_tokens == 2
 

@@ -91,6 +91,9 @@ class OneItem:
     def on_lost(self, run: SequenceRun, address: str, error: TrtmeshError) -> None:
         self.losses.append(error)
 
+    def move(self, runs: Sequence[SequenceRun], address: str, why: str) -> bool:
+        return False
+
 
 @dataclass
 class OneWorker:

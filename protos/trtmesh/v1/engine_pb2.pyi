@@ -400,7 +400,7 @@ class SequenceEnd(google.protobuf.message.Message):
     generated_tokens: builtins.int
     """Tokens generated, those before a migration included."""
     cumulative_log_prob: builtins.float
-    """Sum of the log-probabilities, where asked for."""
+    """Sum of the log-probabilities, where asked for; unset for a sequence that began elsewhere."""
     @property
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The stop sequence or end id that ended it."""
@@ -568,6 +568,8 @@ class Load(google.protobuf.message.Message):
     REUSED_PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     GENERATED_TOKENS_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
+    RECEIVED_ITEMS_FIELD_NUMBER: builtins.int
+    DRAIN_MS_FIELD_NUMBER: builtins.int
     step_count: builtins.int
     """Engine steps since the worker started."""
     running_sequences: builtins.int
@@ -590,6 +592,10 @@ class Load(google.protobuf.message.Message):
     """Tokens generated since the worker started."""
     draining: builtins.bool
     """Whether the worker stopped admitting."""
+    received_items: builtins.int
+    """Submit commands of this stream that the worker has read; unset when it does not count them."""
+    drain_ms: builtins.int
+    """Milliseconds until a draining worker cuts its streams; unset means it does not say."""
     def __init__(
         self,
         *,
@@ -604,8 +610,15 @@ class Load(google.protobuf.message.Message):
         reused_prompt_tokens: builtins.int = ...,
         generated_tokens: builtins.int = ...,
         draining: builtins.bool = ...,
+        received_items: builtins.int | None = ...,
+        drain_ms: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["computed_prompt_tokens", b"computed_prompt_tokens", "draining", b"draining", "free_blocks", b"free_blocks", "generated_tokens", b"generated_tokens", "pending_prompt_tokens", b"pending_prompt_tokens", "reused_prompt_tokens", b"reused_prompt_tokens", "running_sequences", b"running_sequences", "step_count", b"step_count", "total_blocks", b"total_blocks", "used_blocks", b"used_blocks", "waiting_sequences", b"waiting_sequences"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_drain_ms", b"_drain_ms", "_received_items", b"_received_items", "drain_ms", b"drain_ms", "received_items", b"received_items"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_drain_ms", b"_drain_ms", "_received_items", b"_received_items", "computed_prompt_tokens", b"computed_prompt_tokens", "drain_ms", b"drain_ms", "draining", b"draining", "free_blocks", b"free_blocks", "generated_tokens", b"generated_tokens", "pending_prompt_tokens", b"pending_prompt_tokens", "received_items", b"received_items", "reused_prompt_tokens", b"reused_prompt_tokens", "running_sequences", b"running_sequences", "step_count", b"step_count", "total_blocks", b"total_blocks", "used_blocks", b"used_blocks", "waiting_sequences", b"waiting_sequences"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_drain_ms", b"_drain_ms"]) -> typing.Literal["drain_ms"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_received_items", b"_received_items"]) -> typing.Literal["received_items"] | None: ...
 
 Global___Load: typing_extensions.TypeAlias = Load
 
@@ -905,6 +918,7 @@ class GetEngineResponse(google.protobuf.message.Message):
     DETERMINISTIC_FIELD_NUMBER: builtins.int
     END_IDS_FIELD_NUMBER: builtins.int
     DATA_TYPE_FIELD_NUMBER: builtins.int
+    LOAD_INTERVAL_MS_FIELD_NUMBER: builtins.int
     worker: builtins.str
     """Name of the worker, unique in the fleet."""
     backend: builtins.str
@@ -935,6 +949,8 @@ class GetEngineResponse(google.protobuf.message.Message):
     """Whether equal inputs and seeds give equal tokens whatever shares the batch."""
     data_type: trtmesh.v1.generation_pb2.DataType.ValueType
     """Element type of the weights."""
+    load_interval_ms: builtins.int
+    """Time between two Load events in milliseconds; 0 means it does not say."""
     @property
     def supported_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Config fields that the backend acts on, as paths from GenerationConfig such as `sampling.top_k`. Any other
@@ -965,7 +981,8 @@ class GetEngineResponse(google.protobuf.message.Message):
         deterministic: builtins.bool = ...,
         end_ids: collections.abc.Iterable[builtins.int] | None = ...,
         data_type: trtmesh.v1.generation_pb2.DataType.ValueType = ...,
+        load_interval_ms: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["backend", b"backend", "data_type", b"data_type", "deterministic", b"deterministic", "end_ids", b"end_ids", "max_batch_size", b"max_batch_size", "max_sequence_tokens", b"max_sequence_tokens", "max_sequences_per_item", b"max_sequences_per_item", "model", b"model", "model_fingerprint", b"model_fingerprint", "role", b"role", "schema_revision", b"schema_revision", "supported_fields", b"supported_fields", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokens_per_block", b"tokens_per_block", "total_blocks", b"total_blocks", "vocabulary_size", b"vocabulary_size", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["backend", b"backend", "data_type", b"data_type", "deterministic", b"deterministic", "end_ids", b"end_ids", "load_interval_ms", b"load_interval_ms", "max_batch_size", b"max_batch_size", "max_sequence_tokens", b"max_sequence_tokens", "max_sequences_per_item", b"max_sequences_per_item", "model", b"model", "model_fingerprint", b"model_fingerprint", "role", b"role", "schema_revision", b"schema_revision", "supported_fields", b"supported_fields", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokens_per_block", b"tokens_per_block", "total_blocks", b"total_blocks", "vocabulary_size", b"vocabulary_size", "worker", b"worker"]) -> None: ...
 
 Global___GetEngineResponse: typing_extensions.TypeAlias = GetEngineResponse

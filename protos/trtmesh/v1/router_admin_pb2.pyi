@@ -277,24 +277,41 @@ class DrainWorkerRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     WORKER_FIELD_NUMBER: builtins.int
+    FINISH_MS_FIELD_NUMBER: builtins.int
     worker: builtins.str
     """Name or address."""
+    finish_ms: builtins.int
+    """How long its sequences may finish there, in milliseconds, before the rest goes on elsewhere; 0 moves them at once.
+    Unset means as long as they take.
+    """
     def __init__(
         self,
         *,
         worker: builtins.str = ...,
+        finish_ms: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["worker", b"worker"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_finish_ms", b"_finish_ms", "finish_ms", b"finish_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_finish_ms", b"_finish_ms", "finish_ms", b"finish_ms", "worker", b"worker"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_finish_ms", b"_finish_ms"]) -> typing.Literal["finish_ms"] | None: ...
 
 Global___DrainWorkerRequest: typing_extensions.TypeAlias = DrainWorkerRequest
 
 @typing.final
 class DrainWorkerResponse(google.protobuf.message.Message):
-    """The worker is draining."""
+    """The worker takes nothing new, and this became of the sequences that this router had on it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     WORKER_FIELD_NUMBER: builtins.int
+    FINISHED_SEQUENCES_FIELD_NUMBER: builtins.int
+    MOVED_SEQUENCES_FIELD_NUMBER: builtins.int
+    LEFT_SEQUENCES_FIELD_NUMBER: builtins.int
+    finished_sequences: builtins.int
+    """Sequences that ended there."""
+    moved_sequences: builtins.int
+    """Sequences that went on elsewhere."""
+    left_sequences: builtins.int
+    """Sequences that no other worker takes; they go on there, or move as soon as one does."""
     @property
     def worker(self) -> Global___Worker:
         """The worker."""
@@ -303,9 +320,12 @@ class DrainWorkerResponse(google.protobuf.message.Message):
         self,
         *,
         worker: Global___Worker | None = ...,
+        finished_sequences: builtins.int = ...,
+        moved_sequences: builtins.int = ...,
+        left_sequences: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["worker", b"worker"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["finished_sequences", b"finished_sequences", "left_sequences", b"left_sequences", "moved_sequences", b"moved_sequences", "worker", b"worker"]) -> None: ...
 
 Global___DrainWorkerResponse: typing_extensions.TypeAlias = DrainWorkerResponse
 
@@ -372,9 +392,15 @@ class RemoveWorkerResponse(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    MOVED_SEQUENCES_FIELD_NUMBER: builtins.int
+    moved_sequences: builtins.int
+    """Sequences that went on elsewhere."""
     def __init__(
         self,
+        *,
+        moved_sequences: builtins.int = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["moved_sequences", b"moved_sequences"]) -> None: ...
 
 Global___RemoveWorkerResponse: typing_extensions.TypeAlias = RemoveWorkerResponse
 

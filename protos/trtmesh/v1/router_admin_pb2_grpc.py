@@ -138,7 +138,7 @@ class RouterAdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DrainWorker(self, request, context):
-        """Stops placing items on a worker and moves or finishes what it runs.
+        """Stops placing items on a worker, and answers when what it ran was finished or moved.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

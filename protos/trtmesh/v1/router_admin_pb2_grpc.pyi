@@ -406,7 +406,7 @@ class RouterAdminServiceStub(typing.Generic[_RouterAdminServiceListWorkersType, 
     """Adds a worker by address."""
 
     DrainWorker: _RouterAdminServiceDrainWorkerType
-    """Stops placing items on a worker and moves or finishes what it runs."""
+    """Stops placing items on a worker, and answers when what it ran was finished or moved."""
 
     ResumeWorker: _RouterAdminServiceResumeWorkerType
     """Places items on a drained worker again."""
@@ -537,7 +537,7 @@ class RouterAdminServiceServicer(metaclass=abc.ABCMeta):
         request: trtmesh.v1.router_admin_pb2.DrainWorkerRequest,
         context: _ServicerContext,
     ) -> typing.Union[trtmesh.v1.router_admin_pb2.DrainWorkerResponse, collections.abc.Awaitable[trtmesh.v1.router_admin_pb2.DrainWorkerResponse]]:
-        """Stops placing items on a worker and moves or finishes what it runs."""
+        """Stops placing items on a worker, and answers when what it ran was finished or moved."""
 
     @abc.abstractmethod
     def ResumeWorker(

@@ -89,17 +89,21 @@ class RequestAccepted(google.protobuf.message.Message):
 
     REQUEST_ID_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
+    SEED_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Name of the request, as Stop takes it."""
     model: builtins.str
     """Model that serves it."""
+    seed: builtins.int
+    """Seed of the items that bring none, drawn by the router; a resumed request sends it back."""
     def __init__(
         self,
         *,
         request_id: builtins.str = ...,
         model: builtins.str = ...,
+        seed: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["model", b"model", "request_id", b"request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["model", b"model", "request_id", b"request_id", "seed", b"seed"]) -> None: ...
 
 Global___RequestAccepted: typing_extensions.TypeAlias = RequestAccepted
 
@@ -417,12 +421,18 @@ class SequenceOffset(google.protobuf.message.Message):
     SEQUENCE_INDEX_FIELD_NUMBER: builtins.int
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     FINISHED_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    CUMULATIVE_LOG_PROB_FIELD_NUMBER: builtins.int
     batch_index: builtins.int
     """Item of the sequence."""
     sequence_index: builtins.int
     """Sequence of the item."""
     finished: builtins.bool
     """Whether its SequenceFinished was received."""
+    reason: trtmesh.v1.generation_pb2.FinishReason.ValueType
+    """Reason of its SequenceFinished."""
+    cumulative_log_prob: builtins.float
+    """Sum of the log-probabilities as last received, where asked for."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Token ids received so far."""
@@ -434,8 +444,12 @@ class SequenceOffset(google.protobuf.message.Message):
         sequence_index: builtins.int = ...,
         token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         finished: builtins.bool = ...,
+        reason: trtmesh.v1.generation_pb2.FinishReason.ValueType = ...,
+        cumulative_log_prob: builtins.float | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batch_index", b"batch_index", "finished", b"finished", "sequence_index", b"sequence_index", "token_ids", b"token_ids"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "cumulative_log_prob", b"cumulative_log_prob"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "batch_index", b"batch_index", "cumulative_log_prob", b"cumulative_log_prob", "finished", b"finished", "reason", b"reason", "sequence_index", b"sequence_index", "token_ids", b"token_ids"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob"]) -> typing.Literal["cumulative_log_prob"] | None: ...
 
 Global___SequenceOffset: typing_extensions.TypeAlias = SequenceOffset
 
@@ -447,6 +461,7 @@ class ResumeRequest(google.protobuf.message.Message):
 
     REQUEST_FIELD_NUMBER: builtins.int
     RECEIVED_FIELD_NUMBER: builtins.int
+    FINISHED_ITEMS_FIELD_NUMBER: builtins.int
     @property
     def request(self) -> Global___GenerateRequest:
         """The request as first sent, with the request_id and the seeds that were reported."""
@@ -455,14 +470,19 @@ class ResumeRequest(google.protobuf.message.Message):
     def received(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SequenceOffset]:
         """What was received of it."""
 
+    @property
+    def finished_items(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Items whose terminal event was received."""
+
     def __init__(
         self,
         *,
         request: Global___GenerateRequest | None = ...,
         received: collections.abc.Iterable[Global___SequenceOffset] | None = ...,
+        finished_items: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["request", b"request"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["received", b"received", "request", b"request"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["finished_items", b"finished_items", "received", b"received", "request", b"request"]) -> None: ...
 
 Global___ResumeRequest: typing_extensions.TypeAlias = ResumeRequest
 

@@ -79,7 +79,10 @@ class MeshServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Continues a request whose router was lost, from per-item offsets.
+        """Continues a request whose router was lost behind what was received of it. `accepted` and `item_started` come again;
+        tokens and ends that were received do not. Where the request is still live here, its old stream ends and this one
+        takes its place. Fails with INVALID_ARGUMENT where it cannot go on exactly, such as for drawn tokens without the
+        seed of the draws.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -124,7 +124,11 @@ class MeshServiceStub(typing.Generic[_MeshServiceGenerateType, _MeshServiceStopT
     """
 
     Resume: _MeshServiceResumeType
-    """Continues a request whose router was lost, from per-item offsets."""
+    """Continues a request whose router was lost behind what was received of it. `accepted` and `item_started` come again;
+    tokens and ends that were received do not. Where the request is still live here, its old stream ends and this one
+    takes its place. Fails with INVALID_ARGUMENT where it cannot go on exactly, such as for drawn tokens without the
+    seed of the draws.
+    """
 
 MeshServiceAsyncStub: typing_extensions.TypeAlias = MeshServiceStub[
     grpc.aio.UnaryStreamMultiCallable[
@@ -175,6 +179,10 @@ class MeshServiceServicer(metaclass=abc.ABCMeta):
         request: trtmesh.v1.router_pb2.ResumeRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[trtmesh.v1.router_pb2.ResumeResponse], collections.abc.AsyncIterator[trtmesh.v1.router_pb2.ResumeResponse]]:
-        """Continues a request whose router was lost, from per-item offsets."""
+        """Continues a request whose router was lost behind what was received of it. `accepted` and `item_started` come again;
+        tokens and ends that were received do not. Where the request is still live here, its old stream ends and this one
+        takes its place. Fails with INVALID_ARGUMENT where it cannot go on exactly, such as for drawn tokens without the
+        seed of the draws.
+        """
 
 def add_MeshServiceServicer_to_server(servicer: MeshServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

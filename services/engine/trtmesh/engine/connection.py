@@ -24,7 +24,7 @@ from trtmesh.engine.outbox import Outbox
 from trtmesh.engine.step_part import StepPart
 from trtmesh.engine.streams import HANDLE_BITS, HANDLE_MASK
 from trtmesh.engine.submission import handles_of, parse_submit
-from trtmesh.engine.wire import adapter_states, end_message, kv_event_message, load_message
+from trtmesh.engine.wire import adapter_states, end_message, kv_event_message
 from trtmesh.engine.worker import Worker
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
@@ -60,6 +60,7 @@ class Connection:
         self.farewell: TrtmeshError | None = None
         self._worker = worker
         self._live: dict[int, _Item] = {}
+        self._received_items = 0
         self._open = True
         self._failed = False
         self._number = worker.streams.add(self)
@@ -68,7 +69,7 @@ class Connection:
         if adapters:
             self.outbox.put_answer(epb.EngineEvent(adapter_states=adapter_states(adapters)))
         # A router may place items as soon as it knows the worker, so it need not wait for the next report.
-        self.take_load(load_message(worker.backend.stats(), draining=worker.draining))
+        self.take_load(worker.load())
         worker.metrics.open_streams += 1
 
     @property
@@ -131,7 +132,9 @@ class Connection:
 
     def take_load(self, load: epb.Load) -> None:
         if self._open:
-            self.outbox.put_load(load)
+            own = epb.Load(received_items=self._received_items)
+            own.MergeFrom(load)
+            self.outbox.put_load(own)
 
     def take_kv_events(self, epoch: int, first: int, events: list[epb.KvEvent]) -> None:
         if self._open:
@@ -170,6 +173,7 @@ class Connection:
         return self._number << HANDLE_BITS | handle
 
     def _submit(self, command: epb.SubmitCommand) -> None:
+        self._received_items += 1
         handles = handles_of(command)
         self._check_handles(handles)
         try:

@@ -73,7 +73,9 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             settings=self._settings,
             backend=self._backend,
             info=info,
-            description=describe(info, name, ROLES[self._settings.role]),
+            description=describe(
+                info, name, ROLES[self._settings.role], self._settings.load_interval_seconds
+            ),
             streams=self._streams,
             metrics=self.metrics,
         )
@@ -83,7 +85,8 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
 
     async def drain(self) -> None:
         if self._worker:
-            self._worker.draining = True
+            self._worker.drain(self._settings.grace_seconds)
+            self._streams.tell_load(self._worker.load())
             await self._streams.quiet()
 
     async def stop(self) -> None:
@@ -92,7 +95,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             with suppress(asyncio.CancelledError):
                 await self._ticker
         if self._worker:
-            self._worker.draining = True
+            self._worker.drain(0.0)
             farewell = Draining(f"worker {self._worker.name} stops; use another worker")
             await self._end_sessions(farewell)
         await self._backend.close()
@@ -147,7 +150,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
     def _tell(self, stats: BackendStats) -> None:
         worker = self._loaded()
         self.metrics.stats = stats
-        self._streams.tell_load(stats, draining=worker.draining)
+        self._streams.tell_load(worker.load())
         self.metrics.unacknowledged_steps = sum(s.unacknowledged_steps for s in self._streams)
 
     def _on_failure(self, error: BaseException) -> None:
@@ -160,7 +163,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             return
         self._broken = True
         if self._worker:
-            self._worker.draining = True
+            self._worker.drain(0.0)
             lost = WorkerLost(f"the backend of worker {self._worker.name} broke: {error}")
             for stream in self._streams:
                 stream.fail(lost)

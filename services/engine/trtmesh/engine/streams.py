@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from trtmesh.chassis.errors import TrtmeshError
-from trtmesh.engine.backend import BackendStats, SequenceEnd, StepOutput
+from trtmesh.engine.backend import SequenceEnd, StepOutput
 from trtmesh.engine.kv_mirror import KvMirror
 from trtmesh.engine.metrics import EngineMetrics
 from trtmesh.engine.step_part import StepPart
-from trtmesh.engine.wire import kv_event_message, load_message
+from trtmesh.engine.wire import kv_event_message
 from trtmesh.v1 import engine_pb2 as epb
 
 log = logging.getLogger(__name__)
@@ -111,9 +111,8 @@ class Streams:
             else:
                 self._loop.call_soon_threadsafe(self._split_delivered)
 
-    def tell_load(self, stats: BackendStats, *, draining: bool) -> None:
+    def tell_load(self, load: epb.Load) -> None:
         """Sends the load to every router."""
-        load = load_message(stats, draining=draining)
         for stream in self:
             stream.take_load(load)
 

@@ -29,7 +29,10 @@ _PERF_FIELDS = [field.name for field in fields(PerfMetrics)]
 
 
 def describe(
-    info: BackendInfo, worker: str, role: epb.WorkerRole.ValueType
+    info: BackendInfo,
+    worker: str,
+    role: epb.WorkerRole.ValueType,
+    load_interval_seconds: float,
 ) -> epb.GetEngineResponse:
     """The worker's description."""
     return epb.GetEngineResponse(
@@ -50,6 +53,7 @@ def describe(
         deterministic=info.deterministic,
         end_ids=info.end_ids,
         data_type=pb.DataType.ValueType(info.data_type),
+        load_interval_ms=max(1, round(load_interval_seconds * 1000)),
     )
 
 

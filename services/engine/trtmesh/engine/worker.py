@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from trtmesh.engine.backend import Backend, BackendInfo
 from trtmesh.engine.metrics import EngineMetrics
 from trtmesh.engine.settings import EngineSettings
 from trtmesh.engine.streams import Streams
+from trtmesh.engine.wire import load_message
 from trtmesh.v1 import engine_pb2 as epb
 
 
@@ -22,4 +24,21 @@ class Worker:
     description: epb.GetEngineResponse
     streams: Streams
     metrics: EngineMetrics
-    draining: bool = False
+    drain_ends_at: float | None = None
+    """Time of the monotonic clock at which a draining worker cuts its streams; None while it admits."""
+
+    @property
+    def draining(self) -> bool:
+        """Whether it stopped admitting."""
+        return self.drain_ends_at is not None
+
+    def drain(self, seconds: float) -> None:
+        """Stops admitting; streams are cut after so many seconds."""
+        self.drain_ends_at = time.monotonic() + seconds
+
+    def load(self) -> epb.Load:
+        """What routers are told of it now."""
+        load = load_message(self.backend.stats(), draining=self.draining)
+        if self.drain_ends_at is not None:
+            load.drain_ms = max(0, int((self.drain_ends_at - time.monotonic()) * 1000))
+        return load

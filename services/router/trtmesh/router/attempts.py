@@ -40,6 +40,10 @@ class Attempts:
         self._tokens = generated_tokens
         return self.fruitless < self._most
 
+    def leave_out(self, address: str, error: TrtmeshError) -> None:
+        """Leaves out a worker that the item was taken away from."""
+        self.failures.setdefault(address, error)
+
     @property
     def back_pressure(self) -> TrtmeshError | None:
         """What a worker said that is well but full; None when none did."""

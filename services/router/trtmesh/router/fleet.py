@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Self
 
-from trtmesh.chassis.errors import InvalidField
+from trtmesh.chassis.errors import InvalidField, NoWorker, UnsupportedField
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement import POLICIES, Decision, PlacementQuery, WorkerSnapshot, place
 from trtmesh.router.placement.decision_log import DecisionLog, DecisionRecord
@@ -117,17 +117,7 @@ class Fleet:
     def place(self, item: ItemToPlace) -> Placed:
         """A place for an item; it counts as work of its worker from now on. Raises NoWorker or UnsupportedField."""
         started = asyncio.get_running_loop().time()
-        typical = self._typical.get(item.model, Typical())
-        new_tokens = min(typical.new_tokens, item.max_tokens or typical.new_tokens)
-        query = PlacementQuery(
-            model=item.model,
-            fields=item.fields,
-            prompt_tokens=len(item.token_ids),
-            new_tokens=round(new_tokens * item.sequences),
-            exclude=item.exclude,
-            draw=random.getrandbits(32),
-        )
-        decision = place(self.policy, self.snapshot(), query)
+        decision = place(self.policy, self.snapshot(), self._query(item))
         worker = self.workers[decision.chosen.address]
         self._turn += 1
         worker.last_turn = self._turn
@@ -137,6 +127,26 @@ class Fleet:
         self._metrics.placed[self.policy, worker.name] += 1
         self._metrics.placement.observe(asyncio.get_running_loop().time() - started)
         return Placed(worker, booking, decision)
+
+    def has_place(self, item: ItemToPlace) -> bool:
+        """Whether a worker would take an item now."""
+        try:
+            place(self.policy, self.snapshot(), self._query(item))
+        except (NoWorker, UnsupportedField):
+            return False
+        return True
+
+    def _query(self, item: ItemToPlace) -> PlacementQuery:
+        typical = self._typical.get(item.model, Typical())
+        new_tokens = min(typical.new_tokens, item.max_tokens or typical.new_tokens)
+        return PlacementQuery(
+            model=item.model,
+            fields=item.fields,
+            prompt_tokens=len(item.token_ids),
+            new_tokens=round(new_tokens * item.sequences),
+            exclude=item.exclude,
+            draw=random.getrandbits(32),
+        )
 
     def learn_new_tokens(self, tokens: int) -> None:
         """An item generated so many."""
@@ -171,6 +181,8 @@ class Fleet:
         """A worker may take now what none took before."""
         self._change.set()
         self._change = asyncio.Event()
+        for worker in self.workers.values():
+            worker.move_on()
 
     async def change(self, seconds: float) -> None:
         """Returns when something changed, or after so many seconds."""

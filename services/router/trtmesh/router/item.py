@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trtmesh.chassis.errors import (
@@ -163,6 +165,23 @@ class ItemRun:
                 with placed:
                     self._dispatch(placed)
 
+    def move(self, runs: Sequence[SequenceRun], address: str, why: str) -> bool:
+        """Takes sequences away from a worker that is suspected of being dead, or shall be, if another one takes them.
+
+        They stay where none does: the worker may be well, and whatever it still generates is wanted.
+        """
+        item = self._to_place()
+        item = replace(item, exclude={**item.exclude, address: why})
+        if self._stop_asked or self._over or not self._mesh.fleet.has_place(item):
+            return False
+        self._attempts.leave_out(address, WorkerLost(why))
+        for run in runs:
+            run.release()
+        self._mesh.metrics.moved["moved"] += len(runs)
+        log.info("item %d moves: %s", self.batch_index, why)
+        self._news.set()
+        return True
+
     def _to_place(self) -> ItemToPlace:
         exclude = {address: e.message for address, e in self._attempts.failures.items()}
         if self._identity is not None:
@@ -206,12 +225,11 @@ class ItemRun:
     async def _generate(self) -> None:
         """Waits until all sequences are over, one failed, or one needs another worker. Tokens flow beside this."""
         self.stage = "generate"
-        while not self._settled and not self._waiting:
+        while not self._settled and not self._waiting and self._error is None:
             self._news.clear()
-            if self._error is None:
-                await self._news.wait()
-            if self._error is not None:
-                raise self._error
+            await self._news.wait()
+        if self._error is not None:
+            raise self._error
 
     def _dispatch(self, placed: Placed) -> None:
         """Gives the worker what no worker has."""

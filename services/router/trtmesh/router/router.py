@@ -16,6 +16,7 @@ from trtmesh.router.fleet import Fleet
 from trtmesh.router.mesh_service import MeshService
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement.decision_log import DecisionLog
+from trtmesh.router.pulse import Deadlines
 from trtmesh.router.replica import LinkSettings, Replica
 from trtmesh.router.requests import Admission, Mesh, Requests, Retry
 from trtmesh.router.settings import RouterSettings
@@ -52,6 +53,13 @@ class Router:
         mesh = Mesh(self._fleet, self._tokenizers, self._admission, self._metrics, Turns(), retry)
         self._requests = Requests(
             mesh, settings.client_buffer_tokens, settings.client_stall_seconds
+        )
+        self._deadlines = Deadlines(
+            stall_seconds=settings.stall_seconds,
+            accepted_seconds=settings.accepted_seconds,
+            started_seconds=settings.started_seconds,
+            first_token_seconds=settings.first_token_seconds,
+            next_token_seconds=settings.next_token_seconds,
         )
         self._link_settings = LinkSettings(settings.max_message_bytes, settings.silence_seconds)
         self._links: dict[Replica, asyncio.Task[None]] = {}
@@ -121,6 +129,7 @@ class Router:
             tokenizers_known=self._tokenizers.known,
             fingerprint_of=self._tokenizers.fingerprint_of,
             metrics=self._metrics,
+            deadlines=self._deadlines,
             on_change=self._fleet.changed,
         )
         self._fleet.workers[address] = worker

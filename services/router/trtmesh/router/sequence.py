@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
 from trtmesh.chassis.errors import (
@@ -17,6 +18,7 @@ from trtmesh.chassis.errors import (
 )
 from trtmesh.router.client_stream import ClientStream
 from trtmesh.router.details import TokenDetailBuffer
+from trtmesh.router.pulse import Deadlines
 from trtmesh.router.request import ItemRequest
 from trtmesh.v1 import engine_pb2 as engine_pb
 from trtmesh.v1 import generation_pb2 as pb
@@ -49,6 +51,9 @@ class Owner(Protocol):
     def on_lost(self, run: SequenceRun, address: str, error: TrtmeshError) -> None:
         """The worker at `address` does not go on with a sequence that is not over. No worker has it now."""
 
+    def move(self, runs: Sequence[SequenceRun], address: str, why: str) -> bool:
+        """Takes sequences away from the worker at `address` if another one takes them now; tells whether it did."""
+
 
 class Decoder(Protocol):
     """Where a sequence's tokens become text."""
@@ -75,9 +80,10 @@ class SequenceRun:
     """
 
     __slots__ = (
-        "_client", "_details", "_held_texts", "_item", "_prompt_told", "_wants_text", "arrival_time", "assignment",
-        "decode_handle", "decoded", "decoder", "end", "error", "first_token_time", "last_token_time", "model", "moved",
-        "over", "owner", "reason", "request_id", "sequence_index", "stop_text", "token_ids",
+        "_client", "_details", "_held_texts", "_item", "_prompt_told", "_wants_text", "arrival_time", "assigned_at",
+        "assignment", "decode_handle", "decoded", "decoder", "end", "error", "first_token_time", "last_token_time",
+        "model", "moved", "over", "owner", "patience", "reason", "request_id", "sequence_index", "started_at",
+        "stop_text", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -105,6 +111,11 @@ class SequenceRun:
         self.decoder: Decoder | None = None
         self.decode_handle = 0
         self.assignment: Assignment | None = None
+        self.assigned_at = 0.0
+        self.started_at = 0.0
+        """When the worker's queue was first empty, by the event loop's time; 0 while the sequence may wait there."""
+        self.patience = 1.0
+        """How many times longer than the deadlines say it may wait."""
         self.moved = False
         self._prompt_told = False
         self.token_ids: list[int] = []
@@ -216,6 +227,16 @@ class SequenceRun:
         """A worker takes the sequence, from its next token on."""
         self.moved = self.moved or bool(self.token_ids)
         self.assignment = assignment
+        self.assigned_at = asyncio.get_running_loop().time()
+        self.started_at = 0.0
+
+    def is_late(self, now: float, deadlines: Deadlines) -> bool:
+        """Whether the worker keeps the sequence waiting for longer than it may."""
+        if self.last_token_time > self.assigned_at:
+            return now - self.last_token_time > self.patience * deadlines.first_token_seconds
+        if self.started_at:
+            return now - self.started_at > self.patience * deadlines.first_token_seconds
+        return now - self.assigned_at > self.patience * deadlines.started_seconds
 
     def release(self) -> None:
         """Takes the sequence away from its worker, to go on elsewhere."""
@@ -284,7 +305,7 @@ class SequenceRun:
 
     def on_stop_text(self, token_count: int, text: str, stop_index: int) -> None:
         """A stop text was complete after `token_count` more tokens; what the worker sent beyond is void."""
-        if self.over:
+        if self.over or self.stop_text is not None:
             return
         del self.token_ids[self.decoded + token_count :]
         self._deliver(token_count, text)

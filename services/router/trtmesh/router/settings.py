@@ -37,6 +37,17 @@ class RouterSettings(ServiceSettings):
     """How long a client may leave waiting events unread before its request is ended with SLOW_CLIENT."""
     silence_seconds: Annotated[float, Field(gt=0, le=3600)] = 10.0
     """How long a worker or tokenizer that owes a message may be silent before it counts as lost."""
+    stall_seconds: Annotated[float, Field(gt=0, le=3600)] = 1.0
+    """How long a worker may be silent before its items go on elsewhere; at least five of its load reports."""
+    accepted_seconds: Annotated[float, Field(gt=0, le=3600)] = 1.0
+    """How long a worker that is not silent may leave an item unread before its items go on elsewhere."""
+    started_seconds: Annotated[float, Field(gt=0, le=86400)] = 30.0
+    """How long an item may wait in a worker's queue before it is tried elsewhere."""
+    first_token_seconds: Annotated[float, Field(gt=0, le=86400)] = 30.0
+    """How long a sequence that started may be without a token, its first or one more, while its worker makes steps."""
+    next_token_seconds: Annotated[float, Field(gt=0, le=86400)] = 1.5
+    """How long a worker that has sequences may make no step before they go on elsewhere; longer where its steps took
+    longer of late."""
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 4
     """How many workers may be lost with an item that gains no token in between before it ends with WORKER_LOST."""
     worker_recovery_seconds: Annotated[float, Field(ge=0, le=3600)] = 10.0

@@ -14,8 +14,9 @@ from trtmesh.router.outbox import Outbox
 from trtmesh.router.placement import WorkerSnapshot
 from trtmesh.router.placement.load_guard import Booking, LoadGuard, Typical
 from trtmesh.router.placement.rates import Report
+from trtmesh.router.pulse import TICK_SECONDS, Deadlines, Pulse
 from trtmesh.router.replica import LEAVING, LinkSettings, Replica
-from trtmesh.router.sequence import SequenceRun
+from trtmesh.router.sequence import Owner, SequenceRun
 from trtmesh.v1 import engine_pb2 as pb
 from trtmesh.v1 import engine_pb2_grpc
 from trtmesh.v1 import generation_pb2 as generation_pb
@@ -27,8 +28,14 @@ UNACKNOWLEDGED_STEPS = 4
 ACKNOWLEDGE_EVERY = 2
 """A write costs as much as handling several tokens, so every second step is acknowledged, with the one before it."""
 
-STALL_SECONDS = 30.0
-"""How long a worker may run sequences without a step; longer than any step of a model that is worth serving."""
+DRAIN_MARGIN_MS = 1000
+"""What is left of a draining worker's grace when its items are moved instead of being cut off."""
+
+READY, STALLED, DRAINING = (
+    admin_pb.WORKER_STATE_READY,
+    admin_pb.WORKER_STATE_STALLED,
+    admin_pb.WORKER_STATE_DRAINING,
+)
 
 HANDLES = 2**32
 
@@ -50,10 +57,14 @@ class Worker(Replica):
         tokenizers_known: Callable[[], Awaitable[None]],
         fingerprint_of: Callable[[str], str],
         metrics: RouterMetrics,
+        deadlines: Deadlines,
         on_change: Callable[[], None],
     ) -> None:
         super().__init__(address, settings)
         self._on_change = on_change
+        self._deadlines = deadlines
+        self._pulse = Pulse(deadlines)
+        self._moving = ""
         self._router_name = router_name
         self._tokenizers_known = tokenizers_known
         self._fingerprint_of = fingerprint_of
@@ -67,9 +78,10 @@ class Worker(Replica):
         self.guard = LoadGuard(self.touch)
         self._snapshot: WorkerSnapshot | None = None
         self._snapshot_of: tuple[admin_pb.WorkerState.ValueType, bool] | None = None
+        self._queued: set[SequenceRun] = set()
+        """Sequences that may still wait in the worker's queue."""
         self._supported: frozenset[str] = frozenset()
         self._next_handle = 0
-        self._progress_at = 0.0
         self._received_steps = 0
         self._outbox: Outbox[pb.EngineCommand] = Outbox()
 
@@ -133,7 +145,9 @@ class Worker(Replica):
         for handle, run in enumerate(runs, first):
             self.sequences[handle] = run
             run.assign(Handle(self, handle))
+            self._queued.add(run)
         self._outbox.put(pb.EngineCommand(submit=command), size)
+        self._pulse.submitted()
 
     def _free_handles(self, count: int) -> int:
         """The first of `count` successive handles that are not in use."""
@@ -152,7 +166,8 @@ class Worker(Replica):
     def release(self, handle: int) -> None:
         """Stops a sequence that goes on elsewhere. Its handle is free again when its end was heard."""
         self.stop(handle, generation_pb.FINISH_REASON_CANCELLED)
-        if self.sequences.pop(handle, None) is not None:
+        if (run := self.sequences.pop(handle, None)) is not None:
+            self._queued.discard(run)
             self.released.add(handle)
             self.guard.leave(handle, asyncio.get_running_loop().time())
 
@@ -160,10 +175,9 @@ class Worker(Replica):
         await self._tokenizers_known()
         self._outbox = Outbox()
         self._received_steps = 0
-        self._progress_at = asyncio.get_running_loop().time()
         call = engine_pb2_grpc.EngineServiceStub(channel).Connect()
         try:
-            await self._talk_unless_silent(self._read(call), self._write(call))
+            await self._talk_unless_silent(self._read(call), self._write(call), self._watch())
         finally:
             call.cancel()
 
@@ -181,6 +195,7 @@ class Worker(Replica):
     async def _read(self, call: _Call) -> None:
         async for response in call:
             self._heard()
+            self._pulse.heard()
             for event in response.events:
                 match event.WhichOneof("event"):
                     case "step":
@@ -194,6 +209,7 @@ class Worker(Replica):
         self.engine = engine
         self._supported = frozenset(engine.supported_fields)
         self.guard.joined(asyncio.get_running_loop().time())
+        self._pulse = Pulse(self._deadlines, engine.load_interval_ms / 1000)
         self._become(admin_pb.WORKER_STATE_READY, "")
         self._on_change()
 
@@ -213,22 +229,60 @@ class Worker(Replica):
         )
 
     def _on_load(self, load: pb.Load) -> None:
-        self._check_progress(load)
+        self._pulse.on_load(load)
         self.load = load
         self.guard.take_report(_report(load, asyncio.get_running_loop().time()))
+        if not load.waiting_sequences and not self._pulse.unread:
+            now = asyncio.get_running_loop().time()
+            for run in self._queued:
+                run.started_at = now
+            self._queued.clear()
         if self.ready and load.draining:
             self._become(admin_pb.WORKER_STATE_DRAINING, "draining")
+        if load.draining and load.HasField("drain_ms") and load.drain_ms <= DRAIN_MARGIN_MS:
+            self.empty("it drains and has no time left")
 
-    def _check_progress(self, load: pb.Load) -> None:
-        """Raises WorkerLost when the worker reports work and has made no step for too long: it is stuck, not silent."""
+    async def _watch(self) -> None:
+        """Notices when the worker makes no progress, and when it does again."""
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            self._judge(self._pulse.tick())
+            self._move_late()
+
+    def _judge(self, problem: str) -> None:
+        if problem and self.state in (READY, DRAINING):
+            self._become(STALLED, problem)
+            self.empty(problem)
+        elif not problem and self.state == STALLED:
+            self._moving = ""
+            self._become(DRAINING if self.load.draining else READY, "")
+            self._on_change()
+
+    def _move_late(self) -> None:
+        """Moves single sequences that wait too long although the worker goes on."""
         now = asyncio.get_running_loop().time()
-        if load.step_count != self.load.step_count or not load.running_sequences:
-            self._progress_at = now
-        elif now - self._progress_at > STALL_SECONDS:
-            raise WorkerLost(
-                f"it made no step for {STALL_SECONDS:g} s after number {load.step_count}",
-                worker=self.name,
-            )
+        for run in [run for run in self.sequences.values() if run.is_late(now, self._deadlines)]:
+            why = f"worker {self.name} kept sequence {run.sequence_index} waiting for too long"
+            # If it was merely slow, the next worker may be no faster: so that an item does not begin again and again.
+            run.patience *= 2
+            run.owner.move([run], self.address, why)
+
+    def empty(self, cause: str) -> None:
+        """Moves everything to other workers, now and, what none of them takes, when one may; until it is well again."""
+        self._moving = cause
+        self.move_on()
+
+    def move_on(self) -> int:
+        """Moves what another worker takes now, where everything is to be moved; how many sequences went."""
+        if not self._moving:
+            return 0
+        by_owner: dict[Owner, list[SequenceRun]] = {}
+        for run in self.sequences.values():
+            by_owner.setdefault(run.owner, []).append(run)
+        why = f"worker {self.name} is left: {self._moving}"
+        return sum(
+            len(runs) for owner, runs in by_owner.items() if owner.move(runs, self.address, why)
+        )
 
     def _on_step(self, step: pb.Step) -> None:
         """Hands each sequence its tokens. This runs once for every token: no per-token objects, no logging."""
@@ -255,6 +309,7 @@ class Worker(Replica):
             if (run := sequences.pop(end.handle, None)) is not None:
                 error = from_proto(end.error) if end.HasField("error") else None
                 self.guard.leave(end.handle, now, error)
+                self._queued.discard(run)
                 run.on_end(end)
             else:
                 self.released.discard(end.handle)
@@ -267,6 +322,8 @@ class Worker(Replica):
         """Gives every sequence back to its item, which goes on elsewhere."""
         sequences, self.sequences = self.sequences, {}
         self.released.clear()
+        self._queued.clear()
+        self._moving = ""
         error = WorkerLost(f"worker {self.name} was lost: {problem}", worker=self.name)
         self.guard.lose(asyncio.get_running_loop().time(), error)
         self.load = pb.Load()

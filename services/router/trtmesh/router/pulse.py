@@ -1,0 +1,110 @@
+"""Whether a worker is alive: judged by what it tells and by the steps it makes, never by a port that answers.
+
+Time is counted in ticks of the router's own event loop. A router that was itself held up for seconds sees one tick pass
+and not seconds, and so takes no worker for dead because of its own delay.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from trtmesh.v1 import engine_pb2 as pb
+
+TICK_SECONDS = 0.1
+
+MISSED_LOADS = 5
+"""Load reports of a worker's own pace that may fail to come, however short `stall_seconds` is."""
+
+SLOWER_THAN_BEFORE = 4
+"""How many times longer than the longest step of late a step may take, however short `next_token_seconds` is."""
+
+FADING = 0.999
+"""What is left, after a tick, of the longest step of late: half after a minute."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """How long a worker may take before its items go on elsewhere; the router's settings document each."""
+
+    stall_seconds: float = 1.0
+    accepted_seconds: float = 1.0
+    started_seconds: float = 30.0
+    first_token_seconds: float = 30.0
+    next_token_seconds: float = 1.5
+
+
+class Pulse:
+    """Judges one worker from the moment its stream is open."""
+
+    def __init__(self, deadlines: Deadlines, load_interval_seconds: float = 0.0) -> None:
+        self._deadlines = deadlines
+        self._most_silent = _ticks(
+            max(deadlines.stall_seconds, MISSED_LOADS * load_interval_seconds)
+        )
+        self._most_unread = _ticks(
+            max(deadlines.accepted_seconds, MISSED_LOADS * load_interval_seconds)
+        )
+        self._silent = 0
+        self._step_count = -1
+        self._without_step = 0
+        self._longest_step = 0.0
+        self._busy = False
+        self._submitted = 0
+        self._unread = 0
+        self._received = 0
+
+    @property
+    def unread(self) -> int:
+        """Submit commands that the worker is not known to have read."""
+        return max(0, self._submitted - self._received)
+
+    def heard(self) -> None:
+        """A message came."""
+        self._silent = 0
+
+    def submitted(self) -> None:
+        """A submit command was put on the stream."""
+        self._submitted += 1
+
+    def on_load(self, load: pb.Load) -> None:
+        """The worker told its load."""
+        if load.step_count != self._step_count or not self._busy:
+            if self._busy:
+                self._longest_step = max(self._longest_step, self._without_step)
+            self._step_count = load.step_count
+            self._without_step = 0
+        self._busy = load.running_sequences + load.waiting_sequences > 0
+        received = load.received_items if load.HasField("received_items") else self._submitted
+        if received != self._received or received == self._submitted:
+            self._received = received
+            self._unread = 0
+
+    def tick(self) -> str:
+        """What is wrong with the worker; '' when nothing is. Called every TICK_SECONDS."""
+        self._silent += 1
+        self._longest_step *= FADING
+        if self._busy:
+            self._without_step += 1
+        if self.unread:
+            self._unread += 1
+        return self._problem()
+
+    def _problem(self) -> str:
+        if self._silent > self._most_silent:
+            return f"it was silent for {self._most_silent * TICK_SECONDS:g} s"
+        if self._unread > self._most_unread:
+            return f"it did not read an item for {self._most_unread * TICK_SECONDS:g} s"
+        most = max(
+            _ticks(self._deadlines.next_token_seconds), SLOWER_THAN_BEFORE * self._longest_step
+        )
+        if self._busy and self._without_step > most:
+            return (
+                f"it made no step for {most * TICK_SECONDS:g} s after number {self._step_count},"
+                " though sequences wait for one"
+            )
+        return ""
+
+
+def _ticks(seconds: float) -> int:
+    return math.ceil(seconds / TICK_SECONDS)

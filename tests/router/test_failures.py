@@ -1,0 +1,348 @@
+"""Workers that die, stall, refuse and differ: what each is told, and that clients see one uninterrupted stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from router.scripted import (
+    LENGTH,
+    READY,
+    ScriptedEngine,
+    eventually,
+    serving_engine,
+    serving_router,
+    until_states,
+)
+from trtmesh.chassis.errors import Draining, NoWorker, QueueFull, WorkerLost, to_proto
+from trtmesh.client import Client, ItemResult
+from trtmesh.v1 import engine_pb2 as epb
+from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import router_admin_pb2 as admin_pb
+
+FIELDS = [
+    "stopping.max_tokens", "sampling.seed", "sampling.temperature", "sampling.num_return_sequences",
+    "output.log_probs", "output.prompt_log_probs",
+]  # fmt: skip
+STALLED = admin_pb.WORKER_STATE_STALLED
+
+
+class Fleet:
+    """Scripted engines and a router of them."""
+
+    def __init__(self, engines: Sequence[ScriptedEngine], client: Client) -> None:
+        self.engines = engines
+        self.client = client
+        self._asked: list[asyncio.Task[Any]] = []
+
+    def ask(self, *prompts: Any, **options: Any) -> asyncio.Task[list[ItemResult]]:
+        options = {"text": False, "max_tokens": 9} | options
+        asked: asyncio.Task[Any] = asyncio.create_task(self.client.complete(prompts, **options))
+        self._asked.append(asked)
+        return asked
+
+    def start(self, *prompts: Any, **options: Any) -> None:
+        """Asks for what the test does not wait for."""
+        self._asked.append(self.ask(*prompts, **options))
+
+    async def end(self) -> None:
+        for asked in self._asked:
+            asked.cancel()
+        await asyncio.gather(*self._asked, return_exceptions=True)
+
+    async def first(self) -> ScriptedEngine:
+        """The engine that has an item."""
+        await eventually(lambda: any(engine.submits for engine in self.engines))
+        return next(engine for engine in self.engines if engine.submits)
+
+    async def submitted(self, count: int) -> None:
+        """Waits until the engines were given so many items together."""
+        await eventually(lambda: sum(len(engine.submits) for engine in self.engines) >= count)
+
+    def other(self, engine: ScriptedEngine) -> ScriptedEngine:
+        return next(each for each in self.engines if each is not engine)
+
+
+@asynccontextmanager
+async def fleet(*engines: ScriptedEngine, **settings: Any) -> AsyncIterator[Fleet]:
+    engines = engines or tuple(
+        ScriptedEngine(worker=name, supported_fields=FIELDS) for name in ("one", "two")
+    )
+    async with AsyncExitStack() as stack:
+        addresses = [await stack.enter_async_context(serving_engine(e)) for e in engines]
+        settings = {"worker_recovery_seconds": 0.3, "stall_seconds": 0.5} | settings
+        client = await stack.enter_async_context(serving_router(addresses, **settings))
+        await until_states(client, [READY] * len(engines), [])
+        fleet = Fleet(engines, client)
+        try:
+            yield fleet
+        finally:
+            await fleet.end()
+
+
+def refusal(handle: int, error: Exception) -> epb.SequenceEnd:
+    return epb.SequenceEnd(
+        handle=handle,
+        reason=pb.FINISH_REASON_ERROR,
+        error=to_proto(error),  # type: ignore[arg-type]
+    )
+
+
+async def test_an_item_goes_on_behind_its_last_token() -> None:
+    async with fleet() as on:
+        asked = on.ask([5, 6], temperature=1.0, seed=3)
+        one = await on.first()
+        (submit,) = one.submits
+        await one.step((submit.handle, 0, [7, 8]))
+        await one.hang_up()
+        (moved,) = await on.other(one).submitted()
+        assert list(moved.token_ids) == [5, 6, 7, 8]
+        assert moved.emitted_tokens == 2
+        assert (moved.sequence_index, moved.batch_index) == (0, 0)
+        assert moved.config == submit.config
+        await on.other(one).step((moved.handle, 2, [9]), ends=[(moved.handle, LENGTH)])
+        (item,) = await asked
+        assert item.error is None
+        assert item.token_ids == (7, 8, 9)
+        assert item.usage.generated_tokens == 3
+
+
+async def test_an_item_that_has_no_token_begins_again() -> None:
+    async with fleet() as on:
+        on.start([5, 6], num_return_sequences=3, temperature=1.0, seed=3)
+        one = await on.first()
+        await one.hang_up()
+        (again,) = await on.other(one).submitted()
+        again.handle = one.submits[0].handle
+        again.timeout_ms = one.submits[0].timeout_ms
+        again.ClearField("timeout_ms")
+        assert again == one.submits[0]
+
+
+async def test_sequences_of_an_item_go_on_one_by_one_and_those_that_ended_stay_ended() -> None:
+    async with fleet() as on:
+        options = {"num_return_sequences": 3, "temperature": 1.0, "seed": 3, "log_probs": True}
+        asked = on.ask([5, 6], prompt_log_probs=True, **options)
+        one = await on.first()
+        handle = one.submits[0].handle
+        prompts = [
+            epb.SequencePrompt(handle=handle + i, details=pb.PromptDetails(log_probs=[-1.0]))
+            for i in range(2)
+        ]
+        step = epb.Step(prompts=prompts)
+        await one.send(epb.EngineEvent(step=step))
+        await one.step((handle, 0, [7, 8]), (handle + 1, 0, [9]), ends=[(handle + 1, LENGTH)])
+        await one.hang_up()
+        two = on.other(one)
+        moved = sorted(await two.submitted(2), key=lambda submit: submit.sequence_index)
+        assert [submit.sequence_index for submit in moved] == [0, 2]
+        assert [list(submit.token_ids) for submit in moved] == [[5, 6, 7, 8], [5, 6]]
+        assert [submit.emitted_tokens for submit in moved] == [2, 0]
+        assert not any(s.config.sampling.HasField("num_return_sequences") for s in moved)
+        # The second of them never told its prompt's data.
+        told = [submit.config.output.HasField("prompt_log_probs") for submit in moved]
+        assert told == [False, True]
+        ends = [(submit.handle, LENGTH) for submit in moved]
+        await two.step((moved[0].handle, 2, [4]), (moved[1].handle, 0, [3]), ends=ends)
+        (item,) = await asked
+        assert [s.token_ids for s in item.sequences] == [(7, 8, 4), (9,), (3,)]
+        assert item.usage.generated_tokens == 5
+
+
+async def test_a_worker_that_wakes_up_again_repeats_nothing() -> None:
+    async with fleet() as on:
+        asked = on.ask([5])
+        one = await on.first()
+        handle = one.submits[0].handle
+        await one.step((handle, 0, [7]))
+        one.reporting = False
+        two = on.other(one)
+        (moved,) = await two.submitted()
+        assert list(moved.token_ids) == [5, 7]
+        # What it did meanwhile arrives late: tokens that the other one makes, too.
+        await one.step((handle, 1, [8, 9]))
+        await eventually(lambda: one.stops)
+        assert one.stops == [(handle, pb.FINISH_REASON_CANCELLED)]
+        one.reporting = True
+        await until_states(on.client, [READY, READY], [])
+        await two.step((moved.handle, 1, [8]))
+        await one.step(ends=[(handle, pb.FINISH_REASON_CANCELLED)])
+        await two.step((moved.handle, 2, [9]), ends=[(moved.handle, LENGTH)])
+        (item,) = await asked
+        assert item.token_ids == (7, 8, 9)
+
+
+async def test_items_stay_on_a_silent_worker_where_there_is_no_other() -> None:
+    engine = ScriptedEngine(supported_fields=FIELDS)
+    async with fleet(engine) as on:
+        asked = on.ask([5])
+        (submit,) = await engine.submitted()
+        engine.reporting = False
+        await until_states(on.client, [STALLED], [])
+        await engine.step((submit.handle, 0, [7]), ends=[(submit.handle, LENGTH)])
+        (item,) = await asked
+        assert item.token_ids == (7,)
+        assert not engine.stops
+
+
+async def test_items_leave_a_silent_worker_as_soon_as_there_is_another() -> None:
+    one, two = (ScriptedEngine(worker=name, supported_fields=FIELDS) for name in ("one", "two"))
+    two.refusal = "not yet"
+    async with AsyncExitStack() as stack:
+        addresses = [await stack.enter_async_context(serving_engine(e)) for e in (one, two)]
+        client = await stack.enter_async_context(serving_router(addresses, stall_seconds=0.5))
+        await until_states(client, [READY, admin_pb.WORKER_STATE_REFUSED], [])
+        on = Fleet((one, two), client)
+        asked = on.ask([5])
+        await one.submitted()
+        one.reporting = False
+        await until_states(client, [STALLED, admin_pb.WORKER_STATE_REFUSED], [])
+        two.refusal = ""
+        (moved,) = await two.submitted()
+        await two.step((moved.handle, 0, [7]), ends=[(moved.handle, LENGTH)])
+        assert (await asked)[0].token_ids == (7,)
+
+
+async def test_reports_without_steps_do_not_keep_an_item_waiting() -> None:
+    async with fleet(next_token_seconds=0.3) as on:
+        on.start([5])
+        one = await on.first()
+        await one.report(step_count=4, running_sequences=1)
+        (moved,) = await on.other(one).submitted()
+        assert list(moved.token_ids) == [5]
+        await eventually(lambda: one.stops)
+
+
+async def test_an_item_that_is_not_read_goes_elsewhere() -> None:
+    async with fleet(accepted_seconds=0.3) as on:
+        for engine in on.engines:
+            await engine.report(received_items=0)
+        on.start([5])
+        one = await on.first()
+        await on.other(one).report(received_items=1)
+        await on.other(one).submitted()
+
+
+async def test_a_sequence_that_starves_goes_elsewhere_alone() -> None:
+    async with fleet(first_token_seconds=0.5) as on:
+        on.start([5], [6], [7])
+        one = await on.first()
+        await eventually(lambda: sum(len(engine.submits) for engine in on.engines) == 3)
+        one = next(engine for engine in on.engines if len(engine.submits) == 2)
+        fed = one.submits[0].handle
+        for offset in range(8):
+            await one.step((fed, offset, [8]))
+            await asyncio.sleep(0.1)
+        stops = [handle for handle, _ in one.stops]
+        assert stops == [one.submits[1].handle]
+        await on.other(one).submitted(2)
+
+
+async def test_one_that_waits_in_a_queue_goes_elsewhere() -> None:
+    async with fleet(started_seconds=0.3, first_token_seconds=60) as on:
+        on.start([5])
+        one = await on.first()
+        await one.report(waiting_sequences=1, step_count=0)
+        for step_count in range(1, 8):
+            await one.report(step_count=step_count)
+            await asyncio.sleep(0.1)
+        await on.other(one).submitted()
+
+
+async def test_back_pressure_sends_an_item_on_until_all_are_full() -> None:
+    async with fleet() as on:
+        asked = on.ask([5])
+        one = await on.first()
+        await one.step(ends=[refusal(one.submits[0].handle, QueueFull("full"))])
+        two = on.other(one)
+        (submit,) = await two.submitted()
+        await two.step(ends=[refusal(submit.handle, Draining("draining"))])
+        (item,) = await asked
+        assert isinstance(item.error, Draining)
+        assert len(one.submits) == 1
+
+
+async def test_an_item_in_the_middle_waits_where_all_are_full() -> None:
+    async with fleet(worker_recovery_seconds=30) as on:
+        asked = on.ask([5])
+        one = await on.first()
+        await one.step((one.submits[0].handle, 0, [7]))
+        await one.hang_up()
+        two = on.other(one)
+        (submit,) = await two.submitted()
+        await two.step(ends=[refusal(submit.handle, QueueFull("full"))])
+        await eventually(lambda: len(one.submits) + len(two.submits) == 3)
+        last = one if len(one.submits) == 2 else two
+        await last.step((last.submits[-1].handle, 1, [8]), ends=[(last.submits[-1].handle, LENGTH)])
+        assert (await asked)[0].token_ids == (7, 8)
+
+
+async def test_an_item_that_breaks_every_worker_is_given_up() -> None:
+    async with fleet(max_attempts=3, worker_recovery_seconds=30) as on:
+        asked = on.ask([5])
+        for count in range(1, 4):
+            await on.submitted(count)
+            broken = max(on.engines, key=lambda e: e.submitted_at)
+            await broken.hang_up()
+        (item,) = await asked
+        assert isinstance(item.error, WorkerLost)
+        assert "3 workers in a row were lost with this item" in item.error.message
+
+
+async def test_only_workers_of_the_same_weights_and_tokenizer_go_on() -> None:
+    one = ScriptedEngine(worker="one", supported_fields=FIELDS, model_fingerprint="a")
+    two = ScriptedEngine(worker="two", supported_fields=FIELDS, model_fingerprint="b")
+    async with fleet(one, two) as on:
+        asked = on.ask([5])
+        first = await on.first()
+        await first.step((first.submits[0].handle, 0, [7]))
+        first.refusal = "stays away"
+        await first.hang_up()
+        (item,) = await asked
+        assert isinstance(item.error, WorkerLost)
+        assert "model or tokenizer is not the one that the item began with" in item.error.message
+        assert item.token_ids == (7,)
+        assert not on.other(first).submits
+
+
+async def test_a_stopped_item_does_not_go_on_elsewhere() -> None:
+    async with fleet() as on:
+        asked = on.ask([5], request_id="r")
+        one = await on.first()
+        await one.step((one.submits[0].handle, 0, [7]))
+        assert await on.client.stop("r") == 1
+        await eventually(lambda: one.stops)
+        await one.hang_up()
+        (item,) = await asked
+        assert item.error is None
+        assert item.reason == "stopped"
+        assert item.token_ids == (7,)
+        assert not on.other(one).submits
+
+
+async def test_nobody_ready_is_told_after_a_while() -> None:
+    engine = ScriptedEngine(supported_fields=FIELDS)
+    async with fleet(engine) as on:
+        engine.refusal = "stays away"
+        await engine.hang_up()
+        await until_states(on.client, [admin_pb.WORKER_STATE_REFUSED], [])
+        (item,) = await on.ask([5])
+        assert isinstance(item.error, NoWorker)
+        assert "stays away" in item.error.message
+
+
+async def test_a_worker_whose_grace_ends_is_left_in_time() -> None:
+    async with fleet() as on:
+        asked = on.ask([5])
+        one = await on.first()
+        await one.step((one.submits[0].handle, 0, [7]))
+        await one.report(draining=True, drain_ms=30_000)
+        await asyncio.sleep(0.3)
+        two = on.other(one)
+        assert not two.submits
+        await one.report(drain_ms=500)
+        (moved,) = await two.submitted()
+        await two.step((moved.handle, 1, [8]), ends=[(moved.handle, LENGTH)])
+        assert (await asked)[0].token_ids == (7, 8)
