@@ -126,10 +126,10 @@ async def test_log_probs_are_refused_by_a_backend_without_them(mesh: Mesh) -> No
     assert "output.log_probs" in item.error.message
 
 
-async def test_bad_texts_reach_the_worker_as_ids_or_are_refused(mesh: Mesh) -> None:
+async def test_bad_texts_are_refused_by_name_where_no_worker_knows_bad_words(mesh: Mesh) -> None:
     (item,) = await mesh.client.complete(["x"], max_tokens=2, bad_texts=["word"])
     assert isinstance(item.error, UnsupportedField)
-    assert "stopping.bad_token_ids" in item.error.message
+    assert "stopping.bad_texts" in item.error.message
 
 
 async def test_perf_metrics_come_where_asked_for(mesh: Mesh) -> None:

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trtmesh.chassis.errors import InvalidField, SlowClient
 from trtmesh.chassis.vocabulary import Tensor
-from trtmesh.engine.backend import TokenDetails
+from trtmesh.engine.backend import PromptDetails, TokenDetails
 from trtmesh.engine.metrics import EngineMetrics
 from trtmesh.engine.outbox import MAX_ANSWERS, MAX_KV_EVENTS, MAX_PARTS, Outbox
-from trtmesh.engine.step_part import StepPart, merge
+from trtmesh.engine.step_part import StepPart, merge, split
 from trtmesh.v1 import engine_pb2 as epb
 
 
@@ -224,3 +224,71 @@ def test_unread_answers_are_bounded() -> None:
         outbox.put_answer(epb.EngineEvent())
     with pytest.raises(SlowClient):
         outbox.put_answer(epb.EngineEvent())
+
+
+ROW_BYTES = 8
+
+
+def with_logits(made: StepPart) -> StepPart:
+    """Every token with a row of logits that tells it, and a prompt before the first."""
+    ids = iter(made.token_ids)
+    for handle, offset, count in zip(
+        made.handles, made.token_offsets, made.token_counts, strict=True
+    ):
+        data = b"".join(next(ids).to_bytes(ROW_BYTES, "little") for _ in range(count))
+        made.details.append(TokenDetails(handle, generation_logits=Tensor(1, (count, 2), data)))
+        if not offset:
+            made.prompts.append(PromptDetails(handle, context_logits=Tensor(1, (1, 2), b"p" * 8)))
+    return made
+
+
+def bytes_of(step: epb.Step) -> int:
+    tensors = [each.details.generation_logits for each in step.details]
+    return sum(len(t.data) for t in [*tensors, *(p.details.context_logits for p in step.prompts)])
+
+
+@given(steps, st.integers(1, 10), st.data())
+def test_logits_are_cut_into_messages_and_none_is_lost(
+    history: list[dict[int, list[int]]], rows: int, data: st.DataObject
+) -> None:
+    most = rows * ROW_BYTES
+    outbox, reader = Outbox(2, EngineMetrics(), most), Reader()
+    offsets: dict[int, int] = {}
+    found: dict[int, list[int]] = {}
+    prompts: set[int] = set()
+
+    def read(response: epb.EngineServiceConnectResponse | None) -> None:
+        reader.read(response)
+        for event in response.events if response else ():
+            assert bytes_of(event.step) <= most or len(event.step.details) <= 1
+            for prompt in event.step.prompts:
+                assert prompt.handle not in prompts
+                prompts.add(prompt.handle)
+            for each in event.step.details:
+                raw = each.details.generation_logits.data
+                values = [raw[at : at + ROW_BYTES] for at in range(0, len(raw), ROW_BYTES)]
+                found.setdefault(each.handle, []).extend(
+                    int.from_bytes(value, "little") for value in values
+                )
+                assert each.handle in prompts, "the prompt comes first"
+
+    for number, tokens in enumerate(history):
+        outbox.put_step(with_logits(part(number, tokens, offsets)))
+        if data.draw(st.booleans()):
+            read(outbox.take(number))
+        if data.draw(st.booleans()):
+            outbox.acknowledge(reader.steps)
+    for handle in offsets:
+        outbox.put_end(epb.SequenceEnd(handle=handle))
+    outbox.close()
+    while response := outbox.take(len(history)):
+        assert len(reader.ended) in (0, len(offsets))
+        read(response)
+    assert found == reader.tokens
+    assert reader.ended == set(offsets)
+
+
+def test_a_part_without_logits_is_not_cut() -> None:
+    whole = part(1, {1: [5, 6], 2: [7]}, {})
+    (same,) = split(whole, 1)
+    assert same is whole

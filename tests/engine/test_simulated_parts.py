@@ -166,12 +166,13 @@ class TestEndings:
 
     def test_nothing_but_the_length_ends_below_min_tokens(self) -> None:
         rule = self.rule(min_tokens=3, stop_token_ids=((7,),))
+        assert rule.find([], [2, 7, 7]) is None
         assert rule.find([], [2, 7, 5, 7]) == Ending(4, pb.FINISH_REASON_STOP_WORD, (7,))
 
     def test_end_ids_are_not_generated_below_min_tokens(self) -> None:
         rule = self.rule(min_tokens=3)
-        assert rule.without_early_ends(0, [2, 2, 2, 2], 5) == [5, 5, 2, 2]
-        assert rule.without_early_ends(1, [2, 2], 5) == [5, 2]
+        assert rule.without_early_ends(0, [2, 2, 2, 2], 5) == [5, 5, 5, 2]
+        assert rule.without_early_ends(1, [2, 2, 2], 5) == [5, 5, 2]
 
     @given(
         st.lists(st.integers(1, 4), min_size=1, max_size=30),

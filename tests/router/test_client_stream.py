@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from trtmesh.router.client_stream import ClientStream
+from trtmesh.router.client_stream import MOST_TENSOR_BYTES, ClientStream
 from trtmesh.router.turns import Turns
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
@@ -178,3 +178,36 @@ async def test_unread_seconds_are_those_of_the_message_on_its_way() -> None:
     assert stream.unread_seconds(now + 5) == 0
     stream.close()
     assert await taking is None
+
+
+async def test_logits_leave_in_messages_of_a_bounded_size_in_order() -> None:
+    row = b"x" * (MOST_TENSOR_BYTES // 4)
+    stream = ClientStream(OPENING, Turns())
+    prompt = pb.PromptDetails(context_logits=pb.Tensor(shape=[1, 1], data=row * 3))
+    stream.put(router_pb.GenerateEvent(prompt_details=prompt))
+    for number in range(7):
+        details = pb.TokenDetails(
+            log_probs=[-1.0], generation_logits=pb.Tensor(shape=[1, 1], data=row)
+        )
+        stream.put_tokens(number % 2, 0, number // 2, [number], "t", details)
+    stream.put_tokens(5, 0, 0, [99], "plain", None)
+    assert stream.waiting_tensor_bytes == 10 * len(row)
+    stream.close()
+    messages = []
+    while (response := await stream.take()) is not None:
+        messages.append(response)
+        waiting = stream.waiting_tensor_bytes
+        assert waiting >= 0
+    sizes = [
+        sum(
+            len(e.prompt_details.context_logits.data) + len(e.tokens.details.generation_logits.data)
+            for e in message.events
+        )
+        for message in messages
+    ]
+    assert sizes == [4 * len(row), 4 * len(row), 2 * len(row)]
+    events = [event for message in messages for event in message.events]
+    assert [list(e.tokens.token_ids) for e in events[2:]] == [
+        [n] for n in (0, 1, 2, 3, 4, 5, 6, 99)
+    ]
+    assert (stream.waiting_tokens, stream.waiting_tensor_bytes) == (0, 0)

@@ -6,7 +6,7 @@ import struct
 
 from hypothesis import given
 from hypothesis import strategies as st
-from trtmesh.router.details import TokenDetailBuffer
+from trtmesh.router.details import TokenDetailBuffer, unheard
 from trtmesh.v1 import generation_pb2 as pb
 
 VOCABULARY = 3
@@ -57,3 +57,41 @@ def test_any_cut_gives_each_token_its_own(added: list[int], cuts: list[int]) -> 
 
 def test_nothing_asked_gives_nothing() -> None:
     assert TokenDetailBuffer().take(0) is None
+
+
+def prompt_of(start: int, end: int) -> pb.PromptDetails:
+    """Data of the positions [start, end) of a prompt, every value telling its position."""
+    rows = [float(position) for position in range(start, end) for _ in range(VOCABULARY)]
+    return pb.PromptDetails(
+        token_offset=start,
+        log_probs=range(start, end),
+        context_logits=pb.Tensor(
+            data_type=pb.DATA_TYPE_FP32,
+            shape=[end - start, VOCABULARY],
+            data=struct.pack(f"{len(rows)}f", *rows),
+        ),
+    )
+
+
+@given(st.lists(st.integers(1, 4), min_size=1), st.lists(st.integers(1, 4), min_size=1), st.data())
+def test_a_prompt_that_two_workers_tell_is_heard_once(
+    first: list[int], second: list[int], data: st.DataObject
+) -> None:
+    """The first worker is lost after some pieces; the second cuts the prompt elsewhere."""
+    total = sum(second)
+    heard, told = [], 0
+    pieces: list[tuple[int, int]] = []
+    for counts in (first[: data.draw(st.integers(0, len(first)))], second):
+        start = 0
+        for count in counts:
+            pieces.append((start, min(start + count, total)))
+            start += count
+    for start, end in pieces:
+        if start < end:
+            fresh, told = unheard(prompt_of(start, end), told)
+            if fresh is not None:
+                heard.append(fresh)
+    assert [value for piece in heard for value in piece.log_probs] == list(range(total))
+    rows = b"".join(piece.context_logits.data for piece in heard)
+    assert rows == prompt_of(0, total).context_logits.data
+    assert sum(piece.context_logits.shape[0] for piece in heard) == total

@@ -26,6 +26,7 @@ from trtmesh.chassis.errors import (
     QueueFull,
     StreamIncomplete,
     TokenizerLost,
+    UnsupportedField,
     to_proto,
 )
 from trtmesh.client import Client, FinishReason, ItemResult
@@ -99,7 +100,8 @@ async def test_an_engine_that_refuses_the_hello_is_shown_with_its_words() -> Non
 
 
 async def test_what_a_worker_is_told() -> None:
-    fields = ["stopping.max_tokens", "sampling.embedding_bias", "stopping.bad_token_ids"]
+    fields = ["stopping.max_tokens", "stopping.bad_token_ids"]
+    fields += ["sampling.embedding_bias_token_ids", "sampling.embedding_bias_weights"]
     async with scene(ScriptedEngine(supported_fields=fields)) as on:
         asked = on.ask(
             "ab",
@@ -124,19 +126,32 @@ async def test_what_a_worker_is_told() -> None:
         assert not config.output.ListFields()
         assert not asked.done()
         assert config.sampling.HasField("seed")
-        bias = list(config.sampling.embedding_bias)
-        assert (len(bias), bias[98], sum(bias)) == (128, 2.0, 2.0)
+        assert [list(ids.ids) for ids in config.sampling.embedding_bias_token_ids] == [[98]]
+        assert list(config.sampling.embedding_bias_weights) == [2.0]
         assert not config.sampling.embedding_bias_texts
 
 
-async def test_a_bias_that_does_not_fit_names_its_field() -> None:
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("stopping.bad_texts", {"bad_texts": ["x"]}),
+        (
+            "sampling.embedding_bias_texts",
+            {"embedding_bias_texts": ["b"], "embedding_bias_weights": [1.0]},
+        ),
+        ("output.log_probs", {"log_probs": True}),
+    ],
+)
+async def test_what_no_worker_can_do_is_refused_before_it_is_encoded_and_by_the_clients_name(
+    name: str, options: dict[str, Any]
+) -> None:
     engine = ScriptedEngine(supported_fields=["sampling.embedding_bias"])
     async with scene(engine) as on:
-        (item,) = await on.ask(
-            "a", embedding_bias=[0.0] * 5, embedding_bias_texts=["b"], embedding_bias_weights=[1.0]
-        )
-        assert item.error
-        assert "sampling.embedding_bias has 5 values" in item.error.message
+        (item,) = await on.ask("a", **options)
+        assert isinstance(item.error, UnsupportedField)
+        assert name in item.error.message
+        assert "token_ids" not in item.error.message
+        assert not on.tokenizer.encodes
 
 
 async def test_repeated_tokens_are_dropped_and_a_gap_fails_the_item_alone() -> None:

@@ -68,21 +68,26 @@ def test_every_field_of_the_router_exists_and_never_reaches_a_worker() -> None:
         "stop_texts": ["s"],
         "include_stop_text": True,
         "bad_texts": ["bad", "words"],
-        "embedding_bias_texts": ["up"],
-        "embedding_bias_weights": [3.0],
+        "embedding_bias_texts": ["up", " "],
+        "embedding_bias_token_ids": [[4]],
+        "embedding_bias_weights": [3.0, 2.0, -1.0],
         "bad_token_ids": [[1]],
         "max_tokens": 4,
     }
     (item,) = parse_request(message("x", **options), "", 9).items
-    assert item.words == ("bad", "words", "up")
+    assert item.words == ("bad", "words", "up", " ")
     assert item.worker_fields == {
         "stopping.max_tokens",
+        "stopping.bad_texts",
         "stopping.bad_token_ids",
-        "sampling.embedding_bias",
+        "sampling.embedding_bias_texts",
+        "sampling.embedding_bias_token_ids",
+        "sampling.embedding_bias_weights",
     }
-    config = worker_config(item, [(7, 8), (9,), (2, 3)], 5, seed=11)
+    config = worker_config(item, [(7, 8), (9,), (2, 3), ()], seed=11)
     assert [list(ids.ids) for ids in config.stopping.bad_token_ids] == [[1], [7, 8], [9]]
-    assert list(config.sampling.embedding_bias) == [0, 0, 3, 3, 0]
+    assert [list(ids.ids) for ids in config.sampling.embedding_bias_token_ids] == [[2, 3], [4]]
+    assert list(config.sampling.embedding_bias_weights) == [3.0, -1.0]
     assert config.sampling.seed == 11
     assert config.stopping.max_tokens == 4
     left = {

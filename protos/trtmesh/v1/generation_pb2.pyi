@@ -399,7 +399,7 @@ class StoppingConfig(google.protobuf.message.Message):
     max_tokens: builtins.int
     """Most new tokens of each sequence, at least 1. Unset means as many as the model's length allows."""
     min_tokens: builtins.int
-    """Fewest new tokens before an end id or a stop word may end a sequence."""
+    """Fewest new tokens that come before an end id, or before the token that completes a stop_token_ids sequence."""
     end_id: builtins.int
     """Token id that ends a sequence. Unset means the model's own end ids."""
     ignore_end_id: builtins.bool

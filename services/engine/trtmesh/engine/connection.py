@@ -20,7 +20,7 @@ from trtmesh.chassis.errors import (
     to_proto,
 )
 from trtmesh.engine.backend import SequenceEnd
-from trtmesh.engine.outbox import Outbox
+from trtmesh.engine.outbox import MOST_TENSOR_BYTES, Outbox
 from trtmesh.engine.step_part import StepPart
 from trtmesh.engine.streams import HANDLE_BITS, HANDLE_MASK
 from trtmesh.engine.submission import handles_of, parse_submit
@@ -56,7 +56,11 @@ class Connection:
 
     def __init__(self, worker: Worker, hello: epb.HelloCommand) -> None:
         self.router = hello.router
-        self.outbox = Outbox(hello.unacknowledged_steps, worker.metrics)
+        self.outbox = Outbox(
+            hello.unacknowledged_steps,
+            worker.metrics,
+            min(MOST_TENSOR_BYTES, worker.settings.max_message_bytes // 4),
+        )
         self.farewell: TrtmeshError | None = None
         self._worker = worker
         self._live: dict[int, _Item] = {}

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 
 from trtmesh.chassis.errors import InvalidField, SlowClient
 from trtmesh.engine.metrics import EngineMetrics
-from trtmesh.engine.step_part import StepPart, merge
+from trtmesh.engine.step_part import StepPart, merge, split
 from trtmesh.engine.wire import fill_step
 from trtmesh.v1 import engine_pb2 as epb
 
 MAX_PARTS = 64
 """Parts are merged for good when so many wait, so that a stalled router costs its tokens and little more."""
+
+MOST_TENSOR_BYTES = 16 * 2**20
+"""Logits of one message, unless its limit is lower; small enough to be on its way while the next step is computed."""
 
 MAX_KV_EVENTS = 8192
 """A router that lets more wait loses them; the gap in the sequence numbers makes it ask for a snapshot."""
@@ -25,15 +28,22 @@ class Outbox:
     """Merges what waits and nothing else: what `take` finds goes out at once.
 
     Steps need credit: at most `unacknowledged_steps` of them are on the way. Everything else does not, so the load
-    is reported however slow the router is. Waiting output is bounded by the tokens of the stream's sequences.
+    is reported however slow the router is. Waiting output is bounded by the tokens of the stream's sequences. Logits
+    are large, so a message carries at most `most_tensor_bytes` of them, or those of one sequence.
     """
 
-    def __init__(self, unacknowledged_steps: int, metrics: EngineMetrics) -> None:
+    def __init__(
+        self,
+        unacknowledged_steps: int,
+        metrics: EngineMetrics,
+        most_tensor_bytes: int = MOST_TENSOR_BYTES,
+    ) -> None:
         self.filled = asyncio.Event()
         self.ending: set[int] = set()
         """Handles whose ends wait, and which are therefore not free yet."""
         self._metrics = metrics
         self._credit = unacknowledged_steps
+        self._most_tensor_bytes = most_tensor_bytes
         self._sent_steps = 0
         self._acknowledged_steps = 0
         self._closing = False
@@ -57,8 +67,11 @@ class Outbox:
 
     def put_step(self, part: StepPart) -> None:
         parts = self._parts
-        parts.append(part)
-        if len(parts) == MAX_PARTS:
+        if part.details or part.prompts:
+            parts += split(part, self._most_tensor_bytes)
+        else:
+            parts.append(part)
+        if len(parts) >= MAX_PARTS and self._fitting(parts) == len(parts):
             self._metrics.merged_steps += len(parts) - 1
             parts[:] = [merge(parts)]
         self.filled.set()
@@ -134,10 +147,23 @@ class Outbox:
         return response
 
     def _take_step(self, step: epb.Step, step_count: int) -> None:
-        part = merge(self._parts) if self._parts else StepPart(step_count)
-        self._metrics.merged_steps += max(0, len(self._parts) - 1)
-        fill_step(step, part, self._ends)
-        self._parts.clear()
-        self._ends.clear()
-        self.ending.clear()
+        count = self._fitting(self._parts)
+        parts, self._parts = self._parts[:count], self._parts[count:]
+        part = merge(parts) if parts else StepPart(step_count)
+        self._metrics.merged_steps += max(0, len(parts) - 1)
+        # An end comes after all tokens of its sequence.
+        ends = [] if self._parts else self._ends
+        fill_step(step, part, ends)
+        if ends:
+            self._ends.clear()
+            self.ending.clear()
         self._sent_steps += 1
+
+    def _fitting(self, parts: Sequence[StepPart]) -> int:
+        """How many of the first parts one message may carry, at least one if there is any."""
+        total = 0
+        for count, part in enumerate(parts):
+            total += part.tensor_bytes
+            if count and total > self._most_tensor_bytes:
+                return count
+        return len(parts)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import accumulate, chain
+from typing import TypeVar
 
 from trtmesh.chassis.vocabulary import Tensor
 from trtmesh.engine.backend import PromptDetails, TokenDetails
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -24,6 +27,63 @@ class StepPart:
     token_ids: list[int] = field(default_factory=list)
     details: list[TokenDetails] = field(default_factory=list)
     prompts: list[PromptDetails] = field(default_factory=list)
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of the logits in it."""
+        if not (self.details or self.prompts):
+            return 0
+        return sum(map(_detail_bytes, self.details)) + sum(map(_prompt_bytes, self.prompts))
+
+
+def split(part: StepPart, most_bytes: int) -> list[StepPart]:
+    """Parts that together are `part`, in order; none has logits of more than `most_bytes` unless one sequence has."""
+    if part.tensor_bytes <= most_bytes:
+        return [part]
+    parts = [
+        StepPart(part.step_count, prompts=run)
+        for run in _runs(part.prompts, map(_prompt_bytes, part.prompts), most_bytes)
+    ]
+    details = {each.key: each for each in part.details}
+    ends = accumulate(part.token_counts)
+    rows = list(zip(part.handles, part.token_offsets, part.token_counts, ends, strict=True))
+    sizes = [_detail_bytes(details[row[0]]) if row[0] in details else 0 for row in rows]
+    for run in _runs(rows, sizes, most_bytes):
+        handles = [handle for handle, _, _, _ in run]
+        first = run[0][3] - run[0][2]
+        parts.append(
+            StepPart(
+                part.step_count,
+                handles,
+                [offset for _, offset, _, _ in run],
+                [count for _, _, count, _ in run],
+                part.token_ids[first : run[-1][3]],
+                [details[handle] for handle in handles if handle in details],
+            )
+        )
+    return parts
+
+
+def _runs(values: Iterable[T], sizes: Iterable[int], most: int) -> Iterator[list[T]]:
+    """`values` in runs whose sizes add up to at most `most`, or of a single one that is larger."""
+    run: list[T] = []
+    total = 0
+    for value, size in zip(values, sizes, strict=True):
+        if run and total + size > most:
+            yield run
+            run, total = [], 0
+        run.append(value)
+        total += size
+    if run:
+        yield run
+
+
+def _detail_bytes(details: TokenDetails) -> int:
+    return len(details.generation_logits.data) if details.generation_logits else 0
+
+
+def _prompt_bytes(prompt: PromptDetails) -> int:
+    return len(prompt.context_logits.data) if prompt.context_logits else 0
 
 
 def merge(parts: Sequence[StepPart]) -> StepPart:

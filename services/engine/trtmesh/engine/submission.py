@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 
 from trtmesh.chassis.errors import Draining, InvalidField
-from trtmesh.chassis.parsing import LIMITS, parse_config, refuse_unsupported
+from trtmesh.chassis.parsing import ELEMENT_BYTES, LIMITS, parse_config, refuse_unsupported
 from trtmesh.chassis.vocabulary import GenerationConfig
 from trtmesh.engine.backend import Submission
 from trtmesh.engine.worker import Worker
 from trtmesh.v1 import engine_pb2 as epb
+from trtmesh.v1 import generation_pb2 as pb
 
 MAX_SEQUENCES = int(LIMITS["sampling.num_return_sequences"][1])
 
@@ -49,6 +50,7 @@ def parse_submit(command: epb.SubmitCommand, keys: tuple[int, ...], worker: Work
 def _check(command: epb.SubmitCommand, config: GenerationConfig, worker: Worker) -> None:
     if config.sampling.seed is None and not config.sampling.greedy:
         raise InvalidField("sampling.seed is not set but sampling needs one; draw one and send it")
+    _check_logits(config, worker)
     most = worker.info.max_sequences_per_item
     for name, count in (
         ("beam_search.beam_width", config.beam_search.beam_width),
@@ -69,3 +71,16 @@ def _check(command: epb.SubmitCommand, config: GenerationConfig, worker: Worker)
             f"emitted_tokens is {command.emitted_tokens} for an item of {config.sequences} sequences, but each"
             " sequence has tokens of its own; submit them one by one"
         )
+
+
+def _check_logits(config: GenerationConfig, worker: Worker) -> None:
+    """Refuses logits of which one row would not fit a message to the router."""
+    for name in ("context_logits", "generation_logits"):
+        if getattr(config.output, name):
+            size = ELEMENT_BYTES[config.output.logits_data_type or pb.DATA_TYPE_FP32]
+            row, most = worker.info.vocabulary_size * size, worker.settings.max_message_bytes // 2
+            if row > most:
+                raise InvalidField(
+                    f"output.{name} come to {row} bytes a token, but a message of worker {worker.name} may have {most}"
+                    " of them (half of max_message_bytes); leave the field unset or raise the limit"
+                )

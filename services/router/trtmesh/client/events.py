@@ -74,7 +74,7 @@ class ItemStarted:
 
 @dataclass(frozen=True, slots=True)
 class PromptDetails:
-    """Data of an item's prompt, where asked for."""
+    """Data of a run of positions of an item's prompt, where asked for."""
 
     batch_index: int
     sequence_index: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from trtmesh.chassis.errors import StreamIncomplete, TrtmeshError
@@ -40,6 +40,26 @@ class SequenceResult:
     def reason(self) -> FinishReason | None:
         return self.finished.reason if self.finished else None
 
+    @property
+    def log_probs(self) -> tuple[float, ...]:
+        """Log-probability of each token, where asked for."""
+        details = [chunk.details for chunk in self.chunks if chunk.details]
+        return tuple(value for each in details for value in each.log_probs)
+
+    @property
+    def top_log_probs(self) -> tuple[pb.TopLogProbs, ...]:
+        """Alternatives of each token, where asked for."""
+        details = [chunk.details for chunk in self.chunks if chunk.details]
+        return tuple(value for each in details for value in each.top_log_probs)
+
+    @property
+    def generation_logits(self) -> pb.Tensor | None:
+        """Logits of all tokens, [tokens, vocabulary], where asked for."""
+        details = [chunk.details for chunk in self.chunks if chunk.details]
+        return joined(
+            each.generation_logits for each in details if each.HasField("generation_logits")
+        )
+
     def add(self, chunk: Tokens) -> None:
         """Appends; an offset below what is there (beam search) replaces the chunks from there on."""
         while self.chunks and _end(self.chunks[-1]) > chunk.token_offset:
@@ -53,6 +73,19 @@ class SequenceResult:
         self.chunks.append(chunk)
 
 
+def joined(tensors: Iterable[pb.Tensor]) -> pb.Tensor | None:
+    """Tensors one below the other, in one; None where there is none."""
+    parts = list(tensors)
+    if not parts:
+        return None
+    rows = sum(part.shape[0] for part in parts)
+    return pb.Tensor(
+        data_type=parts[0].data_type,
+        shape=[rows, *parts[0].shape[1:]],
+        data=b"".join(part.data for part in parts),
+    )
+
+
 def _end(chunk: Tokens) -> int:
     return chunk.token_offset + len(chunk.token_ids)
 
@@ -64,11 +97,27 @@ class ItemResult:
     batch_index: int
     sequences: list[SequenceResult] = field(default_factory=list)
     started: ItemStarted | None = None
-    prompt_details: pb.PromptDetails | None = None
+    prompt_chunks: list[pb.PromptDetails] = field(default_factory=list)
     usage: Usage = field(default_factory=Usage)
     perf_metrics: pb.PerfMetrics | None = None
     reason: FinishReason | None = None
     error: TrtmeshError | None = None
+
+    @property
+    def prompt_details(self) -> pb.PromptDetails | None:
+        """Data of the whole prompt, where asked for."""
+        if not self.prompt_chunks:
+            return None
+        whole = pb.PromptDetails()
+        for chunk in self.prompt_chunks:
+            whole.log_probs.extend(chunk.log_probs)
+            whole.top_log_probs.extend(chunk.top_log_probs)
+        logits = joined(
+            each.context_logits for each in self.prompt_chunks if each.HasField("context_logits")
+        )
+        if logits is not None:
+            whole.context_logits.CopyFrom(logits)
+        return whole
 
     @property
     def text(self) -> str:
@@ -85,7 +134,7 @@ class ItemResult:
             case ItemStarted():
                 self.started = event
             case PromptDetails():
-                self.prompt_details = event.details
+                self.prompt_chunks.append(event.details)
             case Tokens():
                 self._sequence(event.sequence_index).add(event)
             case SequenceFinished():

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from itertools import accumulate
 
 from trtmesh.router.turns import Turns
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
+
+MOST_TENSOR_BYTES = 2 * 2**20
+"""Logits of one message, unless one token has more: below the 4 MiB that gRPC clients take if they say nothing."""
 
 
 @dataclass(slots=True)
@@ -37,7 +41,7 @@ class ClientStream:
 
     Nothing is merged by a timer: a client that keeps up gets every step as its own message, and one that lags gets
     what piled up while the last message was on its way. Deltas of several items that are ready together leave as
-    one message, and the opening event leaves with the first that follows it.
+    one message, as far as their logits fit one, and the opening event leaves with the first that follows it.
     """
 
     def __init__(self, opening: router_pb.GenerateEvent, turns: Turns) -> None:
@@ -48,6 +52,7 @@ class ClientStream:
         self._taker: asyncio.Future[None] | None = None
         self._closed = False
         self.waiting_tokens = 0
+        self.waiting_tensor_bytes = 0
         self.merged_tokens = 0
         self._taken_at: float | None = None
 
@@ -65,6 +70,7 @@ class ClientStream:
         waiting = self._growing.get(key)
         if waiting is not None and token_offset < waiting.end:
             self.waiting_tokens -= len(waiting.token_ids)
+            self.waiting_tensor_bytes -= _tensor_bytes(waiting)
             waiting.clear()
         self.waiting_tokens += len(token_ids)
         if waiting is None or _holds_tensor(details):
@@ -101,16 +107,12 @@ class ClientStream:
             self._taker = asyncio.get_running_loop().create_future()
             await self._taker
         response = router_pb.GenerateResponse()
-        for entry in self._entries:
+        for entry in self._take_entries():
             event = response.events.add()
             if isinstance(entry, _WaitingTokens):
                 _fill(event, entry)
             else:
                 event.CopyFrom(entry)
-        self._entries.clear()
-        self._growing.clear()
-        self._followed = False
-        self.waiting_tokens = 0
         self._taken_at = asyncio.get_running_loop().time()
         return response
 
@@ -118,8 +120,30 @@ class ClientStream:
         """How long the last message has been on its way, at the event loop's time `now`; 0 when none is."""
         return 0.0 if self._taken_at is None else now - self._taken_at
 
+    def _take_entries(self) -> list[_WaitingTokens | router_pb.GenerateEvent]:
+        """What the next message carries: everything, unless its logits are too large for one."""
+        entries, count = self._entries, len(self._entries)
+        if self.waiting_tensor_bytes > MOST_TENSOR_BYTES:
+            totals = accumulate(map(_tensor_bytes, entries))
+            count = max(1, sum(total <= MOST_TENSOR_BYTES for total in totals))
+        taken, self._entries = entries[:count], entries[count:]
+        if not self._entries:
+            self._growing.clear()
+            self._followed = False
+            self.waiting_tokens = self.waiting_tensor_bytes = 0
+            return taken
+        for entry in taken:
+            self.waiting_tensor_bytes -= _tensor_bytes(entry)
+            if isinstance(entry, _WaitingTokens):
+                self.waiting_tokens -= len(entry.token_ids)
+                key = (entry.batch_index, entry.sequence_index)
+                if self._growing.get(key) is entry:
+                    del self._growing[key]
+        return taken
+
     def _append(self, entry: _WaitingTokens | router_pb.GenerateEvent) -> None:
         self._entries.append(entry)
+        self.waiting_tensor_bytes += _tensor_bytes(entry)
         self._followed = True
         self._wake()
 
@@ -132,6 +156,13 @@ class ClientStream:
 def _holds_tensor(details: pb.TokenDetails | None) -> bool:
     """Whether merging is impossible: arrays grow like tokens, tensors do not."""
     return details is not None and details.HasField("generation_logits")
+
+
+def _tensor_bytes(entry: _WaitingTokens | router_pb.GenerateEvent) -> int:
+    if not isinstance(entry, _WaitingTokens):
+        details = entry.prompt_details if entry.HasField("prompt_details") else None
+        return len(details.context_logits.data) if details is not None else 0
+    return len(entry.details.generation_logits.data) if entry.details is not None else 0
 
 
 def _fill(event: router_pb.GenerateEvent, entry: _WaitingTokens) -> None:

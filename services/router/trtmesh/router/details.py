@@ -43,6 +43,12 @@ class TokenDetailBuffer:
             )
             self._row_shape = (logits.data_type, list(logits.shape[1:]))
 
+    def fitting(self, count: int, most_bytes: int) -> int:
+        """How many of the next `count` tokens have logits of at most `most_bytes` together, at least one."""
+        if not self._rows:
+            return count
+        return min(count, max(1, most_bytes // max(1, len(self._rows[0]))))
+
     def take(self, count: int) -> pb.TokenDetails | None:
         """The data of the next `count` tokens."""
         if not count:
@@ -60,6 +66,30 @@ class TokenDetailBuffer:
             details.generation_logits.shape.extend([len(rows), *shape])
             details.generation_logits.data = b"".join(rows)
         return details
+
+
+def unheard(details: pb.PromptDetails, told: int) -> tuple[pb.PromptDetails | None, int]:
+    """What `details` tell of positions from `told` on, if anything, and the position up to which all is told then."""
+    logits = details.context_logits if details.HasField("context_logits") else None
+    rows = logits.shape[0] if logits is not None else len(details.log_probs)
+    end = details.token_offset + rows
+    known = told - details.token_offset
+    if known <= 0:
+        # What tells of no position says that the prompt has no more than its first token.
+        return details, max(told, end)
+    if end <= told:
+        return None, told
+    fresh = pb.PromptDetails(
+        token_offset=told,
+        log_probs=details.log_probs[known:],
+        top_log_probs=details.top_log_probs[known:],
+    )
+    if logits is not None:
+        size = len(logits.data) // rows
+        fresh.context_logits.data_type = logits.data_type
+        fresh.context_logits.shape.extend([rows - known, *logits.shape[1:]])
+        fresh.context_logits.data = logits.data[known * size :]
+    return fresh, end
 
 
 def _pop(values: list[T], count: int) -> list[T]:

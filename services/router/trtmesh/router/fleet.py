@@ -12,7 +12,14 @@ from typing import Self
 
 from trtmesh.chassis.errors import InvalidField, NoWorker, UnsupportedField
 from trtmesh.router.metrics import RouterMetrics
-from trtmesh.router.placement import POLICIES, Decision, PlacementQuery, WorkerSnapshot, place
+from trtmesh.router.placement import (
+    POLICIES,
+    Decision,
+    PlacementQuery,
+    WorkerSnapshot,
+    check_fields,
+    place,
+)
 from trtmesh.router.placement.decision_log import DecisionLog, DecisionRecord
 from trtmesh.router.placement.load_guard import Booking, Typical
 from trtmesh.router.placement.rates import Ewma
@@ -113,6 +120,10 @@ class Fleet:
         return tuple(
             [worker.snapshot(typical.get(worker.engine.model)) for worker in self.workers.values()]
         )
+
+    def check_fields(self, model: str, fields: frozenset[str]) -> None:
+        """Raises UnsupportedField where no worker of the model that is ready acts on all of `fields`."""
+        check_fields(self.snapshot(), PlacementQuery(model, fields))
 
     def place(self, item: ItemToPlace) -> Placed:
         """A place for an item; it counts as work of its worker from now on. Raises NoWorker or UnsupportedField."""

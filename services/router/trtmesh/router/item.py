@@ -125,6 +125,8 @@ class ItemRun:
     async def _encode(self) -> None:
         """Texts to ids, all in one exchange with a tokenizer; ids need none."""
         self.stage = "encode"
+        # What no worker can do costs no tokenizer anything.
+        self._mesh.fleet.check_fields(self._live.model, self._item.worker_fields)
         prompt, words = self._item.prompt, self._item.words
         self._token_ids = list(prompt.token_ids or ())
         if prompt.text is not None or words:
@@ -257,12 +259,7 @@ class ItemRun:
         seed = self._item.config.sampling.seed
         if seed is None:
             seed = self._live.drawn_seed
-        vocabulary_size = (
-            self._mesh.tokenizers.vocabulary_size(self._live.model)
-            if self._item.config.sampling.embedding_bias_texts
-            else 0
-        )
-        return worker_config(self._item, self._words, vocabulary_size, seed)
+        return worker_config(self._item, self._words, seed)
 
     def _put_started(self, worker: Worker, seed: int) -> None:
         self._mesh.metrics.tokens_in += len(self._token_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from trtmesh.chassis.errors import InvalidField, TrtmeshError
@@ -20,13 +21,24 @@ ROUTER_FIELDS = frozenset(
         "output.stream",
         "output.text",
         "sampling.embedding_bias_texts",
-        "sampling.embedding_bias_weights",
         "stopping.bad_texts",
         "stopping.include_stop_text",
         "stopping.stop_texts",
     }
 )
 """Config fields that the router acts on itself, alone or with a tokenizer; workers never see them."""
+
+IDS_OF_TEXTS = {
+    "stopping.bad_texts": "stopping.bad_token_ids",
+    "sampling.embedding_bias_texts": "sampling.embedding_bias_token_ids",
+}
+"""Fields whose texts a tokenizer turns into ids, and the fields in which workers get these."""
+
+
+def with_texts(supported: Iterable[str]) -> frozenset[str]:
+    """The fields that a worker acts on, and those that it acts on once texts are ids."""
+    fields = frozenset(supported)
+    return fields | {texts for texts, ids in IDS_OF_TEXTS.items() if ids in fields}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +57,8 @@ class ItemRequest:
 
     @property
     def worker_fields(self) -> frozenset[str]:
-        """Fields that the worker must act on."""
-        fields = self.config.fields_set - ROUTER_FIELDS
-        if self.config.stopping.bad_texts:
-            fields |= {"stopping.bad_token_ids"}
-        if self.config.sampling.embedding_bias_texts:
-            fields |= {"sampling.embedding_bias"}
-        return fields
+        """Fields that the worker must act on, under the names that the client used."""
+        return self.config.fields_set - (ROUTER_FIELDS - IDS_OF_TEXTS.keys())
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +106,11 @@ def _parse_item(
 
 
 def worker_config(
-    item: ItemRequest, word_ids: list[tuple[int, ...]], vocabulary_size: int, seed: int
+    item: ItemRequest, word_ids: list[tuple[int, ...]], seed: int
 ) -> pb.GenerationConfig:
     """The config for the worker: the router's fields taken out, texts replaced by ids, the seed set.
 
-    `word_ids` are the ids of `item.words` in the same order.
+    `word_ids` are the ids of `item.words` in the same order. A text without ids asks for nothing.
     """
     config = pb.GenerationConfig()
     config.CopyFrom(item.message)
@@ -111,17 +118,22 @@ def worker_config(
         group, field = path.split(".")
         getattr(config, group).ClearField(field)
     bad_texts = len(item.config.stopping.bad_texts)
-    config.stopping.bad_token_ids.extend(pb.TokenIds(ids=ids) for ids in word_ids[:bad_texts])
-    if weights := item.config.sampling.embedding_bias_weights:
-        bias = list(item.config.sampling.embedding_bias) or [0.0] * vocabulary_size
-        for ids, weight in zip(word_ids[bad_texts:], weights, strict=True):
-            for token_id in ids:
-                if token_id >= len(bias):
-                    raise InvalidField(
-                        f"sampling.embedding_bias has {len(bias)} values but a bias text has token id {token_id};"
-                        " give one value a vocabulary entry, or none"
-                    )
-                bias[token_id] += weight
-        config.sampling.embedding_bias[:] = bias
+    config.stopping.bad_token_ids.extend(
+        pb.TokenIds(ids=ids) for ids in word_ids[:bad_texts] if ids
+    )
+    _replace_bias_texts(config.sampling, word_ids[bad_texts:])
     config.sampling.seed = seed
     return config
+
+
+def _replace_bias_texts(sampling: pb.SamplingConfig, word_ids: list[tuple[int, ...]]) -> None:
+    """Puts the ids of bias texts before the lists of ids that were given, as their weights are."""
+    if not word_ids:
+        return
+    lists = word_ids + [tuple(given.ids) for given in sampling.embedding_bias_token_ids]
+    weighted = [
+        (ids, w) for ids, w in zip(lists, sampling.embedding_bias_weights, strict=True) if ids
+    ]
+    del sampling.embedding_bias_token_ids[:]
+    sampling.embedding_bias_token_ids.extend(pb.TokenIds(ids=ids) for ids, _ in weighted)
+    sampling.embedding_bias_weights[:] = [weight for _, weight in weighted]

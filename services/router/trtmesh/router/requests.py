@@ -25,6 +25,9 @@ from trtmesh.router.tokenizer_pool import TokenizerPool
 from trtmesh.router.turns import Turns
 from trtmesh.v1 import router_pb2 as router_pb
 
+MOST_WAITING_TENSOR_BYTES = 256 * 2**20
+"""Logits that may wait for one client to read them before its request is ended with SLOW_CLIENT."""
+
 
 class Admission:
     """How many items may live at once. A permit is taken with the request and lives exactly as long as its item."""
@@ -172,13 +175,16 @@ class Requests:
         for live in self.live.values():
             client = live.client
             waited = client.unread_seconds(now)
-            if client.waiting_tokens > self._client_buffer_tokens or (
-                waited > self._client_stall_seconds
+            if (
+                client.waiting_tokens > self._client_buffer_tokens
+                or client.waiting_tensor_bytes > MOST_WAITING_TENSOR_BYTES
+                or waited > self._client_stall_seconds
             ):
                 live.end_slow_client(
                     SlowClient(
-                        f"the client left {client.waiting_tokens} tokens unread for {waited:.1f} s; limits are"
-                        f" {self._client_buffer_tokens} tokens and {self._client_stall_seconds:g} s"
+                        f"the client left {client.waiting_tokens} tokens and {client.waiting_tensor_bytes} bytes of"
+                        f" logits unread for {waited:.1f} s; limits are {self._client_buffer_tokens} tokens,"
+                        f" {MOST_WAITING_TENSOR_BYTES} bytes and {self._client_stall_seconds:g} s"
                     )
                 )
 

@@ -16,8 +16,8 @@ from trtmesh.chassis.errors import (
     from_proto,
     to_proto,
 )
-from trtmesh.router.client_stream import ClientStream
-from trtmesh.router.details import TokenDetailBuffer
+from trtmesh.router.client_stream import MOST_TENSOR_BYTES, ClientStream
+from trtmesh.router.details import TokenDetailBuffer, unheard
 from trtmesh.router.pulse import Deadlines
 from trtmesh.router.request import ItemRequest
 from trtmesh.v1 import engine_pb2 as engine_pb
@@ -117,7 +117,7 @@ class SequenceRun:
         self.patience = 1.0
         """How many times longer than the deadlines say it may wait."""
         self.moved = False
-        self._prompt_told = False
+        self._prompt_told = 0
         self.token_ids: list[int] = []
         self.decoded = 0
         self.first_token_time = 0.0
@@ -153,7 +153,7 @@ class SequenceRun:
     @property
     def prompt_told(self) -> bool:
         """Whether the data of the prompt was put, so that another worker need not tell it again."""
-        return self._prompt_told
+        return bool(self.token_ids)
 
     @property
     def cumulative_log_prob(self) -> float | None:
@@ -189,13 +189,13 @@ class SequenceRun:
             self.decoder.decode(self, fresh)
 
     def on_prompt(self, details: pb.PromptDetails) -> None:
-        """Optional data of the prompt; once, however many workers tell it."""
-        if not self.over and not self._prompt_told:
-            self._prompt_told = True
+        """Optional data of a run of prompt positions; each once, however many workers tell it."""
+        fresh, self._prompt_told = unheard(details, self._prompt_told)
+        if not self.over and fresh is not None:
             event = router_pb.GenerateEvent(
                 batch_index=self._item.batch_index,
                 sequence_index=self.sequence_index,
-                prompt_details=details,
+                prompt_details=fresh,
             )
             self._client.put(event)
 
@@ -347,14 +347,24 @@ class SequenceRun:
             self._held_texts.append(text)
 
     def _put(self, start: int, text: str) -> None:
-        self._client.put_tokens(
-            self._item.batch_index,
-            self.sequence_index,
-            start,
-            self.token_ids[start : self.decoded],
-            text,
-            self._details.take(self.decoded - start) if self._details is not None else None,
-        )
+        """Puts what was decoded from `start` on, in several events where its logits are large."""
+        details = self._details
+        while True:
+            count = self.decoded - start
+            if details is not None:
+                count = details.fitting(count, MOST_TENSOR_BYTES)
+            end = start + count
+            self._client.put_tokens(
+                self._item.batch_index,
+                self.sequence_index,
+                start,
+                self.token_ids[start:end],
+                text if end == self.decoded else "",
+                details.take(count) if details is not None else None,
+            )
+            start = end
+            if start == self.decoded:
+                return
 
     def _settle(self) -> None:
         self.over = True

@@ -123,10 +123,6 @@ class TokenizerPool:
             f" model {tokenizer.description.model}; serve the same tokenizer files from every tokenizer"
         )
 
-    def vocabulary_size(self, model: str) -> int:
-        """Ids of the tokenizer of `model`. Raises NoTokenizer."""
-        return self._choose(model).description.vocabulary_size
-
     async def encode(self, model: str, command: pb.EncodeCommand) -> pb.Encoded:
         """The ids of texts. Raises NoTokenizer, or what the tokenizer says of the text."""
         job = EncodeJob(model, command)

@@ -16,6 +16,7 @@ from trtmesh.router.placement.load_guard import Booking, LoadGuard, Typical
 from trtmesh.router.placement.rates import Report
 from trtmesh.router.pulse import TICK_SECONDS, Deadlines, Pulse
 from trtmesh.router.replica import LEAVING, LinkSettings, Replica
+from trtmesh.router.request import with_texts
 from trtmesh.router.sequence import Owner, SequenceRun
 from trtmesh.v1 import engine_pb2 as pb
 from trtmesh.v1 import engine_pb2_grpc
@@ -207,7 +208,7 @@ class Worker(Replica):
 
     def _on_welcome(self, engine: pb.GetEngineResponse) -> None:
         self.engine = engine
-        self._supported = frozenset(engine.supported_fields)
+        self._supported = with_texts(engine.supported_fields)
         self.guard.joined(asyncio.get_running_loop().time())
         self._pulse = Pulse(self._deadlines, engine.load_interval_ms / 1000)
         self._become(admin_pb.WORKER_STATE_READY, "")

@@ -35,6 +35,20 @@ def place(policy: str, fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -
     return Decision(policy, fleet[chosen], query, fleet, array("d", scores), excluded)
 
 
+def check_fields(fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> None:
+    """Raises UnsupportedField where workers of the model are there and none acts on the query's fields."""
+    able = [worker for worker in fleet if not worker.problem and worker.model == query.model]
+    if able and not any(query.fields <= worker.supported_fields for worker in able):
+        raise _unsupported(able, query)
+
+
+def _unsupported(able: Sequence[WorkerSnapshot], query: PlacementQuery) -> UnsupportedField:
+    fields = ", ".join(sorted(query.fields - able[0].supported_fields))
+    return UnsupportedField(
+        f"{fields} not supported by any worker of model {query.model}; leave the field unset"
+    )
+
+
 def _excluded_by(worker: WorkerSnapshot, query: PlacementQuery) -> str:
     if worker.problem:
         return worker.problem
@@ -119,10 +133,7 @@ def _refusal(
             f" {query.model} has at most {max(w.max_sequence_tokens for w in able)}; shorten the prompt"
         )
     if long_enough:
-        fields = ", ".join(sorted(query.fields - long_enough[0].supported_fields))
-        return UnsupportedField(
-            f"{fields} not supported by any worker of model {query.model}; leave the field unset"
-        )
+        return _unsupported(long_enough, query)
     reasons = "; ".join(
         f"{worker.worker or worker.address}: {why}"
         for worker, why in zip(fleet, excluded, strict=True)

@@ -19,7 +19,10 @@ class Ending:
 
 
 class EndRule:
-    """When the sequences of one item end."""
+    """When the sequences of one item end.
+
+    As everywhere, at least `min_tokens` tokens come before an end id, and before the token that completes a stop word.
+    """
 
     def __init__(self, stopping: Stopping, model_end_ids: Sequence[int], max_tokens: int) -> None:
         own = model_end_ids if stopping.end_id is None else (stopping.end_id,)
@@ -31,7 +34,7 @@ class EndRule:
 
     def without_early_ends(self, position: int, tokens: list[int], other: int) -> list[int]:
         """`tokens`, which begin at `position`, with `other` for the end ids that min_tokens forbids."""
-        early = self._min_tokens - 1 - position
+        early = self._min_tokens - position
         if early <= 0 or self.end_ids.isdisjoint(tokens[:early]):
             return tokens
         return [other if token in self.end_ids else token for token in tokens[:early]] + tokens[
@@ -54,7 +57,7 @@ class EndRule:
         if self.end_ids.isdisjoint(tokens):
             return None
         for count, token in enumerate(tokens, position + 1):
-            if token in self.end_ids and count >= self._min_tokens:
+            if token in self.end_ids and count > self._min_tokens:
                 return Ending(count, pb.FINISH_REASON_END_ID, (token,))
         return None
 
@@ -65,7 +68,7 @@ class EndRule:
         window = before + list(tokens)
         skipped = len(generated) - len(before)
         for end in range(max(len(word), len(before) + 1), len(window) + 1):
-            long_enough = skipped + end >= self._min_tokens
+            long_enough = skipped + end > self._min_tokens
             if long_enough and tuple(window[end - len(word) : end]) == word:
                 return Ending(skipped + end, pb.FINISH_REASON_STOP_WORD, word)
         return None
