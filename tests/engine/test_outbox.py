@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from trtmesh.chassis.errors import InvalidField, SlowClient
 from trtmesh.chassis.vocabulary import Tensor
@@ -64,6 +64,7 @@ steps = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(steps, st.integers(1, 3), st.data())
 def test_every_token_arrives_once_whatever_the_acknowledgements(
     history: list[dict[int, list[int]]], credit: int, data: st.DataObject
@@ -247,6 +248,7 @@ def bytes_of(step: epb.Step) -> int:
     return sum(len(t.data) for t in [*tensors, *(p.details.context_logits for p in step.prompts)])
 
 
+@settings(deadline=None)
 @given(steps, st.integers(1, 10), st.data())
 def test_logits_are_cut_into_messages_and_none_is_lost(
     history: list[dict[int, list[int]]], rows: int, data: st.DataObject
