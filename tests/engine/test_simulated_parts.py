@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from trtmesh.chassis.block_hashes import ROOT_HASH, chain, root_hash
 from trtmesh.chassis.vocabulary import Sampling, Stopping
 from trtmesh.engine.backends.simulated.block_pool import BlockPool
 from trtmesh.engine.backends.simulated.endings import Ending, EndRule
 from trtmesh.engine.backends.simulated.tokens import CHUNK, TokenSource, stream_key
-from trtmesh.engine.block_hashes import ROOT_HASH, chain, root_hash
 from trtmesh.v1 import generation_pb2 as pb
 
 

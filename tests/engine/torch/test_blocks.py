@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from trtmesh.chassis.block_hashes import ROOT_HASH, block_hash, root_hash
 from trtmesh.engine.backend import BlocksRemoved, BlocksStored
 from trtmesh.engine.backends.torch.blocks import NULL_BLOCK, BlockPool, Prefix
-from trtmesh.engine.block_hashes import ROOT_HASH, block_hash, root_hash
 
 
 def published(pool: BlockPool, hashes: list[int]) -> list[int]:

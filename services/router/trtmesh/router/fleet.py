@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Self
 
 from trtmesh.chassis.errors import InvalidField, NoWorker, UnsupportedField
+from trtmesh.router.kv_index import KvIndex, PromptBlocks
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement import (
     POLICIES,
@@ -52,7 +53,7 @@ def _equal(one: str, other: str) -> bool:
 class ItemToPlace:
     """An item, or what is left of it, that needs a worker.
 
-    `token_ids` are the prompt and what was generated before; `exclude` holds addresses of workers that must not take
+    `prompt_tokens` counts what was generated before too; `exclude` holds addresses of workers that must not take
     it, and why; `cause` is first, retry or migration.
     """
 
@@ -60,7 +61,8 @@ class ItemToPlace:
     batch_index: int
     model: str
     fields: frozenset[str]
-    token_ids: Sequence[int]
+    prompt_tokens: int
+    blocks: PromptBlocks
     sequences: int = 1
     max_tokens: int | None = None
     exclude: Mapping[str, str] = field(default_factory=dict)
@@ -86,10 +88,13 @@ class Placed:
 class Fleet:
     """All workers by address."""
 
-    def __init__(self, policy: str, metrics: RouterMetrics, decisions: DecisionLog) -> None:
+    def __init__(
+        self, policy: str, metrics: RouterMetrics, decisions: DecisionLog, kv_index: KvIndex
+    ) -> None:
         self.policy = policy
         self.workers: dict[str, Worker] = {}
         self.decisions = decisions
+        self.kv_index = kv_index
         self._metrics = metrics
         self._turn = 0
         self._typical: dict[str, Typical] = {}
@@ -128,12 +133,15 @@ class Fleet:
     def place(self, item: ItemToPlace) -> Placed:
         """A place for an item; it counts as work of its worker from now on. Raises NoWorker or UnsupportedField."""
         started = asyncio.get_running_loop().time()
-        decision = place(self.policy, self.snapshot(), self._query(item))
+        decision = place(self.policy, self.snapshot(), self._query(item, started))
         worker = self.workers[decision.chosen.address]
         self._turn += 1
         worker.last_turn = self._turn
-        uncached = len(item.token_ids) - decision.cached_tokens
+        uncached = item.prompt_tokens - decision.cached_tokens
         booking = worker.guard.book(uncached, item.sequences, started)
+        if POLICIES[self.policy].looks_at_prefixes:
+            hashes = item.blocks.hashes(worker.engine.tokens_per_block)
+            self.kv_index.expect(worker.address, hashes, started)
         self.decisions.add(DecisionRecord(item.request_id, item.batch_index, item.cause, decision))
         self._metrics.placed[self.policy, worker.name] += 1
         self._metrics.placement.observe(asyncio.get_running_loop().time() - started)
@@ -142,22 +150,39 @@ class Fleet:
     def has_place(self, item: ItemToPlace) -> bool:
         """Whether a worker would take an item now."""
         try:
-            place(self.policy, self.snapshot(), self._query(item))
+            place(
+                self.policy, self.snapshot(), self._query(item, asyncio.get_running_loop().time())
+            )
         except (NoWorker, UnsupportedField):
             return False
         return True
 
-    def _query(self, item: ItemToPlace) -> PlacementQuery:
+    def _query(self, item: ItemToPlace, now: float) -> PlacementQuery:
         typical = self._typical.get(item.model, Typical())
         new_tokens = min(typical.new_tokens, item.max_tokens or typical.new_tokens)
         return PlacementQuery(
             model=item.model,
             fields=item.fields,
-            prompt_tokens=len(item.token_ids),
+            prompt_tokens=item.prompt_tokens,
+            cached_tokens=self._cached_tokens(item, now),
             new_tokens=round(new_tokens * item.sequences),
             exclude=item.exclude,
             draw=random.getrandbits(32),
         )
+
+    def _cached_tokens(self, item: ItemToPlace, now: float) -> dict[str, int]:
+        """Prompt tokens whose KV each worker has, as far as the policy cares."""
+        if not POLICIES[self.policy].looks_at_prefixes:
+            return {}
+        most = item.prompt_tokens - 1
+        cached = {}
+        for size in {worker.engine.tokens_per_block for worker in self.workers.values()}:
+            found = self.kv_index.match(item.blocks.hashes(size), now) if size else {}
+            for address, blocks in found.items():
+                if self.workers[address].engine.tokens_per_block == size:
+                    # The last token is always computed, for its logits.
+                    cached[address] = min(blocks * size, most)
+        return cached
 
     def learn_new_tokens(self, tokens: int) -> None:
         """An item generated so many."""

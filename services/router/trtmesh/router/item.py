@@ -27,6 +27,7 @@ from trtmesh.chassis.logs import request_id_bound
 from trtmesh.router.attempts import Attempts
 from trtmesh.router.dispatch import submits
 from trtmesh.router.fleet import Identity, ItemToPlace, Placed
+from trtmesh.router.kv_index import PromptBlocks, prefix_root
 from trtmesh.router.request import ItemRequest, worker_config
 from trtmesh.router.sequence import SequenceRun
 from trtmesh.v1 import generation_pb2 as pb
@@ -53,6 +54,7 @@ class ItemRun:
         self._stop_asked = False
         self._over = False
         self._token_ids: list[int] = []
+        self._blocks = PromptBlocks(None, ())
         self._words: list[tuple[int, ...]] = []
         self._runs: list[SequenceRun] = []
         self._attempts = Attempts(live.mesh.retry.most_attempts)
@@ -142,6 +144,7 @@ class ItemRun:
                 self._token_ids = list(encoded.token_ids)
         if not self._token_ids:
             raise PromptEmpty("the prompt has no tokens; send at least one token or character")
+        self._blocks = PromptBlocks(prefix_root(self._item.config), self._token_ids)
 
     @property
     def _settled(self) -> bool:
@@ -195,7 +198,8 @@ class ItemRun:
             batch_index=self.batch_index,
             model=self._live.model,
             fields=self._item.worker_fields,
-            token_ids=self._token_ids + generated,
+            prompt_tokens=len(self._token_ids) + len(generated),
+            blocks=self._blocks,
             sequences=len(self._waiting) or self._item.config.sequences,
             max_tokens=self._item.config.stopping.max_tokens,
             exclude=exclude,

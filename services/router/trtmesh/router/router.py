@@ -13,6 +13,7 @@ from trtmesh.chassis.service import Runtime
 from trtmesh.router.admin_service import RouterAdminService
 from trtmesh.router.discovery import Discovery, check_addresses
 from trtmesh.router.fleet import Fleet
+from trtmesh.router.kv_index import KvIndex
 from trtmesh.router.mesh_service import MeshService
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement.decision_log import DecisionLog
@@ -43,7 +44,10 @@ class Router:
         self._name = f"{socket.gethostname()}-{os.getpid()}"
         self._metrics = RouterMetrics()
         self._fleet = Fleet(
-            settings.policy, self._metrics, DecisionLog(settings.explained_decisions)
+            settings.policy,
+            self._metrics,
+            DecisionLog(settings.explained_decisions),
+            KvIndex(settings.kv_index_blocks),
         )
         self._tokenizers = TokenizerPool(
             settings.tokenizer_recovery_seconds, self._metrics, expected=bool(settings.tokenizers)
@@ -130,6 +134,7 @@ class Router:
             fingerprint_of=self._tokenizers.fingerprint_of,
             metrics=self._metrics,
             deadlines=self._deadlines,
+            kv_index=self._fleet.kv_index,
             on_change=self._fleet.changed,
         )
         self._fleet.workers[address] = worker
@@ -188,6 +193,14 @@ class Router:
             "worker_bookings": (
                 "Places taken on workers.",
                 sum(w.guard.bookings for w in [*workers]),
+            ),
+            "kv_index_blocks": (
+                "KV blocks known, each counted for every worker that has it.",
+                len(self._fleet.kv_index),
+            ),
+            "kv_index_bytes": (
+                "Approximate memory of the KV index.",
+                self._fleet.kv_index.approximate_bytes,
             ),
             "ready_workers": ("Workers that take items.", sum(w.ready for w in [*workers])),
             "ready_tokenizers": ("Tokenizers that are ready.", sum(t.ready for t in [*tokenizers])),

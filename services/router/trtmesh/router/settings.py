@@ -25,6 +25,8 @@ class RouterSettings(ServiceSettings):
     """How a worker is chosen for an item."""
     explained_decisions: Annotated[int, Field(ge=0, le=1_000_000)] = 4096
     """Latest placement decisions that are kept to be explained."""
+    kv_index_blocks: Annotated[int, Field(ge=0, le=100_000_000)] = 1_000_000
+    """Most KV blocks of workers that are remembered, about 250 bytes each; what was used longest ago goes first."""
     resolve_seconds: Annotated[float, Field(gt=0, le=3600)] = 2.0
     """How often host names are resolved again."""
     max_items: Annotated[int, Field(ge=1, le=1_000_000)] = 8192

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import grpc
 from trtmesh.chassis.errors import InvalidRequest, WorkerLost, from_proto
 from trtmesh.chassis.service import SCHEMA_REVISION
+from trtmesh.router.kv_index import KvFeed, KvIndex
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.outbox import Outbox
 from trtmesh.router.placement import WorkerSnapshot
@@ -59,6 +60,7 @@ class Worker(Replica):
         fingerprint_of: Callable[[str], str],
         metrics: RouterMetrics,
         deadlines: Deadlines,
+        kv_index: KvIndex,
         on_change: Callable[[], None],
     ) -> None:
         super().__init__(address, settings)
@@ -77,6 +79,7 @@ class Worker(Replica):
         self.released: set[int] = set()
         """Handles of sequences that went on elsewhere and whose ends are still to come."""
         self.guard = LoadGuard(self.touch)
+        self._kv_feed = KvFeed(kv_index, address, self._ask_for_kv_snapshot)
         self._snapshot: WorkerSnapshot | None = None
         self._snapshot_of: tuple[admin_pb.WorkerState.ValueType, bool] | None = None
         self._queued: set[SequenceRun] = set()
@@ -172,6 +175,9 @@ class Worker(Replica):
             self.released.add(handle)
             self.guard.leave(handle, asyncio.get_running_loop().time())
 
+    def _ask_for_kv_snapshot(self) -> None:
+        self._outbox.put(pb.EngineCommand(kv_snapshot=pb.KvSnapshotCommand()))
+
     async def talk(self, channel: grpc.aio.Channel) -> None:
         await self._tokenizers_known()
         self._outbox = Outbox()
@@ -203,12 +209,16 @@ class Worker(Replica):
                         self._on_step(event.step)
                     case "load":
                         self._on_load(event.load)
+                    case "kv_events":
+                        self._kv_feed.take(event.kv_events)
                     case "welcome":
                         self._on_welcome(event.welcome.engine)
 
     def _on_welcome(self, engine: pb.GetEngineResponse) -> None:
         self.engine = engine
         self._supported = with_texts(engine.supported_fields)
+        if engine.tokens_per_block:
+            self._kv_feed.opened()
         self.guard.joined(asyncio.get_running_loop().time())
         self._pulse = Pulse(self._deadlines, engine.load_interval_ms / 1000)
         self._become(admin_pb.WORKER_STATE_READY, "")
@@ -327,6 +337,7 @@ class Worker(Replica):
         self._moving = ""
         error = WorkerLost(f"worker {self.name} was lost: {problem}", worker=self.name)
         self.guard.lose(asyncio.get_running_loop().time(), error)
+        self._kv_feed.lost()
         self.load = pb.Load()
         for run in sequences.values():
             run.on_worker_lost(error)

@@ -12,13 +12,13 @@ import time
 from collections import deque
 from itertools import count
 
+from trtmesh.chassis.block_hashes import chain
 from trtmesh.chassis.errors import BackendFailed
 from trtmesh.engine.backend import BlocksRemoved, BlocksStored, KvEvent, SequenceEnd, StepOutput
 from trtmesh.engine.backends.simulated.batch import Batch
 from trtmesh.engine.backends.simulated.block_pool import BlockPool
 from trtmesh.engine.backends.simulated.sequence import Sequence
 from trtmesh.engine.backends.simulated.settings import SimulatedSettings
-from trtmesh.engine.block_hashes import chain
 from trtmesh.v1 import generation_pb2 as pb
 
 

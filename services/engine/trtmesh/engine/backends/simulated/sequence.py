@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as SequenceOf
 
+from trtmesh.chassis.block_hashes import chain, root_hash
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.engine.backend import PerfMetrics, SequenceEnd, Submission
 from trtmesh.engine.backends.simulated.endings import Ending, EndRule
 from trtmesh.engine.backends.simulated.tokens import CHUNK, TokenSource, stream_key
-from trtmesh.engine.block_hashes import chain, root_hash
 
 
 class Sequence:

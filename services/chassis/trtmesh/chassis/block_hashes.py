@@ -1,4 +1,7 @@
-"""Names of KV blocks: the hash of a block covers its tokens and, by its parent's hash, all tokens before it."""
+"""Names of KV blocks: the hash of a block covers its tokens and, by its parent's hash, all tokens before it.
+
+Engines name their blocks by it and routers the blocks of a prompt, so both must compute it alike.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from hashlib import blake2b
 
 ROOT_HASH = 0
 """Parent of the first block of a sequence without a salt."""
+
+TOKEN_BYTES = array("I").itemsize
 
 
 def root_hash(
@@ -30,23 +35,26 @@ def root_hash(
     content = b"".join(
         name + len(part).to_bytes(8, "little") + part for name, part in parts if part is not None
     )
-    return _hash(content) if content else ROOT_HASH
+    return _number(blake2b(content, digest_size=8).digest()) if content else ROOT_HASH
 
 
 def block_hash(parent_hash: int, token_ids: Sequence[int]) -> int:
     """Name of a full block."""
-    return _hash(parent_hash.to_bytes(8, "little") + array("I", token_ids).tobytes())
+    return chain(parent_hash, token_ids, len(token_ids))[0]
 
 
 def chain(parent_hash: int, token_ids: Sequence[int], tokens_per_block: int) -> list[int]:
     """Names of the full blocks of `token_ids`, which follow the block `parent_hash`."""
+    content = array("I", token_ids).tobytes()
+    size = tokens_per_block * TOKEN_BYTES
     hashes = []
-    for end in range(tokens_per_block, len(token_ids) + 1, tokens_per_block):
-        parent_hash = block_hash(parent_hash, token_ids[end - tokens_per_block : end])
+    for end in range(size, len(content) + 1, size):
+        parent = parent_hash.to_bytes(8, "little")
+        parent_hash = _number(blake2b(parent + content[end - size : end], digest_size=8).digest())
         hashes.append(parent_hash)
     return hashes
 
 
-def _hash(content: bytes) -> int:
+def _number(digest: bytes) -> int:
     # 0 is the root's name, so no block may have it.
-    return int.from_bytes(blake2b(content, digest_size=8).digest(), "little") or 1
+    return int.from_bytes(digest, "little") or 1

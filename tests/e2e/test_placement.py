@@ -1,0 +1,104 @@
+"""Placement seen from outside: real processes, whose caches are their own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from e2e.mesh import SIMULATED, Mesh, eventually, running_mesh, scrape
+from trtmesh.client import Client, GenerateItem, ItemResult, Prompt, TokenIds
+from trtmesh.client.options import build_config
+from trtmesh.v1 import router_admin_pb2 as admin_pb
+from trtmesh.v1 import router_admin_pb2_grpc
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+BLOCK = 32
+"""Tokens of a block of the simulated backend."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def mesh() -> AsyncIterator[Mesh]:
+    """Three engines and two routers; the router that `mesh.client` asks first is the first."""
+    flags = ("--policy", "prefix_aware")
+    async with running_mesh(
+        tokenizers=0, engines=3, engine_flags=SIMULATED, router_flags=flags
+    ) as mesh:
+        mesh.other = await mesh.start(  # type: ignore[attr-defined]
+            "router", "--port", "0", "--engines", ",".join(e.address for e in mesh.engines), *flags
+        )
+        yield mesh
+
+
+def prompt(prefix: int, tail: int, blocks: int = 4) -> list[int]:
+    """Token ids that begin with a prefix of some blocks and end in a tail of their own."""
+    return [100 + prefix] * (BLOCK * blocks) + [2000 + tail] * 8
+
+
+async def place(client: Client, ids: list[int]) -> ItemResult:
+    (item,) = await client.complete([ids], max_tokens=2, text=False)
+    assert item.error is None
+    return item
+
+
+def worker_of(item: ItemResult) -> str:
+    assert item.started
+    return item.started.worker
+
+
+def admin(mesh: Mesh) -> router_admin_pb2_grpc.RouterAdminServiceAsyncStub:
+    return router_admin_pb2_grpc.RouterAdminServiceStub(mesh.channel)
+
+
+async def test_equal_prefixes_meet_on_the_worker_that_has_them(mesh: Mesh) -> None:
+    homes = [worker_of(await place(mesh.client, prompt(p, 0))) for p in range(6)]
+    assert len(set(homes)) == 3
+    for tail in range(1, 4):
+        items = await asyncio.gather(*(place(mesh.client, prompt(p, tail)) for p in range(6)))
+        assert [worker_of(item) for item in items] == homes
+        assert all(item.usage.cached_prompt_tokens == 4 * BLOCK for item in items)
+    await mesh.idle()
+
+
+async def test_two_routers_over_the_same_workers_agree(mesh: Mesh) -> None:
+    homes = [worker_of(await place(mesh.client, prompt(p, 0))) for p in range(10, 16)]
+    other = mesh.other  # type: ignore[attr-defined]
+
+    async def agree() -> bool:
+        first, second = await scrape(mesh.router), await scrape(other)
+        known = first["trtmesh_router_kv_index_blocks"]
+        return known > 0 and known == second["trtmesh_router_kv_index_blocks"]
+
+    await eventually(agree)
+    async with Client(other.address) as client:
+        items = [await place(client, prompt(p, 1)) for p in range(10, 16)]
+    assert [worker_of(item) for item in items] == homes
+    assert all(item.usage.cached_prompt_tokens == 4 * BLOCK for item in items)
+
+
+async def test_a_salt_keeps_prompts_apart(mesh: Mesh) -> None:
+    ids = prompt(20, 0)
+    await mesh.client.complete([ids], max_tokens=2, text=False, request_id="plain")
+    config = build_config(None, {"max_tokens": 2, "text": False})
+    config.kv_cache.salt = "mine"
+    salted = GenerateItem(prompt=Prompt(token_ids=TokenIds(ids=ids)), config=config)
+    await mesh.client.complete([salted], request_id="salted")
+    told = await admin(mesh).Explain(admin_pb.ExplainRequest(request_id="salted"))
+    assert not any(c.cached_tokens for c in told.placements[0].candidates)
+    await mesh.client.complete([ids], max_tokens=2, text=False, request_id="again")
+    told = await admin(mesh).Explain(admin_pb.ExplainRequest(request_id="again"))
+    assert max(c.cached_tokens for c in told.placements[0].candidates) == 4 * BLOCK
+
+
+async def test_the_policy_changes_while_the_router_runs(mesh: Mesh) -> None:
+    await place(mesh.client, prompt(30, 0))
+    assert len({worker_of(await place(mesh.client, prompt(30, t))) for t in range(1, 7)}) == 1
+    answer = await admin(mesh).SetPolicy(admin_pb.SetPolicyRequest(policy="round_robin"))
+    assert answer.previous == "prefix_aware"
+    try:
+        turns = [worker_of(await place(mesh.client, prompt(30, t))) for t in range(7, 13)]
+        assert {turns.count(worker) for worker in turns} == {2}
+    finally:
+        await admin(mesh).SetPolicy(admin_pb.SetPolicyRequest(policy="prefix_aware"))

@@ -1,0 +1,134 @@
+"""The index against a plain model of it, and within its bound."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from random import Random
+
+from hypothesis import given
+from hypothesis import strategies as st
+from trtmesh.chassis.block_hashes import chain, root_hash
+from trtmesh.chassis.vocabulary import GenerationConfig, KvCache, Lora
+from trtmesh.router.kv_index import KvIndex, PromptBlocks, prefix_root
+from trtmesh.router.kv_index.recent import LIFE_SECONDS, MOST_BLOCKS, RecentBlocks
+
+WORKERS = "abcde"
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["store", "remove", "clear", "forget", "expect"]),
+        st.sampled_from(WORKERS),
+        st.lists(st.integers(1, 12), max_size=6, unique=True),
+        st.floats(0, 1.5),
+    ),
+    max_size=50,
+)
+
+
+@given(ACTIONS)
+def test_it_finds_what_a_plain_model_finds(
+    actions: list[tuple[str, str, list[int], float]],
+) -> None:
+    index, told = KvIndex(10_000), defaultdict[str, set[int]](set)
+    sure = defaultdict[str, dict[int, float]](dict)
+    now = 0.0
+    for action, worker, blocks, seconds in actions:
+        now += seconds
+        if action == "store":
+            index.store(worker, blocks)
+            told[worker] |= set(blocks)
+        elif action == "remove":
+            index.remove(worker, blocks)
+            told[worker] -= set(blocks)
+        elif action == "clear":
+            index.clear(worker)
+            told[worker].clear()
+        elif action == "forget":
+            index.forget(worker)
+            told.pop(worker, None)
+            sure.pop(worker, None)
+        else:
+            index.expect(worker, blocks, now)
+            sure[worker] |= dict.fromkeys(blocks, now)
+        assert len(index) == sum(map(len, told.values()))
+        for block in range(1, 13):
+            assert index.holders(block) == {w for w in told if block in told[w]}
+        asked = list(range(1, 13))
+        found = index.match(asked, now)
+        for name in WORKERS:
+            fresh = {b for b, at in sure[name].items() if now - at < LIFE_SECONDS / 2}
+            alive = {b for b, at in sure[name].items() if now - at <= LIFE_SECONDS}
+            least, most = depth(asked, told[name] | fresh), depth(asked, told[name] | alive)
+            assert least <= found.get(name, 0) <= most
+        assert all(found.values())
+
+
+def depth(asked: list[int], known: set[int]) -> int:
+    return next((n for n, block in enumerate(asked) if block not in known), len(asked))
+
+
+def test_workers_drop_out_where_their_prefix_ends() -> None:
+    index = KvIndex(1000)
+    prompt = chain(0, list(range(160)), 16)
+    index.store("long", prompt)
+    index.store("short", prompt[:3])
+    index.store("hole", [*prompt[:2], *prompt[3:]])
+    index.store("other", chain(0, list(range(1, 161)), 16))
+    assert index.match(prompt, 0.0) == {"long": 10, "short": 3, "hole": 2}
+    assert index.match(prompt[:2], 0.0) == {"long": 2, "short": 2, "hole": 2}
+    assert index.match([], 0.0) == {}
+
+
+def test_memory_is_bounded_and_what_is_used_stays() -> None:
+    most = 5000
+    index = KvIndex(most)
+    hot = chain(root_hash("hot"), list(range(320)), 16)
+    index.store("a", hot)
+    largest = 0
+    for number in range(2000):
+        worker = WORKERS[number % len(WORKERS)]
+        index.store(worker, chain(root_hash(str(number)), list(range(160)), 16))
+        assert index.match(hot, 0.0) == {"a": 20}
+        assert len(index) <= most
+        largest = max(largest, index.approximate_bytes)
+    assert index.evicted == 20 + 20_000 - len(index)
+    assert largest < 1000 * most
+    for worker in WORKERS:
+        index.forget(worker)
+    assert len(index) == 0
+    assert index.match(hot, 0.0) == {}
+
+
+def test_a_worker_that_comes_again_inherits_nothing() -> None:
+    index = KvIndex(1000)
+    for worker in WORKERS:
+        index.store(worker, [1, 2])
+        index.expect(worker, [3], 0.0)
+    index.forget("b")
+    index.store("new", [9])
+    assert index.match([1, 2, 3], 0.1) == dict.fromkeys("acde", 3)
+    assert index.match([9], 0.1) == {"new": 1}
+
+
+def test_expectations_are_bounded_and_end() -> None:
+    recent = RecentBlocks()
+    generator = Random(0)
+    for _ in range(3000):
+        recent.add(1, [generator.getrandbits(63) for _ in range(100)], 1.0)
+        assert sum(map(len, recent.at(1.0))) <= MOST_BLOCKS
+    assert not any(recent.at(1.0 + LIFE_SECONDS))
+
+
+def test_what_tells_prompts_apart() -> None:
+    plain = prefix_root(GenerationConfig())
+    others = [
+        prefix_root(GenerationConfig(kv_cache=KvCache(salt="s"))),
+        prefix_root(GenerationConfig(lora=Lora(id=1))),
+        prefix_root(GenerationConfig(lora=Lora(id=2))),
+        prefix_root(GenerationConfig(lora=Lora(id=1), kv_cache=KvCache(salt="s"))),
+    ]
+    assert len({plain, *others}) == 5
+    assert prefix_root(GenerationConfig(kv_cache=KvCache(reuse=False))) is None
+    beyond = frozenset({"prompt_tuning.extra_ids"})
+    assert prefix_root(GenerationConfig(fields_set=beyond)) is None
+    assert PromptBlocks(None, [1] * 64).hashes(16) == []
+    assert PromptBlocks(plain, [1] * 64).hashes(16) == chain(0, [1] * 64, 16)
