@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trtmesh.router import worker
+from trtmesh.router.kv_index import KvIndex
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.pulse import Deadlines
 from trtmesh.router.replica import LinkSettings
@@ -21,6 +22,7 @@ def link() -> worker.Worker:
         fingerprint_of=lambda _: "",
         metrics=RouterMetrics(),
         deadlines=Deadlines(),
+        kv_index=KvIndex(100),
         on_change=lambda: None,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from trtmesh.router.kv_index import KvFeed, KvIndex
 from trtmesh.v1 import engine_pb2 as pb
@@ -110,6 +110,7 @@ def test_a_lost_worker_is_purged() -> None:
     assert len(index) == 0
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(

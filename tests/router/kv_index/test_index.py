@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from random import Random
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from trtmesh.chassis.block_hashes import chain, root_hash
 from trtmesh.chassis.vocabulary import GenerationConfig, KvCache, Lora
@@ -24,6 +24,7 @@ ACTIONS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(ACTIONS)
 def test_it_finds_what_a_plain_model_finds(
     actions: list[tuple[str, str, list[int], float]],

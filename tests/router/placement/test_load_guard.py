@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from trtmesh.chassis.errors import (
     BackendFailed,
@@ -13,8 +13,8 @@ from trtmesh.chassis.errors import (
     WorkerLost,
 )
 from trtmesh.router.placement.breaker import FIRST_REST_SECONDS, LONGEST_REST_SECONDS, Breaker
-from trtmesh.router.placement.load_guard import Booking, LoadGuard, Typical
-from trtmesh.router.placement.rates import Rates, Report
+from trtmesh.router.placement.load_guard import Booking, LoadGuard
+from trtmesh.router.placement.rates import Line, Rates, Report, Typical, typical_of
 
 
 def guard() -> LoadGuard:
@@ -31,6 +31,7 @@ ACTIONS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(ACTIONS)
 def test_the_load_is_what_is_booked_and_what_reports_show_beyond(
     actions: list[tuple[str, int, int]],
@@ -107,7 +108,7 @@ def test_rates_are_learned_from_reports() -> None:
         rates.learn(before, after)
         before = after
     assert rates.prefill_rate.value == pytest.approx(500)
-    assert rates.step_seconds(1) is None
+    assert rates.sums is None
 
 
 def test_step_time_is_learned_as_a_line_over_the_batch() -> None:
@@ -120,7 +121,8 @@ def test_step_time_is_learned_as_a_line_over_the_batch() -> None:
         step += 10
         rates.learn(before, Report(now, step_count=step, running_sequences=running))
     for running in (1, 16, 64):
-        assert rates.step_seconds(running) == pytest.approx(0.010 + 0.0005 * running, rel=0.02)
+        typical = typical_of([rates, Rates()], None)
+        assert typical.step_seconds(running) == pytest.approx(0.010 + 0.0005 * running, rel=0.02)
 
 
 def test_a_prompt_that_found_the_worker_idle_tells_the_prefill_rate() -> None:
@@ -146,7 +148,7 @@ def test_another_process_at_the_same_address_is_learned_anew() -> None:
 
 
 def test_waiting_is_for_prompts_and_for_places_in_the_batch() -> None:
-    typical = Typical(prefill_rate=1000, step_seconds=0.01, new_tokens=100)
+    typical = Typical(prefill_rate=1000, step=Line(0.01, 0.0, 1.0), new_tokens=100)
     tested = guard()
     tested.book(500, 1, 0.0)
     assert tested.wait_seconds(typical, max_batch_size=4) == pytest.approx(0.5)
@@ -154,6 +156,18 @@ def test_waiting_is_for_prompts_and_for_places_in_the_batch() -> None:
         tested.book(0, 1, 0.0)
     # Two more than the batch of four holds, each a quarter of 100 tokens of 10 ms.
     assert tested.wait_seconds(typical, max_batch_size=4) == pytest.approx(0.5 + 2 / 4)
+
+
+def test_equal_workers_are_not_told_apart_by_noise() -> None:
+    guards = [guard() for _ in range(4)]
+    for number, each in enumerate(guards[:3]):
+        each.rates.prefill_rate.add(1000 + 50 * number)
+    typical = typical_of([each.rates for each in guards], None)
+    assert {each.prefill_seconds(typical) for each in guards} == {typical.prefill_seconds}
+    guards[3].rates.prefill_rate.add(4000)
+    assert guards[3].prefill_seconds(typical) == pytest.approx(1 / 4000)
+    # Nothing is known of the fleet yet: one worker's rate is no reason to send everything there.
+    assert guards[3].prefill_seconds(Typical()) == Typical().prefill_seconds
 
 
 def test_a_slow_start_ends() -> None:

@@ -7,7 +7,6 @@ import random
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import Self
 
 from trtmesh.chassis.errors import InvalidField, NoWorker, UnsupportedField
@@ -22,8 +21,8 @@ from trtmesh.router.placement import (
     place,
 )
 from trtmesh.router.placement.decision_log import DecisionLog, DecisionRecord
-from trtmesh.router.placement.load_guard import Booking, Typical
-from trtmesh.router.placement.rates import Ewma
+from trtmesh.router.placement.load_guard import Booking
+from trtmesh.router.placement.rates import Ewma, Typical, typical_of
 from trtmesh.router.worker import Worker
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
@@ -191,15 +190,8 @@ class Fleet:
     def refresh(self) -> None:
         """Brings up to date what changes with time: slow starts, breakers, what is typical of a model."""
         for model in self.models():
-            guards = [w.guard for w in self.workers.values() if w.engine.model == model]
-            fallback = Typical()
-            rates = [g.rates.prefill_rate.value for g in guards if g.rates.prefill_rate.value]
-            steps = [s for g in guards if (s := g.rates.step_seconds(g.sequences + 1)) is not None]
-            self._typical[model] = Typical(
-                fmean(rates) if rates else fallback.prefill_rate,
-                fmean(steps) if steps else fallback.step_seconds,
-                self._new_tokens.value or fallback.new_tokens,
-            )
+            rates = [w.guard.rates for w in self.workers.values() if w.engine.model == model]
+            self._typical[model] = typical_of(rates, self._new_tokens.value)
         for worker in self.workers.values():
             worker.touch()
 

@@ -13,8 +13,8 @@ from trtmesh.router.kv_index import KvFeed, KvIndex
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.outbox import Outbox
 from trtmesh.router.placement import WorkerSnapshot
-from trtmesh.router.placement.load_guard import Booking, LoadGuard, Typical
-from trtmesh.router.placement.rates import Report
+from trtmesh.router.placement.load_guard import Booking, LoadGuard
+from trtmesh.router.placement.rates import Report, Typical
 from trtmesh.router.pulse import TICK_SECONDS, Deadlines, Pulse
 from trtmesh.router.replica import LEAVING, LinkSettings, Replica
 from trtmesh.router.request import with_texts

@@ -35,10 +35,12 @@ class RecentBlocks:
     def at(self, now: float) -> tuple[dict[int, int], dict[int, int]]:
         """What is alive at a time: the younger and the older generation."""
         age = now - self._born
-        if age >= LIFE_SECONDS / 2:
+        if age >= LIFE_SECONDS:
             self._turn(now)
-            if age >= LIFE_SECONDS:
-                self._old = {}
+            self._old = {}
+        elif age >= LIFE_SECONDS / 2:
+            # As if it had been looked at in time: nothing lives longer because nobody looked.
+            self._turn(self._born + LIFE_SECONDS / 2)
         return self._young, self._old
 
     def clear(self, bit: int) -> None:

@@ -11,32 +11,16 @@ so an item is never counted twice, whether the report was made before the worker
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.router.placement.breaker import Breaker, is_fault
-from trtmesh.router.placement.rates import (
-    FALLBACK_PREFILL_RATE,
-    FALLBACK_STEP_SECONDS,
-    Rates,
-    Report,
-)
+from trtmesh.router.placement.rates import Rates, Report, Typical
 
 SLOW_START_SECONDS = 10.0
 """How long a worker that joined is treated as if it had part of the fleet's mean load."""
 
 PRESSURE_SECONDS, MOST_PRESSURE = 0.15, 0.99
 """Penalty of k / (1 - k) for a share k of KV blocks in use, as in SMG's expected wait."""
-
-
-@dataclass(frozen=True, slots=True)
-class Typical:
-    """What is assumed of a worker as long as nothing is learned of it: the fleet's means."""
-
-    prefill_rate: float = FALLBACK_PREFILL_RATE
-    step_seconds: float = FALLBACK_STEP_SECONDS
-    new_tokens: float = 128.0
-    """Tokens that an item generates."""
 
 
 class Booking:
@@ -172,12 +156,11 @@ class LoadGuard:
         return wait
 
     def prefill_seconds(self, typical: Typical) -> float:
-        return 1.0 / (self.rates.prefill_rate.value or typical.prefill_rate)
+        return typical.prefill_seconds * self.rates.relative_prefill(typical)
 
     def step_seconds(self, typical: Typical) -> float:
         """Predicted time of a step with one more sequence."""
-        predicted = self.rates.step_seconds(self.sequences + 1)
-        return typical.step_seconds if predicted is None else predicted
+        return typical.step_seconds(self.sequences + 1) * self.rates.relative_step(typical)
 
     @property
     def pressure_seconds(self) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 SMOOTHING = 0.2
 """Weight of a new sample in an exponentially weighted mean."""
@@ -12,10 +14,16 @@ FALLBACK_PREFILL_RATE = 2000.0
 
 FALLBACK_STEP_SECONDS = 0.02
 
+FALLBACK_NEW_TOKENS = 128.0
+
 LEAST_PROMPT_TOKENS = 64
 """Shorter prompts say more about the length of a step than about the prefill."""
 
 MOST_RATE = 1e7
+
+SNAP = 0.25
+"""A worker that is faster or slower than the fleet by less counts as equal to it. Measured rates are never quite equal,
+and without this the worker that was measured fastest would get every item that finds the fleet idle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +88,89 @@ class Rates:
             self._squares.add(running * running)
             self._products.add(running * seconds / steps)
 
+    @property
+    def sums(self) -> tuple[float, float, float, float] | None:
+        """Means of sequences, seconds, squared sequences and their product; None while no step was seen."""
+        means = [
+            self._sequences.value,
+            self._seconds.value,
+            self._squares.value,
+            self._products.value,
+        ]
+        if any(mean is None for mean in means):
+            return None
+        sequences, seconds, squares, products = (mean or 0.0 for mean in means)
+        return sequences, seconds, squares, products
+
     def learn_first_token(self, prompt_tokens: int, seconds: float) -> None:
         """A prompt that found the worker idle had `prompt_tokens` computed and its first token after `seconds`."""
         if prompt_tokens >= LEAST_PROMPT_TOKENS:
             spent = max(seconds - (self._seconds.value or 0.0), prompt_tokens / MOST_RATE)
             self.prefill_rate.add(prompt_tokens / spent)
 
-    def step_seconds(self, sequences: int) -> float | None:
-        """Predicted time of a step with so many sequences; None while nothing is known."""
-        mean, seconds = self._sequences.value, self._seconds.value
-        squares, products = self._squares.value, self._products.value
-        if mean is None or seconds is None or squares is None or products is None:
-            return None
-        variance = squares - mean * mean
-        slope = (products - mean * seconds) / variance if variance > 1e-6 * squares else 0.0
-        # A step never gets shorter with more sequences, and never costs more a sequence than all of it.
-        slope = min(max(slope, 0.0), seconds / max(mean, 1.0))
-        return seconds + slope * (sequences - mean)
+    def relative_prefill(self, typical: Typical) -> float:
+        """Prefill time of a token over that of a typical worker."""
+        if self.prefill_rate.value is None or typical.prefill_rate is None:
+            return 1.0
+        return _snapped(typical.prefill_rate / self.prefill_rate.value)
+
+    def relative_step(self, typical: Typical) -> float:
+        """Step time over that of a typical worker with as many sequences."""
+        if self._sequences.value is None or self._seconds.value is None or typical.step is None:
+            return 1.0
+        return _snapped(self._seconds.value / typical.step.at(self._sequences.value))
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Step time over the number of sequences."""
+
+    seconds: float
+    slope: float
+    sequences: float
+
+    def at(self, sequences: float) -> float:
+        return max(self.seconds + self.slope * (sequences - self.sequences), 1e-6)
+
+
+@dataclass(frozen=True, slots=True)
+class Typical:
+    """What the workers of a model have in common; None is what was not learned yet."""
+
+    prefill_rate: float | None = None
+    step: Line | None = None
+    new_tokens: float = FALLBACK_NEW_TOKENS
+    """Tokens that an item generates."""
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Time to compute one prompt token."""
+        return 1.0 / (self.prefill_rate or FALLBACK_PREFILL_RATE)
+
+    def step_seconds(self, sequences: int) -> float:
+        return FALLBACK_STEP_SECONDS if self.step is None else self.step.at(sequences)
+
+
+def typical_of(workers: Sequence[Rates], new_tokens: float | None) -> Typical:
+    """What is typical of workers, from what was learned of each."""
+    rates = [value for w in workers if (value := w.prefill_rate.value) is not None]
+    return Typical(
+        fmean(rates) if rates else None,
+        _line([sums for w in workers if (sums := w.sums) is not None]),
+        FALLBACK_NEW_TOKENS if new_tokens is None else new_tokens,
+    )
+
+
+def _line(sums: Sequence[tuple[float, float, float, float]]) -> Line | None:
+    """Least squares over what was seen of all workers."""
+    if not sums:
+        return None
+    sequences, seconds, squares, products = (fmean(column) for column in zip(*sums, strict=True))
+    variance = squares - sequences * sequences
+    slope = (products - sequences * seconds) / variance if variance > 1e-6 * squares else 0.0
+    # A step never gets shorter with more sequences, and never costs more a sequence than all of it.
+    return Line(seconds, min(max(slope, 0.0), seconds / max(sequences, 1.0)), sequences)
+
+
+def _snapped(ratio: float) -> float:
+    return 1.0 if 1.0 - SNAP < ratio < 1.0 + SNAP else ratio
