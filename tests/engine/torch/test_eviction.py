@@ -12,12 +12,12 @@ from engine.torch.harness import configure
 from engine.torch.paper_engine import BLOCK, PaperEngine, continued
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trtmesh.chassis.block_hashes import ROOT_HASH
 from trtmesh.chassis.vocabulary import TokenRangeRetention
 from trtmesh.engine.backend import BlocksRemoved, BlocksStored
 from trtmesh.engine.backends.torch.blocks import NULL_BLOCK, BlockPool, Move, Prefix
 from trtmesh.engine.backends.torch.eviction import DEFAULT, EvictionOrder, Retention
 from trtmesh.engine.backends.torch.kvcache import KvCache, KvShape
-from trtmesh.engine.block_hashes import ROOT_HASH
 from trtmesh.engine.kv_mirror import KvMirror
 
 

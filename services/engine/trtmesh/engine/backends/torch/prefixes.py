@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from trtmesh.chassis.block_hashes import block_hash
 from trtmesh.engine.backends.torch.blocks import NULL_BLOCK, BlockPool, Prefix
 from trtmesh.engine.backends.torch.eviction import Retention
 from trtmesh.engine.backends.torch.sequence import Sequence
-from trtmesh.engine.block_hashes import block_hash
 
 NOTHING = Prefix([], 0)
 

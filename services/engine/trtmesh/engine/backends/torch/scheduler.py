@@ -18,7 +18,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trtmesh.chassis.block_hashes import block_hash, root_hash
 from trtmesh.engine.backends.torch.block_tables import BlockTables
 from trtmesh.engine.backends.torch.blocks import BlockPool, Prefix
 from trtmesh.engine.backends.torch.forks import Pairs, reassign

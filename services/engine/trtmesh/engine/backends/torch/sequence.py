@@ -6,13 +6,13 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from trtmesh.chassis.block_hashes import ROOT_HASH, root_hash
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.vocabulary import GenerationConfig
 from trtmesh.engine.backend import PerfMetrics, SequenceEnd, Submission
 from trtmesh.engine.backends.torch.history import History
 from trtmesh.engine.backends.torch.stopping import EndRule
 from trtmesh.engine.backends.torch.token_rules import TokenRules
-from trtmesh.engine.block_hashes import ROOT_HASH, root_hash
 
 if TYPE_CHECKING:
     from trtmesh.engine.backends.torch.prompt_table import PromptTable
