@@ -20,6 +20,8 @@ class ServiceProcess:
     """A process that has announced its address."""
 
     address: str
+    admin_address: str
+    """Of a router; '' for any other service."""
     metrics_port: int | None
     pid: int
     _process: asyncio.subprocess.Process
@@ -76,6 +78,7 @@ async def service_process(
         announced = json.loads(line)
         yield ServiceProcess(
             address=announced["address"],
+            admin_address=announced.get("admin_address", ""),
             metrics_port=announced["metrics_port"],
             pid=announced["pid"],
             _process=process,

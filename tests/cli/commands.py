@@ -105,6 +105,11 @@ class Stack(Running):
         return str(json.loads(self.wait_for('"event": "ready"'))["router"])
 
     @property
+    def admin(self) -> str:
+        """The first router's address for admins, once every process serves."""
+        return str(json.loads(self.wait_for('"event": "ready"'))["admin"])
+
+    @property
     def children(self) -> list[dict[str, Any]]:
         return [child for line in self.out if (child := json.loads(line))["event"] == "serving"]
 
@@ -128,6 +133,8 @@ def running_stack(*flags: str, env: Mapping[str, str] | None = None) -> Iterator
     arguments = ("up", "--output", "json", "--grace-seconds", "5", *flags)
     if "--backend" not in flags:
         arguments += ("--backend", "simulated")
+    if "--admin-port" not in flags:
+        arguments += ("--admin-port", "0")
     stack = Stack(_start(arguments, env))
     try:
         yield stack

@@ -18,3 +18,9 @@ def stack() -> Iterator[Stack]:
 def router(stack: Stack) -> str:
     """Address of the stack's router."""
     return stack.wait_ready()
+
+
+@pytest.fixture
+def admin(stack: Stack) -> str:
+    """Address of the stack's router for admins."""
+    return stack.admin

@@ -11,8 +11,8 @@ import pytest
 from cli.commands import TRTMESH, running, trtmesh
 
 
-def live_requests(router: str) -> int:
-    answer = json.loads(trtmesh("status", "--router", router, "--json").stdout)
+def live_requests(admin: str) -> int:
+    answer = json.loads(trtmesh("status", "--admin", admin, "--json").stdout)
     return int(answer["live_requests"])
 
 
@@ -93,14 +93,14 @@ def test_stop_after_keeps_what_came(router: str) -> None:
     assert all(0 < end["usage"]["generated_tokens"] < 20000 for end in ends)
 
 
-def test_interrupting_ends_with_130_and_stops_the_request(router: str) -> None:
+def test_interrupting_ends_with_130_and_stops_the_request(router: str, admin: str) -> None:
     arguments = ("--router", router, "--max-tokens", "20000", "--request-id", "cut-off", "--json")
     with running("generate", *arguments, "one") as command:
         command.wait_for('"tokens"')
         command.signal(signal.SIGINT)
         assert command.wait() == 130
         assert "Traceback" not in "".join(command.err)
-    while live_requests(router):
+    while live_requests(admin):
         pass
 
 

@@ -128,7 +128,7 @@ def test_a_process_that_dies_is_started_again_on_its_port(name: str) -> None:
         line = stack.wait_for(f"{name} serves again at")
         assert line.split()[-1] == stack.child(name)["address"]
         # The process serves before the router has found it again.
-        while trtmesh("status", "--router", router).returncode:
+        while trtmesh("status", "--admin", stack.admin).returncode:
             pass
         result = trtmesh("generate", "--router", router, "--max-tokens", "2", "hi")
         assert result.returncode == 0, result.stderr
@@ -172,7 +172,7 @@ def test_a_taken_default_port_is_replaced_and_said() -> None:
             router = stack.wait_ready()
             assert not router.endswith(":8001")
             stack.wait_for("port 8001 is in use")
-            assert trtmesh("status", "--router", router).returncode == 0
+            assert trtmesh("status", "--admin", stack.admin).returncode == 0
 
 
 @pytest.mark.parametrize(

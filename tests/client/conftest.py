@@ -6,16 +6,15 @@ import grpc
 import pytest
 from client.scripted import ScriptedRouter
 from trtmesh.client import Client
-from trtmesh.v1 import router_admin_pb2_grpc, router_pb2_grpc
+from trtmesh.v1 import router_pb2_grpc
 
 
 @pytest.fixture
 async def router_and_client() -> AsyncIterator[tuple[ScriptedRouter, Client]]:
-    # Abstract for mypy: the other administrative calls answer UNIMPLEMENTED here.
+    # Abstract for mypy: Resume answers UNIMPLEMENTED here.
     servicer = ScriptedRouter()  # type: ignore[abstract]
     server = grpc.aio.server()
     router_pb2_grpc.add_MeshServiceServicer_to_server(servicer, server)
-    router_admin_pb2_grpc.add_RouterAdminServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with Client(f"127.0.0.1:{port}") as client:

@@ -6,15 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 import grpc
-from trtmesh.v1 import router_admin_pb2, router_admin_pb2_grpc, router_pb2, router_pb2_grpc
+from trtmesh.v1 import router_pb2, router_pb2_grpc
 
 Context = grpc.aio.ServicerContext[router_pb2.GenerateRequest, router_pb2.GenerateResponse]
 Script = Callable[[router_pb2.GenerateRequest, Context], AsyncIterator[router_pb2.GenerateResponse]]
 
 
-class ScriptedRouter(
-    router_pb2_grpc.MeshServiceServicer, router_admin_pb2_grpc.RouterAdminServiceServicer
-):
+class ScriptedRouter(router_pb2_grpc.MeshServiceServicer):
     """Answers Generate as `script` says and remembers what it was asked."""
 
     def __init__(self) -> None:
@@ -41,8 +39,3 @@ class ScriptedRouter(
     ) -> router_pb2.StopResponse:
         self.stops.append(request)
         return router_pb2.StopResponse(stopped_items=len(request.batch_indexes))
-
-    async def ListWorkers(
-        self, request: router_admin_pb2.ListWorkersRequest, context: object
-    ) -> router_admin_pb2.ListWorkersResponse:
-        return router_admin_pb2.ListWorkersResponse(policy="least_loaded", live_requests=3)

@@ -238,8 +238,6 @@ async def test_nobody_listening_is_unavailable() -> None:
             await client.complete(["x"])
         with pytest.raises(Unavailable):
             await client.stop("r")
-        with pytest.raises(Unavailable):
-            await client.status()
 
 
 async def test_leaving_early_cancels_the_call(router: ScriptedRouter, client: Client) -> None:
@@ -366,10 +364,9 @@ async def test_item_failed_carries_the_error_that_was_meant(
     assert (event.error.worker, event.error.retry_after_ms) == ("engine-0", 50)
 
 
-async def test_stop_and_status(router: ScriptedRouter, client: Client) -> None:
+async def test_stop(router: ScriptedRouter, client: Client) -> None:
     assert await client.stop("r1", [0, 2]) == 2
     assert router.stops == [router_pb2.StopRequest(request_id="r1", batch_indexes=[0, 2])]
-    assert (await client.status()).live_requests == 3
 
 
 async def test_what_is_asked_is_what_travels(router: ScriptedRouter, client: Client) -> None:

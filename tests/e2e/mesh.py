@@ -13,14 +13,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import grpc
 from processes import ServiceProcess, service_process
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
-from trtmesh.client import Client, Event, ItemResult
+from trtmesh.client import AdminClient, Client, Event, ItemResult
 from trtmesh.client.results import Results
 from trtmesh.v1 import router_admin_pb2 as admin_pb
-from trtmesh.v1 import router_admin_pb2_grpc
 
 PATIENCE_SECONDS = 60.0
 """How long a test waits for what must happen; no test depends on how soon it does."""
@@ -192,7 +190,7 @@ class Mesh:
         self.engines: list[ServiceProcess] = []
         self.router: ServiceProcess
         self.client: Client
-        self.channel: grpc.aio.Channel
+        self.admin: AdminClient
 
     async def start(self, service: str, *flags: str) -> ServiceProcess:
         return await self._stack.enter_async_context(
@@ -215,10 +213,10 @@ class Mesh:
         peers = ["--engines", ",".join(process.address for process in self.engines)]
         if tokenizers:
             peers += ["--tokenizers", tokenizers]
-        self.router = await self.start("router", "--port", "0", *peers, *flags)
+        self.router = await self.start("router", "--port", "0", "--admin-port", "0", *peers, *flags)
         self.client = await self._stack.enter_async_context(Client(self.router.address))
-        channel = grpc.aio.insecure_channel(self.router.address)
-        self.channel = await self._stack.enter_async_context(channel)
+        admin = AdminClient(self.router.admin_address)
+        self.admin = await self._stack.enter_async_context(admin)
 
     def open(self, prompts: Sequence[Any], **options: Any) -> StreamReader:
         """Starts a request and reads it in the background."""
@@ -227,12 +225,11 @@ class Mesh:
         return reader
 
     async def status(self) -> admin_pb.ListWorkersResponse:
-        return await self.client.status()
+        return await self.admin.list_workers()
 
     async def stages(self) -> list[str]:
         """Where the live items are in their story."""
-        stub = router_admin_pb2_grpc.RouterAdminServiceStub(self.channel)
-        answer = await stub.ListRequests(admin_pb.ListRequestsRequest())
+        answer = await self.admin.list_requests()
         return [item.stage for request in answer.requests for item in request.items]
 
     async def has_stage(self, stage: str) -> bool:

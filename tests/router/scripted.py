@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import grpc
 from trtmesh.chassis.health import Health
 from trtmesh.chassis.service import SCHEMA_REVISION, Runtime
-from trtmesh.client import Client
+from trtmesh.client import AdminClient, Client
 from trtmesh.router.router import Router
 from trtmesh.router.settings import RouterSettings
 from trtmesh.v1 import engine_pb2 as epb
@@ -202,15 +202,23 @@ def serving_tokenizer(tokenizer: ScriptedTokenizer) -> Any:
     return serving(tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server, tokenizer)
 
 
+class RouterClient(Client):
+    """A client of a router, and its admin."""
+
+    admin: AdminClient
+
+    async def status(self) -> admin_pb.ListWorkersResponse:
+        return await self.admin.list_workers()
+
+
 @asynccontextmanager
 async def serving_router(
     engines: Sequence[str], tokenizers: Sequence[str] = (), **settings: Any
-) -> AsyncIterator[Client]:
+) -> AsyncIterator[RouterClient]:
     """A router in this process; yields a client of it."""
     runtime = Runtime()
-    router = Router(
-        RouterSettings(engines=tuple(engines), tokenizers=tuple(tokenizers), **settings), runtime
-    )
+    settings = {"engines": tuple(engines), "tokenizers": tuple(tokenizers), **settings}
+    router = Router(RouterSettings(admin_port=0, **settings), runtime)
     runtime.health = Health(router.service_names)
     server = grpc.aio.server()
     await runtime.health.register(server)
@@ -219,7 +227,10 @@ async def serving_router(
     await server.start()
     try:
         await router.start()
-        async with Client(f"127.0.0.1:{port}") as client:
+        async with (
+            RouterClient(f"127.0.0.1:{port}") as client,
+            AdminClient(runtime.addresses["admin_address"]) as client.admin,
+        ):
             yield client
     finally:
         await router.stop()
@@ -229,14 +240,14 @@ async def serving_router(
 State: TypeAlias = admin_pb.WorkerState.ValueType
 
 
-async def states(client: Client) -> tuple[list[State], list[State]]:
+async def states(client: RouterClient) -> tuple[list[State], list[State]]:
     """States of the workers and of the tokenizers."""
     status = await client.status()
     return [w.state for w in status.workers], [t.state for t in status.tokenizers]
 
 
 async def until_states(
-    client: Client, workers: Sequence[State], tokenizers: Sequence[State]
+    client: RouterClient, workers: Sequence[State], tokenizers: Sequence[State]
 ) -> None:
     async with asyncio.timeout(PATIENCE_SECONDS):
         while await states(client) != (list(workers), list(tokenizers)):  # noqa: ASYNC110 - as above

@@ -5,48 +5,39 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import grpc
 import pytest
 from router.scripted import (
     LENGTH,
     READY,
+    RouterClient,
     ScriptedEngine,
     serving_engine,
     serving_router,
     until_states,
 )
-from trtmesh.client import Client
-from trtmesh.v1 import router_admin_pb2 as pb
-from trtmesh.v1 import router_admin_pb2_grpc
+from trtmesh.chassis.errors import InvalidField, NotFound
 
 
 @asynccontextmanager
 async def two_workers(
     policy: str,
-) -> AsyncIterator[
-    tuple[
-        Client,
-        list[ScriptedEngine],
-        router_admin_pb2_grpc.RouterAdminServiceAsyncStub,
-    ]
-]:
+) -> AsyncIterator[tuple[RouterClient, list[ScriptedEngine]]]:
     fields = ["stopping.max_tokens"]
     engines = [ScriptedEngine(worker=name, supported_fields=fields) for name in "ab"]
     async with (
         serving_engine(engines[0]) as first,
         serving_engine(engines[1]) as second,
         serving_router([first, second], policy=policy) as client,
-        grpc.aio.insecure_channel(client.address) as channel,
     ):
         await until_states(client, [READY, READY], [])
-        yield client, engines, router_admin_pb2_grpc.RouterAdminServiceStub(channel)
+        yield client, engines
 
 
 async def test_every_placement_is_explained_and_the_policy_may_change() -> None:
-    async with two_workers("round_robin") as (client, engines, admin):
+    async with two_workers("round_robin") as (client, engines):
         reader = client.generate([[1, 2], [3, 4, 5]], request_id="r", text=False, max_tokens=9)
         await anext(reader)
-        told = await admin.Explain(pb.ExplainRequest(request_id="r"))
+        told = await client.admin.explain("r")
         assert [p.batch_index for p in told.placements] == [0, 1]
         assert [p.prompt_tokens for p in told.placements] == [2, 3]
         assert {p.worker for p in told.placements} == {"a", "b"}
@@ -56,22 +47,21 @@ async def test_every_placement_is_explained_and_the_policy_may_change() -> None:
             assert not any(c.excluded_by for c in placement.candidates)
         assert [usage.prompt_tokens for usage in told.usages] == [2, 3]
 
-        answer = await admin.SetPolicy(pb.SetPolicyRequest(policy="least_loaded"))
+        answer = await client.admin.set_policy("least_loaded")
         assert answer.previous == "round_robin"
-        got = await admin.GetPolicy(pb.GetPolicyRequest())
+        got = await client.admin.get_policy()
         assert got.policy == "least_loaded"
         assert {"auto", "prefix_aware", "power_of_two"} < set(got.available)
-        with pytest.raises(grpc.aio.AioRpcError, match="must be one of auto, least_loaded"):
-            await admin.SetPolicy(pb.SetPolicyRequest(policy="fastest"))
+        with pytest.raises(InvalidField, match="must be one of auto, least_loaded"):
+            await client.admin.set_policy("fastest")
 
         for engine in engines:
             (submit,) = await engine.submitted()
             await engine.step((submit.handle, 0, [7]), ends=[(submit.handle, LENGTH)])
         async for _ in reader:
             pass
-        told = await admin.Explain(pb.ExplainRequest(request_id="r"))
+        told = await client.admin.explain("r")
         assert len(told.placements) == 2
         assert not told.usages
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await admin.Explain(pb.ExplainRequest(request_id="other"))
-        assert refused.value.code() == grpc.StatusCode.NOT_FOUND
+        with pytest.raises(NotFound):
+            await client.admin.explain("other")

@@ -12,6 +12,7 @@ import pytest
 from router.scripted import (
     LENGTH,
     READY,
+    RouterClient,
     ScriptedEngine,
     ScriptedTokenizer,
     eventually,
@@ -29,7 +30,7 @@ from trtmesh.chassis.errors import (
     UnsupportedField,
     to_proto,
 )
-from trtmesh.client import Client, FinishReason, ItemResult
+from trtmesh.client import FinishReason, ItemResult
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_admin_pb2 as admin_pb
@@ -41,7 +42,7 @@ class Scene:
 
     engine: ScriptedEngine
     tokenizer: ScriptedTokenizer
-    client: Client
+    client: RouterClient
     requests: list[asyncio.Task[Any]] = field(default_factory=list)
 
     def ask(self, *prompts: Any, **options: Any) -> asyncio.Task[list[ItemResult]]:

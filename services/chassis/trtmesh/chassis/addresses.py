@@ -1,16 +1,34 @@
-"""Addresses to listen on: how they are written, and why one cannot be taken."""
+"""Addresses to listen on: how they are written and taken, and why one cannot be."""
 
 from __future__ import annotations
 
 import errno
 import socket
 
+import grpc
 from trtmesh.chassis.errors import PortInUse, SettingsError, StartupError
 
 
 def bracketed(host: str) -> str:
     """A host as it stands before a port: IPv6 addresses are put in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def listen(server: grpc.aio.Server, host: str, port: int, purpose: str = "listen") -> str:
+    """Gives `server` an address, before it is started; returns it with the port that it got. Raises StartupError."""
+    try:
+        return f"{bracketed(host)}:{server.add_insecure_port(f'{bracketed(host)}:{port}')}"
+    except RuntimeError as error:
+        raise why_not_bound(purpose, host, port) from error
+
+
+def port_is_taken(host: str, port: int) -> bool:
+    """Whether another process listens there now."""
+    try:
+        _bind(host.strip("[]"), port)
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
+    return False
 
 
 def why_not_bound(purpose: str, host: str, port: int) -> StartupError:

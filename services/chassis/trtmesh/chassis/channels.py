@@ -1,4 +1,4 @@
-"""Channels to other processes of the mesh and their options."""
+"""Options of channels to other processes of the mesh and of servers for them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,12 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, Any]]:
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.http2.max_ping_strikes", 0),
     ]
+
+
+def server_options(max_message_bytes: int) -> list[tuple[str, Any]]:
+    """Options of a server."""
+    # Without this two processes could listen on one port and share its connections at random.
+    return [*channel_options(max_message_bytes), ("grpc.so_reuseport", 0)]
 
 
 def open_channel(address: str, max_message_bytes: int) -> grpc.aio.Channel:

@@ -12,6 +12,7 @@ TrtmeshError
 ├── NotFound                  a name is unknown
 │   └── ModelNotFound         no worker or tokenizer serves the model
 ├── AlreadyExists             a live request has the same id
+├── Unauthenticated           the caller did not show the admin token, or showed a wrong one
 ├── Mismatch                  two processes do not fit together
 │   ├── TokenizerMismatch     their tokenizers differ
 │   └── SchemaMismatch        their proto revisions differ
@@ -115,6 +116,10 @@ class ModelNotFound(NotFound):
 
 class AlreadyExists(TrtmeshError):
     """A live request has the same id."""
+
+
+class Unauthenticated(TrtmeshError):
+    """The caller did not show the admin token, or showed a wrong one."""
 
 
 class Mismatch(TrtmeshError):
@@ -233,6 +238,7 @@ ERROR_TABLE: tuple[ErrorRow, ...] = (
     ErrorRow(NotFound, _S.NOT_FOUND, _H.NOT_FOUND, "NOT_FOUND"),
     ErrorRow(ModelNotFound, _S.NOT_FOUND, _H.NOT_FOUND, "MODEL_NOT_FOUND"),
     ErrorRow(AlreadyExists, _S.ALREADY_EXISTS, _H.CONFLICT, "ALREADY_EXISTS"),
+    ErrorRow(Unauthenticated, _S.UNAUTHENTICATED, _H.UNAUTHORIZED, "UNAUTHENTICATED"),
     ErrorRow(Mismatch, _S.FAILED_PRECONDITION, _H.PRECONDITION_FAILED, "MISMATCH"),
     ErrorRow(
         TokenizerMismatch, _S.FAILED_PRECONDITION, _H.PRECONDITION_FAILED, "TOKENIZER_MISMATCH"

@@ -17,8 +17,8 @@ import grpc
 import uvloop
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
-from trtmesh.chassis.addresses import bracketed, why_not_bound
-from trtmesh.chassis.channels import channel_options
+from trtmesh.chassis.addresses import listen
+from trtmesh.chassis.channels import server_options
 from trtmesh.chassis.errors import StartupError
 from trtmesh.chassis.health import Health
 from trtmesh.chassis.logs import set_up_logs
@@ -39,7 +39,8 @@ class Service(Protocol):
     """Full names of the gRPC services, for health and reflection."""
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Adds the servicers. Calls may come in before `start` returns and must then be refused."""
+        """Adds the servicers, and takes the addresses that the service has beside the common one, into
+        `runtime.addresses`. Calls may come in before `start` returns and must then be refused."""
 
     async def start(self) -> None:
         """Gets ready. Raises StartupError to end the process."""
@@ -57,6 +58,8 @@ class Runtime:
 
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     health: Health = field(init=False)
+    addresses: dict[str, str] = field(default_factory=dict)
+    """Addresses of the service's own, by the name that they are announced under."""
     failure: asyncio.Future[BaseException] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -96,7 +99,7 @@ class _Process:
         runtime = Runtime()
         service = self._build(self._settings, runtime)
         runtime.health = Health(service.service_names)
-        server = grpc.aio.server(options=_server_options(self._settings))
+        server = grpc.aio.server(options=server_options(self._settings.max_message_bytes))
         with metrics_endpoint(
             runtime.registry, self._settings.host, self._settings.metrics_port
         ) as metrics_port:
@@ -135,21 +138,18 @@ class _Process:
         names = (*service.service_names, "grpc.health.v1.Health", reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
         settings = self._settings
-        host = bracketed(settings.host)
-        try:
-            port = server.add_insecure_port(f"{host}:{settings.port}")
-        except RuntimeError as error:
-            raise why_not_bound("listen", settings.host, settings.port) from error
+        address = listen(server, settings.host, settings.port)
         await server.start()
         # The one line on standard output: a parent that asked for port 0 learns the port without guessing.
         announcement = {
             "service": settings.section,
-            "address": f"{host}:{port}",
+            "address": address,
+            **runtime.addresses,
             "metrics_port": metrics_port,
             "pid": os.getpid(),
         }
         print(json.dumps(announcement), flush=True)
-        log.info("listening on %s:%d", host, port)
+        log.info("listening on %s", address)
 
     async def _start(self, service: Service, runtime: Runtime) -> None:
         """Waits until the service is ready, or until a signal says that nobody wants it any more."""
@@ -187,8 +187,3 @@ def _calm_garbage_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 50, 50)
-
-
-def _server_options(settings: ServiceSettings) -> list[tuple[str, Any]]:
-    # Without this two processes could listen on one port and share its connections at random.
-    return [*channel_options(settings.max_message_bytes), ("grpc.so_reuseport", 0)]

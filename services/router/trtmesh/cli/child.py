@@ -40,7 +40,9 @@ class Child:
     def __init__(self, plan: ProcessPlan, log: Log) -> None:
         self.plan = plan
         self.port = plan.port
+        self.admin_port = plan.admin_port
         self.address = ""
+        self.admin_address = ""
         self.metrics_port: int | None = None
         self._log = log
         self._last_lines: deque[str] = deque(maxlen=3)
@@ -55,8 +57,12 @@ class Child:
     @property
     def local_address(self) -> str:
         """Where this machine reaches the process."""
-        host = self.address.rpartition(":")[0]
-        return f"{LOOPBACK}:{self.port}" if host in _WILDCARDS else self.address
+        return _local(self.address)
+
+    @property
+    def local_admin_address(self) -> str:
+        """Where admins on this machine reach a router; '' for any other process."""
+        return _local(self.admin_address)
 
     @property
     def pid(self) -> int | None:
@@ -67,12 +73,12 @@ class Child:
         return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
-        """Returns when the process listens. A later start takes the port that it had."""
+        """Returns when the process listens. A later start takes the ports that it had."""
         self._last_lines.clear()
         # A session of its own: Ctrl-C reaches the supervisor alone, which stops the processes in order. The pipe on
         # standard input ends with the supervisor, however it ends, and the process with the pipe.
         process = self._process = await asyncio.create_subprocess_exec(
-            *self.plan.command(self.port),
+            *self.plan.command(self.port, self.admin_port),
             stdin=PIPE,
             stdout=PIPE,
             stderr=PIPE,
@@ -88,7 +94,10 @@ class Child:
         self._relays.append(asyncio.create_task(self._relay(lines)))
         self.address = announcement["address"]
         self.metrics_port = announcement["metrics_port"]
-        self.port = int(self.address.rpartition(":")[2])
+        self.port = _port(self.address)
+        if self.admin_port is not None:
+            self.admin_address = announcement["admin_address"]
+            self.admin_port = _port(self.admin_address)
 
     async def wait_serving(self) -> None:
         """Returns when the process says that it serves; raises ChildEnded when it ends first."""
@@ -150,6 +159,15 @@ class Child:
         async for line in lines:
             self._last_lines.append(line)
             self._log(self.name, line)
+
+
+def _local(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    return f"{LOOPBACK}:{port}" if host in _WILDCARDS else address
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])
 
 
 async def while_alive(children: Iterable[Child], work: Coroutine[Any, Any, None]) -> None:

@@ -39,7 +39,7 @@ def demo(
         status = await _request(stack.router_address)
         if exit_after or status:
             return status
-        _say_how_to_go_on(stack.router_address)
+        _say_how_to_go_on(stack.router_address, stack.admin_address)
         await asyncio.Event().wait()
         return status
 
@@ -61,13 +61,13 @@ def _config() -> GenerationConfig:
     return build_config(None, {"max_tokens": 96, "temperature": 0.8, "top_p": 0.95, "seed": 7})
 
 
-def _say_how_to_go_on(router: str) -> None:
+def _say_how_to_go_on(router: str, admin: str) -> None:
     put(
         f"""
 The stack keeps serving until Ctrl-C. From another terminal:
 
     .venv/bin/trtmesh generate --router {router} 'def fibonacci(n):' 'class Stack:'
-    .venv/bin/trtmesh status --router {router}
+    .venv/bin/trtmesh status --admin {admin}
 
 From Python:
 

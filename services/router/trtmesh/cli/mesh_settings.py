@@ -25,6 +25,8 @@ class MeshSettings(ServiceSettings):
     """Address that the routers listen on; tokenizers and engines stay on 127.0.0.1."""
     port: Port = 8001
     """Port of the first router. When it is in use and was not asked for, a free one is taken."""
+    admin_port: Port = 8003
+    """Port of the first router's admin address; when it is in use and was not asked for, a free one is taken."""
     metrics_port: Port | None = None
     """Port of the first router's metrics; where it is set, the other processes get free ones."""
     model: Path | None = None
@@ -52,9 +54,9 @@ class MeshSettings(ServiceSettings):
     output: Literal["text", "json"] = "text"
     """Form of the lines on standard output: for people, or one JSON object each."""
 
-    @property
-    def port_was_asked_for(self) -> bool:
-        return "port" in self.model_fields_set
+    def asks_for(self, name: str) -> bool:
+        """Whether a value was given for the setting, rather than its default."""
+        return name in self.model_fields_set
 
 
 Flags = Mapping[str, str]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
+
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 
 
 def say(text: str) -> None:
@@ -19,6 +23,14 @@ def put(text: str, end: str = "\n") -> None:
     """A result, at once, so that a pipe sees a stream as it comes."""
     sys.stdout.write(text + end)
     sys.stdout.flush()
+
+
+def put_json(message: Message) -> None:
+    """A message as one line of JSON: the field names of the protos, every field, 64-bit numbers as texts."""
+    fields = MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    put(json.dumps(fields, ensure_ascii=False))
 
 
 def printable(text: str) -> str:

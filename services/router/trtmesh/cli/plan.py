@@ -17,17 +17,19 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """One process: `python -m trtmesh.<service> <arguments> --port <port>`."""
+    """One process: `python -m trtmesh.<service> <arguments> --port <port>`, and a router's port for admins."""
 
     name: str
     service: str
     arguments: tuple[str, ...]
     port: int = 0
+    admin_port: int | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    def command(self, port: int) -> list[str]:
+    def command(self, port: int, admin_port: int | None = None) -> list[str]:
         module = f"trtmesh.{self.service}"
-        return [sys.executable, "-m", module, *self.arguments, "--port", str(port)]
+        admin = () if admin_port is None else ("--admin-port", str(admin_port))
+        return [sys.executable, "-m", module, *self.arguments, "--port", str(port), *admin]
 
 
 class Plan:
@@ -88,6 +90,7 @@ class Plan:
                     *peers,
                 ),
                 port=0 if index else settings.port,
+                admin_port=0 if index else settings.admin_port,
             )
             for index in range(settings.routers)
         ]

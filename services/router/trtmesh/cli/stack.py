@@ -7,11 +7,12 @@ import time
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, NoReturn
 
+from trtmesh.chassis.addresses import port_is_taken
 from trtmesh.chassis.errors import PortInUse, StartupError
 from trtmesh.cli.child import Child, ChildEnded, Log, while_alive
 from trtmesh.cli.mesh_settings import MeshSettings
 from trtmesh.cli.output import say
-from trtmesh.cli.plan import Plan, ProcessPlan
+from trtmesh.cli.plan import LOOPBACK, Plan, ProcessPlan
 from trtmesh.cli.restarts import RestartBudget
 
 KILL_AFTER_SECONDS = 5.0
@@ -37,6 +38,11 @@ class Stack:
     def router_address(self) -> str:
         """Where a client on this machine reaches the first router."""
         return self.routers[0].local_address
+
+    @property
+    def admin_address(self) -> str:
+        """Where an admin on this machine reaches the first router."""
+        return self.routers[0].local_admin_address
 
     async def start(self) -> None:
         """Returns when every process serves. Raises ChildEnded when one of them ends first."""
@@ -72,15 +78,30 @@ class Stack:
         return [Child(plan, self._log) for plan in plans]
 
     async def _start_first_router(self, router: Child) -> None:
-        """On the default port, or on a free one when that is in use and nobody asked for it."""
-        try:
-            await router.start()
-        except ChildEnded as error:
-            if error.exit_status != PortInUse.exit_status or self.settings.port_was_asked_for:
-                raise
+        """On the default ports, or on free ones where those are in use and nobody asked for them."""
+        while True:
+            try:
+                return await router.start()
+            except ChildEnded as error:
+                if error.exit_status != PortInUse.exit_status or not self._leave_taken_port(router):
+                    raise
+
+    def _leave_taken_port(self, router: Child) -> bool:
+        """Takes a free port in the place of a default one that is in use; False when none is."""
+        settings = self.settings
+        if not settings.asks_for("port") and port_is_taken(settings.host, router.port):
             say(f"port {router.port} is in use: the router takes a free one")
             router.port = 0
-            await router.start()
+        elif (
+            not settings.asks_for("admin_port")
+            and router.admin_port is not None
+            and port_is_taken(LOOPBACK, router.admin_port)
+        ):
+            say(f"port {router.admin_port} is in use: the router takes a free one for admins")
+            router.admin_port = 0
+        else:
+            return False
+        return True
 
     async def keep_alive(self) -> NoReturn:
         """Starts every process that ends again, for ever."""

@@ -30,16 +30,19 @@ async def _serve(stack: Stack) -> int:
     for child in stack.children:
         put(json.dumps(_as_json(child)) if as_json else _as_text(child))
     if as_json:
-        put(json.dumps({"event": "ready", "router": stack.router_address}))
+        ready = {"router": stack.router_address, "admin": stack.admin_address}
+        put(json.dumps({"event": "ready", **ready}))
     else:
         put(f"ready: trtmesh generate --router {stack.router_address} 'def fibonacci(n):'")
+        put(f"       trtmesh status --admin {stack.admin_address}")
     await asyncio.Event().wait()
     raise AssertionError("nothing sets this event")
 
 
 def _as_text(child: Child) -> str:
+    admin = f"  admin {child.admin_address}" if child.admin_address else ""
     metrics = f"  metrics on port {child.metrics_port}" if child.metrics_port else ""
-    return f"{child.name:<12} {child.address:<22} process {child.pid}{metrics}"
+    return f"{child.name:<12} {child.address:<22} process {child.pid}{admin}{metrics}"
 
 
 def _as_json(child: Child) -> dict[str, object]:
@@ -48,6 +51,7 @@ def _as_json(child: Child) -> dict[str, object]:
         "name": child.name,
         "service": child.plan.service,
         "address": child.local_address,
+        "admin_address": child.local_admin_address or None,
         "metrics_port": child.metrics_port,
         "pid": child.pid,
     }

@@ -1,8 +1,10 @@
-"""The client SDK: `Client`, what it yields, and what it takes.
+"""The client SDK: `Client`, what it yields, and what it takes; `AdminClient` for the router's admin address.
 
 Errors are those of `trtmesh.chassis.errors`. The messages of generation.proto that an option takes are re-exported.
 """
 
+from trtmesh.chassis.admin_token import AdminToken, read_admin_token
+from trtmesh.client.admin import DEFAULT_ADMIN_ADDRESS, AdminClient
 from trtmesh.client.client import DEFAULT_ADDRESS, Client
 from trtmesh.client.events import (
     Accepted,
@@ -37,7 +39,10 @@ from trtmesh.v1.router_pb2 import GenerateItem
 
 __all__ = [
     "DEFAULT_ADDRESS",
+    "DEFAULT_ADMIN_ADDRESS",
     "Accepted",
+    "AdminClient",
+    "AdminToken",
     "Client",
     "DraftConfig",
     "EncoderDecoderConfig",
@@ -66,4 +71,5 @@ __all__ = [
     "TokenIds",
     "Tokens",
     "Usage",
+    "read_admin_token",
 ]

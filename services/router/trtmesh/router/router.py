@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import grpc
+from trtmesh.chassis.admin_token import read_admin_token
 from trtmesh.chassis.service import Runtime
+from trtmesh.router.admin_door import AdminDoor
 from trtmesh.router.admin_service import RouterAdminService
 from trtmesh.router.discovery import Discovery, check_addresses
 from trtmesh.router.fleet import Fleet
@@ -25,7 +27,7 @@ from trtmesh.router.tokenizer import Tokenizer
 from trtmesh.router.tokenizer_pool import TokenizerPool
 from trtmesh.router.turns import Turns
 from trtmesh.router.worker import Worker
-from trtmesh.v1 import router_admin_pb2_grpc, router_pb2_grpc
+from trtmesh.v1 import router_pb2_grpc
 
 WATCH_SECONDS = 0.1
 """How often health is brought up to date and slow clients are looked for."""
@@ -34,7 +36,7 @@ WATCH_SECONDS = 0.1
 class Router:
     """A router as the chassis runs it."""
 
-    service_names: Sequence[str] = ("trtmesh.v1.MeshService", "trtmesh.v1.RouterAdminService")
+    service_names: Sequence[str] = ("trtmesh.v1.MeshService",)
 
     def __init__(self, settings: RouterSettings, runtime: Runtime) -> None:
         check_addresses("engines", settings.engines)
@@ -68,18 +70,24 @@ class Router:
         self._link_settings = LinkSettings(settings.max_message_bytes, settings.silence_seconds)
         self._links: dict[Replica, asyncio.Task[None]] = {}
         self._keepers: list[asyncio.Task[None]] = []
+        self._admin_door = AdminDoor(
+            RouterAdminService(self._fleet, self._tokenizers, self._requests),
+            read_admin_token(settings.admin_token_file, os.environ),
+            settings.max_message_bytes,
+        )
         self._metrics.gauges = self._gauges
         runtime.registry.register(self._metrics)
 
     def register(self, server: grpc.aio.Server) -> None:
-        mesh_service = MeshService(
-            self._requests, self._metrics, self._settings.max_items_per_request
-        )
-        admin_service = RouterAdminService(self._fleet, self._tokenizers, self._requests)
+        settings = self._settings
+        mesh_service = MeshService(self._requests, self._metrics, settings.max_items_per_request)
         router_pb2_grpc.add_MeshServiceServicer_to_server(mesh_service, server)
-        router_admin_pb2_grpc.add_RouterAdminServiceServicer_to_server(admin_service, server)
+        self._runtime.addresses["admin_address"] = self._admin_door.listen(
+            settings.admin_host, settings.admin_port
+        )
 
     async def start(self) -> None:
+        await self._admin_door.open()
         await self._tell_health()
         settings = self._settings
         # Tokenizers first: a worker is told which tokenizer the mesh uses when it is connected to.
@@ -102,6 +110,7 @@ class Router:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._admin_door.close()
 
     def _join_tokenizer(self, address: str) -> None:
         if (known := self._tokenizers.tokenizers.get(address)) is not None:

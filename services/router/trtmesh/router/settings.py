@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -16,7 +17,13 @@ class RouterSettings(ServiceSettings):
     section: ClassVar[str] = "router"
 
     port: Port = 8001
-    """Port of the gRPC server: clients and, until they have an address of their own, admins."""
+    """Port of the gRPC server for clients."""
+    admin_host: str = "127.0.0.1"
+    """Address to listen on for admins."""
+    admin_port: Port = 8003
+    """Port for admins."""
+    admin_token_file: Path | None = None
+    """File with the token that admins must show; unset means the variable TRTMESH_ADMIN_TOKEN, and without it none."""
     tokenizers: CommaList = ()
     """Addresses of tokenizers as host:port. A host name that resolves to several addresses means several tokenizers."""
     engines: CommaList

@@ -1,0 +1,127 @@
+"""The async client of a router's admin service."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+from trtmesh.chassis.admin_token import AdminToken
+from trtmesh.chassis.errors import DeadlineExceeded
+from trtmesh.client.connection import Connection, typed_errors
+from trtmesh.v1 import router_admin_pb2 as pb
+from trtmesh.v1 import router_admin_pb2_grpc, router_pb2
+
+DEFAULT_ADMIN_ADDRESS = "127.0.0.1:8003"
+
+T = TypeVar("T")
+
+
+class AdminClient(Connection):
+    """Talks to the admin address of one router over one connection, from one event loop.
+
+        async with AdminClient("127.0.0.1:8003") as admin:
+            for worker in (await admin.list_workers()).workers:
+                ...
+
+    `token` is shown where the router asks for one. Every call raises an error of `trtmesh.chassis.errors` when it
+    fails, and DeadlineExceeded when the router gives no sign for `timeout_seconds`.
+    """
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADMIN_ADDRESS,
+        *,
+        token: AdminToken | None = None,
+        timeout_seconds: float = 10.0,
+        max_message_bytes: int = 64 * 2**20,
+    ) -> None:
+        super().__init__(address, max_message_bytes=max_message_bytes)
+        self._timeout_seconds = timeout_seconds
+        self._metadata = (token.metadata,) if token else ()
+
+    async def list_workers(self) -> pb.ListWorkersResponse:
+        """The workers and tokenizers that the router sees."""
+        return await self._short(self._stub.ListWorkers, pb.ListWorkersRequest())
+
+    async def watch_workers(self) -> AsyncGenerator[pb.WatchWorkersResponse, None]:
+        """The workers and tokenizers now and whenever they change; close it (`contextlib.aclosing`) to end the call."""
+        call = self._stub.WatchWorkers(pb.WatchWorkersRequest(), metadata=self._metadata)
+        try:
+            while True:
+                response = await self._long(call.read())
+                if response is grpc.aio.EOF:
+                    return
+                yield response
+        finally:
+            call.cancel()
+
+    async def add_worker(self, address: str) -> pb.AddWorkerResponse:
+        """Makes the router connect to a worker."""
+        return await self._short(self._stub.AddWorker, pb.AddWorkerRequest(address=address))
+
+    async def drain_worker(self, worker: str) -> pb.DrainWorkerResponse:
+        """Places nothing more on a worker, by name or address, and returns when nothing is left on it."""
+        call = self._stub.DrainWorker(pb.DrainWorkerRequest(worker=worker), metadata=self._metadata)
+        return await self._long(call)
+
+    async def resume_worker(self, worker: str) -> pb.ResumeWorkerResponse:
+        """Places items on a drained worker again."""
+        return await self._short(self._stub.ResumeWorker, pb.ResumeWorkerRequest(worker=worker))
+
+    async def remove_worker(self, worker: str) -> pb.RemoveWorkerResponse:
+        """Makes the router forget a worker."""
+        return await self._short(self._stub.RemoveWorker, pb.RemoveWorkerRequest(worker=worker))
+
+    async def list_requests(self, request_id: str = "") -> pb.ListRequestsResponse:
+        """The live requests, or the one of that name."""
+        request = pb.ListRequestsRequest(request_id=request_id)
+        return await self._short(self._stub.ListRequests, request)
+
+    async def stop_request(self, request_id: str, batch_indexes: Sequence[int] = ()) -> int:
+        """Stops a request, or some of its items; returns how many were running or waiting."""
+        stop = router_pb2.StopRequest(request_id=request_id, batch_indexes=batch_indexes)
+        request = pb.StopRequestRequest(stop=stop)
+        answer: pb.StopRequestResponse = await self._short(self._stub.StopRequest, request)
+        return answer.stopped_items
+
+    async def get_policy(self) -> pb.GetPolicyResponse:
+        """The placement policy in force, and those that may be set."""
+        return await self._short(self._stub.GetPolicy, pb.GetPolicyRequest())
+
+    async def set_policy(self, policy: str) -> pb.SetPolicyResponse:
+        """Changes how workers are chosen from now on."""
+        return await self._short(self._stub.SetPolicy, pb.SetPolicyRequest(policy=policy))
+
+    async def explain(self, request_id: str) -> pb.ExplainResponse:
+        """How the items of a request, live or over, were placed."""
+        return await self._short(self._stub.Explain, pb.ExplainRequest(request_id=request_id))
+
+    @property
+    def _stub(self) -> Any:
+        return router_admin_pb2_grpc.RouterAdminServiceStub(self._open)
+
+    async def _short(self, method: Callable[..., Awaitable[T]], request: Message) -> T:
+        """A call that is answered at once or never."""
+        try:
+            with typed_errors():
+                return await method(request, timeout=self._timeout_seconds, metadata=self._metadata)
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(
+                f"the router at {self.address} gave no answer for {self._timeout_seconds:g} s: it is frozen, overloaded"
+                " or cut off"
+            ) from error
+
+    async def _long(self, answer: Awaitable[T]) -> T:
+        """An answer that may take its time: meanwhile the router is asked, time and again, for one that may not."""
+        coming = asyncio.ensure_future(answer)
+        try:
+            while not (await asyncio.wait((coming,), timeout=self._timeout_seconds / 2))[0]:
+                await self.get_policy()
+            with typed_errors():
+                return coming.result()
+        finally:
+            coming.cancel()
+            await asyncio.gather(coming, return_exceptions=True)

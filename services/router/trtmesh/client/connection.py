@@ -1,0 +1,59 @@
+"""The connection of a client, and the errors of its calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+import grpc
+from trtmesh.chassis.channels import open_channel
+from trtmesh.chassis.errors import REASON_METADATA_KEY, TrtmeshError, from_status
+
+
+class Connection:
+    """One connection to `address`, open inside `async with`, for calls from one event loop."""
+
+    def __init__(self, address: str, *, max_message_bytes: int = 64 * 2**20) -> None:
+        self.address = address
+        self._max_message_bytes = max_message_bytes
+        self._channel: grpc.aio.Channel | None = None
+
+    async def __aenter__(self) -> Self:
+        self._channel = open_channel(self.address, self._max_message_bytes)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        channel, self._channel = self._open, None
+        await channel.close()
+
+    @property
+    def _open(self) -> grpc.aio.Channel:
+        if self._channel is None:
+            name = type(self).__name__
+            raise RuntimeError(f"the client is not open; use `async with {name}(...) as client:`")
+        return self._channel
+
+
+@contextmanager
+def typed_errors() -> Iterator[None]:
+    """Turns a failed call into the error that the router meant."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        reason = error.trailing_metadata().get(REASON_METADATA_KEY)
+        text = reason.decode() if isinstance(reason, bytes) else reason
+        raise from_status(error.code(), text, error.details() or error.code().name) from error
+    except asyncio.CancelledError as error:
+        # Closing the client cancels its calls, and grpc.aio raises this in tasks that nobody cancelled.
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise TrtmeshError("the client was closed during the call") from error
