@@ -44,6 +44,7 @@ class Harness:
         self.backend = TorchBackend(model_dir, settings)
         self.as_protocol: Backend = self.backend
         self.streams: dict[int, Stream] = {}
+        self.beams: set[int] = set()
         self.outputs: list[StepOutput] = []
         self.failures: list[BaseException] = []
         self.info: BackendInfo
@@ -66,9 +67,11 @@ class Harness:
         """Returns the keys of the item's sequences."""
         config = config or GenerationConfig()
         first = len(self.streams)
-        keys = tuple(range(first, first + config.sampling.num_return_sequences))
+        keys = tuple(range(first, first + config.sequences))
         for key in keys:
             self.streams[key] = Stream()
+        if config.beam_search.beam_width > 1:
+            self.beams.update(keys)
         try:
             self.backend.submit(
                 Submission(
@@ -131,6 +134,9 @@ class Harness:
             assert stream.end is None, "tokens after the end"
             if stream.first_offset is None:
                 stream.first_offset = offset
+            if key in self.beams and not offset:
+                stream.token_ids = []
+                stream.details = []
             assert offset == stream.first_offset + len(stream.token_ids), "a gap or a repeat"
             stream.token_ids += output.token_ids[position : position + count]
             position += count
@@ -172,6 +178,7 @@ def configure(**values: Any) -> GenerationConfig:
         ("sampling", Sampling()),
         ("output", Output()),
         ("kv_cache", config.kv_cache),
+        ("beam_search", config.beam_search),
     ):
         assert is_dataclass(default)
         mine = {f.name: values.pop(f.name) for f in fields(default) if f.name in values}

@@ -11,6 +11,7 @@ from trtmesh.chassis.errors import (
     PromptEmpty,
     PromptTooLong,
     TokenOutOfVocabulary,
+    UnsupportedField,
 )
 from trtmesh.chassis.parsing import ELEMENT_BYTES, refuse_unsupported
 from trtmesh.chassis.vocabulary import GenerationConfig, KvCache
@@ -45,6 +46,8 @@ def admit(
     if len(item.keys) > info.max_sequences_per_item:
         most = f"at most {info.max_sequences_per_item}"
         raise InvalidField.of("sampling.num_return_sequences", len(item.keys), most)
+    if item.config.beam_search.beam_width > 1:
+        _check_beams(item, info)
     limit = _limit(item, prompt_tokens, info)
     _check_logits(item, prompt_tokens, limit, info.vocabulary_size, max_logits_bytes)
     # An end id that the model has no logit for can neither come nor be held back.
@@ -143,10 +146,41 @@ def _check_logits(
             )
 
 
+def _check_beams(item: Submission, info: BackendInfo) -> None:
+    """A search chooses by rank and draws nothing, and what it tells may change until it is over."""
+    config, width = item.config, item.config.beam_search.beam_width
+    sampling, output = config.sampling, config.output
+    most = min(info.max_sequences_per_item, info.max_batch_size)
+    if width > most:
+        limit = f"at most {most}, the fewer of the worker's sequences of an item and of a batch"
+        raise InvalidField.of("beam_search.beam_width", width, limit)
+    drawing = (
+        # Values that forbid or change nothing are sent by clients that send every field.
+        ("sampling.top_k", sampling.top_k, (None, 0, 1)),
+        ("sampling.top_p", sampling.top_p, (None, 0, 1)),
+        ("sampling.min_p", sampling.min_p, (None, 0)),
+        ("sampling.top_p_min", sampling.top_p_min, (None,)),
+        ("sampling.top_p_decay", sampling.top_p_decay, (None, 1)),
+        ("sampling.top_p_reset_id", sampling.top_p_reset_id, (None,)),
+        ("sampling.best_of", sampling.best_of, (None,)),
+        ("output.normalize_log_probs", output.normalize_log_probs, (None, True)),
+    )
+    for name, value, harmless in drawing:
+        if value not in harmless:
+            raise InvalidField(
+                f"{name} is {value!r}, which means nothing with beam_search.beam_width {width}: beams are ranked, not"
+                " drawn; leave it unset"
+            )
+    if output.generation_logits:
+        raise UnsupportedField(
+            f"output.generation_logits is not supported with beam_search.beam_width {width}, whose sequences are told"
+            " anew whenever they change; ask for log_probs"
+        )
+
+
 def _limit(item: Submission, prompt_tokens: int, info: BackendInfo) -> int:
     """Most tokens of each sequence, prompt included."""
-    # The last token's KV is never needed, so a full pool holds one token more.
-    capacity = info.total_blocks * info.tokens_per_block + 1
+    capacity = _capacity(prompt_tokens, item.config.beam_search.beam_width, info)
     max_tokens = item.config.stopping.max_tokens
     longest = info.max_sequence_tokens
     if max_tokens is None:
@@ -155,8 +189,20 @@ def _limit(item: Submission, prompt_tokens: int, info: BackendInfo) -> int:
     else:
         limit = wanted = min(longest, prompt_tokens + max_tokens)
     if wanted > capacity:
+        new = f"{wanted - prompt_tokens} new ones"
+        blocks = f"needs {-(-(wanted - 1) // info.tokens_per_block)} KV blocks"
+        if item.config.beam_search.beam_width > 1:
+            blocks = f"in each of {item.config.beam_search.beam_width} beams needs more KV blocks"
         raise OutOfBlocks(
-            f"a sequence of {prompt_tokens} prompt tokens and {wanted - prompt_tokens} new ones needs"
-            f" {-(-(wanted - 1) // info.tokens_per_block)} KV blocks, but the pool has {info.total_blocks}"
+            f"a sequence of {prompt_tokens} prompt tokens and {new} {blocks}, but the pool has {info.total_blocks}"
         )
     return limit
+
+
+def _capacity(prompt_tokens: int, beams: int, info: BackendInfo) -> int:
+    """Most tokens of each of an item's beams if it has the pool to itself; a sequence on its own is one beam."""
+    size = info.tokens_per_block
+    # Whole blocks of the prompt are shared, but for the last, which each computes for its logits.
+    shared = (prompt_tokens - 1) // size if beams > 1 else 0
+    # The last token's KV is never needed, so full blocks hold one token more.
+    return (shared + (info.total_blocks - shared) // beams) * size + 1

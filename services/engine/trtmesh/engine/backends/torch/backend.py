@@ -12,6 +12,7 @@ import threading
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ from trtmesh.engine.backend import (
     Submission,
 )
 from trtmesh.engine.backends.torch.admission import admit
+from trtmesh.engine.backends.torch.beam_item import BeamItem
 from trtmesh.engine.backends.torch.sequence import Sequence, sequences_of
 from trtmesh.engine.backends.torch.settings import TorchSettings
 from trtmesh.engine.backends.torch.token_rules import TokenRules
@@ -39,9 +41,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """A command: take these sequences."""
+    """A command: take these sequences, which are those of a search where `beams` is set."""
 
     sequences: list[Sequence]
+    beams: BeamItem | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ class TorchBackend:
         self._incoming_tokens = 0
         self._closing = False
         self._broken = False
+        self._lanes = count(-1, -1)
 
     async def start(self, deliver: Deliver, fail: Fail) -> BackendInfo:
         self._deliver, self._fail = deliver, fail
@@ -96,16 +100,26 @@ class TorchBackend:
                 raise BackendFailed("the engine has failed and takes nothing any more")
             waiting = scheduler.waiting_sequences + self._incoming_sequences
             places = max(0, self._settings.max_batch_size - len(scheduler.running))
-            if waiting + len(item.keys) > self._settings.max_queue_size + places:
+            asked = max(len(item.keys), item.config.beam_search.beam_width)
+            if waiting + asked > self._settings.max_queue_size + places:
                 raise QueueFull(
                     f"{waiting} sequences wait and at most {self._settings.max_queue_size} may beyond those with a"
                     " place in the batch; try again later or elsewhere"
                 )
-            sequences = sequences_of(item, rule, token_rules, table)
+            lanes = self._lane_keys(item)
+            sequences = sequences_of(item, lanes or item.keys, rule, token_rules, table)
             self._incoming_sequences += len(sequences)
             self._incoming_tokens += len(sequences) * len(item.token_ids)
-            self._inbox.append(Add(sequences))
+            self._inbox.append(Add(sequences, BeamItem(item.keys, sequences) if lanes else None))
             self._wake.notify()
+
+    def _lane_keys(self, item: Submission) -> list[int]:
+        """Keys of the sequences that a beam search runs, the first key among them; none for other items."""
+        width = item.config.beam_search.beam_width
+        if width == 1:
+            return []
+        # Below zero, because the others are no sequences of the service.
+        return [item.keys[0], *(next(self._lanes) for _ in range(width - 1))]
 
     def stop(self, keys: SequenceOf[int], reason: int) -> None:
         with self._wake:
@@ -187,7 +201,10 @@ class TorchBackend:
             with self._wake:
                 self._incoming_sequences -= len(command.sequences)
                 self._incoming_tokens -= sum(len(s.tokens) for s in command.sequences)
-            engine.add(command.sequences)
+            if command.beams:
+                engine.add_beams(command.beams)
+            else:
+                engine.add(command.sequences)
 
     def _break(self, engine: Engine, error: Exception) -> None:
         """Ends every sequence with an error, then tells the service."""

@@ -18,12 +18,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
 from trtmesh.chassis.vocabulary import BeamSearch
 from trtmesh.engine.backends.torch.stopping import End
 from trtmesh.v1 import generation_pb2 as pb
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Top = list[tuple[int, float]]
+"""Ids and log-probabilities, likeliest first."""
 
 MOST_EXPONENT = 700.0
 """Of e: no length and no penalty makes a score infinite."""
@@ -39,11 +44,8 @@ class Hypothesis:
     """Sum of the log-probabilities."""
     end: End | None = None
     """How it ended; None while it runs."""
-
-    def continued(self, token: int, log_prob: float, end: End | None) -> Hypothesis:
-        return Hypothesis(
-            [*self.tokens, token], [*self.log_probs, log_prob], self.total + log_prob, end
-        )
+    tops: list[Top] = field(default_factory=list)
+    """The likeliest alternatives at each token, as far as they were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +99,13 @@ class Search:
             return list(self.complete)
         return sorted([*self.complete, *self.running], key=self.score, reverse=True)[: self.width]
 
-    def advance(self, log_probs: Tensor, end_after: EndAfter) -> list[int]:
-        """One step. `log_probs` are [running beams, vocabulary]; returns which beam each beam now running continues."""
+    def advance(
+        self, log_probs: Tensor, end_after: EndAfter, tops: Sequence[Top] | None = None
+    ) -> list[int]:
+        """One step. `log_probs` are [running beams, vocabulary], `tops` what each beam had for alternatives.
+
+        Returns which beam each beam now running continues.
+        """
         before, chosen = self.running, list[_Candidate]()
         complete: list[Hypothesis] = []
         for place, candidate in enumerate(self._candidates(log_probs)):
@@ -108,8 +115,8 @@ class Search:
             if end is None and len(chosen) < self.width:
                 chosen.append(candidate)
             elif end is not None and place < self.width:
-                complete.append(_follow(before, candidate, end))
-        self.running = [_follow(before, candidate, None) for candidate in chosen]
+                complete.append(_follow(before, candidate, tops, end))
+        self.running = [_follow(before, candidate, tops) for candidate in chosen]
         ranked = sorted([*self.complete, *complete], key=self.score, reverse=True)
         self.complete = ranked[: self.width]
         return [candidate.parent for candidate in chosen]
@@ -118,7 +125,7 @@ class Search:
         """The possible continuations, best first: at least all that a step may come to look at."""
         # Of one beam at most `width` run on, and before the last of those come only tokens that end it.
         count = min(self.width + self._ending_tokens, log_probs.shape[1])
-        values, tokens = torch.topk(log_probs, count, dim=1)
+        values, tokens = log_probs.topk(count, dim=1)
         found = [
             _Candidate(
                 beam.total + log_prob + self._diversity_rate * parent, parent, token, log_prob
@@ -136,5 +143,17 @@ class Search:
         return total * math.exp(-max(-MOST_EXPONENT, min(MOST_EXPONENT, exponent)))
 
 
-def _follow(beams: Sequence[Hypothesis], candidate: _Candidate, end: End | None) -> Hypothesis:
-    return beams[candidate.parent].continued(candidate.token, candidate.log_prob, end)
+def _follow(
+    beams: Sequence[Hypothesis],
+    candidate: _Candidate,
+    tops: Sequence[Top] | None,
+    end: End | None = None,
+) -> Hypothesis:
+    beam = beams[candidate.parent]
+    return Hypothesis(
+        [*beam.tokens, candidate.token],
+        [*beam.log_probs, candidate.log_prob],
+        beam.total + candidate.log_prob,
+        end,
+        [*beam.tops, tops[candidate.parent]] if tops else [],
+    )

@@ -11,11 +11,12 @@ from itertools import count
 from torch import Tensor
 from trtmesh.chassis.errors import BackendFailed, TrtmeshError
 from trtmesh.engine.backend import SequenceEnd, StepOutput
+from trtmesh.engine.backends.torch.beam_item import BeamItem
 from trtmesh.engine.backends.torch.kvcache import KvCache
 from trtmesh.engine.backends.torch.prompt_table import Embedding
 from trtmesh.engine.backends.torch.readers import reader_for
 from trtmesh.engine.backends.torch.runner import Runner
-from trtmesh.engine.backends.torch.sampling import Choice, choose
+from trtmesh.engine.backends.torch.sampling import Choice, choose, most_likely, search_log_probs
 from trtmesh.engine.backends.torch.scheduler import Chunk, Scheduler
 from trtmesh.engine.backends.torch.sequence import Sequence
 from trtmesh.v1 import generation_pb2 as pb
@@ -40,6 +41,9 @@ class Engine:
         self._cache = cache
         self._ends: list[SequenceEnd] = []
         self._deadlines: list[tuple[float, int, Sequence]] = []
+        # Under the keys of their sequences that come back, and under those of their lanes.
+        self._searches: dict[int, BeamItem] = {}
+        self._lanes: dict[int, BeamItem] = {}
         self._numbers = count()
         self._failed_steps = 0
 
@@ -55,15 +59,31 @@ class Engine:
             end = sequence.rule.end_after(sequence.tokens) if sequence.generated_tokens else None
             if end:
                 self._end(sequence, *end)
-            elif sequence.deadline is not None:
-                entry = (sequence.deadline, next(self._numbers), sequence)
-                heapq.heappush(self._deadlines, entry)
+            else:
+                self._watch(sequence)
+
+    def add_beams(self, item: BeamItem) -> None:
+        """Takes an item under beam search."""
+        self._searches.update(dict.fromkeys(item.keys, item))
+        for lane in item.lanes:
+            lane.reader = reader_for(lane)
+            self._lanes[lane.key] = item
+            self.scheduler.add(lane, self.step_count)
+        self._watch(item.first)
+
+    def _watch(self, sequence: Sequence) -> None:
+        if sequence.deadline is not None:
+            entry = (sequence.deadline, next(self._numbers), sequence)
+            heapq.heappush(self._deadlines, entry)
 
     def stop(self, keys: Iterable[int], reason: int) -> None:
-        """Ends sequences; a key that is unknown or over is ignored."""
+        """Ends sequences, of a beam search all with any; a key that is unknown or over is ignored."""
         for key in keys:
+            search = self._searches.get(key)
             sequence = self.scheduler.find(key)
-            if sequence:
+            if search:
+                self._end_search(search, search.broken_off(reason))
+            elif sequence:
                 self._end(sequence, reason)
 
     def stop_all(self, reason: int) -> None:
@@ -71,15 +91,16 @@ class Engine:
 
     def fail_all(self, error: BackendFailed) -> None:
         for sequence in self.scheduler.sequences:
-            self._fail(sequence, error)
+            if self._lives(sequence):
+                self._fail(sequence, error)
 
     def end_overdue(self) -> None:
         """Ends the sequences whose deadline has passed."""
         now = time.monotonic()
         while self._deadlines and self._deadlines[0][0] <= now:
             sequence = heapq.heappop(self._deadlines)[2]
-            if self.scheduler.find(sequence.key) is sequence:
-                self._end(sequence, pb.FINISH_REASON_CANCELLED)
+            if self._lives(sequence):
+                self.stop([sequence.key], pb.FINISH_REASON_CANCELLED)
 
     def take_ends(self) -> StepOutput | None:
         """What ended between steps, if anything did."""
@@ -92,15 +113,16 @@ class Engine:
         results = self._compute(chunks) if chunks else []
         self.step_count += 1
         output = StepOutput(self.step_count)
-        failed = self._read(chunks, output)
+        self._read(chunks, output)
         for completing, logits in results:
             if logits is None:
                 continue
-            rows = [row for row, chunk in enumerate(completing) if chunk.sequence not in failed]
+            # What could not be read has failed, and its mates with it.
+            rows = [row for row, chunk in enumerate(completing) if self._lives(chunk.sequence)]
             if len(rows) < len(completing):
                 logits = logits[rows]  # noqa: PLW2901 - without the rows of failed sequences
             if rows:
-                self._choose([completing[row].sequence for row in rows], logits, output)
+                self._continue([completing[row].sequence for row in rows], logits, output)
         return self._output(output)
 
     def _output(self, output: StepOutput | None = None) -> StepOutput:
@@ -130,6 +152,9 @@ class Engine:
     def _compute_alone(self, chunks: list[Chunk]) -> list[tuple[list[Chunk], Tensor | None]]:
         results = []
         for chunk in chunks:
+            if not self._lives(chunk.sequence):
+                # A mate has failed.
+                continue
             try:
                 results.append(self._runner.compute([chunk]))
             except Exception as error:  # noqa: BLE001 - whatever it is, it ends this sequence alone
@@ -138,24 +163,57 @@ class Engine:
                 self.scheduler.computed(chunk)
         return results
 
-    def _read(self, chunks: list[Chunk], output: StepOutput) -> list[Sequence]:
-        """Reads what was asked of the tokens given, before the next one is chosen; gives the sequences that failed."""
-        failed = []
+    def _lives(self, sequence: Sequence) -> bool:
+        return self.scheduler.find(sequence.key) is sequence
+
+    def _read(self, chunks: list[Chunk], output: StepOutput) -> None:
+        """Reads what was asked of the tokens given, before the next one is chosen."""
         for chunk in chunks:
             reader = chunk.sequence.reader
-            if reader is None or chunk.given_logits is None:
+            if reader is None or chunk.given_logits is None or not self._lives(chunk.sequence):
                 continue
             try:
                 output.prompts += reader.read(chunk.given_logits)
             except Exception as error:
                 log.exception("logits could not be read")
-                failed.append(chunk.sequence)
                 self._fail(
                     chunk.sequence, BackendFailed(f"the prompt's logits cannot be read: {error}")
                 )
             if reader.next >= reader.end:
                 chunk.sequence.reader = None
-        return failed
+
+    def _continue(self, sequences: list[Sequence], logits: Tensor, output: StepOutput) -> None:
+        """Gives each sequence what comes next: a token, or to a lane the beam that it holds from now on."""
+        lanes = [row for row, sequence in enumerate(sequences) if sequence.key in self._lanes]
+        if not lanes:
+            self._choose(sequences, logits, output)
+            return
+        others = [row for row, sequence in enumerate(sequences) if sequence.key not in self._lanes]
+        if others:
+            self._choose([sequences[row] for row in others], logits[others], output)
+        self._search([sequences[row] for row in lanes], logits[lanes], output)
+
+    def _search(self, lanes: list[Sequence], logits: Tensor, output: StepOutput) -> None:
+        """Lets the searches go on for which everything is there."""
+        log_probs, failures = search_log_probs(lanes, logits)
+        for row, lane in enumerate(lanes):
+            item = self._lanes.get(lane.key)
+            if item is None:
+                # Another lane of it has failed.
+                continue
+            if row in failures:
+                self._fail(lane, failures[row])
+                continue
+            top = most_likely(log_probs[row], lane.token_rules.output.top_log_probs)
+            if item.take(lane, log_probs[row], top):
+                self._go_on(item, output)
+
+    def _go_on(self, item: BeamItem, output: StepOutput) -> None:
+        self.scheduler.reassign(item.advance(time.time_ns()))
+        self.generated_tokens += len(item.lanes)
+        item.tell(output)
+        if item.over:
+            self._end_search(item, item.ends())
 
     def _choose(self, sequences: list[Sequence], logits: Tensor, output: StepOutput) -> None:
         """Chooses and appends tokens; where that fails for all at once, each is tried on its own."""
@@ -198,7 +256,22 @@ class Engine:
         self.scheduler.remove(sequence)
         self._ends.append(end)
 
+    def _end_search(
+        self, item: BeamItem, ends: list[SequenceEnd], *, content_is_good: bool = True
+    ) -> None:
+        for key in item.keys:
+            del self._searches[key]
+        for lane in item.lanes:
+            del self._lanes[lane.key]
+            self.scheduler.remove(lane, content_is_good=content_is_good)
+        self._ends += ends
+
     def _fail(self, sequence: Sequence, error: TrtmeshError) -> None:
+        item = self._lanes.get(sequence.key)
+        if item:
+            ends = item.broken_off(pb.FINISH_REASON_ERROR, error)
+            self._end_search(item, ends, content_is_good=False)
+            return
         end = sequence.end(pb.FINISH_REASON_ERROR, error=error)
         self.scheduler.remove(sequence, content_is_good=False)
         self._ends.append(end)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -158,15 +159,16 @@ class Times:
 
 def sequences_of(
     item: Submission,
+    keys: Iterable[int],
     rule: EndRule,
     token_rules: TokenRules,
     prompt_table: PromptTable | None = None,
 ) -> list[Sequence]:
-    """The sequences of an item; the first computes the prompt for all."""
+    """Sequences of an item under `keys`; the first computes the prompt for all."""
     sequences: list[Sequence] = []
     digest = prompt_table.digest if prompt_table else None
     root = root_hash(item.config.kv_cache.salt, prompt_table_digest=digest)
-    for index, key in enumerate(item.keys):
+    for index, key in enumerate(keys):
         sequence = Sequence(
             key=key,
             config=item.config,

@@ -30,6 +30,11 @@ class EndRule:
         # Length of the sequence, prompt included, before which nothing but the limit ends it.
         self._open_until = prompt_tokens + stopping.min_tokens
 
+    @property
+    def ending_tokens(self) -> int:
+        """At most so many ids end a sequence before its limit."""
+        return len(self.end_ids) + len(self._words_by_last)
+
     def bans_end_ids(self, length: int) -> bool:
         """Whether the token at index `length` must be no end id."""
         return length < self._open_until and bool(self.end_ids)

@@ -14,7 +14,8 @@ the uniform number lies that close to a border between two tokens. Everything fr
 float64 so that nothing is added to that. With half-precision weights such ties are common.
 """
 
-from trtmesh.engine.backends.torch.sampling.choice import Choice, choose
+from trtmesh.engine.backends.torch.sampling.choice import Choice, choose, search_log_probs
+from trtmesh.engine.backends.torch.sampling.details import most_likely
 from trtmesh.engine.backends.torch.sampling.filters import filtered_weights
 
-__all__ = ["Choice", "choose", "filtered_weights"]
+__all__ = ["Choice", "choose", "filtered_weights", "most_likely", "search_log_probs"]

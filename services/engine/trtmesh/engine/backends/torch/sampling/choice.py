@@ -67,6 +67,28 @@ def choose(sequences: SequenceOf[Sequence], logits: Tensor) -> Choice:
     return choice
 
 
+@torch.inference_mode()
+def search_log_probs(
+    sequences: SequenceOf[Sequence], logits: Tensor
+) -> tuple[Tensor, dict[int, TrtmeshError]]:
+    """What a beam search adds up, [sequences, vocabulary] float64: log-probabilities after bias, penalties, bans and
+    temperature, -inf for what must not come. Rows that are no numbers are named with their error."""
+    for sequence in sequences:
+        if sequence.token_rules.remembers:
+            sequence.remember()
+    changed = adjusted(sequences, logits).double()
+    temperatures = [sequence.token_rules.sampling.temperature or 1.0 for sequence in sequences]
+    changed = changed / torch.tensor(temperatures, dtype=changed.dtype, device=changed.device)[:, None]
+    peaks = changed.amax(dim=1)
+    failures = {
+        row: _failure(logits[row])
+        for row, peak in enumerate(peaks.tolist())
+        if not math.isfinite(peak) and peak != -math.inf
+    }
+    forbidden = peaks == -math.inf
+    return changed.log_softmax(dim=1).masked_fill_(forbidden[:, None], -math.inf), failures
+
+
 def _failure(row: Tensor) -> TrtmeshError:
     """Why no token of a row can be chosen; `row` are the model's own logits."""
     if bool(torch.isfinite(row.amax())):

@@ -1,0 +1,241 @@
+"""Beam search against transformers: tokens and scores, alone and among companions, whole and paused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.torch.conftest import ModelDir
+from engine.torch.harness import Harness, Stream, configure, running
+from oracle import tiny_models
+from transformers import PreTrainedModel
+from trtmesh.chassis.errors import InvalidField, OutOfBlocks, TrtmeshError, UnsupportedField
+from trtmesh.chassis.vocabulary import GenerationConfig
+from trtmesh.v1 import generation_pb2 as pb
+
+TOKENS = 12
+STOPPING = {
+    pb.EARLY_STOPPING_FIRST_COMPLETE: True,
+    pb.EARLY_STOPPING_HEURISTIC: False,
+    pb.EARLY_STOPPING_EXHAUSTIVE: "never",
+}
+"""What transformers calls the three."""
+
+Beams = list[tuple[list[int], float]]
+
+
+def expected(
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    width: int,
+    *,
+    early_stopping: int = pb.EARLY_STOPPING_FIRST_COMPLETE,
+    length_penalty: float = 0.0,
+    end_id: int | list[int] | None = None,
+    tokens: int = TOKENS,
+) -> Beams:
+    """The sequences of `generate`, best first, and their scores."""
+    ids = torch.tensor([prompt])
+    generate: Any = model.generate
+    with torch.inference_mode():
+        output = generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            do_sample=False,
+            num_beams=width,
+            num_return_sequences=width,
+            early_stopping=STOPPING[pb.EarlyStopping.ValueType(early_stopping)],
+            length_penalty=length_penalty,
+            eos_token_id=end_id,
+            pad_token_id=tiny_models.PAD_ID,
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+    ends = [end_id] if isinstance(end_id, int) else end_id or []
+    found = []
+    for row, score in zip(output.sequences.tolist(), output.sequences_scores.tolist(), strict=True):
+        generated = row[len(prompt) :]
+        last = next((at for at, token in enumerate(generated) if token in ends), len(generated))
+        found.append((generated[: last + 1], score))
+    return found
+
+
+def found(streams: Sequence[Stream], length_penalty: float = 0.0) -> Beams:
+    beams = []
+    for stream in streams:
+        assert stream.end
+        assert stream.end.cumulative_log_prob is not None
+        log_probs = [value for details in stream.details for value in details.log_probs]
+        assert len(log_probs) == len(stream.token_ids) == stream.end.generated_tokens
+        assert sum(log_probs) == pytest.approx(stream.end.cumulative_log_prob)
+        score = stream.end.cumulative_log_prob / len(stream.token_ids) ** length_penalty
+        beams.append((stream.token_ids, score))
+    return beams
+
+
+def same(mine: Beams, theirs: Beams) -> None:
+    assert [tokens for tokens, _ in mine] == [tokens for tokens, _ in theirs]
+    assert [score for _, score in mine] == pytest.approx([s for _, s in theirs], abs=1e-3)
+
+
+def often(model: PreTrainedModel, prompt: Sequence[int]) -> list[int]:
+    """Ids that beams reach soon, declared ends."""
+    beams = expected(model, prompt, 4)
+    return [beams[1][0][2], beams[0][0][5]]
+
+
+@pytest.mark.parametrize("early_stopping", STOPPING)
+async def test_tokens_and_scores_of_generate(early_stopping: int, llama: Path) -> None:
+    """All at once: ends that come soon, late and never, and every sign of the penalty."""
+    model = tiny_models.reference_model(llama)
+    prompts = tiny_models.prompts(3)
+    ends = [[prompts[0][-1]], often(model, prompts[1]), often(model, prompts[2])]
+    async with running(llama, tokens_per_block=4, max_step_tokens=16) as engine:
+        submitted = []
+        for prompt, end_ids, width, length_penalty in (
+            (prompts[0], ends[0], 2, 0.0),
+            (prompts[1], ends[1], 4, 1.0),
+            (prompts[2], ends[2], 3, -0.7),
+            (prompts[2], ends[2], 5, 2.5),
+        ):
+            rule: dict[str, Any] = {
+                "early_stopping": early_stopping,
+                "length_penalty": length_penalty,
+            }
+            stop = tuple((end_id,) for end_id in end_ids)
+            config = beams(width, ignore_end_id=True, stop_token_ids=stop, **rule)
+            theirs = expected(model, prompt, width, end_id=end_ids, **rule)
+            submitted.append((engine.submit(prompt, config), theirs, length_penalty))
+        for keys, theirs, length_penalty in submitted:
+            same(found(await engine.ended(keys), length_penalty), theirs)
+
+
+def beams(width: int, **values: Any) -> GenerationConfig:
+    return configure(**{"max_tokens": TOKENS, "log_probs": True, "beam_width": width, **values})
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+async def test_a_batch_of_searches_and_others(family: str, model_dir: ModelDir) -> None:
+    """In small steps, with companions of other kinds, one search ended before."""
+    model = tiny_models.reference_model(model_dir(family))
+    prompts = tiny_models.prompts(4)
+    sampled = configure(max_tokens=20, ignore_end_id=True, temperature=1.0, seed=5)
+    async with running(model_dir(family), tokens_per_block=4, max_step_tokens=9) as engine:
+        (alone,) = await engine.run([prompts[0]], sampled)
+        gone = engine.submit(prompts[1], beams(4, ignore_end_id=True, max_tokens=200))
+        keys = [engine.submit(prompt, beams(3, ignore_end_id=True)) for prompt in prompts[1:]]
+        mate = engine.submit(prompts[0], sampled)
+        await engine.until(lambda: engine.streams[gone[0]].token_ids)
+        engine.backend.stop([gone[2]], pb.FINISH_REASON_STOPPED)
+        for prompt, each in zip(prompts[1:], keys, strict=True):
+            same(found(await engine.ended(each)), expected(model, prompt, 3))
+        assert (await engine.ended(mate))[0].token_ids == alone
+        for stream in await engine.ended(gone):
+            assert stream.end
+            assert stream.end.reason == pb.FINISH_REASON_STOPPED
+            assert stream.end.generated_tokens == len(stream.token_ids)
+        assert engine.backend.stats().used_blocks == 0
+
+
+async def test_fewer_may_come_back_than_are_searched(llama: Path) -> None:
+    model, prompt = tiny_models.reference_model(llama), tiny_models.prompts(2)[1]
+    theirs = expected(model, prompt, 4)
+    async with running(llama) as engine:
+        for count in (1, 3):
+            keys = engine.submit(prompt, beams(4, ignore_end_id=True, num_return_sequences=count))
+            assert len(keys) == count
+            same(found(await engine.ended(keys)), theirs[:count])
+
+
+async def test_the_alternatives_belong_to_the_tokens(llama: Path) -> None:
+    model, prompt = tiny_models.reference_model(llama), tiny_models.prompts(2)[1]
+    async with running(llama) as engine:
+        keys = engine.submit(prompt, beams(3, ignore_end_id=True, top_log_probs=2))
+        for stream in await engine.ended(keys):
+            ids = torch.tensor([[*prompt, *stream.token_ids]])
+            with torch.inference_mode():
+                logits = model(ids).logits[0, len(prompt) - 1 : -1]
+            values, tokens = logits.double().log_softmax(dim=-1).topk(2)
+            tops = [top for details in stream.details for top in details.top_log_probs]
+            assert [[token for token, _ in top] for top in tops] == tokens.tolist()
+            for top, row in zip(tops, values.tolist(), strict=True):
+                assert [value for _, value in top] == pytest.approx(row, abs=1e-3)
+
+
+async def test_adjusted_logits_are_ranked(llama: Path) -> None:
+    """Width 1 of a search is greedy, so beams under rules hold against the scores of the same rules token by token."""
+    prompt = tiny_models.prompts(2)[1]
+    rules: dict[str, Any] = {
+        "repetition_penalty": 1.4,
+        "frequency_penalty": 0.3,
+        "no_repeat_ngram_size": 2,
+        "bad_token_ids": ((7,), (8, 9)),
+        "min_tokens": 4,
+        "temperature": 0.7,
+    }
+    async with running(llama) as engine:
+        keys = engine.submit(prompt, beams(3, **rules, end_id=5))
+        streams = await engine.ended(keys)
+        scores = [stream.end.cumulative_log_prob or 0.0 for stream in streams if stream.end]
+        assert scores == sorted(scores, reverse=True)
+        assert len({tuple(stream.token_ids) for stream in streams}) == 3
+        for stream in streams:
+            await follows(engine, prompt, stream, rules)
+
+
+async def follows(
+    engine: Harness, prompt: Sequence[int], stream: Stream, rules: dict[str, Any]
+) -> None:
+    """Whether each log-probability is that of a draw under the same rules after the tokens before it."""
+    log_probs = [value for details in stream.details for value in details.log_probs]
+    tokens = stream.token_ids
+    for at, value in enumerate(log_probs):
+        config = configure(
+            max_tokens=at + 1, end_id=5, top_log_probs=256, normalize_log_probs=True, **rules
+        )
+        (one,) = await engine.ended(engine.submit(prompt, config, emitted=tokens[:at]))
+        top = dict(one.details[0].top_log_probs[0])
+        assert top[tokens[at]] == pytest.approx(value, abs=1e-3)
+
+
+async def test_a_search_that_can_find_too_little_says_so(llama: Path) -> None:
+    """All but three ids are forbidden: nine sequences of two tokens exist."""
+    bias = tuple(0.0 if token in (5, 6, 7) else -math.inf for token in range(320))
+    async with running(llama) as engine:
+        for width, possible in ((4, 3), (9, 9), (10, 9)):
+            keys = engine.submit([9], beams(width, max_tokens=2, embedding_bias=bias))
+            streams = await engine.ended(keys)
+            good = [stream for stream in streams if stream.end and not stream.end.error]
+            assert len(good) == (possible if width != 4 else 4)
+            assert len({tuple(stream.token_ids) for stream in good}) == len(good)
+            for stream in streams[len(good) :]:
+                assert stream.end
+                assert stream.end.error
+                assert "only 9 sequences" in stream.end.error.message
+
+
+REFUSALS: list[tuple[dict[str, Any], type[TrtmeshError], str]] = [
+    ({"top_k": 5}, InvalidField, r"sampling\.top_k is 5"),
+    ({"top_p": 0.5}, InvalidField, r"sampling\.top_p is 0\.5"),
+    ({"min_p": 0.5}, InvalidField, r"sampling\.min_p"),
+    ({"generation_logits": True}, UnsupportedField, r"output\.generation_logits"),
+    ({"normalize_log_probs": False}, InvalidField, r"output\.normalize_log_probs"),
+    ({"width": 17}, InvalidField, r"beam_width is 17 .* 16"),
+    ({"max_tokens": 200}, OutOfBlocks, "each of 4 beams needs more KV blocks"),
+]
+
+
+@pytest.mark.parametrize(("values", "kind", "words"), REFUSALS)
+async def test_what_a_search_cannot_do_is_refused(
+    values: dict[str, Any], kind: type[TrtmeshError], words: str, llama: Path
+) -> None:
+    async with running(llama, kv_cache_tokens=512) as engine:
+        with pytest.raises(kind, match=words):
+            engine.submit([5], beams(**{"width": 4, **values}))
+        harmless = {"top_k": 1, "top_p": 0.0, "temperature": 1.0}
+        await engine.ended(engine.submit([5], beams(4, **harmless)))
