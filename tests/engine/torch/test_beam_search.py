@@ -100,7 +100,6 @@ async def test_tokens_and_scores_of_generate(early_stopping: int, llama: Path) -
         for prompt, end_ids, width, length_penalty in (
             (prompts[0], ends[0], 2, 0.0),
             (prompts[1], ends[1], 4, 1.0),
-            (prompts[2], ends[2], 3, -0.7),
             (prompts[2], ends[2], 5, 2.5),
         ):
             rule: dict[str, Any] = {
@@ -139,6 +138,28 @@ async def test_a_batch_of_searches_and_others(family: str, model_dir: ModelDir) 
             assert stream.end
             assert stream.end.reason == pb.FINISH_REASON_STOPPED
             assert stream.end.generated_tokens == len(stream.token_ids)
+        assert engine.backend.stats().used_blocks == 0
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+async def test_a_search_that_is_paused_comes_to_the_same(reuse: bool, llama: Path) -> None:
+    """A pool that holds one search whole and no other beside it; all that run are paused and computed anew."""
+    model = tiny_models.reference_model(llama)
+    prompts = tiny_models.prompts(5)[1:]
+    config = beams(4, ignore_end_id=True, max_tokens=20)
+    long = configure(max_tokens=30, ignore_end_id=True)
+    mate = tiny_models.greedy(model, prompts[0], 30)
+    settings: dict[str, Any] = {"kv_cache_tokens": 120, "tokens_per_block": 4}
+    async with running(llama, **settings, prefix_reuse=reuse, max_step_tokens=24) as engine:
+        keys, mates = [], []
+        for prompt in prompts:
+            keys.append(engine.submit(prompt, config))
+            mates.append(engine.submit(prompts[0], long))
+        for prompt, each in zip(prompts, keys, strict=True):
+            same(found(await engine.ended(each)), expected(model, prompt, 4, tokens=20))
+        for key in mates:
+            assert (await engine.ended(key))[0].token_ids == mate
+        assert engine.backend._engine.scheduler.preemptions
         assert engine.backend.stats().used_blocks == 0
 
 

@@ -161,6 +161,14 @@ async def test_penalties_see_the_vocabulary_alone(llama: Path) -> None:
         assert len(set(stream.token_ids)) == 6
 
 
+async def test_an_id_of_the_table_has_no_probability(llama: Path) -> None:
+    config = configure(max_tokens=1, prompt_log_probs=True)
+    async with running(llama) as engine:
+        with pytest.raises(InvalidField, match="prompt_log_probs"):
+            engine.submit([5, VOCABULARY], tuned(tensor_of(random_table(1, 0)), config))
+        await engine.ended(engine.submit([5, 6], tuned(tensor_of(random_table(1, 0)), config)))
+
+
 NAN = random_table(2, 0).fill_(float("nan"))
 REFUSALS: list[tuple[list[int], PromptTuning, type[TrtmeshError], str]] = [
     (

@@ -91,9 +91,7 @@ def test_diversity_favours_later_beams(seed: int, width: int, rate: float) -> No
         )
         rows = torch.stack([world.row(beam.tokens) for beam in search.running])
         search.advance(rows, end_after)
-        going_on = [
-            each for each in candidates if each[1][-1] != END and len(each[1]) < LENGTH
-        ]
+        going_on = [each for each in candidates if each[1][-1] != END and len(each[1]) < LENGTH]
         beams = [(tokens, total) for _, tokens, total in going_on[:width]]
         assert [tuple(beam.tokens) for beam in search.running] == [tokens for tokens, _ in beams]
         for beam, (_, total) in zip(search.running, beams, strict=True):

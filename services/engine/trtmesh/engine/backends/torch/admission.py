@@ -43,11 +43,16 @@ def admit(
         )
     _check_retention(item.config.kv_cache)
     _check_ids(item, info.vocabulary_size)
+    if item.config.output.prompt_log_probs and max(item.token_ids) >= info.vocabulary_size:
+        raise InvalidField(
+            "output.prompt_log_probs is asked for a prompt with ids of prompt_tuning.embedding_table, which have no"
+            " probability; leave it unset"
+        )
+    if item.config.beam_search.beam_width > 1:
+        _check_beams(item, info)
     if len(item.keys) > info.max_sequences_per_item:
         most = f"at most {info.max_sequences_per_item}"
         raise InvalidField.of("sampling.num_return_sequences", len(item.keys), most)
-    if item.config.beam_search.beam_width > 1:
-        _check_beams(item, info)
     limit = _limit(item, prompt_tokens, info)
     _check_logits(item, prompt_tokens, limit, info.vocabulary_size, max_logits_bytes)
     # An end id that the model has no logit for can neither come nor be held back.

@@ -70,7 +70,7 @@ class BeamItem:
         )
 
     def advance(self, now_ns: int) -> Pairs:
-        """One step of the search; returns which lanes are to go on from the KV of which, before anything is computed."""
+        """One step of the search; returns which lanes are to go on from the KV of which."""
         holders = [self._beams.index(beam) for beam in range(len(self._search.running))]
         rows = [self._rows[self.lanes[lane].key] for lane in holders]
         self._rows.clear()

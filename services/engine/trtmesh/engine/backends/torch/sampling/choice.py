@@ -78,7 +78,9 @@ def search_log_probs(
             sequence.remember()
     changed = adjusted(sequences, logits).double()
     temperatures = [sequence.token_rules.sampling.temperature or 1.0 for sequence in sequences]
-    changed = changed / torch.tensor(temperatures, dtype=changed.dtype, device=changed.device)[:, None]
+    changed = (
+        changed / torch.tensor(temperatures, dtype=changed.dtype, device=changed.device)[:, None]
+    )
     peaks = changed.amax(dim=1)
     failures = {
         row: _failure(logits[row])
