@@ -102,3 +102,12 @@ async def test_the_policy_changes_while_the_router_runs(mesh: Mesh) -> None:
         assert {turns.count(worker) for worker in turns} == {2}
     finally:
         await admin(mesh).SetPolicy(admin_pb.SetPolicyRequest(policy="prefix_aware"))
+
+
+async def test_siblings_compute_what_they_share_once(mesh: Mesh) -> None:
+    ids = [prompt(40, tail) for tail in range(6)]
+    items = await mesh.client.complete(ids, max_tokens=2, text=False)
+    assert len({worker_of(item) for item in items}) == 1
+    reused = [item.usage.cached_prompt_tokens for item in items]
+    assert sorted(reused) == [0] + [4 * BLOCK] * 5
+    await mesh.idle()

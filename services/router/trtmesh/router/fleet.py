@@ -23,6 +23,7 @@ from trtmesh.router.placement import (
 from trtmesh.router.placement.decision_log import DecisionLog, DecisionRecord
 from trtmesh.router.placement.load_guard import Booking
 from trtmesh.router.placement.rates import Ewma, Typical, typical_of
+from trtmesh.router.siblings import LEAST_SHARED_BLOCKS, Seat, Siblings
 from trtmesh.router.worker import Worker
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
@@ -65,6 +66,8 @@ class ItemToPlace:
     sequences: int = 1
     max_tokens: int | None = None
     exclude: Mapping[str, str] = field(default_factory=dict)
+    avoid: frozenset[str] = frozenset()
+    prefer: str = ""
     cause: str = "first"
 
 
@@ -166,8 +169,27 @@ class Fleet:
             cached_tokens=self._cached_tokens(item, now),
             new_tokens=round(new_tokens * item.sequences),
             exclude=item.exclude,
+            avoid=item.avoid,
+            prefer=item.prefer,
             draw=random.getrandbits(32),
         )
+
+    def seat(self, siblings: Siblings, model: str, blocks: PromptBlocks) -> Seat | None:
+        """An item's place among those that begin alike; None where the policy does not look at prefixes, where nothing
+        is shared and where a worker has it already."""
+        if not POLICIES[self.policy].looks_at_prefixes:
+            return None
+        sizes = {
+            w.engine.tokens_per_block for w in self.workers.values() if w.engine.model == model
+        }
+        hashes = blocks.hashes(min(sizes, default=0))
+        if (seat := siblings.find(hashes)) is not None:
+            return seat
+        now = asyncio.get_running_loop().time()
+        found = self.kv_index.match(hashes[:LEAST_SHARED_BLOCKS], now)
+        if LEAST_SHARED_BLOCKS in found.values():
+            return None
+        return siblings.lead(hashes)
 
     def _cached_tokens(self, item: ItemToPlace, now: float) -> dict[str, int]:
         """Prompt tokens whose KV each worker has, as far as the policy cares."""

@@ -30,6 +30,7 @@ from trtmesh.router.fleet import Identity, ItemToPlace, Placed
 from trtmesh.router.kv_index import PromptBlocks, prefix_root
 from trtmesh.router.request import ItemRequest, worker_config
 from trtmesh.router.sequence import SequenceRun
+from trtmesh.router.siblings import Seat
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 from trtmesh.v1 import tokenizer_pb2 as tokenizer_pb
@@ -55,6 +56,7 @@ class ItemRun:
         self._over = False
         self._token_ids: list[int] = []
         self._blocks = PromptBlocks(None, ())
+        self._seat: Seat | None = None
         self._words: list[tuple[int, ...]] = []
         self._runs: list[SequenceRun] = []
         self._attempts = Attempts(live.mesh.retry.most_attempts)
@@ -66,13 +68,14 @@ class ItemRun:
         self.worker = ""
 
     async def live(self) -> None:
-        """Admit → encode → place and generate, on as many workers as it takes → finish."""
+        """Admit → encode → meet siblings → place and generate, on as many workers as it takes → finish."""
         self._task = asyncio.current_task()
         with request_id_bound(self._live.request_id):
             try:
                 if self._stop_asked:
                     raise asyncio.CancelledError
                 await self._encode()
+                await self._meet_siblings()
                 while not self._settled:
                     await self._place()
                     await self._generate()
@@ -155,6 +158,13 @@ class ItemRun:
         """Sequences that no worker has."""
         return [run for run in self._runs if run.waits_for_worker]
 
+    async def _meet_siblings(self) -> None:
+        """Lets the first of the items that begin alike compute what they share before the others go."""
+        self.stage = "place"
+        self._seat = self._mesh.fleet.seat(self._live.siblings, self._live.model, self._blocks)
+        if self._seat is not None:
+            await self._seat.wait()
+
     async def _place(self) -> None:
         """Dispatches what no worker has, and waits for a worker where none takes it."""
         deadline: float | None = None
@@ -169,6 +179,8 @@ class ItemRun:
             else:
                 with placed:
                     self._dispatch(placed)
+                    if self._seat is not None:
+                        self._seat.dispatched(placed.worker.address, placed.booking)
 
     def move(self, runs: Sequence[SequenceRun], address: str, why: str) -> bool:
         """Takes sequences away from a worker that is suspected of being dead, or shall be, if another one takes them.
@@ -203,6 +215,8 @@ class ItemRun:
             sequences=len(self._waiting) or self._item.config.sequences,
             max_tokens=self._item.config.stopping.max_tokens,
             exclude=exclude,
+            avoid=self._seat.avoid if self._seat else frozenset(),
+            prefer=self._seat.prefer if self._seat else "",
             cause="migration" if generated else "retry" if self._runs else "first",
         )
 
@@ -355,6 +369,8 @@ class ItemRun:
         """Stops whatever still runs; nothing to do for an item that came to its end."""
         for run in self._runs:
             run.abandon(pb.FINISH_REASON_CANCELLED)
+        if self._seat is not None:
+            self._seat.close()
         self._over = True
         self._live.on_item_over()
 

@@ -21,6 +21,7 @@ from trtmesh.router.fleet import Fleet
 from trtmesh.router.item import ItemRun
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.request import GenerationRequest
+from trtmesh.router.siblings import SiblingRules, Siblings
 from trtmesh.router.tokenizer_pool import TokenizerPool
 from trtmesh.router.turns import Turns
 from trtmesh.v1 import router_pb2 as router_pb
@@ -69,6 +70,7 @@ class Mesh:
     metrics: RouterMetrics
     turns: Turns
     retry: Retry
+    siblings: SiblingRules
 
 
 class LiveRequest:
@@ -84,6 +86,7 @@ class LiveRequest:
         accepted = router_pb.RequestAccepted(request_id=request.request_id, model=model)
         self.client = ClientStream(router_pb.GenerateEvent(accepted=accepted), mesh.turns)
         self.arrival_time = loop.time()
+        self.siblings = Siblings(mesh.siblings)
         self.drawn_seed = secrets.randbits(64)
         self.overrun: SlowClient | None = None
         self._deadline = None if remaining_seconds is None else loop.time() + remaining_seconds

@@ -23,6 +23,7 @@ from trtmesh.router.pulse import Deadlines
 from trtmesh.router.replica import LinkSettings, Replica
 from trtmesh.router.requests import Admission, Mesh, Requests, Retry
 from trtmesh.router.settings import RouterSettings
+from trtmesh.router.siblings import SiblingRules
 from trtmesh.router.tokenizer import Tokenizer
 from trtmesh.router.tokenizer_pool import TokenizerPool
 from trtmesh.router.turns import Turns
@@ -56,7 +57,16 @@ class Router:
         )
         self._admission = Admission(settings.max_items)
         retry = Retry(settings.max_attempts, settings.worker_recovery_seconds)
-        mesh = Mesh(self._fleet, self._tokenizers, self._admission, self._metrics, Turns(), retry)
+        siblings = SiblingRules(settings.siblings_together, settings.sibling_wait_seconds)
+        mesh = Mesh(
+            self._fleet,
+            self._tokenizers,
+            self._admission,
+            self._metrics,
+            Turns(),
+            retry,
+            siblings,
+        )
         self._requests = Requests(
             mesh, settings.client_buffer_tokens, settings.client_stall_seconds
         )

@@ -32,6 +32,10 @@ class RouterSettings(ServiceSettings):
     """How a worker is chosen for an item."""
     explained_decisions: Annotated[int, Field(ge=0, le=1_000_000)] = 4096
     """Latest placement decisions that are kept to be explained."""
+    siblings_together: Annotated[int, Field(ge=1, le=65536)] = 8
+    """Most items of one request that begin alike and go to one worker together; 1 lets each go its own way."""
+    sibling_wait_seconds: Annotated[float, Field(ge=0, le=3600)] = 1.0
+    """How long an item waits until what it shares with another item of its request is computed."""
     kv_index_blocks: Annotated[int, Field(ge=0, le=100_000_000)] = 1_000_000
     """Most KV blocks of workers that are remembered, about 250 bytes each; what was used longest ago goes first."""
     resolve_seconds: Annotated[float, Field(gt=0, le=3600)] = 2.0

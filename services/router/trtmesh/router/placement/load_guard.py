@@ -26,7 +26,15 @@ PRESSURE_SECONDS, MOST_PRESSURE = 0.15, 0.99
 class Booking:
     """The place of an item's sequences on a worker, from before their dispatch until the last one has left."""
 
-    __slots__ = ("_booked_at", "_guard", "_idle_before", "_waiting", "prompt_tokens", "sequences")
+    __slots__ = (
+        "_booked_at",
+        "_guard",
+        "_idle_before",
+        "_waiting",
+        "prompt_tokens",
+        "sequences",
+        "when_computed",
+    )
 
     def __init__(
         self, guard: LoadGuard, prompt_tokens: int, sequences: int, now: float, *, idle_before: bool
@@ -35,6 +43,8 @@ class Booking:
         self._booked_at = now
         self._idle_before = idle_before
         self._waiting = True
+        self.when_computed: Callable[[], None] | None = None
+        """Called once, when the prompt is computed or never will be here."""
         self.prompt_tokens = prompt_tokens
         self.sequences = sequences
 
@@ -49,6 +59,7 @@ class Booking:
             self._waiting = False
             seconds = now - self._booked_at if self._idle_before else None
             self._guard._on_started(self.prompt_tokens, seconds)
+            self._tell_computed()
 
     def leave(self, now: float, error: TrtmeshError | None = None) -> None:
         """One of its sequences is over or goes on elsewhere, because of `error` if that is given."""
@@ -60,6 +71,13 @@ class Booking:
             self._guard._on_left(1, prompt_tokens, last=last)
             if waiting:
                 self._guard._on_ended_early(error, now)
+            if last:
+                self._tell_computed()
+
+    def _tell_computed(self) -> None:
+        told, self.when_computed = self.when_computed, None
+        if told is not None:
+            told()
 
     def release(self, now: float, error: TrtmeshError | None = None) -> None:
         """All that are left leave. Later calls do nothing."""

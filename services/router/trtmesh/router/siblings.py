@@ -1,0 +1,102 @@
+"""Items of one request that begin alike: the first computes what they share, the others wait for it and follow.
+
+Together they would each compute the whole prompt, on one worker or on several; one after another they compute what they
+share once. At most so many follow to one worker; the next one leads a group of its own, on another worker if there is
+one, so that a large request still spreads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from trtmesh.router.placement.load_guard import Booking
+
+LEAST_SHARED_BLOCKS = 2
+"""Blocks that items must share to be worth waiting for each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class SiblingRules:
+    """How many siblings share a worker, and how long one waits for what another computes."""
+
+    most_together: int
+    wait_seconds: float
+
+
+@dataclass(slots=True)
+class _Group:
+    members: int = 1
+    address: str = ""
+    computed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Seat:
+    """An item's place among its siblings."""
+
+    def __init__(self, group: _Group, avoid: frozenset[str], wait_seconds: float) -> None:
+        self._group = group
+        self._wait_seconds = wait_seconds
+        self.leads = group.members == 1
+        self.avoid = avoid
+        """Addresses of workers that have enough siblings; for a leader."""
+
+    @property
+    def prefer(self) -> str:
+        """Address of the leader's worker, for a follower; '' when there is none."""
+        return "" if self.leads else self._group.address
+
+    async def wait(self) -> None:
+        """Returns when what is shared was computed, or its leader is over, or it takes too long."""
+        if not self.leads:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._wait_seconds):
+                    await self._group.computed.wait()
+
+    def dispatched(self, address: str, booking: Booking) -> None:
+        """The item is on its way to a worker."""
+        if self.leads and not self._group.address:
+            self._group.address = address
+            booking.when_computed = self._group.computed.set
+
+    def close(self) -> None:
+        """The item is over: nobody waits for it any more."""
+        if self.leads:
+            self._group.computed.set()
+
+
+class Siblings:
+    """The groups of one request."""
+
+    def __init__(self, rules: SiblingRules) -> None:
+        self._rules = rules
+        self._groups: defaultdict[int, list[_Group]] = defaultdict(list)
+
+    def find(self, blocks: Sequence[int]) -> Seat | None:
+        """A seat in a group that the item may follow; None when there is no group."""
+        key = _key(blocks)
+        if key is None or not self._groups[key]:
+            return None
+        last = self._groups[key][-1]
+        if last.members >= self._rules.most_together:
+            return self.lead(blocks)
+        last.members += 1
+        return Seat(last, frozenset(), self._rules.wait_seconds)
+
+    def lead(self, blocks: Sequence[int]) -> Seat | None:
+        """A seat at the head of a new group; None for a prompt that is too short to share anything."""
+        key = _key(blocks)
+        if key is None:
+            return None
+        groups = self._groups[key]
+        avoid = frozenset(group.address for group in groups if group.address)
+        groups.append(_Group())
+        return Seat(groups[-1], avoid, self._rules.wait_seconds)
+
+
+def _key(blocks: Sequence[int]) -> int | None:
+    """Equal for prompts that share enough blocks: a block's hash covers all before it."""
+    return blocks[LEAST_SHARED_BLOCKS - 1] if len(blocks) >= LEAST_SHARED_BLOCKS else None
