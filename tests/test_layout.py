@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -121,5 +122,5 @@ def test_every_dependency_is_pinned_for_ci() -> None:
     project = PYPROJECT["project"]
     extras = project["optional-dependencies"]
     needed = [*project["dependencies"], *extras["tokenizer"], *extras["engine"], *extras["dev"]]
-    names = {requirement.split(">")[0].split("=")[0].lower() for requirement in needed}
+    names = {re.split(r"[\[>=]", requirement)[0].lower() for requirement in needed}
     assert names - pinned == set()

@@ -24,13 +24,14 @@ from trtmesh.chassis.errors import SettingsError
 LeafPath = tuple[str, ...]
 
 
-def _split_commas(value: object) -> object:
+def split_commas(value: object) -> object:
+    """A text as the list of its parts; anything else as it is."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     return value
 
 
-CommaList = Annotated[tuple[str, ...], BeforeValidator(_split_commas)]
+CommaList = Annotated[tuple[str, ...], BeforeValidator(split_commas)]
 """A list that a flag or a variable gives separated by commas."""
 
 Port = Annotated[int, Field(ge=0, le=65535)]

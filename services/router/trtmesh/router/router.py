@@ -26,6 +26,9 @@ from trtmesh.router.settings import RouterSettings
 from trtmesh.router.siblings import SiblingRules
 from trtmesh.router.tokenizer import Tokenizer
 from trtmesh.router.tokenizer_pool import TokenizerPool
+from trtmesh.router.triton.door import SERVICE_NAME, TritonDoor
+from trtmesh.router.triton.generations import Generations
+from trtmesh.router.triton.models import triton_models
 from trtmesh.router.turns import Turns
 from trtmesh.router.worker import Worker
 from trtmesh.v1 import router_pb2_grpc
@@ -37,13 +40,14 @@ WATCH_SECONDS = 0.1
 class Router:
     """A router as the chassis runs it."""
 
-    service_names: Sequence[str] = ("trtmesh.v1.MeshService",)
-
     def __init__(self, settings: RouterSettings, runtime: Runtime) -> None:
         check_addresses("engines", settings.engines)
         check_addresses("tokenizers", settings.tokenizers)
         self._settings = settings
         self._runtime = runtime
+        names = ("trtmesh.v1.MeshService",)
+        triton = (SERVICE_NAME,) if settings.triton.enabled else ()
+        self.service_names: Sequence[str] = (*names, *triton)
         self._name = f"{socket.gethostname()}-{os.getpid()}"
         self._metrics = RouterMetrics()
         self._fleet = Fleet(
@@ -94,6 +98,19 @@ class Router:
         router_pb2_grpc.add_MeshServiceServicer_to_server(mesh_service, server)
         self._runtime.addresses["admin_address"] = self._admin_door.listen(
             settings.admin_host, settings.admin_port
+        )
+        if settings.triton.enabled:
+            self._triton_door().register(server)
+
+    def _triton_door(self) -> TritonDoor:
+        settings = self._settings
+        generations = Generations(
+            self._requests, self._metrics, settings.triton, settings.max_items_per_request
+        )
+        return TritonDoor(
+            triton_models(settings.triton),
+            generations,
+            ready=lambda: not self._runtime.health.problems,
         )
 
     async def start(self) -> None:

@@ -5,10 +5,40 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
-from trtmesh.chassis.settings import CommaList, Port, ServiceSettings
+from pydantic import BeforeValidator, Field
+from trtmesh.chassis.settings import CommaList, Port, ServiceSettings, Settings, split_commas
 
 Policy = Literal["round_robin", "least_loaded", "power_of_two", "prefix_aware", "auto"]
+
+
+DecoupledModel = Literal["ensemble", "tensorrt_llm", "tensorrt_llm_bls"]
+
+
+class TritonSettings(Settings):
+    """What the Triton door serves, in the words of Triton's model configurations."""
+
+    enabled: bool = True
+    """Whether KServe v2 requests are served beside the native API."""
+    model: str = ""
+    """Model of the mesh behind the Triton models; empty means the only one."""
+    decoupled: Annotated[tuple[DecoupledModel, ...], BeforeValidator(split_commas)] = (
+        "ensemble",
+        "tensorrt_llm",
+        "tensorrt_llm_bls",
+    )
+    """Models that answer with a stream of responses; the others give one response to each request."""
+    max_batch_size: Annotated[int, Field(ge=1, le=65536)] = 128
+    """Most rows of a request."""
+    exclude_input_in_output: bool = False
+    """Whether the prompt is left out of the output where a request does not say."""
+    accumulate_tokens: bool = False
+    """Whether each response of a tensorrt_llm_bls stream holds the whole text so far."""
+    logits_data_type: Literal["FP32", "FP16", "BF16"] = "FP32"
+    """Element type of logits outputs."""
+    add_special_tokens: bool = True
+    """Whether prompts are encoded with the special tokens that the tokenizer adds."""
+    skip_special_tokens: bool = True
+    """Whether texts leave special tokens out."""
 
 
 class RouterSettings(ServiceSettings):
@@ -65,5 +95,7 @@ class RouterSettings(ServiceSettings):
     """How many workers may be lost with an item that gains no token in between before it ends with WORKER_LOST."""
     worker_recovery_seconds: Annotated[float, Field(ge=0, le=3600)] = 10.0
     """How long an item waits for a worker when none takes it, before its first token or in the middle of its stream."""
+    triton: TritonSettings = TritonSettings()
+    """The Triton door."""
     tokenizer_recovery_seconds: Annotated[float, Field(ge=0, le=3600)] = 10.0
     """How long sequences wait for another tokenizer when the last one was lost."""

@@ -1,0 +1,153 @@
+"""From the events of a request to its responses: when there is one, and which is the last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trtmesh.chassis.errors import InternalError, TrtmeshError, from_proto
+from trtmesh.router.request import GenerationRequest
+from trtmesh.router.triton.calls import Call
+from trtmesh.router.triton.outputs import Block, OutputBuilder, RowOutput, SequenceOutput
+from trtmesh.router.triton.wire import Output
+from trtmesh.v1 import router_pb2 as router_pb
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One response. `only_end` is one that says nothing but that it was the last."""
+
+    outputs: Sequence[Output] = ()
+    error: TrtmeshError | None = None
+    final: bool = False
+    only_end: bool = False
+
+
+class Answers:
+    """Collects what happens to a request and says what there is to respond."""
+
+    def __init__(self, call: Call, request: GenerationRequest) -> None:
+        self._call = call
+        self._builder = OutputBuilder(call, request)
+        self.rows = [
+            RowOutput(
+                index,
+                [SequenceOutput(sequence) for sequence in range(item.config.sequences)],
+                prompt_text="" if item.config.output.exclude_prompt else item.prompt.text or "",
+            )
+            for index, item in enumerate(request.items)
+        ]
+        first = request.items[0].config
+        self._beams = first.beam_search.beam_width > 1
+        self._perf_metrics = first.output.perf_metrics
+        if call.streaming and call.model.accumulate and self._beams:
+            raise InternalError("Accumulation of tokens is only implemented for beam width = 1")
+        self._cumulative = self._beams or call.model.accumulate
+        self._touched: dict[int, TrtmeshError | None] = {}
+        self._over: set[int] = set()
+        self._newly_over: set[int] = set()
+
+    @property
+    def all_over(self) -> bool:
+        return len(self._over) == len(self.rows)
+
+    def see(self, response: router_pb.GenerateResponse) -> None:
+        """Takes what happened."""
+        for event in response.events:
+            kind = event.WhichOneof("event")
+            if kind == "tokens":
+                index = event.batch_index
+                self.rows[index].sequences[event.sequence_index].add(event.tokens)
+                self._touched.setdefault(index, None)
+            elif kind is not None and kind != "accepted":
+                self._see_other(kind, event, self.rows[event.batch_index])
+
+    def _see_other(self, kind: str, event: router_pb.GenerateEvent, row: RowOutput) -> None:
+        match kind:
+            case "item_started":
+                row.prompt_tokens = event.item_started.prompt_tokens
+                row.prompt_ids = list(event.item_started.prompt_token_ids)
+            case "prompt_details":
+                if event.prompt_details.HasField("context_logits"):
+                    row.context_logits.append(event.prompt_details.context_logits)
+            case "sequence_finished":
+                finished = event.sequence_finished
+                sequence = row.sequences[event.sequence_index]
+                sequence.handoff_state = finished.handoff_state
+                if finished.HasField("cumulative_log_prob"):
+                    sequence.cumulative_log_prob = finished.cumulative_log_prob
+            case "item_finished":
+                row.perf_metrics = event.item_finished.perf_metrics
+                self._end(row, None)
+            case "item_failed":
+                row.prompt_tokens = event.item_failed.usage.prompt_tokens
+                self._end(row, from_proto(event.item_failed.error))
+
+    def _end(self, row: RowOutput, error: TrtmeshError | None) -> None:
+        self._touched[row.index] = error
+        self._over.add(row.index)
+        self._newly_over.add(row.index)
+
+    def take(self) -> list[Answer]:
+        """The responses that are due now; the last one of the request is final."""
+        if not self._call.model.decoupled:
+            return self._stacked()
+        tell = self._tell_fresh if self._call.streaming else self._tell_whole
+        answers: list[Answer] = []
+        for index, error in self._touched.items():
+            answers += tell(self.rows[index], over=index in self._newly_over and error is None)
+            if error is not None:
+                answers.append(Answer(error=error))
+        self._touched.clear()
+        self._newly_over.clear()
+        if self.all_over:
+            answers = self._marked(answers)
+        return answers
+
+    def _marked(self, answers: list[Answer]) -> list[Answer]:
+        """The last answers, with the sign that they are."""
+        if self._call.model.final_alone:
+            return [*answers, Answer(final=True, only_end=True)]
+        if not answers:
+            # The end came alone; clients that see no empty responses must see this one.
+            row = self.rows[-1]
+            answers = [self._answer([(row, row.sequences[-1:])])]
+        *others, last = answers
+        return [*others, Answer(last.outputs, last.error, final=True)]
+
+    def _stacked(self) -> list[Answer]:
+        """One response of all rows, when all are over."""
+        if not self.all_over:
+            return []
+        errors = [error for error in self._touched.values() if error is not None]
+        if errors:
+            return [Answer(error=errors[0], final=True)]
+        block = [(row, row.sequences) for row in self.rows]
+        return [Answer(self._builder.build(block), final=True)]
+
+    def _tell_whole(self, row: RowOutput, *, over: bool) -> list[Answer]:
+        """All of a row when it is over: its beams together, other sequences one by one."""
+        if not over:
+            return []
+        if self._beams:
+            return [self._answer([(row, row.sequences)])]
+        return [self._answer([(row, [sequence])]) for sequence in row.sequences]
+
+    def _tell_fresh(self, row: RowOutput, *, over: bool) -> list[Answer]:
+        """What came of a row since it was last told; of beams all, because any may be rewritten."""
+        fresh = [sequence for sequence in row.sequences if sequence.fresh]
+        if over and self._perf_metrics:
+            # They are known at the end only, so the end is told even if no token came with it.
+            fresh = fresh or row.sequences[-1:]
+        if fresh and self._beams:
+            answers = [self._answer([(row, row.sequences)])]
+        else:
+            answers = [self._answer([(row, [sequence])]) for sequence in fresh]
+        for sequence in fresh:
+            sequence.fresh = False
+            if not self._cumulative:
+                sequence.clear()
+        return answers
+
+    def _answer(self, block: Block) -> Answer:
+        return Answer(self._builder.build(block))

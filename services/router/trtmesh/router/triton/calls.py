@@ -1,0 +1,183 @@
+"""From a ModelInferRequest to the mesh's own request, and what the caller wants to see of its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trtmesh.chassis.errors import InternalError, InvalidRequest, ModelNotFound
+from trtmesh.router.settings import TritonSettings
+from trtmesh.router.triton.models import MODEL_VERSION, Kind, Model
+from trtmesh.router.triton.tensors import InputTensor, check_complete, read_inputs
+from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import router_pb2 as router_pb
+
+STREAM_INPUT = {Kind.TEXT: "stream", Kind.TOKENS: "streaming"}
+PHASES = {
+    "context_and_generation": pb.GENERATION_PHASE_CONTEXT_AND_GENERATION,
+    "context_only": pb.GENERATION_PHASE_CONTEXT_ONLY,
+    "generation_only": pb.GENERATION_PHASE_GENERATION_ONLY,
+}
+LOGITS_DATA_TYPES = {
+    "FP32": pb.DATA_TYPE_FP32,
+    "FP16": pb.DATA_TYPE_FP16,
+    "BF16": pb.DATA_TYPE_BF16,
+}
+FIRST_PRIORITY = 1_000_000
+"""The mesh's priority of Triton's priority 0; Triton's numbers are the earlier the lower, and 0 stands for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request with its inputs read. `request_id` is the client's and may be '' or live."""
+
+    model: Model
+    request_id: str
+    inputs: Mapping[str, InputTensor]
+    batch_size: int
+    requested: frozenset[str]
+    """Outputs asked for; all that there are where it is empty."""
+    parameters: Mapping[str, Any]
+
+    def wants(self, output: str) -> bool:
+        """Whether the caller did not leave an output out."""
+        return not self.requested or output in self.requested
+
+    def flag(self, name: str) -> bool:
+        """An input of one truth value; that of the first row counts for all."""
+        tensor = self.inputs.get(name)
+        return tensor is not None and bool(tensor.scalar(0))
+
+    @property
+    def stops(self) -> bool:
+        """Whether it ends another request and is none of its own."""
+        return self.flag("stop")
+
+    @property
+    def streaming(self) -> bool:
+        return self.flag(STREAM_INPUT.get(self.model.kind, ""))
+
+    @property
+    def timeout_seconds(self) -> float | None:
+        """How long the request may take, where it says."""
+        microseconds = self.parameters.get("timeout", 0)
+        return microseconds / 1e6 if isinstance(microseconds, int) and microseconds > 0 else None
+
+
+def find_model(models: Mapping[str, Model], name: str, version: str) -> Model:
+    """The model that a caller names. Raises ModelNotFound in Triton's words."""
+    model = models.get(name)
+    if model is None:
+        raise ModelNotFound(f"Request for unknown model: '{name}' is not found")
+    if version not in ("", MODEL_VERSION):
+        raise ModelNotFound(f"Request for unknown model: '{name}' version {version} is not found")
+    return model
+
+
+def read_call(model: Model, request: Any) -> Call:
+    """The request, its tensors checked. Raises InvalidRequest."""
+    specs: dict[str, Any] = dict(model.inputs)
+    inputs, batch_size = read_inputs(request, specs, model.max_batch_size)
+    requested = [output.name for output in request.outputs]
+    for output in request.outputs:
+        if output.name not in model.outputs:
+            raise InvalidRequest(
+                f"unexpected inference output '{output.name}' for model '{model.name}'"
+            )
+        if any(name.startswith(("shared_memory", "classification")) for name in output.parameters):
+            raise InvalidRequest(
+                f"output '{output.name}' of model '{model.name}' is asked for in shared memory or as classes, which"
+                " this server does not do; leave the parameters out"
+            )
+    call = Call(
+        model,
+        request.id,
+        inputs,
+        batch_size,
+        frozenset(requested),
+        {name: _parameter(parameter) for name, parameter in request.parameters.items()},
+    )
+    if not call.stops:
+        check_complete(inputs, specs, model.name)
+    if model.kind is Kind.TOKENS and requested:
+        for name in ("output_ids", "sequence_length"):
+            if name not in requested:
+                raise InvalidRequest(f"{name} tensor must be present in list of output tensors")
+    return call
+
+
+def to_request(call: Call, settings: TritonSettings) -> router_pb.GenerateRequest:
+    """What the mesh is asked: one item for each row of the batch. Raises InvalidRequest."""
+    if call.streaming and not call.model.decoupled:
+        raise InternalError(
+            "Streaming is only supported if model is deployed using decoupled mode."
+        )
+    request = router_pb.GenerateRequest(model=settings.model)
+    puts = [
+        (spec.put, call.inputs[name])
+        for name, spec in call.model.inputs.items()
+        if spec.put is not None and name in call.inputs
+    ]
+    for row in range(call.batch_size):
+        item = request.items.add()
+        item.config.output.exclude_prompt = settings.exclude_input_in_output
+        for put, tensor in puts:
+            put(item, tensor, row)
+        _settle(item, call, settings)
+    return request
+
+
+def _settle(item: router_pb.GenerateItem, call: Call, settings: TritonSettings) -> None:
+    """What follows from several inputs, from none, or from the model."""
+    config = item.config
+    output, sampling = config.output, config.sampling
+    output.stream = call.streaming
+    if call.streaming:
+        # The prompt is part of whole outputs only.
+        output.exclude_prompt = True
+    if output.context_logits or output.generation_logits:
+        output.logits_data_type = LOGITS_DATA_TYPES[settings.logits_data_type]
+    if call.model.kind is Kind.TEXT:
+        output.skip_special_tokens = settings.skip_special_tokens
+        item.prompt.add_special_tokens = settings.add_special_tokens
+    else:
+        output.text = False
+        if not item.prompt.token_ids.ids and "encoder_input_features" not in call.inputs:
+            raise InternalError("input_ids or encoder_input_features is not present in the request")
+        if not config.stopping.HasField("end_id"):
+            # The core model knows no end id of its own.
+            config.stopping.ignore_end_id = True
+    if config.beam_search.beam_width <= 1 and config.HasField("beam_search"):
+        if config.beam_search.HasField("beam_width") and config.beam_search.beam_width < 1:
+            raise InvalidRequest("input 'beam_width' is 0 but must be at least 1")
+        # Nothing in it means anything for a single beam.
+        config.ClearField("beam_search")
+    if (
+        not config.HasField("beam_search")
+        and not sampling.top_k
+        and not sampling.HasField("top_p")
+        and (sampling.HasField("temperature") or sampling.HasField("top_k"))
+    ):
+        # TensorRT-LLM draws only where top_k or top_p says from what, whatever the temperature.
+        sampling.top_k = 1
+    _apply_parameters(config, call.parameters)
+
+
+def _apply_parameters(config: pb.GenerationConfig, parameters: Mapping[str, Any]) -> None:
+    priority = parameters.get("priority", 0)
+    if isinstance(priority, int) and priority > 0:
+        config.priority = max(1, FIRST_PRIORITY - priority)
+    phase = parameters.get("request_type")
+    if phase is not None:
+        if phase not in PHASES:
+            raise InvalidRequest(
+                f"parameter 'request_type' is {phase!r} but must be one of {', '.join(PHASES)}"
+            )
+        if phase != "context_and_generation":
+            config.handoff.phase = PHASES[phase]
+
+
+def _parameter(parameter: Any) -> Any:
+    kind = parameter.WhichOneof("parameter_choice")
+    return getattr(parameter, kind) if kind else None

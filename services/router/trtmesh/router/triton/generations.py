@@ -1,0 +1,99 @@
+"""The generation requests of the Triton door while they run, and the names by which they can be stopped."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+from trtmesh.chassis.errors import DeadlineExceeded, InvalidRequest
+from trtmesh.router.metrics import RouterMetrics
+from trtmesh.router.request import MAX_REQUEST_ID_LENGTH, GenerationRequest, parse_request
+from trtmesh.router.requests import LiveRequest, Requests
+from trtmesh.router.settings import TritonSettings
+from trtmesh.router.triton.answers import Answer, Answers
+from trtmesh.router.triton.calls import Call, to_request
+
+Send = Callable[[Answer], Awaitable[None]]
+
+
+class Generations:
+    """Runs generation requests of the door. Clients' names may repeat: the latest request of a name has it."""
+
+    def __init__(
+        self, requests: Requests, metrics: RouterMetrics, settings: TritonSettings, max_items: int
+    ) -> None:
+        self._requests = requests
+        self._metrics = metrics
+        self._settings = settings
+        self._max_items = max_items
+        self._named: dict[str, LiveRequest] = {}
+
+    def stop(self, call: Call) -> None:
+        """Ends a request early, whatever model serves it; nothing where it is unknown or over."""
+        if not call.request_id:
+            raise InvalidRequest("Trying to stop a request but request ID is not provided")
+        live = self._named.get(call.request_id)
+        if live is not None:
+            live.stop(())
+
+    async def run(self, call: Call, remaining_seconds: float | None, send: Send) -> None:
+        """Generates what the call asks and sends each response. Raises TrtmeshError."""
+        outcome = "refused"
+        try:
+            request = self._validate(call)
+            answers = Answers(call, request)
+            async with (
+                _time_limit(call.timeout_seconds),
+                self._requests.open(request, remaining_seconds) as live,
+            ):
+                outcome = "cancelled"
+                with self._known_as(call.request_id, live):
+                    await self._forward(live, answers, send)
+                outcome = "complete"
+        finally:
+            self._metrics.requests[outcome] += 1
+
+    def _validate(self, call: Call) -> GenerationRequest:
+        name = call.request_id
+        if (
+            name in self._requests.live
+            or len(name) > MAX_REQUEST_ID_LENGTH
+            or not name.isprintable()
+        ):
+            # Triton takes any name, any number of times; the mesh then chooses one of its own.
+            name = ""
+        return parse_request(to_request(call, self._settings), name, self._max_items)
+
+    @contextmanager
+    def _known_as(self, name: str, live: LiveRequest) -> Iterator[None]:
+        if name:
+            self._named[name] = live
+        try:
+            yield
+        finally:
+            if self._named.get(name) is live:
+                del self._named[name]
+
+    async def _forward(self, live: LiveRequest, answers: Answers, send: Send) -> None:
+        """Sends what comes until all rows are over."""
+        try:
+            while (response := await live.client.take()) is not None:
+                answers.see(response)
+                for answer in answers.take():
+                    await send(answer)
+                    self._metrics.client_messages += 1
+        except asyncio.CancelledError:
+            if live.overrun is None:
+                raise
+            raise live.overrun from None
+
+
+@asynccontextmanager
+async def _time_limit(seconds: float | None) -> AsyncIterator[None]:
+    """The request parameter `timeout`."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise DeadlineExceeded(f"the request took longer than its timeout of {seconds} s") from None
