@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,22 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.build(tmp_path_factory.mktemp("llama"), "llama")
 
 
+reference = cache(tiny_models.reference_model)
+
+
 def logits_of(llama: Path, tokens: Sequence[int]) -> torch.Tensor:
     """[tokens, vocabulary], float32."""
-    model = tiny_models.reference_model(llama)
+    model = reference(llama)
     with torch.inference_mode():
         rows: torch.Tensor = model(torch.tensor([list(tokens)])).logits[0]
     return rows
