@@ -27,8 +27,10 @@ if _version_not_supported:
 
 class MeshServiceStub(object):
     """Generates text from prompts on a mesh of workers.
-    Metadata read: `x-request-id` (used when GenerateRequest.request_id is empty).
-    Metadata sent when a call fails: `trtmesh-error-reason`, the short word of the error table.
+    Metadata read: `x-request-id` (used when GenerateRequest.request_id is empty); `x-api-key` or the bearer token of
+    `authorization` (whose tokens are counted).
+    Metadata sent when a call fails: `trtmesh-error-reason`, the short word of the error table; and
+    `trtmesh-retry-after-ms`, where trying again may help.
     """
 
     def __init__(self, channel):
@@ -56,8 +58,10 @@ class MeshServiceStub(object):
 
 class MeshServiceServicer(object):
     """Generates text from prompts on a mesh of workers.
-    Metadata read: `x-request-id` (used when GenerateRequest.request_id is empty).
-    Metadata sent when a call fails: `trtmesh-error-reason`, the short word of the error table.
+    Metadata read: `x-request-id` (used when GenerateRequest.request_id is empty); `x-api-key` or the bearer token of
+    `authorization` (whose tokens are counted).
+    Metadata sent when a call fails: `trtmesh-error-reason`, the short word of the error table; and
+    `trtmesh-retry-after-ms`, where trying again may help.
     """
 
     def Generate(self, request, context):
@@ -116,8 +120,10 @@ def add_MeshServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class MeshService(object):
     """Generates text from prompts on a mesh of workers.
-    Metadata read: `x-request-id` (used when GenerateRequest.request_id is empty).
-    Metadata sent when a call fails: `trtmesh-error-reason`, the short word of the error table.
+    Metadata read: `x-request-id` (used when GenerateRequest.request_id is empty); `x-api-key` or the bearer token of
+    `authorization` (whose tokens are counted).
+    Metadata sent when a call fails: `trtmesh-error-reason`, the short word of the error table; and
+    `trtmesh-retry-after-ms`, where trying again may help.
     """
 
     @staticmethod

@@ -75,8 +75,10 @@ _MeshServiceResumeType = typing_extensions.TypeVar(
 
 class MeshServiceStub(typing.Generic[_MeshServiceGenerateType, _MeshServiceStopType, _MeshServiceResumeType]):
     """Generates text from prompts on a mesh of workers.
-    Metadata read: `x-request-id` (used when GenerateRequest.request_id is empty).
-    Metadata sent when a call fails: `trtmesh-error-reason`, the short word of the error table.
+    Metadata read: `x-request-id` (used when GenerateRequest.request_id is empty); `x-api-key` or the bearer token of
+    `authorization` (whose tokens are counted).
+    Metadata sent when a call fails: `trtmesh-error-reason`, the short word of the error table; and
+    `trtmesh-retry-after-ms`, where trying again may help.
     """
 
     @typing.overload
@@ -147,8 +149,10 @@ MeshServiceAsyncStub: typing_extensions.TypeAlias = MeshServiceStub[
 
 class MeshServiceServicer(metaclass=abc.ABCMeta):
     """Generates text from prompts on a mesh of workers.
-    Metadata read: `x-request-id` (used when GenerateRequest.request_id is empty).
-    Metadata sent when a call fails: `trtmesh-error-reason`, the short word of the error table.
+    Metadata read: `x-request-id` (used when GenerateRequest.request_id is empty); `x-api-key` or the bearer token of
+    `authorization` (whose tokens are counted).
+    Metadata sent when a call fails: `trtmesh-error-reason`, the short word of the error table; and
+    `trtmesh-retry-after-ms`, where trying again may help.
     """
 
     @abc.abstractmethod

@@ -18,6 +18,7 @@ TrtmeshError
 │   └── SchemaMismatch        their proto revisions differ
 ├── Unavailable               trying again, maybe elsewhere, may help
 │   ├── QueueFull             the queue is at its limit
+│   ├── QueueTimeout          the item waited too long in the queue
 │   ├── Draining              the process stopped admitting
 │   ├── NoWorker              no worker is ready
 │   ├── NoTokenizer           no tokenizer is ready
@@ -25,6 +26,7 @@ TrtmeshError
 │   └── TokenizerLost         every tokenizer was lost and none came back in time
 ├── Exhausted                 a limit of resources is reached
 │   ├── OutOfBlocks           the item can never fit the KV block pool
+│   ├── RateLimited           an API key used up its tokens
 │   └── SlowClient            the client does not read what it asked for
 ├── DeadlineExceeded          the client's deadline passed
 └── InternalError             a defect of this software or its backend
@@ -46,6 +48,7 @@ import grpc
 from trtmesh.v1 import generation_pb2 as pb
 
 REASON_METADATA_KEY = "trtmesh-error-reason"
+RETRY_METADATA_KEY = "trtmesh-retry-after-ms"
 
 
 class TrtmeshError(Exception):
@@ -142,6 +145,10 @@ class QueueFull(Unavailable):
     """The queue is at its limit."""
 
 
+class QueueTimeout(Unavailable):
+    """The item waited too long in the queue."""
+
+
 class Draining(Unavailable):
     """The process stopped admitting."""
 
@@ -168,6 +175,10 @@ class Exhausted(TrtmeshError):
 
 class OutOfBlocks(Exhausted):
     """The item can never fit the KV block pool."""
+
+
+class RateLimited(Exhausted):
+    """An API key used up its tokens."""
 
 
 class SlowClient(Exhausted):
@@ -246,6 +257,7 @@ ERROR_TABLE: tuple[ErrorRow, ...] = (
     ErrorRow(SchemaMismatch, _S.FAILED_PRECONDITION, _H.PRECONDITION_FAILED, "SCHEMA_MISMATCH"),
     ErrorRow(Unavailable, _S.UNAVAILABLE, _H.SERVICE_UNAVAILABLE, "UNAVAILABLE"),
     ErrorRow(QueueFull, _S.UNAVAILABLE, _H.SERVICE_UNAVAILABLE, "QUEUE_FULL"),
+    ErrorRow(QueueTimeout, _S.UNAVAILABLE, _H.SERVICE_UNAVAILABLE, "QUEUE_TIMEOUT"),
     ErrorRow(Draining, _S.UNAVAILABLE, _H.SERVICE_UNAVAILABLE, "DRAINING"),
     ErrorRow(NoWorker, _S.UNAVAILABLE, _H.SERVICE_UNAVAILABLE, "NO_WORKER"),
     ErrorRow(NoTokenizer, _S.UNAVAILABLE, _H.SERVICE_UNAVAILABLE, "NO_TOKENIZER"),
@@ -253,6 +265,7 @@ ERROR_TABLE: tuple[ErrorRow, ...] = (
     ErrorRow(TokenizerLost, _S.UNAVAILABLE, _H.SERVICE_UNAVAILABLE, "TOKENIZER_LOST"),
     ErrorRow(Exhausted, _S.RESOURCE_EXHAUSTED, _H.TOO_MANY_REQUESTS, "EXHAUSTED"),
     ErrorRow(OutOfBlocks, _S.RESOURCE_EXHAUSTED, _H.TOO_MANY_REQUESTS, "OUT_OF_BLOCKS"),
+    ErrorRow(RateLimited, _S.RESOURCE_EXHAUSTED, _H.TOO_MANY_REQUESTS, "RATE_LIMITED"),
     ErrorRow(SlowClient, _S.RESOURCE_EXHAUSTED, _H.TOO_MANY_REQUESTS, "SLOW_CLIENT"),
     ErrorRow(DeadlineExceeded, _S.DEADLINE_EXCEEDED, _H.GATEWAY_TIMEOUT, "DEADLINE_EXCEEDED"),
     ErrorRow(InternalError, _S.INTERNAL, _H.INTERNAL_SERVER_ERROR, "INTERNAL"),
@@ -287,7 +300,10 @@ def from_proto(message: pb.Error) -> TrtmeshError:
     return kind(message.message, worker=message.worker, retry_after_ms=retry_after_ms)
 
 
-def from_status(code: grpc.StatusCode, reason: str | None, details: str) -> TrtmeshError:
+def from_status(
+    code: grpc.StatusCode, reason: str | None, details: str, retry_after_ms: str | None = None
+) -> TrtmeshError:
     """The error behind a failed call: by its reason word, else by its status code."""
     row = ROW_BY_REASON.get(reason or "") or ROW_BY_STATUS.get(code)
-    return (row.error if row else TrtmeshError)(details)
+    hint = int(retry_after_ms) if retry_after_ms and retry_after_ms.isdecimal() else None
+    return (row.error if row else TrtmeshError)(details, retry_after_ms=hint)

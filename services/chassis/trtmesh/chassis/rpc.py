@@ -9,7 +9,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
-from trtmesh.chassis.errors import REASON_METADATA_KEY, InternalError, TrtmeshError, Unavailable
+from trtmesh.chassis.errors import (
+    REASON_METADATA_KEY,
+    RETRY_METADATA_KEY,
+    InternalError,
+    TrtmeshError,
+    Unavailable,
+)
 from trtmesh.chassis.logs import request_id_bound
 
 log = logging.getLogger(__name__)
@@ -48,6 +54,7 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: TrtmeshErro
     # A peer that is not ready is asked again and again: that is no news.
     level = logging.DEBUG if isinstance(error, Unavailable) else logging.INFO
     log.log(level, "call refused: %s: %s", error.reason, error.message)
-    await context.abort(
-        error.row.status, error.message, trailing_metadata=((REASON_METADATA_KEY, error.reason),)
-    )
+    metadata = [(REASON_METADATA_KEY, error.reason)]
+    if error.retry_after_ms is not None:
+        metadata.append((RETRY_METADATA_KEY, str(error.retry_after_ms)))
+    await context.abort(error.row.status, error.message, trailing_metadata=tuple(metadata))

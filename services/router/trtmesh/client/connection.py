@@ -10,7 +10,12 @@ from typing import Self
 
 import grpc
 from trtmesh.chassis.channels import open_channel
-from trtmesh.chassis.errors import REASON_METADATA_KEY, TrtmeshError, from_status
+from trtmesh.chassis.errors import (
+    REASON_METADATA_KEY,
+    RETRY_METADATA_KEY,
+    TrtmeshError,
+    from_status,
+)
 
 
 class Connection:
@@ -48,9 +53,14 @@ def typed_errors() -> Iterator[None]:
     try:
         yield
     except grpc.aio.AioRpcError as error:
-        reason = error.trailing_metadata().get(REASON_METADATA_KEY)
-        text = reason.decode() if isinstance(reason, bytes) else reason
-        raise from_status(error.code(), text, error.details() or error.code().name) from error
+        reason, retry = (
+            value.decode() if isinstance(value, bytes) else value
+            for value in map(
+                error.trailing_metadata().get, (REASON_METADATA_KEY, RETRY_METADATA_KEY)
+            )
+        )
+        details = error.details() or error.code().name
+        raise from_status(error.code(), reason, details, retry) from error
     except asyncio.CancelledError as error:
         # Closing the client cancels its calls, and grpc.aio raises this in tasks that nobody cancelled.
         task = asyncio.current_task()

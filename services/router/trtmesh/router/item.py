@@ -1,6 +1,6 @@
 """One item, from admission to its terminal event. This file tells the story; every verb is a method below.
 
-* A permit, taken when its request was admitted, is held for exactly as long as the item lives.
+* A permit, taken when its request came, is held for exactly as long as the item lives.
 * Every item ends in one terminal event, whatever happens to its siblings.
 * When a tokenizer finds a stop text, the worker is told to stop.
 * A worker that is lost or full costs an item nothing but time: whatever was generated goes along to the next one.
@@ -24,6 +24,7 @@ from trtmesh.chassis.errors import (
     to_proto,
 )
 from trtmesh.chassis.logs import request_id_bound
+from trtmesh.router.admission import Permit
 from trtmesh.router.attempts import Attempts
 from trtmesh.router.dispatch import submits
 from trtmesh.router.fleet import Identity, ItemToPlace, Placed
@@ -48,7 +49,8 @@ REPEAT_SECONDS = 0.1
 class ItemRun:
     """One live item."""
 
-    def __init__(self, live: LiveRequest, item: ItemRequest) -> None:
+    def __init__(self, live: LiveRequest, item: ItemRequest, permit: Permit) -> None:
+        self._permit = permit
         self._live = live
         self._mesh = live.mesh
         self._item = item
@@ -74,6 +76,7 @@ class ItemRun:
             try:
                 if self._stop_asked:
                     raise asyncio.CancelledError
+                await self._permit.admitted(self._item.config.priority)
                 await self._encode()
                 await self._meet_siblings()
                 while not self._settled:
@@ -118,6 +121,11 @@ class ItemRun:
     def generated_tokens(self) -> int:
         return sum(len(run.token_ids) for run in self._runs)
 
+    def _spend(self, tokens: int) -> None:
+        """Takes tokens from those that the caller's API key may use."""
+        now = asyncio.get_running_loop().time()
+        self._mesh.rate_limiter.spend(self._live.api_key, tokens, now)
+
     def usage(self) -> pb.Usage:
         """What it consumed so far."""
         ends = [run.end for run in self._runs if run.end is not None]
@@ -147,6 +155,7 @@ class ItemRun:
                 self._token_ids = list(encoded.token_ids)
         if not self._token_ids:
             raise PromptEmpty("the prompt has no tokens; send at least one token or character")
+        self._spend(len(self._token_ids))
         self._blocks = PromptBlocks(prefix_root(self._item.config), self._token_ids)
 
     @property
@@ -369,6 +378,7 @@ class ItemRun:
         """Stops whatever still runs; nothing to do for an item that came to its end."""
         for run in self._runs:
             run.abandon(pb.FINISH_REASON_CANCELLED)
+        self._spend(self.generated_tokens)
         if self._seat is not None:
             self._seat.close()
         self._over = True

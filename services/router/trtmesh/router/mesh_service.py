@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import grpc
 from trtmesh.chassis.errors import UnsupportedCall
 from trtmesh.chassis.rpc import answering, request_id_of
+from trtmesh.router.admission import key_name
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.request import parse_request
 from trtmesh.router.requests import LiveRequest, Requests
@@ -32,7 +34,8 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
         try:
             async with answering(context, request.request_id):
                 valid = parse_request(request, request_id_of(context), self._max_items)
-                async with self._requests.open(valid, context.time_remaining()) as live:
+                key = key_name(_metadata_of(context))
+                async with self._requests.open(valid, context.time_remaining(), key) as live:
                     outcome = "cancelled"
                     await self._forward(live, context)
                     outcome = "complete"
@@ -67,3 +70,7 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
     ) -> None:
         async with answering(context, request.request.request_id):
             raise UnsupportedCall("Resume is not served by this release; send the request again")
+
+
+def _metadata_of(context: grpc.aio.ServicerContext[Any, Any]) -> dict[str, str]:
+    return {k: v for k, v in context.invocation_metadata() or () if isinstance(v, str)}

@@ -18,6 +18,9 @@ PLACEMENT_BUCKETS = (
 )  # fmt: skip
 """Seconds."""
 
+MOST_REFUSED = 1000
+"""Label sets of refusals; keys beyond them are counted together."""
+
 Gauges = Callable[[], dict[str, tuple[str, float]]]
 
 
@@ -49,12 +52,19 @@ class RouterMetrics(Collector):
         self.merged_tokens = 0
         self.client_messages = 0
         self.requests: Counter[str] = Counter()
+        self.refused: Counter[tuple[str, str]] = Counter()
         self.finished: Counter[int] = Counter()
         self.failed: Counter[str] = Counter()
         self.placed: Counter[tuple[str, str]] = Counter()
         self.moved_decodes = 0
         self.moved: Counter[str] = Counter()
         self.gauges: Gauges = dict
+
+    def note_refusal(self, reason: str, api_key: str) -> None:
+        """A request was refused at admission; `api_key` is the name of its key."""
+        if (reason, api_key) not in self.refused and len(self.refused) >= MOST_REFUSED:
+            api_key = "others"
+        self.refused[reason, api_key] += 1
 
     def observe_tokens(self, run: SequenceRun, count: int, now: float) -> None:
         """`count` new tokens of a sequence arrived at `now`, a time of the event loop."""
@@ -90,6 +100,12 @@ class RouterMetrics(Collector):
         ):
             yield CounterMetricFamily(PREFIX + name, text, value=value)
         yield _labelled("requests", "Requests by outcome.", ("outcome",), self.requests)
+        yield _labelled(
+            "requests_refused",
+            "Requests refused at admission, by reason and hashed API key.",
+            ("reason", "api_key"),
+            self.refused,
+        )
         yield _labelled("items_failed", "Items that failed, by reason.", ("reason",), self.failed)
         yield _labelled("items_placed", "Placements.", ("policy", "worker"), self.placed)
         yield _labelled(

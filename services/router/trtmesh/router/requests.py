@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from trtmesh.chassis.errors import (
     AlreadyExists,
     Draining,
     ModelNotFound,
     NoWorker,
-    QueueFull,
     SlowClient,
+    TrtmeshError,
 )
+from trtmesh.router.admission import Admission, Permit, RateLimiter
+from trtmesh.router.admission.rate_limit import ANONYMOUS
 from trtmesh.router.client_stream import ClientStream
 from trtmesh.router.fleet import Fleet
 from trtmesh.router.item import ItemRun
@@ -28,28 +31,6 @@ from trtmesh.v1 import router_pb2 as router_pb
 
 MOST_WAITING_TENSOR_BYTES = 256 * 2**20
 """Logits that may wait for one client to read them before its request is ended with SLOW_CLIENT."""
-
-
-class Admission:
-    """How many items may live at once. A permit is taken with the request and lives exactly as long as its item."""
-
-    def __init__(self, max_items: int) -> None:
-        self._max_items = max_items
-        self.live_items = 0
-
-    def take(self, items: int) -> None:
-        """Takes a permit for each item. Raises QueueFull when they would be too many."""
-        if self.live_items + items > self._max_items:
-            raise QueueFull(
-                f"Exceeds maximum queue size: {self.live_items} items live, {items} asked,"
-                f" {self._max_items} allowed (max_items); try again later",
-                retry_after_ms=1000,
-            )
-        self.live_items += items
-
-    def give_back(self) -> None:
-        """Returns the permit of one item."""
-        self.live_items -= 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +48,7 @@ class Mesh:
     fleet: Fleet
     tokenizers: TokenizerPool
     admission: Admission
+    rate_limiter: RateLimiter
     metrics: RouterMetrics
     turns: Turns
     retry: Retry
@@ -77,12 +59,19 @@ class LiveRequest:
     """One request while its RPC runs."""
 
     def __init__(
-        self, mesh: Mesh, request: GenerationRequest, model: str, remaining_seconds: float | None
+        self,
+        mesh: Mesh,
+        request: GenerationRequest,
+        model: str,
+        remaining_seconds: float | None,
+        permits: Sequence[Permit],
+        api_key: str,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.mesh = mesh
         self.request_id = request.request_id
         self.model = model
+        self.api_key = api_key
         accepted = router_pb.RequestAccepted(request_id=request.request_id, model=model)
         self.client = ClientStream(router_pb.GenerateEvent(accepted=accepted), mesh.turns)
         self.arrival_time = loop.time()
@@ -91,7 +80,9 @@ class LiveRequest:
         self.overrun: SlowClient | None = None
         self._deadline = None if remaining_seconds is None else loop.time() + remaining_seconds
         self._handler = asyncio.current_task()
-        self.items = [ItemRun(self, item) for item in request.items]
+        self.items = [
+            ItemRun(self, item, permit) for item, permit in zip(request.items, permits, strict=True)
+        ]
         self._items_over = 0
 
     def age_seconds(self) -> float:
@@ -137,18 +128,22 @@ class Requests:
 
     @asynccontextmanager
     async def open(
-        self, request: GenerationRequest, remaining_seconds: float | None
+        self,
+        request: GenerationRequest,
+        remaining_seconds: float | None,
+        api_key: str = ANONYMOUS,
     ) -> AsyncIterator[LiveRequest]:
-        """Runs a request's items while inside; leaving stops those that are not over."""
+        """Runs a request's items while inside; leaving stops those that are not over. `api_key` is the name of the
+        caller's API key, never the key."""
         model = self._model_of(request)
-        self._admit(request)
-        live = LiveRequest(self._mesh, request, model, remaining_seconds)
+        permits = self._admit(request, model, api_key)
+        live = LiveRequest(self._mesh, request, model, remaining_seconds, permits, api_key)
         self.live[request.request_id] = live
         self._empty.clear()
         tasks = [asyncio.create_task(item.live()) for item in live.items]
-        for task in tasks:
+        for task, permit in zip(tasks, permits, strict=True):
             # A callback, because a task that is cancelled before its first step runs nothing of its own.
-            task.add_done_callback(self._give_back)
+            task.add_done_callback(partial(_give_back, permit))
         try:
             yield live
         finally:
@@ -191,18 +186,19 @@ class Requests:
                     )
                 )
 
-    def _admit(self, request: GenerationRequest) -> None:
+    def _admit(self, request: GenerationRequest, model: str, api_key: str) -> list[Permit]:
         if self._draining:
             raise Draining("this router is draining; send the request to another", retry_after_ms=0)
         if request.request_id in self.live:
             raise AlreadyExists(
                 f"request {request.request_id!r} is live; choose another request_id"
             )
-        self._mesh.admission.take(len(request.items))
-
-    def _give_back(self, task: asyncio.Task[None]) -> None:
-        del task
-        self._mesh.admission.give_back()
+        try:
+            self._mesh.rate_limiter.check(api_key, asyncio.get_running_loop().time())
+            return self._mesh.admission.take(model, len(request.items))
+        except TrtmeshError as error:
+            self._mesh.metrics.note_refusal(error.reason, api_key)
+            raise
 
     def _model_of(self, request: GenerationRequest) -> str:
         models = self._mesh.fleet.models()
@@ -216,3 +212,8 @@ class Requests:
         if not models:
             raise NoWorker("no worker was ever ready; try again later", retry_after_ms=1000)
         raise ModelNotFound(f"the request names no model but several are served: {known}")
+
+
+def _give_back(permit: Permit, task: asyncio.Task[None]) -> None:
+    del task
+    permit.give_back()

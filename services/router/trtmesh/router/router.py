@@ -13,6 +13,7 @@ from trtmesh.chassis.admin_token import read_admin_token
 from trtmesh.chassis.service import Runtime
 from trtmesh.router.admin_door import AdminDoor
 from trtmesh.router.admin_service import RouterAdminService
+from trtmesh.router.admission import Admission, AdmissionLimits, RateLimiter
 from trtmesh.router.discovery import Discovery, check_addresses
 from trtmesh.router.fleet import Fleet
 from trtmesh.router.kv_index import KvIndex
@@ -21,7 +22,7 @@ from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement.decision_log import DecisionLog
 from trtmesh.router.pulse import Deadlines
 from trtmesh.router.replica import LinkSettings, Replica
-from trtmesh.router.requests import Admission, Mesh, Requests, Retry
+from trtmesh.router.requests import Mesh, Requests, Retry
 from trtmesh.router.settings import RouterSettings
 from trtmesh.router.siblings import SiblingRules
 from trtmesh.router.tokenizer import Tokenizer
@@ -59,13 +60,22 @@ class Router:
         self._tokenizers = TokenizerPool(
             settings.tokenizer_recovery_seconds, self._metrics, expected=bool(settings.tokenizers)
         )
-        self._admission = Admission(settings.max_items)
+        self._admission = Admission(
+            AdmissionLimits(
+                settings.max_items,
+                settings.max_running_items,
+                settings.max_queued_items,
+                settings.queue_seconds,
+            )
+        )
+        rate_limiter = RateLimiter(settings.key_tokens_per_second, settings.key_burst_tokens)
         retry = Retry(settings.max_attempts, settings.worker_recovery_seconds)
         siblings = SiblingRules(settings.siblings_together, settings.sibling_wait_seconds)
         mesh = Mesh(
             self._fleet,
             self._tokenizers,
             self._admission,
+            rate_limiter,
             self._metrics,
             Turns(),
             retry,
@@ -218,6 +228,10 @@ class Router:
         return {
             "live_requests": ("Requests being served.", len(self._requests.live)),
             "live_items": ("Items being served.", self._admission.live_items),
+            "queued_items": (
+                "Items that wait for others of their model to end.",
+                self._admission.queued_items,
+            ),
             "worker_sequences": (
                 "Handles in use on workers.",
                 sum(len(w.sequences) + len(w.released) for w in [*workers]),

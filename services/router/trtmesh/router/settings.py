@@ -72,6 +72,16 @@ class RouterSettings(ServiceSettings):
     """How often host names are resolved again."""
     max_items: Annotated[int, Field(ge=1, le=1_000_000)] = 8192
     """Most live items; a request that would exceed it is refused with QUEUE_FULL."""
+    max_running_items: Annotated[int, Field(ge=1, le=1_000_000)] = 8192
+    """Most items of one model that are worked on at once; more wait in its queue, by priority and arrival."""
+    max_queued_items: Annotated[int, Field(ge=0, le=1_000_000)] = 8192
+    """Most items of one model that wait; a request that would exceed it is refused with QUEUE_FULL."""
+    queue_seconds: Annotated[float, Field(gt=0, le=86400)] = 60.0
+    """How long an item may wait in its model's queue before it ends with QUEUE_TIMEOUT."""
+    key_tokens_per_second: Annotated[float, Field(gt=0)] | None = None
+    """Tokens, of prompts and generated, that each API key may use a second; unset limits nothing."""
+    key_burst_tokens: Annotated[int, Field(ge=1)] = 100_000
+    """Tokens that an API key may use at once after it used none for a while."""
     max_items_per_request: Annotated[int, Field(ge=1, le=65536)] = 1024
     """Most prompts of one request."""
     client_buffer_tokens: Annotated[int, Field(ge=1)] = 262_144

@@ -1,0 +1,165 @@
+"""Permits: one for each item, taken with its request and given back with its end.
+
+An item with a permit runs or waits in its model's queue. A request whose items would not fit is refused as a whole and
+at once; afterwards each item waits for itself. Whoever waits goes by priority and then by arrival, and nobody who comes
+later passes a queue that is not empty.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from contextlib import suppress
+from dataclasses import dataclass
+
+from trtmesh.chassis.errors import QueueFull, QueueTimeout
+from trtmesh.router.placement.rates import Ewma
+
+SHORTEST_RETRY_MS, LONGEST_RETRY_MS = 100, 60_000
+UNKNOWN_RETRY_MS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionLimits:
+    """`max_items` counts all items of the router, the others those of one model."""
+
+    max_items: int
+    max_running_items: int
+    max_queued_items: int
+    queue_seconds: float
+
+
+class Permit:
+    """An item's right to exist, and from `admitted` on to run. Given back once; what is given back again is ignored."""
+
+    __slots__ = ("_queue", "running", "valid", "waiter")
+
+    def __init__(self, queue: ModelQueue) -> None:
+        self._queue = queue
+        self.valid = True
+        self.running = False
+        self.waiter: asyncio.Future[None] | None = None
+
+    async def admitted(self, priority: int) -> None:
+        """Returns when the item may run. Raises QueueTimeout when that takes too long."""
+        await self._queue.wait(self, priority)
+
+    def give_back(self) -> None:
+        """The item is over."""
+        if self.valid:
+            self.valid = False
+            self._queue.leave(self)
+
+
+class ModelQueue:
+    """The items of one model: those that run and those that wait."""
+
+    def __init__(self, admission: Admission, model: str, limits: AdmissionLimits) -> None:
+        self._admission = admission
+        self._model = model
+        self._limits = limits
+        self._waiting: list[tuple[int, int, Permit]] = []
+        self._arrivals = 0
+        self._ends = Ewma()
+        self._last_end = 0.0
+        self.items = 0
+        self.running = 0
+
+    @property
+    def queued(self) -> int:
+        """Items that have a permit and do not run."""
+        return self.items - self.running
+
+    def check(self, items: int) -> None:
+        """Raises QueueFull when so many more do not fit."""
+        limits = self._limits
+        most = limits.max_running_items + limits.max_queued_items
+        if self.items + items > most:
+            raise QueueFull(
+                f"Exceeds maximum queue size: model {self._model} has {self.running} items running and"
+                f" {self.queued} queued, {items} asked; {limits.max_running_items} may run"
+                f" (max_running_items) and {limits.max_queued_items} wait (max_queued_items); try again later",
+                retry_after_ms=self.retry_after_ms(self.items + items - most),
+            )
+
+    def take(self, items: int) -> list[Permit]:
+        self.items += items
+        return [Permit(self) for _ in range(items)]
+
+    async def wait(self, permit: Permit, priority: int) -> None:
+        heapq.heappush(self._waiting, (-priority, self._arrivals, permit))
+        self._arrivals += 1
+        self._grant()
+        if permit.running:
+            return
+        permit.waiter = asyncio.get_running_loop().create_future()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._limits.queue_seconds):
+                await permit.waiter
+        if not permit.running:
+            raise QueueTimeout(
+                f"the item waited {self._limits.queue_seconds:g} s (queue_seconds) for one of"
+                f" {self._limits.max_running_items} places of model {self._model}; try again later",
+                retry_after_ms=self.retry_after_ms(self.queued),
+            )
+
+    def leave(self, permit: Permit) -> None:
+        self.items -= 1
+        self._admission.live_items -= 1
+        if permit.running:
+            self.running -= 1
+            self._note_end()
+        self._grant()
+
+    def retry_after_ms(self, ahead: int) -> int:
+        """When about `ahead` items will have ended, as fast as they end now."""
+        if self._ends.value is None:
+            return UNKNOWN_RETRY_MS
+        milliseconds = round(self._ends.value * max(ahead, 1) * 1000)
+        return min(max(milliseconds, SHORTEST_RETRY_MS), LONGEST_RETRY_MS)
+
+    def _grant(self) -> None:
+        while self._waiting and self.running < self._limits.max_running_items:
+            permit = heapq.heappop(self._waiting)[2]
+            if not permit.valid or (permit.waiter is not None and permit.waiter.done()):
+                # Its item is over, or about to be.
+                continue
+            permit.running = True
+            self.running += 1
+            if permit.waiter is not None:
+                permit.waiter.set_result(None)
+
+    def _note_end(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if self._last_end:
+            self._ends.add(now - self._last_end)
+        self._last_end = now
+
+
+class Admission:
+    """The permits of a router."""
+
+    def __init__(self, limits: AdmissionLimits) -> None:
+        self._limits = limits
+        self._queues: dict[str, ModelQueue] = {}
+        self.live_items = 0
+
+    @property
+    def queued_items(self) -> int:
+        return sum(queue.queued for queue in self._queues.values())
+
+    def take(self, model: str, items: int) -> list[Permit]:
+        """A permit for each item of a request. Raises QueueFull when they would be too many."""
+        if model not in self._queues:
+            # Models are those that workers serve, so they are few.
+            self._queues[model] = ModelQueue(self, model, self._limits)
+        queue = self._queues[model]
+        if self.live_items + items > self._limits.max_items:
+            raise QueueFull(
+                f"Exceeds maximum queue size: {self.live_items} items live, {items} asked,"
+                f" {self._limits.max_items} allowed (max_items); try again later",
+                retry_after_ms=queue.retry_after_ms(items),
+            )
+        queue.check(items)
+        self.live_items += items
+        return queue.take(items)

@@ -1,0 +1,101 @@
+"""Admission as clients see it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from router.scripted import (
+    LENGTH,
+    READY,
+    RouterClient,
+    ScriptedEngine,
+    serving_engine,
+    serving_router,
+    until_states,
+)
+from trtmesh.chassis.errors import QueueFull, QueueTimeout
+from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import router_pb2 as router_pb
+from trtmesh.v1 import router_pb2_grpc
+
+
+@asynccontextmanager
+async def door(**settings: Any) -> AsyncIterator[tuple[ScriptedEngine, RouterClient]]:
+    engine = ScriptedEngine(supported_fields=["stopping.max_tokens", "priority"])
+    async with serving_engine(engine) as address, serving_router([address], **settings) as client:
+        await until_states(client, [READY], [])
+        yield engine, client
+
+
+async def finish(engine: ScriptedEngine, number: int) -> None:
+    submit = (await engine.submitted(number + 1))[number]
+    await engine.step((submit.handle, 0, [7]), ends=[(submit.handle, LENGTH)])
+
+
+def call(client: RouterClient, ids: list[int], **options: Any) -> asyncio.Task[Any]:
+    return asyncio.create_task(client.complete([ids], text=False, max_tokens=9, **options))
+
+
+async def test_items_beyond_the_limit_wait_by_priority_and_the_queue_is_bounded() -> None:
+    async with door(max_running_items=1, max_queued_items=2) as (engine, client):
+        running = call(client, [1])
+        await engine.submitted()
+        waiting = [call(client, [2], priority=0)]
+        while (await client.admin.status()).live_requests < 2:  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0.005)
+        waiting.append(call(client, [3], priority=5))
+        while (await client.admin.status()).live_requests < 3:  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0.005)
+        with pytest.raises(QueueFull, match="Exceeds maximum queue size") as refused:
+            await call(client, [4])
+        assert refused.value.retry_after_ms == 1000
+        assert len(engine.submits) == 1
+        for number in range(3):
+            await finish(engine, number)
+        await asyncio.gather(running, *waiting)
+        assert [list(submit.token_ids) for submit in engine.submits] == [[1], [3], [2]]
+
+
+async def test_an_item_that_waited_too_long_says_so() -> None:
+    async with door(max_running_items=1, queue_seconds=0.01) as (engine, client):
+        running = call(client, [1])
+        await engine.submitted()
+        (item,) = await call(client, [2])
+        assert isinstance(item.error, QueueTimeout)
+        assert item.error.retry_after_ms
+        await finish(engine, 0)
+        await running
+
+
+async def test_a_key_without_tokens_left_is_refused_with_a_hint() -> None:
+    async with (
+        door(key_tokens_per_second=1.0, key_burst_tokens=10) as (engine, client),
+        grpc.aio.insecure_channel(client.address) as channel,
+    ):
+        stub = router_pb2_grpc.MeshServiceStub(channel)
+        request = router_pb.GenerateRequest(
+            items=[router_pb.GenerateItem(prompt=pb.Prompt(token_ids=pb.TokenIds(ids=[1] * 50)))],
+            config=pb.GenerationConfig(output=pb.OutputConfig(text=False)),
+        )
+
+        async def ask(key: str) -> None:
+            async for _ in stub.Generate(request, metadata=(("x-api-key", key),)):
+                pass
+
+        first = asyncio.create_task(ask("one"))
+        await finish(engine, 0)
+        await first
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await ask("one")
+        assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        metadata = dict(refused.value.trailing_metadata() or ())
+        assert metadata["trtmesh-error-reason"] == "RATE_LIMITED"
+        assert 30_000 < int(metadata["trtmesh-retry-after-ms"]) <= 42_001
+        second = asyncio.create_task(ask("two"))
+        await finish(engine, 1)
+        await second

@@ -1,0 +1,124 @@
+"""Permits live exactly as long as items, and the queue is fair within a priority."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trtmesh.chassis.errors import QueueFull, QueueTimeout
+from trtmesh.router.admission import Admission, AdmissionLimits, Permit
+
+
+def admission(
+    running: int = 2, queued: int = 3, items: int = 100, seconds: float = 60.0
+) -> Admission:
+    return Admission(AdmissionLimits(items, running, queued, seconds))
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 4),
+    st.lists(
+        st.tuples(
+            st.sampled_from(["come", "come", "end", "cancel"]),
+            st.integers(0, 30),
+            st.integers(-2, 2),
+        ),
+        max_size=60,
+    ),
+)
+def test_who_runs_is_who_should(running: int, actions: list[tuple[str, int, int]]) -> None:
+    asyncio.run(compare(running, actions))
+
+
+async def compare(running: int, actions: list[tuple[str, int, int]]) -> None:
+    """Against a model: two lists, one of which is sorted by priority and arrival."""
+    tested = admission(running, queued=1000)
+    tasks: dict[Permit, asyncio.Task[None]] = {}
+    should_run: list[Permit] = []
+    should_wait: list[tuple[int, int, Permit]] = []
+
+    def refill() -> None:
+        should_wait.sort(key=lambda entry: entry[:2])
+        while should_wait and len(should_run) < running:
+            should_run.append(should_wait.pop(0)[2])
+
+    for number, (action, pick, priority) in enumerate(actions):
+        everyone = [*should_run, *(entry[2] for entry in should_wait)]
+        if action == "come":
+            (permit,) = tested.take("m", 1)
+            tasks[permit] = asyncio.create_task(permit.admitted(priority))
+            should_wait.append((-priority, number, permit))
+        elif action == "end" and should_run:
+            permit = should_run.pop(pick % len(should_run))
+            permit.give_back()
+            permit.give_back()
+        elif action == "cancel" and everyone:
+            permit = everyone[pick % len(everyone)]
+            tasks[permit].cancel()
+            permit.give_back()
+            should_run = [p for p in should_run if p is not permit]
+            should_wait = [entry for entry in should_wait if entry[2] is not permit]
+        refill()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert [p for p in tasks if p.valid and p.running] == sorted(
+            should_run, key=list(tasks).index
+        )
+        assert tested.live_items == len(should_run) + len(should_wait)
+        assert tested.queued_items == len(should_wait)
+    for permit, task in tasks.items():
+        task.cancel()
+        permit.give_back()
+    await asyncio.gather(*tasks.values(), return_exceptions=True)
+    assert (tested.live_items, tested.queued_items) == (0, 0)
+
+
+async def test_a_full_queue_refuses_the_whole_request_with_a_hint() -> None:
+    tested = admission(running=2, queued=3)
+    permits = tested.take("m", 5)
+    with pytest.raises(QueueFull, match="Exceeds maximum queue size: model m") as refused:
+        tested.take("m", 1)
+    assert refused.value.retry_after_ms
+    assert len(tested.take("other", 5)) == 5
+    permits[0].give_back()
+    with pytest.raises(QueueFull):
+        tested.take("m", 2)
+    assert len(tested.take("m", 1)) == 1
+
+
+async def test_all_models_together_are_bounded_too() -> None:
+    tested = admission(running=50, queued=50, items=6)
+    tested.take("m", 4)
+    with pytest.raises(QueueFull, match=r"Exceeds maximum queue size.*6 allowed"):
+        tested.take("other", 3)
+    assert tested.live_items == 4
+
+
+async def test_waiting_ends() -> None:
+    tested = admission(running=1, seconds=0.01)
+    first, second, third = tested.take("m", 3)
+    await first.admitted(0)
+    with pytest.raises(QueueTimeout, match="queue_seconds"):
+        await second.admitted(0)
+    assert tested.live_items == 3
+    first.give_back()
+    second.give_back()
+    await third.admitted(0)
+    third.give_back()
+    assert tested.live_items == 0
+
+
+async def test_the_hint_follows_how_fast_items_end() -> None:
+    tested = admission(running=1, queued=1)
+    for _ in range(3):
+        (permit,) = tested.take("m", 1)
+        await permit.admitted(0)
+        await asyncio.sleep(0.002)
+        permit.give_back()
+    tested.take("m", 2)
+    with pytest.raises(QueueFull) as refused:
+        tested.take("m", 1)
+    assert refused.value.retry_after_ms == 100, "items end every few ms: the shortest hint"
