@@ -123,7 +123,7 @@ class StreamReader:
     async def _read_all(
         self, client: Client, prompts: Sequence[Any], options: Mapping[str, Any]
     ) -> None:
-        check = OrderCheck()
+        check = OrderCheck(rewrites=options.get("beam_width", 1) > 1)
         events = client.generate(prompts, **options)
         try:
             async for event in events:
@@ -142,8 +142,12 @@ class StreamReader:
 
 @dataclass
 class OrderCheck:
-    """What every stream of events keeps, whatever happens: order, contiguous offsets, one terminal event an item."""
+    """What every stream of events keeps, whatever happens: order, contiguous offsets, one terminal event an item.
 
+    Where a search `rewrites` its sequences, one may begin again at any time.
+    """
+
+    rewrites: bool = False
     kinds: dict[int, list[str]] = field(default_factory=dict)
     _offsets: dict[tuple[int, int], int] = field(default_factory=dict)
     _accepted: bool = False
@@ -164,6 +168,8 @@ class OrderCheck:
         key = (event.batch_index, event.sequence_index)
         if kind == "Tokens":
             known = self._offsets.get(key, 0)
+            if self.rewrites and event.token_offset == 0:  # type: ignore[union-attr]
+                known = 0
             assert event.token_offset == known, f"{key}: {event.token_offset} after {known}"  # type: ignore[union-attr]
             self._offsets[key] = known + len(event.token_ids)  # type: ignore[union-attr]
         if kind == "SequenceFinished":

@@ -511,7 +511,9 @@ class Step(google.protobuf.message.Message):
 
     @property
     def token_offsets(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Position of the first new token among the generated tokens of each sequence."""
+        """Position of the first new token among the generated tokens of each sequence. With beam search a sequence that did
+        not only grow comes again whole, from offset 0, which replaces all that was known of it.
+        """
 
     @property
     def token_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:

@@ -510,7 +510,9 @@ class SamplingConfig(google.protobuf.message.Message):
     no_repeat_ngram_size: builtins.int
     """No n-gram of this length occurs twice; 0 means off."""
     num_return_sequences: builtins.int
-    """Sequences sampled from the prompt, at least 1. Unset means 1."""
+    """Sequences sampled from the prompt, at least 1. Unset means 1. With beam search the best so many of its sequences
+    come back, and unset means all.
+    """
     best_of: builtins.int
     """Sequences tried, of which the best num_return_sequences come back."""
     logits_post_processor: builtins.str
@@ -596,7 +598,7 @@ Global___SamplingConfig: typing_extensions.TypeAlias = SamplingConfig
 
 @typing.final
 class BeamSearchConfig(google.protobuf.message.Message):
-    """Beam search."""
+    """Beam search. Its log-probabilities are those that the search adds up: after bias, penalties, bans and temperature."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -607,11 +609,13 @@ class BeamSearchConfig(google.protobuf.message.Message):
     beam_width: builtins.int
     """Beams kept, at least 1."""
     length_penalty: builtins.float
-    """Exponent of the length that divides a beam's log-probability."""
+    """Exponent of the length that divides a complete sequence's log-probability. Unset means 0, which divides by 1."""
     early_stopping: Global___EarlyStopping.ValueType
     """When to stop. Unset means EARLY_STOPPING_FIRST_COMPLETE."""
     diversity_rate: builtins.float
-    """Rate by which later beams of a group are penalised for repeating earlier ones."""
+    """Added to a candidate's place in the ranking of a step, times the number of the beam that it continues: above 0 it
+    favours continuations of later beams. Unset means 0.
+    """
     def __init__(
         self,
         *,
@@ -765,7 +769,9 @@ Global___LoraConfig: typing_extensions.TypeAlias = LoraConfig
 
 @typing.final
 class PromptTuningConfig(google.protobuf.message.Message):
-    """Learned prompt rows."""
+    """Learned prompt rows. They extend the model's embedding matrix: id `vocabulary_size of the worker + n` means row n,
+    and a model that scales its embeddings scales these too.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -773,10 +779,10 @@ class PromptTuningConfig(google.protobuf.message.Message):
     VOCABULARY_SIZE_FIELD_NUMBER: builtins.int
     EXTRA_IDS_FIELD_NUMBER: builtins.int
     vocabulary_size: builtins.int
-    """Number of rows the table stands for."""
+    """Number of ids that the table gives a meaning to, at most its rows. Unset means all rows."""
     @property
     def embedding_table(self) -> Global___Tensor:
-        """Embedding rows, [rows, hidden size]."""
+        """Embedding rows, [rows, hidden size]; FP32, FP16 or BF16."""
 
     @property
     def extra_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:

@@ -142,7 +142,7 @@ Global___ItemStarted: typing_extensions.TypeAlias = ItemStarted
 @typing.final
 class TokensGenerated(google.protobuf.message.Message):
     """Tokens of one sequence, never cumulative. With beam search an offset below what was already sent replaces all
-    that follows it; otherwise offsets only grow.
+    that follows it, ids and text; this router then sends the sequence whole, from offset 0. Otherwise offsets only grow.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

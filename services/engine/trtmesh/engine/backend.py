@@ -142,7 +142,8 @@ class StepOutput:
     """What one engine step made known, in parallel lists over the sequences that got tokens.
 
     `token_ids` holds the tokens of all of them, one after another; `token_offsets[i]` is the position of the first
-    of sequence i among its generated tokens. `ends` may name sequences that got no token in this step.
+    of sequence i among its generated tokens. `ends` may name sequences that got no token in this step. With beam search
+    a sequence that did not only grow comes again whole, from offset 0, with its details.
     """
 
     step_count: int
@@ -194,7 +195,7 @@ class Backend(Protocol):
 
     * `submit` MUST either raise a TrtmeshError and forget the item, or take it. It MUST NOT block.
     * Every key of a taken item MUST be delivered exactly one SequenceEnd, and nothing after it. Tokens MUST arrive in
-      order and without gaps.
+      order and without gaps; only a sequence of a beam search MAY come again, from offset 0.
     * `stop` MUST lead to the SequenceEnd of every key that has not ended, within one step, with the reason given. A key
       that is unknown or over MUST be ignored.
     * When a SequenceEnd is delivered the sequence's KV blocks MUST already be free (or kept only for reuse).

@@ -40,7 +40,12 @@ def generate(
         list[str] | None, typer.Option(help="Text that ends a sequence; repeatable.")
     ] = None,
     end_id: Annotated[int | None, typer.Option(help="Token id that ends a sequence.")] = None,
-    sequences: Annotated[int, typer.Option(min=1, help="Sequences of each prompt.")] = 1,
+    sequences: Annotated[
+        int | None, typer.Option(min=1, help="Sequences of each prompt; of beams, the best.")
+    ] = None,
+    beam_width: Annotated[
+        int | None, typer.Option(min=1, help="Beams of a search; all come back unless --sequences.")
+    ] = None,
     config: Annotated[
         str, typer.Option(help="A GenerationConfig as JSON, for all that has no option here.")
     ] = "",
@@ -67,19 +72,24 @@ def generate(
         "seed": seed,
         "stop_texts": stop or None,
         "end_id": end_id,
-        "num_return_sequences": sequences if sequences > 1 else None,
+        "num_return_sequences": sequences,
+        "beam_width": beam_width,
     }
     texts = _read_prompts(prompts)
+    asked = _build_config(config, {name: v for name, v in given.items() if v is not None})
+    printer = choose_printer(
+        as_json_lines=json, items=len(texts), sequences=_sequences(asked), console=Console()
+    )
+    if asked.beam_search.beam_width > 1 and not printer.redraws:
+        # What is printed cannot be taken back when a beam is rewritten.
+        asked.output.stream = False
     request = Request(
         prompts=texts,
-        config=_build_config(config, {name: v for name, v in given.items() if v is not None}),
+        config=asked,
         request_id=request_id,
         model=model,
         timeout_seconds=timeout,
         stop_after_seconds=None if stop_after_ms is None else stop_after_ms / 1000,
-    )
-    printer = choose_printer(
-        as_json_lines=json, items=len(texts), sequences=sequences, console=Console()
     )
     run(_generate(router, request, printer))
 
@@ -146,6 +156,13 @@ def _read_prompts(arguments: Sequence[str]) -> list[str]:
     if not prompts:
         raise typer.BadParameter("standard input has no prompt")
     return prompts
+
+
+def _sequences(config: GenerationConfig) -> int:
+    """Sequences that come back for a prompt."""
+    if config.sampling.HasField("num_return_sequences"):
+        return config.sampling.num_return_sequences
+    return max(1, config.beam_search.beam_width)
 
 
 def _build_config(text: str, options: Mapping[str, object]) -> GenerationConfig:

@@ -32,6 +32,9 @@ LINE_WIDTH = 72
 class Printer(Protocol):
     """Prints events; a context, so that what is held back comes out on every way out."""
 
+    redraws: bool
+    """Whether a sequence may be rewritten after it was shown."""
+
     def __enter__(self) -> Self: ...
 
     def __exit__(
@@ -47,6 +50,8 @@ class Printer(Protocol):
 class JsonLines:
     """One JSON object an event, for programs."""
 
+    redraws = True
+
     def __enter__(self) -> Self:
         return self
 
@@ -58,6 +63,8 @@ class JsonLines:
 
 class RawText:
     """The bare text of one sequence as it comes."""
+
+    redraws = False
 
     def __init__(self, clean: Callable[[str], str]) -> None:
         self._clean = clean
@@ -77,6 +84,8 @@ class RawText:
 
 class TaggedLines:
     """Lines of several sequences, each begun with its tag; a line comes out when it is full or its sequence ends."""
+
+    redraws = False
 
     def __init__(self, tag: Callable[[int, int], str], clean: Callable[[str], str]) -> None:
         self._tag = tag
@@ -117,6 +126,8 @@ class TaggedLines:
 
 class LiveRegions:
     """One region a sequence, redrawn in place; at the end the whole texts stay."""
+
+    redraws = True
 
     def __init__(self, tag: Callable[[int, int], str], items: int, console: Console) -> None:
         self._tag = tag
