@@ -46,6 +46,7 @@ class Harness:
         self.streams: dict[int, Stream] = {}
         self.beams: set[int] = set()
         self.outputs: list[StepOutput] = []
+        self.used_blocks: list[int] = []
         self.failures: list[BaseException] = []
         self.info: BackendInfo
         self._changed = asyncio.Event()
@@ -126,6 +127,8 @@ class Harness:
     def _take(self, output: StepOutput, stats: BackendStats | None) -> None:
         assert not self.outputs or output.step_count >= self.outputs[-1].step_count
         self.outputs.append(output)
+        if stats:
+            self.used_blocks.append(stats.used_blocks)
         position = 0
         for key, offset, count in zip(
             output.keys, output.token_offsets, output.token_counts, strict=True

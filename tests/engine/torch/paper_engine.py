@@ -34,6 +34,7 @@ class PaperEngine:
         static_batch: bool = False,
         reuse: bool = True,
         partial_reuse: bool = True,
+        window: int | None = None,
         **pool: Any,
     ) -> None:
         self.now = 0.0
@@ -45,10 +46,10 @@ class PaperEngine:
             chunk_tokens=chunk_tokens,
             never_pause=never_pause,
             static_batch=static_batch,
+            window=window,
         )
-        prefixes = Prefixes(
-            self.pool, tokens_per_block=BLOCK, reuse=reuse, partial_reuse=partial_reuse
-        )
+        self._window = window or 10**9
+        prefixes = Prefixes(self.pool, rules, reuse=reuse, partial_reuse=partial_reuse)
         self.scheduler = Scheduler(self.pool, self.tables, rules, prefixes)
         everything = blocks + 1 + self.pool.host_blocks
         self.content = [[EMPTY] * BLOCK for _ in range(everything)]
@@ -106,7 +107,7 @@ class PaperEngine:
             assert (
                 sequence.blocks == self.tables.rows[sequence.slot][: len(sequence.blocks)].tolist()
             )
-            for block in sequence.blocks:
+            for block in filter(None, sequence.blocks):
                 held[block] = held.get(block, 0) + 1
         assert len({sequence.slot for sequence in running}) == len(running)
         assert {block: count for block, count in enumerate(self.pool._references) if count} == held
@@ -120,7 +121,7 @@ class PaperEngine:
         row = self.tables.rows[chunk.sequence.slot]
         tokens = chunk.sequence.tokens
         assert chunk.count > 0
-        for position in range(chunk.start + chunk.count):
+        for position in range(max(0, chunk.start + 1 - self._window), chunk.start + chunk.count):
             block = int(row[position // BLOCK])
             assert block != NULL_BLOCK
             if position < chunk.start:

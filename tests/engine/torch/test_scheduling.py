@@ -41,6 +41,7 @@ def test_no_rule_changes_what_a_sequence_reads(
         never_pause=never_pause,
         static_batch=never_pause and draw.random() < 0.3,
         host_blocks=host_blocks,
+        window=draw.choice([None, None, 1, 5, 9]),
     )
     added = []
     for _ in range(4):
@@ -275,3 +276,40 @@ def test_mates_that_await_each_other_make_room() -> None:
                     for each in group:
                         engine.scheduler.remove(each)
     assert engine.pool.used_blocks == 0
+
+
+def test_blocks_out_of_a_sliding_window_are_free_for_others() -> None:
+    engine = PaperEngine(blocks=40, window=6)
+    sequence = engine.sequence(range(30), 20)
+    engine.add(sequence)
+    most = 0
+    while engine.scheduler.has_work:
+        for each in engine.step():
+            engine.advance(each)
+            if sequence.length > 34:
+                most = max(most, engine.pool.used_blocks)
+    # 6 tokens touch 3 blocks at most; one goes only when the next is full.
+    assert 1 <= most <= 4
+
+
+def test_a_beginning_is_reused_as_far_as_its_next_token_sees_it() -> None:
+    engine = PaperEngine(blocks=12, window=6)
+    engine.add(engine.sequence(range(32), 1))
+    engine.run()
+    # Takes the 4 empty blocks and the 2 that have been idle longest, which are the first of the prompt.
+    engine.add(engine.sequence(range(50, 73), 1))
+    engine.run()
+    again = engine.sequence(range(32), 6)
+    engine.add(again)
+    engine.run()
+    assert again.cached_prompt_tokens == 31
+    assert again.tokens == continued(range(32), 6)
+
+
+def test_a_fork_of_a_sequence_that_went_on_finds_no_blocks_that_it_left_behind() -> None:
+    engine = PaperEngine(blocks=40, batch=2, window=6)
+    first, second, third = (engine.sequence(range(20), count) for count in (30, 3, 12))
+    second.leader = third.leader = first
+    engine.add(first, second, third)
+    engine.run()
+    assert third.tokens == continued(range(20), 12)

@@ -190,3 +190,22 @@ def test_free_memory_is_what_machine_and_container_leave(tmp_path: Path) -> None
     (tmp_path / "memory.max").write_text("10000\n")
     assert free_memory(cpu, meminfo, tmp_path) == 1000
     assert free_memory(cpu) > 2**20
+
+
+@pytest.mark.parametrize(("family", "frees"), [("mistral", True), ("gemma2", False)])
+async def test_only_where_every_layer_has_a_window_are_blocks_left_behind(
+    model_dir: Any, family: str, frees: bool
+) -> None:
+    folder = model_dir(family)
+    prompts = [*PROMPTS, list(range(10, 50))]
+    model = tiny_models.reference_model(folder)
+    expected = [tiny_models.greedy(model, prompt, 24) for prompt in prompts]
+    async with running(folder, **TINY) as engine:
+        for _ in range(2):
+            assert await engine.run(prompts, CONFIG) == expected
+        assert (scheduler_of(engine)._rules.window is not None) == frees
+        engine.used_blocks.clear()
+        await engine.run(prompts[-1:], CONFIG)
+        assert engine.backend.stats().used_blocks == 0
+        # 40 tokens fill 10 blocks, the window of 8 touches 3.
+        assert (max(engine.used_blocks) < 10) == frees

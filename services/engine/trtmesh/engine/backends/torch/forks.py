@@ -18,12 +18,19 @@ class _State:
 
     blocks: list[int]
     num_computed: int
+    num_dropped: int
     num_published: int
     hashes: list[int]
 
     @classmethod
     def of(cls, sequence: Sequence) -> _State:
-        return cls(sequence.blocks, sequence.num_computed, sequence.num_published, sequence.hashes)
+        return cls(
+            sequence.blocks,
+            sequence.num_computed,
+            sequence.num_dropped,
+            sequence.num_published,
+            sequence.hashes,
+        )
 
 
 def reassign(pairs: Pairs, pool: BlockPool, tables: BlockTables, tokens_per_block: int) -> None:
@@ -49,6 +56,7 @@ def reassign(pairs: Pairs, pool: BlockPool, tables: BlockTables, tokens_per_bloc
             child.times.new_blocks += len(rest)
         child.blocks = state.blocks[:full] + rest
         child.num_computed = state.num_computed
+        child.num_dropped = state.num_dropped
         child.num_published = state.num_published
         child.hashes = state.hashes[: state.num_published]
         tables.replace(child.slot, child.blocks)

@@ -90,17 +90,15 @@ def _engine(settings: TorchSettings, model: Model, sizes: Sizes, device: torch.d
         offload_min_priority=settings.host_cache_min_priority,
         events=settings.kv_events,
     )
+    rules = _rules(settings, model)
     prefixes = Prefixes(
-        pool,
-        tokens_per_block=settings.tokens_per_block,
-        reuse=settings.prefix_reuse,
-        partial_reuse=settings.partial_reuse,
+        pool, rules, reuse=settings.prefix_reuse, partial_reuse=settings.partial_reuse
     )
-    scheduler = Scheduler(pool, tables, _rules(settings), prefixes)
+    scheduler = Scheduler(pool, tables, rules, prefixes)
     return Engine(Runner(model, cache, tables), cache, scheduler, model.embedding)
 
 
-def _rules(settings: TorchSettings) -> SchedulingRules:
+def _rules(settings: TorchSettings, model: Model) -> SchedulingRules:
     chunk = settings.context_chunk_tokens or settings.max_step_tokens
     return SchedulingRules(
         settings.tokens_per_block,
@@ -108,6 +106,7 @@ def _rules(settings: TorchSettings) -> SchedulingRules:
         chunk_tokens=chunk if settings.chunked_context else None,
         never_pause=settings.never_pause,
         static_batch=settings.batching_type == "V1",
+        window=model.window,
     )
 
 

@@ -37,6 +37,8 @@ class Model:
     max_positions: int
     end_ids: tuple[int, ...]
     embedding: Embedding
+    window: int | None
+    """Tokens before and with it that a token sees, in every layer; None where a layer sees all."""
 
     def logits(
         self,
@@ -79,6 +81,7 @@ def load_model(model_dir: Path, dtype_name: str, device: torch.device) -> Model:
     return Model(
         module=module,
         kv_shape=probe.kv_shape(module),
+        window=probe.window,
         vocabulary_size=vocabulary_size,
         max_positions=_max_positions(text, probe),
         end_ids=_end_ids(module),
@@ -166,6 +169,12 @@ class Probe:
         self.sizes |= {key.shape[3], value.shape[3]}
         self.windows[layer] = sliding_window
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+    @property
+    def window(self) -> int | None:
+        """The widest sliding window; None where a layer has none."""
+        windows = [window or 0 for window in self.windows.values()]
+        return max(windows) if all(windows) else None
 
     def kv_shape(self, module: PreTrainedModel) -> KvShape:
         if len(self.kv_heads) > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from trtmesh.chassis.block_hashes import block_hash
 from trtmesh.engine.backends.torch.blocks import NULL_BLOCK, BlockPool, Prefix
 from trtmesh.engine.backends.torch.eviction import Retention
+from trtmesh.engine.backends.torch.rules import SchedulingRules
 from trtmesh.engine.backends.torch.sequence import Sequence
 
 NOTHING = Prefix([], 0)
@@ -14,10 +15,11 @@ class Prefixes:
     """Finds and publishes the blocks of sequences; what must have logits is always computed."""
 
     def __init__(
-        self, pool: BlockPool, *, tokens_per_block: int, reuse: bool, partial_reuse: bool
+        self, pool: BlockPool, rules: SchedulingRules, *, reuse: bool, partial_reuse: bool
     ) -> None:
         self._pool = pool
-        self._size = tokens_per_block
+        self._rules = rules
+        self._size = rules.tokens_per_block
         self._reuse = reuse
         self._partial_reuse = partial_reuse
 
@@ -35,6 +37,8 @@ class Prefixes:
         most = min(leader.num_computed, sequence.most_reusable)
         rest = range(min(leader.prompt_tokens, most), most)
         tokens = next((at for at in rest if leader.tokens[at] != sequence.tokens[at]), most)
+        if self._rules.unseen_blocks(tokens) < leader.num_dropped:
+            return NOTHING
         full, part = divmod(tokens, self._size)
         return Prefix(leader.blocks[:full], tokens, leader.blocks[full] if part else NULL_BLOCK)
 
@@ -70,7 +74,7 @@ class Prefixes:
             return NOTHING
         size, last = self._size, sequence.most_reusable
         hashes = self._hashes(sequence, last // size)
-        blocks = self._pool.published.match(hashes[: last // size])
+        blocks = self._match(hashes[: last // size])
         tokens = len(blocks) * size
         if not self._partial_reuse:
             return Prefix(blocks, tokens)
@@ -78,6 +82,22 @@ class Prefixes:
         following = sequence.tokens[tokens : min(tokens + size, last)]
         partial, more = self._pool.published.match_partly(parent, following)
         return Prefix(blocks, tokens + more, partial)
+
+    def _match(self, hashes: list[int]) -> list[int]:
+        """Blocks of the longest beginning that is there as far as its next token sees; the null block for the rest."""
+        blocks: list[int] = []
+        first = longest = 0
+        for number, name in enumerate(hashes, start=1):
+            block = self._pool.published.find(name)
+            blocks.append(block or NULL_BLOCK)
+            if block is None:
+                if self._rules.window is None:
+                    break
+                first = number
+            elif first <= self._rules.unseen_blocks(number * self._size):
+                longest = number
+        unseen = self._rules.unseen_blocks(longest * self._size)
+        return [NULL_BLOCK] * unseen + blocks[unseen:longest]
 
     def _hashes(self, sequence: Sequence, count: int) -> list[int]:
         """Hashes of at least its first `count` blocks, all of them full."""

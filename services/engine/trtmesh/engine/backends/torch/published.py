@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -47,16 +47,6 @@ class Published:
         """The block under a hash."""
         entry = self._by_hash.get(block_hash)
         return entry.block if entry else None
-
-    def match(self, hashes: Iterable[int]) -> list[int]:
-        """The blocks under the first of `hashes`, up to the first that is not there."""
-        blocks = []
-        for block_hash in hashes:
-            entry = self._by_hash.get(block_hash)
-            if entry is None:
-                break
-            blocks.append(entry.block)
-        return blocks
 
     def match_partly(self, parent_hash: int, token_ids: Sequence[int]) -> tuple[int, int]:
         """The block after `parent_hash` that begins with most of `token_ids`, and with how many; 0 of none."""

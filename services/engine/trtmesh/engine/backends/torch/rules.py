@@ -20,6 +20,9 @@ class SchedulingRules:
     static_batch: bool = False
     """Whether a batch starts only when the one before has wholly ended."""
 
+    window: int | None = None
+    """Tokens before and with it that a token sees; None where it sees all."""
+
     def __post_init__(self) -> None:
         if self.static_batch and not self.never_pause:
             raise ValueError("a static batch that pauses sequences would never end as one")
@@ -27,6 +30,12 @@ class SchedulingRules:
     def blocks(self, tokens: int) -> int:
         """Blocks that this many tokens fill."""
         return -(-tokens // self.tokens_per_block)
+
+    def unseen_blocks(self, tokens: int) -> int:
+        """Leading blocks that neither the token after this many nor a later one sees."""
+        if self.window is None:
+            return 0
+        return max(0, tokens + 1 - self.window) // self.tokens_per_block
 
     def growth(self, sequence: Sequence) -> int:
         """Blocks kept free for a running sequence beyond those that it has."""

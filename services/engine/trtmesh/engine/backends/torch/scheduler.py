@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trtmesh.engine.backends.torch.block_tables import BlockTables
-from trtmesh.engine.backends.torch.blocks import BlockPool, Prefix
+from trtmesh.engine.backends.torch.blocks import NULL_BLOCK, BlockPool, Prefix
 from trtmesh.engine.backends.torch.forks import Pairs, reassign
 from trtmesh.engine.backends.torch.prefixes import Prefixes
 from trtmesh.engine.backends.torch.rules import SchedulingRules
@@ -160,6 +160,7 @@ class Scheduler:
             self._wake_followers(sequence)
         if sequence.num_computed // self._rules.tokens_per_block > sequence.num_published:
             self._prefixes.publish(sequence)
+            self._drop(sequence)
 
     def _enter(self, sequence: Sequence, rank: int) -> None:
         self._arrivals += 1
@@ -251,14 +252,16 @@ class Scheduler:
         missing = self._rules.blocks(len(sequence.tokens)) - len(sequence.blocks)
         self._append(sequence, self.pool.allocate(missing))
         sequence.num_published = shared
+        sequence.num_dropped = prefix.blocks.count(NULL_BLOCK)
         self._prefixes.retain(sequence, 0, shared)
         before = sequence.pending_prompt_tokens
         sequence.num_computed = prefix.tokens
         self.pending_prompt_tokens -= before - sequence.pending_prompt_tokens
-        self.reused_blocks += shared
+        reused = shared - sequence.num_dropped
+        self.reused_blocks += reused
         if not sequence.times.scheduled_ns:
             sequence.times.scheduled_ns = time.time_ns()
-            sequence.times.reused_blocks = shared
+            sequence.times.reused_blocks = reused
             sequence.cached_prompt_tokens = min(sequence.num_computed, sequence.prompt_tokens)
             self.reused_prompt_tokens += sequence.cached_prompt_tokens
         insort(self.running, sequence, key=lambda running: running.rank)
@@ -271,6 +274,15 @@ class Scheduler:
     def _count_new(self, sequence: Sequence, blocks: int) -> None:
         sequence.times.new_blocks += blocks
         self.new_blocks += blocks
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Releases the blocks that a sliding window has left behind."""
+        first, last = sequence.num_dropped, self._rules.unseen_blocks(sequence.num_computed)
+        if last > first:
+            self.pool.release(sequence.blocks[first:last])
+            sequence.blocks[first:last] = [NULL_BLOCK] * (last - first)
+            self.tables.put(sequence.slot, first, sequence.blocks[first:last])
+            sequence.num_dropped = last
 
     def _pause(self, sequence: Sequence) -> None:
         """Releases the blocks of a running sequence and its mates; they wait again, in their old places."""
@@ -289,6 +301,7 @@ class Scheduler:
         self.pool.release(sequence.blocks)
         self.tables.give_back(sequence.slot)
         sequence.blocks = []
+        sequence.num_dropped = 0
         sequence.slot = -1
 
     def _awaited(self, sequence: Sequence) -> Sequence | None:

@@ -51,6 +51,8 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     hashes: list[int] = field(default_factory=list)
     """Hashes of its leading full blocks, as far as they were needed."""
+    num_dropped: int = 0
+    """Leading blocks that no token to come will see, and that it no longer holds."""
     num_published: int = 0
     """Leading blocks that were offered for reuse."""
     slot: int = -1
