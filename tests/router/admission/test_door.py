@@ -46,10 +46,10 @@ async def test_items_beyond_the_limit_wait_by_priority_and_the_queue_is_bounded(
         running = call(client, [1])
         await engine.submitted()
         waiting = [call(client, [2], priority=0)]
-        while (await client.admin.status()).live_requests < 2:  # noqa: ASYNC110 - no event tells
+        while (await client.status()).live_requests < 2:  # noqa: ASYNC110 - no event tells
             await asyncio.sleep(0.005)
         waiting.append(call(client, [3], priority=5))
-        while (await client.admin.status()).live_requests < 3:  # noqa: ASYNC110 - no event tells
+        while (await client.status()).live_requests < 3:  # noqa: ASYNC110 - no event tells
             await asyncio.sleep(0.005)
         with pytest.raises(QueueFull, match="Exceeds maximum queue size") as refused:
             await call(client, [4])
