@@ -13,6 +13,8 @@ from trtmesh.engine.backends.torch.kvcache import KvCache, Rows
 
 NAME = "trtmesh_paged"
 ATTRIBUTE = "trtmesh_attention"
+MANY_HEADS = 16
+FEW_QUERIES = 16
 
 
 class PagedAttention:
@@ -111,12 +113,21 @@ def _attend(
     mask = group.mask
     if mask is not None and group.tokens > 1:
         mask = mask.repeat_interleave(shared, dim=2)
-    if softcap is None and sinks is None:
+    if softcap is None and sinks is None and _small(packed):
         output = scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
     else:
         output = _explicit(packed, keys, values, mask, scale=scale, softcap=softcap, sinks=sinks)
     output = output.view(sequences, kv_heads, group.tokens, shared, -1).transpose(1, 2)
     return output.reshape(rows, heads, -1)
+
+
+def _small(queries: Tensor) -> bool:
+    """Whether the fused kernel is the faster one: on a CPU it treats every head on its own, which costs most where many
+    heads have few queries each; only in float32 is there a fast product of many matrices to do better with."""
+    sequences, kv_heads, rows, _ = queries.shape
+    if queries.is_cuda or queries.dtype != torch.float32:
+        return True
+    return sequences * kv_heads < MANY_HEADS or rows > FEW_QUERIES
 
 
 def _explicit(
@@ -130,13 +141,20 @@ def _explicit(
     sinks: Tensor | None,
 ) -> Tensor:
     """Attention with what the fused kernels cannot express: capped scores, and sinks that only take probability."""
-    scores = torch.matmul(queries, keys.transpose(2, 3)) * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if mask is not None:
-        scores = scores + mask
+    sequences, kv_heads, rows, size = queries.shape
+    shape = (sequences, kv_heads, rows, keys.shape[2])
+    transposed = keys.flatten(0, 1).transpose(1, 2)
+    queries = queries.reshape(-1, rows, size)
+    if softcap is None and mask is not None:
+        hidden = mask.expand(-1, kv_heads, -1, -1).flatten(0, 1)
+        scores = torch.baddbmm(hidden, queries, transposed, alpha=scale).view(shape)
+    else:
+        scores = torch.bmm(queries, transposed).mul_(scale).view(shape)
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        if mask is not None:
+            scores += mask
     if sinks is not None:
-        kv_heads, rows = scores.shape[1:3]
         # sinks is [heads]; rows are tokens of [shared] heads each.
         shared = sinks.numel() // kv_heads
         column = sinks.view(kv_heads, 1, shared).expand(-1, rows // shared, -1)

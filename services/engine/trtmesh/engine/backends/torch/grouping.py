@@ -1,7 +1,7 @@
 """Which sequences of a step are attended to together, and where their keys and values are gathered.
 
 A step's tokens lie one after another: first the sequences with one token (decode), sorted by length, then the others
-(chunks). Decode sequences are cut into groups whose gathered keys fit a core's cache; a group is one gather of rows
+(chunks). Decode sequences are cut into groups of about equal lengths that fit the caches; a group is one gather of rows
 for the keys, one for the values and one attention call, whatever its size. Every chunk is a group of its own.
 """
 
@@ -15,8 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from trtmesh.engine.backends.torch.kvcache import KvCache, Rows
 
-GROUP_BYTES = 512 * 1024
-"""Most bytes of gathered keys of a decode group; beyond that the copies fall out of a core's cache."""
+GROUP_BYTES = 4 * 2**20
+"""Most bytes of gathered keys of a decode group; beyond that the copies fall out of the caches."""
+SMALL_GROUP_BYTES = 512 * 1024
+"""Up to here a group costs more by being there than by keys gathered in vain."""
+PADDING = 1.25
+"""Most keys that a group beyond that may gather for each that its sequences have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +97,13 @@ class Grouping:
         block_bytes = shape.kv_heads * self._cache.tokens_per_block * shape.head_dim
         block_bytes *= self._dtype.itemsize
         last = first + 1
+        total = int(blocks[first])
         while last < len(blocks):
-            if int(blocks[last]) * (last + 1 - first) * block_bytes > GROUP_BYTES:
+            longest = int(blocks[last])
+            gathered = longest * (last + 1 - first)
+            total += longest
+            padded = gathered > PADDING * total and gathered * block_bytes > SMALL_GROUP_BYTES
+            if padded or gathered * block_bytes > GROUP_BYTES:
                 break
             last += 1
         return last

@@ -38,7 +38,7 @@ def load_engine(model_dir: Path, settings: TorchSettings) -> tuple[Engine, Backe
     torch.set_num_threads(settings.threads or physical_cores())
     device = torch.device(settings.device)
     files = weight_files(model_dir)
-    model = load_model(model_dir, settings.dtype, device)
+    model = load_model(model_dir, settings.dtype, device, weight_copies=settings.weight_copies)
     dtype = model.module.dtype
     sizes = size(settings, model, dtype, device)
     freeze_rope(model.module, sizes.max_sequence_tokens)

@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.engine.backends.torch import attention
 from trtmesh.engine.backends.torch.kvcache import KvShape
+from trtmesh.engine.backends.torch.linears import pack_linears
 from trtmesh.engine.backends.torch.prompt_table import Embedding, PromptTable
 
 DTYPES = {
@@ -65,14 +66,18 @@ class Model:
         return logits.float()
 
 
-def load_model(model_dir: Path, dtype_name: str, device: torch.device) -> Model:
-    """Raises ModelUnusable with the reason."""
+def load_model(
+    model_dir: Path, dtype_name: str, device: torch.device, *, weight_copies: bool = False
+) -> Model:
+    """Raises ModelUnusable with the reason. `weight_copies` is `pack_linears`' `copies`."""
     config = _config(model_dir)
     dtype = _dtype(config, dtype_name, device)
     module = _weights(model_dir, config, dtype)
     torch.nn.Module.to(module, device)
     torch.nn.Module.eval(module)
     module.requires_grad_(requires_grad=False)
+    if device.type == "cpu":
+        pack_linears(module, copies=weight_copies)
     attention.register()
     module.set_attn_implementation(attention.NAME)
     text = config.get_text_config()

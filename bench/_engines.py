@@ -1,0 +1,345 @@
+"""The engines that are compared, each behind `decode`: greedy tokens of some prompts and when each of them came.
+
+Every engine runs in a process of its own (`Remote`), as it would be deployed: the idle threads that one engine's
+OpenMP keeps in a process slow down every other engine there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import multiprocessing
+import statistics
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers.generation
+from transformers import AutoModelForCausalLM, StoppingCriteria
+from trtmesh.chassis import vocabulary
+from trtmesh.engine.backend import StepOutput, Submission
+from trtmesh.engine.backends.torch import TorchBackend, TorchSettings
+
+Prompts = list[list[int]]
+SECONDS = 170.0
+
+
+@dataclass(slots=True)
+class Decoded:
+    """What one engine made of the prompts, by prompt; times are of `time.perf_counter`."""
+
+    started: float
+    tokens: list[list[int]]
+    arrivals: list[list[float]]
+
+    @property
+    def steady_rate(self) -> float:
+        """Tokens a second while every sequence decodes: from the last first token to the first last one."""
+        begin = max(times[0] for times in self.arrivals)
+        end = min(times[-1] for times in self.arrivals)
+        count = sum(begin < arrival <= end for times in self.arrivals for arrival in times)
+        if end <= begin:
+            raise SystemExit("no step in which all sequences decode; ask for more new tokens")
+        return count / (end - begin)
+
+    @property
+    def first_token_seconds(self) -> float:
+        return min(times[0] for times in self.arrivals) - self.started
+
+
+class Remote:
+    """A process that holds one engine at a time. Whatever it raises ends the benchmark."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def open(self, kind: str, *arguments: Any, **named: Any) -> None:
+        """Loads an engine of the class `kind`."""
+        self._ask("open", kind, arguments, named)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return self._ask("call", method, arguments, {})
+
+    def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
+        decoded: Decoded = self.call("decode", prompts, new_tokens)
+        return decoded
+
+    def close(self) -> None:
+        """Unloads the engine."""
+        self._ask("close", "", (), {})
+
+    def end(self) -> None:
+        self._pipe.close()
+        self._process.join(10)
+        if self._process.is_alive():
+            self._process.kill()
+
+    def _ask(self, *command: Any) -> Any:
+        self._pipe.send(command)
+        try:
+            return self._pipe.recv()
+        except EOFError:
+            raise SystemExit(f"the process of an engine ended in {command[:2]}") from None
+
+
+def _serve(pipe: Any) -> None:
+    """Obeys a Remote until its end of the pipe is closed."""
+    engine: Any = None
+    while True:
+        try:
+            action, name, arguments, named = pipe.recv()
+        except EOFError:
+            return
+        answer = None
+        if action == "open":
+            engine = globals()[name](*arguments, **named)
+        elif action == "call":
+            answer = getattr(engine, name)(*arguments)
+        else:
+            engine.close()
+            engine = None
+        pipe.send(answer)
+
+
+class Trtmesh:
+    """Our backend, through its own protocol."""
+
+    def __init__(self, folder: Path, dtype: str, threads: int, **settings: Any) -> None:
+        given = {"model_dir": folder, "dtype": dtype, "threads": threads, **settings}
+        self.backend = TorchBackend(TorchSettings.model_validate(given))
+        self._runner = asyncio.Runner()
+        self._runner.run(self.backend.start(self._deliver, self._fail))
+        self._next_key = 0
+        self._ended = threading.Event()
+        # Of each step: the sequences that got a token, and how long after the step before it was over.
+        self._step_seconds: list[tuple[int, float]] = []
+        self._last = 0.0
+
+    def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
+        self._ended.clear()
+        first, self._next_key = self._next_key, self._next_key + len(prompts)
+        self._first = first
+        self._left = len(prompts)
+        self._decoded = Decoded(time.perf_counter(), [[] for _ in prompts], [[] for _ in prompts])
+        stopping = vocabulary.Stopping(max_tokens=new_tokens, ignore_end_id=True)
+        config = vocabulary.GenerationConfig(stopping=stopping)
+        for number, prompt in enumerate(prompts):
+            self.backend.submit(Submission((first + number,), "", 0, 0, prompt, 0, config))
+        if not self._ended.wait(SECONDS):
+            raise SystemExit("the engine did not finish")
+        return self._decoded
+
+    def overhead(self, prompts: Prompts, new_tokens: int) -> float:
+        """Median share of a decoding step that passes outside the model's forward."""
+        forward: list[float] = []
+        module: Any = self.backend._engine._runner._model.module
+
+        def enter(*_: Any) -> None:
+            forward.append(-time.perf_counter())
+
+        def leave(*_: Any) -> None:
+            forward[-1] += time.perf_counter()
+
+        hooks = [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+        try:
+            self._step_seconds.clear()
+            self.decode(prompts, new_tokens)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        steps = zip(self._step_seconds, forward, strict=True)
+        shares = [1 - inside / whole for (count, whole), inside in steps if count == len(prompts)]
+        # The first of them may have completed a prompt.
+        return statistics.median(shares[1:])
+
+    def close(self) -> None:
+        self._runner.run(self.backend.close())
+        self._runner.close()
+
+    def _deliver(self, output: StepOutput) -> None:
+        now = time.perf_counter()
+        self._step_seconds.append((len(output.keys), now - self._last))
+        self._last = now
+        for key, token in zip(output.keys, output.token_ids, strict=True):
+            self._decoded.tokens[key - self._first].append(token)
+            self._decoded.arrivals[key - self._first].append(now)
+        for end in output.ends:
+            if end.error:
+                raise end.error
+        self._left -= len(output.ends)
+        if not self._left:
+            self._ended.set()
+
+    def _fail(self, error: BaseException) -> None:
+        raise SystemExit(f"the engine failed: {error}")
+
+
+class Generate:
+    """transformers' `generate` with all prompts as one batch, which nothing can join or leave."""
+
+    def __init__(self, folder: Path, dtype: str, threads: int) -> None:
+        self._model = _transformers_model(folder, dtype, threads)
+
+    def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
+        clock = Clock()
+        ids = torch.tensor(prompts)
+        started = time.perf_counter()
+        with torch.inference_mode():
+            output = self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=new_tokens,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=1,
+                stopping_criteria=[clock],
+            )
+        tokens = output[:, ids.shape[1] :].tolist()
+        return Decoded(started, tokens, [list(clock.times) for _ in prompts])
+
+    def close(self) -> None:
+        del self._model
+
+
+class Clock(StoppingCriteria):
+    """Notes when each step of `generate` was over, and stops nothing."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        self.times.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+class ContinuousBatching:
+    """transformers' own continuous batching."""
+
+    def __init__(self, folder: Path, dtype: str, threads: int) -> None:
+        self._model = _transformers_model(folder, dtype, threads)
+
+    def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
+        # Untyped, or not exported to type checkers.
+        library: Any = transformers.generation
+        generation = library.GenerationConfig(
+            max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=1
+        )
+        length = len(prompts[0]) + new_tokens
+        pages = -(-length // 256) * len(prompts)
+        config = library.ContinuousBatchingConfig(
+            num_blocks=pages + 8, max_batch_tokens=max(512, len(prompts)), page_size=256
+        )
+        with self._model.continuous_batching_context_manager(
+            generation_config=generation, continuous_batching_config=config, warmup=False
+        ) as manager:
+            started = time.perf_counter()
+            keys = manager.add_requests(prompts, max_new_tokens=new_tokens, record_timestamps=True)
+            outputs: dict[str, Any] = {}
+            for output in manager:
+                if output.error:
+                    raise SystemExit(f"continuous batching failed: {output.error}")
+                outputs[output.request_id] = output
+                if len(outputs) == len(prompts):
+                    break
+        results = [outputs[key] for key in keys]
+        return Decoded(
+            started,
+            [list(result.generated_tokens) for result in results],
+            [list(result.timestamps) for result in results],
+        )
+
+    def close(self) -> None:
+        del self._model
+
+
+class LlamaCpp:
+    """llama.cpp by its C interface, one batch a step, greedy by numpy."""
+
+    def __init__(self, file: Path, threads: int, sequences: int, tokens: int) -> None:
+        library: Any = importlib.import_module("llama_cpp")
+        self._library = library
+        quiet = library.llama_log_callback(lambda *_: None)
+        library.llama_log_set(quiet, None)
+        self._quiet = quiet
+        self._model = library.llama_model_load_from_file(
+            str(file).encode(), library.llama_model_default_params()
+        )
+        if not self._model:
+            raise SystemExit(f"llama.cpp does not load {file}")
+        parameters = library.llama_context_default_params()
+        parameters.n_ctx = tokens * sequences
+        parameters.n_batch = parameters.n_ubatch = 512
+        parameters.n_seq_max = sequences
+        parameters.n_threads = parameters.n_threads_batch = threads
+        self._context = library.llama_init_from_model(self._model, parameters)
+        vocabulary_ = library.llama_model_get_vocab(self._model)
+        self._vocabulary_size = library.llama_vocab_n_tokens(vocabulary_)
+        self._batch = library.llama_batch_init(512, 0, 1)
+
+    def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
+        library = self._library
+        memory = library.llama_get_memory(self._context)
+        library.llama_memory_clear(memory, True)  # noqa: FBT003 - a C function
+        decoded = Decoded(time.perf_counter(), [[] for _ in prompts], [[] for _ in prompts])
+        for number, prompt in enumerate(prompts):
+            for begin in range(0, len(prompt), 512):
+                part = prompt[begin : begin + 512]
+                rows = [(token, begin + place, number) for place, token in enumerate(part)]
+                last = begin + len(part) == len(prompt)
+                logits = self._compute(rows, [len(part) - 1] if last else [])
+            self._note(decoded, [number], logits)
+        for step in range(new_tokens - 1):
+            rows = [
+                (tokens[-1], len(prompts[number]) + step, number)
+                for number, tokens in enumerate(decoded.tokens)
+            ]
+            logits = self._compute(rows, list(range(len(rows))))
+            self._note(decoded, list(range(len(prompts))), logits)
+        return decoded
+
+    def close(self) -> None:
+        self._library.llama_batch_free(self._batch)
+        self._library.llama_free(self._context)
+        self._library.llama_model_free(self._model)
+
+    def _note(self, decoded: Decoded, numbers: list[int], logits: Any) -> None:
+        chosen = logits.argmax(axis=1)
+        now = time.perf_counter()
+        for number, token in zip(numbers, chosen, strict=True):
+            decoded.tokens[number].append(int(token))
+            decoded.arrivals[number].append(now)
+
+    def _compute(self, rows: list[tuple[int, int, int]], wanted: list[int]) -> Any:
+        """Logits [wanted, vocabulary] after tokens of (id, position, sequence)."""
+        library, batch = self._library, self._batch
+        batch.n_tokens = len(rows)
+        for row, (token, position, sequence) in enumerate(rows):
+            batch.token[row] = token
+            batch.pos[row] = position
+            batch.n_seq_id[row] = 1
+            batch.seq_id[row][0] = sequence
+            batch.logits[row] = False
+        for row in wanted:
+            batch.logits[row] = True
+        if library.llama_decode(self._context, batch):
+            raise SystemExit("llama.cpp failed to decode")
+        pointer = library.llama_get_logits(self._context)
+        return np.ctypeslib.as_array(pointer, (max(1, len(wanted)), self._vocabulary_size))
+
+
+def _transformers_model(folder: Path, dtype: str, threads: int) -> Any:
+    loader: Any = AutoModelForCausalLM
+    # Loaded with one, so that the loading thread keeps no idle companions beside those of the thread that decodes.
+    torch.set_num_threads(1)
+    model = loader.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+    torch.nn.Module.eval(model)
+    torch.set_num_threads(threads)
+    return model
