@@ -113,8 +113,8 @@ class Trtmesh:
     """Our backend, through its own protocol."""
 
     def __init__(self, folder: Path, dtype: str, threads: int, **settings: Any) -> None:
-        given = {"model_dir": folder, "dtype": dtype, "threads": threads, **settings}
-        self.backend = TorchBackend(TorchSettings.model_validate(given))
+        given = {"dtype": dtype, "threads": threads, **settings}
+        self.backend = TorchBackend(folder, TorchSettings.model_validate(given))
         self._runner = asyncio.Runner()
         self._runner.run(self.backend.start(self._deliver, self._fail))
         self._next_key = 0
