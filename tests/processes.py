@@ -128,7 +128,8 @@ async def _start(
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, **(env or {})},
+        # Routers of tests must not meet on the default port for admins.
+        env={**os.environ, "TRTMESH_ROUTER_ADMIN_PORT": "0", **(env or {})},
     )
 
 

@@ -219,7 +219,7 @@ class Mesh:
         peers = ["--engines", ",".join(process.address for process in self.engines)]
         if tokenizers:
             peers += ["--tokenizers", tokenizers]
-        self.router = await self.start("router", "--port", "0", "--admin-port", "0", *peers, *flags)
+        self.router = await self.start("router", "--port", "0", *peers, *flags)
         self.client = await self._stack.enter_async_context(Client(self.router.address))
         admin = AdminClient(self.router.admin_address)
         self.admin = await self._stack.enter_async_context(admin)

@@ -10,8 +10,6 @@ import pytest_asyncio
 from e2e.mesh import SIMULATED, Mesh, eventually, running_mesh, scrape
 from trtmesh.client import Client, GenerateItem, ItemResult, Prompt, TokenIds
 from trtmesh.client.options import build_config
-from trtmesh.v1 import router_admin_pb2 as admin_pb
-from trtmesh.v1 import router_admin_pb2_grpc
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -48,10 +46,6 @@ def worker_of(item: ItemResult) -> str:
     return item.started.worker
 
 
-def admin(mesh: Mesh) -> router_admin_pb2_grpc.RouterAdminServiceAsyncStub:
-    return router_admin_pb2_grpc.RouterAdminServiceStub(mesh.channel)
-
-
 async def test_equal_prefixes_meet_on_the_worker_that_has_them(mesh: Mesh) -> None:
     homes = [worker_of(await place(mesh.client, prompt(p, 0))) for p in range(6)]
     assert len(set(homes)) == 3
@@ -85,23 +79,23 @@ async def test_a_salt_keeps_prompts_apart(mesh: Mesh) -> None:
     config.kv_cache.salt = "mine"
     salted = GenerateItem(prompt=Prompt(token_ids=TokenIds(ids=ids)), config=config)
     await mesh.client.complete([salted], request_id="salted")
-    told = await admin(mesh).Explain(admin_pb.ExplainRequest(request_id="salted"))
+    told = await mesh.admin.explain("salted")
     assert not any(c.cached_tokens for c in told.placements[0].candidates)
     await mesh.client.complete([ids], max_tokens=2, text=False, request_id="again")
-    told = await admin(mesh).Explain(admin_pb.ExplainRequest(request_id="again"))
+    told = await mesh.admin.explain("again")
     assert max(c.cached_tokens for c in told.placements[0].candidates) == 4 * BLOCK
 
 
 async def test_the_policy_changes_while_the_router_runs(mesh: Mesh) -> None:
     await place(mesh.client, prompt(30, 0))
     assert len({worker_of(await place(mesh.client, prompt(30, t))) for t in range(1, 7)}) == 1
-    answer = await admin(mesh).SetPolicy(admin_pb.SetPolicyRequest(policy="round_robin"))
+    answer = await mesh.admin.set_policy("round_robin")
     assert answer.previous == "prefix_aware"
     try:
         turns = [worker_of(await place(mesh.client, prompt(30, t))) for t in range(7, 13)]
         assert {turns.count(worker) for worker in turns} == {2}
     finally:
-        await admin(mesh).SetPolicy(admin_pb.SetPolicyRequest(policy="prefix_aware"))
+        await mesh.admin.set_policy("prefix_aware")
 
 
 async def test_siblings_compute_what_they_share_once(mesh: Mesh) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from router.scripted import (
     LENGTH,
     READY,
+    RouterClient,
     ScriptedEngine,
     eventually,
     serving_engine,
@@ -17,7 +18,7 @@ from router.scripted import (
     until_states,
 )
 from trtmesh.chassis.errors import Draining, NoWorker, QueueFull, WorkerLost, to_proto
-from trtmesh.client import Client, ItemResult
+from trtmesh.client import ItemResult
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_admin_pb2 as admin_pb
@@ -32,7 +33,7 @@ STALLED = admin_pb.WORKER_STATE_STALLED
 class Fleet:
     """Scripted engines and a router of them."""
 
-    def __init__(self, engines: Sequence[ScriptedEngine], client: Client) -> None:
+    def __init__(self, engines: Sequence[ScriptedEngine], client: RouterClient) -> None:
         self.engines = engines
         self.client = client
         self._asked: list[asyncio.Task[Any]] = []

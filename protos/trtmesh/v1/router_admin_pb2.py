@@ -27,15 +27,15 @@ from trtmesh.v1 import generation_pb2 as trtmesh_dot_v1_dot_generation__pb2
 from trtmesh.v1 import router_pb2 as trtmesh_dot_v1_dot_router__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtrtmesh/v1/router_admin.proto\x12\ntrtmesh.v1\x1a\x17trtmesh/v1/engine.proto\x1a\x1btrtmesh/v1/generation.proto\x1a\x17trtmesh/v1/router.proto\"\xc0\x01\n\x06Worker\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.trtmesh.v1.WorkerState\x12\x0f\n\x07problem\x18\x04 \x01(\t\x12-\n\x06\x65ngine\x18\x05 \x01(\x0b\x32\x1d.trtmesh.v1.GetEngineResponse\x12\x1e\n\x04load\x18\x06 \x01(\x0b\x32\x10.trtmesh.v1.Load\x12\r\n\x05items\x18\x07 \x01(\r\"\x93\x01\n\x10TokenizerReplica\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.trtmesh.v1.WorkerState\x12\x0f\n\x07problem\x18\x03 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x11\n\tsequences\x18\x06 \x01(\r\"\x14\n\x12ListWorkersRequest\"\x93\x01\n\x13ListWorkersResponse\x12#\n\x07workers\x18\x01 \x03(\x0b\x32\x12.trtmesh.v1.Worker\x12\x30\n\ntokenizers\x18\x02 \x03(\x0b\x32\x1c.trtmesh.v1.TokenizerReplica\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x15\n\rlive_requests\x18\x04 \x01(\r\"\x15\n\x13WatchWorkersRequest\"m\n\x14WatchWorkersResponse\x12#\n\x07workers\x18\x01 \x03(\x0b\x32\x12.trtmesh.v1.Worker\x12\x30\n\ntokenizers\x18\x02 \x03(\x0b\x32\x1c.trtmesh.v1.TokenizerReplica\"#\n\x10\x41\x64\x64WorkerRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\"7\n\x11\x41\x64\x64WorkerResponse\x12\"\n\x06worker\x18\x01 \x01(\x0b\x32\x12.trtmesh.v1.Worker\"J\n\x12\x44rainWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x16\n\tfinish_ms\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x0c\n\n_finish_ms\"\x86\x01\n\x13\x44rainWorkerResponse\x12\"\n\x06worker\x18\x01 \x01(\x0b\x32\x12.trtmesh.v1.Worker\x12\x1a\n\x12\x66inished_sequences\x18\x02 \x01(\r\x12\x17\n\x0fmoved_sequences\x18\x03 \x01(\r\x12\x16\n\x0eleft_sequences\x18\x04 \x01(\r\"%\n\x13ResumeWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\":\n\x14ResumeWorkerResponse\x12\"\n\x06worker\x18\x01 \x01(\x0b\x32\x12.trtmesh.v1.Worker\"%\n\x13RemoveWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\"/\n\x14RemoveWorkerResponse\x12\x17\n\x0fmoved_sequences\x18\x01 \x01(\r\")\n\x13ListRequestsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"o\n\x08LiveItem\x12\x13\n\x0b\x62\x61tch_index\x18\x01 \x01(\r\x12\r\n\x05stage\x18\x02 \x01(\t\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x18\n\x10generated_tokens\x18\x05 \x01(\r\"e\n\x0bLiveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06\x61ge_ms\x18\x03 \x01(\x04\x12#\n\x05items\x18\x04 \x03(\x0b\x32\x14.trtmesh.v1.LiveItem\"A\n\x14ListRequestsResponse\x12)\n\x08requests\x18\x01 \x03(\x0b\x32\x17.trtmesh.v1.LiveRequest\";\n\x12StopRequestRequest\x12%\n\x04stop\x18\x01 \x01(\x0b\x32\x17.trtmesh.v1.StopRequest\",\n\x13StopRequestResponse\x12\x15\n\rstopped_items\x18\x01 \x01(\r\"e\n\x07\x41\x64\x61pter\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x0e\n\x06source\x18\x04 \x01(\t\x12\x0e\n\x06pinned\x18\x05 \x01(\x08\x12\x0f\n\x07workers\x18\x06 \x03(\t\"\x15\n\x13ListAdaptersRequest\"=\n\x14ListAdaptersResponse\x12%\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x13.trtmesh.v1.Adapter\"=\n\x11\x41\x64\x64\x41\x64\x61pterRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0e\n\x06source\x18\x03 \x01(\t\":\n\x12\x41\x64\x64\x41\x64\x61pterResponse\x12$\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x13.trtmesh.v1.Adapter\"\"\n\x14RemoveAdapterRequest\x12\n\n\x02id\x18\x01 \x01(\x04\"\x17\n\x15RemoveAdapterResponse\"/\n\x11PinAdapterRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0e\n\x06pinned\x18\x02 \x01(\x08\":\n\x12PinAdapterResponse\x12$\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x13.trtmesh.v1.Adapter\"\x12\n\x10GetPolicyRequest\"6\n\x11GetPolicyResponse\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x11\n\tavailable\x18\x02 \x03(\t\"\"\n\x10SetPolicyRequest\x12\x0e\n\x06policy\x18\x01 \x01(\t\"%\n\x11SetPolicyResponse\x12\x10\n\x08previous\x18\x01 \x01(\t\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xb7\x01\n\x12PlacementCandidate\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\r\n\x05score\x18\x02 \x01(\x01\x12\x13\n\x0b\x65xcluded_by\x18\x03 \x01(\t\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x11\n\tsequences\x18\x05 \x01(\r\x12\x14\n\x0cwait_seconds\x18\x06 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x07 \x01(\x01\x12\x14\n\x0cstep_seconds\x18\x08 \x01(\x01\"\xb1\x01\n\tPlacement\x12\x13\n\x0b\x62\x61tch_index\x18\x01 \x01(\r\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12\x32\n\ncandidates\x18\x04 \x03(\x0b\x32\x1e.trtmesh.v1.PlacementCandidate\x12\r\n\x05\x63\x61use\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x15\n\rregret_tokens\x18\x07 \x01(\r\"_\n\x0f\x45xplainResponse\x12)\n\nplacements\x18\x01 \x03(\x0b\x32\x15.trtmesh.v1.Placement\x12!\n\x06usages\x18\x02 \x03(\x0b\x32\x11.trtmesh.v1.Usage*\xc6\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17WORKER_STATE_CONNECTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x18\n\x14WORKER_STATE_STALLED\x10\x03\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x04\x12\x15\n\x11WORKER_STATE_GONE\x10\x05\x12\x18\n\x14WORKER_STATE_REFUSED\x10\x06\x32\xb7\t\n\x12RouterAdminService\x12N\n\x0bListWorkers\x12\x1e.trtmesh.v1.ListWorkersRequest\x1a\x1f.trtmesh.v1.ListWorkersResponse\x12S\n\x0cWatchWorkers\x12\x1f.trtmesh.v1.WatchWorkersRequest\x1a .trtmesh.v1.WatchWorkersResponse0\x01\x12H\n\tAddWorker\x12\x1c.trtmesh.v1.AddWorkerRequest\x1a\x1d.trtmesh.v1.AddWorkerResponse\x12N\n\x0b\x44rainWorker\x12\x1e.trtmesh.v1.DrainWorkerRequest\x1a\x1f.trtmesh.v1.DrainWorkerResponse\x12Q\n\x0cResumeWorker\x12\x1f.trtmesh.v1.ResumeWorkerRequest\x1a .trtmesh.v1.ResumeWorkerResponse\x12Q\n\x0cRemoveWorker\x12\x1f.trtmesh.v1.RemoveWorkerRequest\x1a .trtmesh.v1.RemoveWorkerResponse\x12Q\n\x0cListRequests\x12\x1f.trtmesh.v1.ListRequestsRequest\x1a .trtmesh.v1.ListRequestsResponse\x12N\n\x0bStopRequest\x12\x1e.trtmesh.v1.StopRequestRequest\x1a\x1f.trtmesh.v1.StopRequestResponse\x12Q\n\x0cListAdapters\x12\x1f.trtmesh.v1.ListAdaptersRequest\x1a .trtmesh.v1.ListAdaptersResponse\x12K\n\nAddAdapter\x12\x1d.trtmesh.v1.AddAdapterRequest\x1a\x1e.trtmesh.v1.AddAdapterResponse\x12T\n\rRemoveAdapter\x12 .trtmesh.v1.RemoveAdapterRequest\x1a!.trtmesh.v1.RemoveAdapterResponse\x12K\n\nPinAdapter\x12\x1d.trtmesh.v1.PinAdapterRequest\x1a\x1e.trtmesh.v1.PinAdapterResponse\x12H\n\tGetPolicy\x12\x1c.trtmesh.v1.GetPolicyRequest\x1a\x1d.trtmesh.v1.GetPolicyResponse\x12H\n\tSetPolicy\x12\x1c.trtmesh.v1.SetPolicyRequest\x1a\x1d.trtmesh.v1.SetPolicyResponse\x12\x42\n\x07\x45xplain\x12\x1a.trtmesh.v1.ExplainRequest\x1a\x1b.trtmesh.v1.ExplainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtrtmesh/v1/router_admin.proto\x12\ntrtmesh.v1\x1a\x17trtmesh/v1/engine.proto\x1a\x1btrtmesh/v1/generation.proto\x1a\x17trtmesh/v1/router.proto\"\xc0\x01\n\x06Worker\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.trtmesh.v1.WorkerState\x12\x0f\n\x07problem\x18\x04 \x01(\t\x12-\n\x06\x65ngine\x18\x05 \x01(\x0b\x32\x1d.trtmesh.v1.GetEngineResponse\x12\x1e\n\x04load\x18\x06 \x01(\x0b\x32\x10.trtmesh.v1.Load\x12\r\n\x05items\x18\x07 \x01(\r\"\x93\x01\n\x10TokenizerReplica\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.trtmesh.v1.WorkerState\x12\x0f\n\x07problem\x18\x03 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x11\n\tsequences\x18\x06 \x01(\r\"\x14\n\x12ListWorkersRequest\"\x93\x01\n\x13ListWorkersResponse\x12#\n\x07workers\x18\x01 \x03(\x0b\x32\x12.trtmesh.v1.Worker\x12\x30\n\ntokenizers\x18\x02 \x03(\x0b\x32\x1c.trtmesh.v1.TokenizerReplica\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x15\n\rlive_requests\x18\x04 \x01(\r\"\x15\n\x13WatchWorkersRequest\"m\n\x14WatchWorkersResponse\x12#\n\x07workers\x18\x01 \x03(\x0b\x32\x12.trtmesh.v1.Worker\x12\x30\n\ntokenizers\x18\x02 \x03(\x0b\x32\x1c.trtmesh.v1.TokenizerReplica\"#\n\x10\x41\x64\x64WorkerRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\"7\n\x11\x41\x64\x64WorkerResponse\x12\"\n\x06worker\x18\x01 \x01(\x0b\x32\x12.trtmesh.v1.Worker\"J\n\x12\x44rainWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x16\n\tfinish_ms\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x0c\n\n_finish_ms\"\x86\x01\n\x13\x44rainWorkerResponse\x12\"\n\x06worker\x18\x01 \x01(\x0b\x32\x12.trtmesh.v1.Worker\x12\x1a\n\x12\x66inished_sequences\x18\x02 \x01(\r\x12\x17\n\x0fmoved_sequences\x18\x03 \x01(\r\x12\x16\n\x0eleft_sequences\x18\x04 \x01(\r\"%\n\x13ResumeWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\":\n\x14ResumeWorkerResponse\x12\"\n\x06worker\x18\x01 \x01(\x0b\x32\x12.trtmesh.v1.Worker\"%\n\x13RemoveWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\"/\n\x14RemoveWorkerResponse\x12\x17\n\x0fmoved_sequences\x18\x01 \x01(\r\"8\n\x13ListRequestsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\r\"\xa4\x01\n\x0cLiveSequence\x12\x16\n\x0esequence_index\x18\x01 \x01(\r\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x18\n\x10generated_tokens\x18\x03 \x01(\r\x12\x19\n\x11next_token_offset\x18\x04 \x01(\r\x12\r\n\x05moved\x18\x05 \x01(\x08\x12(\n\x06reason\x18\x06 \x01(\x0e\x32\x18.trtmesh.v1.FinishReason\"\x9c\x01\n\x08LiveItem\x12\x13\n\x0b\x62\x61tch_index\x18\x01 \x01(\r\x12\r\n\x05stage\x18\x02 \x01(\t\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x18\n\x10generated_tokens\x18\x05 \x01(\r\x12+\n\tsequences\x18\x06 \x03(\x0b\x32\x18.trtmesh.v1.LiveSequence\"\xbc\x01\n\x0bLiveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06\x61ge_ms\x18\x03 \x01(\x04\x12#\n\x05items\x18\x04 \x03(\x0b\x32\x14.trtmesh.v1.LiveItem\x12\x16\n\x0ewaiting_tokens\x18\x05 \x01(\r\x12\x11\n\tunread_ms\x18\x06 \x01(\x04\x12\x19\n\x0cremaining_ms\x18\x07 \x01(\x04H\x00\x88\x01\x01\x42\x0f\n\r_remaining_ms\"X\n\x14ListRequestsResponse\x12)\n\x08requests\x18\x01 \x03(\x0b\x32\x17.trtmesh.v1.LiveRequest\x12\x15\n\rlive_requests\x18\x02 \x01(\r\";\n\x12StopRequestRequest\x12%\n\x04stop\x18\x01 \x01(\x0b\x32\x17.trtmesh.v1.StopRequest\",\n\x13StopRequestResponse\x12\x15\n\rstopped_items\x18\x01 \x01(\r\"e\n\x07\x41\x64\x61pter\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x0e\n\x06source\x18\x04 \x01(\t\x12\x0e\n\x06pinned\x18\x05 \x01(\x08\x12\x0f\n\x07workers\x18\x06 \x03(\t\"\x15\n\x13ListAdaptersRequest\"=\n\x14ListAdaptersResponse\x12%\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x13.trtmesh.v1.Adapter\"=\n\x11\x41\x64\x64\x41\x64\x61pterRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0e\n\x06source\x18\x03 \x01(\t\":\n\x12\x41\x64\x64\x41\x64\x61pterResponse\x12$\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x13.trtmesh.v1.Adapter\"\"\n\x14RemoveAdapterRequest\x12\n\n\x02id\x18\x01 \x01(\x04\"\x17\n\x15RemoveAdapterResponse\"/\n\x11PinAdapterRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0e\n\x06pinned\x18\x02 \x01(\x08\":\n\x12PinAdapterResponse\x12$\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x13.trtmesh.v1.Adapter\"\x12\n\x10GetPolicyRequest\"6\n\x11GetPolicyResponse\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x11\n\tavailable\x18\x02 \x03(\t\"\"\n\x10SetPolicyRequest\x12\x0e\n\x06policy\x18\x01 \x01(\t\"%\n\x11SetPolicyResponse\x12\x10\n\x08previous\x18\x01 \x01(\t\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xb7\x01\n\x12PlacementCandidate\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\r\n\x05score\x18\x02 \x01(\x01\x12\x13\n\x0b\x65xcluded_by\x18\x03 \x01(\t\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x11\n\tsequences\x18\x05 \x01(\r\x12\x14\n\x0cwait_seconds\x18\x06 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x07 \x01(\x01\x12\x14\n\x0cstep_seconds\x18\x08 \x01(\x01\"\xb1\x01\n\tPlacement\x12\x13\n\x0b\x62\x61tch_index\x18\x01 \x01(\r\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12\x32\n\ncandidates\x18\x04 \x03(\x0b\x32\x1e.trtmesh.v1.PlacementCandidate\x12\r\n\x05\x63\x61use\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x15\n\rregret_tokens\x18\x07 \x01(\r\"_\n\x0f\x45xplainResponse\x12)\n\nplacements\x18\x01 \x03(\x0b\x32\x15.trtmesh.v1.Placement\x12!\n\x06usages\x18\x02 \x03(\x0b\x32\x11.trtmesh.v1.Usage*\xc6\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17WORKER_STATE_CONNECTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x18\n\x14WORKER_STATE_STALLED\x10\x03\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x04\x12\x15\n\x11WORKER_STATE_GONE\x10\x05\x12\x18\n\x14WORKER_STATE_REFUSED\x10\x06\x32\xb7\t\n\x12RouterAdminService\x12N\n\x0bListWorkers\x12\x1e.trtmesh.v1.ListWorkersRequest\x1a\x1f.trtmesh.v1.ListWorkersResponse\x12S\n\x0cWatchWorkers\x12\x1f.trtmesh.v1.WatchWorkersRequest\x1a .trtmesh.v1.WatchWorkersResponse0\x01\x12H\n\tAddWorker\x12\x1c.trtmesh.v1.AddWorkerRequest\x1a\x1d.trtmesh.v1.AddWorkerResponse\x12N\n\x0b\x44rainWorker\x12\x1e.trtmesh.v1.DrainWorkerRequest\x1a\x1f.trtmesh.v1.DrainWorkerResponse\x12Q\n\x0cResumeWorker\x12\x1f.trtmesh.v1.ResumeWorkerRequest\x1a .trtmesh.v1.ResumeWorkerResponse\x12Q\n\x0cRemoveWorker\x12\x1f.trtmesh.v1.RemoveWorkerRequest\x1a .trtmesh.v1.RemoveWorkerResponse\x12Q\n\x0cListRequests\x12\x1f.trtmesh.v1.ListRequestsRequest\x1a .trtmesh.v1.ListRequestsResponse\x12N\n\x0bStopRequest\x12\x1e.trtmesh.v1.StopRequestRequest\x1a\x1f.trtmesh.v1.StopRequestResponse\x12Q\n\x0cListAdapters\x12\x1f.trtmesh.v1.ListAdaptersRequest\x1a .trtmesh.v1.ListAdaptersResponse\x12K\n\nAddAdapter\x12\x1d.trtmesh.v1.AddAdapterRequest\x1a\x1e.trtmesh.v1.AddAdapterResponse\x12T\n\rRemoveAdapter\x12 .trtmesh.v1.RemoveAdapterRequest\x1a!.trtmesh.v1.RemoveAdapterResponse\x12K\n\nPinAdapter\x12\x1d.trtmesh.v1.PinAdapterRequest\x1a\x1e.trtmesh.v1.PinAdapterResponse\x12H\n\tGetPolicy\x12\x1c.trtmesh.v1.GetPolicyRequest\x1a\x1d.trtmesh.v1.GetPolicyResponse\x12H\n\tSetPolicy\x12\x1c.trtmesh.v1.SetPolicyRequest\x1a\x1d.trtmesh.v1.SetPolicyResponse\x12\x42\n\x07\x45xplain\x12\x1a.trtmesh.v1.ExplainRequest\x1a\x1b.trtmesh.v1.ExplainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'trtmesh.v1.router_admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERSTATE']._serialized_start=2837
-  _globals['_WORKERSTATE']._serialized_end=3035
+  _globals['_WORKERSTATE']._serialized_start=3176
+  _globals['_WORKERSTATE']._serialized_end=3374
   _globals['_WORKER']._serialized_start=125
   _globals['_WORKER']._serialized_end=317
   _globals['_TOKENIZERREPLICA']._serialized_start=320
@@ -65,51 +65,53 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REMOVEWORKERRESPONSE']._serialized_start=1220
   _globals['_REMOVEWORKERRESPONSE']._serialized_end=1267
   _globals['_LISTREQUESTSREQUEST']._serialized_start=1269
-  _globals['_LISTREQUESTSREQUEST']._serialized_end=1310
-  _globals['_LIVEITEM']._serialized_start=1312
-  _globals['_LIVEITEM']._serialized_end=1423
-  _globals['_LIVEREQUEST']._serialized_start=1425
-  _globals['_LIVEREQUEST']._serialized_end=1526
-  _globals['_LISTREQUESTSRESPONSE']._serialized_start=1528
-  _globals['_LISTREQUESTSRESPONSE']._serialized_end=1593
-  _globals['_STOPREQUESTREQUEST']._serialized_start=1595
-  _globals['_STOPREQUESTREQUEST']._serialized_end=1654
-  _globals['_STOPREQUESTRESPONSE']._serialized_start=1656
-  _globals['_STOPREQUESTRESPONSE']._serialized_end=1700
-  _globals['_ADAPTER']._serialized_start=1702
-  _globals['_ADAPTER']._serialized_end=1803
-  _globals['_LISTADAPTERSREQUEST']._serialized_start=1805
-  _globals['_LISTADAPTERSREQUEST']._serialized_end=1826
-  _globals['_LISTADAPTERSRESPONSE']._serialized_start=1828
-  _globals['_LISTADAPTERSRESPONSE']._serialized_end=1889
-  _globals['_ADDADAPTERREQUEST']._serialized_start=1891
-  _globals['_ADDADAPTERREQUEST']._serialized_end=1952
-  _globals['_ADDADAPTERRESPONSE']._serialized_start=1954
-  _globals['_ADDADAPTERRESPONSE']._serialized_end=2012
-  _globals['_REMOVEADAPTERREQUEST']._serialized_start=2014
-  _globals['_REMOVEADAPTERREQUEST']._serialized_end=2048
-  _globals['_REMOVEADAPTERRESPONSE']._serialized_start=2050
-  _globals['_REMOVEADAPTERRESPONSE']._serialized_end=2073
-  _globals['_PINADAPTERREQUEST']._serialized_start=2075
-  _globals['_PINADAPTERREQUEST']._serialized_end=2122
-  _globals['_PINADAPTERRESPONSE']._serialized_start=2124
-  _globals['_PINADAPTERRESPONSE']._serialized_end=2182
-  _globals['_GETPOLICYREQUEST']._serialized_start=2184
-  _globals['_GETPOLICYREQUEST']._serialized_end=2202
-  _globals['_GETPOLICYRESPONSE']._serialized_start=2204
-  _globals['_GETPOLICYRESPONSE']._serialized_end=2258
-  _globals['_SETPOLICYREQUEST']._serialized_start=2260
-  _globals['_SETPOLICYREQUEST']._serialized_end=2294
-  _globals['_SETPOLICYRESPONSE']._serialized_start=2296
-  _globals['_SETPOLICYRESPONSE']._serialized_end=2333
-  _globals['_EXPLAINREQUEST']._serialized_start=2335
-  _globals['_EXPLAINREQUEST']._serialized_end=2371
-  _globals['_PLACEMENTCANDIDATE']._serialized_start=2374
-  _globals['_PLACEMENTCANDIDATE']._serialized_end=2557
-  _globals['_PLACEMENT']._serialized_start=2560
-  _globals['_PLACEMENT']._serialized_end=2737
-  _globals['_EXPLAINRESPONSE']._serialized_start=2739
-  _globals['_EXPLAINRESPONSE']._serialized_end=2834
-  _globals['_ROUTERADMINSERVICE']._serialized_start=3038
-  _globals['_ROUTERADMINSERVICE']._serialized_end=4245
+  _globals['_LISTREQUESTSREQUEST']._serialized_end=1325
+  _globals['_LIVESEQUENCE']._serialized_start=1328
+  _globals['_LIVESEQUENCE']._serialized_end=1492
+  _globals['_LIVEITEM']._serialized_start=1495
+  _globals['_LIVEITEM']._serialized_end=1651
+  _globals['_LIVEREQUEST']._serialized_start=1654
+  _globals['_LIVEREQUEST']._serialized_end=1842
+  _globals['_LISTREQUESTSRESPONSE']._serialized_start=1844
+  _globals['_LISTREQUESTSRESPONSE']._serialized_end=1932
+  _globals['_STOPREQUESTREQUEST']._serialized_start=1934
+  _globals['_STOPREQUESTREQUEST']._serialized_end=1993
+  _globals['_STOPREQUESTRESPONSE']._serialized_start=1995
+  _globals['_STOPREQUESTRESPONSE']._serialized_end=2039
+  _globals['_ADAPTER']._serialized_start=2041
+  _globals['_ADAPTER']._serialized_end=2142
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=2144
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=2165
+  _globals['_LISTADAPTERSRESPONSE']._serialized_start=2167
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=2228
+  _globals['_ADDADAPTERREQUEST']._serialized_start=2230
+  _globals['_ADDADAPTERREQUEST']._serialized_end=2291
+  _globals['_ADDADAPTERRESPONSE']._serialized_start=2293
+  _globals['_ADDADAPTERRESPONSE']._serialized_end=2351
+  _globals['_REMOVEADAPTERREQUEST']._serialized_start=2353
+  _globals['_REMOVEADAPTERREQUEST']._serialized_end=2387
+  _globals['_REMOVEADAPTERRESPONSE']._serialized_start=2389
+  _globals['_REMOVEADAPTERRESPONSE']._serialized_end=2412
+  _globals['_PINADAPTERREQUEST']._serialized_start=2414
+  _globals['_PINADAPTERREQUEST']._serialized_end=2461
+  _globals['_PINADAPTERRESPONSE']._serialized_start=2463
+  _globals['_PINADAPTERRESPONSE']._serialized_end=2521
+  _globals['_GETPOLICYREQUEST']._serialized_start=2523
+  _globals['_GETPOLICYREQUEST']._serialized_end=2541
+  _globals['_GETPOLICYRESPONSE']._serialized_start=2543
+  _globals['_GETPOLICYRESPONSE']._serialized_end=2597
+  _globals['_SETPOLICYREQUEST']._serialized_start=2599
+  _globals['_SETPOLICYREQUEST']._serialized_end=2633
+  _globals['_SETPOLICYRESPONSE']._serialized_start=2635
+  _globals['_SETPOLICYRESPONSE']._serialized_end=2672
+  _globals['_EXPLAINREQUEST']._serialized_start=2674
+  _globals['_EXPLAINREQUEST']._serialized_end=2710
+  _globals['_PLACEMENTCANDIDATE']._serialized_start=2713
+  _globals['_PLACEMENTCANDIDATE']._serialized_end=2896
+  _globals['_PLACEMENT']._serialized_start=2899
+  _globals['_PLACEMENT']._serialized_end=3076
+  _globals['_EXPLAINRESPONSE']._serialized_start=3078
+  _globals['_EXPLAINRESPONSE']._serialized_end=3173
+  _globals['_ROUTERADMINSERVICE']._serialized_start=3377
+  _globals['_ROUTERADMINSERVICE']._serialized_end=4584
 # @@protoc_insertion_point(module_scope)

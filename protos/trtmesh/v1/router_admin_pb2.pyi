@@ -411,16 +411,58 @@ class ListRequestsRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: builtins.int
+    LIMIT_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Name of one request; empty means all."""
+    limit: builtins.int
+    """Most requests that are told, the oldest first; 0 means all."""
     def __init__(
         self,
         *,
         request_id: builtins.str = ...,
+        limit: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["request_id", b"request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["limit", b"limit", "request_id", b"request_id"]) -> None: ...
 
 Global___ListRequestsRequest: typing_extensions.TypeAlias = ListRequestsRequest
+
+@typing.final
+class LiveSequence(google.protobuf.message.Message):
+    """One sequence of a live item."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SEQUENCE_INDEX_FIELD_NUMBER: builtins.int
+    WORKER_FIELD_NUMBER: builtins.int
+    GENERATED_TOKENS_FIELD_NUMBER: builtins.int
+    NEXT_TOKEN_OFFSET_FIELD_NUMBER: builtins.int
+    MOVED_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    sequence_index: builtins.int
+    """Number of the sequence."""
+    worker: builtins.str
+    """Worker that has it; empty while none does."""
+    generated_tokens: builtins.int
+    """Tokens generated."""
+    next_token_offset: builtins.int
+    """Token offset of what the client is sent next; the tokens between are with a tokenizer."""
+    moved: builtins.bool
+    """Whether more than one worker had it."""
+    reason: trtmesh.v1.generation_pb2.FinishReason.ValueType
+    """Why it is over; unspecified while it is not."""
+    def __init__(
+        self,
+        *,
+        sequence_index: builtins.int = ...,
+        worker: builtins.str = ...,
+        generated_tokens: builtins.int = ...,
+        next_token_offset: builtins.int = ...,
+        moved: builtins.bool = ...,
+        reason: trtmesh.v1.generation_pb2.FinishReason.ValueType = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["generated_tokens", b"generated_tokens", "moved", b"moved", "next_token_offset", b"next_token_offset", "reason", b"reason", "sequence_index", b"sequence_index", "worker", b"worker"]) -> None: ...
+
+Global___LiveSequence: typing_extensions.TypeAlias = LiveSequence
 
 @typing.final
 class LiveItem(google.protobuf.message.Message):
@@ -433,16 +475,21 @@ class LiveItem(google.protobuf.message.Message):
     WORKER_FIELD_NUMBER: builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     GENERATED_TOKENS_FIELD_NUMBER: builtins.int
+    SEQUENCES_FIELD_NUMBER: builtins.int
     batch_index: builtins.int
     """Position in the request."""
     stage: builtins.str
-    """Step of the story it is at: admit, encode, place, generate."""
+    """Step of the story it is at: admit, encode, place, generate, over."""
     worker: builtins.str
     """Worker that it runs on."""
     prompt_tokens: builtins.int
     """Tokens of its prompt."""
     generated_tokens: builtins.int
     """Tokens generated."""
+    @property
+    def sequences(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LiveSequence]:
+        """Its sequences; none before a worker took it."""
+
     def __init__(
         self,
         *,
@@ -451,8 +498,9 @@ class LiveItem(google.protobuf.message.Message):
         worker: builtins.str = ...,
         prompt_tokens: builtins.int = ...,
         generated_tokens: builtins.int = ...,
+        sequences: collections.abc.Iterable[Global___LiveSequence] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batch_index", b"batch_index", "generated_tokens", b"generated_tokens", "prompt_tokens", b"prompt_tokens", "stage", b"stage", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_index", b"batch_index", "generated_tokens", b"generated_tokens", "prompt_tokens", b"prompt_tokens", "sequences", b"sequences", "stage", b"stage", "worker", b"worker"]) -> None: ...
 
 Global___LiveItem: typing_extensions.TypeAlias = LiveItem
 
@@ -466,12 +514,21 @@ class LiveRequest(google.protobuf.message.Message):
     MODEL_FIELD_NUMBER: builtins.int
     AGE_MS_FIELD_NUMBER: builtins.int
     ITEMS_FIELD_NUMBER: builtins.int
+    WAITING_TOKENS_FIELD_NUMBER: builtins.int
+    UNREAD_MS_FIELD_NUMBER: builtins.int
+    REMAINING_MS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Name of the request."""
     model: builtins.str
     """Its model."""
     age_ms: builtins.int
     """Age in milliseconds."""
+    waiting_tokens: builtins.int
+    """Tokens that wait for the client to read what was sent before them."""
+    unread_ms: builtins.int
+    """How long the client has not read what was sent, in milliseconds."""
+    remaining_ms: builtins.int
+    """Time until the client's deadline in milliseconds; unset when it has none."""
     @property
     def items(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LiveItem]:
         """Its items."""
@@ -483,8 +540,13 @@ class LiveRequest(google.protobuf.message.Message):
         model: builtins.str = ...,
         age_ms: builtins.int = ...,
         items: collections.abc.Iterable[Global___LiveItem] | None = ...,
+        waiting_tokens: builtins.int = ...,
+        unread_ms: builtins.int = ...,
+        remaining_ms: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "items", b"items", "model", b"model", "request_id", b"request_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_remaining_ms", b"_remaining_ms", "remaining_ms", b"remaining_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_remaining_ms", b"_remaining_ms", "age_ms", b"age_ms", "items", b"items", "model", b"model", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "unread_ms", b"unread_ms", "waiting_tokens", b"waiting_tokens"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_remaining_ms", b"_remaining_ms"]) -> typing.Literal["remaining_ms"] | None: ...
 
 Global___LiveRequest: typing_extensions.TypeAlias = LiveRequest
 
@@ -495,6 +557,9 @@ class ListRequestsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REQUESTS_FIELD_NUMBER: builtins.int
+    LIVE_REQUESTS_FIELD_NUMBER: builtins.int
+    live_requests: builtins.int
+    """Live requests of this router, told or not."""
     @property
     def requests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LiveRequest]:
         """The requests."""
@@ -503,8 +568,9 @@ class ListRequestsResponse(google.protobuf.message.Message):
         self,
         *,
         requests: collections.abc.Iterable[Global___LiveRequest] | None = ...,
+        live_requests: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["requests", b"requests"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["live_requests", b"live_requests", "requests", b"requests"]) -> None: ...
 
 Global___ListRequestsResponse: typing_extensions.TypeAlias = ListRequestsResponse
 

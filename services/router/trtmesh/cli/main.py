@@ -5,9 +5,14 @@ import trtmesh.chassis.environment  # noqa: F401, I001 - gRPC reads the environm
 import typer
 
 from trtmesh.cli.demo import demo
+from trtmesh.cli.explain import explain
 from trtmesh.cli.generate import generate
+from trtmesh.cli.policy import policy
+from trtmesh.cli.requests import requests
 from trtmesh.cli.status import status
+from trtmesh.cli.top import top
 from trtmesh.cli.up import up
+from trtmesh.cli.workers import workers
 
 app = typer.Typer(
     name="trtmesh",
@@ -15,8 +20,10 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (up, generate, status, demo):
+for command in (up, generate, status, top, explain, demo):
     app.command()(command)
+for group in (workers, requests, policy):
+    app.add_typer(group)
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
@@ -26,11 +27,15 @@ def put(text: str, end: str = "\n") -> None:
 
 
 def put_json(message: Message) -> None:
-    """A message as one line of JSON: the field names of the protos, every field, 64-bit numbers as texts."""
-    fields = MessageToDict(
+    """A message as one line of JSON."""
+    put(json.dumps(as_fields(message), ensure_ascii=False))
+
+
+def as_fields(message: Message) -> dict[str, Any]:
+    """A message as a JSON object: the field names of the protos, unset fields too, 64-bit numbers as texts."""
+    return MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
-    put(json.dumps(fields, ensure_ascii=False))
 
 
 def printable(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,6 +10,7 @@ from rich.table import Table
 from trtmesh.cli.output import printable
 from trtmesh.v1 import router_admin_pb2 as pb
 from trtmesh.v1.engine_pb2 import WorkerRole
+from trtmesh.v1.generation_pb2 import FinishReason
 
 
 def workers_table(workers: Iterable[pb.Worker]) -> Table:
@@ -46,6 +48,78 @@ def tokenizers_table(tokenizers: Iterable[pb.TokenizerReplica]) -> Table:
     return table
 
 
+def requests_table(requests: Iterable[pb.LiveRequest]) -> Table:
+    table = Table("request", "model", "age s", "items", "stages", "workers", "tokens", "waiting")
+    for request in requests:
+        add_row(
+            table,
+            request.request_id,
+            request.model,
+            f"{request.age_ms / 1000:.1f}",
+            len(request.items),
+            stage_words(request),
+            ", ".join(sorted({item.worker for item in request.items if item.worker})),
+            sum(item.generated_tokens for item in request.items),
+            request.waiting_tokens,
+        )
+    return table
+
+
+def stage_words(request: pb.LiveRequest) -> str:
+    """How many of its items are where: `1 encode, 3 generate`."""
+    stages = Counter(item.stage for item in request.items)
+    return ", ".join(f"{count} {stage}" for stage, count in stages.items())
+
+
+def items_table(request: pb.LiveRequest) -> Table:
+    """A row a sequence, and one for an item that has none yet."""
+    table = Table(
+        "item", "stage", "prompt tokens", "sequence", "worker", "new tokens", "sent", "state"
+    )
+    for item in request.items:
+        known = (item.batch_index, item.stage, item.prompt_tokens)
+        if not item.sequences:
+            add_row(table, *known, "", item.worker, item.generated_tokens, "", "")
+        for sequence in item.sequences:
+            add_row(
+                table,
+                *known,
+                sequence.sequence_index,
+                sequence.worker,
+                sequence.generated_tokens,
+                sequence.next_token_offset,
+                _sequence_state(sequence),
+            )
+    return table
+
+
+def _sequence_state(sequence: pb.LiveSequence) -> str:
+    if sequence.reason:
+        return f"ended: {enum_word(FinishReason, sequence.reason)}"
+    state = "running" if sequence.worker else "waits for a worker"
+    return f"{state}, moved" if sequence.moved else state
+
+
+def candidates_table(candidates: Iterable[pb.PlacementCandidate]) -> Table:
+    table = Table(
+        "worker", "score", "cached tokens", "sequences", "wait ms", "prefill ms/token", "step ms"
+    )
+    table.add_column("excluded by", overflow="fold")
+    for candidate in candidates:
+        add_row(
+            table,
+            candidate.worker,
+            "" if candidate.excluded_by else f"{candidate.score:.4g}",
+            candidate.cached_tokens,
+            candidate.sequences,
+            f"{candidate.wait_seconds * 1000:.1f}",
+            f"{candidate.prefill_seconds * 1000:.3g}",
+            f"{candidate.step_seconds * 1000:.3g}",
+            candidate.excluded_by,
+        )
+    return table
+
+
 def add_row(table: Table, *cells: object) -> None:
     """A row; names come from clients and workers, so nothing in them may command the terminal."""
     table.add_row(*(printable(str(cell)) for cell in cells))
@@ -59,4 +133,5 @@ def enum_word(enum: Any, value: int) -> str:
     """WORKER_STATE_READY is `ready`; a value of a later version is its number."""
     if value not in enum.values():
         return str(value)
-    return str(enum.Name(value)).rpartition("_")[2].lower()
+    prefix = "".join(f"_{char}" if char.isupper() else char for char in enum.DESCRIPTOR.name)
+    return str(enum.Name(value)).removeprefix(f"{prefix.lstrip('_').upper()}_").lower()

@@ -62,9 +62,14 @@ class AdminClient(Connection):
         """Makes the router connect to a worker."""
         return await self._short(self._stub.AddWorker, pb.AddWorkerRequest(address=address))
 
-    async def drain_worker(self, worker: str) -> pb.DrainWorkerResponse:
-        """Places nothing more on a worker, by name or address, and returns when nothing is left on it."""
-        call = self._stub.DrainWorker(pb.DrainWorkerRequest(worker=worker), metadata=self._metadata)
+    async def drain_worker(
+        self, worker: str, *, finish_seconds: float | None = None
+    ) -> pb.DrainWorkerResponse:
+        """Places nothing more on a worker, by name or address, and returns when what it ran was finished or moved:
+        within `finish_seconds` the sequences may finish there, for as long as they take where it is None."""
+        finish_ms = None if finish_seconds is None else round(finish_seconds * 1000)
+        request = pb.DrainWorkerRequest(worker=worker, finish_ms=finish_ms)
+        call = self._stub.DrainWorker(request, metadata=self._metadata)
         return await self._long(call)
 
     async def resume_worker(self, worker: str) -> pb.ResumeWorkerResponse:
@@ -75,9 +80,11 @@ class AdminClient(Connection):
         """Makes the router forget a worker."""
         return await self._short(self._stub.RemoveWorker, pb.RemoveWorkerRequest(worker=worker))
 
-    async def list_requests(self, request_id: str = "") -> pb.ListRequestsResponse:
-        """The live requests, or the one of that name."""
-        request = pb.ListRequestsRequest(request_id=request_id)
+    async def list_requests(
+        self, request_id: str = "", *, limit: int = 0
+    ) -> pb.ListRequestsResponse:
+        """The live requests, or the one of that name; with a `limit` so many at most, the oldest first."""
+        request = pb.ListRequestsRequest(request_id=request_id, limit=limit)
         return await self._short(self._stub.ListRequests, request)
 
     async def stop_request(self, request_id: str, batch_indexes: Sequence[int] = ()) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any, NoReturn
 
 import grpc
@@ -9,9 +10,10 @@ from trtmesh.chassis.errors import NotFound, UnsupportedCall
 from trtmesh.chassis.rpc import answering
 from trtmesh.router.explanation import describe_decision
 from trtmesh.router.fleet import Fleet
+from trtmesh.router.live_view import describe_request
 from trtmesh.router.placement import POLICIES
 from trtmesh.router.replica import Replica
-from trtmesh.router.requests import LiveRequest, Requests
+from trtmesh.router.requests import Requests
 from trtmesh.router.tokenizer import Tokenizer
 from trtmesh.router.tokenizer_pool import TokenizerPool
 from trtmesh.router.worker import Worker
@@ -47,10 +49,14 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
         self, request: pb.ListRequestsRequest, context: _Context
     ) -> pb.ListRequestsResponse:
         async with answering(context):
-            wanted = request.request_id
-            live = [r for r in self._requests.live.values() if wanted in ("", r.request_id)]
+            live = self._requests.live
+            if request.request_id:
+                told = [live[request.request_id]] if request.request_id in live else []
+            else:
+                told = list(islice(live.values(), request.limit or None))
             return pb.ListRequestsResponse(
-                requests=[_describe_request(request) for request in live]
+                requests=[describe_request(each, self._worker_name) for each in told],
+                live_requests=len(live),
             )
 
     async def StopRequest(
@@ -87,6 +93,10 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
                 placements=map(describe_decision, records),
                 usages=[item.usage() for item in live.items] if live else (),
             )
+
+    def _worker_name(self, address: str) -> str:
+        worker = self._fleet.workers.get(address)
+        return worker.name if worker else address
 
     def _describe_tokenizer(self, tokenizer: Tokenizer) -> pb.TokenizerReplica:
         problem = self._tokenizers.problem(tokenizer)
@@ -152,23 +162,4 @@ def _describe_worker(worker: Worker) -> pb.Worker:
         engine=worker.engine,
         load=worker.load,
         items=len(worker.sequences),
-    )
-
-
-def _describe_request(live: LiveRequest) -> pb.LiveRequest:
-    items = [
-        pb.LiveItem(
-            batch_index=item.batch_index,
-            stage=item.stage,
-            worker=item.worker,
-            prompt_tokens=item.prompt_tokens,
-            generated_tokens=item.generated_tokens,
-        )
-        for item in live.items
-    ]
-    return pb.LiveRequest(
-        request_id=live.request_id,
-        model=live.model,
-        age_ms=int(live.age_seconds() * 1000),
-        items=items,
     )

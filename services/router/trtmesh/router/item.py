@@ -114,6 +114,11 @@ class ItemRun:
         return self._item.batch_index
 
     @property
+    def sequences(self) -> Sequence[SequenceRun]:
+        """Its sequences; none before a worker took it."""
+        return self._runs
+
+    @property
     def prompt_tokens(self) -> int:
         return len(self._token_ids)
 
@@ -382,6 +387,7 @@ class ItemRun:
         if self._seat is not None:
             self._seat.close()
         self._over = True
+        self.stage = "over"
         self._live.on_item_over()
 
     def _put(self, event: router_pb.GenerateEvent) -> None:

@@ -1,0 +1,47 @@
+"""`trtmesh explain`: why the items of a request went where they went."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from trtmesh.cli.admin_command import Context, admin_command
+from trtmesh.cli.output import printable, put, put_json
+from trtmesh.cli.session import OK
+from trtmesh.cli.tables import candidates_table
+from trtmesh.v1 import router_admin_pb2 as pb
+
+
+@admin_command
+async def explain(
+    context: Context, request_id: Annotated[str, typer.Argument(help="Name of the request.")]
+) -> int:
+    """Explain how the items of a request, live or over, were placed.
+
+    Exit status: 0 its placements are known, 1 they are not or the call failed, 2 wrong usage.
+    """
+    response = await context.admin.explain(request_id)
+    if context.as_json:
+        put_json(response)
+        return OK
+    console = Console()
+    for placement in response.placements:
+        put(_headline(placement))
+        console.print(candidates_table(placement.candidates))
+    for batch_index, usage in enumerate(response.usages):
+        put(
+            f"item {batch_index} so far: {usage.prompt_tokens} prompt tokens,"
+            f" {usage.generated_tokens} new"
+        )
+    return OK
+
+
+def _headline(placement: pb.Placement) -> str:
+    text = (
+        f"item {placement.batch_index} ({placement.cause}): {placement.prompt_tokens} prompt tokens went to"
+        f" {placement.worker} by {placement.policy}"
+    )
+    if placement.regret_tokens:
+        text += f"; another worker could have reused {placement.regret_tokens} tokens more"
+    return printable(text)

@@ -1,0 +1,39 @@
+"""`trtmesh policy`: how a router chooses a worker."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from trtmesh.cli.admin_command import Context, admin_command
+from trtmesh.cli.output import put, put_json
+from trtmesh.cli.session import OK
+
+policy = typer.Typer(name="policy", help="The placement policy of a router.", no_args_is_help=True)
+
+
+@policy.command("get")
+@admin_command
+async def get_policy(context: Context) -> int:
+    """Print the policy in force and those that may be set."""
+    response = await context.admin.get_policy()
+    if context.as_json:
+        put_json(response)
+    else:
+        for name in response.available:
+            put(f"{'*' if name == response.policy else ' '} {name}")
+    return OK
+
+
+@policy.command("set")
+@admin_command
+async def set_policy(
+    context: Context, policy: Annotated[str, typer.Argument(help="One of `policy get`.")]
+) -> int:
+    """Change how workers are chosen from now on, until the router ends."""
+    response = await context.admin.set_policy(policy)
+    if context.as_json:
+        put_json(response)
+    else:
+        put(f"policy {policy}, {response.previous} until now")
+    return OK

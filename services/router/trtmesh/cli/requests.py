@@ -1,0 +1,101 @@
+"""`trtmesh requests`: what a router is serving at this moment."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from trtmesh.chassis.errors import NotFound
+from trtmesh.cli.admin_command import Context, admin_command
+from trtmesh.cli.output import printable, put, put_json
+from trtmesh.cli.session import OK
+from trtmesh.cli.tables import items_table, requests_table
+from trtmesh.v1 import router_admin_pb2 as pb
+
+requests = typer.Typer(name="requests", help="The live requests of a router.", no_args_is_help=True)
+
+RequestArgument = Annotated[str, typer.Argument(help="Name of the request.")]
+
+
+@requests.command("list")
+@admin_command
+async def list_requests(
+    context: Context,
+    limit: Annotated[
+        int, typer.Option(min=0, max=2**31, help="Most requests, the oldest first; 0 means all.")
+    ] = 0,
+) -> int:
+    """List the live requests; with --json one request a line."""
+    seen = await context.admin.list_requests(limit=limit)
+    if context.as_json:
+        for request in seen.requests:
+            put_json(request)
+    else:
+        Console().print(requests_table(seen.requests))
+        if seen.live_requests > len(seen.requests):
+            put(f"{len(seen.requests)} of {seen.live_requests} live requests")
+    return OK
+
+
+@requests.command()
+@admin_command
+async def show(context: Context, request_id: RequestArgument) -> int:
+    """Show a live request: its items, where they are, and how far their sequences are.
+
+    Exit status: 0 it is live, 1 it is not or the call failed, 2 wrong usage.
+    """
+    seen = await context.admin.list_requests(request_id)
+    if not seen.requests:
+        raise NotFound(
+            f"request {request_id!r} is not live on router {context.admin.address};"
+            " `trtmesh explain` knows those that are over"
+        )
+    (request,) = seen.requests
+    if context.as_json:
+        put_json(request)
+    else:
+        put(_headline(request))
+        Console().print(items_table(request))
+    return OK
+
+
+@requests.command()
+@admin_command
+async def stop(
+    context: Context,
+    request_id: RequestArgument,
+    item: Annotated[
+        list[int] | None,
+        typer.Option(min=0, max=2**32 - 1, help="Stop this batch_index alone; repeatable."),
+    ] = None,
+) -> int:
+    """Stop a request, or some of its items; its client gets what was generated.
+
+    Exit status: 0 something was stopped, 1 nothing was live or the call failed, 2 wrong usage.
+    """
+    stopped = await context.admin.stop_request(request_id, item or ())
+    if context.as_json:
+        put_json(pb.StopRequestResponse(stopped_items=stopped))
+    elif stopped:
+        put(printable(f"stopped {stopped} items of request {request_id}"))
+    if not stopped:
+        raise NotFound(
+            f"no item to stop: request {request_id!r} or what was named of it is not live on router"
+            f" {context.admin.address}"
+        )
+    return OK
+
+
+def _headline(request: pb.LiveRequest) -> str:
+    parts = [
+        f"request {request.request_id}",
+        f"model {request.model}",
+        f"age {request.age_ms / 1000:.1f} s",
+        f"{request.waiting_tokens} tokens wait for the client",
+    ]
+    if request.unread_ms:
+        parts.append(f"unread for {request.unread_ms / 1000:.1f} s")
+    if request.HasField("remaining_ms"):
+        parts.append(f"{request.remaining_ms / 1000:.1f} s to its deadline")
+    return printable(", ".join(parts))

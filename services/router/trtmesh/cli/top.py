@@ -1,0 +1,147 @@
+"""`trtmesh top`: the fleet of a router and its streams, live."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import datetime
+from itertools import count as count_from
+from typing import Annotated
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+from trtmesh.cli.admin_command import Context, admin_command
+from trtmesh.cli.output import as_fields, printable, put
+from trtmesh.cli.rates import Rates, Sample, measure
+from trtmesh.cli.session import OK
+from trtmesh.cli.tables import add_row, stage_words, state_word
+from trtmesh.client import AdminClient
+
+Show = Callable[[Sample, Rates], None]
+
+
+@admin_command
+async def top(
+    context: Context,
+    interval: Annotated[
+        float, typer.Option(min=0.1, max=3600, help="Seconds between two looks.")
+    ] = 1.0,
+    count: Annotated[
+        int, typer.Option(min=0, help="End after so many looks; 0 means Ctrl-C ends.")
+    ] = 0,
+    limit: Annotated[
+        int, typer.Option(min=1, max=2**31, help="Most requests that are shown, the oldest first.")
+    ] = 20,
+) -> int:
+    """Show workers, live requests, token rates and prefix hit rates, again and again.
+
+    Rates are those since the last look; hit rates are shares of prompt tokens whose KV was reused. With --json one
+    look a line. Exit status: 0 after --count looks, 1 the call failed, 2 wrong usage, 130 Ctrl-C.
+    """
+    before: Sample | None = None
+    with _shown(context) as show:
+        for look in count_from(1):
+            sample = await _look(context.admin, limit)
+            show(sample, measure(before, sample))
+            if look == count:
+                break
+            before = sample
+            await asyncio.sleep(interval)
+    return OK
+
+
+async def _look(admin: AdminClient, limit: int) -> Sample:
+    fleet, requests = await asyncio.gather(admin.list_workers(), admin.list_requests(limit=limit))
+    return Sample(time.monotonic(), fleet, requests)
+
+
+@contextmanager
+def _shown(context: Context) -> Iterator[Show]:
+    """One line of JSON a look; else a screen of its own that is redrawn, or one page after another in a pipe."""
+    console, address = Console(), context.admin.address
+    if context.as_json:
+        yield _put_json
+    elif console.is_terminal:
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            yield lambda sample, rates: live.update(_page(address, sample, rates), refresh=True)
+    else:
+        yield lambda sample, rates: console.print(_page(address, sample, rates))
+
+
+def _put_json(sample: Sample, rates: Rates) -> None:
+    look = {
+        "time": datetime.now().astimezone().isoformat(timespec="milliseconds"),
+        **as_fields(sample.fleet),
+        **as_fields(sample.requests),
+        "rates": asdict(rates),
+    }
+    put(json.dumps(look, ensure_ascii=False))
+
+
+def _page(address: str, sample: Sample, rates: Rates) -> Group:
+    fleet = sample.fleet
+    headline = (
+        f"router {address}: policy {fleet.policy}, {fleet.live_requests} live requests,"
+        f" {_number(rates.generated_tokens_per_second)} tokens/s, prefix hits {_share(rates.hit_rate)},"
+        f" {_share(rates.recent_hit_rate)} of late"
+    )
+    return Group(Text(printable(headline)), _fleet(sample, rates), _streams(sample, rates))
+
+
+def _fleet(sample: Sample, rates: Rates) -> Table:
+    table = Table(
+        "worker", "state", "items", "running", "waiting", "blocks used", "prompt tokens/s", "tokens/s",
+        "hits", "of late",
+    )  # fmt: skip
+    table.add_column("problem", overflow="fold")
+    for worker, rate in zip(sample.fleet.workers, rates.workers, strict=True):
+        load = worker.load
+        used = load.used_blocks / load.total_blocks if load.total_blocks else None
+        add_row(
+            table,
+            worker.worker or worker.address,
+            state_word(worker.state),
+            worker.items,
+            load.running_sequences,
+            load.waiting_sequences,
+            _share(used),
+            _number(rate.prompt_tokens_per_second),
+            _number(rate.generated_tokens_per_second),
+            _share(rate.hit_rate),
+            _share(rate.recent_hit_rate),
+            worker.problem,
+        )
+    return table
+
+
+def _streams(sample: Sample, rates: Rates) -> Table:
+    table = Table("request", "age s", "items", "stages", "tokens", "tokens/s", "waiting for client")
+    for request, rate in zip(sample.requests.requests, rates.requests, strict=True):
+        add_row(
+            table,
+            request.request_id,
+            f"{request.age_ms / 1000:.1f}",
+            len(request.items),
+            stage_words(request),
+            sum(item.generated_tokens for item in request.items),
+            _number(rate.tokens_per_second),
+            request.waiting_tokens,
+        )
+    if hidden := sample.requests.live_requests - len(sample.requests.requests):
+        table.caption = f"and {hidden} more"
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"

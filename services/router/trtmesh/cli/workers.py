@@ -1,0 +1,125 @@
+"""`trtmesh workers`: the fleet of a router, and what an operator does to it."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from datetime import datetime
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from trtmesh.cli.admin_command import Context, admin_command
+from trtmesh.cli.output import printable, put, put_json, say
+from trtmesh.cli.session import FAILED, OK
+from trtmesh.cli.tables import state_word, workers_table
+from trtmesh.v1 import router_admin_pb2 as pb
+
+workers = typer.Typer(name="workers", help="The workers of a router.", no_args_is_help=True)
+
+WorkerArgument = Annotated[str, typer.Argument(help="Name or address of a worker.")]
+
+
+@workers.command("list")
+@admin_command
+async def list_workers(context: Context) -> int:
+    """List the workers; with --json one worker a line."""
+    seen = await context.admin.list_workers()
+    if context.as_json:
+        for worker in seen.workers:
+            put_json(worker)
+    else:
+        Console().print(workers_table(seen.workers))
+    return OK
+
+
+@workers.command()
+@admin_command
+async def watch(context: Context) -> int:
+    """Print the workers now and whenever they change, until Ctrl-C; with --json one list a line."""
+    console = Console()
+    async with aclosing(context.admin.watch_workers()) as lists:
+        async for seen in lists:
+            if context.as_json:
+                put_json(seen)
+            else:
+                now = datetime.now().astimezone().isoformat(timespec="seconds")
+                console.print(f"{now}: {len(seen.workers)} workers", highlight=False)
+                console.print(workers_table(seen.workers))
+    say(f"router {context.admin.address} ended the list")
+    return FAILED
+
+
+@workers.command()
+@admin_command
+async def add(
+    context: Context,
+    address: Annotated[str, typer.Argument(help="Address of the worker, host:port.")],
+) -> int:
+    """Make the router connect to a worker."""
+    response = await context.admin.add_worker(address)
+    _show(context, response, response.worker)
+    return OK
+
+
+@workers.command()
+@admin_command
+async def drain(
+    context: Context,
+    worker: WorkerArgument,
+    finish_seconds: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=4_000_000,
+            help="Seconds in which its sequences may end there before the rest goes on elsewhere; unset waits for all.",
+        ),
+    ] = None,
+) -> int:
+    """Place nothing more on a worker, and wait until what it ran has ended or gone on elsewhere.
+
+    Exit status: 0 nothing is left on it, 1 something is or the call failed, 2 wrong usage, 130 Ctrl-C.
+    """
+    response = await context.admin.drain_worker(worker, finish_seconds=finish_seconds)
+    _show(context, response, response.worker)
+    if not context.as_json:
+        put(
+            f"sequences: {response.finished_sequences} ended there, {response.moved_sequences} moved"
+        )
+    if response.left_sequences:
+        say(f"{response.left_sequences} sequences are left on it: no other worker takes them")
+        return FAILED
+    return OK
+
+
+@workers.command()
+@admin_command
+async def resume(context: Context, worker: WorkerArgument) -> int:
+    """Place items on a drained worker again."""
+    response = await context.admin.resume_worker(worker)
+    _show(context, response, response.worker)
+    return OK
+
+
+@workers.command()
+@admin_command
+async def remove(context: Context, worker: WorkerArgument) -> int:
+    """Make the router forget a worker; what it runs goes on elsewhere."""
+    response = await context.admin.remove_worker(worker)
+    if context.as_json:
+        put_json(response)
+    else:
+        put(f"{worker} was removed; {response.moved_sequences} sequences moved")
+    return OK
+
+
+def _show(
+    context: Context,
+    response: pb.AddWorkerResponse | pb.DrainWorkerResponse | pb.ResumeWorkerResponse,
+    worker: pb.Worker,
+) -> None:
+    if context.as_json:
+        put_json(response)
+    else:
+        name = f"{worker.worker} at {worker.address}" if worker.worker else worker.address
+        problem = f": {worker.problem}" if worker.problem else ""
+        put(printable(f"worker {name} is {state_word(worker.state)}{problem}"))

@@ -1,0 +1,51 @@
+"""Live requests as an admin sees them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from trtmesh.router.item import ItemRun
+from trtmesh.router.requests import LiveRequest
+from trtmesh.router.sequence import SequenceRun
+from trtmesh.v1 import generation_pb2
+from trtmesh.v1 import router_admin_pb2 as pb
+
+NameOf = Callable[[str], str]
+"""Name of the worker at an address."""
+
+
+def describe_request(live: LiveRequest, name_of: NameOf) -> pb.LiveRequest:
+    """A request as it is at this moment."""
+    client, now = live.client, asyncio.get_running_loop().time()
+    return pb.LiveRequest(
+        request_id=live.request_id,
+        model=live.model,
+        age_ms=int(live.age_seconds() * 1000),
+        items=[_describe_item(item, name_of) for item in live.items],
+        waiting_tokens=client.waiting_tokens,
+        unread_ms=int(client.unread_seconds(now) * 1000),
+        remaining_ms=live.remaining_ms(),
+    )
+
+
+def _describe_item(item: ItemRun, name_of: NameOf) -> pb.LiveItem:
+    return pb.LiveItem(
+        batch_index=item.batch_index,
+        stage=item.stage,
+        worker=item.worker,
+        prompt_tokens=item.prompt_tokens,
+        generated_tokens=item.generated_tokens,
+        sequences=[_describe_sequence(run, name_of) for run in item.sequences],
+    )
+
+
+def _describe_sequence(run: SequenceRun, name_of: NameOf) -> pb.LiveSequence:
+    return pb.LiveSequence(
+        sequence_index=run.sequence_index,
+        worker=name_of(run.assignment.address) if run.assignment else "",
+        generated_tokens=len(run.token_ids),
+        next_token_offset=run.decoded,
+        moved=run.moved,
+        reason=run.reason if run.over else generation_pb2.FINISH_REASON_UNSPECIFIED,
+    )
