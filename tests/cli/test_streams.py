@@ -143,7 +143,7 @@ def test_regions_of_a_terminal_carry_their_tags() -> None:
     console = terminal()
     printer = choose_printer(as_json_lines=False, items=2, sequences=1, console=console)
     failed = ItemFailed(1, 0, QueueFull("the queue is full"), Usage())
-    show(printer, Accepted(0, 0, "r", "m"), tokens(0, f"one{ESCAPE}"), tokens(1, "uno"), failed)
+    show(printer, Accepted(0, 0, "r", "m", 0), tokens(0, f"one{ESCAPE}"), tokens(1, "uno"), failed)
     assert isinstance(console.file, io.StringIO)
     final = Console(file=io.StringIO()).render_str(console.file.getvalue()).plain
     assert "one\\x1b" in final

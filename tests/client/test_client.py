@@ -96,7 +96,7 @@ async def test_batches_of_events_come_out_flat_and_in_order(
         Accepted, Tokens, Tokens, Tokens, Tokens,
         SequenceFinished, SequenceFinished, ItemFinished, ItemFinished,
     ]  # fmt: skip
-    assert events[0] == Accepted(0, 0, "r1", "demo")
+    assert events[0] == Accepted(0, 0, "r1", "demo", 0)
     assert events[2] == Tokens(1, 0, 0, (1,), "a", None)
     assert events[-1] == ItemFinished(1, 0, FinishReason.LENGTH, Usage(3, 0, 2), None)
 

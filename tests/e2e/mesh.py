@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import grpc
 from processes import ServiceProcess, service_process
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
@@ -197,6 +198,8 @@ class Mesh:
         self.router: ServiceProcess
         self.client: Client
         self.admin: AdminClient
+        self.channel: grpc.aio.Channel
+        """A channel to the router, for calls that the client does not make."""
 
     async def start(self, service: str, *flags: str) -> ServiceProcess:
         return await self._stack.enter_async_context(
@@ -223,6 +226,8 @@ class Mesh:
         self.client = await self._stack.enter_async_context(Client(self.router.address))
         admin = AdminClient(self.router.admin_address)
         self.admin = await self._stack.enter_async_context(admin)
+        channel = grpc.aio.insecure_channel(self.router.address)
+        self.channel = await self._stack.enter_async_context(channel)
 
     def open(self, prompts: Sequence[Any], **options: Any) -> StreamReader:
         """Starts a request and reads it in the background."""

@@ -108,7 +108,7 @@ class AdminClient(Connection):
 
     @property
     def _stub(self) -> Any:
-        return router_admin_pb2_grpc.RouterAdminServiceStub(self._open)
+        return router_admin_pb2_grpc.RouterAdminServiceStub(self.channel)
 
     async def _short(self, method: Callable[..., Awaitable[T]], request: Message) -> T:
         """A call that is answered at once or never."""

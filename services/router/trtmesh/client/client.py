@@ -2,37 +2,84 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from typing import Unpack
+from contextlib import AsyncExitStack, aclosing
+from types import TracebackType
+from typing import Any, Self, Unpack
 
-from trtmesh.chassis.errors import StreamIncomplete
+import grpc
+from trtmesh.chassis.errors import StreamIncomplete, Unavailable
 from trtmesh.client.connection import Connection, typed_errors
-from trtmesh.client.events import Event, ItemFailed, ItemFinished, events_of
+from trtmesh.client.events import Event, events_of
 from trtmesh.client.options import Options, PromptLike, build_config, build_items
 from trtmesh.client.results import ItemResult, Results
+from trtmesh.client.resumption import Progress
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2, router_pb2_grpc
 
 DEFAULT_ADDRESS = "127.0.0.1:8001"
 
+RESUME_SECONDS = 10.0
+"""How long a client of several routers looks for one that goes on."""
 
-class Client(Connection):
-    """Talks to one router over one connection, from one event loop.
+REPEAT_SECONDS = 0.1
+"""Pause before routers that did not go on are asked again."""
+
+
+class Client:
+    """Talks to one router at a time, from one event loop.
 
         async with Client("127.0.0.1:8001") as client:
             async with aclosing(client.generate(["def fibonacci(n):"], max_tokens=32)) as events:
                 async for event in events:
                     ...
 
+    Given several addresses, it goes on with the next one when a router is lost or turns it away, in the middle of a
+    stream too: the caller sees every event once, as if nothing had happened. It gives up when no router went on for
+    `resume_seconds`. With one address a lost router is an error, unless `resume_seconds` says how long to try again.
+
     Every call raises an error of `trtmesh.chassis.errors` when it fails.
     """
 
     def __init__(
-        self, address: str = DEFAULT_ADDRESS, *, max_message_bytes: int = 64 * 2**20
+        self,
+        address: str | Sequence[str] = DEFAULT_ADDRESS,
+        *,
+        max_message_bytes: int = 64 * 2**20,
+        resume_seconds: float | None = None,
     ) -> None:
-        super().__init__(address, max_message_bytes=max_message_bytes)
+        self.addresses = (address,) if isinstance(address, str) else tuple(address)
+        if not self.addresses:
+            raise ValueError("address is empty but must name at least one router")
+        several = len(self.addresses) > 1
+        self._resume_seconds = (
+            RESUME_SECONDS if resume_seconds is None and several else (resume_seconds or 0.0)
+        )
+        self._routers = [
+            Connection(address, max_message_bytes=max_message_bytes) for address in self.addresses
+        ]
+        self._opened = AsyncExitStack()
+        self._current = 0
+
+    @property
+    def address(self) -> str:
+        """Address of the router that is talked to."""
+        return self.addresses[self._current]
+
+    async def __aenter__(self) -> Self:
+        for router in self._routers:
+            await self._opened.enter_async_context(router)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._opened.aclose()
 
     async def generate(
         self,
@@ -57,24 +104,50 @@ class Client(Connection):
             items=build_items(prompts),
             config=build_config(config, options),
         )
-        call = router_pb2_grpc.MeshServiceStub(self._open).Generate(
-            request, timeout=timeout_seconds
-        )
-        unfinished = set(range(len(request.items)))
+        progress = Progress(request)
+        loop = asyncio.get_running_loop()
+        deadline = None if timeout_seconds is None else loop.time() + timeout_seconds
+        patience = loop.time() + self._resume_seconds
+        router = first = self._current
+        while True:
+            remaining = None if deadline is None else deadline - loop.time()
+            attempt = self._attempt(progress, router, remaining)
+            try:
+                async with aclosing(attempt):
+                    async for event in attempt:
+                        patience = loop.time() + self._resume_seconds
+                        yield event
+                break
+            except Unavailable:
+                if loop.time() >= patience:
+                    raise
+                self._current = router = (router + 1) % len(self.addresses)
+                if router == first:
+                    await asyncio.sleep(REPEAT_SECONDS)
+        if progress.unfinished:
+            raise StreamIncomplete(
+                f"the stream of request {request.request_id} ended without a terminal event of"
+                f" item {', '.join(map(str, sorted(progress.unfinished)))}"
+            )
+
+    async def _attempt(
+        self, progress: Progress, router: int, timeout_seconds: float | None
+    ) -> AsyncGenerator[Event, None]:
+        """Asks a router for what the caller does not have yet."""
+        stub = router_pb2_grpc.MeshServiceStub(self._routers[router].channel)
+        call: grpc.aio.UnaryStreamCall[Any, Any]
+        if progress.accepted:
+            call = stub.Resume(progress.rest(), timeout=timeout_seconds)
+        else:
+            call = stub.Generate(progress.request, timeout=timeout_seconds)
         try:
             with typed_errors():
                 async for response in call:
                     for event in events_of(response):
-                        if isinstance(event, ItemFinished | ItemFailed):
-                            unfinished.discard(event.batch_index)
-                        yield event
+                        if progress.add(event):
+                            yield event
         finally:
             call.cancel()
-        if unfinished:
-            raise StreamIncomplete(
-                f"the stream of request {request.request_id} ended without a terminal event of"
-                f" item {', '.join(map(str, sorted(unfinished)))}"
-            )
 
     async def complete(
         self,
@@ -108,10 +181,16 @@ class Client(Connection):
         *,
         timeout_seconds: float | None = 10.0,
     ) -> int:
-        """Stops a request, or some of its items; returns how many were running or waiting."""
+        """Stops a request, or some of its items, whichever router has it; returns how many were running or waiting."""
         request = router_pb2.StopRequest(request_id=request_id, batch_indexes=batch_indexes)
-        with typed_errors():
-            response = await router_pb2_grpc.MeshServiceStub(self._open).Stop(
-                request, timeout=timeout_seconds
-            )
-        return response.stopped_items
+        stubs = [router_pb2_grpc.MeshServiceStub(router.channel) for router in self._routers]
+        stopped, lost = 0, 0
+        for stub in stubs:
+            try:
+                with typed_errors():
+                    stopped += (await stub.Stop(request, timeout=timeout_seconds)).stopped_items
+            except Unavailable:
+                lost += 1
+                if lost == len(stubs):
+                    raise
+        return stopped

@@ -36,11 +36,12 @@ class Connection:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        channel, self._channel = self._open, None
+        channel, self._channel = self.channel, None
         await channel.close()
 
     @property
-    def _open(self) -> grpc.aio.Channel:
+    def channel(self) -> grpc.aio.Channel:
+        """What calls go through."""
         if self._channel is None:
             name = type(self).__name__
             raise RuntimeError(f"the client is not open; use `async with {name}(...) as client:`")

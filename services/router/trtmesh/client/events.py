@@ -58,6 +58,8 @@ class Accepted:
     sequence_index: int
     request_id: str
     model: str
+    seed: int
+    """Seed of the items that brought none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,14 @@ Event = (
 )
 
 
-def events_of(response: router_pb2.GenerateResponse) -> Iterator[Event]:
+def reason_number(reason: FinishReason) -> pb.FinishReason.ValueType:
+    """The reason as it travels."""
+    return next(number for number, word in _REASONS.items() if word is reason)
+
+
+def events_of(
+    response: router_pb2.GenerateResponse | router_pb2.ResumeResponse,
+) -> Iterator[Event]:
     """The events of one message in order; kinds that this client is too old to know are left out."""
     for event in response.events:
         kind = event.WhichOneof("event")
@@ -143,7 +152,7 @@ def events_of(response: router_pb2.GenerateResponse) -> Iterator[Event]:
 
 
 def _accepted(batch: int, sequence: int, message: router_pb2.RequestAccepted) -> Accepted:
-    return Accepted(batch, sequence, message.request_id, message.model)
+    return Accepted(batch, sequence, message.request_id, message.model, message.seed)
 
 
 def _item_started(batch: int, sequence: int, message: router_pb2.ItemStarted) -> ItemStarted:

@@ -30,6 +30,7 @@ from trtmesh.router.dispatch import submits
 from trtmesh.router.fleet import Identity, ItemToPlace, Placed
 from trtmesh.router.kv_index import PromptBlocks, prefix_root
 from trtmesh.router.request import ItemRequest, worker_config
+from trtmesh.router.resumption import NOTHING, Received
 from trtmesh.router.sequence import SequenceRun
 from trtmesh.router.siblings import Seat
 from trtmesh.v1 import generation_pb2 as pb
@@ -49,11 +50,14 @@ REPEAT_SECONDS = 0.1
 class ItemRun:
     """One live item."""
 
-    def __init__(self, live: LiveRequest, item: ItemRequest, permit: Permit) -> None:
+    def __init__(
+        self, live: LiveRequest, item: ItemRequest, permit: Permit, received: Received = NOTHING
+    ) -> None:
         self._permit = permit
         self._live = live
         self._mesh = live.mesh
         self._item = item
+        self._received = received
         self._stop_asked = False
         self._over = False
         self._token_ids: list[int] = []
@@ -79,6 +83,7 @@ class ItemRun:
                 await self._permit.admitted(self._item.config.priority)
                 await self._encode()
                 await self._meet_siblings()
+                self._go_on_behind_received()
                 while not self._settled:
                     await self._place()
                     await self._generate()
@@ -162,6 +167,11 @@ class ItemRun:
             raise PromptEmpty("the prompt has no tokens; send at least one token or character")
         self._spend(len(self._token_ids))
         self._blocks = PromptBlocks(prefix_root(self._item.config), self._token_ids)
+
+    def _go_on_behind_received(self) -> None:
+        """Opens the sequences of an item that began on another router; others are opened when they are placed."""
+        if any(batch_index == self.batch_index for batch_index, _ in self._received.sequences):
+            self._open_sequences()
 
     @property
     def _settled(self) -> bool:
@@ -267,11 +277,10 @@ class ItemRun:
 
     def _dispatch(self, placed: Placed) -> None:
         """Gives the worker what no worker has."""
-        worker, first = placed.worker, not self._runs
+        worker, first = placed.worker, self._identity is None
         if first:
-            self._runs = [
-                self._open_sequence(index) for index in range(self._item.config.sequences)
-            ]
+            if not self._runs:
+                self._open_sequences()
             self._identity = Identity.of(worker)
         self.worker = worker.name
         config = self._worker_config()
@@ -306,6 +315,9 @@ class ItemRun:
         )
         self._put(router_pb.GenerateEvent(item_started=started))
 
+    def _open_sequences(self) -> None:
+        self._runs = [self._open_sequence(index) for index in range(self._item.config.sequences)]
+
     def _open_sequence(self, sequence_index: int) -> SequenceRun:
         run = SequenceRun(
             self._item,
@@ -316,6 +328,11 @@ class ItemRun:
             client=self._live.client,
             owner=self,
         )
+        received = self._received.sequences.get((self.batch_index, sequence_index))
+        if received is not None:
+            run.go_on_behind(received)
+        if run.over:
+            return run
         if self._item.config.output.text or self._item.config.stopping.stop_texts:
             self._mesh.tokenizers.attach(run)
         return run

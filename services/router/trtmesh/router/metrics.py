@@ -57,6 +57,7 @@ class RouterMetrics(Collector):
         self.failed: Counter[str] = Counter()
         self.placed: Counter[tuple[str, str]] = Counter()
         self.moved_decodes = 0
+        self.resumed = 0
         self.moved: Counter[str] = Counter()
         self.gauges: Gauges = dict
 
@@ -96,6 +97,7 @@ class RouterMetrics(Collector):
                 self.merged_tokens,
             ),
             ("client_messages", "Messages sent to clients.", self.client_messages),
+            ("resumed_requests", "Requests that went on here from another call.", self.resumed),
             ("moved_decodes", "Sequences moved to another tokenizer.", self.moved_decodes),
         ):
             yield CounterMetricFamily(PREFIX + name, text, value=value)

@@ -16,6 +16,7 @@ from trtmesh.chassis.errors import (
     NoWorker,
     SlowClient,
     TrtmeshError,
+    Unavailable,
 )
 from trtmesh.router.admission import Admission, Permit, RateLimiter
 from trtmesh.router.admission.rate_limit import ANONYMOUS
@@ -24,6 +25,7 @@ from trtmesh.router.fleet import Fleet
 from trtmesh.router.item import ItemRun
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.request import GenerationRequest
+from trtmesh.router.resumption import NOTHING, Received
 from trtmesh.router.siblings import SiblingRules, Siblings
 from trtmesh.router.tokenizer_pool import TokenizerPool
 from trtmesh.router.turns import Turns
@@ -66,24 +68,32 @@ class LiveRequest:
         remaining_seconds: float | None,
         permits: Sequence[Permit],
         api_key: str,
+        received: Received,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.mesh = mesh
         self.request_id = request.request_id
         self.model = model
         self.api_key = api_key
-        accepted = router_pb.RequestAccepted(request_id=request.request_id, model=model)
+        self.drawn_seed = secrets.randbits(64)
+        accepted = router_pb.RequestAccepted(
+            request_id=request.request_id, model=model, seed=self.drawn_seed
+        )
         self.client = ClientStream(router_pb.GenerateEvent(accepted=accepted), mesh.turns)
         self.arrival_time = loop.time()
         self.siblings = Siblings(mesh.siblings)
-        self.drawn_seed = secrets.randbits(64)
-        self.overrun: SlowClient | None = None
+        self.ended: TrtmeshError | None = None
+        """Why this router ended the call, where it did."""
+        self.gone = asyncio.Event()
         self._deadline = None if remaining_seconds is None else loop.time() + remaining_seconds
         self._handler = asyncio.current_task()
         self.items = [
-            ItemRun(self, item, permit) for item, permit in zip(request.items, permits, strict=True)
+            ItemRun(self, item, permit, received)
+            for item, permit in zip(received.rest_of(request), permits, strict=True)
         ]
         self._items_over = 0
+        if not self.items:
+            self.client.close()
 
     def age_seconds(self) -> float:
         return asyncio.get_running_loop().time() - self.arrival_time
@@ -107,10 +117,10 @@ class LiveRequest:
         if self._items_over == len(self.items):
             self.client.close()
 
-    def end_slow_client(self, error: SlowClient) -> None:
-        """Ends the request because the client does not read: its handler is stuck in a write."""
-        if self.overrun is None and self._handler is not None:
-            self.overrun = error
+    def end(self, error: TrtmeshError) -> None:
+        """Ends the call with an error, also where its handler is stuck in a write because the client does not read."""
+        if self.ended is None and self._handler is not None:
+            self.ended = error
             self._handler.cancel()
 
 
@@ -132,12 +142,15 @@ class Requests:
         request: GenerationRequest,
         remaining_seconds: float | None,
         api_key: str = ANONYMOUS,
+        received: Received = NOTHING,
     ) -> AsyncIterator[LiveRequest]:
-        """Runs a request's items while inside; leaving stops those that are not over. `api_key` is the name of the
-        caller's API key, never the key."""
+        """Runs what was not received of a request's items while inside; leaving stops those that are not over.
+        `api_key` is the name of the caller's API key, never the key."""
         model = self._model_of(request)
-        permits = self._admit(request, model, api_key)
-        live = LiveRequest(self._mesh, request, model, remaining_seconds, permits, api_key)
+        permits = self._admit(request, len(received.rest_of(request)), model, api_key)
+        live = LiveRequest(
+            self._mesh, request, model, remaining_seconds, permits, api_key, received
+        )
         self.live[request.request_id] = live
         self._empty.clear()
         tasks = [asyncio.create_task(item.live()) for item in live.items]
@@ -151,6 +164,7 @@ class Requests:
                 task.cancel()
             # Before anything is awaited: a client may cancel at this very moment too, and would cut off what follows.
             del self.live[request.request_id]
+            live.gone.set()
             self._mesh.metrics.merged_tokens += live.client.merged_tokens
             if not self.live:
                 self._empty.set()
@@ -178,7 +192,7 @@ class Requests:
                 or client.waiting_tensor_bytes > MOST_WAITING_TENSOR_BYTES
                 or waited > self._client_stall_seconds
             ):
-                live.end_slow_client(
+                live.end(
                     SlowClient(
                         f"the client left {client.waiting_tokens} tokens and {client.waiting_tensor_bytes} bytes of"
                         f" logits unread for {waited:.1f} s; limits are {self._client_buffer_tokens} tokens,"
@@ -186,7 +200,20 @@ class Requests:
                     )
                 )
 
-    def _admit(self, request: GenerationRequest, model: str, api_key: str) -> list[Permit]:
+    async def take_over(self, request_id: str) -> None:
+        """Ends the call of a live request whose client comes back with another one."""
+        if (live := self.live.get(request_id)) is not None:
+            live.end(Unavailable(f"request {request_id!r} goes on in another call"))
+            await live.gone.wait()
+
+    def send_away(self) -> None:
+        """Ends the calls of all live requests; their clients may go on elsewhere."""
+        for live in self.live.values():
+            live.end(Draining("this router stops; resume the request on another"))
+
+    def _admit(
+        self, request: GenerationRequest, items: int, model: str, api_key: str
+    ) -> list[Permit]:
         if self._draining:
             raise Draining("this router is draining; send the request to another", retry_after_ms=0)
         if request.request_id in self.live:
@@ -195,7 +222,7 @@ class Requests:
             )
         try:
             self._mesh.rate_limiter.check(api_key, asyncio.get_running_loop().time())
-            return self._mesh.admission.take(model, len(request.items))
+            return self._mesh.admission.take(model, items)
         except TrtmeshError as error:
             self._mesh.metrics.note_refusal(error.reason, api_key)
             raise

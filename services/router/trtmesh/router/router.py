@@ -140,7 +140,11 @@ class Router:
             keeper.add_done_callback(self._on_keeper_done)
 
     async def drain(self) -> None:
-        await self._requests.drain()
+        try:
+            await self._requests.drain()
+        finally:
+            # Nothing is left where the grace was long enough; else clients are told to go on elsewhere.
+            self._requests.send_away()
 
     async def stop(self) -> None:
         tasks = [*self._keepers, *self._links.values()]

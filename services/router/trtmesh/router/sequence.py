@@ -20,6 +20,7 @@ from trtmesh.router.client_stream import MOST_TENSOR_BYTES, ClientStream
 from trtmesh.router.details import TokenDetailBuffer, unheard
 from trtmesh.router.pulse import Deadlines
 from trtmesh.router.request import ItemRequest
+from trtmesh.router.resumption import ReceivedSequence
 from trtmesh.v1 import engine_pb2 as engine_pb
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
@@ -144,6 +145,17 @@ class SequenceRun:
     @property
     def include_stop_text(self) -> bool:
         return self._item.config.stopping.include_stop_text
+
+    def go_on_behind(self, received: ReceivedSequence) -> None:
+        """Begins where a client got to with it on another router; before anything else is done with it."""
+        self.token_ids = list(received.token_ids)
+        self.decoded = len(self.token_ids)
+        self._prompt_told = self.moved = bool(self.token_ids)
+        if self._details is not None and received.cumulative_log_prob is not None:
+            self._details.cumulative_log_prob = received.cumulative_log_prob
+        if received.reason is not None:
+            self.reason = received.reason
+            self.over = True
 
     @property
     def waits_for_worker(self) -> bool:

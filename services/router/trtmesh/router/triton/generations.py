@@ -84,9 +84,9 @@ class Generations:
                     await send(answer)
                     self._metrics.client_messages += 1
         except asyncio.CancelledError:
-            if live.overrun is None:
+            if live.ended is None:
                 raise
-            raise live.overrun from None
+            raise live.ended from None
 
 
 @asynccontextmanager

@@ -1,0 +1,195 @@
+"""Routers die and stop in the middle of streams: a client of several goes on with another, and gets everything once."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from chaos.proxy import proxy_to
+from e2e.mesh import SIMULATED, WIDE_TOKENS, Mesh, StreamReader, decode, eventually, running_mesh
+from trtmesh.chassis.errors import REASON_METADATA_KEY, Unavailable
+from trtmesh.client import Client, ItemResult
+from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import router_pb2, router_pb2_grpc
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PROMPTS = [f"item {number}" for number in range(4)]
+GREEDY: dict[str, Any] = {"max_tokens": 40}
+SAMPLED: dict[str, Any] = {"max_tokens": 40, "temperature": 1.0, "num_return_sequences": 2}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def mesh() -> AsyncIterator[Mesh]:
+    async with running_mesh(engines=2, engine_flags=(*SIMULATED, *WIDE_TOKENS)) as mesh:
+        yield mesh
+
+
+def contents(items: Sequence[ItemResult]) -> list[Any]:
+    """What must not depend on which router told it."""
+    return [
+        (
+            (item.error, item.reason, item.usage.generated_tokens, item.usage.prompt_tokens),
+            [(s.token_ids, s.text, s.finished) for s in item.sequences],
+        )
+        for item in items
+    ]
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+async def test_a_connection_is_cut_at_every_token(mesh: Mesh, options: dict[str, Any]) -> None:
+    worst = 0.0
+    expected = contents(await mesh.client.complete(PROMPTS, seed=7, **options))
+    for position in range(0, options["max_tokens"] + 1, 3):
+        async with (
+            proxy_to(mesh.router.address) as proxy,
+            Client([proxy.address, mesh.router.address]) as client,
+        ):
+            reader = StreamReader(client, PROMPTS, seed=7, **options)
+            await reader.until(partial(has_tokens, position=position))
+            proxy.cut()
+            assert contents(await reader.result()) == expected, position
+            assert client.address == mesh.router.address
+            worst = max(worst, reader.worst_gap_seconds())
+    await mesh.idle()
+    print(f"worst stall after a cut connection to a router: {worst * 1000:.0f} ms")
+
+
+async def test_a_drawn_seed_is_known_to_the_next_router(mesh: Mesh) -> None:
+    async with (
+        proxy_to(mesh.router.address) as proxy,
+        Client([proxy.address, mesh.router.address]) as client,
+    ):
+        reader = StreamReader(client, PROMPTS, **SAMPLED)
+        await reader.tokens_here(20)
+        proxy.cut()
+        items = await reader.result()
+        started = items[0].started
+        assert started
+        expected = await mesh.client.complete(PROMPTS, seed=started.seed, **SAMPLED)
+        assert contents(items) == contents(expected)
+
+
+async def test_a_router_is_killed(mesh: Mesh) -> None:
+    flags = ["--engines", ",".join(engine.address for engine in mesh.engines)]
+    flags += ["--tokenizers", mesh.tokenizers[0].address, "--port", "0"]
+    doomed = await mesh.start("router", *flags)
+    expected = contents(await mesh.client.complete(PROMPTS, seed=7, **SAMPLED))
+    async with Client(doomed.address) as alone:
+        await eventually(lambda: ready(alone))
+        single = StreamReader(alone, PROMPTS, seed=7, max_tokens=4000)
+        await single.tokens_here(5)
+        async with Client([doomed.address, mesh.router.address]) as client:
+            reader = StreamReader(client, PROMPTS, seed=7, **SAMPLED)
+            await reader.tokens_here(5)
+            doomed.signal(signal.SIGKILL)
+            assert contents(await reader.result()) == expected
+        with pytest.raises(Unavailable):
+            await single.result()
+    await mesh.idle()
+
+
+async def test_a_router_that_stops_sends_its_clients_away(mesh: Mesh) -> None:
+    flags = ["--engines", ",".join(engine.address for engine in mesh.engines)]
+    flags += ["--tokenizers", mesh.tokenizers[0].address, "--port", "0", "--grace-seconds", "0.2"]
+    stopping = await mesh.start("router", *flags)
+    options = {**SAMPLED, "max_tokens": 400}
+    expected = contents(await mesh.client.complete(PROMPTS, seed=7, **options))
+    async with Client([stopping.address, mesh.router.address]) as client:
+        await eventually(lambda: ready(client))
+        reader = StreamReader(client, PROMPTS, seed=7, **options)
+        await reader.tokens_here(5)
+        stopping.signal(signal.SIGTERM)
+        assert contents(await reader.result()) == expected
+    assert await stopping.wait() == 0
+    await mesh.idle()
+
+
+def has_tokens(reader: StreamReader, position: int) -> bool:
+    """Whether one of the items, another one each time, got to a position."""
+    return reader.tokens(position % len(PROMPTS)) >= position
+
+
+async def ready(client: Client) -> bool:
+    try:
+        (item,) = await client.complete(["ready?"], max_tokens=1)
+    except Unavailable:
+        return False
+    return item.error is None
+
+
+def request(request_id: str = "again", **config: Any) -> router_pb2.GenerateRequest:
+    item = router_pb2.GenerateItem(prompt=pb.Prompt(text=PROMPTS[0]))
+    return router_pb2.GenerateRequest(
+        request_id=request_id, items=[item], config=pb.GenerationConfig(**config)
+    )
+
+
+async def test_what_cannot_go_on_exactly_is_refused(mesh: Mesh) -> None:
+    some = router_pb2.SequenceOffset(token_ids=[5])
+    drawn = pb.SamplingConfig(temperature=1.0)
+    beams = pb.BeamSearchConfig(beam_width=2)
+    held = pb.OutputConfig(stream=False)
+    sums = pb.OutputConfig(log_probs=True)
+    offset = router_pb2.SequenceOffset
+    for asked, received, complaint in (
+        (request(""), [], "request_id is empty"),
+        (request(sampling=drawn), [some], "sampling.seed"),
+        (request(beam_search=beams), [some], "is a beam"),
+        (request(output=held), [some], "is not streamed"),
+        (request(output=sums), [some], "cumulative_log_prob"),
+        (request(), [offset(batch_index=1)], "batch_index"),
+        (request(), [offset(sequence_index=1)], "sequence_index"),
+        (request(), [offset(finished=True)], "reason is not set"),
+        (request(), [some, some], "came before"),
+    ):
+        stub = router_pb2_grpc.MeshServiceStub(mesh.channel)
+        call = stub.Resume(router_pb2.ResumeRequest(request=asked, received=received))
+        with pytest.raises(grpc.aio.AioRpcError) as told:
+            await call.read()
+        assert complaint in (told.value.details() or "")
+        assert told.value.trailing_metadata().get(REASON_METADATA_KEY) == "INVALID_FIELD"
+
+
+async def test_a_request_that_is_still_live_goes_on_in_the_new_call(mesh: Mesh) -> None:
+    stub = router_pb2_grpc.MeshServiceStub(mesh.channel)
+    asked = request("twice", stopping=pb.StoppingConfig(max_tokens=300))
+    (whole,) = await mesh.client.complete([PROMPTS[0]], max_tokens=300)
+    first = aiter(stub.Generate(asked))
+    got: list[int] = []
+    while len(got) < 5:
+        for event in (await anext(first)).events:
+            got += event.tokens.token_ids
+    received = [router_pb2.SequenceOffset(token_ids=got)]
+    text = ""
+    async for response in stub.Resume(router_pb2.ResumeRequest(request=asked, received=received)):
+        for event in response.events:
+            if event.HasField("tokens"):
+                assert event.tokens.token_offset == len(got)
+                got += event.tokens.token_ids
+                text += event.tokens.text
+    assert tuple(got) == whole.token_ids
+    assert decode(got).endswith(text)
+    with pytest.raises(grpc.aio.AioRpcError) as told:
+        async for _ in first:
+            pass
+    assert "goes on in another call" in (told.value.details() or "")
+
+
+async def test_what_was_finished_is_not_told_again(mesh: Mesh) -> None:
+    stub = router_pb2_grpc.MeshServiceStub(mesh.channel)
+    asked = request("over", stopping=pb.StoppingConfig(max_tokens=5))
+    (whole,) = await mesh.client.complete([PROMPTS[0]], max_tokens=5)
+    sequence = router_pb2.SequenceOffset(
+        token_ids=whole.token_ids, finished=True, reason=pb.FINISH_REASON_LENGTH
+    )
+    resume = router_pb2.ResumeRequest(request=asked, received=[sequence])
+    kinds = [e.WhichOneof("event") async for r in stub.Resume(resume) for e in r.events]
+    assert kinds == ["accepted", "item_finished"]
+    resume.finished_items.append(0)
+    assert [r async for r in stub.Resume(resume)] == []
