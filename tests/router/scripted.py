@@ -49,6 +49,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
         self.commands: list[epb.EngineCommand] = []
         self.hellos: list[epb.HelloCommand] = []
         self.submitted_at = 0.0
+        self._writing = asyncio.Lock()
         self._context: Context | None = None
 
     @property
@@ -99,7 +100,9 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
 
     async def send(self, *events: epb.EngineEvent) -> None:
         assert self._context
-        await self._context.write(epb.EngineServiceConnectResponse(events=events))
+        # A stream takes one write at a time.
+        async with self._writing:
+            await self._context.write(epb.EngineServiceConnectResponse(events=events))
 
     async def step(self, *parts: tuple[int, int, Sequence[int]], ends: Sequence[Any] = ()) -> None:
         """One step: (handle, offset, token ids) of each sequence, and (handle, reason) of each that ended."""
@@ -241,17 +244,22 @@ State: TypeAlias = admin_pb.WorkerState.ValueType
 
 
 async def states(client: RouterClient) -> tuple[list[State], list[State]]:
-    """States of the workers and of the tokenizers."""
+    """States of the workers and of the tokenizers, sorted: ports, and with them the order, differ from run to run."""
     status = await client.status()
-    return [w.state for w in status.workers], [t.state for t in status.tokenizers]
+    return sorted(w.state for w in status.workers), sorted(t.state for t in status.tokenizers)
 
 
 async def until_states(
     client: RouterClient, workers: Sequence[State], tokenizers: Sequence[State]
 ) -> None:
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while await states(client) != (list(workers), list(tokenizers)):  # noqa: ASYNC110 - as above
-            await asyncio.sleep(0.01)
+    wanted, seen = (sorted(workers), sorted(tokenizers)), await states(client)
+    try:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while seen != wanted:
+                await asyncio.sleep(0.01)
+                seen = await states(client)
+    except TimeoutError:
+        raise AssertionError(f"{wanted} were wanted but the last states are {seen}") from None
 
 
 LENGTH = pb.FINISH_REASON_LENGTH
