@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "engine": {"v1", "chassis"},
     "router": {"v1", "chassis"},
     "client": {"v1", "chassis"},
-    "cli": {"v1", "chassis", "client"},
+    "cli": {"v1", "chassis", "client", "router"},
 }
 
 
@@ -55,6 +55,17 @@ def test_packages_import_only_what_they_may(name: str) -> None:
         if module.startswith("trtmesh.") and module.split(".")[1] not in allowed
     ]
     assert broken == []
+
+
+def test_only_the_replay_runs_router_code_in_the_command() -> None:
+    """Everything else asks a router: that is how the two stay apart."""
+    importers = {
+        file.name
+        for file in PACKAGES["cli"].rglob("*.py")
+        for module in imported_modules(file)
+        if module.startswith("trtmesh.router.")
+    }
+    assert importers == {"replay.py"}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from trtmesh.router.kv_index import KvIndex, PromptBlocks
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement import (
     POLICIES,
-    Decision,
     PlacementQuery,
     WorkerSnapshot,
     check_fields,
@@ -77,7 +76,7 @@ class Placed:
 
     worker: Worker
     booking: Booking
-    decision: Decision
+    record: DecisionRecord
 
     def __enter__(self) -> Self:
         return self
@@ -144,10 +143,11 @@ class Fleet:
         if POLICIES[self.policy].looks_at_prefixes:
             hashes = item.blocks.hashes(worker.engine.tokens_per_block)
             self.kv_index.expect(worker.address, hashes, started)
-        self.decisions.add(DecisionRecord(item.request_id, item.batch_index, item.cause, decision))
+        record = DecisionRecord(item.request_id, item.batch_index, item.cause, decision)
+        self.decisions.add(record)
         self._metrics.placed[self.policy, worker.name] += 1
         self._metrics.placement.observe(asyncio.get_running_loop().time() - started)
-        return Placed(worker, booking, decision)
+        return Placed(worker, booking, record)
 
     def has_place(self, item: ItemToPlace) -> bool:
         """Whether a worker would take an item now."""

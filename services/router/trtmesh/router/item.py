@@ -63,6 +63,7 @@ class ItemRun:
         self._token_ids: list[int] = []
         self._blocks = PromptBlocks(None, ())
         self._seat: Seat | None = None
+        self._placed: Placed | None = None
         self._words: list[tuple[int, ...]] = []
         self._runs: list[SequenceRun] = []
         self._attempts = Attempts(live.mesh.retry.most_attempts)
@@ -130,6 +131,19 @@ class ItemRun:
     @property
     def generated_tokens(self) -> int:
         return sum(len(run.token_ids) for run in self._runs)
+
+    def _record(self) -> None:
+        """Writes down what came and where it went first, where that is recorded."""
+        if self._mesh.recorder is not None and self._placed is not None:
+            block_tokens = self._placed.worker.engine.tokens_per_block
+            self._mesh.recorder.note(
+                self._placed.record,
+                model=self._live.model,
+                arrival_time=self._live.arrival_time,
+                block_tokens=block_tokens or 1,
+                hashes=self._blocks.hashes(block_tokens),
+                new_tokens=self.generated_tokens,
+            )
 
     def _spend(self, tokens: int) -> None:
         """Takes tokens from those that the caller's API key may use."""
@@ -201,6 +215,7 @@ class ItemRun:
                 deadline = deadline or now + self._mesh.retry.recovery_seconds
                 await self._wait_for_worker(deadline - now, error)
             else:
+                self._placed = self._placed or placed
                 with placed:
                     self._dispatch(placed)
                     if self._seat is not None:
@@ -401,6 +416,7 @@ class ItemRun:
         for run in self._runs:
             run.abandon(pb.FINISH_REASON_CANCELLED)
         self._spend(self.generated_tokens)
+        self._record()
         if self._seat is not None:
             self._seat.close()
         self._over = True

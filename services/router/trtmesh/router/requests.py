@@ -24,6 +24,7 @@ from trtmesh.router.client_stream import ClientStream
 from trtmesh.router.fleet import Fleet
 from trtmesh.router.item import ItemRun
 from trtmesh.router.metrics import RouterMetrics
+from trtmesh.router.replay import Recorder
 from trtmesh.router.request import GenerationRequest
 from trtmesh.router.resumption import NOTHING, Received
 from trtmesh.router.siblings import SiblingRules, Siblings
@@ -55,6 +56,7 @@ class Mesh:
     turns: Turns
     retry: Retry
     siblings: SiblingRules
+    recorder: Recorder | None = None
 
 
 class LiveRequest:

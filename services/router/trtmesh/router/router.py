@@ -21,6 +21,7 @@ from trtmesh.router.mesh_service import MeshService
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement.decision_log import DecisionLog
 from trtmesh.router.pulse import Deadlines
+from trtmesh.router.replay import Recorder
 from trtmesh.router.replica import LinkSettings, Replica
 from trtmesh.router.requests import Mesh, Requests, Retry
 from trtmesh.router.settings import RouterSettings
@@ -70,6 +71,11 @@ class Router:
         )
         rate_limiter = RateLimiter(settings.key_tokens_per_second, settings.key_burst_tokens)
         retry = Retry(settings.max_attempts, settings.worker_recovery_seconds)
+        self._recorder = (
+            Recorder(settings.record_file, settings.record_max_bytes)
+            if settings.record_file
+            else None
+        )
         siblings = SiblingRules(settings.siblings_together, settings.sibling_wait_seconds)
         mesh = Mesh(
             self._fleet,
@@ -80,6 +86,7 @@ class Router:
             Turns(),
             retry,
             siblings,
+            self._recorder,
         )
         self._requests = Requests(
             mesh, settings.client_buffer_tokens, settings.client_stall_seconds
@@ -136,6 +143,8 @@ class Router:
             await discovery.resolve()
             self._keepers.append(asyncio.create_task(discovery.follow()))
         self._keepers.append(asyncio.create_task(self._watch()))
+        if self._recorder is not None:
+            self._keepers.append(asyncio.create_task(self._recorder.run()))
         for keeper in self._keepers:
             keeper.add_done_callback(self._on_keeper_done)
 

@@ -1,0 +1,101 @@
+"""`trtmesh replay`: what another policy would have made of recorded traffic."""
+
+from __future__ import annotations
+
+import json as json_module
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from trtmesh.chassis.errors import InvalidField, TrtmeshError
+from trtmesh.cli.output import put, say_error
+from trtmesh.cli.session import FAILED
+from trtmesh.cli.tables import add_row
+
+if TYPE_CHECKING:
+    from trtmesh.router.replay import Outcome
+
+
+def replay(
+    file: Annotated[Path, typer.Argument(help="A router's record_file, or a Mooncake trace.")],
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="Policy to try; give it several times. Without it all are tried."),
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, max=4096, help="Workers of the fleet.")] = 4,
+    prefill_tokens_per_second: Annotated[
+        float, typer.Option(min=1.0, help="Prompt tokens that a worker computes a second.")
+    ] = 8000.0,
+    step_ms: Annotated[float, typer.Option(min=0.001, help="Time of a step.")] = 10.0,
+    cache_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens whose KV a worker keeps for reuse.")
+    ] = 500_000,
+    speed: Annotated[
+        float, typer.Option(min=0.001, help="How many times faster than recorded items come.")
+    ] = 1.0,
+    *,
+    json: Annotated[bool, typer.Option("--json", help="The figures as JSON.")] = False,
+) -> None:
+    """Replay recorded traffic over a simulated fleet, with the router's own placement, and compare policies.
+
+    Exit status: 0 done, 1 the file cannot be read, 2 wrong usage.
+    """
+    # Only this command needs the router's code, and only here is it loaded.
+    from dataclasses import replace
+
+    from trtmesh.router.placement import POLICIES
+    from trtmesh.router.replay import FleetModel, read_trace
+    from trtmesh.router.replay import replay as run
+
+    try:
+        for name in policy or ():
+            if name not in POLICIES:
+                raise InvalidField.of("--policy", name, f"one of {', '.join(sorted(POLICIES))}")
+        arrivals = [replace(a, seconds=a.seconds / speed) for a in read_trace(file)]
+    except TrtmeshError as error:
+        say_error(str(error))
+        raise typer.Exit(FAILED) from error
+    fleet = FleetModel(
+        workers=workers,
+        prefill_tokens_per_second=prefill_tokens_per_second,
+        step_seconds=step_ms / 1000,
+        cache_tokens=cache_tokens,
+    )
+    outcomes = [run(arrivals, name, fleet) for name in policy or POLICIES]
+    if json:
+        put(json_module.dumps([figures(outcome) for outcome in outcomes], indent=2))
+    else:
+        _print_table(outcomes)
+
+
+def figures(outcome: Outcome) -> dict[str, Any]:
+    """What is compared; times in milliseconds."""
+    return {
+        "policy": outcome.policy,
+        "items": outcome.items,
+        "hit_rate": round(outcome.hit_rate, 4),
+        "best_hit_rate": round(outcome.reusable_tokens / outcome.prompt_tokens, 4),
+        "balance": round(outcome.balance, 3),
+        "ttft_p50_ms": _percentile(outcome.first_token_seconds, 50),
+        "ttft_p99_ms": _percentile(outcome.first_token_seconds, 99),
+        "latency_p50_ms": _percentile(outcome.end_seconds, 50),
+        "latency_p99_ms": _percentile(outcome.end_seconds, 99),
+    }
+
+
+def _percentile(values: Sequence[float], percent: int) -> float:
+    if len(values) < 2:
+        return round(sum(values) * 1000, 1)
+    return round(statistics.quantiles(values, n=100, method="inclusive")[percent - 1] * 1000, 1)
+
+
+def _print_table(outcomes: Sequence[Outcome]) -> None:
+    rows = [figures(outcome) for outcome in outcomes]
+    table = Table(*(name.replace("_", " ") for name in rows[0]))
+    for row in rows:
+        add_row(table, *row.values())
+    Console().print(table)

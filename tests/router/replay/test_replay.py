@@ -1,0 +1,184 @@
+"""Replaying traffic: read strictly, simulated with the router's own placement, recorded within bounds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from router.scripted import (
+    LENGTH,
+    READY,
+    ScriptedEngine,
+    serving_engine,
+    serving_router,
+    until_states,
+)
+from trtmesh.chassis.block_hashes import chain
+from trtmesh.chassis.errors import InvalidRequest
+from trtmesh.cli.main import app
+from trtmesh.router.placement import POLICIES, PlacementQuery, WorkerSnapshot, place
+from trtmesh.router.placement.decision_log import DecisionRecord
+from trtmesh.router.replay import Arrival, FleetModel, Recorder, read_trace, replay
+from typer.testing import CliRunner
+
+
+def shared_prefixes(items: int = 600, prefixes: int = 24, blocks: int = 16) -> list[Arrival]:
+    """Items that come at random, each with one of several long prefixes and a tail of its own."""
+    generator, arrivals, now = Random(5), [], 0.0
+    for number in range(items):
+        now += generator.expovariate(40)
+        prefix = generator.randrange(prefixes)
+        hashes = [prefix * 1000 + n for n in range(blocks)] + [10**6 + number]
+        arrivals.append(Arrival(now, 32 * (blocks + 1) + 5, 20, 32, tuple(hashes)))
+    return arrivals
+
+
+def write(file: Path, arrivals: list[Arrival]) -> Path:
+    lines = [
+        {
+            "timestamp": a.seconds * 1000,
+            "input_length": a.prompt_tokens,
+            "output_length": a.new_tokens,
+            "block_tokens": a.block_tokens,
+            "hash_ids": list(a.blocks),
+        }
+        for a in arrivals
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_item_comes_to_its_end_and_every_token_is_counted(policy: str) -> None:
+    arrivals = shared_prefixes()
+    outcome = replay(arrivals, policy, FleetModel(workers=6))
+    assert outcome.items == sum(outcome.items_by_worker) == len(outcome.end_seconds) == 600
+    assert len(outcome.first_token_seconds) == 600
+    computed = sum(outcome.computed_by_worker)
+    assert computed + outcome.reused_tokens == outcome.prompt_tokens
+    assert outcome.reused_tokens <= outcome.reusable_tokens
+    assert outcome == replay(arrivals, policy, FleetModel(workers=6))
+
+
+def test_looking_at_prefixes_pays() -> None:
+    fleet = FleetModel(workers=6, prefill_tokens_per_second=4000)
+    arrivals = shared_prefixes()
+    outcomes = {policy: replay(arrivals, policy, fleet) for policy in POLICIES}
+    best = outcomes["prefix_aware"].reusable_tokens
+    for policy in ("prefix_aware", "auto"):
+        assert outcomes[policy].reused_tokens > 0.8 * best
+        assert outcomes[policy].reused_tokens > 1.1 * outcomes["round_robin"].reused_tokens
+        assert outcomes[policy].balance < 2
+        assert sum(outcomes[policy].first_token_seconds) < sum(
+            outcomes["round_robin"].first_token_seconds
+        )
+
+
+def test_caches_are_bounded() -> None:
+    small = FleetModel(workers=2, cache_tokens=1024)
+    large = FleetModel(workers=2)
+    arrivals = shared_prefixes(200)
+    for policy in ("prefix_aware", "round_robin"):
+        assert (
+            replay(arrivals, policy, small).reused_tokens
+            < replay(arrivals, policy, large).reused_tokens
+        )
+
+
+def test_mooncake_traces_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(
+        '{"timestamp": 3000, "input_length": 1100, "output_length": 5, "hash_ids": [1, 2, 3]}\n'
+        "\n"
+        '{"timestamp": 1000, "input_length": 512, "output_length": 0, "hash_ids": [1]}\n'
+    )
+    assert read_trace(file) == [
+        Arrival(0.0, 512, 0, 512, (1,)),
+        Arrival(2.0, 1100, 5, 512, (1, 2)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("nonsense", ":1 is not JSON"),
+        ("[]", ":1 is not an object"),
+        ('{"timestamp": 1, "output_length": 1}', ":1: input_length is None"),
+        ('{"timestamp": 1, "input_length": 0, "output_length": 1}', "input_length is 0"),
+        ('{"timestamp": "x", "input_length": 1, "output_length": 1}', "timestamp is 'x'"),
+        ('{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": ["a"]}', "hash_ids"),
+        ("", "no arrivals"),
+    ],
+)
+def test_a_wrong_trace_names_the_line(tmp_path: Path, line: str, words: str) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(line + "\n")
+    with pytest.raises(InvalidRequest, match=words):
+        read_trace(file)
+
+
+def test_the_command_compares_policies(tmp_path: Path) -> None:
+    file = write(tmp_path / "trace.jsonl", shared_prefixes(100))
+    run = CliRunner().invoke(
+        app, ["replay", str(file), "--policy", "round_robin", "--policy", "auto", "--json"]
+    )
+    assert run.exit_code == 0, run.output
+    figures: list[dict[str, Any]] = json.loads(run.stdout)
+    assert [row["policy"] for row in figures] == ["round_robin", "auto"]
+    assert figures[0]["hit_rate"] < figures[1]["hit_rate"] <= figures[1]["best_hit_rate"]
+    table = CliRunner().invoke(app, ["replay", str(file)])
+    assert table.exit_code == 0
+    assert all(
+        policy in table.output.replace("\n", "") or policy[:4] in table.output
+        for policy in POLICIES
+    )
+    assert CliRunner().invoke(app, ["replay", str(file), "--policy", "x"]).exit_code == 1
+    assert CliRunner().invoke(app, ["replay", str(tmp_path / "none")]).exit_code == 1
+
+
+def test_the_file_is_bounded_and_a_full_disk_stops_nothing(tmp_path: Path) -> None:
+    fleet = [WorkerSnapshot("a:1", "a", "m", "", frozenset())]
+    record = DecisionRecord(
+        "r", 0, "first", place("auto", fleet, PlacementQuery("m", prompt_tokens=9))
+    )
+    recorder = Recorder(tmp_path / "trace.jsonl", 10_000)
+    for _ in range(300):
+        recorder.note(
+            record, model="m", arrival_time=1.0, block_tokens=4, hashes=[1, 2], new_tokens=3
+        )
+        recorder.flush()
+        sizes = [file.stat().st_size for file in tmp_path.iterdir()]
+        assert sum(sizes) < 2 * 10_000 + 1000
+    assert len(sizes) == 2
+    assert {a.prompt_tokens for a in read_trace(tmp_path / "trace.jsonl")} == {9}
+    assert (recorder.written, recorder.lost) == (300, 0)
+    lost = Recorder(tmp_path / "no such directory" / "trace.jsonl", 10_000)
+    lost.note(record, model="m", arrival_time=1.0, block_tokens=4, hashes=[], new_tokens=3)
+    lost.flush()
+    assert lost.lost == 1
+
+
+async def test_a_router_records_what_can_be_replayed(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    engine = ScriptedEngine(supported_fields=["stopping.max_tokens"], tokens_per_block=4)
+    async with (
+        serving_engine(engine) as address,
+        serving_router([address], policy="auto", record_file=file) as client,
+    ):
+        await until_states(client, [READY], [])
+        ids = list(range(1, 11))
+        reader = client.generate([ids], text=False, max_tokens=9, request_id="r")
+        await anext(reader)
+        (submit,) = await engine.submitted()
+        await engine.step((submit.handle, 0, [7, 8]), ends=[(submit.handle, LENGTH)])
+        async for _ in reader:
+            pass
+    (arrival,) = read_trace(file)
+    assert (arrival.prompt_tokens, arrival.new_tokens, arrival.block_tokens) == (10, 2, 4)
+    assert list(arrival.blocks) == chain(0, ids, 4)
+    line = json.loads(file.read_text())
+    assert (line["request_id"], line["worker"], line["policy"]) == ("r", "scripted", "auto")
+    assert replay([arrival], "auto", FleetModel()).items == 1
