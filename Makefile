@@ -1,6 +1,11 @@
 # PYTHON is any Python 3.11 to 3.13; PIP_ARGS goes to every `pip install`.
 PYTHON ?= python3
 PIP_ARGS ?=
+# What builds images and runs containers; BUILD_ARGS goes to every build. For podman: CONTAINER_ENGINE=podman
+# COMPOSE=podman-compose.
+CONTAINER_ENGINE ?= docker
+COMPOSE ?= $(CONTAINER_ENGINE) compose
+BUILD_ARGS ?=
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input install \
@@ -11,10 +16,10 @@ INSTALLED := .venv/installed
 INSTALLED_DEV := .venv/installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint protos bench
+.PHONY: help demo test lint protos bench images compose-up compose-test
 
 help:  ## Print this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(INSTALLED)  ## Start the stack, stream three prompts, serve until Ctrl-C; EXIT=1 ends after the prompts
 	@$(BIN)/trtmesh demo $(if $(EXIT),--exit)
@@ -35,6 +40,18 @@ protos: $(INSTALLED_DEV)  ## Generate the stubs beside the protos
 
 bench: $(INSTALLED_DEV)  ## Run one benchmark, B=<name>; without B list them
 	@$(BIN)/python bench/run.py $(B)
+
+images:  ## Build the images of the three services and print their sizes
+	@for service in router tokenizer engine; do \
+	    $(CONTAINER_ENGINE) build $(BUILD_ARGS) -t localhost/trtmesh/$$service -f deploy/$$service.Dockerfile . || exit 1; \
+	done
+	@$(CONTAINER_ENGINE) images --filter reference='localhost/trtmesh/*' --format '{{.Repository}} {{.Size}}'
+
+compose-up: images  ## Start the stack of deploy/docker-compose.yml, one container a service
+	$(COMPOSE) -f deploy/docker-compose.yml up -d --no-build
+
+compose-test: images $(INSTALLED_DEV)  ## Scale, kill, cut off and restart containers of the stack under load
+	CONTAINER_ENGINE="$(CONTAINER_ENGINE)" COMPOSE="$(COMPOSE)" $(BIN)/pytest -s tests/deploy
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 14) else \

@@ -1,0 +1,36 @@
+# The engine: `docker build -t trtmesh/engine -f deploy/engine.Dockerfile .` at the root of the repository.
+ARG BASE=python:3.11-slim-bookworm
+
+FROM ${BASE} AS base
+# A base for CUDA, such as nvidia/cuda:13.0.1-base-ubuntu24.04, brings no Python.
+RUN command -v python3 >/dev/null || { apt-get update -q \
+    && apt-get install -yq --no-install-recommends python3 python3-venv && rm -rf /var/lib/apt/lists/*; }
+
+FROM base AS requirements
+WORKDIR /build
+COPY pyproject.toml deploy/requirements.py ./
+RUN python3 requirements.py engine > requirements.txt
+
+FROM base AS dependencies
+# The CPU build of torch. For a GPU: --build-arg PIP_ARGS="", which takes the CUDA build of PyPI.
+ARG PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+RUN python3 -m venv /venv
+COPY constraints.txt ./
+COPY --from=requirements /build/requirements.txt ./
+RUN /venv/bin/pip install --no-cache-dir --disable-pip-version-check ${PIP_ARGS} -c constraints.txt -r requirements.txt \
+    && /venv/bin/pip uninstall -q -y pip
+
+FROM base
+RUN useradd --system --uid 10001 --home-dir /tmp trtmesh
+COPY --from=dependencies /venv /venv
+COPY protos/trtmesh /app/trtmesh
+COPY services/chassis/trtmesh /app/trtmesh
+COPY services/engine/trtmesh /app/trtmesh
+ENV PATH=/venv/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 HOME=/tmp
+RUN python -m compileall -q /app
+ENV TRTMESH_ENGINE_HOST=0.0.0.0 TRTMESH_ENGINE_PORT=9101 TRTMESH_ENGINE_METRICS_PORT=8002
+USER 10001
+EXPOSE 9101 8002
+HEALTHCHECK --interval=5s --timeout=4s --start-period=60s --retries=3 CMD ["python", "-m", "trtmesh.chassis.probe", "127.0.0.1:9101"]
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["python", "-m", "trtmesh.engine"]

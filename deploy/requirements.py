@@ -1,0 +1,22 @@
+"""Prints what pip must install for trtmesh with the extras that are named, a line each.
+
+An image installs from this list before it takes the code, so that a change of the code installs nothing again.
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from pathlib import Path
+
+
+def main(extras: list[str]) -> None:
+    project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lists = [project["dependencies"], *(project["optional-dependencies"][name] for name in extras)]
+    print(
+        "\n".join(sorted({requirement for requirements in lists for requirement in requirements}))
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,160 @@
+"""The stack across real container boundaries. Run by `make compose-test`; prints a line for each scenario."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from deploy.load import PROMPTS, Load, ask, steady_load
+from deploy.stack import ComposeStack
+from trtmesh.client import Client
+from trtmesh.v1 import router_admin_pb2 as admin_pb
+
+pytestmark = pytest.mark.timeout(600)
+
+STREAMS = 32
+CHANGE_SECONDS = 60.0
+READY = admin_pb.WORKER_STATE_READY
+TRTMESH = str(Path(sys.executable).with_name("trtmesh"))
+
+
+def trtmesh(stack: ComposeStack, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command of this machine, outside the containers."""
+    environment = {**os.environ, "TRTMESH_ROUTER": stack.address}
+    return subprocess.run(
+        [TRTMESH, *arguments], capture_output=True, text=True, check=False, env=environment
+    )
+
+
+async def until_ready(client: Client, workers: int, tokenizers: int) -> None:
+    """Waits until the router has exactly so many ready replicas and knows of no other."""
+
+    async def reached() -> bool:
+        status = await client.status()
+        return [worker.state for worker in status.workers] == [READY] * workers and [
+            tokenizer.state for tokenizer in status.tokenizers
+        ] == [READY] * tokenizers
+
+    async with asyncio.timeout(CHANGE_SECONDS):
+        while not await reached():
+            await asyncio.sleep(0.2)
+
+
+def tell(scenario: str, load: Load) -> None:
+    print(
+        f"\n{scenario}: {load.finished} streams whole, {load.refused} asked again,"
+        f" slowest {load.worst_gap_seconds:.1f} s"
+    )
+
+
+async def under_load(
+    stack: ComposeStack,
+    scenario: str,
+    act: Callable[[Client], Awaitable[None]],
+    *,
+    router_restarts: bool = False,
+) -> None:
+    """Does something to the stack while streams go on; every one of them must be whole."""
+    async with (
+        steady_load(stack.address, STREAMS, router_restarts=router_restarts) as load,
+        Client(stack.address) as client,
+    ):
+        await act(client)
+    assert load.faults == []
+    tell(scenario, load)
+
+
+async def test_three_prompts_stream_to_a_client_outside(stack: ComposeStack) -> None:
+    done = await asyncio.to_thread(
+        trtmesh, stack, "generate", "--json", "--max-tokens", "16", *PROMPTS[:3]
+    )
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    tokens = {0: 0, 1: 0, 2: 0}
+    for event in events:
+        if event["event"] == "tokens":
+            assert event["token_offset"] == tokens[event["batch_index"]]
+            tokens[event["batch_index"]] += len(event["token_ids"])
+    assert all(tokens.values())
+    print(f"\nthree prompts outside the containers: {tokens} tokens")
+
+
+async def test_the_router_image_has_neither_torch_nor_transformers(stack: ComposeStack) -> None:
+    for service, absent in (
+        ("router", ("torch", "transformers", "tokenizers", "trtmesh.engine", "trtmesh.tokenizer")),
+        ("tokenizer", ("torch", "trtmesh.engine", "trtmesh.router")),
+        ("engine", ("trtmesh.router", "trtmesh.tokenizer")),
+    ):
+        for module in absent:
+            done = stack.inside(service, "python", "-c", f"import {module}")
+            assert "ModuleNotFoundError" in done.stderr, (service, module, done.stderr)
+        assert stack.inside(service, "id", "-u").stdout.strip() == "10001"
+    print("\nimages: each has its own service alone, and runs without root")
+
+
+async def test_engines_and_tokenizers_are_scaled_under_load(stack: ComposeStack) -> None:
+    async def act(client: Client) -> None:
+        for engines, tokenizers in ((3, 1), (1, 1), (1, 2), (1, 1)):
+            await asyncio.to_thread(stack.up, engine=engines, tokenizer=tokenizers)
+            await until_ready(client, engines, tokenizers)
+
+    await under_load(stack, "engine 1-3-1 and tokenizer 1-2-1", act)
+
+
+@pytest.mark.parametrize("service", ["engine", "tokenizer"])
+async def test_a_killed_container_costs_no_token(stack: ComposeStack, service: str) -> None:
+    async def act(client: Client) -> None:
+        scale = {"engine": 1, "tokenizer": 1} | {service: 2}
+        await asyncio.to_thread(stack.up, **scale)
+        await until_ready(client, scale["engine"], scale["tokenizer"])
+        stack.crash(stack.containers(service)[0])
+        await asyncio.sleep(5)
+        for container in stack.containers(service)[2:]:
+            stack.remove(container)
+        await asyncio.to_thread(stack.up, **scale)
+        await until_ready(client, scale["engine"], scale["tokenizer"])
+        await asyncio.to_thread(stack.up, **{service: 1})
+
+    await under_load(stack, f"kill -9 of one {service} of two", act)
+
+
+async def test_a_lost_network_costs_no_token(stack: ComposeStack) -> None:
+    async def act(client: Client) -> None:
+        await asyncio.to_thread(stack.up, engine=2)
+        await until_ready(client, 2, 1)
+        lost = stack.containers("engine")[0]
+        stack.disconnect(lost)
+        await asyncio.sleep(8)
+        stack.remove(lost)
+        await asyncio.to_thread(stack.up, engine=1)
+        await until_ready(client, 1, 1)
+
+    await under_load(stack, "network of one engine of two disconnected", act)
+
+
+@pytest.mark.parametrize("service", ["engine", "tokenizer", "router"])
+async def test_a_rolling_restart_costs_no_token(stack: ComposeStack, service: str) -> None:
+    async def act(client: Client) -> None:
+        scale = {"engine": 2, "tokenizer": 2}
+        await asyncio.to_thread(stack.up, **scale)
+        await until_ready(client, 2, 2)
+        for container in stack.containers(service):
+            await asyncio.to_thread(stack.restart, container)
+            await until_ready(client, 2, 2)
+        await asyncio.to_thread(stack.up, engine=1, tokenizer=1)
+
+    await under_load(
+        stack, f"rolling restart of every {service}", act, router_restarts=service == "router"
+    )
+
+
+async def test_the_stack_still_gives_the_same_tokens(stack: ComposeStack) -> None:
+    async with Client(stack.address) as client:
+        first, second = await ask(client, PROMPTS), await ask(client, PROMPTS)
+    assert [item.token_ids for item in first] == [item.token_ids for item in second]
