@@ -11,7 +11,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input install \
 	--root-user-action=ignore $(PIP_ARGS) -c constraints.txt
 # models/training is left out: its scripts call torch and transformers where those have no types, or wrong ones.
-TYPED := services protos/generate.py bench tests
+TYPED := services protos/generate.py deploy/requirements.py bench tests
 INSTALLED := .venv/installed
 INSTALLED_DEV := .venv/installed-dev
 
@@ -51,7 +51,7 @@ compose-up: images  ## Start the stack of deploy/docker-compose.yml, one contain
 	$(COMPOSE) -f deploy/docker-compose.yml up -d --no-build
 
 compose-test: images $(INSTALLED_DEV)  ## Scale, kill, cut off and restart containers of the stack under load
-	CONTAINER_ENGINE="$(CONTAINER_ENGINE)" COMPOSE="$(COMPOSE)" $(BIN)/pytest -s tests/deploy
+	CONTAINER_ENGINE="$(CONTAINER_ENGINE)" COMPOSE="$(COMPOSE)" $(BIN)/pytest -s -m containers tests/deploy
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 14) else \

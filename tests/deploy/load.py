@@ -15,7 +15,7 @@ PROMPTS = [f"def {name}(items):\n    " for name in ("total", "largest", "join", 
 MAX_TOKENS = 96
 
 
-async def ask(client: Client, prompts: Sequence[str]) -> list[ItemResult]:
+async def ask(client: Client, prompts: Sequence[str]) -> Sequence[ItemResult]:
     return await client.complete(prompts, max_tokens=MAX_TOKENS, ignore_end_id=True)
 
 
@@ -79,5 +79,5 @@ async def steady_load(
 async def _rounds(load: Load, count: int) -> None:
     """Waits until `count` more requests are finished, or one went wrong."""
     enough = load.finished + count
-    while load.finished < enough and not load.faults:
+    while load.finished < enough and not load.faults:  # noqa: ASYNC110 - a look now and then is enough
         await asyncio.sleep(0.05)

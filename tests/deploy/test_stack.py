@@ -16,7 +16,7 @@ from deploy.stack import ComposeStack
 from trtmesh.client import Client
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(600)]
 
 STREAMS = 32
 CHANGE_SECONDS = 60.0
@@ -42,7 +42,7 @@ async def until_ready(client: Client, workers: int, tokenizers: int) -> None:
         ] == [READY] * tokenizers
 
     async with asyncio.timeout(CHANGE_SECONDS):
-        while not await reached():
+        while not await reached():  # noqa: ASYNC110 - another process sets no event
             await asyncio.sleep(0.2)
 
 
@@ -98,27 +98,35 @@ async def test_the_router_image_has_neither_torch_nor_transformers(stack: Compos
     print("\nimages: each has its own service alone, and runs without root")
 
 
+async def test_engines_give_way_to_simulated_ones(stack: ComposeStack) -> None:
+    """From here on the model is simulated: the scenarios are about containers, not about how fast a model is."""
+    async with Client(stack.address) as client:
+        await asyncio.to_thread(stack.up, engine=0, simulated=1)
+        await until_ready(client, 1, 1)
+    print("\nengine 1-0, simulated 0-1: the router followed")
+
+
 async def test_engines_and_tokenizers_are_scaled_under_load(stack: ComposeStack) -> None:
     async def act(client: Client) -> None:
         for engines, tokenizers in ((3, 1), (1, 1), (1, 2), (1, 1)):
-            await asyncio.to_thread(stack.up, engine=engines, tokenizer=tokenizers)
+            await asyncio.to_thread(stack.up, simulated=engines, tokenizer=tokenizers)
             await until_ready(client, engines, tokenizers)
 
     await under_load(stack, "engine 1-3-1 and tokenizer 1-2-1", act)
 
 
-@pytest.mark.parametrize("service", ["engine", "tokenizer"])
+@pytest.mark.parametrize("service", ["simulated", "tokenizer"])
 async def test_a_killed_container_costs_no_token(stack: ComposeStack, service: str) -> None:
     async def act(client: Client) -> None:
-        scale = {"engine": 1, "tokenizer": 1} | {service: 2}
+        scale = {"simulated": 1, "tokenizer": 1} | {service: 2}
         await asyncio.to_thread(stack.up, **scale)
-        await until_ready(client, scale["engine"], scale["tokenizer"])
+        await until_ready(client, scale["simulated"], scale["tokenizer"])
         stack.crash(stack.containers(service)[0])
         await asyncio.sleep(5)
         for container in stack.containers(service)[2:]:
             stack.remove(container)
         await asyncio.to_thread(stack.up, **scale)
-        await until_ready(client, scale["engine"], scale["tokenizer"])
+        await until_ready(client, scale["simulated"], scale["tokenizer"])
         await asyncio.to_thread(stack.up, **{service: 1})
 
     await under_load(stack, f"kill -9 of one {service} of two", act)
@@ -126,28 +134,28 @@ async def test_a_killed_container_costs_no_token(stack: ComposeStack, service: s
 
 async def test_a_lost_network_costs_no_token(stack: ComposeStack) -> None:
     async def act(client: Client) -> None:
-        await asyncio.to_thread(stack.up, engine=2)
+        await asyncio.to_thread(stack.up, simulated=2)
         await until_ready(client, 2, 1)
-        lost = stack.containers("engine")[0]
+        lost = stack.containers("simulated")[0]
         stack.disconnect(lost)
         await asyncio.sleep(8)
         stack.remove(lost)
-        await asyncio.to_thread(stack.up, engine=1)
+        await asyncio.to_thread(stack.up, simulated=1)
         await until_ready(client, 1, 1)
 
     await under_load(stack, "network of one engine of two disconnected", act)
 
 
-@pytest.mark.parametrize("service", ["engine", "tokenizer", "router"])
+@pytest.mark.parametrize("service", ["simulated", "tokenizer", "router"])
 async def test_a_rolling_restart_costs_no_token(stack: ComposeStack, service: str) -> None:
     async def act(client: Client) -> None:
-        scale = {"engine": 2, "tokenizer": 2}
+        scale = {"simulated": 2, "tokenizer": 2}
         await asyncio.to_thread(stack.up, **scale)
         await until_ready(client, 2, 2)
         for container in stack.containers(service):
             await asyncio.to_thread(stack.restart, container)
             await until_ready(client, 2, 2)
-        await asyncio.to_thread(stack.up, engine=1, tokenizer=1)
+        await asyncio.to_thread(stack.up, simulated=1, tokenizer=1)
 
     await under_load(
         stack, f"rolling restart of every {service}", act, router_restarts=service == "router"
