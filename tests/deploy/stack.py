@@ -78,7 +78,13 @@ class ComposeStack:
     def compose(self, *arguments: str) -> str:
         command = shlex.split(os.environ.get("COMPOSE", "docker compose"))
         return self._run(
-            *command, "--project-name", PROJECT, "--file", str(COMPOSE_FILE), *arguments
+            *command,
+            "--project-name",
+            PROJECT,
+            "--file",
+            str(COMPOSE_FILE),
+            "--profile=simulated",
+            *arguments,
         )
 
     def containers(self, service: str) -> list[Container]:
@@ -118,7 +124,7 @@ class ComposeStack:
         return self.compose("logs", "--tail", "50")
 
     def down(self) -> None:
-        self.compose("--profile", "simulated", "down", "--volumes", "--timeout", "5")
+        self.compose("down", "--volumes", "--timeout", "5")
 
     def _run(self, *command: str) -> str:
         done = subprocess.run(
@@ -139,7 +145,7 @@ def compose_stack() -> Iterator[ComposeStack]:
     """One router, one tokenizer and one engine; nothing is left afterwards."""
     stack = ComposeStack()
     try:
-        stack.up(router=1, tokenizer=1, engine=1)
+        stack.up(router=1, tokenizer=1, engine=1, simulated=0)
         yield stack
     finally:
         stack.down()

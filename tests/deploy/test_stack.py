@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from deploy.load import PROMPTS, Load, ask, steady_load
 from deploy.stack import ComposeStack
-from trtmesh.client import Client
+from trtmesh.client import AdminClient, Client
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(600)]
@@ -26,17 +26,21 @@ TRTMESH = str(Path(sys.executable).with_name("trtmesh"))
 
 def trtmesh(stack: ComposeStack, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The command of this machine, outside the containers."""
-    environment = {**os.environ, "TRTMESH_ROUTER": stack.address}
+    environment = {
+        **os.environ,
+        "TRTMESH_ROUTER": stack.address,
+        "TRTMESH_ADMIN": stack.admin_address,
+    }
     return subprocess.run(
         [TRTMESH, *arguments], capture_output=True, text=True, check=False, env=environment
     )
 
 
-async def until_ready(client: Client, workers: int, tokenizers: int) -> None:
+async def until_ready(admin: AdminClient, workers: int, tokenizers: int) -> None:
     """Waits until the router has exactly so many ready replicas and knows of no other."""
 
     async def reached() -> bool:
-        status = await client.status()
+        status = await admin.list_workers()
         return [worker.state for worker in status.workers] == [READY] * workers and [
             tokenizer.state for tokenizer in status.tokenizers
         ] == [READY] * tokenizers
@@ -56,16 +60,16 @@ def tell(scenario: str, load: Load) -> None:
 async def under_load(
     stack: ComposeStack,
     scenario: str,
-    act: Callable[[Client], Awaitable[None]],
+    act: Callable[[AdminClient], Awaitable[None]],
     *,
     router_restarts: bool = False,
 ) -> None:
     """Does something to the stack while streams go on; every one of them must be whole."""
     async with (
         steady_load(stack.address, STREAMS, router_restarts=router_restarts) as load,
-        Client(stack.address) as client,
+        AdminClient(stack.admin_address) as admin,
     ):
-        await act(client)
+        await act(admin)
     assert load.faults == []
     tell(scenario, load)
 
@@ -100,61 +104,61 @@ async def test_the_router_image_has_neither_torch_nor_transformers(stack: Compos
 
 async def test_engines_give_way_to_simulated_ones(stack: ComposeStack) -> None:
     """From here on the model is simulated: the scenarios are about containers, not about how fast a model is."""
-    async with Client(stack.address) as client:
+    async with AdminClient(stack.admin_address) as admin:
         await asyncio.to_thread(stack.up, engine=0, simulated=1)
-        await until_ready(client, 1, 1)
+        await until_ready(admin, 1, 1)
     print("\nengine 1-0, simulated 0-1: the router followed")
 
 
 async def test_engines_and_tokenizers_are_scaled_under_load(stack: ComposeStack) -> None:
-    async def act(client: Client) -> None:
+    async def act(admin: AdminClient) -> None:
         for engines, tokenizers in ((3, 1), (1, 1), (1, 2), (1, 1)):
             await asyncio.to_thread(stack.up, simulated=engines, tokenizer=tokenizers)
-            await until_ready(client, engines, tokenizers)
+            await until_ready(admin, engines, tokenizers)
 
     await under_load(stack, "engine 1-3-1 and tokenizer 1-2-1", act)
 
 
 @pytest.mark.parametrize("service", ["simulated", "tokenizer"])
 async def test_a_killed_container_costs_no_token(stack: ComposeStack, service: str) -> None:
-    async def act(client: Client) -> None:
+    async def act(admin: AdminClient) -> None:
         scale = {"simulated": 1, "tokenizer": 1} | {service: 2}
         await asyncio.to_thread(stack.up, **scale)
-        await until_ready(client, scale["simulated"], scale["tokenizer"])
+        await until_ready(admin, scale["simulated"], scale["tokenizer"])
         stack.crash(stack.containers(service)[0])
         await asyncio.sleep(5)
         for container in stack.containers(service)[2:]:
             stack.remove(container)
         await asyncio.to_thread(stack.up, **scale)
-        await until_ready(client, scale["simulated"], scale["tokenizer"])
+        await until_ready(admin, scale["simulated"], scale["tokenizer"])
         await asyncio.to_thread(stack.up, **{service: 1})
 
     await under_load(stack, f"kill -9 of one {service} of two", act)
 
 
 async def test_a_lost_network_costs_no_token(stack: ComposeStack) -> None:
-    async def act(client: Client) -> None:
+    async def act(admin: AdminClient) -> None:
         await asyncio.to_thread(stack.up, simulated=2)
-        await until_ready(client, 2, 1)
+        await until_ready(admin, 2, 1)
         lost = stack.containers("simulated")[0]
         stack.disconnect(lost)
         await asyncio.sleep(8)
         stack.remove(lost)
         await asyncio.to_thread(stack.up, simulated=1)
-        await until_ready(client, 1, 1)
+        await until_ready(admin, 1, 1)
 
     await under_load(stack, "network of one engine of two disconnected", act)
 
 
 @pytest.mark.parametrize("service", ["simulated", "tokenizer", "router"])
 async def test_a_rolling_restart_costs_no_token(stack: ComposeStack, service: str) -> None:
-    async def act(client: Client) -> None:
+    async def act(admin: AdminClient) -> None:
         scale = {"simulated": 2, "tokenizer": 2}
         await asyncio.to_thread(stack.up, **scale)
-        await until_ready(client, 2, 2)
+        await until_ready(admin, 2, 2)
         for container in stack.containers(service):
             await asyncio.to_thread(stack.restart, container)
-            await until_ready(client, 2, 2)
+            await until_ready(admin, 2, 2)
         await asyncio.to_thread(stack.up, simulated=1, tokenizer=1)
 
     await under_load(
