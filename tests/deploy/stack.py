@@ -70,10 +70,15 @@ class ComposeStack:
         return f"127.0.0.1:{self.ports['ADMIN_PORT']}"
 
     def up(self, **scales: int) -> None:
-        """Starts what is missing and removes what is too much."""
+        """Starts what is missing and stops what is too much."""
         self.scales |= scales
         flags = [f"--scale={name}={count}" for name, count in self.scales.items()]
         self.compose("up", "--detach", "--no-build", *flags)
+        for service, count in self.scales.items():
+            # Docker has stopped them by now; podman-compose only ever adds.
+            for container in self.containers(service)[count:]:
+                self._run(self.engine, "stop", "--time", "40", container.id)
+                self.remove(container)
 
     def compose(self, *arguments: str) -> str:
         command = shlex.split(os.environ.get("COMPOSE", "docker compose"))
