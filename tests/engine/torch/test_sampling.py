@@ -19,7 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 from trtmesh.chassis.vocabulary import GenerationConfig, Sampling, Stopping
-from trtmesh.engine.backends.torch.sampling import choose, filtered_weights
+from trtmesh.engine.backends.torch.sampling import choose, draws, filtered_weights
 from trtmesh.engine.backends.torch.sequence import Sequence
 from trtmesh.engine.backends.torch.stopping import EndRule
 from trtmesh.engine.backends.torch.token_rules import TokenRules
@@ -86,6 +86,31 @@ def test_draws_follow_the_distribution() -> None:
     chi_square = sum((counts[i] - e) ** 2 / e for i, e in enumerate(expected) if e)
     # 9 degrees of freedom: 99.9 % lie below 27.9.
     assert chi_square < 27.9
+
+
+def test_a_draw_among_candidates_is_that_of_the_whole_vocabulary(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With ties, also at the k-th place, and with neighbours of other sizes."""
+    generator = torch.Generator().manual_seed(9)
+    logits = torch.randn(400, 300, generator=generator) * 3
+    logits[::2] = (logits[::2] * 2).round() / 2
+    logits[::5, :280] = -torch.inf
+    shapes: list[dict[str, Any]] = [
+        {"top_k": 2},
+        {"top_k": 20, "top_p": 0.9},
+        {"top_k": 50, "temperature": 2.0, "min_p": 0.02},
+        {"top_k": 7, "top_p": 0.5, "min_p": 0.3, "temperature": 0.7},
+        {"top_p": 0.8},
+    ]
+    rows = [
+        sequence(position + 1, Sampling(seed=3, **shapes[position % len(shapes)]))
+        for position in range(len(logits))
+    ]
+    few = choose(rows, logits).token_ids
+    alone = [choose([row], logits[at : at + 1]).token_ids[0] for at, row in enumerate(rows)]
+    monkeypatch.setattr(draws, "MOST_CANDIDATES", 0)
+    assert few == alone == choose(rows, logits).token_ids
 
 
 def test_rounding_in_the_last_bits_rarely_changes_a_draw() -> None:

@@ -27,7 +27,7 @@ def filtered_weights(
     if top_p is None:
         top_p = [1.0 if c.top_p is None else c.top_p for c in configs]
     temperatures = [1.0 if c.temperature is None else c.temperature for c in configs]
-    scaled = logits.double().div_(_column(temperatures, logits))
+    scaled = logits.double().div_(column(temperatures, logits))
     scaled.sub_(scaled.amax(dim=1, keepdim=True))
     weights = scaled.exp()
     lowest = _lowest(configs, top_p, scaled, weights)
@@ -36,7 +36,7 @@ def filtered_weights(
     return weights
 
 
-def _column(values: SequenceOf[float], like: Tensor) -> Tensor:
+def column(values: SequenceOf[float], like: Tensor) -> Tensor:
     """[rows, 1] float64 on the device of `like`."""
     return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]
 
@@ -55,10 +55,10 @@ def _lowest(
         bounds.append(_top_k_bound(scaled, top_k))
     if min(top_p) < 1:
         top_k_bound = bounds[0] if bounds else None
-        bounds.append(_top_p_bound(scaled, weights, top_k_bound, _column(top_p, scaled)))
+        bounds.append(_top_p_bound(scaled, weights, top_k_bound, column(top_p, scaled)))
     min_p = [c.min_p or 0.0 for c in configs]
     if max(min_p) > 0:
-        bounds.append(_column(min_p, scaled).log())
+        bounds.append(column(min_p, scaled).log())
     return torch.cat(bounds, dim=1).amax(dim=1, keepdim=True) if bounds else None
 
 
@@ -79,11 +79,18 @@ def _top_p_bound(scaled: Tensor, weights: Tensor, lowest: Tensor | None, top_p: 
     limited = top_p[:, 0] < 1
     values = scaled.topk(min(CANDIDATES, scaled.shape[1]), dim=1).values
     reached = values.exp().cumsum_(dim=1)
-    if bool((reached[:, -1:] < needed)[limited].any()):
-        values = _descending(scaled)
-        reached = values.exp().cumsum_(dim=1)
+    bounds = share_bound(values, reached, needed)
+    flat = (limited & (reached[:, -1] < needed[:, 0])).nonzero()[:, 0]
+    if len(flat):
+        values = _descending(scaled[flat])
+        bounds[flat] = share_bound(values, values.exp().cumsum_(dim=1), needed[flat])
+    return bounds.masked_fill_(~limited[:, None], -math.inf)
+
+
+def share_bound(values: Tensor, reached: Tensor, needed: Tensor) -> Tensor:
+    """The first of the falling `values` at which `reached`, the sum so far, is what is `needed`: [rows, 1]."""
     places = (reached < needed).sum(dim=1, keepdim=True).clamp_(max=values.shape[1] - 1)
-    return values.gather(1, places).masked_fill_(~limited[:, None], -math.inf)
+    return values.gather(1, places)
 
 
 def _descending(rows: Tensor) -> Tensor:

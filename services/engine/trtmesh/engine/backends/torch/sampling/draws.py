@@ -1,0 +1,111 @@
+"""One token for each sampled row.
+
+The cumulative distribution is added up in the order of ids, whatever the batch. Rows of a small top_k are drawn among
+their candidates alone, which gives the same token for a fraction of the work: what is filtered out weighs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from trtmesh.chassis.vocabulary import Sampling
+from trtmesh.engine.backends.torch.sampling.filters import column, filtered_weights, share_bound
+from trtmesh.engine.backends.torch.sequence import Sequence
+from trtmesh.engine.draws import uniforms
+
+MOST_CANDIDATES = 1024
+"""Highest top_k for which sorting candidates costs less than looking at the whole vocabulary."""
+
+
+def draw(sequences: SequenceOf[Sequence], logits: Tensor) -> list[int]:
+    """The tokens of the rows of `logits` [rows, vocabulary], which have a finite peak."""
+    numbers = uniforms(
+        [sequence.token_rules.sampling.seed or 0 for sequence in sequences],
+        [sequence.batch_index for sequence in sequences],
+        [sequence.sequence_index for sequence in sequences],
+        [len(sequence.tokens) for sequence in sequences],
+    )
+    tokens = [-1] * len(sequences)
+    few = [row for row, sequence in enumerate(sequences) if _has_few(sequence, logits.shape[1])]
+    if few:
+        chosen = _draw_few(*_part(few, sequences, logits, numbers))
+        for row, token in zip(few, chosen, strict=True):
+            tokens[row] = token
+    many = [row for row, token in enumerate(tokens) if token < 0]
+    if many:
+        chosen = _draw_many(*_part(many, sequences, logits, numbers))
+        for row, token in zip(many, chosen, strict=True):
+            tokens[row] = token
+    return tokens
+
+
+def _has_few(sequence: Sequence, vocabulary_size: int) -> bool:
+    top_k = sequence.token_rules.sampling.top_k or vocabulary_size
+    return top_k <= MOST_CANDIDATES and top_k < vocabulary_size
+
+
+_Part = tuple[list[Sampling], list[float], Tensor, Tensor]
+
+
+def _part(
+    rows: list[int],
+    sequences: SequenceOf[Sequence],
+    logits: Tensor,
+    numbers: NDArray[np.float64],
+) -> _Part:
+    """Config, top_p, logits and number [rows, 1] of each of `rows`."""
+    configs = [sequences[row].token_rules.sampling for row in rows]
+    top_p = [sequences[row].top_p for row in rows]
+    chosen = torch.from_numpy(numbers[rows]).to(logits.device)[:, None]
+    return configs, top_p, logits if len(rows) == len(sequences) else logits[rows], chosen
+
+
+def _draw_many(
+    configs: list[Sampling], top_p: list[float], logits: Tensor, numbers: Tensor
+) -> list[int]:
+    weights = filtered_weights(configs, logits, top_p)
+    tokens: list[int] = _inverted(weights.cumsum_(dim=1), numbers)[:, 0].tolist()
+    return tokens
+
+
+def _draw_few(
+    configs: list[Sampling], top_p: list[float], logits: Tensor, numbers: Tensor
+) -> list[int]:
+    """-1 for a row in which more tokens equal the k-th than are looked at."""
+    top_k = [c.top_k or 1 for c in configs]
+    values, ids = logits.topk(max(top_k) + 1, dim=1)
+    scaled = values.double().div_(column([_temperature(c) for c in configs], logits))
+    scaled.sub_(scaled[:, :1].clone())
+    lowest = scaled.gather(1, torch.tensor(top_k, device=logits.device)[:, None] - 1)
+    complete = scaled[:, -1] < lowest[:, 0]
+    weights = scaled.exp().masked_fill_(scaled < lowest, 0.0)
+    if min(top_p) < 1:
+        # Added up one by one, so that zeros behind do not change the sum.
+        reached = weights.cumsum(dim=1)
+        share = column(top_p, logits)
+        bounds = share_bound(scaled, reached, share * reached[:, -1:])
+        weights.masked_fill_((scaled < bounds) & (share < 1), 0.0)
+    min_p = [c.min_p or 0.0 for c in configs]
+    if max(min_p) > 0:
+        weights.masked_fill_(scaled < column(min_p, logits).log(), 0.0)
+    by_id = ids.argsort(dim=1)
+    places = _inverted(weights.gather(1, by_id).cumsum_(dim=1), numbers)
+    tokens = ids.gather(1, by_id.gather(1, places))[:, 0]
+    chosen: list[int] = tokens.masked_fill_(~complete, -1).tolist()
+    return chosen
+
+
+def _temperature(sampling: Sampling) -> float:
+    return 1.0 if sampling.temperature is None else sampling.temperature
+
+
+def _inverted(cumulative: Tensor, numbers: Tensor) -> Tensor:
+    """The first place [rows, 1] at which each row of `cumulative` exceeds the share `numbers` [rows, 1] of its end."""
+    totals = cumulative[:, -1:].contiguous()
+    places = torch.searchsorted(cumulative, numbers * totals, right=True)
+    # Rounding may lift a target to the total; the last token that stayed is meant then.
+    return torch.minimum(places, torch.searchsorted(cumulative, totals))
