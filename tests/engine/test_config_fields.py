@@ -11,6 +11,7 @@ from engine_streams import RouterStream, router_stream, serving, submit
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from recording_backend import INFO, RecordingBackend
 from trtmesh.engine.backends.simulated.backend import SUPPORTED_FIELDS
+from trtmesh.engine.backends.torch.fields import SUPPORTED_FIELDS as TORCH_FIELDS
 from trtmesh.v1 import generation_pb2 as pb
 
 LEAF_MESSAGES = {"Tensor", "TokenIds", "Image", "TokenRangeRetention"}
@@ -141,5 +142,6 @@ def _sequences(config: pb.GenerationConfig) -> int:
     return max(1, config.sampling.num_return_sequences, config.beam_search.beam_width)
 
 
-def test_the_simulated_backend_claims_only_fields_that_exist() -> None:
-    assert set(LEAVES) >= SUPPORTED_FIELDS
+@pytest.mark.parametrize("claimed", [SUPPORTED_FIELDS, TORCH_FIELDS])
+def test_a_backend_claims_only_fields_that_exist(claimed: frozenset[str]) -> None:
+    assert set(LEAVES) >= claimed

@@ -572,6 +572,12 @@ class Load(google.protobuf.message.Message):
     DRAINING_FIELD_NUMBER: builtins.int
     RECEIVED_ITEMS_FIELD_NUMBER: builtins.int
     DRAIN_MS_FIELD_NUMBER: builtins.int
+    PAUSED_SEQUENCES_FIELD_NUMBER: builtins.int
+    PREEMPTIONS_FIELD_NUMBER: builtins.int
+    NEW_BLOCKS_FIELD_NUMBER: builtins.int
+    REUSED_BLOCKS_FIELD_NUMBER: builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: builtins.int
+    USED_HOST_BLOCKS_FIELD_NUMBER: builtins.int
     step_count: builtins.int
     """Engine steps since the worker started."""
     running_sequences: builtins.int
@@ -598,6 +604,18 @@ class Load(google.protobuf.message.Message):
     """Submit commands of this stream that the worker has read; unset when it does not count them."""
     drain_ms: builtins.int
     """Milliseconds until a draining worker cuts its streams; unset means it does not say."""
+    paused_sequences: builtins.int
+    """Waiting sequences that had started and gave their KV blocks to others."""
+    preemptions: builtins.int
+    """Times that a sequence was paused since the worker started."""
+    new_blocks: builtins.int
+    """KV blocks given to sequences empty or as copies since the worker started."""
+    reused_blocks: builtins.int
+    """KV blocks that sequences found computed and share, since the worker started."""
+    host_blocks: builtins.int
+    """Blocks in the host's memory for cached KV that the pool has no room for; 0 where there is none."""
+    used_host_blocks: builtins.int
+    """Those of them that hold cached KV."""
     def __init__(
         self,
         *,
@@ -614,9 +632,15 @@ class Load(google.protobuf.message.Message):
         draining: builtins.bool = ...,
         received_items: builtins.int | None = ...,
         drain_ms: builtins.int | None = ...,
+        paused_sequences: builtins.int = ...,
+        preemptions: builtins.int = ...,
+        new_blocks: builtins.int = ...,
+        reused_blocks: builtins.int = ...,
+        host_blocks: builtins.int = ...,
+        used_host_blocks: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_drain_ms", b"_drain_ms", "_received_items", b"_received_items", "drain_ms", b"drain_ms", "received_items", b"received_items"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_drain_ms", b"_drain_ms", "_received_items", b"_received_items", "computed_prompt_tokens", b"computed_prompt_tokens", "drain_ms", b"drain_ms", "draining", b"draining", "free_blocks", b"free_blocks", "generated_tokens", b"generated_tokens", "pending_prompt_tokens", b"pending_prompt_tokens", "received_items", b"received_items", "reused_prompt_tokens", b"reused_prompt_tokens", "running_sequences", b"running_sequences", "step_count", b"step_count", "total_blocks", b"total_blocks", "used_blocks", b"used_blocks", "waiting_sequences", b"waiting_sequences"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_drain_ms", b"_drain_ms", "_received_items", b"_received_items", "computed_prompt_tokens", b"computed_prompt_tokens", "drain_ms", b"drain_ms", "draining", b"draining", "free_blocks", b"free_blocks", "generated_tokens", b"generated_tokens", "host_blocks", b"host_blocks", "new_blocks", b"new_blocks", "paused_sequences", b"paused_sequences", "pending_prompt_tokens", b"pending_prompt_tokens", "preemptions", b"preemptions", "received_items", b"received_items", "reused_blocks", b"reused_blocks", "reused_prompt_tokens", b"reused_prompt_tokens", "running_sequences", b"running_sequences", "step_count", b"step_count", "total_blocks", b"total_blocks", "used_blocks", b"used_blocks", "used_host_blocks", b"used_host_blocks", "waiting_sequences", b"waiting_sequences"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_drain_ms", b"_drain_ms"]) -> typing.Literal["drain_ms"] | None: ...
     @typing.overload

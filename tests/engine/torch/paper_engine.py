@@ -114,6 +114,7 @@ class PaperEngine:
         assert self.pool.used_blocks == len(held)
         waiting = [each for each in self.scheduler.sequences if each.slot < 0]
         assert self.scheduler.waiting_sequences == len(waiting)
+        assert self.scheduler.paused_sequences == sum(each.paused for each in waiting)
         pending = sum(each.pending_prompt_tokens for each in self.scheduler.sequences)
         assert self.scheduler.pending_prompt_tokens == pending
 

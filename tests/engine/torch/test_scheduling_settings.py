@@ -209,3 +209,28 @@ async def test_only_where_every_layer_has_a_window_are_blocks_left_behind(
         assert engine.backend.stats().used_blocks == 0
         # 40 tokens fill 10 blocks, the window of 8 touches 3.
         assert (max(engine.used_blocks) < 10) == frees
+
+
+async def test_blocks_and_pauses_are_counted(llama: Path) -> None:
+    prompt = list(range(10, 32))
+    settings = {"kv_cache_tokens": 48, "tokens_per_block": 4, "host_cache_bytes": 2**16}
+    config = configure(max_tokens=3, ignore_end_id=True, perf_metrics=True)
+    async with running(llama, **settings) as engine:
+        for new, reused in ((6, 0), (1, 5)):
+            (stream,) = await engine.ended(engine.submit(prompt, config))
+            assert stream.end
+            metrics = stream.end.perf_metrics
+            assert metrics
+            assert metrics.kv_cache_alloc_new_blocks == new
+            assert metrics.kv_cache_reused_blocks == reused
+            assert metrics.kv_cache_alloc_total_blocks == 6
+        stats = engine.backend.stats()
+        assert (stats.new_blocks, stats.reused_blocks, stats.preemptions) == (7, 5, 0)
+        assert stats.host_blocks == 2**16 // (4 * BYTES_PER_TOKEN)
+        assert stats.used_host_blocks == 0
+        keys = [engine.submit([number] * 8, CONFIG)[0] for number in range(40, 46)]
+        await engine.ended(keys)
+        stats = engine.backend.stats()
+        assert stats.preemptions > 0
+        assert stats.paused_sequences == 0
+        assert 0 < stats.used_host_blocks <= stats.host_blocks

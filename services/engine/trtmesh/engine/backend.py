@@ -171,6 +171,12 @@ class BackendStats:
     computed_prompt_tokens: int
     reused_prompt_tokens: int
     generated_tokens: int
+    paused_sequences: int = 0
+    preemptions: int = 0
+    new_blocks: int = 0
+    reused_blocks: int = 0
+    host_blocks: int = 0
+    used_host_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,6 +99,9 @@ class EngineMetrics(Collector):
             ("prompt_tokens", "Prompt tokens of the items taken.", self.prompt_tokens),
             ("cached_prompt_tokens", "Prompt tokens that were reused.", self.cached_prompt_tokens),
             ("generated_tokens", "Tokens generated.", self.generated_tokens),
+            ("preemptions", "Sequences paused.", stats.preemptions if stats else 0),
+            ("new_blocks", "KV blocks given to sequences.", stats.new_blocks if stats else 0),
+            ("reused_blocks", "KV blocks shared instead.", stats.reused_blocks if stats else 0),
             ("merged_steps", "Steps that went out as part of a later one.", self.merged_steps),
         )
         for name, text, value in plain:
@@ -126,9 +129,12 @@ class EngineMetrics(Collector):
             ("unacknowledged_steps", "Steps sent and not acknowledged.", self.unacknowledged_steps),
             ("running_sequences", "Sequences computed.", stats.running_sequences if stats else 0),
             ("waiting_sequences", "Sequences waiting.", stats.waiting_sequences if stats else 0),
+            ("paused_sequences", "Sequences paused now.", stats.paused_sequences if stats else 0),
             ("total_blocks", "KV blocks in the pool.", stats.total_blocks if stats else 0),
             ("used_blocks", "KV blocks that sequences hold.", stats.used_blocks if stats else 0),
             ("free_blocks", "KV blocks that no sequence holds.", stats.free_blocks if stats else 0),
+            ("host_blocks", "Blocks of the host's cache.", stats.host_blocks if stats else 0),
+            ("used_host_blocks", "Those that hold KV.", stats.used_host_blocks if stats else 0),
         )
         for name, text, value in plain:
             yield GaugeMetricFamily(PREFIX + name, text, value=value)

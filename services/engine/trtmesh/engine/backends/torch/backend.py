@@ -141,6 +141,12 @@ class TorchBackend:
             computed_prompt_tokens=scheduler.computed_prompt_tokens,
             reused_prompt_tokens=scheduler.reused_prompt_tokens,
             generated_tokens=engine.generated_tokens,
+            paused_sequences=scheduler.paused_sequences,
+            preemptions=scheduler.preemptions,
+            new_blocks=scheduler.new_blocks,
+            reused_blocks=scheduler.reused_blocks,
+            host_blocks=scheduler.pool.host_blocks,
+            used_host_blocks=scheduler.pool.used_host_blocks,
         )
 
     def adapters(self) -> SequenceOf[AdapterInfo]:

@@ -3,10 +3,11 @@
 There is no prefill and no decode: a sequence is `tokens` and `num_computed`, and a step hands out tokens until the
 two meet. Chunked prefill, reuse of prefixes and going on after preemption are that one rule.
 
-A sequence is admitted when all its present tokens fit the pool and one block is left for each running sequence to
-grow. When growing finds no block, the running sequence of the highest rank loses its blocks and waits again in its
-old place. The sequence of the lowest rank is thus never preempted and always goes on; ranks of newcomers rise with
-the steps, so every sequence becomes the lowest at last.
+A sequence is admitted when all its present tokens fit the pool and what the rules keep for the running ones to grow
+is left: a block for each, or, where nobody may be paused, all that they may come to need. When growing finds no block,
+the running sequence of the highest rank loses its blocks and waits again in its old place. The sequence of the lowest
+rank is thus never preempted and always goes on; ranks of newcomers rise with the steps, so every sequence becomes the
+lowest at last. Nothing overtakes the first that waits, so large sequences do not starve either.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class Scheduler:
         self.reused_prompt_tokens = 0
         self.new_blocks = 0
         self.reused_blocks = 0
+        self.paused_sequences = 0
         self.preemptions = 0
         self._rules = rules
         self._prefixes = prefixes
@@ -118,6 +120,7 @@ class Scheduler:
         if sequence.slot < 0:
             # Its entry in the heap is dropped when it comes up.
             self.waiting_sequences -= 1
+            self._unpause(sequence)
             return
         if not content_is_good:
             self.pool.retract(sequence.blocks)
@@ -131,7 +134,7 @@ class Scheduler:
         chunks = self._chunks()
         while not chunks and self.running:
             # All await mates that find no room. The lowest rank fits alone, and is reached at last.
-            self._pause(self.running[-1])
+            self._preempt(self.running[-1])
             self._admit()
             chunks = self._chunks()
         return chunks
@@ -183,7 +186,7 @@ class Scheduler:
             elif self.pool.can_allocate(1):
                 self._append(sequence, self.pool.allocate(1))
             else:
-                self._pause(self.running[-1])
+                self._preempt(self.running[-1])
                 # The paused may have mates anywhere.
                 position = 0
 
@@ -244,6 +247,7 @@ class Scheduler:
         return list(missing.values())
 
     def _start(self, sequence: Sequence, prefix: Prefix) -> None:
+        self._unpause(sequence)
         sequence.slot = self.tables.take()
         sequence.blocks = self.pool.begin(prefix)
         self.tables.put(sequence.slot, 0, sequence.blocks)
@@ -284,18 +288,24 @@ class Scheduler:
             self.tables.put(sequence.slot, first, sequence.blocks[first:last])
             sequence.num_dropped = last
 
-    def _pause(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence) -> None:
         """Releases the blocks of a running sequence and its mates; they wait again, in their old places."""
         for each in sequence.mates or [sequence]:
             if each.slot < 0:
                 continue
             self.preemptions += 1
+            self.paused_sequences += 1
+            each.paused = True
             self.running.remove(each)
             self._release(each)
             before = each.pending_prompt_tokens
             each.num_computed = 0
             self.pending_prompt_tokens += each.pending_prompt_tokens - before
             self._queue(each)
+
+    def _unpause(self, sequence: Sequence) -> None:
+        self.paused_sequences -= sequence.paused
+        sequence.paused = False
 
     def _release(self, sequence: Sequence) -> None:
         self.pool.release(sequence.blocks)

@@ -59,6 +59,8 @@ class Sequence:
     """Row of the block table while it is in the batch."""
     rank: tuple[int, int] = (0, 0)
     """Place in every order: lower goes first and is preempted last. Never changes."""
+    paused: bool = False
+    """Whether it had started and gave its blocks to others."""
     cached_prompt_tokens: int = 0
     cumulative_log_prob: float | None = None
     reader: Reader | None = None
