@@ -148,7 +148,7 @@ class Requests:
     ) -> AsyncIterator[LiveRequest]:
         """Runs what was not received of a request's items while inside; leaving stops those that are not over.
         `api_key` is the name of the caller's API key, never the key."""
-        model = self._model_of(request)
+        model = self.served_model(request.model)
         permits = self._admit(request, len(received.rest_of(request)), model, api_key)
         live = LiveRequest(
             self._mesh, request, model, remaining_seconds, permits, api_key, received
@@ -177,6 +177,20 @@ class Requests:
         """Stops items of a request; 0 when it is unknown or over."""
         live = self.live.get(request_id)
         return live.stop(batch_indexes) if live else 0
+
+    def served_model(self, name: str) -> str:
+        """The model of that name, or the only one for ''. Raises ModelNotFound or NoWorker."""
+        models = self._mesh.fleet.models()
+        if name in models:
+            return name
+        known = ", ".join(sorted(models)) or "none yet"
+        if name:
+            raise ModelNotFound(f"model {name!r} is not served here; models are: {known}")
+        if len(models) == 1:
+            return next(iter(models))
+        if not models:
+            raise NoWorker("no worker was ever ready; try again later", retry_after_ms=1000)
+        raise ModelNotFound(f"the request names no model but several are served: {known}")
 
     async def drain(self) -> None:
         """Refuses new requests and waits until none is live."""
@@ -228,19 +242,6 @@ class Requests:
         except TrtmeshError as error:
             self._mesh.metrics.note_refusal(error.reason, api_key)
             raise
-
-    def _model_of(self, request: GenerationRequest) -> str:
-        models = self._mesh.fleet.models()
-        if request.model in models:
-            return request.model
-        known = ", ".join(sorted(models)) or "none yet"
-        if request.model:
-            raise ModelNotFound(f"model {request.model!r} is not served here; models are: {known}")
-        if len(models) == 1:
-            return next(iter(models))
-        if not models:
-            raise NoWorker("no worker was ever ready; try again later", retry_after_ms=1000)
-        raise ModelNotFound(f"the request names no model but several are served: {known}")
 
 
 def _give_back(permit: Permit, task: asyncio.Task[None]) -> None:

@@ -30,7 +30,7 @@ from trtmesh.router.tokenizer import Tokenizer
 from trtmesh.router.tokenizer_pool import TokenizerPool
 from trtmesh.router.triton.door import SERVICE_NAME, TritonDoor
 from trtmesh.router.triton.generations import Generations
-from trtmesh.router.triton.models import triton_models
+from trtmesh.router.triton.texts import Texts
 from trtmesh.router.turns import Turns
 from trtmesh.router.worker import Worker
 from trtmesh.v1 import router_pb2_grpc
@@ -52,6 +52,7 @@ class Router:
         self.service_names: Sequence[str] = (*names, *triton)
         self._name = f"{socket.gethostname()}-{os.getpid()}"
         self._metrics = RouterMetrics()
+        self._turns = Turns()
         self._fleet = Fleet(
             settings.policy,
             self._metrics,
@@ -83,7 +84,7 @@ class Router:
             self._admission,
             rate_limiter,
             self._metrics,
-            Turns(),
+            self._turns,
             retry,
             siblings,
             self._recorder,
@@ -121,14 +122,29 @@ class Router:
 
     def _triton_door(self) -> TritonDoor:
         settings = self._settings
+        triton = settings.triton
+        texts = Texts(
+            self._tokenizers,
+            self._turns,
+            lambda: self._requests.served_model(triton.model),
+            skip_special_tokens=triton.skip_special_tokens,
+        )
         generations = Generations(
-            self._requests, self._metrics, settings.triton, settings.max_items_per_request
+            self._requests,
+            texts,
+            self._metrics,
+            triton,
+            settings.max_items_per_request,
+            self._longest_prompt,
         )
         return TritonDoor(
-            triton_models(settings.triton),
-            generations,
-            ready=lambda: not self._runtime.health.problems,
+            triton, generations, texts, ready=lambda: not self._runtime.health.problems
         )
+
+    def _longest_prompt(self) -> int:
+        """Most tokens of a prompt, with at least one new token behind it."""
+        workers = self._fleet.workers.values()
+        return max((w.engine.max_sequence_tokens for w in workers), default=1) - 1
 
     async def start(self) -> None:
         await self._admin_door.open()

@@ -123,6 +123,10 @@ class TokenizerPool:
             f" model {tokenizer.description.model}; serve the same tokenizer files from every tokenizer"
         )
 
+    def describe(self, model: str) -> pb.GetTokenizerResponse:
+        """What the tokenizer of `model` says of itself. Raises NoTokenizer."""
+        return self._choose(model).description
+
     async def encode(self, model: str, command: pb.EncodeCommand) -> pb.Encoded:
         """The ids of texts. Raises NoTokenizer, or what the tokenizer says of the text."""
         job = EncodeJob(model, command)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from trtmesh.chassis.errors import InternalError, TrtmeshError, from_proto
+from trtmesh.chassis.errors import InternalError, PromptTooLong, TrtmeshError, from_proto
 from trtmesh.router.request import GenerationRequest
 from trtmesh.router.triton.calls import Call
+from trtmesh.router.triton.models import Kind
 from trtmesh.router.triton.outputs import Block, OutputBuilder, RowOutput, SequenceOutput
 from trtmesh.router.triton.wire import Output
 from trtmesh.v1 import router_pb2 as router_pb
@@ -26,15 +27,14 @@ class Answer:
 class Answers:
     """Collects what happens to a request and says what there is to respond."""
 
-    def __init__(self, call: Call, request: GenerationRequest) -> None:
+    def __init__(
+        self, call: Call, request: GenerationRequest, longest_prompt: Callable[[], int]
+    ) -> None:
         self._call = call
+        self._longest_prompt = longest_prompt
         self._builder = OutputBuilder(call, request)
         self.rows = [
-            RowOutput(
-                index,
-                [SequenceOutput(sequence) for sequence in range(item.config.sequences)],
-                prompt_text="" if item.config.output.exclude_prompt else item.prompt.text or "",
-            )
+            RowOutput(index, [SequenceOutput(s) for s in range(item.config.sequences)])
             for index, item in enumerate(request.items)
         ]
         first = request.items[0].config
@@ -42,6 +42,7 @@ class Answers:
         self._perf_metrics = first.output.perf_metrics
         if call.streaming and call.model.accumulate and self._beams:
             raise InternalError("Accumulation of tokens is only implemented for beam width = 1")
+        self._with_prompt = call.model.kind is Kind.TEXT and not first.output.exclude_prompt
         self._cumulative = self._beams or call.model.accumulate
         self._touched: dict[int, TrtmeshError | None] = {}
         self._over: set[int] = set()
@@ -74,19 +75,33 @@ class Answers:
                 finished = event.sequence_finished
                 sequence = row.sequences[event.sequence_index]
                 sequence.handoff_state = finished.handoff_state
+                sequence.cut = finished.HasField("stop_text")
                 if finished.HasField("cumulative_log_prob"):
                     sequence.cumulative_log_prob = finished.cumulative_log_prob
             case "item_finished":
                 row.perf_metrics = event.item_finished.perf_metrics
                 self._end(row, None)
             case "item_failed":
-                row.prompt_tokens = event.item_failed.usage.prompt_tokens
-                self._end(row, from_proto(event.item_failed.error))
+                error = from_proto(event.item_failed.error)
+                if isinstance(error, PromptTooLong):
+                    tokens = event.item_failed.usage.prompt_tokens
+                    error = InternalError(
+                        f"Prompt length ({tokens}) exceeds maximum input length"
+                        f" ({self._longest_prompt()}): {error.message}"
+                    )
+                self._end(row, error)
 
     def _end(self, row: RowOutput, error: TrtmeshError | None) -> None:
         self._touched[row.index] = error
         self._over.add(row.index)
         self._newly_over.add(row.index)
+
+    def texts_to_complete(self) -> list[tuple[RowOutput, SequenceOutput]]:
+        """Sequences whose text is still to get the prompt's before it, with their rows."""
+        if not self._with_prompt:
+            return []
+        rows = [self.rows[index] for index in self._newly_over if self._touched[index] is None]
+        return [(row, sequence) for row in rows for sequence in row.sequences]
 
     def take(self) -> list[Answer]:
         """The responses that are due now; the last one of the request is final."""

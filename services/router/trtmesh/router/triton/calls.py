@@ -14,6 +14,7 @@ from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
 STREAM_INPUT = {Kind.TEXT: "stream", Kind.TOKENS: "streaming"}
+PROMPT_INPUTS = {"input_ids", "encoder_input_features"}
 PHASES = {
     "context_and_generation": pb.GENERATION_PHASE_CONTEXT_AND_GENERATION,
     "context_only": pb.GENERATION_PHASE_CONTEXT_ONLY,
@@ -113,6 +114,8 @@ def to_request(call: Call, settings: TritonSettings) -> router_pb.GenerateReques
         raise InternalError(
             "Streaming is only supported if model is deployed using decoupled mode."
         )
+    if call.model.kind is Kind.TOKENS and not PROMPT_INPUTS & call.inputs.keys():
+        raise InternalError("input_ids or encoder_input_features is not present in the request")
     request = router_pb.GenerateRequest(model=settings.model)
     puts = [
         (spec.put, call.inputs[name])
@@ -143,8 +146,6 @@ def _settle(item: router_pb.GenerateItem, call: Call, settings: TritonSettings) 
         item.prompt.add_special_tokens = settings.add_special_tokens
     else:
         output.text = False
-        if not item.prompt.token_ids.ids and "encoder_input_features" not in call.inputs:
-            raise InternalError("input_ids or encoder_input_features is not present in the request")
         if not config.stopping.HasField("end_id"):
             # The core model knows no end id of its own.
             config.stopping.ignore_end_id = True

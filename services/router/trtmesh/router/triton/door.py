@@ -20,15 +20,20 @@ from trtmesh.chassis.errors import (
 from trtmesh.chassis.logs import request_id_bound
 from trtmesh.chassis.rpc import answering
 from trtmesh.chassis.tasks import until_first_ends
+from trtmesh.router.admission import key_name
+from trtmesh.router.settings import TritonSettings
 from trtmesh.router.triton.answers import Answer
 from trtmesh.router.triton.calls import Call, find_model, read_call
-from trtmesh.router.triton.generations import Generations, Send
+from trtmesh.router.triton.generations import Caller, Generations, Send
 from trtmesh.router.triton.models import (
     MODEL_VERSION,
-    Model,
+    Kind,
     describe_config,
     describe_metadata,
+    triton_models,
 )
+from trtmesh.router.triton.text_models import postprocess, preprocess
+from trtmesh.router.triton.texts import Texts
 from trtmesh.router.triton.wire import ResponseWriter
 
 log = logging.getLogger(__name__)
@@ -45,10 +50,16 @@ class TritonDoor:
     """Serves the Triton models. `ready` says whether the mesh takes requests."""
 
     def __init__(
-        self, models: dict[str, Model], generations: Generations, ready: Callable[[], bool]
+        self,
+        settings: TritonSettings,
+        generations: Generations,
+        texts: Texts,
+        ready: Callable[[], bool],
     ) -> None:
-        self._models = models
+        self._settings = settings
+        self._models = triton_models(settings)
         self._generations = generations
+        self._texts = texts
         self._ready = ready
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -102,27 +113,33 @@ class TritonDoor:
                     raise answer.error
                 answers.append(answer)
 
-            await self._serve(read_call(model, request), context.time_remaining(), collect)
+            await self._serve(read_call(model, request), _caller_of(context), collect)
             (answer,) = answers
             return ResponseWriter(model.name, request.id).unary(answer.outputs)
         raise AssertionError("answering ends the call")
 
     async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: _Context) -> None:
         """Any number of requests, which run beside each other; all are finished when the client has sent its last."""
-        metadata = dict(context.invocation_metadata() or ())
+        metadata = _metadata_of(context)
         async with answering(context):
             stream = _InferStream(
                 self, context, errors_end_it=metadata.get("triton_grpc_error") == "true"
             )
             await stream.live(requests)
 
-    async def _serve(self, call: Call, remaining_seconds: float | None, send: Send) -> None:
+    async def _serve(self, call: Call, caller: Caller, send: Send) -> None:
         """Does what a call asks. Raises TrtmeshError."""
         if call.stops:
             self._generations.stop(call)
             await send(Answer(final=True))
+        elif call.model.kind is Kind.PREPROCESSING:
+            special = self._settings.add_special_tokens
+            outputs = await preprocess(call, self._texts, add_special_tokens=special)
+            await send(Answer(outputs, final=True))
+        elif call.model.kind is Kind.POSTPROCESSING:
+            await send(Answer(await postprocess(call, self._texts), final=True))
         else:
-            await self._generations.run(call, remaining_seconds, send)
+            await self._generations.run(call, caller, send)
 
 
 class _InferStream:
@@ -181,7 +198,7 @@ class _InferStream:
             try:
                 door = self._door
                 model = find_model(door._models, request.model_name, request.model_version)
-                await door._serve(read_call(model, request), self._context.time_remaining(), send)
+                await door._serve(read_call(model, request), _caller_of(self._context), send)
             except SlowClient:
                 raise
             except TrtmeshError as error:
@@ -204,6 +221,15 @@ class _InferStream:
         # One write at a time is what a stream takes.
         async with self._writing:
             await self._context.write(message)
+
+
+def _metadata_of(context: _Context) -> dict[str, str]:
+    given = context.invocation_metadata() or ()
+    return {key: value for key, value in given if isinstance(value, str)}
+
+
+def _caller_of(context: _Context) -> Caller:
+    return Caller(key_name(_metadata_of(context)), context.time_remaining())
 
 
 def _handler(method: Any, handler: Any) -> grpc.RpcMethodHandler[Any, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 
 from trtmesh.chassis.errors import DeadlineExceeded, InvalidRequest
 from trtmesh.router.metrics import RouterMetrics
@@ -13,20 +14,38 @@ from trtmesh.router.requests import LiveRequest, Requests
 from trtmesh.router.settings import TritonSettings
 from trtmesh.router.triton.answers import Answer, Answers
 from trtmesh.router.triton.calls import Call, to_request
+from trtmesh.router.triton.outputs import RowOutput, SequenceOutput
+from trtmesh.router.triton.texts import Texts
 
 Send = Callable[[Answer], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whoever called: the name of the API key, and the time until the call's deadline, None without one."""
+
+    api_key: str
+    remaining_seconds: float | None
 
 
 class Generations:
     """Runs generation requests of the door. Clients' names may repeat: the latest request of a name has it."""
 
     def __init__(
-        self, requests: Requests, metrics: RouterMetrics, settings: TritonSettings, max_items: int
+        self,
+        requests: Requests,
+        texts: Texts,
+        metrics: RouterMetrics,
+        settings: TritonSettings,
+        max_items: int,
+        longest_prompt: Callable[[], int],
     ) -> None:
         self._requests = requests
+        self._texts = texts
         self._metrics = metrics
         self._settings = settings
         self._max_items = max_items
+        self._longest_prompt = longest_prompt
         self._named: dict[str, LiveRequest] = {}
 
     def stop(self, call: Call) -> None:
@@ -37,15 +56,15 @@ class Generations:
         if live is not None:
             live.stop(())
 
-    async def run(self, call: Call, remaining_seconds: float | None, send: Send) -> None:
+    async def run(self, call: Call, caller: Caller, send: Send) -> None:
         """Generates what the call asks and sends each response. Raises TrtmeshError."""
         outcome = "refused"
         try:
             request = self._validate(call)
-            answers = Answers(call, request)
+            answers = Answers(call, request, self._longest_prompt)
             async with (
                 _time_limit(call.timeout_seconds),
-                self._requests.open(request, remaining_seconds) as live,
+                self._requests.open(request, caller.remaining_seconds, caller.api_key) as live,
             ):
                 outcome = "cancelled"
                 with self._known_as(call.request_id, live):
@@ -80,6 +99,8 @@ class Generations:
         try:
             while (response := await live.client.take()) is not None:
                 answers.see(response)
+                for row, sequence in answers.texts_to_complete():
+                    sequence.texts = [await self._whole_text(row, sequence)]
                 for answer in answers.take():
                     await send(answer)
                     self._metrics.client_messages += 1
@@ -87,6 +108,17 @@ class Generations:
             if live.ended is None:
                 raise
             raise live.ended from None
+
+    async def _whole_text(self, row: RowOutput, sequence: SequenceOutput) -> str:
+        """The text of the prompt's ids and the generated ones, decoded as one: a tokenizer may put a space between that
+        neither part has alone. A stop text cuts it where it cut the generated text."""
+        text = "".join(sequence.texts)
+        whole = await self._texts.decode([*row.prompt_ids, *sequence.token_ids])
+        if not sequence.cut:
+            return whole
+        prompt = await self._texts.decode(row.prompt_ids)
+        start = whole.find(text, len(prompt)) if whole.startswith(prompt) else -1
+        return prompt + text if start < 0 else whole[: start + len(text)]
 
 
 @asynccontextmanager

@@ -125,12 +125,15 @@ def _prompt_text(item: router_pb.GenerateItem, tensor: InputTensor, row: int) ->
 def _prompt_ids(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
     try:
         item.prompt.token_ids.ids[:] = tensor.row(row)
+        item.prompt.token_ids.SetInParent()
     except ValueError as error:
         raise InvalidRequest(f"input '{tensor.name}' holds an id below 0: {error}") from error
 
 
 def _prompt_length(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
-    _trim(item.prompt.token_ids.ids, tensor, row)
+    if item.prompt.HasField("token_ids"):
+        # It is the length of encoder_input_features where these come instead.
+        _trim(item.prompt.token_ids.ids, tensor, row)
 
 
 def _trim(ids: Any, tensor: InputTensor, row: int) -> None:
@@ -198,9 +201,9 @@ def _guide_type(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> 
 
 
 def _extra_ids(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
-    """One id a prompt token; what stands behind belongs to the padding."""
+    """One id a prompt token, or none; what stands behind belongs to the padding."""
     ids, tokens = tensor.row(row), len(item.prompt.token_ids.ids)
-    if len(ids) < tokens:
+    if ids and len(ids) < tokens:
         raise InvalidRequest(
             f"input '{tensor.name}' has {len(ids)} ids but the prompt has {tokens}; give one for each"
         )

@@ -36,6 +36,8 @@ class SequenceOutput:
     generated: int = 0
     handoff_state: bytes = b""
     fresh: bool = False
+    cut: bool = False
+    """Whether a stop text cut the text, so that it may be shorter than the text of its ids."""
 
     def add(self, tokens: router_pb.TokensGenerated) -> None:
         """Takes new tokens, or the whole of a rewritten beam."""
@@ -70,7 +72,6 @@ class RowOutput:
 
     index: int
     sequences: list[SequenceOutput]
-    prompt_text: str = ""
     prompt_ids: Sequence[int] = ()
     prompt_tokens: int = 0
     context_logits: list[pb.Tensor] = field(default_factory=list)
@@ -156,7 +157,7 @@ class OutputBuilder:
 
 
 def _text(block: Block) -> Output:
-    texts = [row.prompt_text + "".join(s.texts) for row, sequences in block for s in sequences]
+    texts = ["".join(s.texts) for _, sequences in block for s in sequences]
     return Output("text_output", "BYTES", (len(texts),), text_data(texts))
 
 

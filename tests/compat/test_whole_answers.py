@@ -1,0 +1,262 @@
+"""Models that are not decoupled: one response to each request, unary or on a stream, with all rows in it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from compat.conftest import FLAGS
+from compat.triton import Response, Triton
+from e2e.mesh import Mesh, decode, running_mesh
+from tritonclient.utils import InferenceServerException
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TOKENS = 12
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def mesh() -> AsyncIterator[Mesh]:
+    async with running_mesh(engine_flags=FLAGS, router_flags=("--triton-decoupled", "")) as mesh:
+        yield mesh
+
+
+def texts(*values: str) -> np.ndarray:
+    return np.array([[value] for value in values], dtype=np.object_)
+
+
+def column(*values: int) -> np.ndarray:
+    return np.array([[value] for value in values], dtype=np.int32)
+
+
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+async def test_one_response_with_the_prompt(mesh: Mesh, triton: Triton, model: str) -> None:
+    response = await triton.infer(model, {"text_input": "def f(", "max_tokens": TOKENS})
+    (item,) = await mesh.client.complete(["def f("], max_tokens=TOKENS)
+    assert response.text == "def f(" + item.text
+    assert set(response.outputs) == {"text_output"}
+    assert response.final is None
+    (streamed,) = await triton.stream(model, {"text_input": "def f(", "max_tokens": TOKENS})
+    assert streamed.final
+    assert streamed.text == response.text
+
+
+async def test_rows_of_a_batch_come_back_in_their_order(mesh: Mesh, triton: Triton) -> None:
+    prompts = ["one", "another prompt", "x"]
+    response = await triton.infer(
+        "ensemble",
+        {
+            "text_input": texts(*prompts),
+            "max_tokens": column(3, 12, 7),
+            "exclude_input_in_output": np.ones((3, 1), bool),
+            "return_num_input_tokens": np.ones((3, 1), bool),
+            "return_num_output_tokens": np.ones((3, 1), bool),
+        },
+    )
+    items = [
+        (await mesh.client.complete([prompt], max_tokens=count))[0]
+        for prompt, count in zip(prompts, (3, 12, 7), strict=True)
+    ]
+    assert response.outputs["text_output"].tolist() == [item.text.encode() for item in items]
+    assert response.outputs["num_output_tokens"].tolist() == [[3], [12], [7]]
+    counts = [[item.usage.prompt_tokens] for item in items]
+    assert response.outputs["num_input_tokens"].tolist() == counts
+    assert "batch_index" not in response.outputs
+
+
+async def test_ragged_rows_of_ids(mesh: Mesh, triton: Triton) -> None:
+    ids = np.array([[11, 12, 13, 14], [21, 22, 0, 0]], dtype=np.int32)
+    tensors = {
+        "input_ids": ids,
+        "input_lengths": column(4, 2),
+        "request_output_len": column(5, 3),
+        "pad_id": column(0, 0),
+    }
+    response = await triton.infer("tensorrt_llm", tensors)
+    generated = await mesh.client.complete([[11, 12, 13, 14]], max_tokens=5, ignore_end_id=True)
+    first = [11, 12, 13, 14, *generated[0].token_ids]
+    generated = await mesh.client.complete([[21, 22]], max_tokens=3, ignore_end_id=True)
+    second = [21, 22, *generated[0].token_ids]
+    assert response.outputs["output_ids"].tolist() == [[first], [second + [-1] * 4]]
+    assert response.outputs["sequence_length"].tolist() == [[9], [5]]
+    excluded = await triton.infer(
+        "tensorrt_llm", tensors | {"exclude_input_in_output": np.ones((2, 1), bool)}
+    )
+    assert excluded.outputs["output_ids"].tolist() == [[first[4:]], [second[2:] + [-1] * 2]]
+    assert excluded.outputs["sequence_length"].tolist() == [[5], [3]]
+
+
+async def test_several_sequences_stand_beside_each_other(triton: Triton) -> None:
+    response = await triton.infer(
+        "ensemble",
+        {
+            "text_input": "x",
+            "max_tokens": TOKENS,
+            "num_return_sequences": 3,
+            "top_k": 50,
+            "seed": 7,
+        },
+    )
+    (values,) = response.outputs.values()
+    assert len(set(values.tolist())) == 3
+
+
+async def test_requested_outputs_are_all_that_comes(triton: Triton) -> None:
+    tensors = {
+        "input_ids": [5, 6],
+        "input_lengths": 2,
+        "request_output_len": 3,
+        "return_perf_metrics": True,
+    }
+    everything = await triton.infer("tensorrt_llm", tensors)
+    assert len(everything.outputs) == 12
+    assert everything.number["last_token_time_ns"] >= everything.number["arrival_time_ns"] > 0
+    assert everything.outputs["acceptance_rate"].shape == (1, 1)
+    names = ["output_ids", "sequence_length", "arrival_time_ns"]
+    some = await triton.infer("tensorrt_llm", tensors, outputs=names)
+    assert set(some.outputs) == set(names)
+
+
+async def test_stop_words_are_exact(mesh: Mesh, triton: Triton) -> None:
+    """Found in the text, across tokens, and the text ends right behind the word."""
+    (whole,) = await mesh.client.complete(["stop"], max_tokens=60)
+    word = decode(whole.token_ids[20:23])[1:]
+    cut = whole.text[: whole.text.index(word) + len(word)]
+    for model in ("ensemble", "tensorrt_llm_bls"):
+        for excluded in (True, False):
+            response = await triton.infer(
+                model,
+                {
+                    "text_input": "stop",
+                    "max_tokens": 60,
+                    "stop_words": ["", "no such word", word],
+                    "exclude_input_in_output": excluded,
+                },
+            )
+            assert response.text == ("" if excluded else "stop") + cut
+
+
+async def test_the_five_models_in_a_row(triton: Triton) -> None:
+    """What `ensemble` does, done by a client that calls its parts."""
+    prompt, words = "The capital of France is", ["zzz", "qq qq"]
+    encoded = await triton.infer(
+        "preprocessing",
+        {"QUERY": prompt, "REQUEST_OUTPUT_LEN": TOKENS, "STOP_WORDS_DICT": words},
+    )
+    outputs = encoded.outputs
+    assert outputs["INPUT_ID"].shape == (1, encoded.number["REQUEST_INPUT_LEN"])
+    assert outputs["BAD_WORDS_IDS"].shape == (1, 2, 0)
+    assert outputs["EMBEDDING_BIAS"].shape == (1, 0)
+    generated = await triton.infer(
+        "tensorrt_llm",
+        {
+            "input_ids": outputs["INPUT_ID"],
+            "input_lengths": outputs["REQUEST_INPUT_LEN"],
+            "request_output_len": outputs["REQUEST_OUTPUT_LEN"],
+            "stop_words_list": outputs["STOP_WORDS_IDS"],
+            "bad_words_list": outputs["BAD_WORDS_IDS"],
+            "embedding_bias": outputs["EMBEDDING_BIAS"],
+            "end_id": outputs["OUT_END_ID"],
+            "pad_id": outputs["OUT_PAD_ID"],
+            "prompt_table_extra_ids": outputs["OUT_PROMPT_TABLE_EXTRA_IDS"],
+        },
+    )
+    decoded = await triton.infer(
+        "postprocessing",
+        {
+            "TOKENS_BATCH": generated.outputs["output_ids"],
+            "SEQUENCE_LENGTH": generated.outputs["sequence_length"],
+        },
+    )
+    whole = await triton.infer("ensemble", {"text_input": prompt, "max_tokens": TOKENS})
+    assert decoded.outputs["OUTPUT"].tolist() == [whole.text.encode()]
+
+
+async def test_preprocessing_pads_and_formats(mesh: Mesh, triton: Triton) -> None:
+    response = await triton.infer(
+        "preprocessing",
+        {
+            "QUERY": texts("a longer query than the other", "short"),
+            "REQUEST_OUTPUT_LEN": column(3, 4),
+            "PAD_ID": column(77, 78),
+            "BAD_WORDS_DICT": np.array([["one two", "three"], ["", "four"]], dtype=np.object_),
+            "EMBEDDING_BIAS_WORDS": np.array([["five"], ["six"]], dtype=np.object_),
+            "EMBEDDING_BIAS_WEIGHTS": np.array([[1.5], [-2.0]], dtype=np.float32),
+            "PROMPT_TABLE_EXTRA_ID": np.array([[8], [9]], dtype=np.uint64),
+        },
+    )
+    outputs = response.outputs
+    long, short = outputs["REQUEST_INPUT_LEN"][:, 0].tolist()
+    ids = outputs["INPUT_ID"]
+    assert ids.shape == (2, long)
+    assert decode(ids[1, :short].tolist()) == "short"
+    assert ids[1, short:].tolist() == [78] * (long - short)
+    word_ids, offsets = outputs["BAD_WORDS_IDS"][0].tolist()
+    first, second = (end for end in offsets if end != -1)
+    assert decode(word_ids[:first]) == "one two"
+    assert decode(word_ids[first:second]) == "three"
+    word_ids, offsets = outputs["BAD_WORDS_IDS"][1].tolist()
+    assert decode(word_ids[: offsets[0]]) == "four"
+    assert set(offsets[1:]) <= {-1}
+    bias = outputs["EMBEDDING_BIAS"]
+    assert bias.shape == (2, 6144)
+    assert decode(np.flatnonzero(bias[0]).tolist()) == "five"
+    assert set(bias[1].tolist()) == {0.0, -2.0}
+    assert outputs["OUT_PROMPT_TABLE_EXTRA_IDS"].tolist() == [[8] * long, [9] * long]
+    assert outputs["DECODER_INPUT_ID"].tolist() == [[77], [78]]
+
+
+async def failure(triton: Triton, model: str, tensors: dict[str, object]) -> tuple[str, str]:
+    """Status and message of a request that fails, unary and on a stream alike."""
+    with pytest.raises(InferenceServerException) as caught:
+        await triton.infer(model, tensors)
+    (response,) = await triton.stream(model, tensors)
+    assert isinstance(response, Response)
+    assert response.error == caught.value.message()
+    return str(caught.value.status()).removeprefix("StatusCode."), str(caught.value.message())
+
+
+GOOD_IDS = {"input_ids": [1, 2], "input_lengths": 2, "request_output_len": 3}
+GOOD_TEXT = {"text_input": "x", "max_tokens": 3}
+FAILURES = [
+    ("ensemble", GOOD_TEXT | {"stream": True}, "INTERNAL",
+     "Streaming is only supported if model is deployed using decoupled mode."),
+    ("ensemble", {"text_input": "x"}, "INVALID_ARGUMENT",
+     "but got 1 inputs for model 'ensemble'. Got input(s) ['text_input'], but missing required input(s) ['max_tokens']."),
+    ("ensemble", GOOD_TEXT | {"top_q": 3}, "INVALID_ARGUMENT",
+     "unexpected inference input 'top_q' for model 'ensemble'"),
+    ("ensemble", GOOD_TEXT | {"top_k": 3.5}, "INVALID_ARGUMENT",
+     "inference input 'top_k' data-type is 'FP32', but model 'ensemble' expects 'INT32'"),
+    ("ensemble", GOOD_TEXT | {"top_k": [3, 4]}, "INVALID_ARGUMENT",
+     "unexpected shape for input 'top_k' for model 'ensemble'. Expected [-1,1], got [1,2]."),
+    ("ensemble", GOOD_TEXT | {"top_k": column(1, 2)}, "INVALID_ARGUMENT",
+     "input 'top_k' batch size does not match other inputs for 'ensemble'"),
+    ("ensemble", {"text_input": texts(*"x" * 129), "max_tokens": column(*[1] * 129)}, "INVALID_ARGUMENT",
+     "inference request batch-size must be <= 128 for 'ensemble'"),
+    ("tensorrt_llm_bls", GOOD_TEXT | {"max_tokens": 0}, "INVALID_ARGUMENT",
+     "max_tokens must be a single value > 0"),
+    ("ensemble", GOOD_TEXT | {"top_k": -1}, "INVALID_ARGUMENT", "input 'top_k' is -1"),
+    ("ensemble", GOOD_TEXT | {"guided_decoding_guide_type": "yaml"}, "INVALID_ARGUMENT",
+     "input 'guided_decoding_guide_type' is 'yaml' but must be one of json,"),
+    ("tensorrt_llm", {"input_lengths": 2, "request_output_len": 3}, "INTERNAL",
+     "input_ids or encoder_input_features is not present in the request"),
+    ("tensorrt_llm", GOOD_IDS | {"input_lengths": 3}, "INVALID_ARGUMENT", "input 'input_lengths' is 3"),
+    ("tensorrt_llm", GOOD_IDS | {"stop_words_list": np.array([[[262], [5]]], np.int32)}, "INVALID_ARGUMENT",
+     "Invalid format for word list"),
+    ("tensorrt_llm", GOOD_IDS | {"lora_task_id": 7}, "UNIMPLEMENTED", "lora.id"),
+    ("ensemble", GOOD_TEXT | {"text_input": "x " * 9000}, "INTERNAL",
+     "Prompt length (9001) exceeds maximum input length (8191)"),
+    ("nothing", GOOD_TEXT, "NOT_FOUND", "Request for unknown model: 'nothing' is not found"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "tensors", "status", "message"), FAILURES)
+async def test_what_is_wrong_is_said_as_triton_says_it(
+    mesh: Mesh, triton: Triton, model: str, tensors: dict[str, object], status: str, message: str
+) -> None:
+    seen = await failure(triton, model, tensors)
+    assert seen[0] == status
+    assert message in seen[1]
+    await mesh.idle()
