@@ -110,6 +110,13 @@ def table(seed: int, **values: Any) -> Options:
 def torch_cases(plain: Sequence[int]) -> dict[str, Case]:
     """By field; `plain` are the tokens that come of the prompt by themselves."""
     often = {"embedding_bias_token_ids": [[5]], "embedding_bias_weights": [9.0]}
+    ending_beams = {
+        **often,
+        "embedding_bias_weights": [4.0],
+        "max_tokens": 12,
+        "end_id": 5,
+        "beam_width": 3,
+    }
     decaying = {**DRAWN, "seed": 8, "top_p": 0.99, "top_p_decay": 0.3}
     return {
         "stopping.max_tokens": Case({**NEW}, {"max_tokens": 3}),
@@ -149,6 +156,13 @@ def torch_cases(plain: Sequence[int]) -> dict[str, Case]:
         ),
         "sampling.embedding_bias_weights": Case(
             {**NEW, **often}, {"embedding_bias_weights": [-9.0]}
+        ),
+        "beam_search.beam_width": Case(NEW, {"beam_width": 3}),
+        "beam_search.diversity_rate": Case({**NEW, "beam_width": 3}, {"diversity_rate": 9.0}),
+        "beam_search.length_penalty": Case(ending_beams, {"length_penalty": 4.0}),
+        "beam_search.early_stopping": Case(
+            {**ending_beams, "length_penalty": 3.0},
+            {"early_stopping": pb.EARLY_STOPPING_EXHAUSTIVE},
         ),
         "prompt_tuning.embedding_table": Case(table(1), table(2), accepted),
         "prompt_tuning.vocabulary_size": Case(table(1), table(1, vocabulary_size=1), accepted),
