@@ -27,13 +27,16 @@ def server_options(max_message_bytes: int) -> list[tuple[str, Any]]:
     return [*channel_options(max_message_bytes), ("grpc.so_reuseport", 0)]
 
 
-def open_channel(address: str, max_message_bytes: int) -> grpc.aio.Channel:
-    """A channel of its own connection, reconnecting within a second; whoever opens it closes it."""
+def open_channel(
+    address: str, max_message_bytes: int, connect_seconds: float = 0.1
+) -> grpc.aio.Channel:
+    """A channel of its own connection, reconnecting within a second; whoever opens it closes it. A peer that does not
+    greet within `connect_seconds` is given up, to be tried again."""
     options = [
         *channel_options(max_message_bytes),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", int(connect_seconds * 1000)),
         ("grpc.max_reconnect_backoff_ms", 1_000),
         ("grpc.enable_retries", 0),
     ]

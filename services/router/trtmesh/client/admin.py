@@ -38,7 +38,10 @@ class AdminClient(Connection):
         timeout_seconds: float = 10.0,
         max_message_bytes: int = 64 * 2**20,
     ) -> None:
-        super().__init__(address, max_message_bytes=max_message_bytes)
+        # A router that is busy is waited for as long as the call may take, by the call's own deadline.
+        super().__init__(
+            address, max_message_bytes=max_message_bytes, connect_seconds=2 * timeout_seconds
+        )
         self._timeout_seconds = timeout_seconds
         self._metadata = (token.metadata,) if token else ()
 

@@ -21,13 +21,16 @@ from trtmesh.chassis.errors import (
 class Connection:
     """One connection to `address`, open inside `async with`, for calls from one event loop."""
 
-    def __init__(self, address: str, *, max_message_bytes: int = 64 * 2**20) -> None:
+    def __init__(
+        self, address: str, *, max_message_bytes: int = 64 * 2**20, connect_seconds: float = 0.1
+    ) -> None:
         self.address = address
         self._max_message_bytes = max_message_bytes
+        self._connect_seconds = connect_seconds
         self._channel: grpc.aio.Channel | None = None
 
     async def __aenter__(self) -> Self:
-        self._channel = open_channel(self.address, self._max_message_bytes)
+        self._channel = open_channel(self.address, self._max_message_bytes, self._connect_seconds)
         return self
 
     async def __aexit__(

@@ -1,0 +1,64 @@
+"""Where the admin token comes from, and that nothing shows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from trtmesh.chassis.admin_token import ADMIN_TOKEN_VARIABLE, AdminToken, read_admin_token
+from trtmesh.chassis.errors import SettingsError
+
+SECRET = "s3cret-and-long"
+
+
+def shown(value: str | bytes) -> list[tuple[str, str | bytes]]:
+    return [("user-agent", "x"), ("authorization", value)]
+
+
+def test_the_right_token_alone_is_recognised() -> None:
+    token = AdminToken.of(SECRET)
+    assert token.is_in([token.metadata])
+    assert token.is_in(shown(f"Bearer {SECRET}".encode()))
+    for wrong in (
+        "",
+        SECRET,
+        f"Bearer {SECRET}x",
+        f"Bearer {SECRET[:-1]}",
+        "Bearer \u00e9",
+        b"\xff",
+    ):
+        assert not token.is_in(shown(wrong))
+    assert not token.is_in([])
+    assert not token.is_in([*shown("Bearer wrong"), token.metadata])
+
+
+def test_a_file_wins_over_the_variable_and_ends_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(f"{SECRET}\n")
+    environ = {ADMIN_TOKEN_VARIABLE: "another"}
+    assert read_admin_token(file, environ) == AdminToken.of(SECRET)
+    assert read_admin_token(None, environ) == AdminToken.of("another")
+    assert read_admin_token(None, {}) is None
+
+
+@pytest.mark.parametrize("content", ["", " \n", f"{SECRET} b", f"{SECRET}\u00e9", SECRET * 300])
+def test_what_is_no_token_is_refused_and_not_shown(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "token"
+    file.write_text(content)
+    with pytest.raises(SettingsError) as from_file:
+        read_admin_token(file, {})
+    with pytest.raises(SettingsError) as from_variable:
+        read_admin_token(None, {ADMIN_TOKEN_VARIABLE: content})
+    assert str(file) in str(from_file.value)
+    assert ADMIN_TOKEN_VARIABLE in str(from_variable.value)
+    assert SECRET not in f"{from_file.value}{from_variable.value}"
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="nowhere: No such file"):
+        read_admin_token(tmp_path / "nowhere", {})
+
+
+def test_no_representation_shows_the_token() -> None:
+    token = AdminToken.of(SECRET)
+    assert SECRET not in f"{token!r} {token} {[token]}"

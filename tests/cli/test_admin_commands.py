@@ -1,0 +1,174 @@
+"""The commands of an operator against a running stack."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from cli.commands import Stack, running, trtmesh
+from processes import service_process
+
+WIDE = {"COLUMNS": "200"}
+
+
+def as_objects(text: str) -> list[dict[str, Any]]:
+    """Standard output of `--json`: one object a line."""
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@contextmanager
+def live_request(router: str, name: str) -> Iterator[None]:
+    """A request of two items of two sequences each that runs for long; its client has tokens already."""
+    arguments = ("--router", router, "--request-id", name, "--max-tokens", "30000", "--json")
+    with running("generate", *arguments, "--sequences", "2", "one", "two") as client:
+        client.wait_for('"tokens"')
+        yield
+        client.signal(signal.SIGINT)
+        client.wait()
+
+
+def test_workers_are_listed(stack: Stack, admin: str) -> None:
+    result = trtmesh("workers", "list", "--admin", admin, env=WIDE)
+    assert result.returncode == 0, result.stderr
+    for name in ("engine-0", "engine-1"):
+        assert stack.child(name)["address"] in result.stdout
+    result = trtmesh("workers", "list", "--json", env={"TRTMESH_ADMIN": admin})
+    workers = as_objects(result.stdout)
+    assert {worker["worker"] for worker in workers} == {"engine-0", "engine-1"}
+    assert {worker["state"] for worker in workers} == {"WORKER_STATE_READY"}
+
+
+def test_a_request_is_listed_shown_explained_and_stopped(router: str, admin: str) -> None:
+    with live_request(router, "shown"):
+        listed = trtmesh("requests", "list", "--admin", admin, env=WIDE)
+        assert listed.returncode == 0, listed.stderr
+        assert "2 generate" in next(line for line in listed.stdout.splitlines() if "shown" in line)
+        (told,) = as_objects(trtmesh("requests", "list", "--admin", admin, "--json").stdout)
+        assert (told["request_id"], told["model"], len(told["items"])) == ("shown", "demo", 2)
+
+        shown = trtmesh("requests", "show", "shown", "--admin", admin, env=WIDE)
+        assert shown.stdout.startswith("request shown, model demo, age ")
+        assert shown.stdout.count("running") == 4
+        (told,) = as_objects(
+            trtmesh("requests", "show", "shown", "--admin", admin, "--json").stdout
+        )
+        for item in told["items"]:
+            assert (item["stage"], len(item["sequences"])) == ("generate", 2)
+            for sequence in item["sequences"]:
+                assert sequence["worker"] == item["worker"]
+                assert 0 < sequence["next_token_offset"] <= sequence["generated_tokens"]
+
+        explained = trtmesh("explain", "shown", "--admin", admin, env=WIDE)
+        assert explained.returncode == 0, explained.stderr
+        assert "item 0 (first): " in explained.stdout
+        assert "item 1 so far: " in explained.stdout
+
+        item = trtmesh("requests", "stop", "shown", "--item", "1", "--admin", admin)
+        assert (item.returncode, item.stdout) == (0, "stopped 1 items of request shown\n")
+        (told,) = as_objects(
+            trtmesh("requests", "stop", "shown", "--admin", admin, "--json").stdout
+        )
+        assert told["stopped_items"] in (
+            1,
+            2,
+        )  # The worker may not have told the end of the first yet.
+    (told,) = as_objects(trtmesh("explain", "shown", "--admin", admin, "--json").stdout)
+    assert [placement["batch_index"] for placement in told["placements"]] == [0, 1]
+    assert {len(placement["candidates"]) for placement in told["placements"]} == {2}
+
+
+def test_what_is_not_live_is_not_found(admin: str) -> None:
+    for command in (("requests", "show"), ("requests", "stop"), ("explain",)):
+        result = trtmesh(*command, "nobody", "--admin", admin)
+        assert result.returncode == 1
+        (line,) = result.stderr.splitlines()
+        assert line.startswith("trtmesh: error: NOT_FOUND: ")
+        assert "'nobody'" in line
+
+
+def test_the_policy_is_shown_and_changed(admin: str) -> None:
+    (before,) = as_objects(trtmesh("policy", "get", "--admin", admin, "--json").stdout)
+    changed = trtmesh("policy", "set", "round_robin", "--admin", admin)
+    assert (changed.returncode, changed.stdout) == (
+        0, f"policy round_robin, {before['policy']} until now\n",
+    )  # fmt: skip
+    assert "* round_robin\n" in trtmesh("policy", "get", "--admin", admin).stdout
+    (told,) = as_objects(
+        trtmesh("policy", "set", before["policy"], "--admin", admin, "--json").stdout
+    )
+    assert told == {"previous": "round_robin"}
+    refused = trtmesh("policy", "set", "fastest", "--admin", admin)
+    assert refused.returncode == 1
+    assert "'fastest'" in refused.stderr
+    assert "round_robin" in refused.stderr
+
+
+def test_top_shows_workers_streams_and_rates(router: str, admin: str) -> None:
+    with live_request(router, "watched"):
+        flags = ("--admin", admin, "--interval", "0.3")
+        looks = as_objects(trtmesh("top", *flags, "--count", "2", "--json").stdout)
+        assert len(looks) == 2
+        first, last = looks
+        assert first["rates"]["generated_tokens_per_second"] is None
+        assert last["rates"]["generated_tokens_per_second"] > 0
+        assert {worker["worker"] for worker in last["rates"]["workers"]} == {"engine-0", "engine-1"}
+        (rate,) = last["rates"]["requests"]
+        assert rate["request_id"] == "watched"
+        assert rate["tokens_per_second"] > 0
+        assert [request["request_id"] for request in last["requests"]] == ["watched"]
+        page = trtmesh("top", *flags, "--count", "1", env=WIDE)
+        assert page.returncode == 0, page.stderr
+        assert {"engine-0", "engine-1", "watched"} <= set(page.stdout.split())
+
+
+def test_ctrl_c_ends_top_with_130(admin: str) -> None:
+    with running("top", "--admin", admin, "--interval", "3000", "--json") as command:
+        command.wait_for('"rates"')
+        command.signal(signal.SIGINT)
+        assert command.wait() == 130
+        assert command.err == []
+
+
+def test_the_address_for_clients_is_told_from_that_for_admins(router: str) -> None:
+    result = trtmesh("workers", "list", "--admin", router)
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert router in line
+    assert "router.admin_port" in line
+
+
+async def test_a_token_is_shown_from_a_file_or_the_environment(tmp_path: Path) -> None:
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    right.write_text("s3cret\n")
+    wrong.write_text("other\n")
+    flags = ("--port", "0", "--engines", "127.0.0.1:1", "--admin-token-file", str(right))
+    async with service_process("router", *flags) as process:
+        command = ("policy", "get", "--admin", process.admin_address)
+        assert trtmesh(*command, "--token-file", str(right)).returncode == 0
+        assert trtmesh(*command, env={"TRTMESH_ADMIN_TOKEN": "s3cret"}).returncode == 0
+        for result in (trtmesh(*command), trtmesh(*command, "--token-file", str(wrong))):
+            assert result.returncode == 1
+            assert "UNAUTHENTICATED" in result.stderr
+            assert "--token-file" in result.stderr
+            assert "other" not in result.stderr
+        result = trtmesh(*command, "--token-file", str(tmp_path / "none"))
+        assert result.returncode == 2
+        assert str(tmp_path / "none") in result.stderr
+
+
+def test_the_shell_completes_commands_and_options() -> None:
+    for words, expected in (
+        ("trtmesh work", {"workers"}),
+        ("trtmesh workers re", {"resume", "remove"}),
+        ("trtmesh policy get --tok", {"--token-file"}),
+    ):
+        env = {
+            "_TRTMESH_COMPLETE": "complete_bash",
+            "COMP_WORDS": words,
+            "COMP_CWORD": str(len(words.split()) - 1),
+        }
+        assert set(trtmesh(env=env).stdout.split()) == expected
