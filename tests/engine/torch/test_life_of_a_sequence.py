@@ -165,48 +165,6 @@ async def test_logits_that_are_not_numbers_fail_their_item_alone(llama: Path) ->
         assert engine.backend.stats().used_blocks == 0
 
 
-async def test_an_exception_for_one_item_ends_that_item_alone(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompts = tiny_models.prompts(3)
-    async with running(llama) as engine:
-        expected = await engine.run(prompts, SHORT)
-        runner = internals(engine)._runner
-        compute = runner.compute
-
-        def failing(chunks: list[Any]) -> Any:
-            if any(chunk.sequence.tokens[0] == 250 for chunk in chunks):
-                raise RuntimeError("this one is too much")
-            return compute(chunks)
-
-        monkeypatch.setattr(runner, "compute", failing)
-        keys = [engine.submit(prompt, SHORT)[0] for prompt in prompts]
-        (bad,) = engine.submit([250, 5], SHORT)
-        assert [s.token_ids for s in await engine.ended(keys)] == expected
-        (failed,) = await engine.ended([bad])
-        assert "this one is too much" in str(end_of(failed).error)
-        assert engine.failures == []
-
-
-async def test_a_fault_of_the_backend_is_told_once_and_ends_all(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with running(llama, max_batch_size=2) as engine:
-
-        def failing(chunks: list[Any]) -> Any:
-            raise RuntimeError("the device is gone")
-
-        monkeypatch.setattr(internals(engine)._runner, "compute", failing)
-        keys = [engine.submit([5], SHORT)[0] for _ in range(7)]
-        for stream in await engine.ended(keys):
-            assert end_of(stream).reason == pb.FINISH_REASON_ERROR
-            assert isinstance(end_of(stream).error, BackendFailed)
-        await engine.until(lambda: engine.failures)
-        assert len(engine.failures) == 1
-        with pytest.raises(BackendFailed):
-            engine.submit([5], SHORT)
-
-
 async def test_higher_priority_runs_earlier(llama: Path) -> None:
     async with running(llama, max_batch_size=1) as engine:
         (first,) = engine.submit([5], configure(max_tokens=20, ignore_end_id=True))

@@ -169,7 +169,7 @@ def _dispatch(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    _attention_mask: Tensor | None,
+    attention_mask: Tensor | None,  # noqa: ARG001 - some models name it; what it hides is known here
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,

@@ -21,8 +21,8 @@ from trtmesh.engine.backends.torch.scheduler import Chunk, Scheduler
 from trtmesh.engine.backends.torch.sequence import Sequence
 from trtmesh.v1 import generation_pb2 as pb
 
-FATAL_STEPS = 2
-"""Steps in a row that could compute nothing at all, after which the fault is not one of the items."""
+OVER_DEADLINES = 64
+"""Deadlines kept of sequences that are over, beyond as many as there are of living ones."""
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,6 @@ class Engine:
         self._searches: dict[int, BeamItem] = {}
         self._lanes: dict[int, BeamItem] = {}
         self._numbers = count()
-        self._failed_steps = 0
 
     @property
     def has_work(self) -> bool:
@@ -75,6 +74,10 @@ class Engine:
         if sequence.deadline is not None:
             entry = (sequence.deadline, next(self._numbers), sequence)
             heapq.heappush(self._deadlines, entry)
+            living = len(self.scheduler.sequences)
+            if len(self._deadlines) > 2 * living + OVER_DEADLINES:
+                self._deadlines = [each for each in self._deadlines if self._lives(each[2])]
+                heapq.heapify(self._deadlines)
 
     def stop(self, keys: Iterable[int], reason: int) -> None:
         """Ends sequences, of a beam search all with any; a key that is unknown or over is ignored."""
@@ -133,21 +136,31 @@ class Engine:
 
     def _compute(self, chunks: list[Chunk]) -> list[tuple[list[Chunk], Tensor | None]]:
         """Completing chunks with their logits; where computing all at once fails, each is tried on its own."""
+        failed = False
         try:
             results = [self._runner.compute(chunks)]
         except Exception:
             log.exception("a step of %d sequences failed; trying each alone", len(chunks))
-            results = self._compute_alone(chunks)
-        else:
+            failed = True
+        if not failed:
             for chunk in chunks:
                 self.scheduler.computed(chunk)
-        if results:
-            self._failed_steps = 0
             return results
-        self._failed_steps += 1
-        if self._failed_steps >= FATAL_STEPS:
-            raise BackendFailed(f"{self._failed_steps} steps in a row could compute no sequence")
-        return []
+        # Not in the handler, where the exception still holds every tensor of the failed step.
+        self._runner.release_memory()
+        results = self._compute_alone(chunks)
+        if not results:
+            self._check()
+        return results
+
+    def _check(self) -> None:
+        """Tells items that cannot be computed from a model that cannot compute. Raises BackendFailed for the latter."""
+        try:
+            self._runner.check()
+        except Exception as error:
+            raise BackendFailed(
+                f"the model cannot compute a single token any more: {error}"
+            ) from error
 
     def _compute_alone(self, chunks: list[Chunk]) -> list[tuple[list[Chunk], Tensor | None]]:
         results = []

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from trtmesh.engine.backends.torch.attention import PagedAttention, attach
 from trtmesh.engine.backends.torch.block_tables import BlockTables
+from trtmesh.engine.backends.torch.blocks import NULL_BLOCK
 from trtmesh.engine.backends.torch.grouping import StepTokens
 from trtmesh.engine.backends.torch.kvcache import KvCache
 from trtmesh.engine.backends.torch.model import Model
@@ -67,6 +68,26 @@ class Runner:
             chunk.given_logits = logits[position : position + len(wanted)]
             position += len(wanted)
         return completing, logits[: len(completing)] if completing else None
+
+    def check(self) -> None:
+        """Computes one token that is no sequence's. Raises whatever keeps the model from computing anything at all."""
+        device = self._cache.pool.device
+        one = np.zeros(1, dtype=np.int64)
+        null = np.full(1, NULL_BLOCK, dtype=np.int64)
+        rows = torch.from_numpy(self._cache.rows_of_tokens(null, one).reshape(-1)).to(device)
+        # Not a single, for that would gather blocks: a beginning sees only what the step itself brings.
+        self._attention.begin(StepTokens(one, one, one + 1, 0, rows))
+        token = torch.zeros(1, dtype=torch.int64, device=device)
+        with torch.inference_mode():
+            logits = self._model.logits(token, token, token)
+            self._cache.pool[NULL_BLOCK] = 0
+        if not bool(torch.isfinite(logits.amax())):
+            raise FloatingPointError("the model's logits are not finite for a token on its own")
+
+    def release_memory(self) -> None:
+        """Gives back what the allocator keeps for later, after something found no memory."""
+        if self._cache.pool.is_cuda:
+            torch.cuda.empty_cache()
 
     def _step(self, chunks: Sequence[Chunk]) -> tuple[StepTokens, Tensor]:
         """What attention must know, and the positions of the tokens [tokens]."""

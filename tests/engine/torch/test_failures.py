@@ -1,0 +1,201 @@
+"""What goes wrong in the model stays with the sequences it goes wrong for; what cannot go on says so and ends.
+
+Faults are real: a model whose module raises for an input, an allocation that no machine can satisfy, weights that are
+no numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.test_process import NOT_SERVING, SERVING, until_health
+from engine.torch.harness import Harness, configure, running
+from engine_streams import router_stream, submit
+from oracle import tiny_models
+from processes import service_process
+from trtmesh.chassis.errors import BackendFailed
+from trtmesh.v1 import generation_pb2 as pb
+
+MARKED = 250
+SHORT = configure(max_tokens=6, ignore_end_id=True)
+PROMPTS = [[token for token in prompt if token != MARKED] for prompt in tiny_models.prompts(5)]
+
+
+def internals(engine: Harness) -> Any:
+    return engine.backend._engine
+
+
+@contextmanager
+def raising(engine: Harness, fault: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Lets `fault` see the token ids [1, tokens] of every forward before it begins."""
+    module = internals(engine)._runner._model.module
+
+    def hook(_: Any, positional: Any, named: dict[str, Any]) -> None:
+        fault(named["input_ids"])
+
+    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def all_is_free(engine: Harness) -> bool:
+    stats, scheduler = engine.backend.stats(), internals(engine).scheduler
+    return (
+        stats.used_blocks == stats.running_sequences == stats.waiting_sequences == 0
+        and stats.pending_prompt_tokens == 0
+        and not scheduler.has_work
+        and scheduler.tables.free_slots == engine.info.max_batch_size
+        and not scheduler.tables.rows.any()
+    )
+
+
+def refuse_marked(ids: torch.Tensor) -> None:
+    if (ids == MARKED).any():
+        raise RuntimeError("this input is too much")
+
+
+def take_all_memory(ids: torch.Tensor) -> None:
+    if (ids == MARKED).any():
+        torch.empty(2**61, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"), [(refuse_marked, "this input is too much"), (take_all_memory, "memory")]
+)
+@pytest.mark.parametrize("position", [0, 3])
+async def test_a_fault_of_one_input_ends_that_item_alone(
+    llama: Path, fault: Callable[[torch.Tensor], None], words: str, position: int
+) -> None:
+    bad = [7] * position + [MARKED, 5]
+    async with running(llama, max_step_tokens=12, kv_cache_tokens=512) as engine:
+        expected = await engine.run(PROMPTS, SHORT)
+        with raising(engine, fault):
+            keys = [engine.submit(prompt, SHORT)[0] for prompt in PROMPTS[:3]]
+            (failing,) = engine.submit(bad, SHORT)
+            keys += [engine.submit(prompt, SHORT)[0] for prompt in PROMPTS[3:]]
+            assert [stream.token_ids for stream in await engine.ended(keys)] == expected
+            (failed,) = await engine.ended([failing])
+            assert failed.end
+            assert failed.end.reason == pb.FINISH_REASON_ERROR
+            assert isinstance(failed.end.error, BackendFailed)
+            assert words in str(failed.end.error)
+            assert not failed.token_ids
+        assert all_is_free(engine)
+        assert engine.failures == []
+
+
+async def test_inputs_that_fail_one_after_another_do_not_end_the_engine(llama: Path) -> None:
+    async with running(llama, kv_cache_tokens=512) as engine:
+        expected = await engine.run(PROMPTS[:1], SHORT)
+        with raising(engine, refuse_marked):
+            for _ in range(5):
+                (failed,) = await engine.ended(engine.submit([MARKED], SHORT))
+                assert failed.end
+                assert failed.end.reason == pb.FINISH_REASON_ERROR
+            assert await engine.run(PROMPTS[:1], SHORT) == expected
+        assert engine.failures == []
+        assert all_is_free(engine)
+        # The check that told them from a broken model left the null block as it must be.
+        assert not internals(engine)._cache.pool[0].any()
+
+
+async def test_a_step_too_large_for_the_memory_is_computed_in_parts(llama: Path) -> None:
+    async with running(llama, kv_cache_tokens=512) as engine:
+        expected = await engine.run(PROMPTS, SHORT)
+        longest = max(len(prompt) for prompt in PROMPTS)
+
+        def fault(ids: torch.Tensor) -> None:
+            if ids.shape[1] > longest:
+                torch.empty(2**61, dtype=torch.uint8)
+
+        with raising(engine, fault):
+            assert await engine.run(PROMPTS, SHORT) == expected
+        assert engine.failures == []
+
+
+async def test_a_model_that_computes_nothing_any_more_ends_all_and_is_told_once(
+    llama: Path,
+) -> None:
+    def fault(_: torch.Tensor) -> None:
+        raise RuntimeError("the device is gone")
+
+    async with running(llama, max_batch_size=2) as engine:
+        with raising(engine, fault):
+            keys = [engine.submit([5], SHORT)[0] for _ in range(7)]
+            for stream in await engine.ended(keys):
+                assert stream.end
+                assert stream.end.reason == pb.FINISH_REASON_ERROR
+                assert isinstance(stream.end.error, BackendFailed)
+                assert "the device is gone" in str(stream.end.error)
+            await engine.until(lambda: engine.failures)
+        assert len(engine.failures) == 1
+        with pytest.raises(BackendFailed):
+            engine.submit([5], SHORT)
+        assert all_is_free(engine)
+
+
+async def test_weights_that_become_no_numbers_end_all(llama: Path) -> None:
+    async with running(llama) as engine:
+        await engine.run(PROMPTS[:2], SHORT)
+        with torch.inference_mode():
+            internals(engine)._runner._model.module.get_input_embeddings().weight.fill_(torch.nan)
+        for stream in await engine.ended([engine.submit(p, SHORT)[0] for p in PROMPTS]):
+            assert stream.end
+            assert stream.end.reason == pb.FINISH_REASON_ERROR
+            assert not stream.token_ids
+        assert all_is_free(engine)
+
+
+async def test_deadlines_of_sequences_that_are_over_are_forgotten(llama: Path) -> None:
+    async with running(llama) as engine:
+        deadline = time.monotonic() + 3600
+        config = configure(max_tokens=1, ignore_end_id=True)
+        for _ in range(6):
+            await engine.ended(
+                [engine.submit([5], config, deadline=deadline)[0] for _ in range(40)]
+            )
+        assert len(internals(engine)._deadlines) < 200
+
+
+BREAKS_ON_A_FILE = """
+import os
+import torch
+
+def hook(module, arguments):
+    if os.path.exists({flag!r}):
+        raise RuntimeError("the device is gone")
+
+torch.nn.modules.module.register_module_forward_pre_hook(hook)
+"""
+
+
+async def test_a_process_whose_model_breaks_is_not_serving_and_exits_with_an_error(
+    llama: Path, tmp_path: Path
+) -> None:
+    """Python runs sitecustomize.py when it starts, so that is how the fault gets into a real process."""
+    flag = tmp_path / "broken"
+    (tmp_path / "sitecustomize.py").write_text(BREAKS_ON_A_FILE.format(flag=str(flag)))
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    flags = ("--model-dir", str(llama), "--torch-threads", "1", "--torch-kv-cache-tokens", "1024")
+    async with service_process("engine", *flags, env={"PYTHONPATH": path}) as process:
+        await until_health(process.address, SERVING)
+        async with router_stream(process.address) as stream:
+            await stream.send(submit(1, 400, prompt=[5, 6]), submit(2, 400, prompt=[7]))
+            watching = asyncio.create_task(until_health(process.address, NOT_SERVING))
+            flag.touch()
+            for received in (await stream.ends([1, 2])).values():
+                assert received.end
+                assert received.end.reason == pb.FINISH_REASON_ERROR
+        await watching
+        assert await process.wait() == 1
+        assert "cannot compute a single token" in process.stderr
