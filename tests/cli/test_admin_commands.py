@@ -160,9 +160,11 @@ async def test_a_token_is_shown_from_a_file_or_the_environment(tmp_path: Path) -
         assert str(tmp_path / "none") in result.stderr
 
 
-def test_the_shell_completes_commands_and_options() -> None:
+def test_the_shell_completes_commands_options_and_names(admin: str) -> None:
     for words, expected in (
         ("trtmesh work", {"workers"}),
+        (f"trtmesh workers drain --admin {admin} eng", {"engine-0", "engine-1"}),
+        ("trtmesh policy set --admin 127.0.0.1:1 r", set()),
         ("trtmesh workers re", {"resume", "remove"}),
         ("trtmesh policy get --tok", {"--token-file"}),
     ):
@@ -171,4 +173,6 @@ def test_the_shell_completes_commands_and_options() -> None:
             "COMP_WORDS": words,
             "COMP_CWORD": str(len(words.split()) - 1),
         }
-        assert set(trtmesh(env=env).stdout.split()) == expected
+        result = trtmesh(env=env)
+        assert set(result.stdout.split()) == expected
+        assert result.stderr == ""

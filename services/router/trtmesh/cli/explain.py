@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from trtmesh.cli.admin_command import Context, admin_command
+from trtmesh.cli.completion import complete_request_id
 from trtmesh.cli.output import printable, put, put_json
 from trtmesh.cli.session import OK
 from trtmesh.cli.tables import candidates_table
@@ -15,7 +16,10 @@ from trtmesh.v1 import router_admin_pb2 as pb
 
 @admin_command
 async def explain(
-    context: Context, request_id: Annotated[str, typer.Argument(help="Name of the request.")]
+    context: Context,
+    request_id: Annotated[
+        str, typer.Argument(help="Name of the request.", autocompletion=complete_request_id)
+    ],
 ) -> int:
     """Explain how the items of a request, live or over, were placed.
 

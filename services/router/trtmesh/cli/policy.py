@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 from trtmesh.cli.admin_command import Context, admin_command
+from trtmesh.cli.completion import complete_policy
 from trtmesh.cli.output import put, put_json
 from trtmesh.cli.session import OK
 
@@ -28,7 +29,10 @@ async def get_policy(context: Context) -> int:
 @policy.command("set")
 @admin_command
 async def set_policy(
-    context: Context, policy: Annotated[str, typer.Argument(help="One of `policy get`.")]
+    context: Context,
+    policy: Annotated[
+        str, typer.Argument(help="One of `policy get`.", autocompletion=complete_policy)
+    ],
 ) -> int:
     """Change how workers are chosen from now on, until the router ends."""
     response = await context.admin.set_policy(policy)

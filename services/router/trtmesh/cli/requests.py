@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from trtmesh.chassis.errors import NotFound
 from trtmesh.cli.admin_command import Context, admin_command
+from trtmesh.cli.completion import complete_request_id
 from trtmesh.cli.output import printable, put, put_json
 from trtmesh.cli.session import OK
 from trtmesh.cli.tables import items_table, requests_table
@@ -15,7 +16,9 @@ from trtmesh.v1 import router_admin_pb2 as pb
 
 requests = typer.Typer(name="requests", help="The live requests of a router.", no_args_is_help=True)
 
-RequestArgument = Annotated[str, typer.Argument(help="Name of the request.")]
+RequestArgument = Annotated[
+    str, typer.Argument(help="Name of the request.", autocompletion=complete_request_id)
+]
 
 
 @requests.command("list")

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from trtmesh.cli.admin_command import Context, admin_command
+from trtmesh.cli.completion import complete_worker
 from trtmesh.cli.output import printable, put, put_json, say
 from trtmesh.cli.session import FAILED, OK
 from trtmesh.cli.tables import state_word, workers_table
@@ -16,7 +17,9 @@ from trtmesh.v1 import router_admin_pb2 as pb
 
 workers = typer.Typer(name="workers", help="The workers of a router.", no_args_is_help=True)
 
-WorkerArgument = Annotated[str, typer.Argument(help="Name or address of a worker.")]
+WorkerArgument = Annotated[
+    str, typer.Argument(help="Name or address of a worker.", autocompletion=complete_worker)
+]
 
 
 @workers.command("list")

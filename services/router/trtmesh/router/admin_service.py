@@ -161,5 +161,5 @@ def _describe_worker(worker: Worker) -> pb.Worker:
         problem=refused or worker.snapshot().problem,
         engine=worker.engine,
         load=worker.load,
-        items=len(worker.sequences),
+        items=len({run.owner for run in worker.sequences.values()}),
     )

@@ -1,0 +1,53 @@
+"""What the shell proposes for names that only a router knows; nothing where none answers at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Iterable
+
+import typer
+from trtmesh.chassis.errors import StartupError, TrtmeshError
+from trtmesh.client import DEFAULT_ADMIN_ADDRESS, AdminClient, read_admin_token
+
+PATIENCE_SECONDS = 1.0
+
+Ask = Callable[[AdminClient], Awaitable[Iterable[str]]]
+Complete = Callable[[typer.Context, str], list[str]]
+
+
+def _completing(ask: Ask) -> Complete:
+    def complete(context: typer.Context, incomplete: str) -> list[str]:
+        try:
+            names = asyncio.run(_names(context, ask))
+        except (TrtmeshError, StartupError):
+            return []
+        return sorted(name for name in names if name.startswith(incomplete))
+
+    return complete
+
+
+async def _names(context: typer.Context, ask: Ask) -> Iterable[str]:
+    address = context.params.get("admin") or DEFAULT_ADMIN_ADDRESS
+    token = read_admin_token(context.params.get("token_file"), os.environ)
+    async with AdminClient(address, token=token, timeout_seconds=PATIENCE_SECONDS) as admin:
+        return await ask(admin)
+
+
+async def _worker_names(admin: AdminClient) -> Iterable[str]:
+    seen = await admin.list_workers()
+    return {worker.worker or worker.address for worker in seen.workers}
+
+
+async def _request_ids(admin: AdminClient) -> Iterable[str]:
+    seen = await admin.list_requests(limit=100)
+    return {request.request_id for request in seen.requests}
+
+
+async def _policies(admin: AdminClient) -> Iterable[str]:
+    return (await admin.get_policy()).available
+
+
+complete_worker = _completing(_worker_names)
+complete_request_id = _completing(_request_ids)
+complete_policy = _completing(_policies)
