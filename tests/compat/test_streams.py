@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
-from compat.triton import SyncStream, Triton, joined, request
+from compat.triton import Response, SyncStream, Triton, joined, request
 from e2e.mesh import Mesh
 from tritonclient.utils import InferenceServerException
 
@@ -87,3 +88,138 @@ async def test_a_decoupled_model_has_no_unary_call(triton: Triton) -> None:
     assert caught.value.message() == (
         "ModelInfer RPC doesn't support models with decoupled transaction policy"
     )
+
+
+def rows(*texts: str) -> np.ndarray:
+    return np.array([[text] for text in texts], dtype=np.object_)
+
+
+def flags(count: int) -> np.ndarray:
+    return np.ones((count, 1), dtype=bool)
+
+
+async def test_rows_of_a_batch_stream_beside_each_other(mesh: Mesh, triton: Triton) -> None:
+    prompts = ["first", "second prompt", "third"]
+    lengths = np.array([[5], [30], [12]], dtype=np.int32)
+    tensors = {"text_input": rows(*prompts), "max_tokens": lengths, "stream": flags(3)}
+    responses = await triton.stream("ensemble", tensors)
+    assert [response.final for response in responses].count(True) == 1
+    assert responses[-1].final
+    for index, prompt in enumerate(prompts):
+        own = [r for r in responses if r.outputs["batch_index"].tolist() == [[index]]]
+        assert joined(own) == await native_text(mesh, prompt, int(lengths[index, 0]))
+    whole = await triton.stream("ensemble", tensors | {"stream": ~flags(3)})
+    assert {r.number["batch_index"] for r in whole} == {0, 1, 2}
+    assert [r.final for r in whole] == [False, False, True]
+
+
+async def test_sequences_of_a_prompt_are_told_apart(triton: Triton) -> None:
+    responses = await triton.stream(
+        "ensemble",
+        {
+            "text_input": "x",
+            "max_tokens": 9,
+            "stream": True,
+            "num_return_sequences": 2,
+            "top_k": 40,
+        },
+    )
+    own = [[r for r in responses if r.number["sequence_index"] == index] for index in (0, 1)]
+    assert joined(own[0]) != joined(own[1])
+
+
+async def test_token_ids_come_as_they_are_generated(mesh: Mesh, triton: Triton) -> None:
+    tensors = {"input_ids": [7, 8], "input_lengths": 2, "request_output_len": 9, "streaming": True}
+    more = {"return_num_output_tokens": True, "return_perf_metrics": True}
+    responses = await triton.stream("tensorrt_llm", tensors | more)
+    (item,) = await mesh.client.complete([[7, 8]], max_tokens=9, ignore_end_id=True)
+    ids = [i for response in responses for i in response.outputs["output_ids"].ravel().tolist()]
+    assert ids == list(item.token_ids)
+    assert all(r.number["sequence_length"] == r.outputs["output_ids"].size for r in responses)
+    assert responses[-1].number["num_output_tokens"] == 9
+    assert responses[-1].number["last_token_time_ns"] > 0
+    assert responses[-1].final
+
+
+async def test_a_stop_word_across_chunks(mesh: Mesh, triton: Triton) -> None:
+    whole = await native_text(mesh, "stop", 60)
+    word = whole[30:36]
+    for model in ("ensemble", "tensorrt_llm_bls"):
+        responses = await triton.stream(
+            model,
+            {"text_input": "stop", "max_tokens": 5000, "stream": True, "stop_words": ["zz", word]},
+        )
+        assert joined(responses) == whole[: whole.index(word) + len(word)]
+    await mesh.idle()
+
+
+STOP_IDS = {"input_ids": [0], "input_lengths": 0, "request_output_len": 0, "stop": True}
+
+
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls", "tensorrt_llm"])
+@pytest.mark.parametrize("stopper", ["own", "tensorrt_llm"])
+async def test_a_request_is_stopped_by_its_name(mesh: Mesh, model: str, stopper: str) -> None:
+    prompt = (
+        {"input_ids": [5], "input_lengths": 1, "request_output_len": 8000, "streaming": True}
+        if model == "tensorrt_llm"
+        else {"text_input": "long", "max_tokens": 8000, "stream": True}
+    )
+    stream = SyncStream(mesh.router.address)
+    stream.send(model, prompt, request_id="long", enable_empty_final_response=True)
+    first = await asyncio.to_thread(stream.next)
+    assert first.outputs
+    assert not first.final
+    if stopper == "own" and model != "tensorrt_llm":
+        stream.send(model, {"stop": True}, request_id="long")
+    else:
+        stream.send("tensorrt_llm", STOP_IDS, request_id="long")
+    responses = await asyncio.to_thread(stream.half_close)
+    stream.close()
+    assert not any(response.error for response in responses)
+    # The stop's own answer is empty; the stopped request ends as if it had come to its end.
+    finals = [response for response in responses if response.final]
+    assert len(finals) == 2
+    assert any(not response.outputs for response in finals)
+    await mesh.idle()
+
+
+async def test_stopping_what_is_not_there(mesh: Mesh, triton: Triton) -> None:
+    (response,) = await triton.stream("tensorrt_llm", STOP_IDS, request_id="never seen")
+    assert response == Response("never seen", {}, final=True)
+    (response,) = await triton.stream("tensorrt_llm", STOP_IDS)
+    assert "Trying to stop a request but request ID is not provided" in response.error
+
+
+async def test_equal_names_are_no_error(mesh: Mesh, triton: Triton) -> None:
+    one = request("ensemble", {"text_input": "x", "max_tokens": 20}, request_id="same")
+    responses = await triton.stream_all([one, dict(one), dict(one)])
+    assert len({response.text for response in responses}) == 1
+    assert len(responses) == 3
+
+
+async def test_cancelling_a_stream_ends_all_its_requests(mesh: Mesh) -> None:
+    stream = SyncStream(mesh.router.address)
+    for index in range(5):
+        tensors = {"text_input": f"long {index}", "max_tokens": 8000, "stream": True}
+        stream.send("ensemble", tensors)
+    await asyncio.to_thread(stream.next)
+    await asyncio.to_thread(stream.cancel)
+    stream.close()
+    await mesh.idle()
+
+
+async def test_a_timeout_ends_a_request_and_leaves_nothing(mesh: Mesh, triton: Triton) -> None:
+    tensors = {"text_input": "long", "max_tokens": 8000}
+    (response,) = await triton.stream("ensemble", tensors, timeout=50_000)
+    assert "timeout of 0.05 s" in response.error
+    await mesh.idle()
+
+
+async def test_the_first_error_ends_a_stream_that_asks_for_it(mesh: Mesh) -> None:
+    """The metadata `triton_grpc_error` makes errors statuses."""
+    stream = SyncStream(mesh.router.address, headers={"triton_grpc_error": "true"})
+    stream.send("nothing", {"text_input": "x"})
+    response = await asyncio.to_thread(stream.next)
+    stream.close()
+    assert response.error.startswith("[StatusCode.NOT_FOUND]")
+    assert "Request for unknown model: 'nothing' is not found" in response.error

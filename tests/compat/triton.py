@@ -136,10 +136,10 @@ def _response(result: Any, error: Any) -> Response:
 class SyncStream:
     """The synchronous client's stream: callbacks in a thread, as upstream's scripts use it."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, headers: Mapping[str, str] | None = None) -> None:
         self.client = sync_grpc.InferenceServerClient(address)
         self.responses: queue.Queue[Response] = queue.Queue()
-        self.client.start_stream(callback=self._on_response)
+        self.client.start_stream(callback=self._on_response, headers=headers)
 
     def _on_response(self, result: Any, error: Any) -> None:
         self.responses.put(_response(result, error))

@@ -25,6 +25,7 @@ from trtmesh.router.settings import TritonSettings
 from trtmesh.router.triton.answers import Answer
 from trtmesh.router.triton.calls import Call, find_model, read_call
 from trtmesh.router.triton.generations import Caller, Generations, Send
+from trtmesh.router.triton.log_settings import change_log_settings
 from trtmesh.router.triton.models import (
     MODEL_VERSION,
     Kind,
@@ -32,6 +33,7 @@ from trtmesh.router.triton.models import (
     describe_metadata,
     triton_models,
 )
+from trtmesh.router.triton.statistics import Statistics
 from trtmesh.router.triton.text_models import postprocess, preprocess
 from trtmesh.router.triton.texts import Texts
 from trtmesh.router.triton.wire import ResponseWriter
@@ -60,6 +62,7 @@ class TritonDoor:
         self._models = triton_models(settings)
         self._generations = generations
         self._texts = texts
+        self._statistics = Statistics()
         self._ready = ready
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -98,6 +101,37 @@ class TritonDoor:
             model = find_model(self._models, request.name, request.version)
             return kserve.ModelConfigResponse(config=describe_config(model))
 
+    async def ModelStatistics(self, request: Any, context: _Context) -> Any:
+        async with answering(context):
+            models = list(self._models.values())
+            if request.name:
+                models = [find_model(self._models, request.name, request.version)]
+            return kserve.ModelStatisticsResponse(
+                model_stats=[self._statistics.describe(model) for model in models]
+            )
+
+    async def RepositoryIndex(self, request: Any, context: _Context) -> Any:
+        response = kserve.RepositoryIndexResponse()
+        if self._ready() or not request.ready:
+            state = "READY" if self._ready() else "UNAVAILABLE"
+            for name in self._models:
+                response.models.add(name=name, version=MODEL_VERSION, state=state)
+        return response
+
+    async def TraceSetting(self, request: Any, context: _Context) -> Any:
+        """Nothing is traced here, which is what the settings say; to change them is refused."""
+        async with answering(context):
+            if request.settings:
+                raise UnsupportedCall("this server does not trace; leave the trace settings alone")
+            response = kserve.TraceSettingResponse()
+            response.settings["trace_level"].value.append("OFF")
+            return response
+
+    async def LogSettings(self, request: Any, context: _Context) -> Any:
+        """`log_verbose_level` above 0 logs whatever there is to log; the other settings are as the process began."""
+        async with answering(context):
+            return change_log_settings(request.settings)
+
     async def ModelInfer(self, request: Any, context: _Context) -> bytes:
         """One request, one response."""
         async with answering(context, request.id):
@@ -129,6 +163,10 @@ class TritonDoor:
 
     async def _serve(self, call: Call, caller: Caller, send: Send) -> None:
         """Does what a call asks. Raises TrtmeshError."""
+        with self._statistics.counting(call):
+            await self._answer(call, caller, send)
+
+    async def _answer(self, call: Call, caller: Caller, send: Send) -> None:
         if call.stops:
             self._generations.stop(call)
             await send(Answer(final=True))

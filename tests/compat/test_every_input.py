@@ -1,0 +1,355 @@
+"""Every input tensor of the contract is observed at a backend, through a real router and tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from compat.triton import Triton
+from e2e.mesh import DEMO, DEMO_VOCABULARY, Mesh, eventually, running_mesh
+from engine.test_config_fields import LEAVES
+from engine_streams import serving
+from recording_backend import INFO, RecordingBackend
+from tokenizers import Tokenizer
+from trtmesh.chassis.vocabulary import GenerationConfig, Tensor
+from trtmesh.router.settings import TritonSettings
+from trtmesh.router.triton.models import triton_models
+from trtmesh.v1 import generation_pb2 as pb
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+F16 = np.ones((1, 2, 3), np.float16)
+PIXELS = np.ones((1, 1, 3, 2, 2), np.float16)
+BYTES = np.ones((1, 1, 2, 2, 3), np.uint8)
+
+
+def i32(*values: int) -> np.ndarray:
+    return np.array([values], np.int32)
+
+
+def u64(*values: int) -> np.ndarray:
+    return np.array([values], np.uint64)
+
+
+def tensor(data: np.ndarray, data_type: int) -> Tensor:
+    return Tensor(data_type, data.shape[1:], data.tobytes())
+
+
+def ids(text: str) -> tuple[int, ...]:
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+@dataclass(frozen=True)
+class Case:
+    """An input's value, the field that it reaches, and what is seen there; inputs that must come with it."""
+
+    value: Any
+    path: str
+    seen: Any
+    beside: Mapping[str, Any] | None = None
+
+
+BEAMS = {"beam_width": 2}
+RANGES = {
+    "retention_token_range_starts": i32(0, 1),
+    "retention_token_range_ends": i32(1, -1),
+    "retention_token_range_priorities": i32(10, 20),
+    "retention_token_range_durations_ms": i32(-1, 500),
+}
+SHARED = {
+    "num_return_sequences": Case(2, "sampling.num_return_sequences", 2),
+    "beam_width": Case(2, "beam_search.beam_width", 2),
+    "end_id": Case(9, "stopping.end_id", 9),
+    "temperature": Case(0.5, "sampling.temperature", 0.5, {"top_k": 5, "runtime_top_k": 5}),
+    "repetition_penalty": Case(1.5, "sampling.repetition_penalty", 1.5),
+    "presence_penalty": Case(0.5, "sampling.presence_penalty", 0.5),
+    "frequency_penalty": Case(0.25, "sampling.frequency_penalty", 0.25),
+    "early_stopping": Case(2, "beam_search.early_stopping", 3, BEAMS),
+    "min_tokens": Case(1, "stopping.min_tokens", 1),
+    "seed": Case(2**63 + 1, "sampling.seed", 2**63 + 1),
+    "return_log_probs": Case(True, "output.log_probs", True),
+    "return_context_logits": Case(True, "output.context_logits", True),
+    "return_generation_logits": Case(True, "output.generation_logits", True),
+    "return_perf_metrics": Case(True, "output.perf_metrics", True),
+    "prompt_embedding_table": Case(
+        F16, "prompt_tuning.embedding_table", tensor(F16, pb.DATA_TYPE_FP16)
+    ),
+    "prompt_vocab_size": Case(2, "prompt_tuning.vocabulary_size", 2),
+    "lora_task_id": Case(7, "lora.id", 7),
+    "lora_weights": Case(F16, "lora.weights", tensor(F16, pb.DATA_TYPE_FP16)),
+    "lora_config": Case(
+        np.ones((1, 2, 3), np.int32),
+        "lora.config",
+        tensor(np.ones((1, 2, 3), np.int32), pb.DATA_TYPE_INT32),
+    ),
+    "guided_decoding_guide_type": Case(
+        "regex", "guided_decoding.guide_type", 3, {"guided_decoding_guide": "a+"}
+    ),
+    "guided_decoding_guide": Case(
+        "a+", "guided_decoding.guide", "a+", {"guided_decoding_guide_type": "regex"}
+    ),
+}
+TEXT = SHARED | {
+    "max_tokens": Case(3, "stopping.max_tokens", 3),
+    "decoder_text_input": Case("hello", "encoder_decoder.decoder_prompt.text", "hello"),
+    "bad_words": Case(["one two", ""], "stopping.bad_token_ids", (ids("one two"),)),
+    "top_k": Case(5, "sampling.top_k", 5),
+    "top_p": Case(0.5, "sampling.top_p", 0.5),
+    "length_penalty": Case(2.0, "beam_search.length_penalty", 2.0, BEAMS),
+    "prompt_table_extra_id": Case(u64(8), "prompt_tuning.extra_ids", (8,)),
+    "embedding_bias_words": Case(
+        ["x"], "sampling.embedding_bias_token_ids", (ids("x"),), {"embedding_bias_weights": 0.5}
+    ),
+    "embedding_bias_weights": Case(
+        0.5, "sampling.embedding_bias_weights", (0.5,), {"embedding_bias_words": ["x"]}
+    ),
+}
+BLS = TEXT | {
+    "image_input": Case(PIXELS, "multimodal.images", None),
+    "image_bytes_input": Case(BYTES, "multimodal.images", None),
+    "image_url_input": Case("https://example.org/a.png", "multimodal.images", None),
+    "video_bytes_input": Case(BYTES, "multimodal.video", tensor(BYTES, pb.DATA_TYPE_UINT8)),
+    "num_draft_tokens": Case(4, "draft.num_draft_tokens", 4),
+    "use_draft_logits": Case(True, "draft.use_draft_logits", True),
+}
+TOKENS = SHARED | {
+    "request_output_len": Case(3, "stopping.max_tokens", 3),
+    "encoder_input_features": Case(
+        F16, "encoder_decoder.encoder_features", tensor(F16, pb.DATA_TYPE_FP16)
+    ),
+    "encoder_output_lengths": Case(2, "encoder_decoder.encoder_output_length", 2),
+    "decoder_input_ids": Case(
+        i32(4, 5, 0), "encoder_decoder.decoder_prompt.token_ids", (4, 5), {"decoder_input_lengths": 2}
+    ),
+    "decoder_input_lengths": Case(
+        1, "encoder_decoder.decoder_prompt.token_ids", (4,), {"decoder_input_ids": i32(4, 5)}
+    ),
+    "draft_input_ids": Case(i32(4, 5), "draft.token_ids", (4, 5)),
+    "draft_logits": Case(
+        F16.astype(np.float32),
+        "draft.logits",
+        tensor(F16.astype(np.float32), pb.DATA_TYPE_FP32),
+    ),
+    "draft_acceptance_threshold": Case(0.5, "draft.acceptance_threshold", 0.5),
+    "stop_words_list": Case(
+        np.array([[[14480, 326, 262, 1171], [1, 4, -1, -1]]], np.int32),
+        "stopping.stop_token_ids",
+        ((14480,), (326, 262, 1171)),
+    ),
+    "bad_words_list": Case(
+        np.array([[[24044, 76, 1230], [2, 3, -1]]], np.int32),
+        "stopping.bad_token_ids",
+        ((24044, 76), (1230,)),
+    ),
+    "embedding_bias": Case(
+        np.array([[0.5, -1.0, 2.0]], np.float32), "sampling.embedding_bias", (0.5, -1.0, 2.0)
+    ),
+    "runtime_top_k": Case(5, "sampling.top_k", 5),
+    "runtime_top_p": Case(0.5, "sampling.top_p", 0.5),
+    "len_penalty": Case(2.0, "beam_search.length_penalty", 2.0, BEAMS),
+    "beam_search_diversity_rate": Case(0.5, "beam_search.diversity_rate", 0.5, BEAMS),
+    "runtime_top_p_min": Case(0.5, "sampling.top_p_min", 0.5),
+    "runtime_top_k_min": Case(0.5, "sampling.top_p_min", 0.5),
+    "runtime_top_p_decay": Case(0.5, "sampling.top_p_decay", 0.5),
+    "runtime_top_p_reset_ids": Case(6, "sampling.top_p_reset_id", 6),
+    "prompt_ignore_length": Case(1, "sampling.prompt_ignore_length", 1),
+    "no_repeat_ngram_size": Case(3, "sampling.no_repeat_ngram_size", 3),
+    "return_kv_cache_reuse_stats": Case(True, "output.perf_metrics", True),
+    "prompt_table_extra_ids": Case(u64(8, 9, 0), "prompt_tuning.extra_ids", (8, 9)),
+    "cross_attention_mask": Case(
+        np.ones((1, 2, 2), np.bool_),
+        "encoder_decoder.cross_attention_mask",
+        tensor(np.ones((1, 2, 2), np.bool_), pb.DATA_TYPE_BOOL),
+    ),
+    "skip_cross_attn_blocks": Case(True, "encoder_decoder.skip_cross_attention", True),
+    "mrope_rotary_cos_sin": Case(
+        np.ones((1, 4), np.float32),
+        "multimodal.mrope_rotary_cos_sin",
+        tensor(np.ones((1, 4), np.float32), pb.DATA_TYPE_FP32),
+    ),
+    "mrope_position_deltas": Case(np.array([[-3]], np.int64), "multimodal.mrope_position_delta", -3),
+    "multimodal_embedding": Case(F16, "multimodal.embedding", tensor(F16, pb.DATA_TYPE_FP16)),
+    "multimodal_hashes": Case(
+        np.ones((1, 2, 8), np.int32),
+        "multimodal.hashes",
+        tensor(np.ones((1, 2, 8), np.int32), pb.DATA_TYPE_INT32),
+    ),
+    "multimodal_item_runs": Case(
+        np.ones((1, 2, 3), np.int32),
+        "multimodal.item_runs",
+        tensor(np.ones((1, 2, 3), np.int32), pb.DATA_TYPE_INT32),
+    ),
+    "context_phase_params": Case(np.array([[1, 2]], np.uint8), "handoff.state", b"\1\2"),
+    "retention_decode_priority": Case(60, "kv_cache.decode_priority", 60),
+    "retention_decode_duration_ms": Case(70, "kv_cache.decode_duration_ms", 70),
+    **{
+        name: Case(RANGES[name], "kv_cache.token_ranges", None, RANGES) for name in RANGES
+    },
+    "lookahead_window_size": Case(
+        4, "lookahead.window_size", 4,
+        {"lookahead_ngram_size": 2, "lookahead_verification_set_size": 3},
+    ),
+    "lookahead_ngram_size": Case(
+        2, "lookahead.ngram_size", 2,
+        {"lookahead_window_size": 4, "lookahead_verification_set_size": 3},
+    ),
+    "lookahead_verification_set_size": Case(
+        3, "lookahead.verification_set_size", 3,
+        {"lookahead_window_size": 4, "lookahead_ngram_size": 2},
+    ),
+}  # fmt: skip
+NOT_FOR_BACKENDS = {
+    "stop": "acted on by the door",
+    "stream": "acted on by the router",
+    "streaming": "acted on by the router",
+    "stop_words": "acted on by the router and a tokenizer",
+    "pad_id": "rows are padded by the door",
+    "exclude_input_in_output": "acted on by the door",
+    "return_num_input_tokens": "always counted",
+    "return_num_output_tokens": "always counted",
+    "text_input": "seen as the prompt's ids",
+    "input_ids": "seen as the prompt's ids",
+    "input_lengths": "seen as the prompt's ids",
+}
+CASES = [
+    (model, name, case)
+    for model, cases in (("ensemble", TEXT), ("tensorrt_llm_bls", BLS), ("tensorrt_llm", TOKENS))
+    for name, case in cases.items()
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "cases"), [("ensemble", TEXT), ("tensorrt_llm_bls", BLS), ("tensorrt_llm", TOKENS)]
+)
+async def test_no_input_is_left_out(model: str, cases: dict[str, Case]) -> None:
+    declared = set(triton_models(TritonSettings())[model].inputs)
+    assert declared - set(cases) <= set(NOT_FOR_BACKENDS)
+    assert set(cases) <= declared
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def backend() -> RecordingBackend:
+    return RecordingBackend(
+        replace(
+            INFO,
+            model="demo",
+            vocabulary_size=DEMO_VOCABULARY,
+            supported_fields=frozenset(LEAVES),
+            max_sequence_tokens=4096,
+        )
+    )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def mesh(backend: RecordingBackend) -> AsyncIterator[Mesh]:
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(serving(backend))
+
+        async def start(mesh: Mesh) -> None:
+            await mesh.start_tokenizer()
+            mesh.engines.append(engine)  # type: ignore[arg-type]
+            await mesh.start_router()
+            await mesh.ready(1, 1)
+
+        yield await stack.enter_async_context(running_mesh(start=start))
+
+
+async def seen_config(
+    triton: Triton,
+    backend: RecordingBackend,
+    model: str,
+    tensors: Mapping[str, Any],
+    **more: Any,
+) -> GenerationConfig:
+    """The config that reaches the backend, which ends the sequences at once. Inputs that the model does not have are
+    left out."""
+    needed: dict[str, Any] = (
+        {"input_ids": i32(1, 2), "input_lengths": 2, "request_output_len": 5}
+        if model == "tensorrt_llm"
+        else {"text_input": "a prompt", "max_tokens": 5}
+    )
+    declared = triton_models(TritonSettings())[model].inputs
+    known = {name: value for name, value in tensors.items() if name in declared}
+    before = len(backend.items)
+    stream = asyncio.create_task(triton.stream(model, needed | known, **more))
+
+    async def arrived_or_refused() -> bool:
+        return len(backend.items) > before or stream.done()
+
+    await eventually(arrived_or_refused)
+    backend.end(*list(backend.live))
+    responses = await stream
+    assert not [response.error for response in responses if response.error]
+    return backend.items[before].config
+
+
+@pytest.mark.parametrize(("model", "name", "case"), CASES, ids=[f"{m}-{n}" for m, n, _ in CASES])
+async def test_an_input_reaches_the_backend(
+    triton: Triton, backend: RecordingBackend, model: str, name: str, case: Case
+) -> None:
+    config: Any = await seen_config(
+        triton, backend, model, {**(case.beside or {}), name: case.value}
+    )
+    value = config
+    for part in case.path.split("."):
+        value = getattr(value, part)
+    if case.seen is None:
+        assert value
+    else:
+        assert value == case.seen
+
+
+async def test_words_and_flags_of_early_stopping(triton: Triton, backend: RecordingBackend) -> None:
+    """It was BOOL before it was INT32."""
+    tensors = {"beam_width": 2, "early_stopping": True}
+    config = await seen_config(triton, backend, "tensorrt_llm", tensors)
+    assert config.beam_search.early_stopping == pb.EARLY_STOPPING_FIRST_COMPLETE
+
+
+async def test_retention_ranges_are_joined(triton: Triton, backend: RecordingBackend) -> None:
+    config = await seen_config(triton, backend, "tensorrt_llm", RANGES)
+    first, second = config.kv_cache.token_ranges
+    assert (first.token_start, first.token_end, first.priority, first.duration_ms) == (
+        0,
+        1,
+        10,
+        None,
+    )
+    assert (second.token_start, second.token_end, second.priority, second.duration_ms) == (
+        1,
+        None,
+        20,
+        500,
+    )
+
+
+async def test_what_the_models_mean_without_a_word(
+    triton: Triton, backend: RecordingBackend
+) -> None:
+    """Greedy unless top_k or top_p says otherwise; the core model has no end id of its own; one beam is no search."""
+    tensors = {"temperature": 0.7, "beam_width": 1, "len_penalty": 1.0, "runtime_top_p": 0.0}
+    config = await seen_config(triton, backend, "tensorrt_llm", tensors)
+    assert config.sampling.greedy
+    assert config.stopping.ignore_end_id
+    assert "beam_search.length_penalty" not in config.fields_set
+    config = await seen_config(triton, backend, "ensemble", {})
+    assert not config.stopping.ignore_end_id
+    config = await seen_config(triton, backend, "ensemble", {"end_id": -1})
+    assert config.stopping.ignore_end_id
+
+
+async def test_request_parameters_reach_the_backend(
+    triton: Triton, backend: RecordingBackend
+) -> None:
+    more = {"priority": 3, "parameters": {"request_type": "context_only", "Streaming": True}}
+    config = await seen_config(triton, backend, "tensorrt_llm", {}, **more)
+    assert config.handoff is not None
+    assert config.handoff.phase == pb.GENERATION_PHASE_CONTEXT_ONLY
+    assert config.priority == 1_000_000 - 3

@@ -1,0 +1,100 @@
+"""What clients ask of a server before and beside their requests."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from compat.triton import Triton
+from e2e.mesh import eventually
+from tritonclient.utils import InferenceServerException
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+MODELS = ["ensemble", "tensorrt_llm_bls", "tensorrt_llm", "preprocessing", "postprocessing"]
+
+
+async def test_it_lives_and_is_ready(triton: Triton) -> None:
+    client = triton.client
+    assert await client.is_server_live()
+    # Health follows the fleet within a tenth of a second.
+    await eventually(client.is_server_ready)
+    for model in MODELS:
+        assert await client.is_model_ready(model)
+        assert await client.is_model_ready(model, "1")
+        assert not await client.is_model_ready(model, "2")
+    assert not await client.is_model_ready("nothing")
+    index = await client.get_model_repository_index()
+    assert [(model.name, model.state) for model in index.models] == [(m, "READY") for m in MODELS]
+    metadata = await client.get_server_metadata()
+    assert metadata.name == "trtmesh"
+    assert "statistics" in metadata.extensions
+
+
+@pytest.mark.parametrize("model", MODELS)
+async def test_metadata_and_configuration_agree(triton: Triton, model: str) -> None:
+    metadata = await triton.client.get_model_metadata(model)
+    config = (await triton.client.get_model_config(model)).config
+    assert [given.name for given in metadata.inputs] == [given.name for given in config.input]
+    assert [out.name for out in metadata.outputs] == [out.name for out in config.output]
+    assert [list(i.shape) for i in metadata.inputs] == [[-1, *i.dims] for i in config.input]
+    assert config.max_batch_size == 128
+    streams = model in ("ensemble", "tensorrt_llm_bls", "tensorrt_llm")
+    assert config.model_transaction_policy.decoupled == streams
+    steps = [step.model_name for step in config.ensemble_scheduling.step]
+    assert steps == (
+        ["preprocessing", "tensorrt_llm", "postprocessing"] if model == "ensemble" else []
+    )
+
+
+async def test_the_core_model_sees_scalars_without_their_dimension(triton: Triton) -> None:
+    config = (await triton.client.get_model_config("tensorrt_llm")).config
+    inputs = {given.name: given for given in config.input}
+    assert inputs["input_lengths"].HasField("reshape")
+    assert not inputs["input_lengths"].reshape.shape
+    assert not inputs["input_ids"].HasField("reshape")
+    assert inputs["input_ids"].allow_ragged_batch
+
+
+async def test_statistics_count_requests(triton: Triton) -> None:
+    before = (await triton.client.get_inference_statistics("postprocessing")).model_stats[0]
+    good = {
+        "TOKENS_BATCH": np.array([[[5, 6]]], np.int32),
+        "SEQUENCE_LENGTH": np.array([[2]], np.int32),
+    }
+    await triton.infer("postprocessing", good)
+    with pytest.raises(InferenceServerException, match="below 0"):
+        await triton.infer("postprocessing", good | {"SEQUENCE_LENGTH": np.array([[-1]], np.int32)})
+    after = (await triton.client.get_inference_statistics("postprocessing")).model_stats[0]
+    assert after.inference_stats.success.count == before.inference_stats.success.count + 1
+    assert after.inference_stats.fail.count == before.inference_stats.fail.count + 1
+    assert after.inference_count == before.inference_count + 1
+    everything = (await triton.client.get_inference_statistics()).model_stats
+    assert [stats.name for stats in everything] == MODELS
+
+
+async def test_log_and_trace_settings(triton: Triton) -> None:
+    client = triton.client
+    settings = await client.get_log_settings(as_json=True)
+    assert "log_verbose_level" in settings["settings"]
+    changed = await client.update_log_settings({"log_verbose_level": 1})
+    assert changed.settings["log_verbose_level"].uint32_param == 1
+    assert changed.settings["log_info"].bool_param
+    await client.update_log_settings({"log_verbose_level": 0})
+    with pytest.raises(InferenceServerException, match="log_file"):
+        await client.update_log_settings({"log_file": "x"})
+    trace = await client.get_trace_settings()
+    assert list(trace.settings["trace_level"].value) == ["OFF"]
+    with pytest.raises(InferenceServerException, match="does not trace"):
+        await client.update_trace_settings(settings={"trace_level": "TENSOR"})
+
+
+async def test_an_unknown_model(triton: Triton) -> None:
+    for ask in (
+        triton.client.get_model_metadata,
+        triton.client.get_model_config,
+        triton.client.get_inference_statistics,
+    ):
+        with pytest.raises(InferenceServerException) as caught:
+            await ask("nothing")
+        assert caught.value.status() == "StatusCode.NOT_FOUND"
+        assert caught.value.message() == "Request for unknown model: 'nothing' is not found"
