@@ -27,3 +27,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> ModelDir:
 @pytest.fixture(scope="session")
 def llama(model_dir: ModelDir) -> Path:
     return model_dir("llama")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Known where this folder or a file of it is named; elsewhere the default holds."""
+    parser.addoption("--combinations", type=int, help="rounds of test_any_combination")
