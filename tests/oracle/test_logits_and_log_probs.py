@@ -162,6 +162,14 @@ async def test_logits_come_in_the_type_asked_for_and_as_the_model_gave_them(
     torch.testing.assert_close(found.float(), rows, **coarse)
 
 
+async def test_a_prompt_of_one_token_has_no_log_probs(llama: Path) -> None:
+    async with running(llama) as engine:
+        config = configure(max_tokens=3, ignore_end_id=True, prompt_log_probs=True)
+        (stream,) = await engine.ended(engine.submit([7], config))
+        assert stream.prompts == []
+        assert len(stream.token_ids) == 3
+
+
 async def test_an_item_tells_of_its_prompt_once(llama: Path) -> None:
     config = configure(
         max_tokens=2, ignore_end_id=True, temperature=1.0, seed=2, num_return_sequences=3,

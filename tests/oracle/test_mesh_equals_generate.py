@@ -32,13 +32,13 @@ def one_thread() -> None:
 
 
 @asynccontextmanager
-async def serving(folder: Path) -> AsyncIterator[Mesh]:
-    """A router, a tokenizer and an engine with the model in float32."""
+async def serving(folder: Path, engines: int = 1) -> AsyncIterator[Mesh]:
+    """A router, a tokenizer and engines with the model in float32."""
     flags = (
         *("--model-dir", str(folder), "--torch-dtype", "float32", "--torch-threads", "1"),
         *("--torch-kv-cache-tokens", "4096"),
     )
-    async with running_mesh(engine_flags=flags, model_dir=folder) as mesh:
+    async with running_mesh(engines=engines, engine_flags=flags, model_dir=folder) as mesh:
         yield mesh
 
 

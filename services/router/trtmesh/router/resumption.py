@@ -53,11 +53,25 @@ def parse_received(message: router_pb.ResumeRequest, request: GenerationRequest)
         if key in sequences:
             raise InvalidField(f"{name} names a sequence that came before; send each one once")
         sequences[key] = _parse(name, offset, item)
+    for index, item in enumerate(request.items):
+        _forget_cut_search(index, item, sequences)
     for index in message.finished_items:
         if index >= len(request.items):
             limit = f"below {len(request.items)}, the number of items"
             raise InvalidField.of("finished_items", index, limit)
     return Received(sequences, frozenset(message.finished_items))
+
+
+def _forget_cut_search(
+    batch_index: int, item: ItemRequest, sequences: dict[tuple[int, int], ReceivedSequence]
+) -> None:
+    """Beams begin again all together, so one whose end was received before the others' is told once more."""
+    if item.config.beam_search.beam_width == 1:
+        return
+    keys = [(batch_index, index) for index in range(item.config.sequences)]
+    if not all(key in sequences and sequences[key].reason is not None for key in keys):
+        for key in keys:
+            sequences.pop(key, None)
 
 
 def _parse(name: str, offset: router_pb.SequenceOffset, item: ItemRequest) -> ReceivedSequence:

@@ -275,8 +275,8 @@ class SequenceRun:
         )
 
     def _lose(self, address: str, error: TrtmeshError) -> None:
-        if self.stop_text is not None:
-            # The sequence is whole, whatever became of its worker.
+        if self.stop_text is not None and not self.is_beam:
+            # The sequence is whole, whatever became of its worker; a beam might yet have been rewritten.
             self._settle()
         else:
             self.owner.on_lost(self, address, error)

@@ -38,7 +38,8 @@ def reader_for(sequence: Sequence) -> Reader | None:
     if sequence.generated_tokens:
         # Whoever generated those tokens told about the prompt.
         return PastReader(sequence) if sequence.token_rules.wants_log_probs else None
-    asks = output.prompt_log_probs or output.context_logits
+    # The first token of a prompt has no log-probability.
+    asks = output.context_logits or (output.prompt_log_probs and sequence.prompt_tokens > 1)
     # All sequences of an item have the same prompt, so the first tells of it.
     return PromptReader(sequence) if asks and sequence.sequence_index == 0 else None
 
