@@ -221,19 +221,21 @@ def test_priority_goes_before_arrival() -> None:
 
 def mates(engine: PaperEngine, prompt: list[int], new_tokens: int, count: int) -> list[Sequence]:
     group = [engine.sequence(prompt, new_tokens) for _ in range(count)]
+    together = list(group)
     for each in group:
-        each.mates = group
+        each.mates = together
         each.leader = group[0] if each is not group[0] else None
     engine.add(*group)
     return group
 
 
+@pytest.mark.parametrize("prompt_tokens", [8, 10])
 @pytest.mark.parametrize("never_pause", [False, True])
-def test_mates_run_only_all_together(never_pause: bool) -> None:
+def test_mates_run_only_all_together(never_pause: bool, prompt_tokens: int) -> None:
     engine = PaperEngine(
         blocks=22, batch=7, step_tokens=64, chunk_tokens=64, never_pause=never_pause
     )
-    groups = [mates(engine, [number] * 10, 14, 3) for number in range(4)]
+    groups = [mates(engine, [number] * prompt_tokens, 14, 3) for number in range(4)]
     single = [engine.sequence([50 + number] * 10, 20) for number in range(4)]
     engine.add(*single)
     branch = 0
@@ -250,10 +252,10 @@ def test_mates_run_only_all_together(never_pause: bool) -> None:
             for each in group:
                 branch += 1
                 each.append(branch % 97, 0)
-            if group[0].length == 24:
+            if group[0].generated_tokens == 14:
                 for each in group:
                     engine.scheduler.remove(each)
-    assert all(each.length == 24 for group in groups for each in group)
+    assert all(each.generated_tokens == 14 for group in groups for each in group)
     assert all(each.tokens == continued(each.tokens[:10], 20) for each in single)
     assert (engine.scheduler.preemptions == 0) == never_pause
     assert engine.pool.used_blocks == 0

@@ -15,7 +15,6 @@ from __future__ import annotations
 import heapq
 import time
 from bisect import insort
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,6 +22,7 @@ from trtmesh.engine.backends.torch.block_tables import BlockTables
 from trtmesh.engine.backends.torch.blocks import NULL_BLOCK, BlockPool, Prefix
 from trtmesh.engine.backends.torch.forks import Pairs, reassign
 from trtmesh.engine.backends.torch.prefixes import Prefixes
+from trtmesh.engine.backends.torch.room import Room
 from trtmesh.engine.backends.torch.rules import SchedulingRules
 from trtmesh.engine.backends.torch.sequence import PRIORITY_STEPS, Sequence
 
@@ -65,6 +65,7 @@ class Scheduler:
         self.preemptions = 0
         self._rules = rules
         self._prefixes = prefixes
+        self._room = Room(pool, tables, rules)
         self._by_key: dict[int, Sequence] = {}
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
         self._arrivals = 0
@@ -97,7 +98,7 @@ class Scheduler:
         child.leader = parent
         self._enter(child, parent.rank[0])
         prefix = self._prefixes.of_leader(child)
-        if self._has_room(child, prefix):
+        if self._room.suffices(child, prefix, self.running):
             self._start(child, prefix)
         else:
             self._queue(child)
@@ -116,6 +117,8 @@ class Scheduler:
         self._wake_followers(sequence)
         # Else the dead would be kept by a chain of forks.
         sequence.leader = None
+        if sequence.mates:
+            sequence.mates.remove(sequence)
         self.pending_prompt_tokens -= sequence.pending_prompt_tokens
         if sequence.slot < 0:
             # Its entry in the heap is dropped when it comes up.
@@ -144,7 +147,8 @@ class Scheduler:
         chunks: list[Chunk] = []
         for sequence in self.running:
             lacking = len(sequence.tokens) - sequence.num_computed
-            count = self._rules.chunk(lacking, left, first=not chunks)
+            # Most lack one, and one is what anybody gets.
+            count = lacking if lacking < 2 else self._rules.chunk(lacking, left, first=not chunks)
             if count:
                 left -= count
                 chunks.append(Chunk(sequence, sequence.num_computed, count))
@@ -153,12 +157,11 @@ class Scheduler:
     def computed(self, chunk: Chunk) -> None:
         """The KV of `chunk` is in its blocks."""
         sequence = chunk.sequence
-        before = sequence.pending_prompt_tokens
         sequence.num_computed = chunk.start + chunk.count
-        if before:
-            done = before - sequence.pending_prompt_tokens
-            self.pending_prompt_tokens -= done
-            self.computed_prompt_tokens += done
+        prompt = min(sequence.num_computed, sequence.submitted_tokens) - chunk.start
+        if prompt > 0:
+            self.pending_prompt_tokens -= prompt
+            self.computed_prompt_tokens += prompt
         if sequence.key in self._followers and sequence.num_computed >= sequence.prompt_tokens - 1:
             self._wake_followers(sequence)
         if sequence.num_computed // self._rules.tokens_per_block > sequence.num_published:
@@ -205,46 +208,15 @@ class Scheduler:
             if closed and not (sequence.leader and sequence.leader.slot >= 0):
                 return
             prefix = self._prefixes.find(sequence)
-            if prefix.partial and not self._has_room(sequence, prefix):
+            if prefix.partial and not self._room.suffices(sequence, prefix, self.running):
                 # The block to copy from may be the one that is missing.
                 whole = len(prefix.blocks) * self._rules.tokens_per_block
                 prefix = Prefix(prefix.blocks, whole)
-            if not self._has_room(sequence, prefix):
+            if not self._room.suffices(sequence, prefix, self.running):
                 return
             heapq.heappop(self._waiting)
             self.waiting_sequences -= 1
             self._start(sequence, prefix)
-
-    def _has_room(self, sequence: Sequence, prefix: Prefix) -> bool:
-        """Whether a sequence can start, with room for its mates, and all that has started can go on."""
-        mates = [each for each in self._missing(sequence.mates) if each is not sequence]
-        others = [
-            each for each in self._missing_mates() if each not in mates and each is not sequence
-        ]
-        if 1 + len(mates) + len(others) > self.tables.free_slots:
-            return False
-        needed = self._needs(sequence, len(prefix.blocks))
-        for each in (*mates, *others):
-            needed += self._needs(each, each.prompt_tokens // self._rules.tokens_per_block)
-        needed += sum(map(self._rules.growth, self.running))
-        return self.pool.can_allocate(needed, beside=prefix)
-
-    def _needs(self, sequence: Sequence, shared: int) -> int:
-        """Blocks that must be free for a sequence to start with `shared` ones."""
-        blocks = self._rules.blocks(len(sequence.tokens))
-        to_come = self._rules.blocks_to_come(sequence, blocks) if self._rules.never_pause else 0
-        return blocks - shared + to_come
-
-    def _missing(self, mates: Iterable[Sequence]) -> list[Sequence]:
-        return [each for each in mates if each.slot < 0 and each.key in self._by_key]
-
-    def _missing_mates(self) -> list[Sequence]:
-        """Waiting sequences with a running mate."""
-        missing = {}
-        for sequence in self.running:
-            for each in self._missing(sequence.mates):
-                missing[each.key] = each
-        return list(missing.values())
 
     def _start(self, sequence: Sequence, prefix: Prefix) -> None:
         self._unpause(sequence)

@@ -43,7 +43,8 @@ class Sequence:
     prompt_table: PromptTable | None = None
     """What ids after the vocabulary mean in the prompt."""
     mates: list[Sequence] = field(default_factory=list)
-    """Sequences that are admitted and paused only all together, this one among them; none for one on its own."""
+    """Sequences with the same prompt that are admitted and paused only all together, this one among them; one list that
+    all of them share and that each leaves at its end. Empty for one on its own."""
     root: int = ROOT_HASH
     """Parent hash of its first block: all that its KV depends on besides the tokens before."""
     num_computed: int = 0
