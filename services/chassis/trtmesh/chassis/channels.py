@@ -6,6 +6,9 @@ from typing import Any
 
 import grpc
 
+PENDING_CALLS = 16_384
+"""Calls that may wait to be accepted, a few KB each."""
+
 
 def channel_options(max_message_bytes: int) -> list[tuple[str, Any]]:
     """Options of both ends: message limits, and keepalive that notices a silent network."""
@@ -23,8 +26,15 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, Any]]:
 
 def server_options(max_message_bytes: int) -> list[tuple[str, Any]]:
     """Options of a server."""
-    # Without this two processes could listen on one port and share its connections at random.
-    return [*channel_options(max_message_bytes), ("grpc.so_reuseport", 0)]
+    return [
+        *channel_options(max_message_bytes),
+        # Without this two processes could listen on one port and share its connections at random.
+        ("grpc.so_reuseport", 0),
+        # From 1,000 calls that came together and were not accepted yet the library would drop some, with the bare
+        # status CANCELLED; what is too much is for admission to say, with a reason and a hint.
+        ("grpc.server.max_pending_requests", PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * PENDING_CALLS),
+    ]
 
 
 def open_channel(

@@ -21,9 +21,10 @@ LEAST_PROMPT_TOKENS = 64
 
 MOST_RATE = 1e7
 
-SNAP = 0.25
-"""A worker that is faster or slower than the fleet by less counts as equal to it. Measured rates are never quite equal,
-and without this the worker that was measured fastest would get every item that finds the fleet idle."""
+SNAP = 1.5
+"""A worker that is faster or slower than the fleet by less than this factor counts as equal to it. Measured rates are
+never quite equal, and without this the worker that was measured fastest would get every item that finds the fleet idle;
+workers that truly differ, by a generation of hardware or by a neighbour on the host, differ by more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,4 +174,4 @@ def _line(sums: Sequence[tuple[float, float, float, float]]) -> Line | None:
 
 
 def _snapped(ratio: float) -> float:
-    return 1.0 if 1.0 - SNAP < ratio < 1.0 + SNAP else ratio
+    return 1.0 if 1.0 / SNAP < ratio < SNAP else ratio

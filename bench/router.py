@@ -1,0 +1,284 @@
+"""What placement costs and gains: 64 simulated workers, 2,000 streams, policies and routers compared.
+
+* `placement_us`: one decision over 64 workers with a prompt of 1,000 tokens, in this process, by policy; and as the
+  router itself measured it while 2,000 streams ran.
+* `policies`: the same requests, each with one of many long prefixes, under round_robin, prefix_aware and auto: share of
+  prompt tokens reused, against an oracle for which every prefix that any worker was ever sent is a hit; and TTFT.
+* `throughput`: tokens a second of 2,000 streams through one router process and through two.
+
+The workers live in one process (`_simulated_fleet.py`), each with its own server and port.
+"""
+
+from __future__ import annotations
+
+# gRPC reads the environment when it is first imported.
+import trtmesh.chassis.environment  # noqa: F401  # isort: skip
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import uvloop
+from _stack import _end, _first_line, _start, _wait_until_serving
+from prometheus_client.parser import text_string_to_metric_families
+from trtmesh.chassis.block_hashes import chain
+from trtmesh.router.kv_index import KvIndex
+from trtmesh.router.placement import POLICIES, PlacementQuery, WorkerSnapshot, place
+from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import router_pb2 as router_pb
+
+WORKERS = 64
+STREAMS = 2000
+BLOCK_TOKENS = 32
+PREFIXES, PREFIX_BLOCKS, TAIL_TOKENS = 128, 32, 40
+STEP_MS, PREFILL_RATE = 100, 20_000
+
+Figures = dict[str, Any]
+
+
+@contextmanager
+def fleet(step_ms: float) -> Iterator[str]:
+    """The workers; yields the router's --engines."""
+    children: list[subprocess.Popen[str]] = []
+    flags = ["--simulated-step-ms", str(step_ms), "--load-interval-seconds", "0.25"]
+    flags += ["--simulated-tokens-per-block", str(BLOCK_TOKENS)]
+    flags += ["--simulated-prefill-tokens-per-second", str(PREFILL_RATE)]
+    script = str(Path(__file__).with_name("_simulated_fleet.py"))
+    try:
+        line = _first_line(children, "fleet", [script, str(WORKERS), *flags])
+        yield ",".join(json.loads(line))
+    finally:
+        _end(children)
+
+
+@contextmanager
+def routers(engines: str, count: int, policy: str) -> Iterator[list[dict[str, Any]]]:
+    """Router processes over the same workers; yields what they announced, once they are ready."""
+    children: list[subprocess.Popen[str]] = []
+    try:
+        flags = ("--port", "0", "--admin-port", "0", "--metrics-port", "0", "--policy", policy)
+        started: list[Any] = [
+            _start(children, "router", *flags, "--engines", engines) for _ in range(count)
+        ]
+        for each in started:
+            _wait_until_serving(each["address"])
+            _wait_until_connected(each)
+        yield started
+    finally:
+        _end(children)
+
+
+def _wait_until_connected(router: dict[str, Any]) -> None:
+    deadline = time.monotonic() + 60
+    while samples(router)["trtmesh_router_ready_workers"] < WORKERS:
+        if time.monotonic() > deadline:
+            raise SystemExit("the router did not reach all workers in time")
+        time.sleep(0.1)
+
+
+def samples(router: dict[str, Any]) -> dict[str, float]:
+    """The router's metrics; those of a histogram by name and bound."""
+    url = f"http://127.0.0.1:{router['metrics_port']}/metrics"
+    with urllib.request.urlopen(url) as response:
+        text = response.read().decode()
+    return {
+        sample.name + sample.labels.get("le", ""): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one request saw."""
+
+    first_token_seconds: float
+    cached_tokens: int
+    tokens: int
+
+
+def request_of(prompt: Sequence[int], max_tokens: int) -> bytes:
+    config = pb.GenerationConfig(
+        stopping=pb.StoppingConfig(max_tokens=max_tokens), output=pb.OutputConfig(text=False)
+    )
+    item = router_pb.GenerateItem(prompt=pb.Prompt(token_ids=pb.TokenIds(ids=prompt)))
+    return router_pb.GenerateRequest(items=[item], config=config).SerializeToString()
+
+
+async def ask(generate: Any, request: bytes) -> Seen:
+    """One request; messages are read afterwards, because the client shares the machine with the services."""
+    started, first, messages = time.perf_counter(), 0.0, list[bytes]()
+    async for message in generate(request):
+        messages.append(message)
+        if not first and len(message) and _has_tokens(message):
+            first = time.perf_counter() - started
+    tokens = cached = 0
+    for message in messages:
+        for event in router_pb.GenerateResponse.FromString(message).events:
+            if event.HasField("item_failed"):
+                raise RuntimeError(f"an item failed: {event.item_failed.error.message}")
+            tokens += len(event.tokens.token_ids)
+            if event.HasField("item_finished"):
+                cached = event.item_finished.usage.cached_prompt_tokens
+    return Seen(first, cached, tokens)
+
+
+def _has_tokens(message: bytes) -> bool:
+    return any(e.HasField("tokens") for e in router_pb.GenerateResponse.FromString(message).events)
+
+
+def placement_us(rounds: int = 2000) -> Figures:
+    """Median time of a decision over 64 workers, index and all, and of hashing its prompt."""
+    generator = random.Random(1)
+    index = KvIndex(1_000_000)
+    prompts = [[number] * 1000 for number in range(64)]
+    chains = [chain(0, prompt, BLOCK_TOKENS) for prompt in prompts]
+    for number, hashes in enumerate(chains):
+        for holder in (number, (number * 7 + 1) % WORKERS):
+            index.store(str(holder), hashes)
+    workers = [
+        WorkerSnapshot(
+            str(n), f"w{n}", "m", "", frozenset({"stopping.max_tokens"}), last_turn=n,
+            sequences=n % 5, wait_seconds=n % 5 / 100, prefill_seconds=5e-5, step_seconds=0.02,
+        )
+        for n in range(WORKERS)
+    ]  # fmt: skip
+    figures: Figures = {}
+    for policy in POLICIES:
+        times = []
+        for turn in range(rounds):
+            hashes = chains[turn % 64]
+            started = time.perf_counter()
+            found = index.match(hashes, 0.0) if POLICIES[policy].looks_at_prefixes else {}
+            query = PlacementQuery(
+                "m", frozenset({"stopping.max_tokens"}), 1000, 100,
+                {name: blocks * BLOCK_TOKENS for name, blocks in found.items()},
+                draw=generator.getrandbits(32),
+            )  # fmt: skip
+            place(policy, workers, query)
+            times.append(time.perf_counter() - started)
+        figures[policy] = microseconds(times)
+    lookups, hashing = [], []
+    for turn in range(rounds):
+        started = time.perf_counter()
+        index.match(chains[turn % 64], 0.0)
+        middle = time.perf_counter()
+        chain(0, prompts[turn % 64], BLOCK_TOKENS)
+        lookups.append(middle - started)
+        hashing.append(time.perf_counter() - middle)
+    return figures | {
+        "lookup_of_1000_tokens": microseconds(lookups),
+        "hashing_of_1000_tokens": microseconds(hashing),
+    }
+
+
+def microseconds(times: Sequence[float]) -> float:
+    return round(statistics.median(times) * 1e6, 1)
+
+
+def router_placement_us(router: dict[str, Any]) -> float:
+    """Median of the router's own histogram: the upper bound of the bucket that holds it."""
+    found = samples(router)
+    name = "trtmesh_router_placement_seconds_bucket"
+    buckets = {float(key[len(name) :]): v for key, v in found.items() if key.startswith(name)}
+    half = max(buckets.values()) / 2
+    return round(min(bound for bound, total in buckets.items() if total >= half) * 1e6, 1)
+
+
+async def shared_prefixes(engines: str, policy: str, requests: int, salt: int) -> Figures:
+    """Requests with shared prefixes at a steady rate; prompts differ from those of any other run by `salt`."""
+    generator = random.Random(7)
+    chosen = [generator.randrange(PREFIXES) for _ in range(requests)]
+    tokens = PREFIX_BLOCKS * BLOCK_TOKENS
+    with routers(engines, 1, policy) as (router,):
+        async with grpc.aio.insecure_channel(router["address"]) as channel:
+            generate: Any = channel.unary_stream("/trtmesh.v1.MeshService/Generate")
+            tasks = []
+            started = time.perf_counter()
+            for number, prefix in enumerate(chosen):
+                tail = [20_000 + (number + n) % 10_000 for n in range(TAIL_TOKENS)]
+                prompt = [1 + salt * PREFIXES + prefix] * tokens + tail
+                tasks.append(asyncio.create_task(ask(generate, request_of(prompt, 8))))
+                await asyncio.sleep(max(0.0, started + (number + 1) / 150 - time.perf_counter()))
+            seen = await asyncio.gather(*tasks)
+    prompt_tokens = requests * (tokens + TAIL_TOKENS)
+    oracle = (requests - len(set(chosen))) * tokens / prompt_tokens
+    hit_rate = sum(each.cached_tokens for each in seen) / prompt_tokens
+    firsts = [each.first_token_seconds * 1e3 for each in seen]
+    return {
+        "hit_rate": round(hit_rate, 4),
+        "of_oracle": round(hit_rate / oracle, 4),
+        "ttft_mean_ms": round(statistics.fmean(firsts), 1),
+        "ttft_p50_ms": round(statistics.median(firsts), 1),
+        "ttft_p99_ms": round(statistics.quantiles(firsts, n=100)[98], 1),
+    }
+
+
+async def throughput(engines: str, count: int, tokens: int) -> Figures:
+    """2,000 streams at once, divided among the routers."""
+    with routers(engines, count, "auto") as started:
+        channels = [grpc.aio.insecure_channel(each["address"]) for each in started]
+        generate: list[Any] = [c.unary_stream("/trtmesh.v1.MeshService/Generate") for c in channels]
+        begun = time.perf_counter()
+        seen = await asyncio.gather(
+            *(
+                ask(generate[n % count], request_of([n % 30_000 + 1] * 64, tokens))
+                for n in range(STREAMS)
+            )
+        )
+        seconds = time.perf_counter() - begun
+        medians = [router_placement_us(each) for each in started]
+        for channel in channels:
+            await channel.close()
+    if any(each.tokens != tokens for each in seen):
+        raise SystemExit("a stream lost tokens")
+    return {
+        "tokens_per_second": round(STREAMS * tokens / seconds),
+        "placement_us_at_most": max(medians),
+    }
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    result: Figures = {"workers": WORKERS, "placement_us": placement_us()}
+    print(json.dumps(result["placement_us"]), file=sys.stderr)
+    with fleet(20) as engines:
+        result["policies"] = {}
+        for salt, policy in enumerate(("round_robin", "prefix_aware", "auto")):
+            figures = await shared_prefixes(engines, policy, arguments.requests, salt)
+            print(f"{policy}: {json.dumps(figures)}", file=sys.stderr)
+            result["policies"][policy] = figures
+    base = result["policies"]["round_robin"]["ttft_mean_ms"]
+    for policy in ("prefix_aware", "auto"):
+        aware = result["policies"][policy]
+        aware["ttft_ratio"] = round(base / aware["ttft_mean_ms"], 2)
+    with fleet(STEP_MS) as engines:
+        result["throughput"] = {}
+        for count in (1, 2):
+            figures = await throughput(engines, count, arguments.tokens)
+            print(f"{count} routers: {json.dumps(figures)}", file=sys.stderr)
+            result["throughput"][str(count)] = figures
+    print(json.dumps(result))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=2000, help="requests of each policy's run")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens of each of 2,000 streams")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main(parse()))
