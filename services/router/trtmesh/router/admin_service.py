@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -11,6 +12,7 @@ from trtmesh.chassis.rpc import answering
 from trtmesh.router.explanation import describe_decision
 from trtmesh.router.fleet import Fleet
 from trtmesh.router.live_view import describe_request
+from trtmesh.router.membership import Membership
 from trtmesh.router.placement import POLICIES
 from trtmesh.router.replica import Replica
 from trtmesh.router.requests import Requests
@@ -20,14 +22,24 @@ from trtmesh.router.worker import Worker
 from trtmesh.v1 import router_admin_pb2 as pb
 from trtmesh.v1 import router_admin_pb2_grpc
 
+WATCH_SECONDS = 0.25
+"""How often it is looked whether the workers that somebody watches changed."""
+
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
     """The admin's view of a router."""
 
-    def __init__(self, fleet: Fleet, tokenizers: TokenizerPool, requests: Requests) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        members: Membership,
+        tokenizers: TokenizerPool,
+        requests: Requests,
+    ) -> None:
         self._fleet = fleet
+        self._members = members
         self._tokenizers = tokenizers
         self._requests = requests
 
@@ -36,11 +48,8 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
     ) -> pb.ListWorkersResponse:
         async with answering(context):
             return pb.ListWorkersResponse(
-                workers=[_describe_worker(worker) for worker in self._fleet.workers.values()],
-                tokenizers=[
-                    self._describe_tokenizer(tokenizer)
-                    for tokenizer in self._tokenizers.tokenizers.values()
-                ],
+                workers=self._describe_workers(),
+                tokenizers=self._describe_tokenizers(),
                 policy=self._fleet.policy,
                 live_requests=len(self._requests.live),
             )
@@ -98,6 +107,13 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
         worker = self._fleet.workers.get(address)
         return worker.name if worker else address
 
+    def _describe_workers(self) -> list[pb.Worker]:
+        return [_describe_worker(worker) for worker in self._fleet.workers.values()]
+
+    def _describe_tokenizers(self) -> list[pb.TokenizerReplica]:
+        tokenizers = self._tokenizers.tokenizers.values()
+        return [self._describe_tokenizer(tokenizer) for tokenizer in tokenizers]
+
     def _describe_tokenizer(self, tokenizer: Tokenizer) -> pb.TokenizerReplica:
         problem = self._tokenizers.problem(tokenizer)
         return pb.TokenizerReplica(
@@ -111,19 +127,51 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
 
     # mypy-protobuf knows only generators; a coroutine that writes is the other form that grpc.aio accepts.
     async def WatchWorkers(self, request: pb.WatchWorkersRequest, context: _Context) -> None:  # type: ignore[override]
-        await _refuse("WatchWorkers", context)
+        async with answering(context):
+            told = None
+            while True:
+                now = pb.WatchWorkersResponse(
+                    workers=self._describe_workers(), tokenizers=self._describe_tokenizers()
+                )
+                if now != told:
+                    await context.write(now)
+                    told = now
+                await asyncio.sleep(WATCH_SECONDS)
 
-    async def AddWorker(self, request: pb.AddWorkerRequest, context: _Context) -> NoReturn:
-        await _refuse("AddWorker", context)
+    async def AddWorker(
+        self, request: pb.AddWorkerRequest, context: _Context
+    ) -> pb.AddWorkerResponse:
+        async with answering(context):
+            worker = self._members.add(request.address)
+            return pb.AddWorkerResponse(worker=_describe_worker(worker))
 
-    async def DrainWorker(self, request: pb.DrainWorkerRequest, context: _Context) -> NoReturn:
-        await _refuse("DrainWorker", context)
+    async def DrainWorker(
+        self, request: pb.DrainWorkerRequest, context: _Context
+    ) -> pb.DrainWorkerResponse:
+        async with answering(context):
+            worker = self._members.find(request.worker)
+            finish = request.finish_ms / 1000 if request.HasField("finish_ms") else None
+            drained = await self._members.drain(worker.address, finish)
+            return pb.DrainWorkerResponse(
+                worker=_describe_worker(worker),
+                finished_sequences=drained.finished,
+                moved_sequences=drained.moved,
+                left_sequences=drained.left,
+            )
 
-    async def ResumeWorker(self, request: pb.ResumeWorkerRequest, context: _Context) -> NoReturn:
-        await _refuse("ResumeWorker", context)
+    async def ResumeWorker(
+        self, request: pb.ResumeWorkerRequest, context: _Context
+    ) -> pb.ResumeWorkerResponse:
+        async with answering(context):
+            worker = self._members.resume(request.worker)
+            return pb.ResumeWorkerResponse(worker=_describe_worker(worker))
 
-    async def RemoveWorker(self, request: pb.RemoveWorkerRequest, context: _Context) -> NoReturn:
-        await _refuse("RemoveWorker", context)
+    async def RemoveWorker(
+        self, request: pb.RemoveWorkerRequest, context: _Context
+    ) -> pb.RemoveWorkerResponse:
+        async with answering(context):
+            moved = self._members.remove(request.worker)
+            return pb.RemoveWorkerResponse(moved_sequences=moved)
 
     async def ListAdapters(self, request: pb.ListAdaptersRequest, context: _Context) -> NoReturn:
         await _refuse("ListAdapters", context)
@@ -147,7 +195,7 @@ async def _refuse(call: str, context: _Context) -> NoReturn:
 def _state_of(replica: Replica, *, refused: bool) -> pb.WorkerState.ValueType:
     if refused:
         return pb.WORKER_STATE_REFUSED
-    if replica.leaving and replica.state == pb.WORKER_STATE_READY:
+    if (replica.leaving or replica.drained) and replica.state == pb.WORKER_STATE_READY:
         return pb.WORKER_STATE_DRAINING
     return replica.state
 

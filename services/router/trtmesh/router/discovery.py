@@ -1,4 +1,4 @@
-"""Where replicas come from: host:port entries, each of which may resolve to several addresses."""
+"""Where replicas come from: host:port entries, each of which may resolve to several addresses, and files of them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from trtmesh.chassis.errors import SettingsError
 
@@ -17,12 +18,22 @@ FORGET_AFTER_FAILED_RESOLUTIONS = 15
 """A name that stops resolving keeps its replicas this many rounds: a hiccup of DNS must not end streams."""
 
 
+FILE = "file:"
+"""Begins an entry that names a file of entries, one a line, which is read again whenever names are resolved."""
+
+LARGEST_FILE = 2**20
+
+
 def check_addresses(field: str, entries: Sequence[str]) -> None:
-    """Raises SettingsError for an entry that is not host:port."""
+    """Raises SettingsError for an entry that is neither host:port nor file:PATH."""
     for entry in entries:
+        if entry.startswith(FILE) and len(entry) > len(FILE):
+            continue
         host, _, port = entry.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise SettingsError(f"{field} has the entry {entry!r}, which is not host:port")
+            raise SettingsError(
+                f"{field} has the entry {entry!r}, which is neither host:port nor file:PATH"
+            )
 
 
 class Discovery:
@@ -32,8 +43,8 @@ class Discovery:
         self,
         entries: Sequence[str],
         interval_seconds: float,
-        on_join: Callable[[str], None],
-        on_leave: Callable[[str], None],
+        on_join: Callable[[str], object],
+        on_leave: Callable[[str], object],
     ) -> None:
         self._entries = entries
         self._interval = interval_seconds
@@ -41,6 +52,8 @@ class Discovery:
         self._on_leave = on_leave
         self._by_entry: dict[str, frozenset[str]] = {}
         self._failures: dict[str, int] = {}
+        self._files: dict[str, list[str]] = {}
+        self._file_problems: dict[str, str] = {}
 
     @property
     def addresses(self) -> frozenset[str]:
@@ -56,13 +69,39 @@ class Discovery:
     async def resolve(self) -> None:
         """Resolves every entry once and tells what changed."""
         before = self.addresses
-        for entry in self._entries:
+        entries = await self._spelt_out()
+        for gone in self._by_entry.keys() - set(entries):
+            del self._by_entry[gone]
+        for entry in entries:
             await self._resolve_entry(entry)
         after = self.addresses
         for address in sorted(after - before):
             self._on_join(address)
         for address in sorted(before - after):
             self._on_leave(address)
+
+    async def _spelt_out(self) -> list[str]:
+        """The entries, with what files say now in their place. What cannot be read says what it said before."""
+        entries: list[str] = []
+        for entry in self._entries:
+            if entry.startswith(FILE):
+                entries += await self._read(entry.removeprefix(FILE))
+            else:
+                entries.append(entry)
+        return entries
+
+    async def _read(self, path: str) -> list[str]:
+        try:
+            lines = await asyncio.to_thread(_lines_of, path)
+            check_addresses(path, lines)
+        except (OSError, ValueError, SettingsError) as error:
+            if self._file_problems.get(path) != str(error):
+                log.warning("cannot use %s: %s", path, error)
+            self._file_problems[path] = str(error)
+        else:
+            self._file_problems.pop(path, None)
+            self._files[path] = lines
+        return self._files.get(path, [])
 
     async def _resolve_entry(self, entry: str) -> None:
         host, _, port = entry.rpartition(":")
@@ -90,6 +129,16 @@ class Discovery:
             log.warning("cannot resolve %s: %s", entry, error)
         if failures >= FORGET_AFTER_FAILED_RESOLUTIONS:
             self._by_entry.pop(entry, None)
+
+
+def _lines_of(path: str) -> list[str]:
+    """The lines of a file, without comments and blank lines."""
+    with Path(path).open(encoding="utf-8") as file:
+        text = file.read(LARGEST_FILE + 1)
+    if len(text) > LARGEST_FILE:
+        raise ValueError(f"it has more than {LARGEST_FILE} characters")
+    lines = (line.partition("#")[0].strip() for line in text.splitlines())
+    return [line for line in lines if line]
 
 
 def _join(host: object, port: int) -> str:

@@ -28,6 +28,8 @@ REFUSED_RECONNECT_SECONDS = 2.0
 
 LEAVING = "its address is gone; it finishes what it has"
 
+DRAINED = "an admin drains it"
+
 SILENCE_CHECKS = 10
 """How often, within the longest silence, it is looked whether a peer is silent."""
 
@@ -51,12 +53,14 @@ class Replica(ABC):
         self.state = admin_pb.WORKER_STATE_CONNECTING
         self.problem = "connecting"
         self.leaving = False
+        self.drained = False
+        """Whether an admin wants nothing placed on it."""
         self._settings = settings
         self._heard_at = 0.0
 
     @property
     def ready(self) -> bool:
-        return self.state == admin_pb.WORKER_STATE_READY and not self.leaving
+        return self.state == admin_pb.WORKER_STATE_READY and not (self.leaving or self.drained)
 
     @property
     @abstractmethod

@@ -17,6 +17,7 @@ from trtmesh.router.admission import Admission, AdmissionLimits, RateLimiter
 from trtmesh.router.discovery import Discovery, check_addresses
 from trtmesh.router.fleet import Fleet
 from trtmesh.router.kv_index import KvIndex
+from trtmesh.router.membership import Membership
 from trtmesh.router.mesh_service import MeshService
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement.decision_log import DecisionLog
@@ -102,8 +103,9 @@ class Router:
         self._link_settings = LinkSettings(settings.max_message_bytes, settings.silence_seconds)
         self._links: dict[Replica, asyncio.Task[None]] = {}
         self._keepers: list[asyncio.Task[None]] = []
+        self._members = Membership(self._fleet, self._make_worker, self._link)
         self._admin_door = AdminDoor(
-            RouterAdminService(self._fleet, self._tokenizers, self._requests),
+            RouterAdminService(self._fleet, self._members, self._tokenizers, self._requests),
             read_admin_token(settings.admin_token_file, os.environ),
             settings.max_message_bytes,
         )
@@ -153,7 +155,7 @@ class Router:
         # Tokenizers first: a worker is told which tokenizer the mesh uses when it is connected to.
         for entries, join, leave in (
             (settings.tokenizers, self._join_tokenizer, self._leave_tokenizer),
-            (settings.engines, self._join_worker, self._leave_worker),
+            (settings.engines, self._members.join, self._members.leave),
         ):
             discovery = Discovery(entries, settings.resolve_seconds, join, leave)
             await discovery.resolve()
@@ -191,17 +193,13 @@ class Router:
             on_lost=self._tokenizers.on_lost,
         )
         self._tokenizers.tokenizers[address] = tokenizer
-        self._links[tokenizer] = asyncio.create_task(tokenizer.run())
+        self._link(tokenizer)
 
     def _leave_tokenizer(self, address: str) -> None:
         self._tokenizers.tokenizers[address].leaving = True
 
-    def _join_worker(self, address: str) -> None:
-        if (known := self._fleet.workers.get(address)) is not None:
-            known.leaving = False
-            self._fleet.changed()
-            return
-        worker = Worker(
+    def _make_worker(self, address: str) -> Worker:
+        return Worker(
             address,
             settings=self._link_settings,
             router_name=self._name,
@@ -212,11 +210,9 @@ class Router:
             kv_index=self._fleet.kv_index,
             on_change=self._fleet.changed,
         )
-        self._fleet.workers[address] = worker
-        self._links[worker] = asyncio.create_task(worker.run())
 
-    def _leave_worker(self, address: str) -> None:
-        self._fleet.workers[address].leaving = True
+    def _link(self, replica: Replica) -> None:
+        self._links[replica] = asyncio.create_task(replica.run())
 
     def _forget_replicas(self) -> None:
         """Lets go of replicas whose address is gone, once nothing is on them: an address goes when its replica begins

@@ -55,9 +55,10 @@ class RouterSettings(ServiceSettings):
     admin_token_file: Path | None = None
     """File with the token that admins must show; unset means the variable TRTMESH_ADMIN_TOKEN, and without it none."""
     tokenizers: CommaList = ()
-    """Addresses of tokenizers as host:port. A host name that resolves to several addresses means several tokenizers."""
+    """Addresses of tokenizers as host:port. A host name that resolves to several addresses means several tokenizers;
+    file:PATH means the addresses in a file, one a line, that is read again every `resolve_seconds`."""
     engines: CommaList
-    """Addresses of engines as host:port. A host name that resolves to several addresses means several workers."""
+    """Addresses of engines, likewise."""
     policy: Policy = "least_loaded"
     """How a worker is chosen for an item."""
     explained_decisions: Annotated[int, Field(ge=0, le=1_000_000)] = 4096
@@ -74,7 +75,7 @@ class RouterSettings(ServiceSettings):
     kv_index_blocks: Annotated[int, Field(ge=0, le=100_000_000)] = 1_000_000
     """Most KV blocks of workers that are remembered, about 250 bytes each; what was used longest ago goes first."""
     resolve_seconds: Annotated[float, Field(gt=0, le=3600)] = 2.0
-    """How often host names are resolved again."""
+    """How often host names are resolved and files of addresses read again."""
     max_items: Annotated[int, Field(ge=1, le=1_000_000)] = 8192
     """Most live items; a request that would exceed it is refused with QUEUE_FULL."""
     max_running_items: Annotated[int, Field(ge=1, le=1_000_000)] = 8192

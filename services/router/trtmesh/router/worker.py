@@ -16,7 +16,7 @@ from trtmesh.router.placement import WorkerSnapshot
 from trtmesh.router.placement.load_guard import Booking, LoadGuard
 from trtmesh.router.placement.rates import Report, Typical
 from trtmesh.router.pulse import TICK_SECONDS, Deadlines, Pulse
-from trtmesh.router.replica import LEAVING, LinkSettings, Replica
+from trtmesh.router.replica import DRAINED, LEAVING, LinkSettings, Replica
 from trtmesh.router.request import with_texts
 from trtmesh.router.sequence import Owner, SequenceRun
 from trtmesh.v1 import engine_pb2 as pb
@@ -68,6 +68,7 @@ class Worker(Replica):
         self._deadlines = deadlines
         self._pulse = Pulse(deadlines)
         self._moving = ""
+        self._evicted = ""
         self._router_name = router_name
         self._tokenizers_known = tokenizers_known
         self._fingerprint_of = fingerprint_of
@@ -81,7 +82,7 @@ class Worker(Replica):
         self.guard = LoadGuard(self.touch)
         self._kv_feed = KvFeed(kv_index, address, self._ask_for_kv_snapshot)
         self._snapshot: WorkerSnapshot | None = None
-        self._snapshot_of: tuple[admin_pb.WorkerState.ValueType, bool] | None = None
+        self._snapshot_of: tuple[admin_pb.WorkerState.ValueType, bool, bool] | None = None
         self._queued: set[SequenceRun] = set()
         """Sequences that may still wait in the worker's queue."""
         self._supported: frozenset[str] = frozenset()
@@ -102,6 +103,13 @@ class Worker(Replica):
         """Always: a worker reports its load at a steady pace, whatever happens."""
         return True
 
+    @property
+    def _unusable(self) -> str:
+        """Why it takes no items; '' when it does."""
+        if self.ready:
+            return self.mismatch
+        return self.problem or (DRAINED if self.drained else LEAVING)
+
     def touch(self) -> None:
         """What a placement needs to know changed."""
         self._snapshot = None
@@ -109,7 +117,7 @@ class Worker(Replica):
     def snapshot(self, typical: Typical | None = None) -> WorkerSnapshot:
         """What a placement needs to know, with everything dispatched until this moment. Placements come far more often
         than changes, so it is made when something changed."""
-        now_of = (self.state, self.leaving)
+        now_of = (self.state, self.leaving, self.drained)
         if self._snapshot is None or self._snapshot_of != now_of:
             self._snapshot, self._snapshot_of = self._take_snapshot(typical or Typical()), now_of
         return self._snapshot
@@ -120,7 +128,7 @@ class Worker(Replica):
             address=self.address,
             worker=self.name,
             model=self.engine.model,
-            problem=self.mismatch if self.ready else self.problem or LEAVING,
+            problem=self._unusable,
             supported_fields=self._supported,
             max_sequence_tokens=self.engine.max_sequence_tokens or sys.maxsize,
             last_turn=self.last_turn,
@@ -283,17 +291,22 @@ class Worker(Replica):
         self._moving = cause
         self.move_on()
 
-    def move_on(self) -> int:
-        """Moves what another worker takes now, where everything is to be moved; how many sequences went."""
-        if not self._moving:
-            return 0
+    def evict(self, cause: str) -> None:
+        """Like `empty`, until `cause` is taken back with ''."""
+        self._evicted = cause
+        self.move_on()
+
+    def move_on(self) -> None:
+        """Moves what another worker takes now, where everything is to be moved."""
+        cause = self._evicted or self._moving
+        if not cause:
+            return
         by_owner: dict[Owner, list[SequenceRun]] = {}
         for run in self.sequences.values():
             by_owner.setdefault(run.owner, []).append(run)
-        why = f"worker {self.name} is left: {self._moving}"
-        return sum(
-            len(runs) for owner, runs in by_owner.items() if owner.move(runs, self.address, why)
-        )
+        why = f"worker {self.name} is left: {cause}"
+        for owner, runs in by_owner.items():
+            owner.move(runs, self.address, why)
 
     def _on_step(self, step: pb.Step) -> None:
         """Hands each sequence its tokens. This runs once for every token: no per-token objects, no logging."""

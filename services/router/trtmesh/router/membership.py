@@ -1,0 +1,107 @@
+"""Workers join and leave: by discovery or by an admin's word, and no item is lost by it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from trtmesh.chassis.errors import InvalidField, NotFound, SettingsError
+from trtmesh.router.discovery import check_addresses
+from trtmesh.router.fleet import Fleet
+from trtmesh.router.worker import Worker
+
+POLL_SECONDS = 0.05
+"""How often it is looked whether a draining worker is empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """What became of the sequences that a drained worker had."""
+
+    finished: int
+    moved: int
+    left: int
+
+
+class Membership:
+    """Who belongs to the fleet. `make` builds a worker; `link` begins to keep its stream open."""
+
+    def __init__(
+        self, fleet: Fleet, make: Callable[[str], Worker], link: Callable[[Worker], None]
+    ) -> None:
+        self._fleet = fleet
+        self._make = make
+        self._link = link
+
+    def find(self, name: str) -> Worker:
+        """The worker of that name or address. Raises NotFound."""
+        workers = self._fleet.workers
+        if name in workers:
+            return workers[name]
+        found = [worker for worker in workers.values() if worker.engine.worker == name]
+        if not found:
+            known = ", ".join(sorted(worker.name for worker in workers.values())) or "none"
+            raise NotFound(f"worker {name!r} is not known; workers are: {known}")
+        return found[0]
+
+    def join(self, address: str) -> Worker:
+        """The worker at `address`, a new one or one that was about to leave."""
+        known = self._fleet.workers.get(address)
+        if known is not None:
+            known.leaving = False
+            known.evict("")
+            self._fleet.changed()
+            return known
+        worker = self._make(address)
+        self._fleet.workers[address] = worker
+        self._link(worker)
+        return worker
+
+    def leave(self, address: str) -> None:
+        """The address of a worker is gone: it finishes what it has. An address goes when its worker begins to stop."""
+        if (worker := self._fleet.workers.get(address)) is not None:
+            worker.leaving = True
+
+    def add(self, address: str) -> Worker:
+        """Joins what an admin names. Raises InvalidField for what is no host:port."""
+        try:
+            check_addresses("address", [address])
+        except SettingsError as error:
+            raise InvalidField(str(error)) from error
+        return self.join(address)
+
+    def remove(self, name: str) -> int:
+        """Forgets a worker as soon as nothing is on it, and moves what another one takes; how many sequences went.
+
+        Discovery that names its address brings it back only after it stopped naming it.
+        """
+        worker = self.find(name)
+        worker.leaving = True
+        before = len(worker.sequences)
+        worker.evict("an admin removed it")
+        return before - len(worker.sequences)
+
+    async def drain(self, name: str, finish_seconds: float | None) -> Drained:
+        """Places nothing more on a worker, lets it finish for so long or, without limit, for as long as it takes, and
+        moves the rest."""
+        worker = self.find(name)
+        worker.drained = True
+        before = len(worker.sequences)
+        loop = asyncio.get_running_loop()
+        ends_at = float("inf") if finish_seconds is None else loop.time() + finish_seconds
+        while worker.sequences and worker.drained and loop.time() < ends_at:  # noqa: ASYNC110 - any of them may end it
+            await asyncio.sleep(POLL_SECONDS)
+        rest = len(worker.sequences)
+        if rest and worker.drained:
+            worker.evict("an admin drained it")
+        left = len(worker.sequences)
+        return Drained(before - rest, rest - left, left)
+
+    def resume(self, name: str) -> Worker:
+        """Takes a drain back."""
+        worker = self.find(name)
+        worker.drained = False
+        worker.evict("")
+        self._fleet.changed()
+        return worker

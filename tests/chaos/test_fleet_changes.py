@@ -1,0 +1,146 @@
+"""Workers come, go, drain and come back by an admin's word or a file, under streams that do not notice."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from e2e.mesh import SIMULATED, Mesh, StreamReader, eventually, running_mesh
+from trtmesh.chassis.errors import InvalidField, NotFound
+from trtmesh.client import ItemResult
+from trtmesh.v1 import router_admin_pb2 as admin_pb
+
+PROMPTS = [f"item {number}" for number in range(6)]
+TOKENS = 400
+NAMES = ("one", "two")
+
+
+async def two_engines(mesh: Mesh) -> None:
+    await mesh.start_tokenizer()
+    for name in NAMES:
+        await mesh.start_engine(*SIMULATED, "--worker", name, "--grace-seconds", "3")
+    await mesh.start_router("--policy", "round_robin")
+    await mesh.ready(workers=2, tokenizers=1)
+
+
+async def opened(mesh: Mesh, tokens: int = TOKENS) -> StreamReader:
+    """One request with items on every worker."""
+    reader = mesh.open(PROMPTS, max_tokens=tokens, ignore_end_id=True)
+    await reader.until(lambda r: all(r.tokens(index) > 5 for index in range(len(PROMPTS))))
+    return reader
+
+
+def contents(items: Sequence[ItemResult]) -> list[object]:
+    return [(item.error, item.token_ids, item.text, item.reason, item.usage) for item in items]
+
+
+def workers_of(items: Sequence[ItemResult]) -> set[str]:
+    return {item.started.worker for item in items if item.started}
+
+
+async def test_drained_resumed_removed_and_added_under_streams() -> None:
+    async with running_mesh(start=two_engines) as mesh:
+        expected = contents(
+            await mesh.client.complete(PROMPTS, max_tokens=TOKENS, ignore_end_id=True)
+        )
+        reader = await opened(mesh)
+        drained = await mesh.admin.drain_worker("one", finish_seconds=0)
+        assert (drained.moved_sequences, drained.left_sequences) == (3, 0)
+        assert drained.worker.state == admin_pb.WORKER_STATE_DRAINING
+        assert contents(await reader.result()) == expected
+        few = await mesh.client.complete(PROMPTS, max_tokens=2)
+        assert workers_of(few) == {"two"}
+
+        resumed = await mesh.admin.resume_worker("one")
+        assert resumed.worker.state == admin_pb.WORKER_STATE_READY
+        reader = await opened(mesh)
+        waiting = await mesh.admin.drain_worker("two")
+        assert (waiting.finished_sequences, waiting.moved_sequences) == (3, 0)
+        assert contents(await reader.result()) == expected
+        await mesh.admin.resume_worker("two")
+
+        reader = await opened(mesh)
+        removed = await mesh.admin.remove_worker(mesh.engines[0].address)
+        assert removed.moved_sequences == 3
+        assert contents(await reader.result()) == expected
+        await eventually(lambda: has_workers(mesh, {"two"}))
+        await mesh.admin.add_worker(mesh.engines[0].address)
+        await mesh.ready(workers=2)
+        few = await mesh.client.complete(PROMPTS, max_tokens=2)
+        assert workers_of(few) == set(NAMES)
+        await mesh.idle()
+
+
+async def test_what_nobody_takes_stays_and_is_told() -> None:
+    async with running_mesh() as mesh:
+        name = (await mesh.status()).workers[0].worker
+        reader = mesh.open(["alone"], max_tokens=300)
+        await reader.tokens_here(5)
+        drained = await mesh.admin.drain_worker(name, finish_seconds=0)
+        assert (drained.moved_sequences, drained.left_sequences) == (0, 1)
+        (item,) = await reader.result()
+        assert item.error is None
+        with pytest.raises(NotFound, match="'nobody' is not known"):
+            await mesh.admin.drain_worker("nobody")
+        with pytest.raises(InvalidField, match="host:port"):
+            await mesh.admin.add_worker("nowhere")
+
+
+async def test_an_engine_whose_grace_is_short_is_left_before_it_ends() -> None:
+    async with running_mesh(start=two_engines) as mesh:
+        options = {"max_tokens": 2000, "ignore_end_id": True}
+        expected = contents(await mesh.client.complete(PROMPTS, **options))  # type: ignore[arg-type]
+        reader = await opened(mesh, tokens=2000)
+        mesh.engines[0].signal(signal.SIGTERM)
+        assert contents(await reader.result()) == expected
+        assert await mesh.engines[0].wait() == 0
+        await mesh.idle()
+
+
+async def test_a_file_of_addresses_is_read_again(tmp_path: Path) -> None:
+    names = tmp_path / "engines"
+    names.write_text("# nobody yet\n")
+
+    async def start(mesh: Mesh) -> None:
+        await mesh.start_tokenizer()
+        for name in NAMES:
+            await mesh.start_engine(*SIMULATED, "--worker", name)
+        await mesh.start_router("--resolve-seconds", "0.05", "--engines", f"file:{names}")
+
+    async with running_mesh(start=start) as mesh:
+        one, two = (engine.address for engine in mesh.engines)
+        names.write_text(f"{one}\n")
+        await eventually(lambda: has_workers(mesh, {"one"}))
+        await mesh.ready(workers=1)
+        expected = contents(await mesh.client.complete(PROMPTS, max_tokens=100))
+        reader = mesh.open(PROMPTS, max_tokens=100)
+        await reader.tokens_here(5)
+        names.write_text(f"{two}  # the new one\n")
+        await eventually(lambda: has_workers(mesh, {"two"}))
+        assert contents(await reader.result()) == expected
+        names.write_text("nonsense")
+        await asyncio.sleep(0.2)
+        assert await has_workers(mesh, {"two"})
+
+
+async def has_workers(mesh: Mesh, names: set[str]) -> bool:
+    return {worker.worker for worker in (await mesh.status()).workers} == names
+
+
+async def test_a_watch_tells_every_change() -> None:
+    async with running_mesh(start=two_engines) as mesh:
+        watch = mesh.admin.watch_workers()
+        try:
+            states = {worker.state for worker in (await anext(watch)).workers}
+            assert states == {admin_pb.WORKER_STATE_READY}
+            mesh.engines[0].signal(signal.SIGSTOP)
+            while admin_pb.WORKER_STATE_STALLED not in states:
+                states = {worker.state for worker in (await anext(watch)).workers}
+            mesh.engines[0].signal(signal.SIGCONT)
+            while states != {admin_pb.WORKER_STATE_READY}:
+                states = {worker.state for worker in (await anext(watch)).workers}
+        finally:
+            await watch.aclose()
