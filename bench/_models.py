@@ -11,6 +11,16 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 320,
+        "tie_word_embeddings": False,
+    },
     "10M": {
         "hidden_size": 256,
         "intermediate_size": 688,

@@ -1,0 +1,270 @@
+"""Thousands of random requests with cancellations through the torch engine: nothing may be left over or grow.
+
+Requests of all kinds (shared beginnings, sampling, several sequences, beams, priorities, deadlines, prompts that are
+refused) go through a small KV cache, so that sequences wait, are paused and evict one another; about a third of them is
+stopped at some point. Now and then all ends and everything that the engine holds is counted. At the end every sequence
+must have ended exactly once, every block, slot and key must be free, no container may hold more than the engine's own
+size explains, and the memory of the process must not have grown since the warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import gc
+import json
+import math
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from _models import build
+from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.chassis.vocabulary import (
+    BeamSearch,
+    GenerationConfig,
+    KvCache,
+    Output,
+    Sampling,
+    Stopping,
+)
+from trtmesh.engine.backend import StepOutput, Submission
+from trtmesh.engine.backends.torch import TorchBackend, TorchSettings
+from trtmesh.v1 import generation_pb2 as pb
+
+VOCABULARY = 320
+BLOCKS = 100
+TOKENS_PER_BLOCK = 4
+BATCH = 16
+QUEUE = 64
+WARM_UP_PART = 0.6
+"""Until every size of step has been met; what a library keeps for each is bounded by their number."""
+CONTAINER_LIMIT = BLOCKS + BATCH + QUEUE + 128
+"""More than any container of the engine has a reason to hold; far less than one entry for each request."""
+GROWTH_BYTES = 16 * 2**20
+SETTINGS = {
+    "threads": 1,
+    "kv_cache_tokens": TOKENS_PER_BLOCK * BLOCKS,
+    "tokens_per_block": TOKENS_PER_BLOCK,
+    "max_batch_size": BATCH,
+    "max_queue_size": QUEUE,
+    "max_step_tokens": 64,
+}
+
+
+class Soak:
+    """The client of one backend, which keeps count of what it is owed."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.requests = self.refused = self.stopped = 0
+        self.sequences = 0
+        self.open: set[int] = set()
+        self.faults: list[str] = []
+        self._prefixes = [self._ids(48) for _ in range(6)]
+        self._changed = threading.Condition()
+
+    def deliver(self, output: StepOutput) -> None:
+        with self._changed:
+            self.faults += [f"tokens for {key}" for key in output.keys if key not in self.open]
+            for end in output.ends:
+                if end.key not in self.open:
+                    self.faults.append(f"a second end of {end.key}")
+                if end.error:
+                    self.faults.append(f"{end.key} failed: {end.error}")
+                self.open.discard(end.key)
+            self._changed.notify()
+
+    def fail(self, error: BaseException) -> None:
+        with self._changed:
+            self.faults.append(f"the engine failed: {error}")
+            self.open.clear()
+            self._changed.notify()
+
+    def act(self, backend: TorchBackend) -> None:
+        """One submission or a few stops."""
+        if self.open and self.draw.random() < 0.3:
+            with self._changed:
+                keys = self.draw.sample(sorted(self.open), min(len(self.open), 2))
+            self.stopped += len(keys)
+            backend.stop(keys, pb.FINISH_REASON_CANCELLED)
+            return
+        self.requests += 1
+        submission = self._submission()
+        with self._changed:
+            self.open.update(submission.keys)
+        try:
+            backend.submit(submission)
+        except TrtmeshError:
+            self.refused += 1
+            with self._changed:
+                self.open.difference_update(submission.keys)
+
+    def wait(self, at_most: int) -> None:
+        """Until no more than so many sequences are open."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self.open) <= at_most, 120):
+                raise SystemExit(f"{len(self.open)} sequences did not end")
+
+    def _submission(self) -> Submission:
+        draw = self.draw
+        prompt = draw.choice([[], *self._prefixes])[: draw.randint(0, 48)] + self._ids(
+            draw.randint(1, 24)
+        )
+        if draw.random() < 0.02:
+            prompt = draw.choice([[], [VOCABULARY + 5], [1] * 5000])
+        config = self._config()
+        first = self.sequences
+        self.sequences += config.sequences
+        deadline = time.monotonic() + draw.choice([0.02, 3600]) if draw.random() < 0.3 else None
+        return Submission(
+            keys=tuple(range(first, self.sequences)),
+            request_id=f"request-{first}",
+            batch_index=0,
+            sequence_index=0,
+            token_ids=prompt,
+            emitted_tokens=0,
+            config=config,
+            deadline=deadline,
+        )
+
+    def _config(self) -> GenerationConfig:
+        draw = self.draw
+        stopping = Stopping(
+            max_tokens=draw.choice([1, 4, 8, 60]),
+            ignore_end_id=draw.random() < 0.5,
+            stop_token_ids=((draw.randrange(VOCABULARY),),) if draw.random() < 0.3 else (),
+        )
+        kind = draw.choice(["greedy", "sampled", "several", "penalised", "beams"])
+        sampling = {
+            "greedy": Sampling(),
+            "sampled": Sampling(temperature=1.2, top_k=40, top_p=0.9, seed=draw.getrandbits(60)),
+            "several": Sampling(temperature=0.8, num_return_sequences=3, seed=5),
+            "penalised": Sampling(repetition_penalty=1.2, frequency_penalty=0.3),
+            "beams": Sampling(),
+        }[kind]
+        return dataclasses.replace(
+            GenerationConfig(),
+            stopping=stopping,
+            sampling=sampling,
+            beam_search=BeamSearch(beam_width=3 if kind == "beams" else 1),
+            output=Output(log_probs=draw.random() < 0.2),
+            kv_cache=KvCache(reuse=draw.random() < 0.8, salt=draw.choice(["", "", "other"])),
+            priority=draw.randint(-2, 2),
+        )
+
+    def _ids(self, count: int) -> list[int]:
+        return [self.draw.randrange(2, VOCABULARY) for _ in range(count)]
+
+
+def sizes(root: object) -> dict[str, int]:
+    """How much every container holds that is reachable from `root` through objects of trtmesh, by its path."""
+    found: dict[str, int] = {}
+    seen: set[int] = set()
+    todo: list[tuple[str, object]] = [(type(root).__name__, root)]
+    while todo:
+        path, value = todo.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Mapping | list | set | frozenset) or hasattr(value, "popleft"):
+            found[path] = len(value)  # type: ignore[arg-type]
+        elif type(value).__module__.startswith("trtmesh."):
+            todo += [(f"{path}.{name}", each) for name, each in _attributes(value)]
+    return found
+
+
+def _attributes(value: object) -> Iterator[tuple[str, Any]]:
+    names = set(getattr(value, "__dict__", {}))
+    for kind in type(value).__mro__:
+        names.update(getattr(kind, "__slots__", ()))
+    for name in sorted(names):
+        if hasattr(value, name):
+            yield name, getattr(value, name)
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+
+
+def judge(backend: TorchBackend, soak: Soak, before: int, after: int) -> list[str]:
+    """What is wrong once all has ended."""
+    wrong = list(soak.faults)
+    stats = backend.stats()
+    held = {
+        "used_blocks": stats.used_blocks,
+        "running_sequences": stats.running_sequences,
+        "waiting_sequences": stats.waiting_sequences,
+        "pending_prompt_tokens": stats.pending_prompt_tokens,
+    }
+    wrong += [f"{name} is {count}, not 0" for name, count in held.items() if count]
+    scheduler = backend._engine.scheduler
+    if scheduler.tables.free_slots != BATCH:
+        wrong.append(f"{BATCH - scheduler.tables.free_slots} slots are not free")
+    for path, size in sizes(backend).items():
+        if size > CONTAINER_LIMIT:
+            wrong.append(f"{path} holds {size} entries")
+    if after - before > GROWTH_BYTES:
+        wrong.append(f"the process grew by {(after - before) / 2**20:.1f} MiB")
+    return wrong
+
+
+def main(arguments: argparse.Namespace) -> int:
+    soak = Soak(arguments.seed)
+    with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
+        backend = TorchBackend(
+            build(Path(folder) / "tiny", "tiny"), TorchSettings.model_validate(SETTINGS)
+        )
+        runner.run(backend.start(soak.deliver, soak.fail))
+        started = time.monotonic()
+        before = 0
+        done = 0.0
+        while done < 1 and not soak.faults:
+            for _ in range(200):
+                soak.act(backend)
+                soak.wait(QUEUE // 2)
+            soak.wait(0)
+            passed = time.monotonic() - started
+            done = max(passed / arguments.seconds, soak.requests / arguments.requests)
+            if done > WARM_UP_PART:
+                before = before or resident_bytes()
+        soak.wait(0)
+        after = resident_bytes()
+        wrong = judge(backend, soak, before or after, after)
+        figures = {
+            "requests": soak.requests,
+            "sequences": soak.sequences,
+            "refused": soak.refused,
+            "stopped": soak.stopped,
+            "preemptions": backend._engine.scheduler.preemptions,
+            "largest_containers": dict(
+                sorted(sizes(backend).items(), key=lambda each: -each[1])[:5]
+            ),
+            "grown_bytes": after - (before or after),
+            "torch": torch.__version__,
+            "wrong": wrong,
+        }
+        runner.run(backend.close())
+    print(json.dumps(figures))
+    return 1 if wrong else 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=120, help="ends after so long")
+    parser.add_argument("--requests", type=float, default=math.inf, help="or after so many")
+    parser.add_argument("--seed", type=int, default=1)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main(parse()))

@@ -1,0 +1,32 @@
+"""The soak of `make bench B=soak`, short."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+SOAK = Path(__file__).parents[3] / "bench" / "soak.py"
+REQUESTS = 2500
+
+
+async def test_nothing_is_left_over_or_grows() -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(SOAK), "--requests", str(REQUESTS), "--seconds", "90",
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        output, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert output, errors.decode()
+    figures = json.loads(output.splitlines()[-1])
+    assert figures["wrong"] == []
+    assert process.returncode == 0
+    # It went through what it is there for.
+    assert figures["stopped"] > 100
+    assert figures["refused"] > 0
+    assert figures["preemptions"] > 0
