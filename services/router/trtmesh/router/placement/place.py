@@ -70,6 +70,8 @@ def _pass_over(
     excluded: list[str],
 ) -> list[int]:
     """The best of the eligible by what speaks against them; notes it in `excluded` for the others."""
+    if not (query.avoid or query.prefer or any(worker.breaker_open for worker in fleet)):
+        return eligible
     against = [_against(fleet[index], query) for index in eligible]
     least = min(against)[0]
     for index, (weight, why) in zip(eligible, against, strict=True):
