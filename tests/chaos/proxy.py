@@ -1,4 +1,4 @@
-"""A TCP connection that can be cut, as by a network that fails or a client that loses power."""
+"""A TCP connection that fails as networks do: it is cut, hangs, delays, or lets only one side speak."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from contextlib import asynccontextmanager, suppress
 
 
 class Proxy:
-    """Forwards connections to a target until it is cut."""
+    """Forwards connections to a target, byte by byte and in order, unless a test tells it otherwise."""
 
     def __init__(self, target: str) -> None:
         host, _, port = target.rpartition(":")
         self._host, self._port = host, int(port)
         self._writers: set[asyncio.StreamWriter] = set()
+        self._to_target = _Lane()
+        self._from_target = _Lane()
         self.connected = asyncio.Event()
         self.address = ""
         self._is_cut = False
@@ -24,6 +26,24 @@ class Proxy:
         self._is_cut = True
         for writer in self._writers:
             writer.transport.abort()
+
+    def freeze(self, *, to_target: bool = True, from_target: bool = True) -> None:
+        """Lets nothing through, in both directions or in one, while connections stay open: a network gone silent."""
+        if to_target:
+            self._to_target.open.clear()
+        if from_target:
+            self._from_target.open.clear()
+
+    def delay(self, seconds: float) -> None:
+        """Lets everything through later, from now on."""
+        self._to_target.delay = self._from_target.delay = seconds
+
+    def mend(self) -> None:
+        """Works again: what was frozen goes through, and new connections may be made."""
+        self._is_cut = False
+        self.delay(0.0)
+        for lane in (self._to_target, self._from_target):
+            lane.open.set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection from its beginning to its end."""
@@ -37,19 +57,32 @@ class Proxy:
         if self._is_cut:
             self.cut()
         try:
-            await asyncio.gather(_forward(reader, back), _forward(there, writer))
+            await asyncio.gather(
+                self._to_target.forward(reader, back), self._from_target.forward(there, writer)
+            )
         finally:
             for end in (writer, back):
                 end.transport.abort()
                 self._writers.discard(end)
 
 
-async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with suppress(OSError):
-        while chunk := await reader.read(65536):
-            writer.write(chunk)
-            await writer.drain()
-    writer.transport.abort()
+class _Lane:
+    """One direction."""
+
+    def __init__(self) -> None:
+        self.open = asyncio.Event()
+        self.open.set()
+        self.delay = 0.0
+
+    async def forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while chunk := await reader.read(65536):
+                if self.delay:
+                    await asyncio.sleep(self.delay)
+                await self.open.wait()
+                writer.write(chunk)
+                await writer.drain()
+        writer.transport.abort()
 
 
 @asynccontextmanager
@@ -62,6 +95,7 @@ async def proxy_to(target: str) -> AsyncIterator[Proxy]:
     try:
         yield proxy
     finally:
+        proxy.mend()
         proxy.cut()
         server.close()
         await server.wait_closed()
