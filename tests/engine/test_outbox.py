@@ -9,7 +9,7 @@ from trtmesh.chassis.errors import InvalidField, SlowClient
 from trtmesh.chassis.vocabulary import Tensor
 from trtmesh.engine.backend import PromptDetails, TokenDetails
 from trtmesh.engine.metrics import EngineMetrics
-from trtmesh.engine.outbox import MAX_ANSWERS, MAX_KV_EVENTS, MAX_PARTS, Outbox
+from trtmesh.engine.outbox import MAX_ANSWERS, MAX_KV_EVENTS, MAX_PARTS, MERGED_TOKENS, Outbox
 from trtmesh.engine.step_part import StepPart, merge, split
 from trtmesh.v1 import engine_pb2 as epb
 
@@ -133,6 +133,18 @@ def test_a_rewritten_sequence_has_what_its_last_rewriting_left(
             tokens[offset:] = [next(fresh) for _ in range(count)]
             assert log_probs[handle] == [float(token) for token in tokens[offset:]]
     assert found == known
+
+
+def test_a_stalled_router_costs_a_rewritten_sequence_little_more_than_once() -> None:
+    outbox = Outbox(1, EngineMetrics())
+    for step in range(500):
+        ids = list(range(step, step + 10_000))
+        outbox.put_step(StepPart(step, [7], [0], [len(ids)], ids))
+        assert sum(len(part.token_ids) for part in outbox._parts) <= MERGED_TOKENS + 10_000
+    response = outbox.take(500)
+    assert response
+    (event,) = response.events
+    assert list(event.step.token_ids) == list(range(499, 10_499))
 
 
 def test_a_stable_batch_merges_as_a_changing_one_does() -> None:

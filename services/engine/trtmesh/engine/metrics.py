@@ -98,7 +98,11 @@ class EngineMetrics(Collector):
             ("steps", "Engine steps.", stats.step_count if stats else 0),
             ("prompt_tokens", "Prompt tokens of the items taken.", self.prompt_tokens),
             ("cached_prompt_tokens", "Prompt tokens that were reused.", self.cached_prompt_tokens),
-            ("generated_tokens", "Tokens generated.", self.generated_tokens),
+            (
+                "generated_tokens",
+                "Tokens told; beams are told again when they change.",
+                self.generated_tokens,
+            ),
             ("preemptions", "Sequences paused.", stats.preemptions if stats else 0),
             ("new_blocks", "KV blocks given to sequences.", stats.new_blocks if stats else 0),
             ("reused_blocks", "KV blocks shared instead.", stats.reused_blocks if stats else 0),

@@ -17,6 +17,9 @@ MAX_PARTS = 64
 MOST_TENSOR_BYTES = 16 * 2**20
 """Logits of one message, unless its limit is lower; small enough to be on its way while the next step is computed."""
 
+MERGED_TOKENS = 2**16
+"""Parts are merged too when they hold so many tokens, or twice those of the last merge: beams come again whole."""
+
 MAX_KV_EVENTS = 8192
 """A router that lets more wait loses them; the gap in the sequence numbers makes it ask for a snapshot."""
 
@@ -48,6 +51,8 @@ class Outbox:
         self._acknowledged_steps = 0
         self._closing = False
         self._parts: list[StepPart] = []
+        self._part_tokens = 0
+        self._most_part_tokens = MERGED_TOKENS
         self._ends: list[epb.SequenceEnd] = []
         self._answers: list[epb.EngineEvent] = []
         self._kv_events: list[epb.KvEvent] = []
@@ -71,9 +76,13 @@ class Outbox:
             parts += split(part, self._most_tensor_bytes)
         else:
             parts.append(part)
-        if len(parts) >= MAX_PARTS and self._fitting(parts) == len(parts):
+        self._part_tokens += len(part.token_ids)
+        many = len(parts) >= MAX_PARTS or self._part_tokens > self._most_part_tokens
+        if many and self._fitting(parts) == len(parts):
             self._metrics.merged_steps += len(parts) - 1
             parts[:] = [merge(parts)]
+            self._part_tokens = len(parts[0].token_ids)
+            self._most_part_tokens = max(MERGED_TOKENS, 2 * self._part_tokens)
         self.filled.set()
 
     def put_end(self, end: epb.SequenceEnd) -> None:
@@ -149,6 +158,8 @@ class Outbox:
     def _take_step(self, step: epb.Step, step_count: int) -> None:
         count = self._fitting(self._parts)
         parts, self._parts = self._parts[:count], self._parts[count:]
+        self._part_tokens = sum(len(part.token_ids) for part in self._parts)
+        self._most_part_tokens = MERGED_TOKENS
         part = merge(parts) if parts else StepPart(step_count)
         self._metrics.merged_steps += max(0, len(parts) - 1)
         # An end comes after all tokens of its sequence.

@@ -167,7 +167,6 @@ def _check_beams(item: Submission, info: BackendInfo) -> None:
         ("sampling.top_p_min", sampling.top_p_min, (None,)),
         ("sampling.top_p_decay", sampling.top_p_decay, (None, 1)),
         ("sampling.top_p_reset_id", sampling.top_p_reset_id, (None,)),
-        ("sampling.best_of", sampling.best_of, (None,)),
         ("output.normalize_log_probs", output.normalize_log_probs, (None, True)),
     )
     for name, value, harmless in drawing:
