@@ -153,6 +153,16 @@ def _start(arguments: tuple[str, ...], env: Mapping[str, str] | None) -> subproc
     )
 
 
+def read_until_closed(terminal: int) -> str:
+    """What a command shows on the terminal of which `terminal` is the other side."""
+    parts = []
+    with suppress(OSError):  # How Linux ends a terminal whose other side was closed.
+        while part := os.read(terminal, 65536):
+            parts.append(part)
+    os.close(terminal)
+    return b"".join(parts).decode(errors="replace")
+
+
 def gone(processes: list[psutil.Process]) -> bool:
     """Whether all of them ended, within the time that a stop may take."""
     _, alive = psutil.wait_procs(processes, timeout=STOP_SECONDS)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cli.commands import Stack, running, trtmesh
+from cli.commands import TRTMESH, Stack, read_until_closed, running, trtmesh
 from processes import service_process
 
 WIDE = {"COLUMNS": "200"}
+ENTER_SCREEN, LEAVE_SCREEN = b"\x1b[?1049h", b"\x1b[?1049l"
 
 
 def as_objects(text: str) -> list[dict[str, Any]]:
@@ -123,6 +127,24 @@ def test_top_shows_workers_streams_and_rates(router: str, admin: str) -> None:
         page = trtmesh("top", *flags, "--count", "1", env=WIDE)
         assert page.returncode == 0, page.stderr
         assert {"engine-0", "engine-1", "watched"} <= set(page.stdout.split())
+
+
+def test_top_has_a_screen_of_its_own_in_a_terminal(admin: str) -> None:
+    leader, follower = pty.openpty()
+    command = [TRTMESH, "top", "--admin", admin, "--interval", "3000"]
+    with subprocess.Popen(
+        command, stdout=follower, stderr=subprocess.PIPE, env=os.environ | WIDE
+    ) as top:
+        os.close(follower)
+        shown = b""
+        while b"engine-1" not in shown:
+            shown += os.read(leader, 65536)
+        top.send_signal(signal.SIGINT)
+        shown += read_until_closed(leader).encode()
+        assert top.stderr
+        assert top.stderr.read() == b""
+    assert top.returncode == 130
+    assert shown.index(ENTER_SCREEN) < shown.index(b"engine-1") < shown.index(LEAVE_SCREEN)
 
 
 def test_ctrl_c_ends_top_with_130(admin: str) -> None:

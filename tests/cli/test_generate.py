@@ -5,10 +5,9 @@ import os
 import pty
 import signal
 import subprocess
-from contextlib import suppress
 
 import pytest
-from cli.commands import TRTMESH, running, trtmesh
+from cli.commands import TRTMESH, read_until_closed, running, trtmesh
 
 
 def live_requests(admin: str) -> int:
@@ -41,15 +40,6 @@ def test_a_terminal_shows_a_tagged_region_for_each_prompt(router: str) -> None:
     assert "\x1b[" in shown
     assert "[0] ended: length" in shown
     assert "[1] ended: length" in shown
-
-
-def read_until_closed(terminal: int) -> str:
-    parts = []
-    with suppress(OSError):  # How Linux ends a terminal whose other side was closed.
-        while part := os.read(terminal, 65536):
-            parts.append(part)
-    os.close(terminal)
-    return b"".join(parts).decode(errors="replace")
 
 
 def test_json_lines_tell_the_whole_story(router: str) -> None:

@@ -175,6 +175,12 @@ def test_a_taken_default_port_is_replaced_and_said() -> None:
             assert trtmesh("status", "--admin", stack.admin).returncode == 0
 
 
+def test_a_taken_port_for_admins_that_was_asked_for_is_an_error() -> None:
+    with taken_port() as port, running_stack("--port", "0", "--admin-port", str(port)) as stack:
+        assert stack.wait() == 3
+        assert f"listen for admins on 127.0.0.1:{port}" in stack.err[-1]
+
+
 @pytest.mark.parametrize(
     ("flags", "status", "complaint"),
     [

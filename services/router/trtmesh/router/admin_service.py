@@ -11,7 +11,7 @@ from trtmesh.chassis.errors import NotFound, UnsupportedCall
 from trtmesh.chassis.rpc import answering
 from trtmesh.router.explanation import describe_decision
 from trtmesh.router.fleet import Fleet
-from trtmesh.router.live_view import describe_request
+from trtmesh.router.live_view import describe_requests
 from trtmesh.router.membership import Membership
 from trtmesh.router.placement import POLICIES
 from trtmesh.router.replica import Replica
@@ -64,8 +64,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
             else:
                 told = list(islice(live.values(), request.limit or None))
             return pb.ListRequestsResponse(
-                requests=[describe_request(each, self._worker_name) for each in told],
-                live_requests=len(live),
+                requests=await describe_requests(told, self._worker_name), live_requests=len(live)
             )
 
     async def StopRequest(

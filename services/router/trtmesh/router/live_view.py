@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from trtmesh.router.item import ItemRun
 from trtmesh.router.requests import LiveRequest
@@ -13,6 +13,21 @@ from trtmesh.v1 import router_admin_pb2 as pb
 
 NameOf = Callable[[str], str]
 """Name of the worker at an address."""
+
+ITEMS_AT_ONCE = 64
+"""Items that are described before the streams of clients go on: a millisecond's work."""
+
+
+async def describe_requests(live: Iterable[LiveRequest], name_of: NameOf) -> list[pb.LiveRequest]:
+    """Requests one after another, each as it is when its turn comes."""
+    told, items = [], 0
+    for each in live:
+        told.append(describe_request(each, name_of))
+        items += len(each.items)
+        if items >= ITEMS_AT_ONCE:
+            items = 0
+            await asyncio.sleep(0)
+    return told
 
 
 def describe_request(live: LiveRequest, name_of: NameOf) -> pb.LiveRequest:
