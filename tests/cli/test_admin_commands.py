@@ -85,6 +85,33 @@ def test_a_request_is_listed_shown_explained_and_stopped(router: str, admin: str
     assert {len(placement["candidates"]) for placement in told["placements"]} == {2}
 
 
+def test_a_worker_is_drained_resumed_added_and_removed_while_somebody_watches(
+    router: str, admin: str
+) -> None:
+    with running("workers", "watch", "--admin", admin, env=WIDE) as watch:
+        watch.wait_for("2 workers")
+        with live_request(router, "moving"):
+            drained = trtmesh(
+                "workers", "drain", "engine-1", "--finish-seconds", "0", "--admin", admin
+            )
+            assert drained.returncode == 0, drained.stderr
+            watch.wait_for("draining")
+            (told,) = as_objects(
+                trtmesh("requests", "show", "moving", "--admin", admin, "--json").stdout
+            )
+            assert {s["worker"] for i in told["items"] for s in i["sequences"]} == {"engine-0"}
+        resumed = trtmesh("workers", "resume", "engine-1", "--admin", admin)
+        assert (resumed.returncode, resumed.stderr) == (0, "")
+        assert trtmesh("workers", "add", "127.0.0.1:1", "--admin", admin).returncode == 0
+        watch.wait_for("3 workers")
+        assert trtmesh("workers", "remove", "127.0.0.1:1", "--admin", admin).returncode == 0
+        again = trtmesh("workers", "remove", "127.0.0.1:1", "--admin", admin)
+        assert again.returncode == 1
+        assert "NOT_FOUND" in again.stderr
+        watch.signal(signal.SIGINT)
+        assert watch.wait() == 130
+
+
 def test_what_is_not_live_is_not_found(admin: str) -> None:
     for command in (("requests", "show"), ("requests", "stop"), ("explain",)):
         result = trtmesh(*command, "nobody", "--admin", admin)

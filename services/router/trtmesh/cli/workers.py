@@ -38,18 +38,28 @@ async def list_workers(context: Context) -> int:
 @workers.command()
 @admin_command
 async def watch(context: Context) -> int:
-    """Print the workers now and whenever they change, until Ctrl-C; with --json one list a line."""
-    console = Console()
+    """Print the workers now and whenever one comes, goes or changes its state, until Ctrl-C.
+
+    With --json one list a line, also when nothing but loads changed. Exit status: 1 the call failed or ended, 2 wrong
+    usage, 130 Ctrl-C.
+    """
+    console, told = Console(), None
     async with aclosing(context.admin.watch_workers()) as lists:
         async for seen in lists:
             if context.as_json:
                 put_json(seen)
-            else:
+            elif (standing := _standing(seen)) != told:
+                told = standing
                 now = datetime.now().astimezone().isoformat(timespec="seconds")
                 console.print(f"{now}: {len(seen.workers)} workers", highlight=False)
                 console.print(workers_table(seen.workers))
     say(f"router {context.admin.address} ended the list")
     return FAILED
+
+
+def _standing(seen: pb.WatchWorkersResponse) -> list[tuple[str, str, int, str]]:
+    """What an operator watches for: loads change with every step."""
+    return [(w.worker, w.address, w.state, w.problem) for w in seen.workers]
 
 
 @workers.command()
