@@ -60,10 +60,10 @@ $(BIN)/python:
 
 $(INSTALLED): $(BIN)/python pyproject.toml constraints.txt
 	@echo "Installing into .venv (the first time takes a few minutes) ..."
-	@$(PIP) -e '.[tokenizer,engine]'
+	@$(PIP) -e '.[router,tokenizer,engine]'
 	@touch $@
 
 $(INSTALLED_DEV): $(BIN)/python pyproject.toml constraints.txt
 	@echo "Installing into .venv (the first time takes a few minutes) ..."
-	@$(PIP) -e '.[tokenizer,engine,dev]'
+	@$(PIP) -e '.[router,tokenizer,engine,dev]'
 	@touch $@ $(INSTALLED)
