@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from trtmesh.chassis.errors import InternalError, PromptTooLong, TrtmeshError, from_proto
 from trtmesh.router.request import GenerationRequest
@@ -14,8 +14,7 @@ from trtmesh.router.triton.wire import Output
 from trtmesh.v1 import router_pb2 as router_pb
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """One response. `only_end` is one that says nothing but that it was the last."""
 
     outputs: Sequence[Output] = ()

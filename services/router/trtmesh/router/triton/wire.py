@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tritonclient.grpc import service_pb2 as kserve
 from trtmesh.router.triton.models import MODEL_VERSION
@@ -15,8 +14,7 @@ MOST_HEADS = 32
 """Serialised heads kept for a request; shapes that grow with every response make new ones."""
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(NamedTuple):
     """One output tensor: KServe data type, shape, elements row-major and little-endian."""
 
     name: str
@@ -27,22 +25,30 @@ class Output:
 
 def text_data(texts: Iterable[str]) -> bytes:
     """Elements of a BYTES tensor."""
-    return b"".join([struct.pack("<I", len(data)) + data for data in map(str.encode, texts)])
+    return b"".join([len(data).to_bytes(4, "little") + data for data in map(str.encode, texts)])
 
 
 def _tag(message: str, field: str) -> bytes:
     """What stands before a length-delimited field of a message."""
     number = kserve.DESCRIPTOR.message_types_by_name[message].fields_by_name[field].number
-    return _varint(number << 3 | 2)
+    return _long_varint(number << 3 | 2)
 
 
-def _varint(value: int) -> bytes:
+def _long_varint(value: int) -> bytes:
     encoded = bytearray()
     while value > 0x7F:
         encoded.append(value & 0x7F | 0x80)
         value >>= 7
     encoded.append(value)
     return bytes(encoded)
+
+
+SHORT_VARINTS = [_long_varint(value) for value in range(2048)]
+"""Of the lengths that responses with a few tokens have."""
+
+
+def _varint(value: int) -> bytes:
+    return SHORT_VARINTS[value] if value < len(SHORT_VARINTS) else _long_varint(value)
 
 
 RAW_TAG = _tag("ModelInferResponse", "raw_output_contents")
@@ -76,7 +82,9 @@ class ResponseWriter:
         return data
 
     def _response(self, outputs: Sequence[Output], *, final: bool | None) -> bytes:
-        key = (final, *[(output.name, output.shape) for output in outputs])
+        key: tuple[object, ...] = (final,)
+        for name, _, shape, _ in outputs:
+            key += (name, shape)
         head = self._heads.get(key)
         if head is None:
             if len(self._heads) >= MOST_HEADS:
