@@ -168,8 +168,9 @@ def median(results: list[Figures]) -> Figures:
 async def main(arguments: argparse.Namespace) -> None:
     results = {}
     with stack("--simulated-step-ms", str(STEP_MS)) as mesh:
-        for door in (NativeDoor(32), *(TritonDoor(model, 32) for model in MODELS)):
-            await run_once(mesh, door, 32, 32)
+        await run_once(mesh, NativeDoor(32), 32, 32)
+        for model in MODELS:
+            await run_once(mesh, TritonDoor(model, 32), 32, 32)
         for streams in arguments.streams:
             results[str(streams)] = await measure(mesh, streams, arguments.tokens, arguments.runs)
     print(json.dumps({"step_ms": STEP_MS, "streams": results}))
