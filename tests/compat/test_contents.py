@@ -1,0 +1,109 @@
+"""How the elements of inputs may stand in a request: raw or typed, and what is refused."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+from tritonclient.grpc import service_pb2 as kserve
+from trtmesh.chassis.errors import InvalidRequest
+from trtmesh.router.settings import TritonSettings
+from trtmesh.router.triton.calls import read_call, to_request
+from trtmesh.router.triton.models import triton_models
+
+SETTINGS = TritonSettings()
+ENSEMBLE = triton_models(SETTINGS)["ensemble"]
+RAW = {
+    "text_input": ("BYTES", struct.pack("<I", 2) + b"hi"),
+    "max_tokens": ("INT32", struct.pack("<i", 7)),
+    "seed": ("UINT64", struct.pack("<Q", 2**63)),
+    "top_p": ("FP32", struct.pack("<f", 0.5)),
+    "return_log_probs": ("BOOL", b"\1"),
+}
+TYPED = {
+    "text_input": ("bytes_contents", b"hi"),
+    "max_tokens": ("int_contents", 7),
+    "seed": ("uint64_contents", 2**63),
+    "top_p": ("fp32_contents", 0.5),
+    "return_log_probs": ("bool_contents", True),
+}
+
+
+def raw_request() -> Any:
+    request = kserve.ModelInferRequest(model_name="ensemble")
+    for name, (data_type, data) in RAW.items():
+        request.inputs.add(name=name, datatype=data_type, shape=(1, 1))
+        request.raw_input_contents.append(data)
+    return request
+
+
+def typed_request() -> Any:
+    request = kserve.ModelInferRequest(model_name="ensemble")
+    for name, (field, value) in TYPED.items():
+        given = request.inputs.add(name=name, datatype=RAW[name][0], shape=(1, 1))
+        getattr(given.contents, field).append(value)
+    return request
+
+
+def test_raw_and_typed_contents_mean_the_same() -> None:
+    raw, typed = (
+        to_request(read_call(ENSEMBLE, request), SETTINGS)
+        for request in (raw_request(), typed_request())
+    )
+    assert raw == typed
+    (item,) = raw.items
+    assert (item.prompt.text, item.config.stopping.max_tokens) == ("hi", 7)
+    assert (item.config.sampling.seed, item.config.sampling.top_p) == (2**63, 0.5)
+    assert item.config.output.log_probs
+
+
+def refused(request: Any) -> str:
+    with pytest.raises(InvalidRequest) as caught:
+        to_request(read_call(ENSEMBLE, request), SETTINGS)
+    return caught.value.message
+
+
+def test_mixed_contents_are_refused() -> None:
+    request = typed_request()
+    request.raw_input_contents.append(b"")
+    assert "contents field must not be specified when using raw_input_contents" in refused(request)
+
+
+@pytest.mark.parametrize(
+    ("index", "data", "message"),
+    [
+        (1, b"\0", "input byte size mismatch for input 'max_tokens'"),
+        (0, b"\5\0\0\0hi", "incomplete string length indicator or data"),
+        (0, b"", "unexpected number of string elements 0 for inference input 'text_input'"),
+        (0, struct.pack("<I", 1) + b"\xff", "holds text that is no UTF-8"),
+    ],
+)
+def test_broken_raw_contents(index: int, data: bytes, message: str) -> None:
+    request = raw_request()
+    request.raw_input_contents[index] = data
+    assert message in refused(request)
+
+
+def test_too_many_raw_contents() -> None:
+    request = raw_request()
+    request.raw_input_contents.append(b"more")
+    assert "raw_input_contents has 1 more entries" in refused(request)
+
+
+def test_a_wrong_kind_of_typed_contents() -> None:
+    request = typed_request()
+    request.inputs[1].contents.fp32_contents.append(1.0)
+    assert "unexpected explicit tensor data for input tensor 'max_tokens'" in refused(request)
+
+
+def test_the_same_input_twice() -> None:
+    request = typed_request()
+    request.inputs.append(request.inputs[0])
+    assert "input 'text_input' already exists in request" in refused(request)
+
+
+def test_shared_memory_is_refused() -> None:
+    request = raw_request()
+    request.inputs[0].parameters["shared_memory_region"].string_param = "x"
+    assert "is in shared memory" in refused(request)
