@@ -272,7 +272,7 @@ async def test_a_moved_sequence_tells_what_an_unmoved_one_would() -> None:
     run.assign(OneWorker())
     run.on_prompt(pb.PromptDetails(log_probs=[-3.0]))
     run.on_tokens(0, [1, 2], pb.TokenDetails(log_probs=[-1.0, -2.0], cumulative_log_prob=-3.0))
-    run.first_token_time = asyncio.get_running_loop().time()
+    run.times.first_token = asyncio.get_running_loop().time()
     run.on_worker_lost(WorkerLost("gone", worker="w"))
     assert [error.worker for error in owner.losses] == ["w"]
     assert run.waits_for_worker

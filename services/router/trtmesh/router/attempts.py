@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trtmesh.chassis.errors import Draining, QueueFull, TrtmeshError
+from trtmesh.chassis.errors import Draining, NoWorker, QueueFull, TrtmeshError, WorkerLost
 
 BACK_PRESSURE = (Draining, QueueFull)
 """Answers of a worker that is well: no fault, and no reason to give up as long as another may take the item."""
@@ -53,3 +53,22 @@ class Attempts:
     def forgive(self) -> None:
         """Leaves no worker out any more: the others did not take the item either."""
         self.failures.clear()
+
+
+def too_many_losses(losses: int, error: TrtmeshError) -> WorkerLost:
+    """Ends an item that was lost too often, the last time by `error`."""
+    return WorkerLost(
+        f"{losses} workers in a row were lost with this item (max_attempts), the last one so: {error.message}",
+        worker=error.worker,
+    )
+
+
+def nobody_goes_on(loss: TrtmeshError | None, error: NoWorker) -> TrtmeshError:
+    """Ends an item that nobody takes, after `loss` where a worker had it before."""
+    if loss is None:
+        return error
+    return WorkerLost(
+        f"{loss.message}; and nobody went on with the item: {error.message}",
+        worker=loss.worker,
+        retry_after_ms=error.retry_after_ms,
+    )

@@ -12,39 +12,26 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trtmesh.chassis.errors import (
-    InternalError,
-    NoWorker,
-    PromptEmpty,
-    TrtmeshError,
-    WorkerLost,
-    to_proto,
-)
+from trtmesh.chassis.errors import InternalError, NoWorker, TrtmeshError, WorkerLost
 from trtmesh.chassis.logs import request_id_bound
 from trtmesh.router.admission import Permit
-from trtmesh.router.attempts import Attempts
+from trtmesh.router.attempts import too_many_losses
 from trtmesh.router.dispatch import submits
-from trtmesh.router.fleet import Identity, ItemToPlace, Placed
-from trtmesh.router.kv_index import PromptBlocks, prefix_root
+from trtmesh.router.encoding import NOT_ENCODED, encode_item
+from trtmesh.router.fleet import Placed
+from trtmesh.router.item_events import ItemEvents
 from trtmesh.router.request import ItemRequest, worker_config
 from trtmesh.router.resumption import NOTHING, Received
+from trtmesh.router.search import Search
 from trtmesh.router.sequence import SequenceRun
-from trtmesh.router.siblings import Seat
 from trtmesh.v1 import generation_pb2 as pb
-from trtmesh.v1 import router_pb2 as router_pb
-from trtmesh.v1 import tokenizer_pb2 as tokenizer_pb
 
 if TYPE_CHECKING:
     from trtmesh.router.requests import LiveRequest
-    from trtmesh.router.worker import Worker
 
 log = logging.getLogger(__name__)
-
-REPEAT_SECONDS = 0.1
-"""Pause before the workers that did not take an item are asked again."""
 
 
 class ItemRun:
@@ -55,19 +42,15 @@ class ItemRun:
     ) -> None:
         self._permit = permit
         self._live = live
+        self._events = ItemEvents(item, live.client, live.mesh.metrics)
         self._mesh = live.mesh
         self._item = item
         self._received = received
         self._stop_asked = False
         self._over = False
-        self._token_ids: list[int] = []
-        self._blocks = PromptBlocks(None, ())
-        self._seat: Seat | None = None
-        self._placed: Placed | None = None
-        self._words: list[tuple[int, ...]] = []
+        self._encoded = NOT_ENCODED
         self._runs: list[SequenceRun] = []
-        self._attempts = Attempts(live.mesh.retry.most_attempts)
-        self._identity: Identity | None = None
+        self._search = Search(live.mesh.fleet, live.mesh.retry, item, live.request_id, live.model)
         self._error: TrtmeshError | None = None
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -90,13 +73,14 @@ class ItemRun:
                     await self._generate()
                 self._finish()
             except TrtmeshError as error:
-                self._fail(error)
+                self._events.failed(error, self.usage())
             except asyncio.CancelledError:
                 self._cancelled()
             except Exception as error:
                 # Broad on purpose: a defect met by one item must end that item alone, and visibly.
                 log.exception("item %d failed for an unforeseen reason", self._item.batch_index)
-                self._fail(InternalError(f"{type(error).__name__}: {error}"))
+                unforeseen = InternalError(f"{type(error).__name__}: {error}")
+                self._events.failed(unforeseen, self.usage())
             finally:
                 self._abandon()
 
@@ -126,24 +110,11 @@ class ItemRun:
 
     @property
     def prompt_tokens(self) -> int:
-        return len(self._token_ids)
+        return len(self._encoded.token_ids)
 
     @property
     def generated_tokens(self) -> int:
         return sum(len(run.token_ids) for run in self._runs)
-
-    def _record(self) -> None:
-        """Writes down what came and where it went first, where that is recorded."""
-        if self._mesh.recorder is not None and self._placed is not None:
-            block_tokens = self._placed.worker.engine.tokens_per_block
-            self._mesh.recorder.note(
-                self._placed.record,
-                model=self._live.model,
-                arrival_time=self._live.arrival_time,
-                block_tokens=block_tokens or 1,
-                hashes=self._blocks.hashes(block_tokens),
-                new_tokens=self.generated_tokens,
-            )
 
     def _spend(self, tokens: int) -> None:
         """Takes tokens from those that the caller's API key may use."""
@@ -154,33 +125,19 @@ class ItemRun:
         """What it consumed so far."""
         ends = [run.end for run in self._runs if run.end is not None]
         return pb.Usage(
-            prompt_tokens=len(self._token_ids),
+            prompt_tokens=len(self._encoded.token_ids),
             cached_prompt_tokens=max((end.cached_prompt_tokens for end in ends), default=0),
             generated_tokens=self.generated_tokens,
         )
 
     async def _encode(self) -> None:
-        """Texts to ids, all in one exchange with a tokenizer; ids need none."""
         self.stage = "encode"
         # What no worker can do costs no tokenizer anything.
         self._mesh.fleet.check_fields(self._live.model, self._item.worker_fields)
-        prompt, words = self._item.prompt, self._item.words
-        self._token_ids = list(prompt.token_ids or ())
-        if prompt.text is not None or words:
-            command = tokenizer_pb.EncodeCommand(
-                request_id=self._live.request_id,
-                text=prompt.text,
-                add_special_tokens=prompt.add_special_tokens,
-                words=words,
-            )
-            encoded = await self._mesh.tokenizers.encode(self._live.model, command)
-            self._words = [tuple(word.ids) for word in encoded.words]
-            if prompt.text is not None:
-                self._token_ids = list(encoded.token_ids)
-        if not self._token_ids:
-            raise PromptEmpty("the prompt has no tokens; send at least one token or character")
-        self._spend(len(self._token_ids))
-        self._blocks = PromptBlocks(prefix_root(self._item.config), self._token_ids)
+        self._encoded = await encode_item(
+            self._item, self._mesh.tokenizers, self._live.model, self._live.request_id
+        )
+        self._spend(self.prompt_tokens)
 
     def _go_on_behind_received(self) -> None:
         """Opens the sequences of an item that began on another router; others are opened when they are placed."""
@@ -199,80 +156,39 @@ class ItemRun:
     async def _meet_siblings(self) -> None:
         """Lets the first of the items that begin alike compute what they share before the others go."""
         self.stage = "place"
-        self._seat = self._mesh.fleet.seat(self._live.siblings, self._live.model, self._blocks)
-        if self._seat is not None:
-            await self._seat.wait()
+        await self._search.meet_siblings(self._live.siblings, self._encoded)
 
     async def _place(self) -> None:
         """Dispatches what no worker has, and waits for a worker where none takes it."""
-        deadline: float | None = None
         while not self._runs or self._waiting:
             self.stage = "place"
             try:
-                placed = self._mesh.fleet.place(self._to_place())
+                placed = self._search.place(self._encoded, self._runs)
             except NoWorker as error:
-                now = asyncio.get_running_loop().time()
-                deadline = deadline or now + self._mesh.retry.recovery_seconds
-                await self._wait_for_worker(deadline - now, error)
+                final = await self._search.wait(error, generated=bool(self.generated_tokens))
+                if final is not None:
+                    self._give_up(final)
             else:
-                self._placed = self._placed or placed
                 with placed:
                     self._dispatch(placed)
-                    if self._seat is not None:
-                        self._seat.dispatched(placed.worker.address, placed.booking)
+                    self._search.dispatched(placed)
 
     def move(self, runs: Sequence[SequenceRun], address: str, why: str) -> bool:
         """Takes sequences away from a worker that is suspected of being dead, or shall be, if another one takes them.
 
         They stay where none does: the worker may be well, and whatever it still generates is wanted.
         """
-        item = self._to_place()
-        item = replace(item, exclude={**item.exclude, address: why})
-        if self._stop_asked or self._over or not self._mesh.fleet.has_place(item):
+        if self._stop_asked or self._over:
             return False
-        self._attempts.leave_out(address, WorkerLost(why))
+        if not self._search.has_other_place(self._encoded, self._runs, address, why):
+            return False
+        self._search.attempts.leave_out(address, WorkerLost(why))
         for run in runs:
             run.release()
         self._mesh.metrics.moved["moved"] += len(runs)
         log.info("item %d moves: %s", self.batch_index, why)
         self._news.set()
         return True
-
-    def _to_place(self) -> ItemToPlace:
-        exclude = {address: e.message for address, e in self._attempts.failures.items()}
-        if self._identity is not None:
-            for address in self._mesh.fleet.others_than(self._identity):
-                exclude[address] = "its model or tokenizer is not the one that the item began with"
-        generated = max((run.token_ids for run in self._waiting), key=len, default=[])
-        return ItemToPlace(
-            request_id=self._live.request_id,
-            batch_index=self.batch_index,
-            model=self._live.model,
-            fields=self._item.worker_fields,
-            prompt_tokens=len(self._token_ids) + len(generated),
-            blocks=self._blocks,
-            sequences=len(self._waiting) or self._item.config.sequences,
-            max_tokens=self._item.config.stopping.max_tokens,
-            exclude=exclude,
-            avoid=self._seat.avoid if self._seat else frozenset(),
-            prefer=self._seat.prefer if self._seat else "",
-            cause="migration" if generated else "retry" if self._runs else "first",
-        )
-
-    async def _wait_for_worker(self, seconds_left: float, error: NoWorker) -> None:
-        """Returns when it is worth trying again; ends the item when it is not."""
-        refusal = self._attempts.back_pressure
-        if refusal is not None and not self.generated_tokens:
-            # All are full: the client hears it at once and may go to another mesh.
-            self._give_up(refusal)
-            return
-        if seconds_left <= 0 or not self._mesh.fleet.hopeful:
-            self._give_up(_nobody_goes_on(self._attempts.loss, error))
-            return
-        left_out = bool(self._attempts.failures)
-        self._attempts.forgive()
-        pause = min(seconds_left, REPEAT_SECONDS) if left_out else seconds_left
-        await self._mesh.fleet.change(pause)
 
     def _give_up(self, error: TrtmeshError) -> None:
         """No worker takes the item: it ends behind what was generated."""
@@ -292,43 +208,32 @@ class ItemRun:
 
     def _dispatch(self, placed: Placed) -> None:
         """Gives the worker what no worker has."""
-        worker, first = placed.worker, self._identity is None
+        worker, first = placed.worker, not self._search.began
         if first:
             if not self._runs:
                 self._open_sequences()
-            self._identity = Identity.of(worker)
+            self._search.begin_on(worker)
         self.worker = worker.name
         config = self._worker_config()
         for runs, command in submits(
             self._item,
             self._waiting,
-            self._token_ids,
+            self._encoded.token_ids,
             config,
             request_id=self._live.request_id,
             timeout_ms=self._live.remaining_ms(),
         ):
             worker.submit(runs, command, placed.booking)
         if first:
-            self._put_started(worker, config.sampling.seed)
+            self._events.started(
+                worker.name, config.sampling.seed, self._encoded.token_ids, self._live.age_seconds()
+            )
 
     def _worker_config(self) -> pb.GenerationConfig:
         seed = self._item.config.sampling.seed
         if seed is None:
             seed = self._live.drawn_seed
-        return worker_config(self._item, self._words, seed)
-
-    def _put_started(self, worker: Worker, seed: int) -> None:
-        self._mesh.metrics.tokens_in += len(self._token_ids)
-        self._mesh.metrics.queue.observe(self._live.age_seconds())
-        self._mesh.metrics.prompt_tokens.observe(len(self._token_ids))
-        echo = () if self._item.config.output.exclude_prompt else self._token_ids
-        started = router_pb.ItemStarted(
-            seed=seed,
-            prompt_tokens=len(self._token_ids),
-            worker=worker.name,
-            prompt_token_ids=echo,
-        )
-        self._put(router_pb.GenerateEvent(item_started=started))
+        return worker_config(self._item, self._encoded.word_ids, seed)
 
     def _open_sequences(self) -> None:
         self._runs = [self._open_sequence(index) for index in range(self._item.config.sequences)]
@@ -355,7 +260,7 @@ class ItemRun:
     def on_settled(self, run: SequenceRun) -> None:
         """A sequence is over: tells the client, and wakes the item when it was the last or it failed."""
         if run.error is None:
-            self._put_sequence_finished(run)
+            self._events.sequence_finished(run)
         else:
             self._error = run.error
         if self._error is not None or self._settled:
@@ -365,81 +270,30 @@ class ItemRun:
         """A worker does not go on with a sequence: another one shall, unless too many were lost with this item."""
         if self._stop_asked:
             run.stop(pb.FINISH_REASON_STOPPED)
-        elif not self._attempts.note(address, error, self.generated_tokens):
-            run.give_up(_too_many_losses(self._attempts.fruitless, error))
+        elif not self._search.attempts.note(address, error, self.generated_tokens):
+            run.give_up(too_many_losses(self._search.attempts.fruitless, error))
         else:
             self._mesh.metrics.moved[error.reason.lower()] += 1
             log.info("item %d looks for another worker: %s", self.batch_index, error.message)
             self._news.set()
 
-    def _put_sequence_finished(self, run: SequenceRun) -> None:
-        finished = router_pb.SequenceFinished(
-            reason=run.reason, generated_tokens=len(run.token_ids), stop_text=run.stop_text
-        )
-        if run.end is not None and run.stop_text is None:
-            finished.stop_token_ids.extend(run.end.stop_token_ids)
-            if run.end.HasField("handoff"):
-                finished.handoff_state = run.end.handoff.SerializeToString()
-            if (log_prob := run.cumulative_log_prob) is not None:
-                finished.cumulative_log_prob = log_prob
-        event = router_pb.GenerateEvent(
-            sequence_index=run.sequence_index, sequence_finished=finished
-        )
-        self._put(event)
-
     def _finish(self) -> None:
-        reason = self._runs[-1].reason
-        finished = router_pb.ItemFinished(reason=reason, usage=self.usage())
-        for run in self._runs:
-            if run.end is not None and run.end.HasField("perf_metrics"):
-                finished.perf_metrics.CopyFrom(run.end.perf_metrics)
-        self._put(router_pb.GenerateEvent(item_finished=finished))
-        self._mesh.metrics.finished[reason] += 1
-        self._mesh.metrics.generated_tokens.observe(self.generated_tokens)
+        self._events.finished(self._runs, self.usage())
         self._mesh.fleet.learn_new_tokens(self.generated_tokens)
-
-    def _fail(self, error: TrtmeshError) -> None:
-        failed = router_pb.ItemFailed(error=to_proto(error), usage=self.usage())
-        self._put(router_pb.GenerateEvent(item_failed=failed))
-        self._mesh.metrics.failed[error.reason] += 1
-        log.info("item %d failed: %s: %s", self._item.batch_index, error.reason, error.message)
 
     def _cancelled(self) -> None:
         """Cancelled by `stop` before it was dispatched, or because the client is gone."""
         reason = pb.FINISH_REASON_STOPPED if self._stop_asked else pb.FINISH_REASON_CANCELLED
-        finished = router_pb.ItemFinished(reason=reason, usage=self.usage())
-        self._put(router_pb.GenerateEvent(item_finished=finished))
-        self._mesh.metrics.finished[reason] += 1
+        self._events.cut_off(reason, self.usage())
 
     def _abandon(self) -> None:
         """Stops whatever still runs; nothing to do for an item that came to its end."""
         for run in self._runs:
             run.abandon(pb.FINISH_REASON_CANCELLED)
         self._spend(self.generated_tokens)
-        self._record()
-        if self._seat is not None:
-            self._seat.close()
+        self._search.close(
+            self._mesh.recorder, self._live.arrival_time, self._encoded, self.generated_tokens
+        )
         self._over = True
         self.stage = "over"
         self._live.on_item_over()
-
-    def _put(self, event: router_pb.GenerateEvent) -> None:
-        event.batch_index = self._item.batch_index
-        self._live.client.put(event)
-
-
-def _too_many_losses(losses: int, error: TrtmeshError) -> WorkerLost:
-    return WorkerLost(
-        f"{losses} workers in a row were lost with this item (max_attempts), the last one so: {error.message}",
-        worker=error.worker,
-    )
-
-
-def _nobody_goes_on(loss: TrtmeshError | None, error: NoWorker) -> TrtmeshError:
-    if loss is None:
-        return error
-    return WorkerLost(
-        f"{loss.message}; and nobody went on with the item: {error.message}",
-        worker=loss.worker,
-        retry_after_ms=error.retry_after_ms,
-    )

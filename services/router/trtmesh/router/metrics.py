@@ -70,12 +70,13 @@ class RouterMetrics(Collector):
     def observe_tokens(self, run: SequenceRun, count: int, now: float) -> None:
         """`count` new tokens of a sequence arrived at `now`, a time of the event loop."""
         self.tokens_out += count
-        if run.last_token_time:
-            self.inter_token.observe(now - run.last_token_time)
+        times = run.times
+        if times.last_token:
+            self.inter_token.observe(now - times.last_token)
         else:
-            self.time_to_first_token.observe(now - run.arrival_time)
-            run.first_token_time = now
-        run.last_token_time = now
+            self.time_to_first_token.observe(now - times.arrival)
+            times.first_token = now
+        times.last_token = now
 
     def collect(self) -> Iterator[Metric]:
         """What Prometheus scrapes; called from its own thread."""

@@ -259,7 +259,7 @@ class Router:
             ),
             "worker_sequences": (
                 "Handles in use on workers.",
-                sum(len(w.sequences) + len(w.released) for w in [*workers]),
+                sum(w.handles for w in [*workers]),
             ),
             "decode_sequences": (
                 "Handles in use on tokenizers.",

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Sequence
-from typing import Protocol
-
 from trtmesh.chassis.errors import (
     Draining,
     QueueFull,
@@ -16,60 +11,17 @@ from trtmesh.chassis.errors import (
     from_proto,
     to_proto,
 )
-from trtmesh.router.client_stream import MOST_TENSOR_BYTES, ClientStream
-from trtmesh.router.details import TokenDetailBuffer, unheard
-from trtmesh.router.pulse import Deadlines
+from trtmesh.router.client_stream import ClientStream
+from trtmesh.router.partners import Assignment, Decoder, Owner
 from trtmesh.router.request import ItemRequest
 from trtmesh.router.resumption import ReceivedSequence
+from trtmesh.router.sequence_output import SequenceOutput
+from trtmesh.router.sequence_times import SequenceTimes
 from trtmesh.v1 import engine_pb2 as engine_pb
 from trtmesh.v1 import generation_pb2 as pb
-from trtmesh.v1 import router_pb2 as router_pb
 
 MOVABLE = (WorkerLost, Draining, QueueFull)
 """Errors that say something of the worker and nothing of the sequence, which another worker may go on with."""
-
-
-class Assignment(Protocol):
-    """That a worker has a sequence; over with the end that the worker tells, with `release`, or with the worker."""
-
-    @property
-    def address(self) -> str:
-        """Address of the worker."""
-
-    def stop(self, reason: pb.FinishReason.ValueType) -> None:
-        """Asks the worker to end the sequence, and to tell so."""
-
-    def release(self) -> None:
-        """Takes the sequence away from the worker: it is told to stop, and whatever it still says is dropped."""
-
-
-class Owner(Protocol):
-    """Whoever lets a sequence run."""
-
-    def on_settled(self, run: SequenceRun) -> None:
-        """The sequence is over; called exactly once, after its last token."""
-
-    def on_lost(self, run: SequenceRun, address: str, error: TrtmeshError) -> None:
-        """The worker at `address` does not go on with a sequence that is not over. No worker has it now."""
-
-    def move(self, runs: Sequence[SequenceRun], address: str, why: str) -> bool:
-        """Takes sequences away from the worker at `address` if another one takes them now; tells whether it did."""
-
-
-class Decoder(Protocol):
-    """Where a sequence's tokens become text."""
-
-    def decode(self, sequence: SequenceRun, token_ids: list[int]) -> None:
-        """Asks for the text of new tokens; answered by `sequence.on_text` or `sequence.on_stop_text`."""
-
-    def finish(self, sequence: SequenceRun) -> None:
-        """Asks for the rest of the text; answered by `on_text` and then by `on_text_complete`."""
-
-    def restart(self, sequence: SequenceRun) -> None:
-        """Forgets what was asked of the sequence, which begins anew: with no token, and nothing is answered."""
-
-    def drop(self, sequence: SequenceRun) -> None:
-        """Forgets the sequence; it is not answered any more."""
 
 
 class SequenceRun:
@@ -81,10 +33,8 @@ class SequenceRun:
     """
 
     __slots__ = (
-        "_client", "_details", "_held_texts", "_item", "_prompt_told", "_wants_text", "arrival_time", "assigned_at",
-        "assignment", "decode_handle", "decoded", "decoder", "end", "error", "first_token_time", "last_token_time",
-        "model", "moved", "over", "owner", "patience", "reason", "request_id", "sequence_index", "started_at",
-        "stop_text", "token_ids",
+        "_item", "_output", "assignment", "decode_handle", "decoded", "decoder", "end", "error", "model", "moved",
+        "over", "owner", "reason", "request_id", "sequence_index", "stop_text", "times", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -98,31 +48,19 @@ class SequenceRun:
         client: ClientStream,
         owner: Owner,
     ) -> None:
-        output = item.config.output
         self._item = item
+        self._output = SequenceOutput(item, sequence_index, client)
         self.sequence_index = sequence_index
         self.request_id = request_id
         self.model = model
-        self.arrival_time = arrival_time
-        self._client = client
+        self.times = SequenceTimes(arrival_time)
         self.owner = owner
-        self._wants_text = output.text
-        self._details = TokenDetailBuffer() if output.per_token else None
-        self._held_texts: list[str] | None = None if output.stream else []
         self.decoder: Decoder | None = None
         self.decode_handle = 0
         self.assignment: Assignment | None = None
-        self.assigned_at = 0.0
-        self.started_at = 0.0
-        """When the worker's queue was first empty, by the event loop's time; 0 while the sequence may wait there."""
-        self.patience = 1.0
-        """How many times longer than the deadlines say it may wait."""
         self.moved = False
-        self._prompt_told = 0
         self.token_ids: list[int] = []
         self.decoded = 0
-        self.first_token_time = 0.0
-        self.last_token_time = 0.0
         self.end: engine_pb.SequenceEnd | None = None
         self.stop_text: str | None = None
         self.reason: pb.FinishReason.ValueType = pb.FINISH_REASON_UNSPECIFIED
@@ -150,9 +88,8 @@ class SequenceRun:
         """Begins where a client got to with it on another router; before anything else is done with it."""
         self.token_ids = list(received.token_ids)
         self.decoded = len(self.token_ids)
-        self._prompt_told = self.moved = bool(self.token_ids)
-        if self._details is not None and received.cumulative_log_prob is not None:
-            self._details.cumulative_log_prob = received.cumulative_log_prob
+        self.moved = bool(self.token_ids)
+        self._output.go_on_behind(received)
         if received.reason is not None:
             self.reason = received.reason
             self.over = True
@@ -172,7 +109,7 @@ class SequenceRun:
         """Sum of the log-probabilities, where the worker or, after a move, the router knows it."""
         if self.end is not None and self.end.HasField("cumulative_log_prob"):
             return self.end.cumulative_log_prob
-        return self._details.cumulative_log_prob if self.moved and self._details else None
+        return self._output.cumulative_log_prob if self.moved else None
 
     def on_tokens(
         self, token_offset: int, token_ids: list[int], details: pb.TokenDetails | None = None
@@ -192,8 +129,8 @@ class SequenceRun:
         fresh = token_ids[known:] if known else token_ids
         if not fresh:
             return
-        if details is not None and self._details is not None:
-            self._details.add(details, known)
+        if details is not None:
+            self._output.add_details(details, known)
         self.token_ids += fresh
         if self.decoder is None:
             self._deliver(len(fresh), "")
@@ -202,14 +139,8 @@ class SequenceRun:
 
     def on_prompt(self, details: pb.PromptDetails) -> None:
         """Optional data of a run of prompt positions; each once, however many workers tell it."""
-        fresh, self._prompt_told = unheard(details, self._prompt_told)
-        if not self.over and fresh is not None:
-            event = router_pb.GenerateEvent(
-                batch_index=self._item.batch_index,
-                sequence_index=self.sequence_index,
-                prompt_details=fresh,
-            )
-            self._client.put(event)
+        if not self.over:
+            self._output.put_prompt(details)
 
     def on_end(self, end: engine_pb.SequenceEnd) -> None:
         """The worker's last word on this sequence."""
@@ -223,7 +154,7 @@ class SequenceRun:
         self.end = end
         self.error = error
         if self.moved and end.HasField("perf_metrics"):
-            self._mend(end.perf_metrics)
+            self.times.mend(end.perf_metrics)
         if self.decoder is None or self.stop_text is not None:
             self._settle()
         else:
@@ -239,16 +170,7 @@ class SequenceRun:
         """A worker takes the sequence, from its next token on."""
         self.moved = self.moved or bool(self.token_ids)
         self.assignment = assignment
-        self.assigned_at = asyncio.get_running_loop().time()
-        self.started_at = 0.0
-
-    def is_late(self, now: float, deadlines: Deadlines) -> bool:
-        """Whether the worker keeps the sequence waiting for longer than it may."""
-        if self.last_token_time > self.assigned_at:
-            return now - self.last_token_time > self.patience * deadlines.first_token_seconds
-        if self.started_at:
-            return now - self.started_at > self.patience * deadlines.first_token_seconds
-        return now - self.assigned_at > self.patience * deadlines.started_seconds
+        self.times.on_assigned()
 
     def release(self) -> None:
         """Takes the sequence away from its worker, to go on elsewhere."""
@@ -281,25 +203,12 @@ class SequenceRun:
         else:
             self.owner.on_lost(self, address, error)
 
-    def _mend(self, metrics: pb.PerfMetrics) -> None:
-        """The last worker knows when it took the item itself; when that began, this router knows best."""
-        to_unix = time.time() - asyncio.get_running_loop().time()
-        metrics.arrival_time_ns = int((self.arrival_time + to_unix) * 1e9)
-        if self.first_token_time:
-            metrics.first_token_time_ns = int((self.first_token_time + to_unix) * 1e9)
-            metrics.first_scheduled_time_ns = min(
-                metrics.first_scheduled_time_ns, metrics.first_token_time_ns
-            )
-
     def _restart(self) -> None:
         """Forgets everything; the next put, from offset 0, replaces what the client has."""
         self.token_ids = []
         self.decoded = 0
         self.stop_text = None
-        if self._details is not None:
-            self._details = TokenDetailBuffer()
-        if self._held_texts:
-            self._held_texts = []
+        self._output.restart()
         if self.decoder is not None:
             self.decoder.restart(self)
 
@@ -350,40 +259,13 @@ class SequenceRun:
     def _deliver(self, token_count: int, text: str) -> None:
         start = self.decoded
         self.decoded = start + token_count
-        if not self._wants_text:
-            # Decoded for its stop texts alone.
-            text = ""
-        if self._held_texts is None:
-            self._put(start, text)
-        else:
-            self._held_texts.append(text)
-
-    def _put(self, start: int, text: str) -> None:
-        """Puts what was decoded from `start` on, in several events where its logits are large."""
-        details = self._details
-        while True:
-            count = self.decoded - start
-            if details is not None:
-                count = details.fitting(count, MOST_TENSOR_BYTES)
-            end = start + count
-            self._client.put_tokens(
-                self._item.batch_index,
-                self.sequence_index,
-                start,
-                self.token_ids[start:end],
-                text if end == self.decoded else "",
-                details.take(count) if details is not None else None,
-            )
-            start = end
-            if start == self.decoded:
-                return
+        self._output.deliver(self.token_ids, start, self.decoded, text)
 
     def _settle(self) -> None:
         self.over = True
         if self.decoder is not None:
             self.decoder.drop(self)
-        if self._held_texts:
-            self._put(0, "".join(self._held_texts))
+        self._output.complete(self.token_ids, self.decoded)
         if self.stop_text is not None:
             self.error = None
             self.reason = pb.FINISH_REASON_STOP_WORD

@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import grpc
-from trtmesh.chassis.errors import InvalidRequest, WorkerLost, from_proto
+from trtmesh.chassis.errors import InvalidRequest, WorkerLost
 from trtmesh.chassis.service import SCHEMA_REVISION
+from trtmesh.router.assignments import Assignments
+from trtmesh.router.engine_facts import mismatch_of, report_of
 from trtmesh.router.kv_index import KvFeed, KvIndex
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.outbox import Outbox
 from trtmesh.router.placement import WorkerSnapshot
 from trtmesh.router.placement.load_guard import Booking, LoadGuard
-from trtmesh.router.placement.rates import Report, Typical
+from trtmesh.router.placement.rates import Typical
 from trtmesh.router.pulse import TICK_SECONDS, Deadlines, Pulse
 from trtmesh.router.replica import DRAINED, LEAVING, LinkSettings, Replica
 from trtmesh.router.request import with_texts
-from trtmesh.router.sequence import Owner, SequenceRun
+from trtmesh.router.sequence import SequenceRun
+from trtmesh.router.steps import UNACKNOWLEDGED_STEPS, Steps
 from trtmesh.v1 import engine_pb2 as pb
 from trtmesh.v1 import engine_pb2_grpc
-from trtmesh.v1 import generation_pb2 as generation_pb
 from trtmesh.v1 import router_admin_pb2 as admin_pb
-
-UNACKNOWLEDGED_STEPS = 4
-"""Steps on their way at once. Few: what waits at the worker merges, what is on its way adds latency under load."""
-
-ACKNOWLEDGE_EVERY = 2
-"""A write costs as much as handling several tokens, so every second step is acknowledged, with the one before it."""
 
 DRAIN_MARGIN_MS = 1000
 """What is left of a draining worker's grace when its items are moved instead of being cut off."""
@@ -38,8 +34,6 @@ READY, STALLED, DRAINING = (
     admin_pb.WORKER_STATE_STALLED,
     admin_pb.WORKER_STATE_DRAINING,
 )
-
-HANDLES = 2**32
 
 MESSAGE_OVERHEAD_BYTES = 256
 """What a message has beside the one large command in it."""
@@ -72,27 +66,31 @@ class Worker(Replica):
         self._router_name = router_name
         self._tokenizers_known = tokenizers_known
         self._fingerprint_of = fingerprint_of
-        self._metrics = metrics
         self.engine = pb.GetEngineResponse()
         self.load = pb.Load()
         self.last_turn = 0
-        self.sequences: dict[int, SequenceRun] = {}
-        self.released: set[int] = set()
-        """Handles of sequences that went on elsewhere and whose ends are still to come."""
         self.guard = LoadGuard(self.touch)
+        self._assignments = Assignments(address, self.guard, self._send)
+        self._steps = Steps(self._assignments, self.guard, metrics, self._send)
         self._kv_feed = KvFeed(kv_index, address, self._ask_for_kv_snapshot)
         self._snapshot: WorkerSnapshot | None = None
         self._snapshot_of: tuple[admin_pb.WorkerState.ValueType, bool, bool] | None = None
-        self._queued: set[SequenceRun] = set()
-        """Sequences that may still wait in the worker's queue."""
         self._supported: frozenset[str] = frozenset()
-        self._next_handle = 0
-        self._received_steps = 0
         self._outbox: Outbox[pb.EngineCommand] = Outbox()
 
     @property
     def name(self) -> str:
         return self.engine.worker or self.address
+
+    @property
+    def sequences(self) -> Mapping[int, SequenceRun]:
+        """What it has, by handle."""
+        return self._assignments.sequences
+
+    @property
+    def handles(self) -> int:
+        """Handles in use, those among them whose sequences went on elsewhere."""
+        return len(self._assignments.sequences) + len(self._assignments.released)
 
     @property
     def busy(self) -> bool:
@@ -152,36 +150,12 @@ class Worker(Replica):
                 f"the item takes {size} bytes on its way to worker {self.name} but may have at most {most}"
                 " (max_message_bytes); send a shorter prompt or less data"
             )
-        first = command.handle = self._free_handles(len(runs))
-        self.guard.assign(range(first, first + len(runs)), booking)
-        for handle, run in enumerate(runs, first):
-            self.sequences[handle] = run
-            run.assign(Handle(self, handle))
-            self._queued.add(run)
+        command.handle = self._assignments.assign(runs, booking)
         self._outbox.put(pb.EngineCommand(submit=command), size)
         self._pulse.submitted()
 
-    def _free_handles(self, count: int) -> int:
-        """The first of `count` successive handles that are not in use."""
-        while True:
-            first = self._next_handle if self._next_handle + count <= HANDLES else 0
-            self._next_handle = first + count
-            handles = range(first, first + count)
-            if not any(h in self.sequences or h in self.released for h in handles):
-                return first
-
-    def stop(self, handle: int, reason: generation_pb.FinishReason.ValueType) -> None:
-        """Asks for the end of a sequence."""
-        if handle in self.sequences:
-            self._outbox.put(pb.EngineCommand(stop=pb.StopCommand(handles=[handle], reason=reason)))
-
-    def release(self, handle: int) -> None:
-        """Stops a sequence that goes on elsewhere. Its handle is free again when its end was heard."""
-        self.stop(handle, generation_pb.FINISH_REASON_CANCELLED)
-        if (run := self.sequences.pop(handle, None)) is not None:
-            self._queued.discard(run)
-            self.released.add(handle)
-            self.guard.leave(handle, asyncio.get_running_loop().time())
+    def _send(self, command: pb.EngineCommand) -> None:
+        self._outbox.put(command)
 
     def _ask_for_kv_snapshot(self) -> None:
         self._outbox.put(pb.EngineCommand(kv_snapshot=pb.KvSnapshotCommand()))
@@ -189,7 +163,7 @@ class Worker(Replica):
     async def talk(self, channel: grpc.aio.Channel) -> None:
         await self._tokenizers_known()
         self._outbox = Outbox()
-        self._received_steps = 0
+        self._steps.opened()
         call = engine_pb2_grpc.EngineServiceStub(channel).Connect()
         try:
             await self._talk_unless_silent(self._read(call), self._write(call), self._watch())
@@ -214,7 +188,7 @@ class Worker(Replica):
             for event in response.events:
                 match event.WhichOneof("event"):
                     case "step":
-                        self._on_step(event.step)
+                        self._steps.take(event.step)
                     case "load":
                         self._on_load(event.load)
                     case "kv_events":
@@ -236,26 +210,15 @@ class Worker(Replica):
     def mismatch(self) -> str:
         """Why the worker cannot serve this router: its role, or a tokenizer that is not the one this router encodes
         with; '' when it can."""
-        if self.engine.role not in (pb.WORKER_ROLE_UNSPECIFIED, pb.WORKER_ROLE_MIXED):
-            role = pb.WorkerRole.Name(self.engine.role).removeprefix("WORKER_ROLE_").lower()
-            return f"its role is {role}, which takes a handoff that this release does not serve"
-        theirs, ours = self.engine.tokenizer_fingerprint, self._fingerprint_of(self.engine.model)
-        if not theirs or not ours or theirs == ours:
-            return ""
-        return (
-            f"its tokenizer has the fingerprint {theirs} but the mesh encodes with {ours}; serve the same"
-            " tokenizer files to both"
-        )
+        return mismatch_of(self.engine, self._fingerprint_of(self.engine.model))
 
     def _on_load(self, load: pb.Load) -> None:
         self._pulse.on_load(load)
         self.load = load
-        self.guard.take_report(_report(load, asyncio.get_running_loop().time()))
+        now = asyncio.get_running_loop().time()
+        self.guard.take_report(report_of(load, now))
         if not load.waiting_sequences and not self._pulse.unread:
-            now = asyncio.get_running_loop().time()
-            for run in self._queued:
-                run.started_at = now
-            self._queued.clear()
+            self._assignments.none_queued(now)
         if self.ready and load.draining:
             self._become(admin_pb.WORKER_STATE_DRAINING, "draining")
         if load.draining and load.HasField("drain_ms") and load.drain_ms <= DRAIN_MARGIN_MS:
@@ -280,10 +243,10 @@ class Worker(Replica):
     def _move_late(self) -> None:
         """Moves single sequences that wait too long although the worker goes on."""
         now = asyncio.get_running_loop().time()
-        for run in [run for run in self.sequences.values() if run.is_late(now, self._deadlines)]:
+        for run in self._assignments.late(now, self._deadlines):
             why = f"worker {self.name} kept sequence {run.sequence_index} waiting for too long"
             # If it was merely slow, the next worker may be no faster: so that an item does not begin again and again.
-            run.patience *= 2
+            run.times.patience *= 2
             run.owner.move([run], self.address, why)
 
     def empty(self, cause: str) -> None:
@@ -301,89 +264,17 @@ class Worker(Replica):
         cause = self._evicted or self._moving
         if not cause:
             return
-        by_owner: dict[Owner, list[SequenceRun]] = {}
-        for run in self.sequences.values():
-            by_owner.setdefault(run.owner, []).append(run)
         why = f"worker {self.name} is left: {cause}"
-        for owner, runs in by_owner.items():
+        for owner, runs in self._assignments.by_owner().items():
             owner.move(runs, self.address, why)
-
-    def _on_step(self, step: pb.Step) -> None:
-        """Hands each sequence its tokens. This runs once for every token: no per-token objects, no logging."""
-        sequences = self.sequences
-        details = {each.handle: each.details for each in step.details} if step.details else {}
-        for prompt in step.prompts:
-            if (run := sequences.get(prompt.handle)) is not None:
-                run.on_prompt(prompt.details)
-        now = asyncio.get_running_loop().time()
-        awaiting = self.guard.awaiting
-        token_ids = list(step.token_ids)
-        start = 0
-        for handle, offset, count in zip(
-            step.handles, step.token_offsets, step.token_counts, strict=True
-        ):
-            if awaiting and (booking := awaiting.pop(handle, None)) is not None:
-                booking.started(now)
-            run = sequences.get(handle)
-            if run is not None:
-                run.on_tokens(offset, token_ids[start : start + count], details.get(handle))
-                self._metrics.observe_tokens(run, count, now)
-            start += count
-        for end in step.ends:
-            if (run := sequences.pop(end.handle, None)) is not None:
-                error = from_proto(end.error) if end.HasField("error") else None
-                self.guard.leave(end.handle, now, error)
-                self._queued.discard(run)
-                run.on_end(end)
-            else:
-                self.released.discard(end.handle)
-        self._received_steps += 1
-        if self._received_steps % ACKNOWLEDGE_EVERY == 0:
-            acknowledge = pb.AcknowledgeCommand(received_steps=self._received_steps)
-            self._outbox.put(pb.EngineCommand(acknowledge=acknowledge))
 
     def lost(self, problem: str) -> None:
         """Gives every sequence back to its item, which goes on elsewhere."""
-        sequences, self.sequences = self.sequences, {}
-        self.released.clear()
-        self._queued.clear()
+        runs = self._assignments.clear()
         self._moving = ""
         error = WorkerLost(f"worker {self.name} was lost: {problem}", worker=self.name)
         self.guard.lose(asyncio.get_running_loop().time(), error)
         self._kv_feed.lost()
         self.load = pb.Load()
-        for run in sequences.values():
+        for run in runs:
             run.on_worker_lost(error)
-
-
-class Handle:
-    """A sequence's assignment to a worker, by the number that both sides know it by."""
-
-    __slots__ = ("_number", "_worker")
-
-    def __init__(self, worker: Worker, number: int) -> None:
-        self._worker = worker
-        self._number = number
-
-    @property
-    def address(self) -> str:
-        return self._worker.address
-
-    def stop(self, reason: generation_pb.FinishReason.ValueType) -> None:
-        self._worker.stop(self._number, reason)
-
-    def release(self) -> None:
-        self._worker.release(self._number)
-
-
-def _report(load: pb.Load, now: float) -> Report:
-    return Report(
-        at=now,
-        step_count=load.step_count,
-        running_sequences=load.running_sequences,
-        waiting_sequences=load.waiting_sequences,
-        pending_prompt_tokens=load.pending_prompt_tokens,
-        computed_prompt_tokens=load.computed_prompt_tokens,
-        used_blocks=load.used_blocks,
-        total_blocks=load.total_blocks,
-    )
