@@ -201,9 +201,12 @@ class Mesh:
         self.channel: grpc.aio.Channel
         """A channel to the router, for calls that the client does not make."""
 
-    async def start(self, service: str, *flags: str) -> ServiceProcess:
+    async def start(
+        self, service: str, *flags: str, env: Mapping[str, str] | None = None
+    ) -> ServiceProcess:
+        shared = ("--metrics-port", "0", "--log-level", "warning")
         return await self._stack.enter_async_context(
-            service_process(service, "--metrics-port", "0", "--log-level", "warning", *flags)
+            service_process(service, *shared, *flags, env=env)
         )
 
     async def start_tokenizer(self, model_dir: Path = DEMO, port: int = 0) -> ServiceProcess:
@@ -211,8 +214,10 @@ class Mesh:
         self.tokenizers.append(process)
         return process
 
-    async def start_engine(self, *flags: str, port: int = 0) -> ServiceProcess:
-        process = await self.start("engine", "--port", str(port), *flags)
+    async def start_engine(
+        self, *flags: str, port: int = 0, env: Mapping[str, str] | None = None
+    ) -> ServiceProcess:
+        process = await self.start("engine", "--port", str(port), *flags, env=env)
         self.engines.append(process)
         return process
 

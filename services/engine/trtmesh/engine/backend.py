@@ -207,7 +207,8 @@ class Backend(Protocol):
     * When a SequenceEnd is delivered the sequence's KV blocks MUST already be free (or kept only for reuse).
     * `deliver` MUST be called in step order; it MAY be called from any thread and returns at once.
     * A fault of one item MUST end that item alone, with an error. A fault of the whole backend MUST be told once
-      through `fail`; the service then stops serving and exits.
+      through `fail`; the service then stops serving and exits. What such a fault ends MUST end with WorkerLost, if the
+      backend ends it at all: then another worker goes on with it.
     * `stats` MUST be cheap (under 50 µs) and safe while a step runs.
     * `close` MUST end every sequence that has not ended, release the model and return within seconds.
     """

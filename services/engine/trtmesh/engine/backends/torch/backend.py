@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trtmesh.chassis.errors import BackendFailed, QueueFull
+from trtmesh.chassis.errors import QueueFull, WorkerLost
 from trtmesh.engine.backend import (
     AdapterInfo,
     BackendInfo,
@@ -97,7 +97,7 @@ class TorchBackend:
         scheduler = self._engine.scheduler
         with self._wake:
             if self._broken:
-                raise BackendFailed("the engine has failed and takes nothing any more")
+                raise WorkerLost("the engine has failed and takes nothing any more")
             waiting = scheduler.waiting_sequences + self._incoming_sequences
             places = max(0, self._settings.max_batch_size - len(scheduler.running))
             asked = max(len(item.keys), item.config.beam_search.beam_width)
@@ -219,7 +219,8 @@ class TorchBackend:
         commands, _ = self._take_commands(idle=False)
         try:
             self._obey(engine, commands)
-            engine.fail_all(BackendFailed(f"the engine failed: {error}"))
+            # Not their fault: another worker may go on with them.
+            engine.fail_all(WorkerLost(f"the engine failed: {error}"))
             self._deliver_if_any(engine.take_ends())
         except Exception:
             log.exception("the sequences of a failed engine could not all be ended")

@@ -45,6 +45,7 @@ class Engine:
         self._searches: dict[int, BeamItem] = {}
         self._lanes: dict[int, BeamItem] = {}
         self._numbers = count()
+        self._broken: BackendFailed | None = None
 
     @property
     def has_work(self) -> bool:
@@ -92,7 +93,7 @@ class Engine:
     def stop_all(self, reason: int) -> None:
         self.stop([sequence.key for sequence in self.scheduler.sequences], reason)
 
-    def fail_all(self, error: BackendFailed) -> None:
+    def fail_all(self, error: TrtmeshError) -> None:
         for sequence in self.scheduler.sequences:
             if self._lives(sequence):
                 self._fail(sequence, error)
@@ -110,7 +111,9 @@ class Engine:
         return self._output() if self._ends else None
 
     def step(self) -> StepOutput:
-        """Computes one step and tells what it made known."""
+        """Computes one step and tells what it made known. Raises BackendFailed once the model was found broken."""
+        if self._broken is not None:
+            raise self._broken
         chunks = self.scheduler.schedule()
         self._cache.carry_out(self.scheduler.pool.take_moves())
         results = self._compute(chunks) if chunks else []
@@ -148,32 +151,39 @@ class Engine:
             return results
         # Not in the handler, where the exception still holds every tensor of the failed step.
         self._runner.release_memory()
-        results = self._compute_alone(chunks)
-        if not results:
-            self._check()
-        return results
+        return self._compute_alone(chunks)
 
-    def _check(self) -> None:
-        """Tells items that cannot be computed from a model that cannot compute. Raises BackendFailed for the latter."""
-        try:
-            self._runner.check()
-        except Exception as error:
-            raise BackendFailed(
-                f"the model cannot compute a single token any more: {error}"
-            ) from error
+    def _blame(self, sequence: Sequence, error: TrtmeshError) -> None:
+        """Ends a sequence for its own fault. Where the model is broken it stays, and the next step says so."""
+        if not (isinstance(error, BackendFailed) and self._is_broken()):
+            self._fail(sequence, error)
+
+    def _is_broken(self) -> bool:
+        """Tells a model that cannot compute from items that cannot be computed."""
+        if self._broken is None:
+            try:
+                self._runner.check()
+            except Exception as error:  # noqa: BLE001 - the next step raises it
+                self._broken = BackendFailed(
+                    f"the model cannot compute a single token any more: {error}"
+                )
+        return self._broken is not None
 
     def _compute_alone(self, chunks: list[Chunk]) -> list[tuple[list[Chunk], Tensor | None]]:
-        results = []
+        """What can be computed, chunk by chunk."""
+        results: list[tuple[list[Chunk], Tensor | None]] = []
+        failures: list[tuple[Sequence, BackendFailed]] = []
         for chunk in chunks:
-            if not self._lives(chunk.sequence):
-                # A mate has failed.
-                continue
             try:
                 results.append(self._runner.compute([chunk]))
             except Exception as error:  # noqa: BLE001 - whatever it is, it ends this sequence alone
-                self._fail(chunk.sequence, BackendFailed(f"the model failed: {error}"))
+                failures.append((chunk.sequence, BackendFailed(f"the model failed: {error}")))
             else:
                 self.scheduler.computed(chunk)
+        for sequence, failure in failures:
+            # Lanes of one search fail together.
+            if self._lives(sequence):
+                self._blame(sequence, failure)
         return results
 
     def _lives(self, sequence: Sequence) -> bool:
@@ -215,7 +225,7 @@ class Engine:
                 # Another lane of it has failed.
                 continue
             if row in failures:
-                self._fail(lane, failures[row])
+                self._blame(lane, failures[row])
                 continue
             top = most_likely(log_probs[row], lane.token_rules.output.top_log_probs)
             if item.take(lane, log_probs[row], top):
@@ -247,7 +257,7 @@ class Engine:
         now = time.time_ns()
         for row, sequence in enumerate(sequences):
             if row in choice.failures:
-                self._fail(sequence, choice.failures[row])
+                self._blame(sequence, choice.failures[row])
                 continue
             token = choice.token_ids[row]
             output.keys.append(sequence.key)

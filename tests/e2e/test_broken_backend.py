@@ -1,0 +1,84 @@
+"""A backend that breaks as a whole costs its items nothing but time; an item that breaks it is not handed on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from e2e.mesh import DEMO, Mesh, eventually, running_mesh, scrape
+from trtmesh.chassis.errors import BackendFailed
+
+PROMPTS = [[300 + number, 40, 50, 60] for number in range(6)]
+POISON = 77
+TORCH = ("--model-dir", str(DEMO), "--torch-threads", "1", "--torch-kv-cache-tokens", "8192")
+
+FAULTS = """
+import os
+import torch
+
+called = torch.nn.Module.__call__
+
+def call(module, *positional, **named):
+    if os.path.exists({flag!r}):
+        raise RuntimeError("the device is gone")
+    ids = named.get("input_ids")
+    if ids is not None and bool((ids == {poison}).any()):
+        raise RuntimeError("this input is too much")
+    return called(module, *positional, **named)
+
+torch.nn.Module.__call__ = call
+"""
+"""Python runs sitecustomize.py when it starts, so that is how faults get into real processes."""
+
+
+async def test_items_of_a_broken_backend_go_on_elsewhere(tmp_path: Path) -> None:
+    flags = [tmp_path / name for name in ("one", "two")]
+
+    async def start(mesh: Mesh) -> None:
+        await mesh.start_tokenizer()
+        for flag in flags:
+            await mesh.start_engine(*TORCH, "--worker", flag.name, env=faulty(flag))
+        await mesh.start_router("--policy", "round_robin")
+        await mesh.ready(workers=2, tokenizers=1)
+
+    async with running_mesh(start=start) as mesh:
+        options: dict[str, Any] = {"max_tokens": 200, "ignore_end_id": True}
+        expected = await mesh.client.complete(PROMPTS, **options)
+        await check_poison_stays(mesh)
+        reader = mesh.open(PROMPTS, **options)
+        await reader.until(lambda r: all(r.tokens(index) > 5 for index in range(len(PROMPTS))))
+        assert {item.started.worker for item in reader.items if item.started} == {"one", "two"}
+        flags[0].with_suffix(".broken").touch()
+        for item, whole in zip(await reader.result(), expected, strict=True):
+            assert item.error is None
+            assert (item.token_ids, item.text) == (whole.token_ids, whole.text)
+        assert await mesh.engines[0].wait() == 1
+        assert await moved(mesh) > 0
+        await mesh.idle()
+
+
+async def check_poison_stays(mesh: Mesh) -> None:
+    """An item whose own input fails ends, on the worker that had it, while its mates go on."""
+    poison, mate = await mesh.client.complete([[POISON, 5], PROMPTS[0]], max_tokens=20)
+    assert isinstance(poison.error, BackendFailed)
+    assert "this input is too much" in poison.error.message
+    assert mate.error is None
+    assert await moved(mesh) == 0
+    await eventually(lambda: is_well(mesh))
+
+
+async def is_well(mesh: Mesh) -> bool:
+    return not any((await mesh.gauges()).values())
+
+
+async def moved(mesh: Mesh) -> float:
+    return (await scrape(mesh.router)).get("trtmesh_router_moved_sequences_total", 0.0)
+
+
+def faulty(flag: Path) -> dict[str, str]:
+    """Environment of a process that fails on an input, and altogether once `flag` with the suffix .broken is there."""
+    flag.mkdir()
+    code = FAULTS.format(flag=str(flag.with_suffix(".broken")), poison=POISON)
+    (flag / "sitecustomize.py").write_text(code)
+    return {"PYTHONPATH": os.pathsep.join([str(flag), os.environ.get("PYTHONPATH", "")])}
