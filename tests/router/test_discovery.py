@@ -22,13 +22,18 @@ from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 
 class Names:
-    """What the name service knows; `answers` by host, an empty answer is a failure."""
+    """What the name service knows; `answers` by host, an empty answer is a failure. Those of `slow` wait for
+    `answered`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answers: dict[str, Sequence[str]] = {}
+        self.slow: set[str] = set()
+        self.answered = asyncio.Event()
         monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", self._resolve)
 
     async def _resolve(self, host: str, port: int, **_: Any) -> list[Any]:
+        if host in self.slow:
+            await self.answered.wait()
         addresses = self.answers.get(host, ())
         if not addresses:
             raise socket.gaierror(socket.EAI_NONAME, "no such name")
@@ -91,6 +96,19 @@ async def test_a_hiccup_of_dns_keeps_the_replicas(names: Names) -> None:
     assert await seen.resolve() == ["-10.0.0.1:9000"]
     names.answers["engines"] = ["10.0.0.1"]
     assert await seen.resolve() == ["+10.0.0.1:9000"]
+
+
+async def test_a_name_that_takes_long_delays_no_other(names: Names) -> None:
+    seen = Seen("slow:9000", "engines:9000")
+    names.answers["engines"] = ["10.0.0.1"]
+    names.answers["slow"] = ["10.0.0.7"]
+    names.slow.add("slow")
+    assert await seen.resolve() == ["+10.0.0.1:9000"]
+    names.answers["engines"] = ["10.0.0.2"]
+    assert await seen.resolve() == ["+10.0.0.2:9000", "-10.0.0.1:9000"]
+    names.slow.clear()
+    names.answered.set()
+    assert await seen.resolve() == ["+10.0.0.7:9000"]
 
 
 async def test_localhost_resolves() -> None:

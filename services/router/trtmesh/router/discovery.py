@@ -18,6 +18,9 @@ FORGET_AFTER_FAILED_RESOLUTIONS = 15
 """A name that stops resolving keeps its replicas this many rounds: a hiccup of DNS must not end streams."""
 
 
+PATIENCE_SECONDS = 1.0
+"""How long a round waits for a name."""
+
 FILE = "file:"
 """Begins an entry that names a file of entries, one a line, which is read again whenever names are resolved."""
 
@@ -51,6 +54,7 @@ class Discovery:
         self._on_join = on_join
         self._on_leave = on_leave
         self._by_entry: dict[str, frozenset[str]] = {}
+        self._lookups: dict[str, asyncio.Task[None]] = {}
         self._failures: dict[str, int] = {}
         self._files: dict[str, list[str]] = {}
         self._file_problems: dict[str, str] = {}
@@ -62,9 +66,13 @@ class Discovery:
 
     async def follow(self) -> None:
         """Resolves for ever."""
-        while True:
-            await self.resolve()
-            await asyncio.sleep(self._interval)
+        try:
+            while True:
+                await self.resolve()
+                await asyncio.sleep(self._interval)
+        finally:
+            for lookup in self._lookups.values():
+                lookup.cancel()
 
     async def resolve(self) -> None:
         """Resolves every entry once and tells what changed."""
@@ -72,13 +80,25 @@ class Discovery:
         entries = await self._spelt_out()
         for gone in self._by_entry.keys() - set(entries):
             del self._by_entry[gone]
-        for entry in entries:
-            await self._resolve_entry(entry)
+        await self._look_up(entries)
         after = self.addresses
         for address in sorted(after - before):
             self._on_join(address)
         for address in sorted(before - after):
             self._on_leave(address)
+
+    async def _look_up(self, entries: Sequence[str]) -> None:
+        """Looks every entry up. One that takes long is taken note of in a later round and delays no other: a name that
+        does not exist may keep a server of names busy for many seconds."""
+        for entry in entries:
+            if entry not in self._lookups:
+                self._lookups[entry] = asyncio.create_task(self._resolve_entry(entry))
+        if self._lookups:
+            await asyncio.wait(self._lookups.values(), timeout=PATIENCE_SECONDS)
+        for entry, lookup in [*self._lookups.items()]:
+            if lookup.done():
+                del self._lookups[entry]
+                lookup.result()
 
     async def _spelt_out(self) -> list[str]:
         """The entries, with what files say now in their place. What cannot be read says what it said before."""
