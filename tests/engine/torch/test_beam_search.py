@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,14 @@ from oracle.beams import STOPPING, TOKENS, Beams, expected
 from transformers import PreTrainedModel
 from trtmesh.chassis.errors import InvalidField, OutOfBlocks, TrtmeshError, UnsupportedField
 from trtmesh.chassis.vocabulary import GenerationConfig
+from trtmesh.engine.backends.torch.beam_item import BeamItem
+from trtmesh.engine.backends.torch.sequence import Sequence
+from trtmesh.engine.backends.torch.stopping import EndRule
+from trtmesh.engine.backends.torch.token_rules import TokenRules
 from trtmesh.v1 import generation_pb2 as pb
 
 
-def found(streams: Sequence[Stream], length_penalty: float = 0.0) -> Beams:
+def found(streams: SequenceOf[Stream], length_penalty: float = 0.0) -> Beams:
     beams = []
     for stream in streams:
         assert stream.end
@@ -37,7 +41,7 @@ def same(mine: Beams, theirs: Beams) -> None:
     assert [score for _, score in mine] == pytest.approx([s for _, s in theirs], abs=1e-3)
 
 
-def often(model: PreTrainedModel, prompt: Sequence[int]) -> list[int]:
+def often(model: PreTrainedModel, prompt: SequenceOf[int]) -> list[int]:
     """Ids that beams reach soon, declared ends."""
     beams = expected(model, prompt, 4)
     return [beams[1][0][2], beams[0][0][5]]
@@ -117,6 +121,22 @@ async def test_a_search_that_is_paused_comes_to_the_same(reuse: bool, llama: Pat
         assert engine.backend.stats().used_blocks == 0
 
 
+def test_a_row_of_other_tokens_than_those_of_now_is_not_taken() -> None:
+    config = beams(2)
+    rule = EndRule(config.stopping, (), 2, 20)
+    lanes = [Sequence(n, config, 0, 0, [5, 6], 2, rule, TokenRules(config)) for n in range(2)]
+    item = BeamItem([0, 1], lanes)
+    row = torch.zeros(8).log_softmax(dim=0)
+    for lane in lanes:
+        lane.slot, lane.num_computed = 1, 2
+    assert not item.take(lanes[0], row, [])
+    # It is paused and starts again with a token more, as far as its row can know.
+    lanes[0].tokens.append(7)
+    lanes[0].num_computed = 3
+    assert not item.take(lanes[1], row, [])
+    assert item.take(lanes[0], row, [])
+
+
 async def test_fewer_may_come_back_than_are_searched(llama: Path) -> None:
     model, prompt = tiny_models.reference_model(llama), tiny_models.prompts(2)[1]
     theirs = expected(model, prompt, 4)
@@ -164,7 +184,7 @@ async def test_adjusted_logits_are_ranked(llama: Path) -> None:
 
 
 async def follows(
-    engine: Harness, prompt: Sequence[int], stream: Stream, rules: dict[str, Any]
+    engine: Harness, prompt: SequenceOf[int], stream: Stream, rules: dict[str, Any]
 ) -> None:
     """Whether each log-probability is that of a draw under the same rules after the tokens before it."""
     log_probs = [value for details in stream.details for value in details.log_probs]

@@ -22,6 +22,12 @@ from engine_streams import router_stream, submit
 from oracle import tiny_models
 from processes import service_process
 from trtmesh.chassis.errors import BackendFailed, WorkerLost
+from trtmesh.engine.backend import StepOutput
+from trtmesh.engine.backends.torch.beam_item import BeamItem
+from trtmesh.engine.backends.torch.sampling import choice
+from trtmesh.engine.backends.torch.sampling.adjustments import adjusted
+from trtmesh.engine.backends.torch.sequence import Sequence
+from trtmesh.engine.backends.torch.stopping import End, EndRule
 from trtmesh.v1 import generation_pb2 as pb
 
 MARKED = 250
@@ -92,6 +98,72 @@ async def test_a_fault_of_one_input_ends_that_item_alone(
             assert not failed.token_ids
         assert all_is_free(engine)
         assert engine.failures == []
+
+
+def without_memory_for_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault(sequences: list[Sequence], logits: torch.Tensor) -> torch.Tensor:
+        if any(sequence.tokens[0] == MARKED for sequence in sequences):
+            torch.empty(2**61, dtype=torch.uint8)
+        return adjusted(sequences, logits)
+
+    monkeypatch.setattr(choice, "adjusted", fault)
+
+
+def without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    end_after = EndRule.end_after
+
+    def fault(rule: EndRule, tokens: list[int]) -> End | None:
+        if tokens[0] == MARKED and len(tokens) >= 5:
+            raise RuntimeError("no end can be found")
+        return end_after(rule, tokens)
+
+    monkeypatch.setattr(EndRule, "end_after", fault)
+
+
+def without_telling(monkeypatch: pytest.MonkeyPatch) -> None:
+    tell = BeamItem.tell
+
+    def fault(item: BeamItem, output: StepOutput) -> None:
+        if item.first.tokens[0] == MARKED:
+            raise RuntimeError("nothing can be told")
+        tell(item, output)
+
+    monkeypatch.setattr(BeamItem, "tell", fault)
+
+
+@pytest.mark.parametrize(
+    ("fault", "width"),
+    [
+        (without_memory_for_logits, 1),
+        (without_memory_for_logits, 3),
+        (without_an_end, 1),
+        (without_an_end, 3),
+        (without_telling, 3),
+    ],
+)
+async def test_a_fault_after_the_model_ends_that_item_alone(
+    llama: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[[pytest.MonkeyPatch], None],
+    width: int,
+) -> None:
+    config = configure(max_tokens=6, ignore_end_id=True, beam_width=width, repetition_penalty=1.1)
+    async with running(llama, kv_cache_tokens=1024) as engine:
+        expected = await engine.run(PROMPTS[:2], config) + await engine.run(PROMPTS[:2], SHORT)
+        fault(monkeypatch)
+        keys = [engine.submit(prompt, config)[0] for prompt in PROMPTS[:2]]
+        failing = engine.submit([MARKED, 5, 6], config)
+        keys += [engine.submit(prompt, SHORT)[0] for prompt in PROMPTS[:2]]
+        assert [stream.token_ids for stream in await engine.ended(keys)] == expected
+        for failed in await engine.ended(failing):
+            assert failed.end
+            assert failed.end.reason == pb.FINISH_REASON_ERROR
+            assert isinstance(failed.end.error, BackendFailed)
+            assert failed.end.generated_tokens == len(failed.token_ids) < 6
+        assert engine.failures == []
+        assert all_is_free(engine)
+        monkeypatch.undo()
+        assert await engine.run(PROMPTS[:2], config) == expected[:2]
 
 
 async def test_inputs_that_fail_one_after_another_do_not_end_the_engine(llama: Path) -> None:

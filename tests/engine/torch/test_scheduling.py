@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trtmesh.engine.backends.torch.rules import SchedulingRules
 from trtmesh.engine.backends.torch.sequence import Sequence
+from trtmesh.engine.backends.torch.waiting import REMOVED_ENTRIES
 
 
 def add_random(engine: PaperEngine, draw: random.Random, count: int) -> list[tuple[Any, list[int]]]:
@@ -193,17 +194,56 @@ def test_a_long_prompt_starts_at_once_under_a_stream_of_short_requests() -> None
         assert long.tokens == continued(range(50), 4)
 
 
-def test_a_stream_of_higher_priority_delays_by_a_bound() -> None:
+@pytest.mark.parametrize(
+    ("low_priority", "high_priority", "bound"),
+    [(0, 1, 256), (0, 16, 16 * 256), (0, 10**6, 16 * 256), (-(10**6), 10**6, 32 * 256)],
+)
+def test_a_stream_of_higher_priority_delays_by_a_bound(
+    low_priority: int, high_priority: int, bound: int
+) -> None:
     engine = PaperEngine(blocks=16, batch=1)
-    low = engine.sequence([1], 2)
+    low = engine.sequence([1], 2, configure(priority=low_priority))
     engine.add(low)
     waited = 0
     while engine.scheduler.find(low.key):
-        engine.add(engine.sequence([2], 1, configure(priority=1)))
+        engine.add(engine.sequence([2], 1, configure(priority=high_priority)))
         for sequence in engine.step():
             engine.advance(sequence)
         waited += 1
-        assert waited <= 256 + 3
+        assert waited <= bound + 3
+    assert waited > bound - 3
+
+
+def test_what_was_cancelled_while_it_waited_is_forgotten_behind_one_that_is_stuck() -> None:
+    engine = PaperEngine(blocks=16, batch=1)
+    engine.add(engine.sequence([1], 40))
+    engine.step()
+    stuck = [engine.sequence([2, number], 3) for number in range(4)]
+    engine.add(*stuck)
+    longest = 0
+    for number in range(5000):
+        cancelled = engine.sequence([3, number], 3)
+        engine.add(cancelled)
+        engine.scheduler.remove(cancelled)
+        longest = max(longest, len(engine.scheduler._waiting))
+    assert longest <= 3 * len(stuck) + REMOVED_ENTRIES + 3
+    engine.run()
+    assert [each.tokens for each in stuck] == [continued([2, n], 3) for n in range(4)]
+
+
+def test_blocks_are_counted_at_each_start_of_a_sequence_new_and_reused_ones() -> None:
+    engine = PaperEngine(blocks=10, batch=4)
+    group = [engine.sequence([*range(13), number], 14) for number in range(3)]
+    engine.add(group[0])
+    engine.step()
+    engine.add(*group[1:])
+    engine.run()
+    scheduler, times = engine.scheduler, [each.times for each in group]
+    assert scheduler.preemptions
+    assert sum(each.new_blocks for each in times) == scheduler.new_blocks
+    assert sum(each.reused_blocks for each in times) == scheduler.reused_blocks
+    # The first start of each of the others finds 3 blocks there.
+    assert scheduler.reused_blocks > 2 * 3
 
 
 def test_priority_goes_before_arrival() -> None:

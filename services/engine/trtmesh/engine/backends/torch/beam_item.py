@@ -13,7 +13,7 @@ to begin again, on another worker, it comes to the same.
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trtmesh.chassis.errors import InvalidRequest, TrtmeshError
@@ -27,6 +27,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Pairs = list[tuple[Sequence, Sequence]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """What comes after the first `length` tokens of a lane."""
+
+    length: int
+    log_probs: Tensor
+    top: Top
 
 
 class BeamItem:
@@ -45,7 +54,7 @@ class BeamItem:
         )
         self._beams = [0] * len(lanes)
         """Which running beam each lane holds."""
-        self._rows: dict[int, tuple[Tensor, Top]] = {}
+        self._rows: dict[int, _Row] = {}
         self._told: list[list[int]] = [[] for _ in keys]
         self._mates = list(lanes)
         for lane in lanes:
@@ -62,22 +71,23 @@ class BeamItem:
 
         Returns whether that of every lane is there now.
         """
-        self._rows[lane.key] = (log_probs, top)
-        # One that was paused meanwhile is computed again, and gives its row again.
-        return all(
-            each.key in self._rows and each.slot >= 0 and each.num_computed == each.length
-            for each in self.lanes
-        )
+        self._rows[lane.key] = _Row(lane.length, log_probs, top)
+        return all(map(self._is_there, self.lanes))
+
+    def _is_there(self, lane: Sequence) -> bool:
+        """Whether the row of a lane is that of its tokens; one that was paused is computed again and gives it again."""
+        row = self._rows.get(lane.key)
+        return row is not None and row.length == lane.length == lane.num_computed and lane.slot >= 0
 
     def advance(self, now_ns: int) -> Pairs:
         """One step of the search; returns which lanes are to go on from the KV of which."""
         holders = [self._beams.index(beam) for beam in range(len(self._search.running))]
         rows = [self._rows[self.lanes[lane].key] for lane in holders]
         self._rows.clear()
-        log_probs = rows[0][0].new_empty((len(rows), len(rows[0][0])))
-        for row, (values, _) in enumerate(rows):
-            log_probs[row] = values
-        parents = self._search.advance(log_probs, self._end_after, [top for _, top in rows])
+        log_probs = rows[0].log_probs.new_empty((len(rows), len(rows[0].log_probs)))
+        for place, row in enumerate(rows):
+            log_probs[place] = row.log_probs
+        parents = self._search.advance(log_probs, self._end_after, [row.top for row in rows])
         times = self.first.times
         times.first_token_ns = times.first_token_ns or now_ns
         times.last_token_ns = now_ns

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import heapq
 import logging
 import time
 from collections.abc import Iterable
-from itertools import count
 
 from torch import Tensor
 from trtmesh.chassis.errors import BackendFailed, TrtmeshError
 from trtmesh.engine.backend import SequenceEnd, StepOutput
 from trtmesh.engine.backends.torch.beam_item import BeamItem
+from trtmesh.engine.backends.torch.deadlines import Deadlines
+from trtmesh.engine.backends.torch.forks import Pairs
 from trtmesh.engine.backends.torch.kvcache import KvCache
 from trtmesh.engine.backends.torch.prompt_table import Embedding
 from trtmesh.engine.backends.torch.readers import reader_for
@@ -20,9 +20,6 @@ from trtmesh.engine.backends.torch.sampling import Choice, choose, most_likely, 
 from trtmesh.engine.backends.torch.scheduler import Chunk, Scheduler
 from trtmesh.engine.backends.torch.sequence import Sequence
 from trtmesh.v1 import generation_pb2 as pb
-
-OVER_DEADLINES = 64
-"""Deadlines kept of sequences that are over, beyond as many as there are of living ones."""
 
 log = logging.getLogger(__name__)
 
@@ -40,11 +37,10 @@ class Engine:
         self._runner = runner
         self._cache = cache
         self._ends: list[SequenceEnd] = []
-        self._deadlines: list[tuple[float, int, Sequence]] = []
+        self._deadlines = Deadlines(self._lives)
         # Under the keys of their sequences that come back, and under those of their lanes.
         self._searches: dict[int, BeamItem] = {}
         self._lanes: dict[int, BeamItem] = {}
-        self._numbers = count()
         self._broken: BackendFailed | None = None
 
     @property
@@ -60,7 +56,7 @@ class Engine:
             if end:
                 self._end(sequence, *end)
             else:
-                self._watch(sequence)
+                self._deadlines.add(sequence, len(self.scheduler.sequences))
 
     def add_beams(self, item: BeamItem) -> None:
         """Takes an item under beam search."""
@@ -69,16 +65,7 @@ class Engine:
             lane.reader = reader_for(lane)
             self._lanes[lane.key] = item
             self.scheduler.add(lane, self.step_count)
-        self._watch(item.first)
-
-    def _watch(self, sequence: Sequence) -> None:
-        if sequence.deadline is not None:
-            entry = (sequence.deadline, next(self._numbers), sequence)
-            heapq.heappush(self._deadlines, entry)
-            living = len(self.scheduler.sequences)
-            if len(self._deadlines) > 2 * living + OVER_DEADLINES:
-                self._deadlines = [each for each in self._deadlines if self._lives(each[2])]
-                heapq.heapify(self._deadlines)
+        self._deadlines.add(item.first, len(self.scheduler.sequences))
 
     def stop(self, keys: Iterable[int], reason: int) -> None:
         """Ends sequences, of a beam search all with any; a key that is unknown or over is ignored."""
@@ -100,11 +87,8 @@ class Engine:
 
     def end_overdue(self) -> None:
         """Ends the sequences whose deadline has passed."""
-        now = time.monotonic()
-        while self._deadlines and self._deadlines[0][0] <= now:
-            sequence = heapq.heappop(self._deadlines)[2]
-            if self._lives(sequence):
-                self.stop([sequence.key], pb.FINISH_REASON_CANCELLED)
+        overdue = self._deadlines.take(time.monotonic())
+        self.stop([sequence.key for sequence in overdue], pb.FINISH_REASON_CANCELLED)
 
     def take_ends(self) -> StepOutput | None:
         """What ended between steps, if anything did."""
@@ -197,11 +181,8 @@ class Engine:
                 continue
             try:
                 output.prompts += reader.read(chunk.given_logits)
-            except Exception as error:
-                log.exception("logits could not be read")
-                self._fail(
-                    chunk.sequence, BackendFailed(f"the prompt's logits cannot be read: {error}")
-                )
+            except Exception as error:  # noqa: BLE001 - it ends this item alone
+                self._give_up(chunk.sequence, "the prompt's logits cannot be read", error)
             if reader.next >= reader.end:
                 chunk.sequence.reader = None
 
@@ -217,35 +198,54 @@ class Engine:
         self._search([sequences[row] for row in lanes], logits[lanes], output)
 
     def _search(self, lanes: list[Sequence], logits: Tensor, output: StepOutput) -> None:
-        """Lets the searches go on for which everything is there."""
-        log_probs, failures = search_log_probs(lanes, logits)
+        """Lets the searches go on for which everything is there; where that fails, each lane is tried on its own."""
+        try:
+            log_probs, failures = search_log_probs(lanes, logits)
+        except Exception as error:  # noqa: BLE001 - it ends this item alone
+            if len(lanes) == 1:
+                self._give_up(lanes[0], "the beam search has no log-probabilities", error)
+                return
+            for row, lane in enumerate(lanes):
+                if lane.key in self._lanes:
+                    self._search([lane], logits[row : row + 1], output)
+            return
         for row, lane in enumerate(lanes):
             item = self._lanes.get(lane.key)
-            if item is None:
-                # Another lane of it has failed.
+            if item is None:  # Another lane of it has failed.
                 continue
             if row in failures:
                 self._blame(lane, failures[row])
                 continue
-            top = most_likely(log_probs[row], lane.token_rules.output.top_log_probs)
-            if item.take(lane, log_probs[row], top):
-                self._go_on(item, output)
+            try:
+                top = most_likely(log_probs[row], lane.token_rules.output.top_log_probs)
+                if not item.take(lane, log_probs[row], top):
+                    continue
+                pairs = item.advance(time.time_ns())
+            except Exception as error:  # noqa: BLE001 - it ends this item alone
+                self._give_up(lane, "the beam search cannot go on", error)
+                continue
+            self._go_on(item, pairs, output)
 
-    def _go_on(self, item: BeamItem, output: StepOutput) -> None:
-        self.scheduler.reassign(item.advance(time.time_ns()))
+    def _go_on(self, item: BeamItem, pairs: Pairs, output: StepOutput) -> None:
+        # Not guarded: the pool is everybody's, so with its counts half changed nobody may go on.
+        self.scheduler.reassign(pairs)
         self.generated_tokens += len(item.lanes)
-        item.tell(output)
-        if item.over:
-            self._end_search(item, item.ends())
+        try:
+            item.tell(output)
+            ends = item.ends() if item.over else None
+        except Exception as error:  # noqa: BLE001 - it ends this item alone
+            self._give_up(item.first, "the beam search cannot be told", error)
+            return
+        if ends is not None:
+            self._end_search(item, ends)
 
     def _choose(self, sequences: list[Sequence], logits: Tensor, output: StepOutput) -> None:
         """Chooses and appends tokens; where that fails for all at once, each is tried on its own."""
         try:
             choice = choose(sequences, logits)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - it ends this item alone
             if len(sequences) == 1:
-                log.exception("no token could be chosen")
-                self._fail(sequences[0], BackendFailed(f"no token could be chosen: {error}"))
+                self._give_up(sequences[0], "no token could be chosen", error)
                 return
             for row, sequence in enumerate(sequences):
                 self._choose([sequence], logits[row : row + 1], output)
@@ -259,18 +259,13 @@ class Engine:
             if row in choice.failures:
                 self._blame(sequence, choice.failures[row])
                 continue
-            token = choice.token_ids[row]
-            output.keys.append(sequence.key)
-            output.token_offsets.append(sequence.generated_tokens)
-            output.token_counts.append(1)
-            output.token_ids.append(token)
-            sequence.append(token, now)
-            self.generated_tokens += 1
-            details = choice.details.get(row)
-            if details:
-                details.cumulative_log_prob = sequence.add_log_probs(details.log_probs)
-                output.details.append(details)
-            end = sequence.rule.end_after(sequence.tokens)
+            try:
+                sequence.tell_next(choice.token_ids[row], choice.details.get(row), output, now)
+                self.generated_tokens += 1
+                end = sequence.rule.end_after(sequence.tokens)
+            except Exception as error:  # noqa: BLE001 - it ends this item alone
+                self._give_up(sequence, "a token could not be appended", error)
+                continue
             if end:
                 self._end(sequence, *end)
 
@@ -288,6 +283,11 @@ class Engine:
             del self._lanes[lane.key]
             self.scheduler.remove(lane, content_is_good=content_is_good)
         self._ends += ends
+
+    def _give_up(self, sequence: Sequence, what: str, error: Exception) -> None:
+        """Ends a sequence that `what` is true of because of `error`."""
+        log.error(what, exc_info=error)
+        self._blame(sequence, BackendFailed(f"{what}: {error}"))
 
     def _fail(self, sequence: Sequence, error: TrtmeshError) -> None:
         item = self._lanes.get(sequence.key)

@@ -12,7 +12,6 @@ lowest at last. Nothing overtakes the first that waits, so large sequences do no
 
 from __future__ import annotations
 
-import heapq
 import time
 from bisect import insort
 from dataclasses import dataclass
@@ -24,7 +23,8 @@ from trtmesh.engine.backends.torch.forks import Pairs, reassign
 from trtmesh.engine.backends.torch.prefixes import Prefixes
 from trtmesh.engine.backends.torch.room import Room
 from trtmesh.engine.backends.torch.rules import SchedulingRules
-from trtmesh.engine.backends.torch.sequence import PRIORITY_STEPS, Sequence
+from trtmesh.engine.backends.torch.sequence import Sequence
+from trtmesh.engine.backends.torch.waiting import WaitingQueue
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,15 +59,13 @@ class Scheduler:
         self.pending_prompt_tokens = 0
         self.computed_prompt_tokens = 0
         self.reused_prompt_tokens = 0
-        self.new_blocks = 0
-        self.reused_blocks = 0
-        self.paused_sequences = 0
-        self.preemptions = 0
+        self.new_blocks = self.reused_blocks = 0
+        self.paused_sequences = self.preemptions = 0
         self._rules = rules
         self._prefixes = prefixes
         self._room = Room(pool, tables, rules)
         self._by_key: dict[int, Sequence] = {}
-        self._waiting: list[tuple[tuple[int, int], Sequence]] = []
+        self._waiting = WaitingQueue(self._lives)
         self._arrivals = 0
         # Under the key of a leader.
         self._followers: dict[int, list[Sequence]] = {}
@@ -85,7 +83,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence, step_count: int) -> None:
         """Takes a new sequence in; `step_count` is that of now."""
-        self._enter(sequence, step_count - sequence.config.priority * PRIORITY_STEPS)
+        self._enter(sequence, step_count - sequence.head_start)
         self._queue(sequence)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -121,9 +119,9 @@ class Scheduler:
             sequence.mates.remove(sequence)
         self.pending_prompt_tokens -= sequence.pending_prompt_tokens
         if sequence.slot < 0:
-            # Its entry in the heap is dropped when it comes up.
             self.waiting_sequences -= 1
             self._unpause(sequence)
+            self._waiting.forget_removed(self.waiting_sequences)
             return
         if not content_is_good:
             self.pool.retract(sequence.blocks)
@@ -168,6 +166,9 @@ class Scheduler:
             self._prefixes.publish(sequence)
             self._drop(sequence)
 
+    def _lives(self, sequence: Sequence) -> bool:
+        return self._by_key.get(sequence.key) is sequence
+
     def _enter(self, sequence: Sequence, rank: int) -> None:
         self._arrivals += 1
         sequence.rank = (rank, self._arrivals)
@@ -175,7 +176,7 @@ class Scheduler:
         self.pending_prompt_tokens += sequence.pending_prompt_tokens
 
     def _queue(self, sequence: Sequence) -> None:
-        heapq.heappush(self._waiting, (sequence.rank, sequence))
+        self._waiting.push(sequence)
         self.waiting_sequences += 1
 
     def _grow(self) -> None:
@@ -195,14 +196,10 @@ class Scheduler:
 
     def _admit(self) -> None:
         closed = self._rules.static_batch and bool(self.running)
-        while self._waiting:
-            sequence = self._waiting[0][1]
-            if self._by_key.get(sequence.key) is not sequence:
-                heapq.heappop(self._waiting)
-                continue
+        while sequence := self._waiting.first():
             leader = self._awaited(sequence)
             if leader:
-                heapq.heappop(self._waiting)
+                self._waiting.pop()
                 self._followers.setdefault(leader.key, []).append(sequence)
                 continue
             if closed and not (sequence.leader and sequence.leader.slot >= 0):
@@ -210,11 +207,10 @@ class Scheduler:
             prefix = self._prefixes.find(sequence)
             if prefix.partial and not self._room.suffices(sequence, prefix, self.running):
                 # The block to copy from may be the one that is missing.
-                whole = len(prefix.blocks) * self._rules.tokens_per_block
-                prefix = Prefix(prefix.blocks, whole)
+                prefix = Prefix(prefix.blocks, len(prefix.blocks) * self._rules.tokens_per_block)
             if not self._room.suffices(sequence, prefix, self.running):
                 return
-            heapq.heappop(self._waiting)
+            self._waiting.pop()
             self.waiting_sequences -= 1
             self._start(sequence, prefix)
 
@@ -235,9 +231,9 @@ class Scheduler:
         self.pending_prompt_tokens -= before - sequence.pending_prompt_tokens
         reused = shared - sequence.num_dropped
         self.reused_blocks += reused
+        sequence.times.reused_blocks += reused
         if not sequence.times.scheduled_ns:
             sequence.times.scheduled_ns = time.time_ns()
-            sequence.times.reused_blocks = reused
             sequence.cached_prompt_tokens = min(sequence.num_computed, sequence.prompt_tokens)
             self.reused_prompt_tokens += sequence.cached_prompt_tokens
         insort(self.running, sequence, key=lambda running: running.rank)
@@ -296,10 +292,9 @@ class Scheduler:
 
     def _wake_followers(self, leader: Sequence) -> None:
         """Queues those that need not wait for their leader; where it is gone, the first leads the others."""
-        followers = self._followers.pop(leader.key, [])
-        followers = [each for each in followers if self._by_key.get(each.key) is each]
+        followers = [each for each in self._followers.pop(leader.key, []) if self._lives(each)]
         if leader.key not in self._by_key:
             for each in followers:
                 each.leader = followers[0] if each is not followers[0] else None
         for each in followers:
-            heapq.heappush(self._waiting, (each.rank, each))
+            self._waiting.push(each)

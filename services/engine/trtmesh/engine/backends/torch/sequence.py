@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 from trtmesh.chassis.block_hashes import ROOT_HASH, root_hash
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.vocabulary import GenerationConfig
-from trtmesh.engine.backend import PerfMetrics, SequenceEnd, Submission
+from trtmesh.engine.backend import (
+    PerfMetrics,
+    SequenceEnd,
+    StepOutput,
+    Submission,
+    TokenDetails,
+)
 from trtmesh.engine.backends.torch.history import History
 from trtmesh.engine.backends.torch.stopping import EndRule
 from trtmesh.engine.backends.torch.token_rules import TokenRules
@@ -21,6 +27,8 @@ if TYPE_CHECKING:
 
 PRIORITY_STEPS = 256
 """Steps of waiting that a point of priority is worth; what waits long enough overtakes any priority."""
+MOST_PRIORITY = 16
+"""Points beyond which, above zero and below, priority counts no further; else what is lowest could wait for ever."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +79,11 @@ class Sequence:
     times: Times = field(default_factory=lambda: Times(arrival_ns=time.time_ns()))
 
     @property
+    def head_start(self) -> int:
+        """Steps that its priority lets it go before its time."""
+        return max(-MOST_PRIORITY, min(MOST_PRIORITY, self.config.priority)) * PRIORITY_STEPS
+
+    @property
     def length(self) -> int:
         return len(self.tokens)
 
@@ -99,6 +112,19 @@ class Sequence:
         times = self.times
         times.first_token_ns = times.first_token_ns or now_ns
         times.last_token_ns = now_ns
+
+    def tell_next(
+        self, token: int, details: TokenDetails | None, output: StepOutput, now_ns: int
+    ) -> None:
+        """Adds a generated token to its tokens and, with what is to be told of it, to the output of a step."""
+        output.keys.append(self.key)
+        output.token_offsets.append(self.generated_tokens)
+        output.token_counts.append(1)
+        output.token_ids.append(token)
+        self.append(token, now_ns)
+        if details:
+            details.cumulative_log_prob = self.add_log_probs(details.log_probs)
+            output.details.append(details)
 
     def remember(self) -> None:
         """Lets the history catch up with the tokens."""
@@ -141,7 +167,7 @@ class Sequence:
 
 @dataclass(slots=True)
 class Times:
-    """When things happened, in nanoseconds of the Unix clock, and how many blocks that took."""
+    """When things happened, in nanoseconds of the Unix clock, and how many blocks that took, over all its starts."""
 
     arrival_ns: int
     scheduled_ns: int = 0
