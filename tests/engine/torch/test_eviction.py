@@ -54,7 +54,7 @@ def test_a_discarded_number_returns_with_what_it_is_given_then() -> None:
     clock = Clock()
     order = EvictionOrder(clock)
     order.add(1, Retention(90, seconds=2))
-    assert order.discard(1) == Retention(90, seconds=2)
+    assert order.discard(1) == Retention(90, seconds=2, expiry=2)
     order.add(1, Retention(90, seconds=9))
     order.add(2, Retention(50))
     # The time of the first stay is over, that of the second is not.
@@ -177,6 +177,61 @@ def test_a_duration_counts_from_the_release(waited: float, kept: int) -> None:
     retained(engine, SECOND)
     fill(engine, 6, 50)
     assert cached(engine, FIRST) == kept
+
+
+def priorities(engine: PaperEngine) -> set[int]:
+    """Of idle blocks."""
+    return {retention.priority for retention in engine.pool._idle._retention_of.values()}
+
+
+def test_a_duration_is_renewed_by_wishes_and_not_by_use() -> None:
+    engine = PaperEngine(blocks=30)
+    wishes = (TokenRangeRetention(0, None, 80, duration_ms=10_000),)
+    retained(engine, FIRST, token_ranges=wishes)
+    for _ in range(2):
+        engine.now += 4
+        retained(engine, FIRST)
+    assert 80 in priorities(engine)
+    engine.now += 2
+    retained(engine, FIRST)
+    assert priorities(engine) == {35}
+    retained(engine, FIRST, token_ranges=wishes)
+    engine.now += 9
+    assert cached(engine, FIRST) == 12
+    assert 80 in priorities(engine)
+
+
+def test_a_block_that_is_used_beyond_its_duration_is_then_like_any_other() -> None:
+    engine = PaperEngine(blocks=30)
+    wishes = (TokenRangeRetention(0, None, 80, duration_ms=10_000),)
+    retained(engine, FIRST, token_ranges=wishes)
+    user = engine.sequence(FIRST, 6)
+    engine.add(user)
+    engine.step()
+    engine.now += 11
+    engine.scheduler.remove(user)
+    assert priorities(engine) == {35}
+
+
+@pytest.mark.parametrize("wishing", [0, 1])
+@pytest.mark.parametrize("together", [True, False])
+def test_a_wish_holds_whoever_published_first(together: bool, wishing: int) -> None:
+    engine = PaperEngine(blocks=30)
+    wishes = configure(token_ranges=(TokenRangeRetention(0, None, 80),))
+    for number in range(2):
+        config = wishes if number == wishing else configure()
+        engine.add(engine.sequence([*FIRST, 1], 2, config))
+        if not together:
+            engine.run()
+    engine.run()
+    of_prompt = [engine.pool._idle._retention_of[n].priority for n in published(engine, FIRST)]
+    assert of_prompt == [80] * 3
+
+
+def published(engine: PaperEngine, tokens: list[int]) -> list[int]:
+    """The blocks of a beginning."""
+    probe = engine.sequence([*tokens, 0], 1)
+    return engine.scheduler._prefixes.find(probe).blocks
 
 
 def test_the_decode_duration_ends_too() -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from trtmesh.engine.backend import KvEvent
-from trtmesh.engine.backends.torch.eviction import DEFAULT_PRIORITY, EvictionOrder
+from trtmesh.engine.backends.torch.eviction import DEFAULT_PRIORITY, EvictionOrder, Retention
 from trtmesh.engine.backends.torch.published import Published
 
 NULL_BLOCK = 0
@@ -157,6 +157,17 @@ class BlockPool:
             self._host.discard(there)
             self.published.rebind(there, block)
             self._host_empty.append(there)
+
+    def retain(self, block_hash: int, retention: Retention) -> None:
+        """Says how dear the block under a hash is, if there is one, held or idle."""
+        block = self.published.find(block_hash)
+        if block is None:
+            return
+        self.published.retain(block, retention)
+        order = self._host if self._is_host(block) else self._idle
+        if block in order:
+            order.discard(block)
+            order.add(block, retention)
 
     def retract(self, blocks: Iterable[int]) -> None:
         """Forgets the hashes of held blocks, whose content turned out to be useless."""

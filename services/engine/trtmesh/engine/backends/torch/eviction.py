@@ -13,10 +13,12 @@ DEFAULT_PRIORITY = 35
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How dear a block is: `priority` from 0 to 100, for `seconds` from when it becomes idle, or for ever."""
+    """How dear a block is: `priority` from 0 to 100, for `seconds` from when it first becomes idle, or for ever."""
 
     priority: int = DEFAULT_PRIORITY
     seconds: float | None = None
+    expiry: float | None = None
+    """When the seconds are over, once they began; it stays whoever uses the block meanwhile."""
 
 
 DEFAULT = Retention()
@@ -33,7 +35,6 @@ class EvictionOrder:
         self._clock = clock
         self._queues: dict[int, OrderedDict[int, None]] = {}
         self._retention_of: dict[int, Retention] = {}
-        self._expiry_of: dict[int, float] = {}
         # Also holds what was discarded since, which is skipped when its time comes.
         self._expiries: list[tuple[float, int]] = []
 
@@ -46,11 +47,17 @@ class EvictionOrder:
     def add(self, number: int, retention: Retention) -> None:
         """Puts in a number that is not there, as the last of its priority."""
         self._expire()
-        self._queue(number, retention)
-        if retention.seconds is not None and retention.priority != DEFAULT_PRIORITY:
-            self._expiry_of[number] = expiry = self._clock() + retention.seconds
-            heapq.heappush(self._expiries, (expiry, number))
-            self._tidy()
+        if retention.seconds is None or retention.priority == DEFAULT_PRIORITY:
+            self._queue(number, retention)
+            return
+        now = self._clock()
+        expiry = now + retention.seconds if retention.expiry is None else retention.expiry
+        if expiry <= now:
+            self._queue(number, DEFAULT)
+            return
+        self._queue(number, replace(retention, expiry=expiry))
+        heapq.heappush(self._expiries, (expiry, number))
+        self._tidy()
 
     def discard(self, number: int) -> Retention:
         """Takes out a number that is there; returns what it was kept with, the default where that is over."""
@@ -58,14 +65,10 @@ class EvictionOrder:
         return self._unqueue(number)
 
     def pop(self) -> tuple[int, Retention]:
-        """Takes out the first; returns its number and for how long it would have been how dear."""
+        """Takes out the first; returns its number and what it was kept with."""
         self._expire()
         number = next(iter(self._queues[min(self._queues)]))
-        expiry = self._expiry_of.get(number)
-        retention = self._unqueue(number)
-        if expiry is not None:
-            retention = replace(retention, seconds=expiry - self._clock())
-        return number, retention
+        return number, self._unqueue(number)
 
     def _queue(self, number: int, retention: Retention) -> None:
         self._retention_of[number] = retention
@@ -77,7 +80,6 @@ class EvictionOrder:
         del queue[number]
         if not queue:
             del self._queues[retention.priority]
-        self._expiry_of.pop(number, None)
         return retention
 
     def _expire(self) -> None:
@@ -86,11 +88,16 @@ class EvictionOrder:
         now = self._clock()
         while self._expiries and self._expiries[0][0] <= now:
             expiry, number = heapq.heappop(self._expiries)
-            if self._expiry_of.get(number) == expiry:
+            retention = self._retention_of.get(number)
+            if retention and retention.expiry == expiry:
                 self._unqueue(number)
                 self._queue(number, DEFAULT)
 
     def _tidy(self) -> None:
-        if len(self._expiries) > 2 * len(self._expiry_of) + 64:
-            self._expiries = [(expiry, number) for number, expiry in self._expiry_of.items()]
+        if len(self._expiries) > 2 * len(self._retention_of) + 64:
+            self._expiries = [
+                (retention.expiry, number)
+                for number, retention in self._retention_of.items()
+                if retention.expiry is not None
+            ]
             heapq.heapify(self._expiries)

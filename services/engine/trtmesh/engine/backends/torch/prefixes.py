@@ -56,15 +56,18 @@ class Prefixes:
         self.retain(sequence, first, full)
 
     def retain(self, sequence: Sequence, first: int, last: int) -> None:
-        """Gives its published blocks [first, last) the retention it asks for; without a wish they keep theirs."""
-        if not sequence.config.kv_cache.token_ranges and (
-            sequence.config.kv_cache.decode_priority is None
-        ):
+        """Gives what is published of its blocks [first, last), by whomever, the retention it asks for; without a wish
+        they keep theirs."""
+        wishes = sequence.config.kv_cache
+        if not (wishes.token_ranges or wishes.decode_priority is not None):
             return
+        if not self._reuses(sequence):
+            return
+        hashes = self._hashes(sequence, last)
         for number in range(first, last):
             retention = retention_of(sequence, number * self._size)
             if retention:
-                self._pool.published.retain(sequence.blocks[number], retention)
+                self._pool.retain(hashes[number], retention)
 
     def _reuses(self, sequence: Sequence) -> bool:
         return self._reuse and sequence.config.kv_cache.reuse
