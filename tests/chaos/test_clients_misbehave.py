@@ -64,7 +64,14 @@ async def test_a_client_process_is_killed() -> None:
 async def test_a_client_that_never_reads(limit: str) -> None:
     flags = {
         "stall": ("--client-stall-seconds", "1", "--client-buffer-tokens", "1000000000"),
-        "buffer": ("--client-stall-seconds", "3600", "--client-buffer-tokens", "20000"),
+        "buffer": (
+            "--client-stall-seconds",
+            "3600",
+            "--client-buffer-tokens",
+            "20000",
+            "--client-at-limit",
+            "cancel",
+        ),
     }[limit]
     async with running_mesh(engine_flags=FLAT_OUT, router_flags=flags) as mesh:
         router = psutil.Process(mesh.router.pid)

@@ -6,9 +6,10 @@ import asyncio
 from collections import defaultdict
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trtmesh.router.client_stream import MOST_TENSOR_BYTES, ClientStream
+from trtmesh.router.client_stream import MOST_MESSAGE_BYTES, ClientStream, Credit
 from trtmesh.router.turns import Turns
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
@@ -181,7 +182,7 @@ async def test_unread_seconds_are_those_of_the_message_on_its_way() -> None:
 
 
 async def test_logits_leave_in_messages_of_a_bounded_size_in_order() -> None:
-    row = b"x" * (MOST_TENSOR_BYTES // 4)
+    row = b"x" * (MOST_MESSAGE_BYTES // 4 - 100)
     stream = ClientStream(OPENING, Turns())
     prompt = pb.PromptDetails(context_logits=pb.Tensor(shape=[1, 1], data=row * 3))
     stream.put(router_pb.GenerateEvent(prompt_details=prompt))
@@ -191,23 +192,64 @@ async def test_logits_leave_in_messages_of_a_bounded_size_in_order() -> None:
         )
         stream.put_tokens(number % 2, 0, number // 2, [number], "t", details)
     stream.put_tokens(5, 0, 0, [99], "plain", None)
-    assert stream.waiting_tensor_bytes == 10 * len(row)
-    stream.close()
-    messages = []
-    while (response := await stream.take()) is not None:
-        messages.append(response)
-        waiting = stream.waiting_tensor_bytes
-        assert waiting >= 0
-    sizes = [
-        sum(
-            len(e.prompt_details.context_logits.data) + len(e.tokens.details.generation_logits.data)
-            for e in message.events
-        )
-        for message in messages
-    ]
-    assert sizes == [4 * len(row), 4 * len(row), 2 * len(row)]
+    assert 10 * len(row) < stream.waiting_bytes < 10 * (len(row) + 100)
+    messages = await all_messages(stream)
+    assert [len(message.events) for message in messages] == [3, 4, 3]
     events = [event for message in messages for event in message.events]
     assert [list(e.tokens.token_ids) for e in events[2:]] == [
         [n] for n in (0, 1, 2, 3, 4, 5, 6, 99)
     ]
-    assert (stream.waiting_tokens, stream.waiting_tensor_bytes) == (0, 0)
+    assert (stream.waiting_tokens, stream.waiting_bytes) == (0, 0)
+
+
+async def all_messages(stream: ClientStream) -> list[router_pb.GenerateResponse]:
+    stream.close()
+    messages = []
+    while (response := await stream.take()) is not None:
+        assert stream.waiting_bytes >= 0
+        messages.append(response)
+    return messages
+
+
+async def test_tokens_merge_no_further_than_one_message_holds() -> None:
+    put, stream = opened()
+    for _ in range(400):
+        put.tokens((0, 0), 2000)
+    messages = await all_messages(stream)
+    assert len(messages) > 1
+    assert all(message.ByteSize() < 2 * MOST_MESSAGE_BYTES for message in messages)
+    tokens = [list(event.tokens.token_ids) for m in messages for event in m.events]
+    assert [token for ids in tokens for token in ids] == put.sent[0, 0]
+
+
+class Heard:
+    """A watcher that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+
+    def on_full(self) -> None:
+        self.words.append("full")
+
+    def on_read(self) -> None:
+        self.words.append("read")
+
+
+@pytest.mark.parametrize("credit", [Credit(10, 10**6), Credit(10**6, 40)])
+async def test_a_credit_is_used_up_in_tokens_or_bytes_and_comes_back_once_what_was_taken_is_sent(
+    credit: Credit,
+) -> None:
+    stream, heard = ClientStream(OPENING, Turns(), credit), Heard()
+    stream.watcher = heard
+    for number in range(10):
+        stream.put_tokens(0, 0, number, [7], "", None)
+    assert heard.words == []
+    for number in range(10, 15):
+        stream.put_tokens(0, 0, number, [7], "", None)
+    assert heard.words == ["full"]
+    await stream.take()
+    # The message is on its way.
+    assert heard.words == ["full"]
+    stream.put_tokens(0, 0, 15, [7], "", None)
+    await stream.take()
+    assert heard.words == ["full", "read"]

@@ -3,15 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol
 
 from trtmesh.router.turns import Turns
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
-MOST_TENSOR_BYTES = 2 * 2**20
-"""Logits of one message, unless one token has more: below the 4 MiB that gRPC clients take if they say nothing."""
+MOST_MESSAGE_BYTES = 2 * 2**20
+"""Size of one message, unless one token has more: below the 4 MiB that gRPC clients take if they say nothing."""
+
+TOKEN_BYTES = 4
+"""What an id counts beside its text and data."""
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """What may wait for one client."""
+
+    tokens: int
+    bytes: int
+
+
+UNLIMITED = Credit(sys.maxsize, sys.maxsize)
+
+
+class Watcher(Protocol):
+    """Whoever acts on a client that is slow."""
+
+    def on_full(self) -> None:
+        """More waits than the credit allows; told once until `on_read`."""
+
+    def on_read(self) -> None:
+        """Everything taken before was sent, and at most half of the credit waits."""
 
 
 @dataclass(slots=True)
@@ -24,6 +50,7 @@ class _WaitingTokens:
     token_ids: list[int]
     texts: list[str]
     details: pb.TokenDetails | None
+    size: int
 
     @property
     def end(self) -> int:
@@ -32,8 +59,14 @@ class _WaitingTokens:
 
     def clear(self) -> None:
         """Makes place for the whole sequence anew; what was sent of it is replaced."""
-        self.token_offset = 0
+        self.token_offset = self.size = 0
         self.token_ids, self.texts, self.details = [], [], None
+
+
+@dataclass(slots=True)
+class _WaitingEvent:
+    event: router_pb.GenerateEvent
+    size: int
 
 
 class ClientStream:
@@ -41,18 +74,23 @@ class ClientStream:
 
     Nothing is merged by a timer: a client that keeps up gets every step as its own message, and one that lags gets
     what piled up while the last message was on its way. Deltas of several items that are ready together leave as
-    one message, as far as their logits fit one, and the opening event leaves with the first that follows it.
+    one message, as far as they fit one, and the opening event leaves with the first that follows it.
     """
 
-    def __init__(self, opening: router_pb.GenerateEvent, turns: Turns) -> None:
+    def __init__(
+        self, opening: router_pb.GenerateEvent, turns: Turns, credit: Credit = UNLIMITED
+    ) -> None:
         self._turns = turns
-        self._entries: list[_WaitingTokens | router_pb.GenerateEvent] = [opening]
+        self._credit = credit
+        self._entries: list[_WaitingTokens | _WaitingEvent] = [_WaitingEvent(opening, 0)]
         self._followed = False
         self._growing: dict[tuple[int, int], _WaitingTokens] = {}
         self._taker: asyncio.Future[None] | None = None
         self._closed = False
+        self.watcher: Watcher | None = None
+        self.full = False
         self.waiting_tokens = 0
-        self.waiting_tensor_bytes = 0
+        self.waiting_bytes = 0
         self.merged_tokens = 0
         self._taken_at: float | None = None
 
@@ -70,28 +108,33 @@ class ClientStream:
         waiting = self._growing.get(key)
         if waiting is not None and token_offset < waiting.end:
             self.waiting_tokens -= len(waiting.token_ids)
-            self.waiting_tensor_bytes -= _tensor_bytes(waiting)
+            self.waiting_bytes -= waiting.size
             waiting.clear()
+        size = TOKEN_BYTES * len(token_ids) + len(text)
+        if details is not None:
+            size += details.ByteSize()
         self.waiting_tokens += len(token_ids)
-        if waiting is None or _holds_tensor(details):
+        if waiting is None or _holds_tensor(details) or waiting.size + size > MOST_MESSAGE_BYTES:
             waiting = _WaitingTokens(
-                batch_index, sequence_index, token_offset, token_ids, [text], details
+                batch_index, sequence_index, token_offset, token_ids, [text], details, size
             )
             self._growing[key] = waiting
             self._append(waiting)
             return
         self.merged_tokens += len(token_ids)
+        waiting.size += size
         waiting.token_ids += token_ids
         waiting.texts.append(text)
         if waiting.details is None:
             waiting.details = details
         elif details is not None:
             waiting.details.MergeFrom(details)
+        self._count(size)
 
     def put(self, event: router_pb.GenerateEvent) -> None:
         """Queues any other event behind everything queued before it."""
         self._growing.pop((event.batch_index, event.sequence_index), None)
-        self._append(event)
+        self._append(_WaitingEvent(event, event.ByteSize()))
 
     def close(self) -> None:
         """Says that nothing more comes; `take` gives what is left and then None."""
@@ -101,6 +144,7 @@ class ClientStream:
     async def take(self) -> router_pb.GenerateResponse | None:
         """All that waits, as one message; None at the end. One taker only, which comes back once it has sent it."""
         self._taken_at = None
+        self._tell_room()
         while not self._followed:
             if self._closed:
                 return None
@@ -112,7 +156,7 @@ class ClientStream:
             if isinstance(entry, _WaitingTokens):
                 _fill(event, entry)
             else:
-                event.CopyFrom(entry)
+                event.CopyFrom(entry.event)
         self._taken_at = asyncio.get_running_loop().time()
         return response
 
@@ -120,20 +164,20 @@ class ClientStream:
         """How long the last message has been on its way, at the event loop's time `now`; 0 when none is."""
         return 0.0 if self._taken_at is None else now - self._taken_at
 
-    def _take_entries(self) -> list[_WaitingTokens | router_pb.GenerateEvent]:
-        """What the next message carries: everything, unless its logits are too large for one."""
+    def _take_entries(self) -> list[_WaitingTokens | _WaitingEvent]:
+        """What the next message carries: everything, unless it is too large for one."""
         entries, count = self._entries, len(self._entries)
-        if self.waiting_tensor_bytes > MOST_TENSOR_BYTES:
-            totals = accumulate(map(_tensor_bytes, entries))
-            count = max(1, sum(total <= MOST_TENSOR_BYTES for total in totals))
+        if self.waiting_bytes > MOST_MESSAGE_BYTES:
+            totals = accumulate(entry.size for entry in entries)
+            count = max(1, sum(total <= MOST_MESSAGE_BYTES for total in totals))
         taken, self._entries = entries[:count], entries[count:]
         if not self._entries:
             self._growing.clear()
             self._followed = False
-            self.waiting_tokens = self.waiting_tensor_bytes = 0
+            self.waiting_tokens = self.waiting_bytes = 0
             return taken
         for entry in taken:
-            self.waiting_tensor_bytes -= _tensor_bytes(entry)
+            self.waiting_bytes -= entry.size
             if isinstance(entry, _WaitingTokens):
                 self.waiting_tokens -= len(entry.token_ids)
                 key = (entry.batch_index, entry.sequence_index)
@@ -141,11 +185,30 @@ class ClientStream:
                     del self._growing[key]
         return taken
 
-    def _append(self, entry: _WaitingTokens | router_pb.GenerateEvent) -> None:
+    def _append(self, entry: _WaitingTokens | _WaitingEvent) -> None:
         self._entries.append(entry)
-        self.waiting_tensor_bytes += _tensor_bytes(entry)
         self._followed = True
+        self._count(entry.size)
         self._wake()
+
+    def _count(self, size: int) -> None:
+        self.waiting_bytes += size
+        credit = self._credit
+        over = self.waiting_tokens > credit.tokens or self.waiting_bytes > credit.bytes
+        if over and not self.full and self.watcher is not None:
+            self.full = True
+            self.watcher.on_full()
+
+    def _tell_room(self) -> None:
+        credit = self._credit
+        if (
+            self.full
+            and self.waiting_tokens <= credit.tokens // 2
+            and self.waiting_bytes <= credit.bytes // 2
+        ):
+            self.full = False
+            assert self.watcher is not None
+            self.watcher.on_read()
 
     def _wake(self) -> None:
         if self._taker is not None:
@@ -156,13 +219,6 @@ class ClientStream:
 def _holds_tensor(details: pb.TokenDetails | None) -> bool:
     """Whether merging is impossible: arrays grow like tokens, tensors do not."""
     return details is not None and details.HasField("generation_logits")
-
-
-def _tensor_bytes(entry: _WaitingTokens | router_pb.GenerateEvent) -> int:
-    if not isinstance(entry, _WaitingTokens):
-        details = entry.prompt_details if entry.HasField("prompt_details") else None
-        return len(details.context_logits.data) if details is not None else 0
-    return len(entry.details.generation_logits.data) if entry.details is not None else 0
 
 
 def _fill(event: router_pb.GenerateEvent, entry: _WaitingTokens) -> None:

@@ -22,6 +22,7 @@ from trtmesh.router.dispatch import submits
 from trtmesh.router.encoding import NOT_ENCODED, encode_item
 from trtmesh.router.fleet import Placed
 from trtmesh.router.item_events import ItemEvents
+from trtmesh.router.opening import open_sequences
 from trtmesh.router.request import ItemRequest, worker_config
 from trtmesh.router.resumption import NOTHING, Received
 from trtmesh.router.search import Search
@@ -69,6 +70,7 @@ class ItemRun:
                 await self._meet_siblings()
                 self._go_on_behind_received()
                 while not self._settled:
+                    await self._wait_for_client()
                     await self._place()
                     await self._generate()
                 self._finish()
@@ -116,11 +118,6 @@ class ItemRun:
     def generated_tokens(self) -> int:
         return sum(len(run.token_ids) for run in self._runs)
 
-    def _spend(self, tokens: int) -> None:
-        """Takes tokens from those that the caller's API key may use."""
-        now = asyncio.get_running_loop().time()
-        self._mesh.rate_limiter.spend(self._live.api_key, tokens, now)
-
     def usage(self) -> pb.Usage:
         """What it consumed so far."""
         ends = [run.end for run in self._runs if run.end is not None]
@@ -137,7 +134,7 @@ class ItemRun:
         self._encoded = await encode_item(
             self._item, self._mesh.tokenizers, self._live.model, self._live.request_id
         )
-        self._spend(self.prompt_tokens)
+        self._live.spend(self.prompt_tokens)
 
     def _go_on_behind_received(self) -> None:
         """Opens the sequences of an item that began on another router; others are opened when they are placed."""
@@ -153,14 +150,37 @@ class ItemRun:
         """Sequences that no worker has."""
         return [run for run in self._runs if run.waits_for_worker]
 
+    @property
+    def _needs_worker(self) -> bool:
+        return not self._runs or bool(self._waiting)
+
     async def _meet_siblings(self) -> None:
         """Lets the first of the items that begin alike compute what they share before the others go."""
         self.stage = "place"
         await self._search.meet_siblings(self._live.siblings, self._encoded)
 
+    async def _wait_for_client(self) -> None:
+        """Returns when the client has read enough for the item to go on; nothing of it is on a worker until then."""
+        while self._live.pace.paused and not self._settled and self._error is None:
+            self.stage = "paused"
+            self._news.clear()
+            await self._news.wait()
+
+    def on_pace(self) -> None:
+        """The client is slow: takes the sequences off their workers, save beams, which would begin again. Or it has
+        read, and they go on."""
+        if self._over or self._stop_asked:
+            return
+        if self._live.pace.paused and self._item.config.beam_search.beam_width == 1:
+            held = [run for run in self._runs if run.assignment is not None]
+            for run in held:
+                run.release()
+            self._mesh.metrics.moved["paused"] += len(held)
+        self._news.set()
+
     async def _place(self) -> None:
-        """Dispatches what no worker has, and waits for a worker where none takes it."""
-        while not self._runs or self._waiting:
+        """Dispatches what no worker has, and waits for a worker where none takes it; not for a client that is slow."""
+        while self._needs_worker and not self._live.pace.paused:
             self.stage = "place"
             try:
                 placed = self._search.place(self._encoded, self._runs)
@@ -200,7 +220,7 @@ class ItemRun:
     async def _generate(self) -> None:
         """Waits until all sequences are over, one failed, or one needs another worker. Tokens flow beside this."""
         self.stage = "generate"
-        while not self._settled and not self._waiting and self._error is None:
+        while not self._settled and not self._needs_worker and self._error is None:
             self._news.clear()
             await self._news.wait()
         if self._error is not None:
@@ -214,7 +234,7 @@ class ItemRun:
                 self._open_sequences()
             self._search.begin_on(worker)
         self.worker = worker.name
-        config = self._worker_config()
+        config = worker_config(self._item, self._encoded.word_ids, self._live.drawn_seed)
         for runs, command in submits(
             self._item,
             self._waiting,
@@ -229,33 +249,9 @@ class ItemRun:
                 worker.name, config.sampling.seed, self._encoded.token_ids, self._live.age_seconds()
             )
 
-    def _worker_config(self) -> pb.GenerationConfig:
-        seed = self._item.config.sampling.seed
-        if seed is None:
-            seed = self._live.drawn_seed
-        return worker_config(self._item, self._encoded.word_ids, seed)
-
     def _open_sequences(self) -> None:
-        self._runs = [self._open_sequence(index) for index in range(self._item.config.sequences)]
-
-    def _open_sequence(self, sequence_index: int) -> SequenceRun:
-        run = SequenceRun(
-            self._item,
-            sequence_index,
-            request_id=self._live.request_id,
-            model=self._live.model,
-            arrival_time=self._live.arrival_time,
-            client=self._live.client,
-            owner=self,
-        )
-        received = self._received.sequences.get((self.batch_index, sequence_index))
-        if received is not None:
-            run.go_on_behind(received)
-        if run.over:
-            return run
-        if self._item.config.output.text or self._item.config.stopping.stop_texts:
-            self._mesh.tokenizers.attach(run)
-        return run
+        received = self._received.sequences
+        self._runs = open_sequences(self._live, self._item, received, owner=self)
 
     def on_settled(self, run: SequenceRun) -> None:
         """A sequence is over: tells the client, and wakes the item when it was the last or it failed."""
@@ -290,7 +286,7 @@ class ItemRun:
         """Stops whatever still runs; nothing to do for an item that came to its end."""
         for run in self._runs:
             run.abandon(pb.FINISH_REASON_CANCELLED)
-        self._spend(self.generated_tokens)
+        self._live.spend(self.generated_tokens)
         self._search.close(
             self._mesh.recorder, self._live.arrival_time, self._encoded, self.generated_tokens
         )

@@ -52,6 +52,7 @@ class RouterMetrics(Collector):
         self.merged_tokens = 0
         self.client_messages = 0
         self.requests: Counter[str] = Counter()
+        self.slow_clients: Counter[str] = Counter()
         self.refused: Counter[tuple[str, str]] = Counter()
         self.finished: Counter[int] = Counter()
         self.failed: Counter[str] = Counter()
@@ -103,6 +104,12 @@ class RouterMetrics(Collector):
         ):
             yield CounterMetricFamily(PREFIX + name, text, value=value)
         yield _labelled("requests", "Requests by outcome.", ("outcome",), self.requests)
+        yield _labelled(
+            "slow_clients",
+            "Requests whose tokens were coalesced, which were paused (each time) or cancelled for a slow client.",
+            ("action",),
+            self.slow_clients,
+        )
         yield _labelled(
             "requests_refused",
             "Requests refused at admission, by reason and hashed API key.",

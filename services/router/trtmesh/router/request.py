@@ -107,9 +107,11 @@ def _parse_item(
 
 
 def worker_config(
-    item: ItemRequest, word_ids: list[tuple[int, ...]], seed: int
+    item: ItemRequest, word_ids: list[tuple[int, ...]], drawn_seed: int
 ) -> pb.GenerationConfig:
     """The config for the worker: the router's fields taken out, texts replaced by ids, the seed set.
+
+    `drawn_seed` is for an item that has no seed.
 
     `word_ids` are the ids of `item.words` in the same order. A text without ids asks for nothing.
     """
@@ -123,7 +125,8 @@ def worker_config(
         pb.TokenIds(ids=ids) for ids in word_ids[:bad_texts] if ids
     )
     _replace_bias_texts(config.sampling, word_ids[bad_texts:])
-    config.sampling.seed = seed
+    seed = item.config.sampling.seed
+    config.sampling.seed = drawn_seed if seed is None else seed
     return config
 
 

@@ -14,7 +14,6 @@ from trtmesh.chassis.errors import (
     Draining,
     ModelNotFound,
     NoWorker,
-    SlowClient,
     TrtmeshError,
     Unavailable,
 )
@@ -24,6 +23,7 @@ from trtmesh.router.client_stream import ClientStream
 from trtmesh.router.fleet import Fleet
 from trtmesh.router.item import ItemRun
 from trtmesh.router.metrics import RouterMetrics
+from trtmesh.router.pace import Pace, PaceRules
 from trtmesh.router.replay import Recorder
 from trtmesh.router.request import GenerationRequest
 from trtmesh.router.resumption import NOTHING, Received
@@ -31,9 +31,6 @@ from trtmesh.router.siblings import SiblingRules, Siblings
 from trtmesh.router.tokenizer_pool import TokenizerPool
 from trtmesh.router.turns import Turns
 from trtmesh.v1 import router_pb2 as router_pb
-
-MOST_WAITING_TENSOR_BYTES = 256 * 2**20
-"""Logits that may wait for one client to read them before its request is ended with SLOW_CLIENT."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +68,7 @@ class LiveRequest:
         permits: Sequence[Permit],
         api_key: str,
         received: Received,
+        pace: PaceRules,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.mesh = mesh
@@ -81,7 +79,10 @@ class LiveRequest:
         accepted = router_pb.RequestAccepted(
             request_id=request.request_id, model=model, seed=self.drawn_seed
         )
-        self.client = ClientStream(router_pb.GenerateEvent(accepted=accepted), mesh.turns)
+        opening = router_pb.GenerateEvent(accepted=accepted)
+        self.client = ClientStream(opening, mesh.turns, pace.credit)
+        self.pace = Pace(pace, self.client, mesh.metrics, self._on_pace, self.end)
+        self.client.watcher = self.pace
         self.arrival_time = loop.time()
         self.siblings = Siblings(mesh.siblings)
         self.ended: TrtmeshError | None = None
@@ -100,6 +101,11 @@ class LiveRequest:
     def age_seconds(self) -> float:
         return asyncio.get_running_loop().time() - self.arrival_time
 
+    def spend(self, tokens: int) -> None:
+        """Takes tokens from those that the caller's API key may use."""
+        now = asyncio.get_running_loop().time()
+        self.mesh.rate_limiter.spend(self.api_key, tokens, now)
+
     def remaining_ms(self) -> int | None:
         """Time until the client's deadline, at least 1; None when it has none."""
         if self._deadline is None:
@@ -113,6 +119,10 @@ class LiveRequest:
             item for item in self.items if not batch_indexes or item.batch_index in batch_indexes
         ]
         return sum(item.stop() for item in chosen)
+
+    def _on_pace(self) -> None:
+        for item in self.items:
+            item.on_pace()
 
     def on_item_over(self) -> None:
         self._items_over += 1
@@ -129,10 +139,9 @@ class LiveRequest:
 class Requests:
     """All live requests."""
 
-    def __init__(self, mesh: Mesh, client_buffer_tokens: int, client_stall_seconds: float) -> None:
+    def __init__(self, mesh: Mesh, pace: PaceRules) -> None:
         self._mesh = mesh
-        self._client_buffer_tokens = client_buffer_tokens
-        self._client_stall_seconds = client_stall_seconds
+        self._pace = pace
         self._draining = False
         self._empty = asyncio.Event()
         self._empty.set()
@@ -151,7 +160,7 @@ class Requests:
         model = self.served_model(request.model)
         permits = self._admit(request, len(received.rest_of(request)), model, api_key)
         live = LiveRequest(
-            self._mesh, request, model, remaining_seconds, permits, api_key, received
+            self._mesh, request, model, remaining_seconds, permits, api_key, received, self._pace
         )
         self.live[request.request_id] = live
         self._empty.clear()
@@ -167,7 +176,7 @@ class Requests:
             # Before anything is awaited: a client may cancel at this very moment too, and would cut off what follows.
             del self.live[request.request_id]
             live.gone.set()
-            self._mesh.metrics.merged_tokens += live.client.merged_tokens
+            live.pace.close()
             if not self.live:
                 self._empty.set()
             # An item's end never waits: it only queues stop commands.
@@ -201,20 +210,7 @@ class Requests:
         """Ends requests whose clients let too much wait, or wait too long."""
         now = asyncio.get_running_loop().time()
         for live in self.live.values():
-            client = live.client
-            waited = client.unread_seconds(now)
-            if (
-                client.waiting_tokens > self._client_buffer_tokens
-                or client.waiting_tensor_bytes > MOST_WAITING_TENSOR_BYTES
-                or waited > self._client_stall_seconds
-            ):
-                live.end(
-                    SlowClient(
-                        f"the client left {client.waiting_tokens} tokens and {client.waiting_tensor_bytes} bytes of"
-                        f" logits unread for {waited:.1f} s; limits are {self._client_buffer_tokens} tokens,"
-                        f" {MOST_WAITING_TENSOR_BYTES} bytes and {self._client_stall_seconds:g} s"
-                    )
-                )
+            live.pace.judge(now)
 
     async def take_over(self, request_id: str) -> None:
         """Ends the call of a live request whose client comes back with another one."""

@@ -14,12 +14,14 @@ from trtmesh.chassis.service import Runtime
 from trtmesh.router.admin_door import AdminDoor
 from trtmesh.router.admin_service import RouterAdminService
 from trtmesh.router.admission import Admission, AdmissionLimits, RateLimiter
+from trtmesh.router.client_stream import Credit
 from trtmesh.router.discovery import Discovery, check_addresses
 from trtmesh.router.fleet import Fleet
 from trtmesh.router.kv_index import KvIndex
 from trtmesh.router.membership import Membership
 from trtmesh.router.mesh_service import MeshService
 from trtmesh.router.metrics import RouterMetrics
+from trtmesh.router.pace import PaceRules
 from trtmesh.router.placement.decision_log import DecisionLog
 from trtmesh.router.pulse import Deadlines
 from trtmesh.router.replay import Recorder
@@ -90,9 +92,9 @@ class Router:
             siblings,
             self._recorder,
         )
-        self._requests = Requests(
-            mesh, settings.client_buffer_tokens, settings.client_stall_seconds
-        )
+        credit = Credit(settings.client_buffer_tokens, settings.client_buffer_bytes)
+        pace = PaceRules(credit, settings.client_at_limit, settings.client_stall_seconds)
+        self._requests = Requests(mesh, pace)
         self._deadlines = Deadlines(
             stall_seconds=settings.stall_seconds,
             accepted_seconds=settings.accepted_seconds,
@@ -252,6 +254,10 @@ class Router:
         workers, tokenizers = self._fleet.workers.values(), self._tokenizers.tokenizers.values()
         return {
             "live_requests": ("Requests being served.", len(self._requests.live)),
+            "paused_requests": (
+                "Requests that wait for their clients to read.",
+                sum(live.pace.paused for live in [*self._requests.live.values()]),
+            ),
             "live_items": ("Items being served.", self._admission.live_items),
             "queued_items": (
                 "Items that wait for others of their model to end.",

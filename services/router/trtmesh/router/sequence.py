@@ -173,10 +173,13 @@ class SequenceRun:
         self.times.on_assigned()
 
     def release(self) -> None:
-        """Takes the sequence away from its worker, to go on elsewhere."""
-        if self.assignment is not None:
-            self.assignment.release()
-            self.assignment = None
+        """Takes the sequence away from its worker, to go on elsewhere, unless it is whole already."""
+        if self.assignment is None:
+            return
+        self.assignment.release()
+        self.assignment = None
+        if not self.over and self.stop_text is not None and not self.is_beam:
+            self._settle()
 
     def stop(self, reason: pb.FinishReason.ValueType) -> None:
         """Ends the sequence early; what was generated is delivered."""

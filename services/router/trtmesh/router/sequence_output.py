@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trtmesh.router.client_stream import MOST_TENSOR_BYTES, ClientStream
+from trtmesh.router.client_stream import MOST_MESSAGE_BYTES, ClientStream
 from trtmesh.router.details import TokenDetailBuffer, unheard
 from trtmesh.router.request import ItemRequest
 from trtmesh.router.resumption import ReceivedSequence
@@ -82,7 +82,7 @@ class SequenceOutput:
         while True:
             count = end - start
             if details is not None:
-                count = details.fitting(count, MOST_TENSOR_BYTES)
+                count = details.fitting(count, MOST_MESSAGE_BYTES)
             behind = start + count
             self._client.put_tokens(
                 self._batch_index,

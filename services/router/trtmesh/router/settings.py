@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 from trtmesh.chassis.settings import CommaList, Port, ServiceSettings, Settings, split_commas
+from trtmesh.router.pace import AtLimit
 
 Policy = Literal["round_robin", "least_loaded", "power_of_two", "prefix_aware", "auto"]
 
@@ -90,10 +91,15 @@ class RouterSettings(ServiceSettings):
     """Tokens that an API key may use at once after it used none for a while."""
     max_items_per_request: Annotated[int, Field(ge=1, le=65536)] = 1024
     """Most prompts of one request."""
-    client_buffer_tokens: Annotated[int, Field(ge=1)] = 262_144
-    """Tokens that may wait for one client to read them before its request is ended with SLOW_CLIENT."""
+    client_buffer_tokens: Annotated[int, Field(ge=1)] = 65_536
+    """Tokens that may wait for one client to read them before `client_at_limit` is done."""
+    client_buffer_bytes: Annotated[int, Field(ge=1)] = 64 * 2**20
+    """Bytes, of tokens, texts, log-probabilities and logits, that may wait for one client, likewise."""
+    client_at_limit: AtLimit = "pause"
+    """What is done when a client's buffer is full: `pause` takes the request's sequences off their workers until the
+    client has read, and then goes on with them on any worker; `cancel` ends the request with SLOW_CLIENT."""
     client_stall_seconds: Annotated[float, Field(gt=0, le=86400)] = 30.0
-    """How long a client may leave waiting events unread before its request is ended with SLOW_CLIENT."""
+    """How long a client may leave a message unread, paused or not, before its request is ended with SLOW_CLIENT."""
     silence_seconds: Annotated[float, Field(gt=0, le=3600)] = 10.0
     """How long a worker or tokenizer that owes a message may be silent before it counts as lost."""
     stall_seconds: Annotated[float, Field(gt=0, le=3600)] = 1.0

@@ -1,0 +1,128 @@
+"""A client that reads slowly: its own stream waits off the workers, and nobody else notices."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from e2e.mesh import SIMULATED, Mesh, eventually, running_mesh, scrape
+from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import router_pb2, router_pb2_grpc
+
+TOKENS = 60_000
+FLAT_OUT = (*SIMULATED, "--simulated-step-ms", "0", "--simulated-max-sequence-tokens", "1000000",
+            "--simulated-total-blocks", "100000")  # fmt: skip
+SMALL_WINDOW = [("grpc.http2.lookahead_bytes", 0), ("grpc.http2.bdp_probe", 0)]
+
+Call = grpc.aio.UnaryStreamCall[router_pb2.GenerateRequest, router_pb2.GenerateResponse]
+
+
+@asynccontextmanager
+async def slow_call(mesh: Mesh, **output: Any) -> AsyncIterator[Call]:
+    """A call of two sequences whose messages wait until they are read."""
+    config = pb.GenerationConfig(
+        sampling=pb.SamplingConfig(num_return_sequences=2, temperature=1.0, seed=3),
+        stopping=pb.StoppingConfig(max_tokens=TOKENS, ignore_end_id=True),
+        output=pb.OutputConfig(**output),
+    )
+    request = router_pb2.GenerateRequest(
+        items=[router_pb2.GenerateItem(prompt=pb.Prompt(text="slow"))], config=config
+    )
+    async with grpc.aio.insecure_channel(mesh.router.address, options=SMALL_WINDOW) as channel:
+        call = router_pb2_grpc.MeshServiceStub(channel).Generate(request)
+        try:
+            yield call
+        finally:
+            call.cancel()
+
+
+async def read(call: Call, into: list[router_pb2.GenerateEvent]) -> bool:
+    """One message; False at the end."""
+    response = await call.read()
+    if not isinstance(response, router_pb2.GenerateResponse):
+        return False
+    into.extend(response.events)
+    return True
+
+
+async def read_all(call: Call) -> list[router_pb2.GenerateEvent]:
+    """The rest."""
+    events: list[router_pb2.GenerateEvent] = []
+    while await read(call, events):
+        pass
+    return events
+
+
+def tokens_of(events: list[router_pb2.GenerateEvent]) -> tuple[dict[int, list[int]], str]:
+    """Ids of each sequence, every one exactly once and in order, and the text of the first."""
+    ids: dict[int, list[int]] = {0: [], 1: []}
+    text = ""
+    for event in events:
+        if event.HasField("tokens"):
+            known = ids[event.sequence_index]
+            assert event.tokens.token_offset == len(known)
+            known += event.tokens.token_ids
+            text += event.tokens.text if not event.sequence_index else ""
+    return ids, text
+
+
+@pytest.mark.parametrize(
+    "limit", [("--client-buffer-tokens", "2000"), ("--client-buffer-bytes", "16000")]
+)
+async def test_a_slow_client_is_paused_and_gets_every_token_once_and_others_do_not_notice(
+    limit: tuple[str, str],
+) -> None:
+    flags = (*limit, "--client-stall-seconds", "3600")
+    async with running_mesh(engine_flags=FLAT_OUT, router_flags=flags) as mesh:
+        prompts = [f"normal {number}" for number in range(32)]
+        expected = await mesh.client.complete(prompts, max_tokens=50)
+        async with slow_call(mesh, text=True) as fast:
+            whole = await read_all(fast)
+        async with slow_call(mesh, text=True) as call:
+            events: list[router_pb2.GenerateEvent] = []
+            assert await read(call, events)
+            await eventually(lambda: mesh.has_stage("paused"))
+            # Paused, it holds no KV blocks and no handles on workers.
+            await eventually(lambda: holds_nothing(mesh))
+            readers = [mesh.open([prompt], max_tokens=50) for prompt in prompts]
+            for reader, normal in zip(readers, expected, strict=True):
+                assert await read(call, events)
+                (item,) = await reader.result()
+                assert (item.token_ids, item.text) == (normal.token_ids, normal.text)
+            events += await read_all(call)
+        assert tokens_of(events) == tokens_of(whole)
+        assert len(tokens_of(events)[0][1]) == TOKENS
+        assert events[-1].HasField("item_finished")
+        samples = await scrape(mesh.router)
+        assert samples["trtmesh_router_slow_clients_total"] >= 2
+        assert samples["trtmesh_router_paused_requests"] == 0
+        await mesh.idle()
+
+
+async def holds_nothing(mesh: Mesh) -> bool:
+    gauges = await mesh.gauges()
+    return await mesh.used_blocks() == 0 and not gauges["worker_sequences"]
+
+
+async def test_a_paused_request_can_be_stopped() -> None:
+    flags = ("--client-buffer-tokens", "2000", "--client-stall-seconds", "3600")
+    async with running_mesh(engine_flags=FLAT_OUT, router_flags=flags) as mesh:
+        async with slow_call(mesh) as call:
+            await eventually(lambda: mesh.has_stage("paused"))
+            (live,) = (await mesh.admin.list_requests()).requests
+            assert await mesh.client.stop(live.request_id) == 1
+            events = await read_all(call)
+            assert events[-1].item_finished.reason == pb.FINISH_REASON_STOPPED
+            ids, _ = tokens_of(events)
+            told = {
+                e.sequence_index: e.sequence_finished
+                for e in events
+                if e.HasField("sequence_finished")
+            }
+            assert {i: f.generated_tokens for i, f in told.items()} == {
+                i: len(t) for i, t in ids.items()
+            }
+        await mesh.idle()
