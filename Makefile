@@ -16,7 +16,7 @@ INSTALLED := .venv/installed
 INSTALLED_DEV := .venv/installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint protos bench images compose-up compose-test
+.PHONY: help demo test lint protos bench chaos images compose-up compose-test
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ protos: $(INSTALLED_DEV)  ## Generate the stubs beside the protos
 
 bench: $(INSTALLED_DEV)  ## Run one benchmark, B=<name>; without B list them
 	@$(BIN)/python bench/run.py $(B)
+
+chaos: $(INSTALLED_DEV)  ## Run random faults against a mesh, SEEDS=0-99 or one seed
+	$(BIN)/pytest -s tests/chaos/test_random_faults.py --seeds=$(or $(SEEDS),0-19)
 
 images:  ## Build the images of the three services and print their sizes
 	@for service in router tokenizer engine; do \

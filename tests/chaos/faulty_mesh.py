@@ -1,0 +1,254 @@
+"""A mesh of several of everything, in which anything may fail: two routers, two tokenizers, two engines, one of these
+under two addresses, and a proxy before each tokenizer and engine."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+from chaos.proxy import Proxy, proxy_to
+from e2e.mesh import BUSY_GAUGES, DEMO, SIMULATED, WIDE_TOKENS, eventually, scrape
+from processes import ServiceProcess, service_process
+from trtmesh.client import Client
+
+LONGEST_SECONDS = 1.5
+"""How long a fault lasts at most: longer than routers wait for a silent worker."""
+
+BUSY = {
+    "router": tuple(f"trtmesh_router_{name}" for name in (*BUSY_GAUGES, "queued_items")),
+    "engine": ("trtmesh_engine_used_blocks", "trtmesh_engine_live_sequences"),
+    "tokenizer": ("trtmesh_tokenizer_open_decode_states",),
+}
+"""Gauges of what requests use, by service."""
+
+READY = ("trtmesh_router_ready_workers", "trtmesh_router_ready_tokenizers")
+
+ENGINE = (*SIMULATED, *WIDE_TOKENS, "--simulated-end-probability", "0.001")
+
+ROUTER = (
+    # Whatever is lost here comes back.
+    *("--worker-recovery-seconds", "60", "--tokenizer-recovery-seconds", "60"),
+    *("--max-attempts", "100", "--silence-seconds", "2", "--grace-seconds", "1"),
+)
+
+
+@dataclass
+class Peer:
+    """One place in the mesh: the process there now, which others follow at the same address."""
+
+    service: str
+    flags: tuple[str, ...]
+    process: ServiceProcess
+    proxies: list[Proxy] = field(default_factory=list)
+    busy: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by the fault that it has."""
+    most_tasks: float = math.inf
+    """Tasks of the process when it is idle."""
+
+    @property
+    def address(self) -> str:
+        return self.process.address
+
+    def mend(self) -> None:
+        for proxy in self.proxies:
+            proxy.mend()
+
+
+class FaultyMesh:
+    """Made by `faulty_mesh`."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self._processes: dict[int, AsyncExitStack] = {}
+        self._stack = stack
+        self.engines: list[Peer] = []
+        self.tokenizers: list[Peer] = []
+        self.routers: list[Peer] = []
+        self._routers_lock = asyncio.Lock()
+        """One router is left at any time."""
+        self.client: Client
+        self.faults: Mapping[str, Callable[[random.Random], Awaitable[None]]] = {
+            "kill an engine": self._kill_engine,
+            "freeze an engine": self._freeze_engine,
+            "drain an engine": self._drain_engine,
+            "kill a tokenizer": self._kill_tokenizer,
+            "freeze a tokenizer": self._freeze_tokenizer,
+            "drain a tokenizer": self._drain_tokenizer,
+            "kill a router": self._kill_router,
+            "drain a router": self._drain_router,
+            "delay a link": self._delay,
+            "silence a link": self._silence,
+            "cut a link": self._cut,
+            "half close a link": self._half_close,
+        }
+
+    @property
+    def peers(self) -> list[Peer]:
+        return [*self.engines, *self.tokenizers, *self.routers]
+
+    async def start(self, policy: str) -> None:
+        """Everything, until all is ready."""
+        tokenizer = ("--model-dir", str(DEMO))
+        started = [self._start("engine", (*ENGINE, "--worker", name)) for name in ("one", "two")]
+        started += [self._start("tokenizer", tokenizer) for _ in range(2)]
+        peers = await asyncio.gather(*started)
+        self.engines, self.tokenizers = peers[:2], peers[2:]
+        for peer in (*peers, self.engines[0]):
+            proxy = await self._stack.enter_async_context(proxy_to(peer.address))
+            peer.proxies.append(proxy)
+        flags = (*ROUTER, "--policy", policy, "--engines", _addresses(self.engines))
+        flags += ("--tokenizers", _addresses(self.tokenizers))
+        self.routers = await asyncio.gather(*(self._start("router", flags) for _ in range(2)))
+        addresses = [router.address for router in self.routers]
+        self.client = await self._stack.enter_async_context(Client(addresses, resume_seconds=60))
+        await self.settle()
+        # What is built with the first call is there from now on.
+        for router in self.routers:
+            async with Client(router.address) as client:
+                await client.complete(["the first"], max_tokens=2)
+        await self.settle()
+        for peer in self.peers:
+            tasks = (await scrape(peer.process))["trtmesh_tasks"]
+            # gRPC has one more for a stream to a tokenizer that has had nothing to say yet.
+            peer.most_tasks = tasks + len(self.tokenizers)
+
+    async def settle(self) -> None:
+        """Waits until everything is ready and nothing is in use anywhere, tasks included; says what is left if it
+        never comes to that."""
+        left: list[str] = []
+
+        async def settled() -> bool:
+            left[:] = [word for peer in self.peers for word in await self._left(peer)]
+            return not left
+
+        try:
+            await eventually(settled)
+        except TimeoutError:
+            raise AssertionError(f"still so: {left}") from None
+
+    async def _left(self, peer: Peer) -> list[str]:
+        samples = await scrape(peer.process)
+        busy = [name for name in BUSY[peer.service] if samples[name]]
+        if samples["trtmesh_tasks"] > peer.most_tasks:
+            busy.append("trtmesh_tasks")
+        if peer.service == "router":
+            links = (len(_addresses(self.engines).split(",")), len(self.tokenizers))
+            busy += [
+                name for name, count in zip(READY, links, strict=True) if samples[name] != count
+            ]
+        return [f"{name} of {peer.service} {peer.address} is {samples[name]:g}" for name in busy]
+
+    async def suffer(self, name: str, draw: random.Random) -> None:
+        """One fault from its beginning to its repair."""
+        await self.faults[name](draw)
+
+    async def _start(self, service: str, flags: tuple[str, ...], port: int = 0) -> Peer:
+        return Peer(service, flags, await self._run(service, flags, port))
+
+    async def _run(self, service: str, flags: tuple[str, ...], port: int) -> ServiceProcess:
+        own = await self._stack.enter_async_context(AsyncExitStack())
+        common = ("--metrics-port", "0", "--log-level", "error", "--port", str(port))
+        process = await own.enter_async_context(service_process(service, *common, *flags))
+        self._processes[process.pid] = own
+        return process
+
+    async def _replace(self, peer: Peer, number: signal.Signals, seconds: float) -> None:
+        """Ends a process and starts another at its address, some time later."""
+        peer.process.signal(number)
+        await peer.process.wait()
+        await self._processes.pop(peer.process.pid).aclose()
+        await asyncio.sleep(seconds)
+        port = int(peer.address.rpartition(":")[2])
+        peer.process = await self._run(peer.service, peer.flags, port)
+
+    async def _kill_engine(self, draw: random.Random) -> None:
+        await self._end_one(self.engines, signal.SIGKILL, draw)
+
+    async def _kill_tokenizer(self, draw: random.Random) -> None:
+        await self._end_one(self.tokenizers, signal.SIGKILL, draw)
+
+    async def _drain_engine(self, draw: random.Random) -> None:
+        await self._end_one(self.engines, signal.SIGTERM, draw)
+
+    async def _drain_tokenizer(self, draw: random.Random) -> None:
+        await self._end_one(self.tokenizers, signal.SIGTERM, draw)
+
+    async def _kill_router(self, draw: random.Random) -> None:
+        await self._end_router(signal.SIGKILL, draw)
+
+    async def _drain_router(self, draw: random.Random) -> None:
+        await self._end_router(signal.SIGTERM, draw)
+
+    async def _end_one(
+        self, peers: list[Peer], number: signal.Signals, draw: random.Random
+    ) -> None:
+        peer, seconds = draw.choice(peers), draw.uniform(0, LONGEST_SECONDS)
+        async with peer.busy:
+            await self._replace(peer, number, seconds)
+
+    async def _end_router(self, number: signal.Signals, draw: random.Random) -> None:
+        peer, seconds = draw.choice(self.routers), draw.uniform(0, LONGEST_SECONDS)
+        async with self._routers_lock:
+            await self._replace(peer, number, seconds)
+            await eventually(lambda: _serves(peer))
+
+    async def _freeze_engine(self, draw: random.Random) -> None:
+        await self._freeze(draw.choice(self.engines), draw)
+
+    async def _freeze_tokenizer(self, draw: random.Random) -> None:
+        await self._freeze(draw.choice(self.tokenizers), draw)
+
+    async def _freeze(self, peer: Peer, draw: random.Random) -> None:
+        seconds = draw.uniform(0, LONGEST_SECONDS)
+        async with peer.busy:
+            peer.process.signal(signal.SIGSTOP)
+            await asyncio.sleep(seconds)
+            peer.process.signal(signal.SIGCONT)
+
+    async def _delay(self, draw: random.Random) -> None:
+        seconds = draw.uniform(0, 0.1)
+        await self._disturb(draw, lambda proxy: proxy.delay(seconds))
+
+    async def _silence(self, draw: random.Random) -> None:
+        to_target, from_target = draw.choice([(True, True), (True, False), (False, True)])
+        await self._disturb(
+            draw, lambda proxy: proxy.freeze(to_target=to_target, from_target=from_target)
+        )
+
+    async def _cut(self, draw: random.Random) -> None:
+        await self._disturb(draw, lambda proxy: proxy.cut())
+
+    async def _half_close(self, draw: random.Random) -> None:
+        to_target = draw.random() < 0.5
+        await self._disturb(draw, lambda proxy: proxy.half_close(to_target=to_target))
+
+    async def _disturb(self, draw: random.Random, disturb: Callable[[Proxy], None]) -> None:
+        """What happens to one address; where a process has two, the other stays well."""
+        peer = draw.choice([*self.engines, *self.tokenizers])
+        proxy, seconds = draw.choice(peer.proxies), draw.uniform(0, LONGEST_SECONDS)
+        async with peer.busy:
+            disturb(proxy)
+            await asyncio.sleep(seconds)
+            peer.mend()
+
+
+async def _serves(router: Peer) -> bool:
+    samples = await scrape(router.process)
+    return all(samples[name] for name in READY)
+
+
+def _addresses(peers: list[Peer]) -> str:
+    return ",".join(proxy.address for peer in peers for proxy in peer.proxies)
+
+
+@asynccontextmanager
+async def faulty_mesh(policy: str) -> AsyncIterator[FaultyMesh]:
+    """A mesh that is ready, with all of its processes killed on the way out."""
+    async with AsyncExitStack() as stack:
+        mesh = FaultyMesh(stack)
+        await mesh.start(policy)
+        yield mesh

@@ -1,0 +1,84 @@
+"""Random faults, several at a time, at random moments of random streams; `make chaos SEEDS=0-99` runs more of them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from chaos.faulty_mesh import FaultyMesh, faulty_mesh
+from chaos.fragile import contents
+from e2e.mesh import StreamReader
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SEEDS = "0-2"
+REQUESTS = 6
+FAULTS = 6
+LAST_SECONDS = 2.0
+"""When the last request and the last fault begin."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    asked: str = metafunc.config.getoption("--seeds", default=None) or SEEDS
+    first, _, last = asked.partition("-")
+    metafunc.parametrize("seed", range(int(first), int(last or first) + 1))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def mesh() -> AsyncIterator[FaultyMesh]:
+    async with faulty_mesh("auto") as mesh:
+        yield mesh
+
+
+def request(draw: random.Random) -> tuple[list[str], dict[str, Any]]:
+    """Prompts, and options under which they have one answer."""
+    prompts = [f"{draw.randint(0, 9)} begins like the others" for _ in range(draw.randint(1, 4))]
+    options: dict[str, Any] = {"max_tokens": draw.randint(1, 400)}
+    match draw.choice(["greedy", "sampled", "held", "ids", "stops"]):
+        case "sampled":
+            options |= {"temperature": 0.9, "seed": draw.getrandbits(32)}
+            options |= {"num_return_sequences": draw.randint(1, 3)}
+        case "held":
+            options["stream"] = False
+        case "ids":
+            options["text"] = False
+        case "stops":
+            options["stop_texts"] = ["th", "e"]
+    return prompts, options
+
+
+async def test_nothing_is_lost(mesh: FaultyMesh, seed: int) -> None:
+    draw = random.Random(seed)
+    requests = [request(draw) for _ in range(REQUESTS)]
+    expected = [contents(await mesh.client.complete(p, **options)) for p, options in requests]
+    opens = sorted((draw.uniform(0, LAST_SECONDS), each) for each in range(REQUESTS))
+    faults = sorted(
+        (draw.uniform(0, LAST_SECONDS), draw.choice(sorted(mesh.faults)), draw.getrandbits(32))
+        for _ in range(FAULTS)
+    )
+
+    async def open_later(seconds: float, number: int) -> float:
+        await asyncio.sleep(seconds)
+        prompts, options = requests[number]
+        reader = StreamReader(mesh.client, prompts, **options)
+        try:
+            assert contents(await reader.result()) == expected[number], requests[number]
+        finally:
+            await reader.cancel()
+        return reader.worst_gap_seconds()
+
+    async def suffer_later(seconds: float, name: str, detail: int) -> float:
+        await asyncio.sleep(seconds)
+        print(f"seed {seed}: {seconds:.2f} s: {name} ({detail})")
+        await mesh.suffer(name, random.Random(detail))
+        return 0.0
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(suffer_later(*fault)) for fault in faults]
+        tasks += [group.create_task(open_later(*each)) for each in opens]
+    print(f"seed {seed}: worst stall {max(task.result() for task in tasks) * 1000:.0f} ms")
+    await mesh.settle()
