@@ -100,8 +100,8 @@ class FaultyMesh:
         for peer in (*peers, self.engines[0]):
             proxy = await self._stack.enter_async_context(proxy_to(peer.address))
             peer.proxies.append(proxy)
-        flags = (*ROUTER, "--policy", policy, "--engines", _addresses(self.engines))
-        flags += ("--tokenizers", _addresses(self.tokenizers))
+        links = ("--engines", _addresses(self.engines), "--tokenizers", _addresses(self.tokenizers))
+        flags = (*ROUTER, "--policy", policy, *links)
         self.routers = await asyncio.gather(*(self._start("router", flags) for _ in range(2)))
         addresses = [router.address for router in self.routers]
         self.client = await self._stack.enter_async_context(Client(addresses, resume_seconds=60))
