@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
-from trtmesh.engine.backends.torch.linears import HalfLinear, NativeLinear, pack_linears
+from trtmesh.engine.backends.torch.linears import (
+    HalfLinear,
+    NativeLinear,
+    PackedLinear,
+    TransposedLinear,
+    pack_linears,
+)
 
 
 class Own(nn.Linear):
@@ -23,6 +29,7 @@ def model(dtype: torch.dtype) -> nn.ModuleDict:
         "biased": nn.Linear(48, 33),
         "transposed": transposed(80, 48),
         "own": Own(48, 8),
+        "large": nn.Linear(48, 8192),
     }
     return nn.ModuleDict(layers).to(dtype)
 
@@ -47,11 +54,13 @@ def test_what_is_replaced() -> None:
     pack_linears(packed, copies=False)
     assert type(packed["own"]) is Own
     for name in ("plain", "biased", "transposed"):
-        assert type(packed[name]).__name__ == "PackedLinear"
+        assert type(packed[name]) is TransposedLinear
         assert packed[name].weight.dtype == torch.float32
-        # Code that multiplies with the weight itself is caught by the self-check.
-        assert packed[name].weight.isnan().all()
-    assert packed["plain"].weight.shape == (80, 48)
+    torch.testing.assert_close(packed["plain"].weight, model(torch.float32)["plain"].weight)
+    assert type(packed["large"]) is PackedLinear
+    # Code that multiplies with the weight itself is caught by the self-check.
+    assert packed["large"].weight.isnan().all()
+    assert packed["large"].weight.shape == (8192, 48)
 
 
 @pytest.mark.parametrize("kind", [HalfLinear, NativeLinear])
