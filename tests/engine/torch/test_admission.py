@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from trtmesh.chassis.errors import (
     UnsupportedField,
 )
 from trtmesh.chassis.vocabulary import GenerationConfig
+from trtmesh.engine.backends.torch.sequence import Sequence
 
 FEW = configure(max_tokens=4)
 
@@ -67,6 +69,23 @@ async def test_a_full_queue_is_said_so_and_empties_again(llama: Path) -> None:
             engine.submit([5], configure(max_tokens=30, num_return_sequences=2))
         await engine.ended(keys)
         await engine.ended(engine.submit([5], config))
+
+
+async def test_an_item_counts_while_the_engine_takes_it(llama: Path) -> None:
+    """Else the queue could be overrun by what comes in that moment."""
+    async with running(llama) as engine:
+        taking = engine.backend._engine
+        add, seen = taking.add, list[int]()
+
+        def watched(sequences: Iterable[Sequence]) -> None:
+            seen.append(engine.backend.stats().waiting_sequences)
+            add(sequences)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(taking, "add", watched)
+            await engine.ended(engine.submit([5], FEW))
+        assert seen == [1]
+        assert engine.backend.stats().waiting_sequences == 0
 
 
 async def test_a_negative_id_is_refused(llama: Path) -> None:

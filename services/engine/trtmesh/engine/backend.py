@@ -131,7 +131,7 @@ class BlocksRemoved:
 
 @dataclass(slots=True)
 class BlocksCleared:
-    """All blocks were dropped."""
+    """All blocks were dropped at once; for backends that can, which the simulated and the torch one cannot."""
 
 
 KvEvent = BlocksStored | BlocksRemoved | BlocksCleared

@@ -43,11 +43,6 @@ def admit(
         )
     _check_retention(item.config.kv_cache)
     _check_ids(item, info.vocabulary_size)
-    if item.config.output.prompt_log_probs and max(item.token_ids) >= info.vocabulary_size:
-        raise InvalidField(
-            "output.prompt_log_probs is asked for a prompt with ids of prompt_tuning.embedding_table, which have no"
-            " probability; leave it unset"
-        )
     if item.config.beam_search.beam_width > 1:
         _check_beams(item, info)
     if len(item.keys) > info.max_sequences_per_item:

@@ -204,13 +204,16 @@ class TorchBackend:
             if isinstance(command, Stop):
                 engine.stop(command.keys, command.reason)
                 continue
+            sequences = len(command.sequences)
+            tokens = sum(len(sequence.tokens) for sequence in command.sequences)
+            # In one piece, so that `submit` sees them in one place or the other, and never in none.
             with self._wake:
-                self._incoming_sequences -= len(command.sequences)
-                self._incoming_tokens -= sum(len(s.tokens) for s in command.sequences)
-            if command.beams:
-                engine.add_beams(command.beams)
-            else:
-                engine.add(command.sequences)
+                if command.beams:
+                    engine.add_beams(command.beams)
+                else:
+                    engine.add(command.sequences)
+                self._incoming_sequences -= sequences
+                self._incoming_tokens -= tokens
 
     def _break(self, engine: Engine, error: Exception) -> None:
         """Ends every sequence with an error, then tells the service."""
