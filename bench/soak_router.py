@@ -90,8 +90,10 @@ class Soak:
                 self.cancelled += 1
                 await asyncio.sleep(self.draw.uniform(0, 0.5))
                 return
-            if contents(await reader.result()) != self.expected[kind]:
-                self.wrong.append(f"request {self.requests} ({kind}) came to something else")
+            found = contents(await reader.result())
+            for got, expected in zip(found, self.expected[kind], strict=True):
+                if got != expected:
+                    self.wrong.append(f"an item ({kind}) came to {got} instead of {expected}")
             self.worst_seconds = max(self.worst_seconds, reader.worst_gap_seconds())
         finally:
             await reader.cancel()
