@@ -17,6 +17,7 @@ from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.engine.backends.torch import attention
 from trtmesh.engine.backends.torch.kvcache import KvShape
 from trtmesh.engine.backends.torch.linears import pack_linears
+from trtmesh.engine.backends.torch.norms import fuse_norms
 from trtmesh.engine.backends.torch.prompt_table import Embedding, PromptTable
 
 DTYPES = {
@@ -78,6 +79,7 @@ def load_model(
     module.requires_grad_(requires_grad=False)
     if device.type == "cpu":
         pack_linears(module, copies=weight_copies)
+        fuse_norms(module)
     attention.register()
     module.set_attn_implementation(attention.NAME)
     text = config.get_text_config()
