@@ -79,7 +79,8 @@ def load_model(
     module.requires_grad_(requires_grad=False)
     if device.type == "cpu":
         pack_linears(module, copies=weight_copies)
-        fuse_norms(module)
+        if dtype == torch.float32:
+            fuse_norms(module)
     attention.register()
     module.set_attn_implementation(attention.NAME)
     text = config.get_text_config()

@@ -12,7 +12,10 @@ PROBE_ROWS = 5
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Replaces the float32 norms of `model` that PyTorch's own equals bit for bit; all others stay."""
+    """Replaces the norms of a float32 model that PyTorch's own equals bit for bit; all others stay.
+
+    Not for other models: some have float32 norms that convert what they are given, which PyTorch's own warns of.
+    """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             fused = _fused(child)
