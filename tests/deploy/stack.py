@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 COMPOSE_FILE = ROOT / "deploy" / "docker-compose.yml"
 PROJECT = "trtmesh-test"
+VARIABLES = {"tokenizer": "TOKENIZERS", "engine": "ENGINES", "simulated": "SIMULATED"}
 
 
 def container_engine() -> str:
@@ -72,8 +73,7 @@ class ComposeStack:
     def up(self, **scales: int) -> None:
         """Starts what is missing and stops what is too much."""
         self.scales |= scales
-        flags = [f"--scale={name}={count}" for name, count in self.scales.items()]
-        self.compose("up", "--detach", "--no-build", *flags)
+        self.compose("up", "--detach", "--no-build")
         for service, count in self.scales.items():
             # Docker has stopped them by now; podman-compose only ever adds.
             for container in self.containers(service)[count:]:
@@ -129,6 +129,9 @@ class ComposeStack:
         return self.compose("logs", "--tail", "50")
 
     def down(self) -> None:
+        for service in ("router", *VARIABLES):
+            for container in self.containers(service):
+                self.remove(container)
         self.compose("down", "--volumes", "--timeout", "5")
 
     def _run(self, *command: str) -> str:
@@ -142,7 +145,9 @@ class ComposeStack:
         return done.stdout
 
     def _environment(self) -> Mapping[str, str]:
-        return {**os.environ, **{name: str(port) for name, port in self.ports.items()}}
+        # podman-compose heeds a single --scale, so the numbers go in as variables.
+        scales = {VARIABLES[service]: count for service, count in self.scales.items()}
+        return {**os.environ, **{name: str(value) for name, value in (self.ports | scales).items()}}
 
 
 @contextmanager
@@ -150,7 +155,7 @@ def compose_stack() -> Iterator[ComposeStack]:
     """One router, one tokenizer and one engine; nothing is left afterwards."""
     stack = ComposeStack()
     try:
-        stack.up(router=1, tokenizer=1, engine=1, simulated=0)
+        stack.up(tokenizer=1, engine=1, simulated=0)
         yield stack
     finally:
         stack.down()
