@@ -60,9 +60,10 @@ async def test_a_client_process_is_killed() -> None:
             await mesh.idle()
 
 
-@pytest.mark.parametrize("limit", ["stall", "buffer"])
+@pytest.mark.parametrize("limit", ["paused", "stall", "buffer"])
 async def test_a_client_that_never_reads(limit: str) -> None:
     flags = {
+        "paused": ("--client-stall-seconds", "2", "--client-buffer-tokens", "20000"),
         "stall": ("--client-stall-seconds", "1", "--client-buffer-tokens", "1000000000"),
         "buffer": (
             "--client-stall-seconds",
