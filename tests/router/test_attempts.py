@@ -33,10 +33,11 @@ def test_a_worker_with_several_sequences_counts_once() -> None:
 def test_back_pressure_is_no_fault() -> None:
     attempts = Attempts(1)
     for address in "abc":
-        assert attempts.note(address, QueueFull("full"), 0)
         assert attempts.note(address, Draining("draining"), 0)
-    assert isinstance(attempts.back_pressure, Draining)
+    assert attempts.full is None
+    assert attempts.note("b", QueueFull("full"), 0)
+    assert attempts.full is not None
     assert attempts.loss is None
     assert set(attempts.failures) == set("abc")
     attempts.forgive()
-    assert attempts.back_pressure is None
+    assert attempts.full is None

@@ -261,8 +261,22 @@ async def test_back_pressure_sends_an_item_on_until_all_are_full() -> None:
         (submit,) = await two.submitted()
         await two.step(ends=[refusal(submit.handle, Draining("draining"))])
         (item,) = await asked
-        assert isinstance(item.error, Draining)
+        assert isinstance(item.error, QueueFull)
         assert len(one.submits) == 1
+
+
+async def test_an_item_waits_while_workers_that_drain_are_all_there_is() -> None:
+    async with fleet(worker_recovery_seconds=30) as on:
+        asked = on.ask([5])
+        one = await on.first()
+        await one.step(ends=[refusal(one.submits[0].handle, Draining("draining"))])
+        two = on.other(one)
+        (submit,) = await two.submitted()
+        await two.step(ends=[refusal(submit.handle, Draining("draining"))])
+        await eventually(lambda: len(one.submits) + len(two.submits) == 3)
+        last = one if len(one.submits) == 2 else two
+        await last.step((last.submits[-1].handle, 0, [8]), ends=[(last.submits[-1].handle, LENGTH)])
+        assert (await asked)[0].token_ids == (8,)
 
 
 async def test_an_item_in_the_middle_waits_where_all_are_full() -> None:

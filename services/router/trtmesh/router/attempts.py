@@ -45,9 +45,10 @@ class Attempts:
         self.failures.setdefault(address, error)
 
     @property
-    def back_pressure(self) -> TrtmeshError | None:
-        """What a worker said that is well but full; None when none did."""
-        found = [e for e in self.failures.values() if isinstance(e, BACK_PRESSURE)]
+    def full(self) -> QueueFull | None:
+        """What a worker said that stays and is full; None when none did. One that drains leaves, and the item may wait
+        for what comes in its place."""
+        found = [e for e in self.failures.values() if isinstance(e, QueueFull)]
         return found[-1] if found else None
 
     def forgive(self) -> None:

@@ -78,10 +78,10 @@ class Search:
         now = asyncio.get_running_loop().time()
         self._deadline = self._deadline or now + self._recovery_seconds
         seconds_left = self._deadline - now
-        refusal = self.attempts.back_pressure
-        if refusal is not None and not generated:
-            # All are full: the client hears it at once and may go to another mesh.
-            return refusal
+        full = self.attempts.full
+        if full is not None and not generated:
+            # The client hears it at once and may go to another mesh.
+            return full
         if seconds_left <= 0 or not self._fleet.hopeful:
             return nobody_goes_on(self.attempts.loss, error)
         left_out = bool(self.attempts.failures)
