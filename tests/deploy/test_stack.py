@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from deploy.load import PROMPTS, Load, ask, steady_load
 from deploy.stack import ComposeStack
+from trtmesh.chassis.errors import Unavailable
 from trtmesh.client import AdminClient, Client
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
@@ -40,7 +41,11 @@ async def until_ready(admin: AdminClient, workers: int, tokenizers: int) -> None
     """Waits until the router has exactly so many ready replicas and knows of no other."""
 
     async def reached() -> bool:
-        status = await admin.list_workers()
+        try:
+            status = await admin.list_workers()
+        except Unavailable:
+            # The router itself starts anew.
+            return False
         return [worker.state for worker in status.workers] == [READY] * workers and [
             tokenizer.state for tokenizer in status.tokenizers
         ] == [READY] * tokenizers
@@ -162,6 +167,19 @@ async def test_a_rolling_restart_costs_no_token(stack: ComposeStack, service: st
     await under_load(
         stack, f"rolling restart of every {service}", act, router_restarts=service == "router"
     )
+
+
+async def test_the_command_of_this_machine_administers_the_stack(stack: ComposeStack) -> None:
+    listed = await asyncio.to_thread(trtmesh, stack, "workers", "list", "--json")
+    assert listed.returncode == 0, listed.stderr
+    (worker,) = [json.loads(line) for line in listed.stdout.splitlines()]
+    for act in ("drain", "resume"):
+        done = await asyncio.to_thread(trtmesh, stack, "workers", act, worker["address"])
+        assert done.returncode == 0, done.stderr
+    async with Client(stack.address) as client:
+        (item,) = await ask(client, PROMPTS[:1])
+    assert item.error is None
+    print(f"\nworkers list, drain and resume from outside: {worker['worker']}")
 
 
 async def test_the_stack_still_gives_the_same_tokens(stack: ComposeStack) -> None:
