@@ -37,16 +37,6 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.build(tmp_path_factory.mktemp("llama"), "llama")
-
-
 reference = cache(tiny_models.reference_model)
 
 

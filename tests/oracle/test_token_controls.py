@@ -27,16 +27,6 @@ VOCABULARY = tiny_models.VOCABULARY_SIZE
 PROMPTS = tiny_models.prompts(4)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.build(tmp_path_factory.mktemp("llama"), "llama")
-
-
 @pytest.fixture(scope="module")
 def plain(llama: Path) -> list[list[int]]:
     """What the model says where nothing controls it."""

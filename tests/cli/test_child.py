@@ -1,0 +1,51 @@
+"""What is made of a process that is about to serve, or about to end."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from trtmesh.cli.child import Child
+from trtmesh.cli.plan import ProcessPlan
+
+
+class FickleHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untyped library
+    """Ends its first watches with a status, then says that it serves."""
+
+    def __init__(self, *endings: grpc.StatusCode) -> None:
+        self.endings = list(endings)
+
+    async def Watch(self, request: Any, context: Any) -> None:
+        if self.endings:
+            await context.abort(self.endings.pop(0), "about to end")
+        await context.write(
+            health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+        )
+
+
+async def watch(health: FickleHealth) -> None:
+    server = grpc.aio.server()
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    child = Child(ProcessPlan("engine-0", "engine", ()), lambda _name, _line: None)
+    child.address = f"127.0.0.1:{port}"
+    try:
+        async with asyncio.timeout(30):
+            await child._watch_health()
+    finally:
+        await server.stop(grace=None)
+
+
+async def test_calls_that_a_process_cancels_at_its_end_are_no_failure_of_the_watch() -> None:
+    health = FickleHealth(grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
+    await watch(health)
+    assert health.endings == []
+
+
+async def test_a_process_that_knows_no_health_is_a_failure() -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match="UNIMPLEMENTED"):
+        await watch(FickleHealth(grpc.StatusCode.UNIMPLEMENTED))
