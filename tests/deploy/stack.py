@@ -57,7 +57,7 @@ class ComposeStack:
     engine: str = field(default_factory=container_engine)
     ports: dict[str, int] = field(
         default_factory=lambda: {
-            name: free_port() for name in ("GRPC_PORT", "METRICS_PORT", "ADMIN_PORT", "HTTP_PORT")
+            name: free_port() for name in ("GRPC_PORT", "METRICS_PORT", "ADMIN_PORT")
         }
     )
     scales: dict[str, int] = field(default_factory=dict)
