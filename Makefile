@@ -29,7 +29,7 @@ test: lint  ## Run lint, types, proto freshness and every test
 	$(BIN)/python protos/generate.py --check
 	$(BIN)/buf lint protos
 	$(BIN)/buf breaking protos --against protos/baseline.binpb
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(INSTALLED_DEV)  ## Check style and formatting
 	$(BIN)/ruff check .
