@@ -33,6 +33,7 @@ from trtmesh.router.tokenizer import Tokenizer
 from trtmesh.router.tokenizer_pool import TokenizerPool
 from trtmesh.router.triton.door import SERVICE_NAME, TritonDoor
 from trtmesh.router.triton.generations import Generations
+from trtmesh.router.triton.server import TritonServer
 from trtmesh.router.triton.texts import Texts
 from trtmesh.router.turns import Turns
 from trtmesh.router.worker import Worker
@@ -122,9 +123,9 @@ class Router:
             settings.admin_host, settings.admin_port
         )
         if settings.triton.enabled:
-            self._triton_door().register(server)
+            TritonDoor(self._triton_server()).register(server)
 
-    def _triton_door(self) -> TritonDoor:
+    def _triton_server(self) -> TritonServer:
         settings = self._settings
         triton = settings.triton
         texts = Texts(
@@ -141,8 +142,8 @@ class Router:
             settings.max_items_per_request,
             self._longest_prompt,
         )
-        return TritonDoor(
-            triton, generations, texts, ready=lambda: not self._runtime.health.problems
+        return TritonServer(
+            triton, generations, texts, is_ready=lambda: not self._runtime.health.problems
         )
 
     def _longest_prompt(self) -> int:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
-from importlib.metadata import version
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -21,21 +20,9 @@ from trtmesh.chassis.logs import request_id_bound
 from trtmesh.chassis.rpc import answering
 from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.router.admission import key_name
-from trtmesh.router.settings import TritonSettings
 from trtmesh.router.triton.answers import Answer
-from trtmesh.router.triton.calls import Call, find_model, read_call
-from trtmesh.router.triton.generations import Caller, Generations, Send
-from trtmesh.router.triton.log_settings import change_log_settings
-from trtmesh.router.triton.models import (
-    MODEL_VERSION,
-    Kind,
-    describe_config,
-    describe_metadata,
-    triton_models,
-)
-from trtmesh.router.triton.statistics import Statistics
-from trtmesh.router.triton.text_models import postprocess, preprocess
-from trtmesh.router.triton.texts import Texts
+from trtmesh.router.triton.generations import Caller
+from trtmesh.router.triton.server import TritonServer
 from trtmesh.router.triton.wire import ResponseWriter
 
 log = logging.getLogger(__name__)
@@ -49,21 +36,10 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class TritonDoor:
-    """Serves the Triton models. `ready` says whether the mesh takes requests."""
+    """Serves the Triton models."""
 
-    def __init__(
-        self,
-        settings: TritonSettings,
-        generations: Generations,
-        texts: Texts,
-        ready: Callable[[], bool],
-    ) -> None:
-        self._settings = settings
-        self._models = triton_models(settings)
-        self._generations = generations
-        self._texts = texts
-        self._statistics = Statistics()
-        self._ready = ready
+    def __init__(self, server: TritonServer) -> None:
+        self._server = server
 
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the methods that are served; all others answer UNIMPLEMENTED."""
@@ -81,61 +57,43 @@ class TritonDoor:
         return kserve.ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: Any, context: _Context) -> Any:
-        return kserve.ServerReadyResponse(ready=self._ready())
+        return kserve.ServerReadyResponse(ready=self._server.is_ready())
 
     async def ModelReady(self, request: Any, context: _Context) -> Any:
-        known = request.name in self._models and request.version in ("", MODEL_VERSION)
-        return kserve.ModelReadyResponse(ready=known and self._ready())
+        ready = self._server.is_model_ready(request.name, request.version)
+        return kserve.ModelReadyResponse(ready=ready)
 
     async def ServerMetadata(self, request: Any, context: _Context) -> Any:
-        return kserve.ServerMetadataResponse(
-            name="trtmesh", version=version("trtmesh"), extensions=EXTENSIONS
-        )
+        return self._server.describe(EXTENSIONS)
 
     async def ModelMetadata(self, request: Any, context: _Context) -> Any:
         async with answering(context):
-            return describe_metadata(find_model(self._models, request.name, request.version))
+            return self._server.describe_model(request.name, request.version)
 
     async def ModelConfig(self, request: Any, context: _Context) -> Any:
         async with answering(context):
-            model = find_model(self._models, request.name, request.version)
-            return kserve.ModelConfigResponse(config=describe_config(model))
+            config = self._server.configuration(request.name, request.version)
+            return kserve.ModelConfigResponse(config=config)
 
     async def ModelStatistics(self, request: Any, context: _Context) -> Any:
         async with answering(context):
-            models = list(self._models.values())
-            if request.name:
-                models = [find_model(self._models, request.name, request.version)]
-            return kserve.ModelStatisticsResponse(
-                model_stats=[self._statistics.describe(model) for model in models]
-            )
+            return self._server.statistics(request.name, request.version)
 
     async def RepositoryIndex(self, request: Any, context: _Context) -> Any:
-        response = kserve.RepositoryIndexResponse()
-        if self._ready() or not request.ready:
-            state = "READY" if self._ready() else "UNAVAILABLE"
-            for name in self._models:
-                response.models.add(name=name, version=MODEL_VERSION, state=state)
-        return response
+        return self._server.repository_index(only_ready=request.ready)
 
     async def TraceSetting(self, request: Any, context: _Context) -> Any:
-        """Nothing is traced here, which is what the settings say; to change them is refused."""
         async with answering(context):
-            if request.settings:
-                raise UnsupportedCall("this server does not trace; leave the trace settings alone")
-            response = kserve.TraceSettingResponse()
-            response.settings["trace_level"].value.append("OFF")
-            return response
+            return self._server.change_trace_settings(request.settings)
 
     async def LogSettings(self, request: Any, context: _Context) -> Any:
-        """`log_verbose_level` above 0 logs whatever there is to log; the other settings are as the process began."""
         async with answering(context):
-            return change_log_settings(request.settings)
+            return self._server.change_log_settings(request.settings)
 
     async def ModelInfer(self, request: Any, context: _Context) -> bytes:
         """One request, one response."""
         async with answering(context, request.id):
-            model = find_model(self._models, request.model_name, request.model_version)
+            model = self._server.find_model(request.model_name, request.model_version)
             if model.decoupled:
                 raise UnsupportedCall(
                     "ModelInfer RPC doesn't support models with decoupled transaction policy"
@@ -147,7 +105,7 @@ class TritonDoor:
                     raise answer.error
                 answers.append(answer)
 
-            await self._serve(read_call(model, request), _caller_of(context), collect)
+            await self._server.serve(model, request, _caller_of(context), collect)
             (answer,) = answers
             return ResponseWriter(model.name, request.id).unary(answer.outputs)
         raise AssertionError("answering ends the call")
@@ -157,34 +115,16 @@ class TritonDoor:
         metadata = _metadata_of(context)
         async with answering(context):
             stream = _InferStream(
-                self, context, errors_end_it=metadata.get("triton_grpc_error") == "true"
+                self._server, context, errors_end_it=metadata.get("triton_grpc_error") == "true"
             )
             await stream.live(requests)
-
-    async def _serve(self, call: Call, caller: Caller, send: Send) -> None:
-        """Does what a call asks. Raises TrtmeshError."""
-        with self._statistics.counting(call):
-            await self._answer(call, caller, send)
-
-    async def _answer(self, call: Call, caller: Caller, send: Send) -> None:
-        if call.stops:
-            self._generations.stop(call)
-            await send(Answer(final=True))
-        elif call.model.kind is Kind.PREPROCESSING:
-            special = self._settings.add_special_tokens
-            outputs = await preprocess(call, self._texts, add_special_tokens=special)
-            await send(Answer(outputs, final=True))
-        elif call.model.kind is Kind.POSTPROCESSING:
-            await send(Answer(await postprocess(call, self._texts), final=True))
-        else:
-            await self._generations.run(call, caller, send)
 
 
 class _InferStream:
     """One ModelStreamInfer call."""
 
-    def __init__(self, door: TritonDoor, context: _Context, *, errors_end_it: bool) -> None:
-        self._door = door
+    def __init__(self, server: TritonServer, context: _Context, *, errors_end_it: bool) -> None:
+        self._server = server
         self._context = context
         self._errors_end_it = errors_end_it
         self._writing = asyncio.Lock()
@@ -234,9 +174,8 @@ class _InferStream:
 
         with request_id_bound(request.id):
             try:
-                door = self._door
-                model = find_model(door._models, request.model_name, request.model_version)
-                await door._serve(read_call(model, request), _caller_of(self._context), send)
+                model = self._server.find_model(request.model_name, request.model_version)
+                await self._server.serve(model, request, _caller_of(self._context), send)
             except SlowClient:
                 raise
             except TrtmeshError as error:

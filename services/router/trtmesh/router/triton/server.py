@@ -1,0 +1,113 @@
+"""The Triton models, whatever protocol asks for them: each door translates into these calls and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from typing import Any
+
+from tritonclient.grpc import service_pb2 as kserve
+from trtmesh.chassis.errors import UnsupportedCall
+from trtmesh.router.settings import TritonSettings
+from trtmesh.router.triton.answers import Answer
+from trtmesh.router.triton.calls import Call, find_model, read_call
+from trtmesh.router.triton.generations import Caller, Generations, Send
+from trtmesh.router.triton.log_settings import change_log_settings
+from trtmesh.router.triton.models import (
+    MODEL_VERSION,
+    Kind,
+    Model,
+    describe_config,
+    describe_metadata,
+    triton_models,
+)
+from trtmesh.router.triton.statistics import Statistics
+from trtmesh.router.triton.text_models import postprocess, preprocess
+from trtmesh.router.triton.texts import Texts
+
+
+class TritonServer:
+    """Answers in messages of the KServe protocol. `is_ready` says whether the mesh takes requests."""
+
+    def __init__(
+        self,
+        settings: TritonSettings,
+        generations: Generations,
+        texts: Texts,
+        is_ready: Callable[[], bool],
+    ) -> None:
+        self._settings = settings
+        self._models = triton_models(settings)
+        self._generations = generations
+        self._texts = texts
+        self._statistics = Statistics()
+        self.is_ready = is_ready
+
+    def find_model(self, name: str, version: str) -> Model:
+        """The model that a caller names. Raises ModelNotFound."""
+        return find_model(self._models, name, version)
+
+    def is_model_ready(self, name: str, version: str) -> bool:
+        return name in self._models and version in ("", MODEL_VERSION) and self.is_ready()
+
+    def describe(self, extensions: tuple[str, ...]) -> Any:
+        """A ServerMetadataResponse; the extensions are the door's."""
+        return kserve.ServerMetadataResponse(
+            name="trtmesh", version=version("trtmesh"), extensions=extensions
+        )
+
+    def describe_model(self, name: str, version: str) -> Any:
+        """A ModelMetadataResponse. Raises ModelNotFound."""
+        return describe_metadata(self.find_model(name, version))
+
+    def configuration(self, name: str, version: str) -> Any:
+        """A ModelConfig. Raises ModelNotFound."""
+        return describe_config(self.find_model(name, version))
+
+    def statistics(self, name: str, version: str) -> Any:
+        """A ModelStatisticsResponse: of all models where none is named. Raises ModelNotFound."""
+        models = [self.find_model(name, version)] if name else [*self._models.values()]
+        return kserve.ModelStatisticsResponse(
+            model_stats=[self._statistics.describe(model) for model in models]
+        )
+
+    def repository_index(self, *, only_ready: bool) -> Any:
+        """A RepositoryIndexResponse."""
+        response = kserve.RepositoryIndexResponse()
+        if self.is_ready() or not only_ready:
+            state = "READY" if self.is_ready() else "UNAVAILABLE"
+            for name in self._models:
+                response.models.add(name=name, version=MODEL_VERSION, state=state)
+        return response
+
+    def change_trace_settings(self, asked: Mapping[str, Any]) -> Any:
+        """A TraceSettingResponse. Nothing is traced here, which is what the settings say; to change them is refused."""
+        if asked:
+            raise UnsupportedCall("this server does not trace; leave the trace settings alone")
+        response = kserve.TraceSettingResponse()
+        response.settings["trace_level"].value.append("OFF")
+        return response
+
+    def change_log_settings(self, asked: Mapping[str, Any]) -> Any:
+        """A LogSettingsResponse. `log_verbose_level` above 0 logs whatever there is to log; the other settings are as
+        the process began. Raises InvalidRequest or UnsupportedField."""
+        return change_log_settings(asked)
+
+    async def serve(self, model: Model, request: Any, caller: Caller, send: Send) -> None:
+        """Does what a ModelInferRequest to `model` asks and sends each answer. Raises TrtmeshError."""
+        call = read_call(model, request)
+        with self._statistics.counting(call):
+            await self._answer(call, caller, send)
+
+    async def _answer(self, call: Call, caller: Caller, send: Send) -> None:
+        if call.stops:
+            self._generations.stop(call)
+            await send(Answer(final=True))
+        elif call.model.kind is Kind.PREPROCESSING:
+            special = self._settings.add_special_tokens
+            outputs = await preprocess(call, self._texts, add_special_tokens=special)
+            await send(Answer(outputs, final=True))
+        elif call.model.kind is Kind.POSTPROCESSING:
+            await send(Answer(await postprocess(call, self._texts), final=True))
+        else:
+            await self._generations.run(call, caller, send)
