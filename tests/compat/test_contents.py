@@ -12,8 +12,7 @@ from trtmesh.router.settings import TritonSettings
 from trtmesh.router.triton.calls import read_call, to_request
 from trtmesh.router.triton.models import triton_models
 
-SETTINGS = TritonSettings()
-ENSEMBLE = triton_models(SETTINGS)["ensemble"]
+ENSEMBLE = triton_models(TritonSettings())["ensemble"]
 RAW = {
     "text_input": ("BYTES", struct.pack("<I", 2) + b"hi"),
     "max_tokens": ("INT32", struct.pack("<i", 7)),
@@ -48,8 +47,7 @@ def typed_request() -> Any:
 
 def test_raw_and_typed_contents_mean_the_same() -> None:
     raw, typed = (
-        to_request(read_call(ENSEMBLE, request), SETTINGS)
-        for request in (raw_request(), typed_request())
+        to_request(read_call(ENSEMBLE, request)) for request in (raw_request(), typed_request())
     )
     assert raw == typed
     (item,) = raw.items
@@ -60,7 +58,7 @@ def test_raw_and_typed_contents_mean_the_same() -> None:
 
 def refused(request: Any) -> str:
     with pytest.raises(InvalidRequest) as caught:
-        to_request(read_call(ENSEMBLE, request), SETTINGS)
+        to_request(read_call(ENSEMBLE, request))
     return caught.value.message
 
 

@@ -268,4 +268,6 @@ def _describe(
         ways = " or ".join(layer.names.get(path, "") for layer in layers)
         field = ".".join((cls.section, *path))
         return f"{field}: {error['msg'].lower()} (set {ways})" if path else str(error["msg"])
-    return f"{layer.source} {layer.names[path]} is {layer.values[path]!r}: {error['msg']}"
+    name = ".".join((layer.names[path], *names[len(path) :]))
+    value = error["input"] if len(names) > len(path) else layer.values[path]
+    return f"{layer.source} {name} is {value!r}: {error['msg']}"

@@ -34,7 +34,7 @@ from trtmesh.router.tokenizer_pool import TokenizerPool
 from trtmesh.router.triton.door import SERVICE_NAME, TritonDoor
 from trtmesh.router.triton.generations import Generations
 from trtmesh.router.triton.server import TritonServer
-from trtmesh.router.triton.texts import Texts
+from trtmesh.router.triton.texts import TextsOf
 from trtmesh.router.turns import Turns
 from trtmesh.router.worker import Worker
 from trtmesh.v1 import router_pb2_grpc
@@ -128,22 +128,16 @@ class Router:
     def _triton_server(self) -> TritonServer:
         settings = self._settings
         triton = settings.triton
-        texts = Texts(
-            self._tokenizers,
-            self._turns,
-            lambda: self._requests.served_model(triton.model),
-            skip_special_tokens=triton.skip_special_tokens,
-        )
+        texts_of = TextsOf(self._tokenizers, self._turns, self._requests.served_model)
         generations = Generations(
             self._requests,
-            texts,
+            texts_of,
             self._metrics,
-            triton,
             settings.max_items_per_request,
             self._longest_prompt,
         )
         return TritonServer(
-            triton, generations, texts, is_ready=lambda: not self._runtime.health.problems
+            triton, generations, texts_of, is_ready=lambda: not self._runtime.health.problems
         )
 
     def _longest_prompt(self) -> int:

@@ -8,11 +8,12 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 from trtmesh.chassis.settings import CommaList, Port, ServiceSettings, Settings, split_commas
 from trtmesh.router.pace import AtLimit
+from trtmesh.router.triton.model_settings import LogitsDataType, MaxBatchSize, TritonModels
 
 Policy = Literal["round_robin", "least_loaded", "power_of_two", "prefix_aware", "auto"]
-
-
-DecoupledModel = Literal["ensemble", "tensorrt_llm", "tensorrt_llm_bls"]
+DecoupledTemplate = Literal[
+    "ensemble", "tensorrt_llm", "tensorrt_llm_bls", "disaggregated_serving_bls"
+]
 
 
 class TritonSettings(Settings):
@@ -22,19 +23,23 @@ class TritonSettings(Settings):
     """Whether KServe v2 requests are served beside the native API."""
     model: str = ""
     """Model of the mesh behind the Triton models; empty means the only one."""
-    decoupled: Annotated[tuple[DecoupledModel, ...], BeforeValidator(split_commas)] = (
+    models: TritonModels = Field(default_factory=dict)
+    """The models by name: for each its `template` and what is different for it; empty means the five of TensorRT-LLM's
+    template. A flag gives them as JSON."""
+    decoupled: Annotated[tuple[DecoupledTemplate, ...], BeforeValidator(split_commas)] = (
         "ensemble",
         "tensorrt_llm",
         "tensorrt_llm_bls",
+        "disaggregated_serving_bls",
     )
-    """Models that answer with a stream of responses; the others give one response to each request."""
-    max_batch_size: Annotated[int, Field(ge=1, le=65536)] = 128
+    """Templates whose models answer with a stream of responses; the others give one response to each request."""
+    max_batch_size: MaxBatchSize = 128
     """Most rows of a request."""
     exclude_input_in_output: bool = False
     """Whether the prompt is left out of the output where a request does not say."""
     accumulate_tokens: bool = False
     """Whether each response of a tensorrt_llm_bls stream holds the whole text so far."""
-    logits_data_type: Literal["FP32", "FP16", "BF16"] = "FP32"
+    logits_data_type: LogitsDataType = "FP32"
     """Element type of logits outputs."""
     add_special_tokens: bool = True
     """Whether prompts are encoded with the special tokens that the tokenizer adds."""

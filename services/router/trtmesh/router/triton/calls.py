@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from trtmesh.chassis.errors import InternalError, InvalidRequest, ModelNotFound
-from trtmesh.router.settings import TritonSettings
 from trtmesh.router.triton.models import MODEL_VERSION, Kind, Model
 from trtmesh.router.triton.tensors import InputTensor, check_complete, read_inputs
 from trtmesh.v1 import generation_pb2 as pb
@@ -108,7 +107,7 @@ def read_call(model: Model, request: Any) -> Call:
     return call
 
 
-def to_request(call: Call, settings: TritonSettings) -> router_pb.GenerateRequest:
+def to_request(call: Call) -> router_pb.GenerateRequest:
     """What the mesh is asked: one item for each row of the batch. Raises InvalidRequest."""
     if call.streaming and not call.model.decoupled:
         raise InternalError(
@@ -116,7 +115,7 @@ def to_request(call: Call, settings: TritonSettings) -> router_pb.GenerateReques
         )
     if call.model.kind is Kind.TOKENS and not PROMPT_INPUTS & call.inputs.keys():
         raise InternalError("input_ids or encoder_input_features is not present in the request")
-    request = router_pb.GenerateRequest(model=settings.model)
+    request = router_pb.GenerateRequest(model=call.model.mesh_model)
     puts = [
         (spec.put, call.inputs[name])
         for name, spec in call.model.inputs.items()
@@ -124,31 +123,36 @@ def to_request(call: Call, settings: TritonSettings) -> router_pb.GenerateReques
     ]
     for row in range(call.batch_size):
         item = request.items.add()
-        item.config.output.exclude_prompt = settings.exclude_input_in_output
+        item.config.output.exclude_prompt = call.model.exclude_input_in_output
         for put, tensor in puts:
             put(item, tensor, row)
-        _settle(item, call, settings)
+        _settle(item, call)
     return request
 
 
-def _settle(item: router_pb.GenerateItem, call: Call, settings: TritonSettings) -> None:
+def _settle(item: router_pb.GenerateItem, call: Call) -> None:
     """What follows from several inputs, from none, or from the model."""
-    config = item.config
+    config, model = item.config, call.model
     output, sampling = config.output, config.sampling
     output.stream = call.streaming
     if call.streaming:
         # The prompt is part of whole outputs only.
         output.exclude_prompt = True
     if output.context_logits or output.generation_logits:
-        output.logits_data_type = LOGITS_DATA_TYPES[settings.logits_data_type]
-    if call.model.kind is Kind.TEXT:
-        output.skip_special_tokens = settings.skip_special_tokens
-        item.prompt.add_special_tokens = settings.add_special_tokens
+        output.logits_data_type = LOGITS_DATA_TYPES[model.logits_data_type]
+    if model.kind is Kind.TEXT:
+        output.skip_special_tokens = model.skip_special_tokens
+        item.prompt.add_special_tokens = model.add_special_tokens
     else:
         output.text = False
         if not config.stopping.HasField("end_id"):
             # The core model knows no end id of its own.
             config.stopping.ignore_end_id = True
+    if model.max_beam_width is not None and config.beam_search.beam_width > model.max_beam_width:
+        raise InternalError(
+            f"Requested beam width {config.beam_search.beam_width} is larger than configured max beam width"
+            f" {model.max_beam_width}"
+        )
     if config.beam_search.beam_width <= 1 and config.HasField("beam_search"):
         if config.beam_search.HasField("beam_width") and config.beam_search.beam_width < 1:
             raise InvalidRequest("input 'beam_width' is 0 but must be at least 1")
@@ -162,10 +166,12 @@ def _settle(item: router_pb.GenerateItem, call: Call, settings: TritonSettings) 
     ):
         # TensorRT-LLM draws only where top_k or top_p says from what, whatever the temperature.
         sampling.top_k = 1
-    _apply_parameters(config, call.parameters)
+    _apply_parameters(config, call.parameters, model)
 
 
-def _apply_parameters(config: pb.GenerationConfig, parameters: Mapping[str, Any]) -> None:
+def _apply_parameters(
+    config: pb.GenerationConfig, parameters: Mapping[str, Any], model: Model
+) -> None:
     priority = parameters.get("priority", 0)
     if isinstance(priority, int) and priority > 0:
         config.priority = max(1, FIRST_PRIORITY - priority)
@@ -176,6 +182,11 @@ def _apply_parameters(config: pb.GenerationConfig, parameters: Mapping[str, Any]
                 f"parameter 'request_type' is {phase!r} but must be one of {', '.join(PHASES)}"
             )
         if phase != "context_and_generation":
+            if model.template == "disaggregated_serving_bls":
+                raise InvalidRequest(
+                    f"parameter 'request_type' is {phase!r} but model '{model.name}' chooses the phases itself; leave"
+                    " it out"
+                )
             config.handoff.phase = PHASES[phase]
 
 

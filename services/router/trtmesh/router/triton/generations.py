@@ -11,11 +11,10 @@ from trtmesh.chassis.errors import DeadlineExceeded, InvalidRequest
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.request import MAX_REQUEST_ID_LENGTH, GenerationRequest, parse_request
 from trtmesh.router.requests import LiveRequest, Requests
-from trtmesh.router.settings import TritonSettings
 from trtmesh.router.triton.answers import Answer, Answers
 from trtmesh.router.triton.calls import Call, to_request
 from trtmesh.router.triton.outputs import RowOutput, SequenceOutput
-from trtmesh.router.triton.texts import Texts
+from trtmesh.router.triton.texts import Texts, TextsOf
 
 Send = Callable[[Answer], Awaitable[None]]
 
@@ -34,16 +33,14 @@ class Generations:
     def __init__(
         self,
         requests: Requests,
-        texts: Texts,
+        texts_of: TextsOf,
         metrics: RouterMetrics,
-        settings: TritonSettings,
         max_items: int,
         longest_prompt: Callable[[], int],
     ) -> None:
         self._requests = requests
-        self._texts = texts
+        self._texts_of = texts_of
         self._metrics = metrics
-        self._settings = settings
         self._max_items = max_items
         self._longest_prompt = longest_prompt
         self._named: dict[str, LiveRequest] = {}
@@ -68,7 +65,7 @@ class Generations:
             ):
                 outcome = "cancelled"
                 with self._known_as(call.request_id, live):
-                    await self._forward(live, answers, send)
+                    await self._forward(live, answers, self._texts_of(call.model), send)
                 outcome = "complete"
         finally:
             self._metrics.requests[outcome] += 1
@@ -82,7 +79,7 @@ class Generations:
         ):
             # Triton takes any name, any number of times; the mesh then chooses one of its own.
             name = ""
-        return parse_request(to_request(call, self._settings), name, self._max_items)
+        return parse_request(to_request(call), name, self._max_items)
 
     @contextmanager
     def _known_as(self, name: str, live: LiveRequest) -> Iterator[None]:
@@ -94,13 +91,13 @@ class Generations:
             if self._named.get(name) is live:
                 del self._named[name]
 
-    async def _forward(self, live: LiveRequest, answers: Answers, send: Send) -> None:
+    async def _forward(self, live: LiveRequest, answers: Answers, texts: Texts, send: Send) -> None:
         """Sends what comes until all rows are over."""
         try:
             while (response := await live.client.take()) is not None:
                 answers.see(response)
                 for row, sequence in answers.texts_to_complete():
-                    sequence.texts = [await self._whole_text(row, sequence)]
+                    sequence.texts = [await _whole_text(texts, row, sequence)]
                 for answer in answers.take():
                     await send(answer)
                     self._metrics.client_messages += 1
@@ -108,17 +105,6 @@ class Generations:
             if live.ended is None:
                 raise
             raise live.ended from None
-
-    async def _whole_text(self, row: RowOutput, sequence: SequenceOutput) -> str:
-        """The text of the prompt's ids and the generated ones, decoded as one: a tokenizer may put a space between that
-        neither part has alone. A stop text cuts it where it cut the generated text."""
-        text = "".join(sequence.texts)
-        whole = await self._texts.decode([*row.prompt_ids, *sequence.token_ids])
-        if not sequence.cut:
-            return whole
-        prompt = await self._texts.decode(row.prompt_ids)
-        start = whole.find(text, len(prompt)) if whole.startswith(prompt) else -1
-        return prompt + text if start < 0 else whole[: start + len(text)]
 
 
 @asynccontextmanager
@@ -129,3 +115,15 @@ async def _time_limit(seconds: float | None) -> AsyncIterator[None]:
             yield
     except TimeoutError:
         raise DeadlineExceeded(f"the request took longer than its timeout of {seconds} s") from None
+
+
+async def _whole_text(texts: Texts, row: RowOutput, sequence: SequenceOutput) -> str:
+    """The text of the prompt's ids and the generated ones, decoded as one: a tokenizer may put a space between that
+    neither part has alone. A stop text cuts it where it cut the generated text."""
+    text = "".join(sequence.texts)
+    whole = await texts.decode([*row.prompt_ids, *sequence.token_ids])
+    if not sequence.cut:
+        return whole
+    prompt = await texts.decode(row.prompt_ids)
+    start = whole.find(text, len(prompt)) if whole.startswith(prompt) else -1
+    return prompt + text if start < 0 else whole[: start + len(text)]

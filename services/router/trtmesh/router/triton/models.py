@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TypeVar
 
 from tritonclient.grpc import model_config_pb2, service_pb2
 from trtmesh.router.settings import TritonSettings
 from trtmesh.router.triton.inputs import BLS_INPUTS, TEXT_INPUTS, TOKEN_INPUTS, InputSpec
+from trtmesh.router.triton.model_settings import LogitsDataType, Template, TritonModelSettings
+from trtmesh.router.triton.specs import (
+    DISAGGREGATED_INPUTS,
+    HANDOFF_OUTPUT,
+    POSTPROCESSING_INPUTS,
+    POSTPROCESSING_OUTPUTS,
+    PREPROCESSING_INPUTS,
+    PREPROCESSING_OUTPUTS,
+    TEXT_OUTPUT,
+    TOKEN_OUTPUTS,
+    generation_outputs,
+)
 from trtmesh.router.triton.tensors import TensorSpec
 
 MODEL_VERSION = "1"
+
+T = TypeVar("T")
 
 
 class Kind(Enum):
@@ -30,168 +44,126 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One model as clients see it."""
+    """One model as clients see it, everything about it settled."""
 
     name: str
+    template: Template
     kind: Kind
     backend: str
     inputs: Mapping[str, InputSpec]
     outputs: Mapping[str, TensorSpec]
-    decoupled: bool = False
-    accumulate: bool = False
+    mesh_model: str
+    """The model of the mesh behind it; '' is the only one."""
+    decoupled: bool
+    max_batch_size: int
+    max_beam_width: int | None
+    """Most beams of a search, where it is bounded here."""
+    exclude_input_in_output: bool
+    accumulate: bool
     """Whether every response of a stream holds the whole text so far."""
-    final_alone: bool = False
+    final_alone: bool
     """Whether the end of a stream is a response of its own, without outputs."""
-    max_batch_size: int = 128
-    parameters: Mapping[str, str] = field(default_factory=dict)
+    logits_data_type: LogitsDataType
+    add_special_tokens: bool
+    skip_special_tokens: bool
+    steps: tuple[str, ...]
+    """Models that an ensemble tells as its steps."""
 
     @property
     def is_ensemble(self) -> bool:
         return self.backend == ""
 
+    @property
+    def parameters(self) -> Mapping[str, str]:
+        """What ModelConfig tells as parameters."""
+        if self.template == "tensorrt_llm_bls":
+            return {"accumulate_tokens": str(self.accumulate).lower()}
+        if self.kind is Kind.TOKENS:
+            return {"exclude_input_in_output": str(self.exclude_input_in_output).lower()}
+        return {}
 
-def _out(name: str, data_type: str, *dims: int) -> TensorSpec:
-    return TensorSpec(name, (data_type,), dims)
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What the models of one template have in common."""
+
+    kind: Kind
+    backend: str
+    inputs: tuple[InputSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    generates: bool = True
+    """Whether it has the outputs of every generation too."""
+    final_alone: bool = False
 
 
-PERF_OUTPUTS = tuple(
-    _out(name, data_type, 1)
-    for name, data_type in (
-        ("kv_cache_alloc_new_blocks", "INT32"),
-        ("kv_cache_reused_blocks", "INT32"),
-        ("kv_cache_alloc_total_blocks", "INT32"),
-        ("arrival_time_ns", "INT64"),
-        ("first_scheduled_time_ns", "INT64"),
-        ("first_token_time_ns", "INT64"),
-        ("last_token_time_ns", "INT64"),
-        ("acceptance_rate", "FP32"),
-        ("total_accepted_draft_tokens", "INT32"),
-        ("total_draft_tokens", "INT32"),
-    )
+FORMS: Mapping[Template, _Form] = {
+    "ensemble": _Form(Kind.TEXT, "", TEXT_INPUTS, (TEXT_OUTPUT,)),
+    "tensorrt_llm_bls": _Form(Kind.TEXT, "python", BLS_INPUTS, (TEXT_OUTPUT,), final_alone=True),
+    "tensorrt_llm": _Form(
+        Kind.TOKENS, "tensorrtllm", TOKEN_INPUTS, (*TOKEN_OUTPUTS, HANDOFF_OUTPUT)
+    ),
+    "disaggregated_serving_bls": _Form(
+        Kind.TOKENS, "python", DISAGGREGATED_INPUTS, TOKEN_OUTPUTS, final_alone=True
+    ),
+    "preprocessing": _Form(
+        Kind.PREPROCESSING, "python", PREPROCESSING_INPUTS, PREPROCESSING_OUTPUTS, generates=False
+    ),
+    "postprocessing": _Form(
+        Kind.POSTPROCESSING,
+        "python",
+        POSTPROCESSING_INPUTS,
+        POSTPROCESSING_OUTPUTS,
+        generates=False,
+    ),
+}
+FIVE_MODELS: tuple[Template, ...] = (
+    "ensemble",
+    "tensorrt_llm_bls",
+    "tensorrt_llm",
+    "preprocessing",
+    "postprocessing",
 )
-"""Named like the fields of PerfMetrics."""
-
-
-def _generation_outputs(logits_data_type: str) -> tuple[TensorSpec, ...]:
-    return (
-        _out("cum_log_probs", "FP32", -1),
-        _out("output_log_probs", "FP32", -1, -1),
-        _out("context_logits", logits_data_type, -1, -1),
-        _out("generation_logits", logits_data_type, -1, -1, -1),
-        _out("batch_index", "INT32", 1),
-        _out("sequence_index", "INT32", 1),
-        *PERF_OUTPUTS,
-        _out("num_input_tokens", "INT32", 1),
-        _out("num_output_tokens", "INT32", 1),
-    )
-
-
-def _preprocessing_inputs() -> tuple[InputSpec, ...]:
-    def one(name: str, data_type: str, *dims: int, optional: bool = True) -> InputSpec:
-        return InputSpec(name, (data_type,), dims or (1,), optional)
-
-    return (
-        one("QUERY", "BYTES", optional=False),
-        one("DECODER_QUERY", "BYTES"),
-        one("REQUEST_OUTPUT_LEN", "INT32", optional=False),
-        one("BAD_WORDS_DICT", "BYTES", -1),
-        one("STOP_WORDS_DICT", "BYTES", -1),
-        one("EMBEDDING_BIAS_WORDS", "BYTES", -1),
-        one("EMBEDDING_BIAS_WEIGHTS", "FP32", -1),
-        one("END_ID", "INT32"),
-        one("PAD_ID", "INT32"),
-        one("PROMPT_TABLE_EXTRA_ID", "UINT64"),
-    )
-
-
-PREPROCESSING_OUTPUTS = (
-    _out("INPUT_ID", "INT32", -1),
-    _out("REQUEST_INPUT_LEN", "INT32", 1),
-    _out("DECODER_INPUT_ID", "INT32", -1),
-    _out("REQUEST_DECODER_INPUT_LEN", "INT32", 1),
-    _out("BAD_WORDS_IDS", "INT32", 2, -1),
-    _out("STOP_WORDS_IDS", "INT32", 2, -1),
-    _out("EMBEDDING_BIAS", "FP32", -1),
-    _out("REQUEST_OUTPUT_LEN", "INT32", -1),
-    _out("OUT_END_ID", "INT32", 1),
-    _out("OUT_PAD_ID", "INT32", 1),
-    _out("OUT_PROMPT_TABLE_EXTRA_IDS", "UINT64", -1),
-)
-POSTPROCESSING_INPUTS = (
-    InputSpec("TOKENS_BATCH", ("INT32",), (-1, -1), optional=False),
-    InputSpec("SEQUENCE_LENGTH", ("INT32",), (-1,), optional=False),
-)
-CORE_MODEL = "tensorrt_llm"
+"""Served under the names of their templates where no models are configured."""
+DEFAULT_STEPS = ("preprocessing", "tensorrt_llm", "postprocessing")
 
 
 def triton_models(settings: TritonSettings) -> dict[str, Model]:
     """The models by name."""
-    shared = _generation_outputs(settings.logits_data_type)
+    configured = settings.models or {
+        template: TritonModelSettings(template=template) for template in FIVE_MODELS
+    }
+    return {name: _settle(name, own, settings) for name, own in configured.items()}
 
-    def model(
-        name: str,
-        kind: Kind,
-        backend: str,
-        inputs: tuple[InputSpec, ...],
-        outputs: tuple[TensorSpec, ...],
-        **more: Any,
-    ) -> Model:
-        return Model(
-            name,
-            kind,
-            backend,
-            {spec.name: spec for spec in inputs},
-            {spec.name: spec for spec in outputs},
-            max_batch_size=settings.max_batch_size,
-            decoupled=name in settings.decoupled,
-            **more,
-        )
 
-    text_outputs = (_out("text_output", "BYTES", -1), *shared)
-    token_outputs = (
-        _out("output_ids", "INT32", -1, -1),
-        _out("sequence_length", "INT32", -1),
-        *shared,
-        _out("context_phase_params", "UINT8", -1),
+def _settle(name: str, own: TritonModelSettings, door: TritonSettings) -> Model:
+    """A model with what it says of itself, and else what the door's settings say."""
+    form = FORMS[own.template]
+    logits_data_type = _own(own.logits_data_type, door.logits_data_type)
+    outputs = (*form.outputs, *(generation_outputs(logits_data_type) if form.generates else ()))
+    return Model(
+        name=name,
+        template=own.template,
+        kind=form.kind,
+        backend=form.backend,
+        inputs={spec.name: spec for spec in form.inputs},
+        outputs={spec.name: spec for spec in outputs},
+        mesh_model=_own(own.model, door.model),
+        decoupled=form.generates and _own(own.decoupled, own.template in door.decoupled),
+        max_batch_size=_own(own.max_batch_size, door.max_batch_size),
+        max_beam_width=own.max_beam_width,
+        exclude_input_in_output=_own(own.exclude_input_in_output, door.exclude_input_in_output),
+        accumulate=own.template == "tensorrt_llm_bls"
+        and _own(own.accumulate_tokens, door.accumulate_tokens),
+        final_alone=form.final_alone,
+        logits_data_type=logits_data_type,
+        add_special_tokens=_own(own.add_special_tokens, door.add_special_tokens),
+        skip_special_tokens=_own(own.skip_special_tokens, door.skip_special_tokens),
+        steps=own.steps or DEFAULT_STEPS,
     )
-    models = (
-        model("ensemble", Kind.TEXT, "", TEXT_INPUTS, text_outputs),
-        model(
-            "tensorrt_llm_bls",
-            Kind.TEXT,
-            "python",
-            BLS_INPUTS,
-            text_outputs,
-            accumulate=settings.accumulate_tokens,
-            final_alone=True,
-            parameters={"accumulate_tokens": str(settings.accumulate_tokens).lower()},
-        ),
-        model(
-            CORE_MODEL,
-            Kind.TOKENS,
-            "tensorrtllm",
-            TOKEN_INPUTS,
-            token_outputs,
-            parameters={
-                "exclude_input_in_output": str(settings.exclude_input_in_output).lower(),
-            },
-        ),
-        model(
-            "preprocessing",
-            Kind.PREPROCESSING,
-            "python",
-            _preprocessing_inputs(),
-            PREPROCESSING_OUTPUTS,
-        ),
-        model(
-            "postprocessing",
-            Kind.POSTPROCESSING,
-            "python",
-            POSTPROCESSING_INPUTS,
-            (_out("OUTPUT", "BYTES", -1),),
-        ),
-    )
-    return {each.name: each for each in models}
+
+
+def _own(own: T | None, default: T) -> T:
+    return default if own is None else own
 
 
 def describe_metadata(model: Model) -> service_pb2.ModelMetadataResponse:
@@ -226,13 +198,13 @@ def describe_config(model: Model) -> model_config_pb2.ModelConfig:
             optional=spec.optional,
             allow_ragged_batch=spec.ragged and not model.is_ensemble,
         )
-        if spec.scalar and model.kind is Kind.TOKENS:
+        if spec.scalar and model.template == "tensorrt_llm":
             # An empty shape is a reshape too: of one value a row, to none.
             given.reshape.SetInParent()
     for output in model.outputs.values():
         config.output.add(name=output.name, data_type=_config_type(output), dims=output.dims)
     if model.is_ensemble:
-        for step in ("preprocessing", CORE_MODEL, "postprocessing"):
+        for step in model.steps:
             config.ensemble_scheduling.step.add(model_name=step, model_version=-1)
     for key, text in model.parameters.items():
         config.parameters[key].string_value = text

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from trtmesh.router.request import GenerationRequest
 from trtmesh.router.triton.calls import Call
-from trtmesh.router.triton.models import PERF_OUTPUTS, Kind
+from trtmesh.router.triton.models import Kind
+from trtmesh.router.triton.specs import PERF_OUTPUTS
 from trtmesh.router.triton.tensors import ELEMENT_CODES, MESH_DATA_TYPES
 from trtmesh.router.triton.wire import Output, text_data
 from trtmesh.v1 import generation_pb2 as pb

@@ -23,7 +23,7 @@ from trtmesh.router.triton.models import (
 )
 from trtmesh.router.triton.statistics import Statistics
 from trtmesh.router.triton.text_models import postprocess, preprocess
-from trtmesh.router.triton.texts import Texts
+from trtmesh.router.triton.texts import TextsOf
 
 
 class TritonServer:
@@ -33,13 +33,12 @@ class TritonServer:
         self,
         settings: TritonSettings,
         generations: Generations,
-        texts: Texts,
+        texts_of: TextsOf,
         is_ready: Callable[[], bool],
     ) -> None:
-        self._settings = settings
         self._models = triton_models(settings)
         self._generations = generations
-        self._texts = texts
+        self._texts_of = texts_of
         self._statistics = Statistics()
         self.is_ready = is_ready
 
@@ -104,10 +103,8 @@ class TritonServer:
             self._generations.stop(call)
             await send(Answer(final=True))
         elif call.model.kind is Kind.PREPROCESSING:
-            special = self._settings.add_special_tokens
-            outputs = await preprocess(call, self._texts, add_special_tokens=special)
-            await send(Answer(outputs, final=True))
+            await send(Answer(await preprocess(call, self._texts_of(call.model)), final=True))
         elif call.model.kind is Kind.POSTPROCESSING:
-            await send(Answer(await postprocess(call, self._texts), final=True))
+            await send(Answer(await postprocess(call, self._texts_of(call.model)), final=True))
         else:
             await self._generations.run(call, caller, send)

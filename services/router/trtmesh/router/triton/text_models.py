@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trtmesh.chassis.errors import InvalidRequest
+from trtmesh.chassis.errors import InvalidRequest, UnsupportedField
 from trtmesh.router.triton.calls import Call
+from trtmesh.router.triton.specs import PICTURE_INPUTS
 from trtmesh.router.triton.texts import Texts
 from trtmesh.router.triton.wire import Output, text_data
 from trtmesh.router.triton.words import format_words
@@ -28,8 +29,14 @@ class _Encoded:
     bias: Sequence[float]
 
 
-async def preprocess(call: Call, texts: Texts, *, add_special_tokens: bool) -> list[Output]:
-    """The inputs of the core model. Raises InvalidRequest or NoTokenizer."""
+async def preprocess(call: Call, texts: Texts) -> list[Output]:
+    """The inputs of the core model. Raises InvalidRequest, UnsupportedField or NoTokenizer."""
+    for spec in PICTURE_INPUTS:
+        if spec.name in call.inputs:
+            raise UnsupportedField(
+                f"input '{spec.name}' of model '{call.model.name}' needs a vision encoder, which this server does not"
+                " have; send text alone"
+            )
     about = texts.describe()
     end_id = about.eos_id if about.HasField("eos_id") else -1
     pad_id = about.pad_id if about.HasField("pad_id") else end_id
@@ -37,7 +44,9 @@ async def preprocess(call: Call, texts: Texts, *, add_special_tokens: bool) -> l
     pad_ids = _given(call, "PAD_ID", pad_id)
     rows = await asyncio.gather(
         *(
-            _encode_row(call, row, texts, about.vocabulary_size, special=add_special_tokens)
+            _encode_row(
+                call, row, texts, about.vocabulary_size, special=call.model.add_special_tokens
+            )
             for row in range(call.batch_size)
         )
     )

@@ -12,11 +12,36 @@ from trtmesh.router.client_stream import ClientStream
 from trtmesh.router.request import ItemRequest
 from trtmesh.router.sequence import SequenceRun
 from trtmesh.router.tokenizer_pool import TokenizerPool
+from trtmesh.router.triton.models import Model
 from trtmesh.router.turns import Turns
 from trtmesh.v1 import engine_pb2 as engine_pb
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 from trtmesh.v1 import tokenizer_pb2 as tokenizer_pb
+
+
+class TextsOf:
+    """The texts of each Triton model; `served_model` gives the model of the mesh for the name that is configured."""
+
+    def __init__(
+        self, tokenizers: TokenizerPool, turns: Turns, served_model: Callable[[str], str]
+    ) -> None:
+        self._tokenizers = tokenizers
+        self._turns = turns
+        self._served_model = served_model
+        self._texts: dict[tuple[str, bool], Texts] = {}
+
+    def __call__(self, model: Model) -> Texts:
+        """What encodes and decodes for a model."""
+        key = model.mesh_model, model.skip_special_tokens
+        if key not in self._texts:
+            self._texts[key] = Texts(
+                self._tokenizers,
+                self._turns,
+                lambda: self._served_model(model.mesh_model),
+                skip_special_tokens=model.skip_special_tokens,
+            )
+        return self._texts[key]
 
 
 class Texts:
