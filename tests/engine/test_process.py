@@ -18,6 +18,7 @@ from trtmesh.v1 import engine_pb2_grpc
 from trtmesh.v1 import generation_pb2 as pb
 
 SIMULATED = ("--backend", "simulated", "--load-interval-seconds", "0.01")
+TORCH = ("--model-dir", str(Path(__file__).parents[2] / "models" / "demo"))
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 PATIENCE_SECONDS = 60.0
@@ -190,14 +191,16 @@ async def test_metrics_are_served_and_return_to_zero() -> None:
 
 
 class TestThatCannotStart:
-    async def test_a_port_in_use(self) -> None:
+    @pytest.mark.parametrize("backend", [SIMULATED, TORCH], ids=["simulated", "torch"])
+    async def test_a_port_in_use(self, backend: tuple[str, ...]) -> None:
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             taken.listen()
             port = str(taken.getsockname()[1])
-            ended = await run_to_exit("engine", *SIMULATED, "--port", port)
+            ended = await run_to_exit("engine", *backend, "--port", port)
         assert ended.status == 3
         assert f"cannot listen on 127.0.0.1:{port}" in ended.stderr
+        assert "Traceback" not in ended.stderr
         assert ended.stdout == ""
 
     async def test_a_metrics_port_in_use(self) -> None:
@@ -244,8 +247,7 @@ async def test_the_torch_backend_needs_a_model() -> None:
 
 
 async def test_the_torch_backend_serves_the_demo_model() -> None:
-    model = Path(__file__).parents[2] / "models" / "demo"
-    async with service_process("engine", "--model-dir", str(model)) as process:
+    async with service_process("engine", *TORCH) as process:
         await until_health(process.address, SERVING)
         async with router_stream(process.address) as stream:
             assert stream.welcome

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeAlias
 
 import grpc
+from prometheus_client import CollectorRegistry
 from trtmesh.chassis.health import Health
 from trtmesh.chassis.service import SCHEMA_REVISION, Runtime
 from trtmesh.client import AdminClient, Client
@@ -206,9 +207,16 @@ def serving_tokenizer(tokenizer: ScriptedTokenizer) -> Any:
 
 
 class RouterClient(Client):
-    """A client of a router, and its admin."""
+    """A client of a router, its admin, and what it counts."""
 
     admin: AdminClient
+    registry: CollectorRegistry
+
+    def gauge(self, name: str) -> float:
+        """What the router shows of itself now."""
+        value = self.registry.get_sample_value(f"trtmesh_router_{name}")
+        assert value is not None, f"the router has no {name}"
+        return value
 
     async def status(self) -> admin_pb.ListWorkersResponse:
         return await self.admin.list_workers()
@@ -234,6 +242,7 @@ async def serving_router(
             RouterClient(f"127.0.0.1:{port}") as client,
             AdminClient(runtime.addresses["admin_address"]) as client.admin,
         ):
+            client.registry = runtime.registry
             yield client
     finally:
         await router.stop()

@@ -33,7 +33,7 @@ SCHEMA_REVISION = 1
 
 
 class Service(Protocol):
-    """What a process serves. Call order: `register`, `start`, then `drain` (unless it failed), `stop`."""
+    """What a process serves. Call order: `register`, `start`, then `drain` (unless one of them failed), `stop`."""
 
     service_names: Sequence[str]
     """Full names of the gRPC services, for health and reflection."""
@@ -49,7 +49,8 @@ class Service(Protocol):
         """Stops admitting and returns when no work is in flight; cancelled when the grace period is over."""
 
     async def stop(self) -> None:
-        """Ends what is left and releases everything. Called exactly once, also when `start` failed."""
+        """Ends what is left and releases everything. Called exactly once, also when `start` failed, or was never called
+        because an address could not be taken."""
 
 
 @dataclass

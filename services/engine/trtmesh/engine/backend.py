@@ -229,4 +229,4 @@ class Backend(Protocol):
         """The adapters held; empty where adapters are not supported."""
 
     async def close(self) -> None:
-        """Ends everything and releases the model."""
+        """Ends everything and releases the model. Called once, also where `start` failed or was never called."""

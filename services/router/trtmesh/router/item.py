@@ -179,13 +179,16 @@ class ItemRun:
         self._news.set()
 
     async def _place(self) -> None:
-        """Dispatches what no worker has, and waits for a worker where none takes it; not for a client that is slow."""
-        while self._needs_worker and not self._live.pace.paused:
+        """Dispatches what no worker has, and waits for a worker where none takes it; not for a client that is slow, and
+        not once a sequence failed."""
+        while self._needs_worker and self._error is None and not self._live.pace.paused:
             self.stage = "place"
+            self._news.clear()
             try:
                 placed = self._search.place(self._encoded, self._runs)
             except NoWorker as error:
-                final = await self._search.wait(error, generated=bool(self.generated_tokens))
+                generated = bool(self.generated_tokens)
+                final = await self._search.wait(error, self._news, generated=generated)
                 if final is not None:
                     self._give_up(final)
             else:

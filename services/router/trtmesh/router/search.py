@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from trtmesh.chassis.errors import NoWorker, TrtmeshError
+from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.router.attempts import Attempts, nobody_goes_on
 from trtmesh.router.encoding import EncodedItem
 from trtmesh.router.fleet import Fleet, Identity, ItemToPlace, Placed
@@ -73,8 +74,10 @@ class Search:
         """From now on only workers that go on as this one does may have the item."""
         self._identity = Identity.of(worker)
 
-    async def wait(self, error: NoWorker, *, generated: bool) -> TrtmeshError | None:
-        """Returns when it is worth trying again; with an error when it is not."""
+    async def wait(
+        self, error: NoWorker, news: asyncio.Event, *, generated: bool
+    ) -> TrtmeshError | None:
+        """Returns when it is worth trying again, or at `news` of the item; with an error when it is not."""
         now = asyncio.get_running_loop().time()
         self._deadline = self._deadline or now + self._recovery_seconds
         seconds_left = self._deadline - now
@@ -86,7 +89,8 @@ class Search:
             return nobody_goes_on(self.attempts.loss, error)
         left_out = bool(self.attempts.failures)
         self.attempts.forgive()
-        await self._fleet.change(min(seconds_left, REPEAT_SECONDS) if left_out else seconds_left)
+        pause = min(seconds_left, REPEAT_SECONDS) if left_out else seconds_left
+        await until_first_ends(self._fleet.change(pause), news.wait())
         return None
 
     def close(

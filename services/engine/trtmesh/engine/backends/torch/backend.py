@@ -70,6 +70,7 @@ class TorchBackend:
         self._closing = False
         self._broken = False
         self._lanes = count(-1, -1)
+        self._thread: threading.Thread | None = None
 
     async def start(self, deliver: Deliver, fail: Fail) -> BackendInfo:
         self._deliver, self._fail = deliver, fail
@@ -156,7 +157,8 @@ class TorchBackend:
         with self._wake:
             self._closing = True
             self._wake.notify()
-        await asyncio.to_thread(self._thread.join)
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
         # Weights and cache go with it; a start that failed left none.
         self.__dict__.pop("_engine", None)
 
