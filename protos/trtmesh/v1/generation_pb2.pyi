@@ -1217,7 +1217,7 @@ class PerfMetrics(google.protobuf.message.Message):
     kv_cache_reused_blocks: builtins.int
     """KV blocks reused."""
     kv_cache_alloc_total_blocks: builtins.int
-    """KV blocks allocated in total."""
+    """KV blocks allocated in total, as TensorRT-LLM counts them: without reused ones."""
     acceptance_rate: builtins.float
     """Share of draft tokens accepted, in [0, 1]."""
     total_accepted_draft_tokens: builtins.int

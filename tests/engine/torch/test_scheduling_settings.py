@@ -223,7 +223,7 @@ async def test_blocks_and_pauses_are_counted(llama: Path) -> None:
             assert metrics
             assert metrics.kv_cache_alloc_new_blocks == new
             assert metrics.kv_cache_reused_blocks == reused
-            assert metrics.kv_cache_alloc_total_blocks == 6
+            assert metrics.kv_cache_alloc_total_blocks == new
         stats = engine.backend.stats()
         assert (stats.new_blocks, stats.reused_blocks, stats.preemptions) == (7, 5, 0)
         assert stats.host_blocks == 2**16 // (4 * BYTES_PER_TOKEN)

@@ -22,7 +22,6 @@ class InputSpec(TensorSpec):
 
 ONE = (1,)
 ANY = (-1,)
-MATRIX = (-1, -1)
 FLOATS = ("FP16", "FP32", "BF16")
 
 
@@ -38,9 +37,9 @@ def _list(
     return InputSpec(name, (data_type,), dims, optional, ragged=True, put=where)
 
 
-def _matrix(name: str, path: str, *data_types: str) -> InputSpec:
-    """A row of numbers for each of a row's own many positions, taken in any of the types as it is."""
-    return InputSpec(name, data_types, MATRIX, ragged=True, put=put.dense(path))
+def _matrix(name: str, path: str, *data_types: str, columns: int = -1) -> InputSpec:
+    """A dense array of any of the types, passed on as it is."""
+    return InputSpec(name, data_types, (-1, columns), ragged=True, put=put.dense(path))
 
 
 def _sampling(prefix: str, length_penalty: str) -> tuple[InputSpec, ...]:
@@ -71,7 +70,7 @@ def _sampling(prefix: str, length_penalty: str) -> tuple[InputSpec, ...]:
         _one("prompt_vocab_size", "INT32", put.value("prompt_tuning.vocabulary_size")),
         _one("lora_task_id", "UINT64", put.value("lora.id")),
         _matrix("lora_weights", "lora.weights", "FP16", "BF16"),
-        _matrix("lora_config", "lora.config", "INT32"),
+        _matrix("lora_config", "lora.config", "INT32", columns=3),
         _list("guided_decoding_guide_type", "BYTES", ONE, put.guide_type),
         _list("guided_decoding_guide", "BYTES", ONE, put.text("guided_decoding.guide")),
     )

@@ -118,13 +118,13 @@ class Sequence:
         )
 
     def _perf_metrics(self) -> PerfMetrics:
-        total = self.private_blocks + len(self.shared)
+        allocated = self.private_blocks + len(self.shared) - self.reused_blocks
         return PerfMetrics(
             arrival_time_ns=self.arrival_ns,
             first_scheduled_time_ns=self.scheduled_ns,
             first_token_time_ns=self.first_token_ns,
             last_token_time_ns=time.time_ns() if self.first_token_ns else 0,
-            kv_cache_alloc_new_blocks=total - self.reused_blocks,
+            kv_cache_alloc_new_blocks=allocated,
             kv_cache_reused_blocks=self.reused_blocks,
-            kv_cache_alloc_total_blocks=total,
+            kv_cache_alloc_total_blocks=allocated,
         )

@@ -184,7 +184,7 @@ class Times:
             last_token_time_ns=self.last_token_ns,
             kv_cache_alloc_new_blocks=self.new_blocks,
             kv_cache_reused_blocks=self.reused_blocks,
-            kv_cache_alloc_total_blocks=self.new_blocks + self.reused_blocks,
+            kv_cache_alloc_total_blocks=self.new_blocks,
         )
 
 

@@ -1,0 +1,198 @@
+"""Names, types and dimensions of every tensor, as clients' own copies of the model configurations have them."""
+
+from __future__ import annotations
+
+import pytest
+from tritonclient.grpc import model_config_pb2
+from tritonclient.grpc import service_pb2 as kserve
+from trtmesh.chassis.errors import InvalidRequest
+from trtmesh.router.settings import TritonSettings
+from trtmesh.router.triton.calls import read_call, to_request
+from trtmesh.router.triton.models import describe_config, triton_models
+from trtmesh.router.triton.tensors import InputTensor
+from trtmesh.router.triton.words import format_words, parse_words
+
+TEXT = """
+text_input* BYTES 1            decoder_text_input BYTES 1     max_tokens* INT32 1
+num_return_sequences INT32 1   bad_words BYTES -1             stop_words BYTES -1
+exclude_input_in_output BOOL 1 end_id INT32 1                 pad_id INT32 1
+top_k INT32 1                  top_p FP32 1                   temperature FP32 1
+repetition_penalty FP32 1      presence_penalty FP32 1        frequency_penalty FP32 1
+length_penalty FP32 1          min_tokens INT32 1             seed UINT64 1
+early_stopping INT32 1         return_log_probs BOOL 1        return_context_logits BOOL 1
+return_generation_logits BOOL 1                               return_perf_metrics BOOL 1
+return_num_input_tokens BOOL 1 return_num_output_tokens BOOL 1
+beam_width INT32 1             stream BOOL 1                  prompt_embedding_table FP16 -1,-1
+prompt_table_extra_id UINT64 1 prompt_vocab_size INT32 1      embedding_bias_words BYTES -1
+embedding_bias_weights FP32 -1 lora_task_id UINT64 1          lora_weights FP16 -1,-1
+lora_config INT32 -1,3         guided_decoding_guide_type BYTES 1
+guided_decoding_guide BYTES 1
+"""
+OUR_STOP = "stop BOOL 1"
+"""Triton's text models cannot be stopped by name; ours can."""
+
+CORE = """
+input_ids INT32 -1             input_lengths* INT32 1         request_output_len* INT32 1
+encoder_input_features FP16 -1,-1                             encoder_output_lengths INT32 1
+decoder_input_ids INT32 -1     decoder_input_lengths INT32 1  num_return_sequences INT32 1
+draft_input_ids INT32 -1       draft_logits FP32 -1,-1        draft_acceptance_threshold FP32 1
+end_id INT32 1                 pad_id INT32 1                 stop_words_list INT32 2,-1
+bad_words_list INT32 2,-1      embedding_bias FP32 -1         beam_width INT32 1
+temperature FP32 1             repetition_penalty FP32 1      presence_penalty FP32 1
+frequency_penalty FP32 1       len_penalty FP32 1             beam_search_diversity_rate FP32 1
+runtime_top_k INT32 1          runtime_top_p FP32 1           runtime_top_p_min FP32 1
+runtime_top_p_decay FP32 1     runtime_top_p_reset_ids INT32 1
+early_stopping INT32 1         prompt_ignore_length INT32 1   min_tokens INT32 1
+seed UINT64 1                  return_log_probs BOOL 1        return_context_logits BOOL 1
+return_generation_logits BOOL 1                               return_perf_metrics BOOL 1
+return_num_input_tokens BOOL 1 return_num_output_tokens BOOL 1
+exclude_input_in_output BOOL 1 stop BOOL 1                    streaming BOOL 1
+prompt_embedding_table FP16 -1,-1                             prompt_table_extra_ids UINT64 -1
+prompt_vocab_size INT32 1      cross_attention_mask BOOL -1,-1
+mrope_rotary_cos_sin FP32 -1   mrope_position_deltas INT64 1  lora_task_id UINT64 1
+lora_weights FP16 -1,-1        lora_config INT32 -1,3         context_phase_params UINT8 -1
+skip_cross_attn_blocks BOOL 1  retention_token_range_starts INT32 -1
+retention_token_range_ends INT32 -1                           retention_token_range_priorities INT32 -1
+retention_token_range_durations_ms INT32 -1                   retention_decode_priority INT32 1
+retention_decode_duration_ms INT32 1                          guided_decoding_guide_type BYTES 1
+guided_decoding_guide BYTES 1  lookahead_window_size INT32 1  lookahead_ngram_size INT32 1
+lookahead_verification_set_size INT32 1
+"""
+UNDECLARED = """
+no_repeat_ngram_size INT32 1   multimodal_embedding FP16 -1,-1
+multimodal_hashes INT32 -1,-1  multimodal_item_runs INT32 -1,-1
+return_kv_cache_reuse_stats BOOL 1                            runtime_top_k_min FP32 1
+"""
+"""Read by Triton's C++ backend, although its configuration does not declare them."""
+
+GENERATED = """
+cum_log_probs FP32 -1          output_log_probs FP32 -1,-1    context_logits FP32 -1,-1
+generation_logits FP32 -1,-1,-1                               batch_index INT32 1
+sequence_index INT32 1         kv_cache_alloc_new_blocks INT32 1
+kv_cache_reused_blocks INT32 1 kv_cache_alloc_total_blocks INT32 1
+arrival_time_ns INT64 1        first_scheduled_time_ns INT64 1
+first_token_time_ns INT64 1    last_token_time_ns INT64 1     acceptance_rate FP32 1
+total_accepted_draft_tokens INT32 1                           total_draft_tokens INT32 1
+num_input_tokens INT32 1       num_output_tokens INT32 1
+"""
+TEXT_OUTPUT = "text_output BYTES -1"
+MODELS = {
+    "ensemble": (TEXT + OUR_STOP, TEXT_OUTPUT + GENERATED),
+    "tensorrt_llm_bls": (
+        TEXT
+        + OUR_STOP
+        + """
+image_input FP16 -1,3,-1,-1    image_bytes_input UINT8 -1,-1,-1,-1
+image_url_input BYTES 1        video_bytes_input UINT8 -1,-1,-1,-1
+num_draft_tokens INT32 1       use_draft_logits BOOL 1
+""",
+        TEXT_OUTPUT + GENERATED,
+    ),
+    "tensorrt_llm": (
+        CORE + UNDECLARED,
+        GENERATED
+        + """
+output_ids INT32 -1,-1         sequence_length INT32 -1       context_phase_params UINT8 -1
+""",
+    ),
+    "preprocessing": (
+        """
+QUERY* BYTES 1                 DECODER_QUERY BYTES 1          REQUEST_OUTPUT_LEN* INT32 1
+BAD_WORDS_DICT BYTES -1        STOP_WORDS_DICT BYTES -1       EMBEDDING_BIAS_WORDS BYTES -1
+EMBEDDING_BIAS_WEIGHTS FP32 -1 END_ID INT32 1                 PAD_ID INT32 1
+PROMPT_TABLE_EXTRA_ID UINT64 1
+""",
+        """
+INPUT_ID INT32 -1              REQUEST_INPUT_LEN INT32 1      DECODER_INPUT_ID INT32 -1
+REQUEST_DECODER_INPUT_LEN INT32 1                             BAD_WORDS_IDS INT32 2,-1
+STOP_WORDS_IDS INT32 2,-1      EMBEDDING_BIAS FP32 -1         REQUEST_OUTPUT_LEN INT32 -1
+OUT_END_ID INT32 1             OUT_PAD_ID INT32 1             OUT_PROMPT_TABLE_EXTRA_IDS UINT64 -1
+""",
+    ),
+    "postprocessing": ("TOKENS_BATCH* INT32 -1,-1 SEQUENCE_LENGTH* INT32 -1", "OUTPUT BYTES -1"),
+}
+"""Inputs and outputs of each model; a star marks what must be given."""
+
+Tensors = dict[str, tuple[str, list[int], bool]]
+
+
+def parse(table: str) -> Tensors:
+    words = table.split()
+    return {
+        name.rstrip("*"): (data_type, [int(dim) for dim in dims.split(",")], name.endswith("*"))
+        for name, data_type, dims in zip(words[::3], words[1::3], words[2::3], strict=True)
+    }
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_has_the_tensors_of_the_contract(model: str) -> None:
+    config = describe_config(triton_models(TritonSettings())[model])
+
+    def named(data_type: int) -> str:
+        name = str(model_config_pb2.DataType.Name(data_type))
+        return name.removeprefix("TYPE_").replace("STRING", "BYTES")
+
+    given: Tensors = {
+        i.name: (named(i.data_type), list(i.dims), not i.optional) for i in config.input
+    }
+    told: Tensors = {o.name: (named(o.data_type), list(o.dims), False) for o in config.output}
+    inputs, outputs = MODELS[model]
+    assert given == parse(inputs)
+    assert told == parse(outputs)
+
+
+@pytest.mark.parametrize("data_type", ["FP32", "FP16", "BF16"])
+def test_logits_have_the_type_of_the_setting(data_type: str) -> None:
+    model = triton_models(TritonSettings(logits_data_type=data_type))["ensemble"]  # type: ignore[arg-type]
+    assert model.outputs["context_logits"].data_type == data_type
+    assert model.outputs["generation_logits"].data_type == data_type
+    request = kserve.ModelInferRequest(model_name="ensemble")
+    for name, kind, data in (
+        ("text_input", "BYTES", b"\1\0\0\0x"),
+        ("max_tokens", "INT32", b"\1\0\0\0"),
+        ("return_context_logits", "BOOL", b"\1"),
+    ):
+        request.inputs.add(name=name, datatype=kind, shape=(1, 1))
+        request.raw_input_contents.append(data)
+    settings = TritonSettings(logits_data_type=data_type)  # type: ignore[arg-type]
+    (item,) = to_request(read_call(model, request), settings).items
+    assert item.config.output.logits_data_type == {"FP32": 1, "FP16": 2, "BF16": 3}[data_type]
+
+
+def word_list(ids: list[int], offsets: list[int]) -> InputTensor:
+    return InputTensor("stop_words_list", "INT32", (1, 2, len(ids)), [*ids, *offsets])
+
+
+@pytest.mark.parametrize(
+    ("ids", "offsets", "words"),
+    [
+        ([], [], []),
+        ([0], [-1], []),
+        ([14480, 326, 262, 1171], [1, 4, -1, -1], [[14480], [326, 262, 1171]]),
+        ([24044, 76, 1230], [2, 3, -1], [[24044, 76], [1230]]),
+    ],
+)
+def test_word_lists(ids: list[int], offsets: list[int], words: list[list[int]]) -> None:
+    assert [list(word) for word in parse_words(word_list(ids, offsets), 0)] == words
+
+
+@pytest.mark.parametrize(
+    ("ids", "offsets"),
+    [
+        ([262], [5]),
+        ([1, 2, 3], [-1, 2, -1]),
+        ([1, 2, 3], [2, 1, -1]),
+        ([1, 2, 3], [2, 2, -1]),
+        ([1, -2, 3], [2, 3, -1]),
+    ],
+    ids=["out of bounds", "-1 inside", "falling", "not growing", "a negative id"],
+)
+def test_word_lists_that_mean_nothing(ids: list[int], offsets: list[int]) -> None:
+    with pytest.raises(InvalidRequest, match="Invalid format for word list"):
+        parse_words(word_list(ids, offsets), 0)
+
+
+def test_word_lists_as_preprocessing_writes_them() -> None:
+    assert format_words([[]]) == ((1, 2, 1), b"\0\0\0\0\xff\xff\xff\xff")
+    shape, _ = format_words([[[5, 6], [7]], [[8]]])
+    assert shape == (2, 2, 3)
