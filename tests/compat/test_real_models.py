@@ -172,7 +172,7 @@ async def test_beams_best_first(mesh: Mesh, triton: Triton) -> None:
 
 def check_log_probs(outputs: Mapping[str, Any], item: ItemResult) -> None:
     """Those of each sequence and their sums, [1, sequences(, tokens)]."""
-    sums = [s.finished.cumulative_log_prob for s in item.sequences if s.finished]
+    sums = [s.finished.cumulative_log_prob or 0.0 for s in item.sequences if s.finished]
     assert outputs["cum_log_probs"].shape == (1, len(item.sequences))
     np.testing.assert_allclose(outputs["cum_log_probs"][0], sums, atol=1e-2)
     each = [sequence.log_probs for sequence in item.sequences]
@@ -213,7 +213,7 @@ async def test_early_stopping_in_both_types(
     mesh: Mesh, triton: Triton, data_type: Any, given: int
 ) -> None:
     """Triton's models took BOOL first and INT32 later."""
-    options = {"beam_width": WIDTH, "max_tokens": 12, "ignore_end_id": False}
+    options: dict[str, Any] = {"beam_width": WIDTH, "max_tokens": 12, "ignore_end_id": False}
     item = await native(mesh, early_stopping=pb.EarlyStopping.ValueType(int(given) + 1), **options)
     tensors = {"beam_width": WIDTH, "early_stopping": np.array([[given]], data_type)}
     request = ask(**tensors, max_tokens=12)

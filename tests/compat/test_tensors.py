@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 from tritonclient.grpc import model_config_pb2
 from tritonclient.grpc import service_pb2 as kserve
@@ -160,7 +162,7 @@ def test_logits_have_the_type_of_the_setting(data_type: str) -> None:
 
 
 def word_list(ids: list[int], offsets: list[int]) -> InputTensor:
-    return InputTensor("stop_words_list", "INT32", (1, 2, len(ids)), [*ids, *offsets])
+    return InputTensor("stop_words_list", "INT32", (1, 2, len(ids)), array("i", [*ids, *offsets]))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,243 @@
+"""However a request ends, its client is told as Triton tells it, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from compat.triton import SyncStream, Triton, joined, make_inputs, request
+from e2e.mesh import Mesh, eventually, running_mesh, scrape
+from tritonclient.grpc import service_pb2 as kserve
+from tritonclient.utils import InferenceServerException
+from trtmesh.chassis.errors import InvalidRequest
+from trtmesh.router.request import parse_request
+from trtmesh.router.settings import TritonSettings
+from trtmesh.router.triton.answers import Answer, Answers
+from trtmesh.router.triton.calls import read_call, to_request
+from trtmesh.router.triton.models import triton_models
+from trtmesh.v1 import router_pb2 as router_pb
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+GENERATED = "trtmesh_engine_generated_tokens_total"
+LONG = {"text_input": "long", "max_tokens": 8000, "stream": True}
+ENDLESS = {"input_ids": [5], "input_lengths": 1, "request_output_len": 8000}
+
+
+def message(model: str, tensors: dict[str, Any], request_id: str) -> kserve.ModelInferRequest:
+    """What tritonclient would send."""
+    sent = kserve.ModelInferRequest(model_name=model, id=request_id)
+    for given in make_inputs(tensors):
+        sent.inputs.append(given._get_tensor())
+        sent.raw_input_contents.append(given._get_content())
+    return sent
+
+
+async def test_an_error_on_a_stream_names_its_request(mesh: Mesh) -> None:
+    """tritonclient hides it, but what it reads has the id, the model and the sign of the end."""
+    infer: Any = mesh.channel.stream_stream(
+        "/inference.GRPCInferenceService/ModelStreamInfer",
+        request_serializer=kserve.ModelInferRequest.SerializeToString,
+        response_deserializer=kserve.ModelStreamInferResponse.FromString,
+    )
+    sent = [message("ensemble", {"max_tokens": 3}, "wrong"), message("no model", {}, "unknown")]
+    answers = {answer.infer_response.id: answer async for answer in infer(iter(sent))}
+    assert set(answers) == {"wrong", "unknown"}
+    for name, model in (("wrong", "ensemble"), ("unknown", "no model")):
+        answer = answers[name]
+        assert answer.error_message
+        assert answer.infer_response.model_name == model
+        assert answer.infer_response.model_version == "1"
+        assert answer.infer_response.parameters["triton_final_response"].bool_param
+        assert not answer.infer_response.outputs
+
+
+async def test_the_latest_request_of_a_name_is_stopped(mesh: Mesh) -> None:
+    first, second = SyncStream(mesh.router.address), SyncStream(mesh.router.address)
+    for stream in (first, second):
+        stream.send("ensemble", LONG, request_id="same")
+        await asyncio.to_thread(stream.next)
+    stopper = SyncStream(mesh.router.address)
+    stopper.send("ensemble", {"stop": True}, request_id="same")
+    await asyncio.to_thread(stopper.half_close)
+    responses = await asyncio.to_thread(second.half_close)
+    assert responses[-1].final
+    assert not any(response.error for response in responses)
+    assert (await mesh.gauges())["live_requests"] == 1
+    first.cancel()
+    for stream in (first, second, stopper):
+        stream.close()
+    await mesh.idle()
+
+
+async def test_stopped_is_what_was_generated_until_then(mesh: Mesh) -> None:
+    """One response that is no error, with the tokens so far: how `--stop-after-ms` of upstream's client is used."""
+    before = (await scrape(mesh.engines[0]))[GENERATED]
+    stream = SyncStream(mesh.router.address)
+    stream.send("tensorrt_llm", ENDLESS, request_id="whole")
+
+    async def running() -> bool:
+        return (await scrape(mesh.engines[0]))[GENERATED] > before
+
+    await eventually(running)
+    empty, told = None, None
+    stream.send("tensorrt_llm", ENDLESS | {"stop": True}, request_id="whole")
+    for response in await asyncio.to_thread(stream.half_close):
+        assert response.final
+        if response.outputs:
+            told = response
+        else:
+            empty = response
+    stream.close()
+    assert empty
+    assert told
+    ids = told.outputs["output_ids"].ravel().tolist()
+    assert 1 <= len(ids) - 1 < 8000
+    (item,) = await mesh.client.complete([[5]], max_tokens=len(ids) - 1, ignore_end_id=True)
+    assert ids == [5, *item.token_ids]
+
+
+async def test_a_client_that_is_gone_takes_its_requests_along(mesh: Mesh) -> None:
+    channel = grpc.aio.insecure_channel(
+        mesh.router.address, options=[("grpc.use_local_subchannel_pool", 1)]
+    )
+    infer: Any = channel.stream_stream(
+        "/inference.GRPCInferenceService/ModelStreamInfer",
+        request_serializer=kserve.ModelInferRequest.SerializeToString,
+    )
+    call = infer()
+    for index in range(4):
+        await call.write(message("tensorrt_llm_bls", LONG, str(index)))
+    await call.read()
+    # The connection breaks; nobody says goodbye.
+    await channel.close()
+    await mesh.idle()
+
+
+async def test_a_deadline_ends_a_stream(mesh: Mesh, triton: Triton) -> None:
+    async def requests() -> Any:
+        yield request("ensemble", LONG)
+
+    results = triton.client.stream_infer(requests(), stream_timeout=0.3)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        assert [error async for _, error in results if error is not None]
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await mesh.idle()
+
+
+async def test_requests_by_bls_run_beside_each_other(mesh: Mesh, triton: Triton) -> None:
+    """Not one after another: all have begun before any is over."""
+    count = 24
+    tensors = {"text_input": "beside", "max_tokens": 300, "stream": True}
+    responses = await triton.stream_all(
+        [request("tensorrt_llm_bls", tensors, request_id=str(index)) for index in range(count)]
+    )
+    begun: set[str] = set()
+    texts: dict[str, str] = {}
+    for response in responses:
+        begun.add(response.request_id)
+        texts[response.request_id] = texts.get(response.request_id, "") + response.text
+        if len(begun) == count:
+            break
+    assert all(len(text) < len(joined(responses)) // count for text in texts.values())
+
+
+async def test_whatever_the_ending_nothing_is_left(mesh: Mesh, triton: Triton) -> None:
+    """Requests that complete, fail, time out, are stopped or lose their client, in one shuffled crowd."""
+    random_ = random.Random(7)
+    short = {"text_input": "short", "max_tokens": 20, "stream": True}
+
+    async def complete() -> None:
+        assert (await triton.stream("ensemble", short))[-1].final
+
+    async def fail() -> None:
+        (response,) = await triton.stream("tensorrt_llm", ENDLESS | {"request_output_len": 9000})
+        assert "9000" in response.error
+
+    async def time_out() -> None:
+        timeout = random_.randrange(1, 80_000)
+        responses = await triton.stream("tensorrt_llm_bls", LONG, timeout=timeout)
+        assert "timeout" in responses[-1].error
+
+    async def be_stopped() -> None:
+        name = f"stopped {random_.random()}"
+        both = [request("ensemble", LONG, request_id=name)]
+        both.append(request("tensorrt_llm_bls", {"stop": True}, request_id=name))
+        stopping = asyncio.create_task(triton.stream_all(both))
+        while not stopping.done():
+            # One that came before its request's prompt was read found nothing to stop.
+            await triton.stream_all(both[1:])
+        assert not [response.error for response in await stopping if response.error]
+
+    async def lose_its_client() -> None:
+        running = asyncio.create_task(
+            triton.stream("ensemble", LONG | {"num_return_sequences": 2, "top_k": 9})
+        )
+        await asyncio.sleep(random_.random() / 10)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    endings = [complete, fail, time_out, be_stopped, lose_its_client] * 12
+    random_.shuffle(endings)
+    await asyncio.gather(*(ending() for ending in endings))
+    await mesh.idle()
+
+
+async def test_a_full_queue_is_said_as_triton_says_it() -> None:
+    limits = (
+        "--max-running-items",
+        "1",
+        "--max-queued-items",
+        "1",
+        "--triton-decoupled",
+        "ensemble",
+    )
+    async with running_mesh(router_flags=limits) as mesh:
+        triton = Triton(mesh.router.address)
+        stream = SyncStream(mesh.router.address)
+        for name in ("running", "waiting", "refused"):
+            stream.send("ensemble", LONG, request_id=name)
+        while not (response := await asyncio.to_thread(stream.next)).error:
+            pass
+        assert "Exceeds maximum queue size" in response.error
+        with pytest.raises(InferenceServerException, match="Exceeds maximum queue size") as caught:
+            await triton.infer("tensorrt_llm_bls", {"text_input": "x", "max_tokens": 3})
+        assert caught.value.status() == "StatusCode.UNAVAILABLE"
+        stream.cancel()
+        stream.close()
+        await triton.close()
+        await mesh.idle()
+
+
+async def test_a_handed_over_request_has_its_state() -> None:
+    """One response, with the bytes that the request which goes on must bring."""
+    settings = TritonSettings()
+    model = triton_models(settings)["tensorrt_llm"]
+    tensors = {"input_ids": [5, 6], "input_lengths": 2, "request_output_len": 1}
+    sent = message("tensorrt_llm", tensors, "handed over")
+    sent.parameters["request_type"].string_param = "context_only"
+    call = read_call(model, sent)
+    answers = Answers(call, parse_request(to_request(call, settings), "", 1), lambda: 100)
+    response = router_pb.GenerateResponse()
+    response.events.add().tokens.token_ids.append(7)
+    response.events.add().sequence_finished.handoff_state = b"\1\2\3"
+    response.events.add().item_finished.SetInParent()
+    answers.see(response)
+    (answer,) = answers.take()
+    assert isinstance(answer, Answer)
+    (state,) = [output for output in answer.outputs if output.name == "context_phase_params"]
+    assert (state.data_type, state.shape, state.data) == ("UINT8", (1, 3), b"\1\2\3")
+    sent.parameters["request_type"].string_param = "both"
+    refused = read_call(model, sent)
+    with pytest.raises(InvalidRequest, match="'request_type' is 'both' but must be one of"):
+        to_request(refused, settings)
+    again = message(
+        "tensorrt_llm", tensors | {"context_phase_params": np.array([[1, 2, 3]], np.uint8)}, ""
+    )
+    again.parameters["request_type"].string_param = "generation_only"
+    (item,) = to_request(read_call(model, again), settings).items
+    assert item.config.handoff.state == b"\1\2\3"
