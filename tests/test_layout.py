@@ -85,7 +85,7 @@ def test_one_place_imports_the_library(library: str, home: str) -> None:
 
 def test_the_command_starts_without_heavy_libraries() -> None:
     heavy = ("torch", "transformers", "tokenizers", "numpy")
-    program = f"import sys, trtmesh.cli.main; print([m for m in {heavy} if m in sys.modules])"
+    program = f"import sys, trtmesh.cli.app; print([m for m in {heavy} if m in sys.modules])"
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )

@@ -114,6 +114,16 @@ def test_a_failed_item_is_status_1_and_spares_its_siblings(router: str) -> None:
     assert ends[1]["error"]["reason"] == "PROMPT_TOO_LONG"
 
 
+@pytest.mark.parametrize("flags", [("\udcff",), ("--request-id", "\udcff", "a"), ("-",)])
+def test_bytes_that_are_no_text_are_said_in_one_line(flags: tuple[str, ...]) -> None:
+    command = [TRTMESH, "generate", "--router", "127.0.0.1:1", *flags]
+    env = {**os.environ, "PYTHONUTF8": "1"}
+    result = subprocess.run(command, input=b"\xff\n", capture_output=True, env=env, check=False)
+    assert result.returncode in (1, 2)
+    assert b"no text" in result.stderr or b"INVALID_FIELD: the request has a text" in result.stderr
+    assert b"Traceback" not in result.stderr
+
+
 def test_no_router_is_said_in_one_line() -> None:
     result = trtmesh("generate", "--router", "127.0.0.1:1", "one")
     assert result.returncode == 1

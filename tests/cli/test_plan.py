@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from trtmesh.chassis.errors import ModelUnusable, SettingsError
-from trtmesh.cli.mesh_settings import MeshSettings, load_mesh_settings
+from trtmesh.cli.mesh_settings import MeshSettings, config_file_of, load_mesh_settings
+from trtmesh.cli.overruled import refuse_overruled
 from trtmesh.cli.plan import Plan, demo_model, physical_cores
 
 REPOSITORY = Path(__file__).parents[2]
@@ -91,6 +92,68 @@ def test_the_file_reaches_every_process_and_may_name_the_models(tmp_path: Path) 
         assert flags_of(process.arguments)["--config"] == str(file)
         assert "--model-dir" not in process.arguments
     assert len(plan.engines()) == 2
+
+
+def test_the_environment_may_name_the_models_and_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mesh.yaml"
+    file.write_text("tokenizer: {model_dir: a}\n")
+    monkeypatch.setenv("TRTMESH_CONFIG", str(file))
+    with pytest.raises(SettingsError, match=r"tokenizer\.model_dir is set but engine\.model_dir"):
+        Plan(MeshSettings(), config_file_of({}))
+    monkeypatch.setenv("TRTMESH_ENGINE_MODEL_DIR", "b")
+    plan = Plan(MeshSettings(), config_file_of({}))
+    for process in (*plan.tokenizers(), *plan.engines()):
+        assert "--model-dir" not in process.arguments
+
+
+@pytest.mark.parametrize(
+    ("content", "variable", "complaint"),
+    [
+        ("router: {port: 1}", "", r"router\.port of the configuration file .* set mesh\.port"),
+        ("engine: {worker: w}", "", r"engine\.worker of the configuration file .* leave it out"),
+        ("", "TRTMESH_TOKENIZER_GRACE_SECONDS", "TOKENIZER_GRACE_SECONDS .* mesh.grace_seconds"),
+    ],
+)
+def test_what_the_stack_would_overrule_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, variable: str, complaint: str
+) -> None:
+    file = tmp_path / "mesh.yaml"
+    file.write_text(content)
+    if variable:
+        monkeypatch.setenv(variable, "1")
+    with pytest.raises(SettingsError, match=complaint):
+        Plan(MeshSettings(), str(file))
+
+
+@pytest.mark.parametrize("service", ["tokenizer", "engine", "router"])
+def test_every_setting_that_the_stack_gives_is_one_that_it_refuses(service: str) -> None:
+    """Save those that it gives only when its own section says so, over what the file says."""
+    plan = Plan(MeshSettings(), None)
+    processes = {
+        "tokenizer": plan.tokenizers(),
+        "engine": plan.engines(),
+        "router": plan.routers(["t:1"], ["e:1"]),
+    }
+    (process,) = processes[service]
+    _, _, _, *flags = process.command(1, 2 if service == "router" else None)
+    given = {flag.removeprefix("--").replace("-", "_") for flag in flags[::2]} - {"model_dir"}
+    for name in given:
+        with pytest.raises(SettingsError, match=f"{service}.{name}"):
+            refuse_overruled({service: {name: 1}}, {})
+
+
+def test_defaults_of_a_command_yield_to_whatever_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mesh.yaml"
+    file.write_text("mesh: {engines: 4}\n")
+    monkeypatch.setenv("TRTMESH_MESH_TOKENIZERS", "3")
+    defaults = {"engines": "2", "tokenizers": "2", "routers": "2", "log_level": "warning"}
+    settings = load_mesh_settings({"config": str(file), "routers": "5"}, defaults)
+    assert (settings.engines, settings.tokenizers, settings.routers) == (4, 3, 5)
+    assert settings.log_level == "warning"
 
 
 def test_flags_win_over_the_environment_and_that_over_the_file(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import typer
-from trtmesh.cli.main import app
+from trtmesh.cli.app import app
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 SECTION = README.split("## Operating a router\n")[1].split("\n## ")[0]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -9,8 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
-from cli.commands import TRTMESH, gone, running, running_stack, trtmesh
+from cli.commands import STOP_SECONDS, TRTMESH, gone, running, running_stack, trtmesh
 
 SLOW_LOAD = {"TRTMESH_ENGINE_SIMULATED_LOAD_MS": "600000"}
 
@@ -227,6 +229,64 @@ def test_the_end_of_standard_input_may_stop_the_stack() -> None:
         stack.close_stdin()
         assert stack.wait() == 0
         assert gone(processes)
+
+
+def test_a_stack_whose_log_nobody_reads_goes_on_and_ends() -> None:
+    """Ctrl-C in `trtmesh up 2>&1 | head` ends head first."""
+    flags = ("--port", "0", "--backend", "simulated", "--output", "json")
+    with subprocess.Popen(
+        [TRTMESH, "up", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as stack:
+        try:
+            assert stack.stdout
+            assert stack.stderr
+            ready = next(line for line in stack.stdout if '"ready"' in line)
+            processes = psutil.Process(stack.pid).children(recursive=True)
+            stack.stderr.close()
+            # Their refusals are more lines of the router's log than fit a pipe.
+            router = ("--router", json.loads(ready)["router"])
+            for _ in range(4):
+                result = trtmesh("generate", *router, "--json", *[""] * 400)
+                assert result.stdout.count("PROMPT_EMPTY") == 400, result.stderr
+            stack.terminate()
+            assert stack.wait(STOP_SECONDS) == 0
+            assert gone(processes)
+        finally:
+            stack.kill()
+
+
+def test_logs_that_cannot_be_written_are_lost_and_it_is_said(tmp_path: Path) -> None:
+    (tmp_path / "engine-0.log").symlink_to("/dev/full")
+    with running_stack("--port", "0", "--log-dir", str(tmp_path)) as stack:
+        stack.wait_ready()
+        stack.signal(signal.SIGINT)
+        assert stack.wait() == 0
+    said = [line for line in stack.err if "lines are lost" in line]
+    assert said == [
+        f"lines are lost: {tmp_path}/engine-0.log cannot be written: No space left on device\n"
+    ]
+    assert "Traceback" not in "".join(stack.err)
+
+
+def test_ctrl_c_while_the_command_itself_loads_is_quiet(tmp_path: Path) -> None:
+    program = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+    (tmp_path / "typer.py").write_text(program)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    result = trtmesh("up", env={"PYTHONPATH": path})
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+
+
+def test_a_process_that_never_served_is_not_waited_for() -> None:
+    """It may be deep in loading a model, and has nothing to finish."""
+    with running_stack("--port", "0", env=SLOW_LOAD) as stack:
+        stack.wait_for("listening on")
+        stack.wait_for("tokenizer demo:")
+        (engine,) = [p for p in stack.descendants() if "trtmesh.engine" in p.cmdline()]
+        engine.suspend()
+        stack.signal(signal.SIGINT)
+        assert stack.wait() == 130
+        assert gone([engine])
+        assert not any("did not end in time" in line for line in stack.err)
 
 
 def test_standard_input_that_cannot_end_is_refused(tmp_path: Path) -> None:

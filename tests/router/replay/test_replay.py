@@ -18,7 +18,7 @@ from router.scripted import (
 )
 from trtmesh.chassis.block_hashes import chain
 from trtmesh.chassis.errors import InvalidRequest
-from trtmesh.cli.main import app
+from trtmesh.cli.app import app
 from trtmesh.router.placement import POLICIES, PlacementQuery, WorkerSnapshot, place
 from trtmesh.router.placement.decision_log import DecisionRecord
 from trtmesh.router.replay import Arrival, FleetModel, Recorder, read_trace, replay

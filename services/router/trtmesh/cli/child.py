@@ -48,6 +48,7 @@ class Child:
         self._last_lines: deque[str] = deque(maxlen=3)
         self._process: Process | None = None
         self._started = asyncio.Event()
+        self._served = False
         self._relays: list[asyncio.Task[None]] = []
 
     @property
@@ -75,6 +76,7 @@ class Child:
     async def start(self) -> None:
         """Returns when the process listens. A later start takes the ports that it had."""
         self._last_lines.clear()
+        self._served = False
         # A session of its own: Ctrl-C reaches the supervisor alone, which stops the processes in order. The pipe on
         # standard input ends with the supervisor, however it ends, and the process with the pipe.
         process = self._process = await asyncio.create_subprocess_exec(
@@ -102,6 +104,7 @@ class Child:
     async def wait_serving(self) -> None:
         """Returns when the process says that it serves; raises ChildEnded when it ends first."""
         await while_alive((self,), self._watch_health())
+        self._served = True
 
     async def raise_at_end(self) -> NoReturn:
         """Waits for the end of the process, once it was started."""
@@ -117,8 +120,9 @@ class Child:
             await asyncio.wait(self._relays, timeout=1)
         return status
 
-    def terminate(self) -> None:
-        self._signal(signal.SIGTERM)
+    def finish(self) -> None:
+        """Asks the process to finish. One that never served has nothing to, and may be deep in loading a model."""
+        self._signal(signal.SIGTERM if self._served else signal.SIGKILL)
 
     def kill(self) -> None:
         self._signal(signal.SIGKILL)

@@ -44,7 +44,7 @@ def demo(
         return status
 
     say("starting the stack ...")
-    run(supervise({**DEFAULTS, **flags}, use))
+    run(supervise(flags, use, DEFAULTS))
 
 
 async def _request(router: str) -> int:

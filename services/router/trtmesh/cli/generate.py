@@ -150,12 +150,19 @@ def _read_prompts(arguments: Sequence[str]) -> list[str]:
     prompts = []
     for argument in arguments:
         if argument == "-":
-            prompts += [line for line in sys.stdin.read().splitlines() if line.strip()]
+            prompts += [line for line in _read_stdin().splitlines() if line.strip()]
         else:
             prompts.append(argument)
     if not prompts:
         raise typer.BadParameter("standard input has no prompt")
     return prompts
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"standard input is no text: {error}") from error
 
 
 def _sequences(config: GenerationConfig) -> int:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO
 
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.cli.child import Log
+from trtmesh.cli.output import say
 
 
 def to_terminal(name: str, line: str) -> None:
     """Every line behind the name of its process."""
-    sys.stderr.write(f"{name:<11} | {line}\n")
-    sys.stderr.flush()
+    say(f"{name:<11} | {line}")
 
 
 @contextmanager
@@ -28,13 +27,21 @@ def process_log(directory: Path | None) -> Iterator[Log]:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SettingsError(f"mesh.log_dir {directory} cannot be made: {error.strerror}") from error
-    files: dict[str, TextIO] = {}
+    files: dict[str, BinaryIO] = {}
+    unwritten: set[str] = set()
     with ExitStack() as open_files:
 
         def to_file(name: str, line: str) -> None:
-            if name not in files:
-                file = (directory / f"{name}.log").open("a", encoding="utf-8", buffering=1)
-                files[name] = open_files.enter_context(file)
-            files[name].write(f"{line}\n")
+            path = directory / f"{name}.log"
+            try:
+                if name not in files:
+                    files[name] = open_files.enter_context(path.open("ab", buffering=0))
+                files[name].write(f"{line}\n".encode())
+                unwritten.discard(name)
+            except OSError as error:
+                # Whoever does not read on would halt the process at its next full pipe.
+                if name not in unwritten:
+                    say(f"lines are lost: {path} cannot be written: {error.strerror}")
+                unwritten.add(name)
 
         yield to_file

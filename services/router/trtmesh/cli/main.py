@@ -1,31 +1,12 @@
 """The `trtmesh` command."""
 
-import trtmesh.chassis.environment  # noqa: F401, I001 - gRPC reads the environment when it is first imported
-
-import typer
-
-from trtmesh.cli.demo import demo
-from trtmesh.cli.explain import explain
-from trtmesh.cli.generate import generate
-from trtmesh.cli.policy import policy
-from trtmesh.cli.replay import replay
-from trtmesh.cli.requests import requests
-from trtmesh.cli.status import status
-from trtmesh.cli.top import top
-from trtmesh.cli.up import up
-from trtmesh.cli.workers import workers
-
-app = typer.Typer(
-    name="trtmesh",
-    help="Serve LLMs over gRPC as a mesh of three services: tokenizer, engine, router.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
-for command in (up, generate, status, top, explain, replay, demo):
-    app.command()(command)
-for group in (workers, requests, policy):
-    app.add_typer(group)
+import trtmesh.chassis.environment  # noqa: F401 - gRPC reads the environment when it is first imported
 
 
 def main() -> None:
+    try:
+        # Half a second of imports, in which Ctrl-C ends the command as quietly as later.
+        from trtmesh.cli.app import app
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
     app()

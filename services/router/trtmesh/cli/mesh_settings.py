@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 import typer
@@ -63,10 +65,17 @@ Flags = Mapping[str, str]
 """What the command line gave, by name of the setting; `config` is the configuration file."""
 
 
-def load_mesh_settings(flags: Flags) -> MeshSettings:
-    """The settings of the stack from flags, environment and file."""
+def load_mesh_settings(flags: Flags, defaults: Flags = MappingProxyType({})) -> MeshSettings:
+    """The settings of the stack from flags, environment and file, and else from `defaults`."""
     argv = [part for name, value in flags.items() for part in (_flag(name), value)]
-    return load_settings(MeshSettings, argv)
+    settings = load_settings(MeshSettings, argv)
+    unsaid = {name: v for name, v in defaults.items() if not settings.asks_for(name)}
+    return load_mesh_settings({**flags, **unsaid}) if unsaid else settings
+
+
+def config_file_of(flags: Flags) -> str | None:
+    """The configuration file that the settings come from."""
+    return flags.get("config") or os.environ.get("TRTMESH_CONFIG")
 
 
 def takes_mesh_flags(command: Callable[..., None]) -> Callable[..., None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
@@ -11,9 +12,10 @@ from google.protobuf.message import Message
 
 
 def say(text: str) -> None:
-    """A note for the person at the keyboard."""
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+    """A note for the person at the keyboard; lost where nobody can read it any more, which is no reason to stop."""
+    with suppress(OSError):
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
 
 
 def say_error(text: str) -> None:

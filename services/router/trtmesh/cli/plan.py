@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trtmesh.chassis.errors import ModelUnusable
+from trtmesh.chassis.errors import ModelUnusable, SettingsError
 from trtmesh.chassis.settings import read_config_file
 from trtmesh.cli.mesh_settings import MeshSettings
+from trtmesh.cli.overruled import has_own, refuse_overruled
 
 LOOPBACK = "127.0.0.1"
 
@@ -39,6 +40,7 @@ class Plan:
         self._settings = settings
         self._config_file = config_file
         sections = read_config_file(Path(config_file)) if config_file else {}
+        refuse_overruled(sections, os.environ)
         self._model = _model_flags(settings, sections)
 
     def tokenizers(self) -> list[ProcessPlan]:
@@ -119,8 +121,14 @@ def _following(first: int, index: int) -> int:
 def _model_flags(
     settings: MeshSettings, sections: Mapping[str, Mapping[str, object]]
 ) -> tuple[str, ...]:
-    """The model for tokenizers and engines; none where the file gives each of them its own."""
-    own = all("model_dir" in sections.get(name, {}) for name in ("tokenizer", "engine"))
+    """The model for tokenizers and engines; none where file or environment give each of them its own."""
+    services = ("tokenizer", "engine")
+    own = [s for s in services if has_own(s, "model_dir", sections, os.environ)]
+    if settings.model is None and len(own) == 1:
+        (other,) = set(services) - set(own)
+        raise SettingsError(
+            f"{own[0]}.model_dir is set but {other}.model_dir is not; set mesh.model, or both"
+        )
     if settings.model is None and own:
         return ()
     model = settings.model or demo_model()

@@ -128,7 +128,7 @@ class Stack:
 
     async def _stop_group(self, group: Sequence[Child]) -> None:
         for child in group:
-            child.terminate()
+            child.finish()
         try:
             async with asyncio.timeout(self.settings.grace_seconds + KILL_AFTER_SECONDS):
                 await _all(child.wait() for child in group)

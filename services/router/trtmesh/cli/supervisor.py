@@ -8,11 +8,12 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.cli.logs import process_log
-from trtmesh.cli.mesh_settings import Flags, load_mesh_settings
+from trtmesh.cli.mesh_settings import Flags, config_file_of, load_mesh_settings
 from trtmesh.cli.output import say
 from trtmesh.cli.plan import Plan
 from trtmesh.cli.session import INTERRUPTED, OK
@@ -22,11 +23,12 @@ Use = Callable[[Stack], Coroutine[Any, Any, int]]
 """What to do while the stack serves; its return ends the stack with that exit status."""
 
 
-async def supervise(flags: Flags, use: Use) -> int:
-    """Starts the stack that `flags` ask for, keeps it alive during `use`, stops it; returns the exit status."""
-    settings = load_mesh_settings(flags)
+async def supervise(flags: Flags, use: Use, defaults: Flags = MappingProxyType({})) -> int:
+    """Starts the stack that `flags` ask for, keeps it alive during `use`, stops it; returns the exit status. `defaults`
+    hold for what neither flags nor environment nor file say."""
+    settings = load_mesh_settings(flags, defaults)
     with process_log(settings.log_dir) as log:
-        stack = Stack(settings, Plan(settings, flags.get("config")), log)
+        stack = Stack(settings, Plan(settings, config_file_of(flags)), log)
         return await _Supervision(stack, use).run()
 
 

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
-from trtmesh.chassis.errors import StreamIncomplete, Unavailable
+from trtmesh.chassis.errors import InvalidField, StreamIncomplete, Unavailable
 from trtmesh.client.connection import Connection, typed_errors
 from trtmesh.client.events import Event, events_of
 from trtmesh.client.options import Options, PromptLike, build_config, build_items
@@ -98,12 +98,15 @@ class Client:
         a `break` alone leaves the closing to the garbage collector. Raises StreamIncomplete when the stream ends
         without a terminal event of every prompt.
         """
-        request = router_pb2.GenerateRequest(
-            request_id=request_id or uuid.uuid4().hex,
-            model=model,
-            items=build_items(prompts),
-            config=build_config(config, options),
-        )
+        try:
+            request = router_pb2.GenerateRequest(
+                request_id=request_id or uuid.uuid4().hex,
+                model=model,
+                items=build_items(prompts),
+                config=build_config(config, options),
+            )
+        except UnicodeEncodeError as error:
+            raise InvalidField(f"the request has a text that is not Unicode: {error}") from error
         progress = Progress(request)
         loop = asyncio.get_running_loop()
         deadline = None if timeout_seconds is None else loop.time() + timeout_seconds

@@ -1,0 +1,26 @@
+"""All commands of `trtmesh`, as one application."""
+
+from __future__ import annotations
+
+import typer
+from trtmesh.cli.demo import demo
+from trtmesh.cli.explain import explain
+from trtmesh.cli.generate import generate
+from trtmesh.cli.policy import policy
+from trtmesh.cli.replay import replay
+from trtmesh.cli.requests import requests
+from trtmesh.cli.status import status
+from trtmesh.cli.top import top
+from trtmesh.cli.up import up
+from trtmesh.cli.workers import workers
+
+app = typer.Typer(
+    name="trtmesh",
+    help="Serve LLMs over gRPC as a mesh of three services: tokenizer, engine, router.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+for command in (up, generate, status, top, explain, replay, demo):
+    app.command()(command)
+for group in (workers, requests, policy):
+    app.add_typer(group)
