@@ -63,7 +63,9 @@ async def test_one_of_two_is_killed() -> None:
 
 
 async def test_one_of_two_is_killed_while_texts_are_encoded() -> None:
-    async with running_mesh(tokenizers=2, engine_flags=ENGINE) as mesh:
+    """Some of them on the one, some on the other, and some in the queue for either."""
+    flags = ("--encodes-per-tokenizer", "3")
+    async with running_mesh(tokenizers=2, engine_flags=ENGINE, router_flags=flags) as mesh:
         long_prompts = [f"{number} " + "word and another word " * 4000 for number in range(8)]
         expected = contents(await mesh.client.complete(long_prompts, max_tokens=4))
         # Frozen, so that every text is still with them when one dies.

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import grpc
 from prometheus_client import CollectorRegistry
+from trtmesh.chassis.channels import server_options
 from trtmesh.chassis.health import Health
 from trtmesh.chassis.service import SCHEMA_REVISION, Runtime
 from trtmesh.client import AdminClient, Client
@@ -23,6 +24,8 @@ from trtmesh.v1 import tokenizer_pb2 as tpb
 PATIENCE_SECONDS = 20.0
 
 REPORT_SECONDS = 0.1
+
+MESSAGE_BYTES = 64 * 2**20
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -141,12 +144,20 @@ class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self.commands: list[tpb.TokenizerCommand] = []
         self.streams = 0
         self.breaks_on_encode = False
+        self.breaks_on_token: int | None = None
+        self.broken = 0
+        """Streams that broke on a token."""
+        self._context: Context | None = None
         self.answering = asyncio.Event()
         self.answering.set()
 
     @property
     def encodes(self) -> list[tpb.EncodeCommand]:
         return [c.encode for c in self.commands if c.HasField("encode")]
+
+    @property
+    def decodes(self) -> list[tpb.DecodeCommand]:
+        return [c.decode for c in self.commands if c.HasField("decode")]
 
     @property
     def cancelled(self) -> list[int]:
@@ -157,10 +168,17 @@ class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
 
     async def Connect(self, request_iterator: Any, context: Context) -> None:  # type: ignore[override]
         self.streams += 1
+        self._context = context
         async for request in request_iterator:
             self.commands += request.commands
             for command in request.commands:
                 await self._handle(command, context)
+
+    async def hang_up(self) -> None:
+        """Breaks the stream, as a process does that dies."""
+        assert self._context
+        with suppress(grpc.aio.AbortError):
+            await self._context.abort(grpc.StatusCode.UNAVAILABLE, "the process died")
 
     async def _handle(self, command: tpb.TokenizerCommand, context: Context) -> None:
         event = tpb.TokenizerEvent()
@@ -173,6 +191,9 @@ class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
                 event.encoded.words.add(ids=map(ord, word))
         elif command.HasField("decode"):
             decode = command.decode
+            if self.breaks_on_token in decode.token_ids:
+                self.broken += 1
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the process died")
             ids = iter(decode.token_ids)
             event.decoded.handles.extend(decode.handles)
             for handle, count in zip(decode.handles, decode.token_counts, strict=True):
@@ -188,7 +209,7 @@ class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
 @asynccontextmanager
 async def serving(add: Callable[[Any, grpc.aio.Server], None], peer: Any) -> AsyncIterator[str]:
     """Serves a scripted peer; yields its address."""
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=server_options(MESSAGE_BYTES))
     add(peer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -231,7 +252,7 @@ async def serving_router(
     settings = {"engines": tuple(engines), "tokenizers": tuple(tokenizers), **settings}
     router = Router(RouterSettings(admin_port=0, **settings), runtime)
     runtime.health = Health(router.service_names)
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=server_options(MESSAGE_BYTES))
     await runtime.health.register(server)
     router.register(server)
     port = server.add_insecure_port("127.0.0.1:0")

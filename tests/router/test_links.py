@@ -25,6 +25,7 @@ from trtmesh.chassis.errors import (
     BackendFailed,
     InvalidRequest,
     QueueFull,
+    QueueTimeout,
     StreamIncomplete,
     TokenizerLost,
     UnsupportedField,
@@ -206,13 +207,103 @@ async def test_a_text_that_breaks_every_tokenizer_is_given_up() -> None:
         tokenizer.breaks_on_encode = True
         (item,) = await on.ask("poison", max_tokens=1)
         assert isinstance(item.error, TokenizerLost)
-        assert "3 tokenizers were lost" in item.error.message
-        assert len(tokenizer.encodes) == 3
+        assert "4 tokenizers were lost" in item.error.message
+        assert len(tokenizer.encodes) == 4
         tokenizer.breaks_on_encode = False
         asked = on.ask("fine", max_tokens=1)
         (submit,) = await on.engine.submitted()
         await on.engine.step((submit.handle, 0, [65]), ends=[(submit.handle, LENGTH)])
         assert (await asked)[0].text == "A."
+
+
+async def test_a_token_that_breaks_every_tokenizer_is_given_up_and_spares_others() -> None:
+    tokenizer = ScriptedTokenizer()
+    async with scene(tokenizer=tokenizer) as on:
+        neighbour = on.ask("a", max_tokens=9)
+        poisoned = on.ask("b", max_tokens=9)
+        handles = {s.token_ids[0]: s.handle for s in await on.engine.submitted(2)}
+        first, second = handles[ord("a")], handles[ord("b")]
+        await on.engine.step((first, 0, [65]), (second, 0, [66]))
+        await eventually(lambda: sum(len(d.token_ids) for d in tokenizer.decodes) == 2)
+        tokenizer.breaks_on_token = 67
+        await on.engine.step((second, 1, [67]))
+        (item,) = await poisoned
+        assert isinstance(item.error, TokenizerLost)
+        assert "4 tokenizers in a row" in item.error.message
+        assert item.text == "B"
+        await eventually(lambda: on.engine.stops)
+        ends = [(second, pb.FINISH_REASON_CANCELLED), (first, LENGTH)]
+        await on.engine.step((first, 1, [68]), ends=ends)
+        assert (await neighbour)[0].text == "AD."
+
+
+async def test_a_tokenizer_that_is_lost_now_and_then_costs_a_sequence_nothing() -> None:
+    tokenizer = ScriptedTokenizer()
+    async with scene(tokenizer=tokenizer, max_attempts=2) as on:
+        asked = on.ask("a", max_tokens=9)
+        (submit,) = await on.engine.submitted()
+        for token_id in range(65, 69):
+            tokenizer.breaks_on_token = token_id
+            await on.engine.step((submit.handle, token_id - 65, [token_id]))
+            await eventually(lambda count=token_id - 64: tokenizer.broken == count)  # type: ignore[misc]
+            tokenizer.breaks_on_token = None
+            await eventually(lambda count=token_id - 63: tokenizer.streams == count)  # type: ignore[misc]
+        await on.engine.step(ends=[(submit.handle, LENGTH)])
+        assert (await asked)[0].text == "ABCD."
+
+
+async def test_texts_beyond_what_a_tokenizer_may_have_wait_and_beyond_that_are_refused() -> None:
+    tokenizer = ScriptedTokenizer()
+    async with scene(tokenizer=tokenizer, encodes_per_tokenizer=1, max_queued_encodes=3) as on:
+        tokenizer.answering.clear()
+        asked = on.ask("a", "b", "c", "d", max_tokens=1, request_id="first")
+        await eventually(lambda: tokenizer.encodes)
+        (late,) = await on.ask("e", max_tokens=1)
+        assert isinstance(late.error, QueueFull)
+        assert late.error.retry_after_ms
+        assert "Exceeds maximum queue size" in late.error.message
+
+        assert await on.client.stop("first", [3])
+        in_its_place = on.ask("f", max_tokens=1)
+        tokenizer.answering.set()
+        submits = await on.engine.submitted(4)
+        assert "".join(encode.text for encode in tokenizer.encodes) == "abcf"
+        await on.engine.step(
+            *((submit.handle, 0, [65]) for submit in submits),
+            ends=[(submit.handle, LENGTH) for submit in submits],
+        )
+        items = [*await asked, *await in_its_place]
+        assert [item.text for item in items] == ["A.", "A.", "A.", "", "A."]
+        assert items[3].reason is FinishReason.STOPPED
+
+
+async def test_a_text_waits_for_a_busy_tokenizer_no_longer_than_in_any_queue() -> None:
+    tokenizer = ScriptedTokenizer()
+    async with scene(tokenizer=tokenizer, encodes_per_tokenizer=1, queue_seconds=0.05) as on:
+        tokenizer.answering.clear()
+        first = on.ask("a", max_tokens=1)
+        await eventually(lambda: tokenizer.encodes)
+        (item,) = await on.ask("b", max_tokens=1)
+        assert isinstance(item.error, QueueTimeout)
+        assert "every tokenizer" in item.error.message
+        assert not first.done()
+
+
+async def test_queued_texts_go_on_where_their_tokenizer_was_lost() -> None:
+    tokenizer = ScriptedTokenizer()
+    async with scene(tokenizer=tokenizer, encodes_per_tokenizer=1, queue_seconds=60) as on:
+        tokenizer.answering.clear()
+        asked = on.ask("a", "b", "c", max_tokens=1)
+        await eventually(lambda: tokenizer.encodes)
+        await tokenizer.hang_up()
+        tokenizer.answering.set()
+        submits = await on.engine.submitted(3)
+        assert [encode.text for encode in tokenizer.encodes] == ["a", "b", "c", "a"]
+        await on.engine.step(
+            *((submit.handle, 0, [65]) for submit in submits),
+            ends=[(submit.handle, LENGTH) for submit in submits],
+        )
+        assert [item.text for item in await asked] == ["A.", "A.", "A."]
 
 
 async def test_the_encode_of_a_stopped_item_is_withdrawn() -> None:

@@ -30,7 +30,7 @@ from trtmesh.router.requests import Mesh, Requests, Retry
 from trtmesh.router.settings import RouterSettings
 from trtmesh.router.siblings import SiblingRules
 from trtmesh.router.tokenizer import Tokenizer
-from trtmesh.router.tokenizer_pool import TokenizerPool
+from trtmesh.router.tokenizer_pool import EncodeLimits, TokenizerPool
 from trtmesh.router.triton.door import SERVICE_NAME, TritonDoor
 from trtmesh.router.triton.generations import Generations
 from trtmesh.router.triton.server import TritonServer
@@ -64,7 +64,13 @@ class Router:
             KvIndex(settings.kv_index_blocks),
         )
         self._tokenizers = TokenizerPool(
-            settings.tokenizer_recovery_seconds, self._metrics, expected=bool(settings.tokenizers)
+            settings.tokenizer_recovery_seconds,
+            EncodeLimits(
+                settings.encodes_per_tokenizer, settings.max_queued_encodes, settings.queue_seconds
+            ),
+            settings.max_attempts,
+            self._metrics,
+            expected=bool(settings.tokenizers),
         )
         self._admission = Admission(
             AdmissionLimits(
@@ -183,12 +189,7 @@ class Router:
             if known.ready:
                 self._tokenizers.on_ready(known)
             return
-        tokenizer = Tokenizer(
-            address,
-            settings=self._link_settings,
-            on_ready=self._tokenizers.on_ready,
-            on_lost=self._tokenizers.on_lost,
-        )
+        tokenizer = Tokenizer(address, settings=self._link_settings, pool=self._tokenizers)
         self._tokenizers.tokenizers[address] = tokenizer
         self._link(tokenizer)
 
@@ -257,6 +258,10 @@ class Router:
             "queued_items": (
                 "Items that wait for others of their model to end.",
                 self._admission.queued_items,
+            ),
+            "queued_encodes": (
+                "Texts that wait for a tokenizer.",
+                self._tokenizers.queued_encodes,
             ),
             "worker_sequences": (
                 "Handles in use on workers.",

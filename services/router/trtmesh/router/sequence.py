@@ -33,8 +33,9 @@ class SequenceRun:
     """
 
     __slots__ = (
-        "_item", "_output", "assignment", "decode_handle", "decoded", "decoder", "end", "error", "model", "moved",
-        "over", "owner", "reason", "request_id", "sequence_index", "stop_text", "times", "token_ids",
+        "_decoded_at_loss", "_item", "_output", "assignment", "decode_handle", "decoded", "decoder",
+        "decoder_losses", "end", "error", "model", "moved", "over", "owner", "reason", "request_id", "sequence_index",
+        "stop_text", "times", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -57,6 +58,9 @@ class SequenceRun:
         self.owner = owner
         self.decoder: Decoder | None = None
         self.decode_handle = 0
+        self.decoder_losses = 0
+        """Tokenizers in a row that were lost with it and decoded nothing of it."""
+        self._decoded_at_loss = 0
         self.assignment: Assignment | None = None
         self.moved = False
         self.token_ids: list[int] = []
@@ -209,7 +213,7 @@ class SequenceRun:
     def _restart(self) -> None:
         """Forgets everything; the next put, from offset 0, replaces what the client has."""
         self.token_ids = []
-        self.decoded = 0
+        self.decoded = self._decoded_at_loss = 0
         self.stop_text = None
         self._output.restart()
         if self.decoder is not None:
@@ -226,6 +230,14 @@ class SequenceRun:
         """No more text comes: `finish` was answered."""
         if not self.over:
             self._settle()
+
+    def note_decoder_lost(self) -> int:
+        """Counts a tokenizer that was lost while it owed text; how many in a row decoded nothing, this one included."""
+        if self.decoded > self._decoded_at_loss:
+            self.decoder_losses, self._decoded_at_loss = 0, self.decoded
+        if self.decoded < len(self.token_ids) or self.end is not None:
+            self.decoder_losses += 1
+        return self.decoder_losses
 
     def on_stop_text(self, token_count: int, text: str, stop_index: int) -> None:
         """A stop text was complete after `token_count` more tokens; what the worker sent beyond is void."""

@@ -90,6 +90,11 @@ class RouterSettings(ServiceSettings):
     """Most items of one model that wait; a request that would exceed it is refused with QUEUE_FULL."""
     queue_seconds: Annotated[float, Field(gt=0, le=86400)] = 60.0
     """How long an item may wait in its model's queue before it ends with QUEUE_TIMEOUT."""
+    encodes_per_tokenizer: Annotated[int, Field(ge=1, le=1_000_000)] = 256
+    """Most texts that one tokenizer has to encode for this router at once; more wait for a place, by arrival,
+    `queue_seconds` at most."""
+    max_queued_encodes: Annotated[int, Field(ge=1, le=1_000_000)] = 8192
+    """Most texts of one model that wait; one more ends its item with QUEUE_FULL."""
     key_tokens_per_second: Annotated[float, Field(gt=0)] | None = None
     """Tokens, of prompts and generated, that each API key may use a second; unset limits nothing."""
     key_burst_tokens: Annotated[int, Field(ge=1)] = 100_000
@@ -119,7 +124,8 @@ class RouterSettings(ServiceSettings):
     """How long a worker that has sequences may make no step before they go on elsewhere; longer where its steps took
     longer of late."""
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 4
-    """How many workers may be lost with an item that gains no token in between before it ends with WORKER_LOST."""
+    """How many workers, or tokenizers, may be lost with an item that gains nothing in between before it ends with
+    WORKER_LOST or TOKENIZER_LOST."""
     worker_recovery_seconds: Annotated[float, Field(ge=0, le=3600)] = 10.0
     """How long an item waits for a worker when none takes it, before its first token or in the middle of its stream."""
     triton: TritonSettings = TritonSettings()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
+from typing import Protocol
 
 import grpc
 from trtmesh.chassis.errors import Draining, SchemaMismatch, TrtmeshError, from_proto
 from trtmesh.chassis.service import SCHEMA_REVISION
+from trtmesh.router.encode_job import EncodeJob
 from trtmesh.router.outbox import Outbox
 from trtmesh.router.replica import LinkSettings, Replica
 from trtmesh.router.sequence import SequenceRun
@@ -36,19 +38,20 @@ class _Batch:
     finished: list[SequenceRun]
 
 
-@dataclass(slots=True, eq=False)
-class EncodeJob:
-    """Texts on their way to ids. The handle of `command` is filled in by the tokenizer that takes it."""
+class Pool(Protocol):
+    """Whoever decides which tokenizer has what."""
 
-    model: str
-    command: pb.EncodeCommand
-    tokenizer: Tokenizer | None = None
-    """Which one has it now."""
-    losses: int = 0
-    """How many tokenizers were lost while they had it."""
-    done: asyncio.Future[pb.Encoded] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
+    def on_ready(self, tokenizer: Tokenizer) -> None:
+        """It takes texts and sequences."""
+
+    def on_room(self, tokenizer: Tokenizer) -> None:
+        """It has one text less to encode."""
+
+    def on_lost(self, encodes: Sequence[EncodeJob], runs: Sequence[SequenceRun]) -> None:
+        """It is gone, and this is what it had."""
+
+    def move(self, encodes: Sequence[EncodeJob], runs: Sequence[SequenceRun]) -> None:
+        """It drains, and does not take these."""
 
 
 class Tokenizer(Replica):
@@ -59,12 +62,10 @@ class Tokenizer(Replica):
         address: str,
         *,
         settings: LinkSettings,
-        on_ready: Callable[[Tokenizer], None],
-        on_lost: Callable[[list[EncodeJob], list[SequenceRun]], None],
+        pool: Pool,
     ) -> None:
         super().__init__(address, settings)
-        self._on_ready = on_ready
-        self._on_lost = on_lost
+        self._pool = pool
         self.description = pb.GetTokenizerResponse()
         self.runs: dict[int, SequenceRun] = {}
         self._encodes: dict[int, EncodeJob] = {}
@@ -74,6 +75,11 @@ class Tokenizer(Replica):
         self._finished: list[int] = []
         self._unanswered: deque[_Batch] = deque()
         self._flush_planned = False
+
+    @property
+    def encodes(self) -> int:
+        """Texts that it has to encode."""
+        return len(self._encodes)
 
     @property
     def sequences(self) -> int:
@@ -105,6 +111,7 @@ class Tokenizer(Replica):
             del self._encodes[handle]
             cancel = pb.CancelEncodeCommand(handles=[handle])
             self._outbox.put(pb.TokenizerCommand(cancel_encode=cancel))
+            self._pool.on_room(self)
 
     def open(self, run: SequenceRun) -> None:
         """Takes over the decoding of a sequence, from its first token that has no text yet."""
@@ -200,7 +207,7 @@ class Tokenizer(Replica):
         try:
             await call.wait_for_connection()
             self._become(admin_pb.WORKER_STATE_READY, "")
-            self._on_ready(self)
+            self._pool.on_ready(self)
             await self._talk_unless_silent(self._read(call), self._write(call))
         finally:
             call.cancel()
@@ -254,30 +261,31 @@ class Tokenizer(Replica):
             return
         self.drop(run)
         self._become(admin_pb.WORKER_STATE_DRAINING, error.message)
-        self._on_lost([], [run])
+        self._pool.move([], [run])
 
     def _on_encoded(self, encoded: pb.Encoded) -> None:
         job = self._encodes.pop(encoded.handle, None)
-        if job is None or job.done.done():
+        if job is None:
             return
         error = from_proto(encoded.error) if encoded.HasField("error") else None
         if isinstance(error, Draining):
             self._become(admin_pb.WORKER_STATE_DRAINING, error.message)
-            self._on_lost([job], [])
+            self._pool.move([job], [])
+        elif job.done.done():
+            pass
         elif error is not None:
             job.done.set_exception(error)
         else:
             job.done.set_result(encoded)
+        self._pool.on_room(self)
 
     def lost(self, problem: str) -> None:
         """Gives everything on the stream back, to be moved to another tokenizer."""
         del problem
         encodes, runs = list(self._encodes.values()), list(self.runs.values())
-        for job in encodes:
-            job.losses += 1
         self._encodes.clear()
         self.runs.clear()
         self._waiting.clear()
         self._finished.clear()
         self._unanswered.clear()
-        self._on_lost(encodes, runs)
+        self._pool.on_lost(encodes, runs)
