@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
 from trtmesh.chassis.errors import Unavailable
 from trtmesh.client import Client, ItemResult
+from trtmesh.client.results import Results
 
 PROMPTS = [f"def {name}(items):\n    " for name in ("total", "largest", "join", "count")]
 MAX_TOKENS = 96
@@ -17,6 +18,20 @@ MAX_TOKENS = 96
 
 async def ask(client: Client, prompts: Sequence[str]) -> Sequence[ItemResult]:
     return await client.complete(prompts, max_tokens=MAX_TOKENS, ignore_end_id=True)
+
+
+async def watch(client: Client, prompt: str, load: Load) -> ItemResult:
+    """What one prompt came to; notes the longest silence of its stream."""
+    results = Results(1)
+    last = time.monotonic()
+    events = client.generate([prompt], max_tokens=MAX_TOKENS, ignore_end_id=True)
+    async with aclosing(events):
+        async for event in events:
+            now = time.monotonic()
+            load.worst_gap_seconds, last = max(load.worst_gap_seconds, now - last), now
+            results.add(event)
+    (item,) = results.items
+    return item
 
 
 @dataclass
@@ -33,9 +48,8 @@ async def _lane(
     client: Client, prompt: str, right: ItemResult, load: Load, router_restarts: bool
 ) -> None:
     while True:
-        started = time.monotonic()
         try:
-            (item,) = await ask(client, [prompt])
+            item = await watch(client, prompt, load)
         except Unavailable as error:
             # A router that drains refuses new requests, and one that starts anew is away: clients ask again.
             if not router_restarts:
@@ -49,16 +63,15 @@ async def _lane(
         elif (item.token_ids, item.text) != (right.token_ids, right.text):
             load.faults.append(f"{prompt!r} gave {item.token_ids}, not {right.token_ids}")
         load.finished += 1
-        load.worst_gap_seconds = max(load.worst_gap_seconds, time.monotonic() - started)
 
 
 @asynccontextmanager
 async def steady_load(
-    address: str, streams: int, *, router_restarts: bool = False
+    addresses: str | Sequence[str], streams: int, *, router_restarts: bool = False
 ) -> AsyncIterator[Load]:
     """Keeps `streams` requests going while inside; afterwards every lane has finished what it had."""
     load = Load()
-    async with Client(address) as client:
+    async with Client(addresses) as client:
         right = await ask(client, PROMPTS)
         lanes = [
             asyncio.create_task(

@@ -57,23 +57,31 @@ class ComposeStack:
     engine: str = field(default_factory=container_engine)
     ports: dict[str, int] = field(
         default_factory=lambda: {
-            name: free_port() for name in ("GRPC_PORT", "METRICS_PORT", "ADMIN_PORT")
+            router + name: free_port()
+            for router in ("", "SECOND_")
+            for name in ("GRPC_PORT", "METRICS_PORT", "ADMIN_PORT")
         }
     )
     scales: dict[str, int] = field(default_factory=dict)
+    profiles: list[str] = field(default_factory=lambda: ["simulated"])
 
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.ports['GRPC_PORT']}"
 
     @property
+    def second_address(self) -> str:
+        return f"127.0.0.1:{self.ports['SECOND_GRPC_PORT']}"
+
+    @property
     def admin_address(self) -> str:
         return f"127.0.0.1:{self.ports['ADMIN_PORT']}"
 
     def up(self, **scales: int) -> None:
-        """Starts what is missing and stops what is too much."""
+        """Starts what is missing and stops what is too much; whatever else runs is left alone."""
         self.scales |= scales
-        self.compose("up", "--detach", "--no-build")
+        # Without --no-recreate podman-compose starts all containers of a service anew when their number changes.
+        self.compose("up", "--detach", "--no-build", "--no-recreate")
         for service, count in self.scales.items():
             # Docker has stopped them by now; podman-compose only ever adds.
             for container in self.containers(service)[count:]:
@@ -88,7 +96,7 @@ class ComposeStack:
             PROJECT,
             "--file",
             str(COMPOSE_FILE),
-            "--profile=simulated",
+            *(f"--profile={profile}" for profile in self.profiles),
             *arguments,
         )
 
@@ -125,11 +133,21 @@ class ComposeStack:
             [self.engine, *arguments, *command[1:]], capture_output=True, text=True, check=False
         )
 
+    def health(self, container: Container) -> str:
+        """What the image's own check says of a running container; '' when it is healthy."""
+        image = json.loads(self._run(self.engine, "inspect", container.id))[0]["Config"]
+        kind, *check = image["Healthcheck"]["Test"]
+        assert kind == "CMD"
+        done = subprocess.run(
+            [self.engine, "exec", container.id, *check], capture_output=True, text=True, check=False
+        )
+        return "" if done.returncode == 0 else done.stdout + done.stderr
+
     def logs(self) -> str:
         return self.compose("logs", "--tail", "50")
 
     def down(self) -> None:
-        for service in ("router", *VARIABLES):
+        for service in ("router", "second-router", *VARIABLES):
             for container in self.containers(service):
                 self.remove(container)
         self.compose("down", "--volumes", "--timeout", "5")

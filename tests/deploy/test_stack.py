@@ -7,15 +7,20 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+import urllib.request
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+import grpc
 import pytest
 from deploy.load import PROMPTS, Load, ask, steady_load
 from deploy.stack import ComposeStack
+from prometheus_client.parser import text_string_to_metric_families
 from trtmesh.chassis.errors import Unavailable
 from trtmesh.client import AdminClient, Client
+from trtmesh.client.options import build_config, build_items
 from trtmesh.v1 import router_admin_pb2 as admin_pb
+from trtmesh.v1 import router_pb2, router_pb2_grpc
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(600)]
 
@@ -55,10 +60,34 @@ async def until_ready(admin: AdminClient, workers: int, tokenizers: int) -> None
             await asyncio.sleep(0.2)
 
 
+async def add_second_router(stack: ComposeStack) -> None:
+    """Starts the second router, or nothing when it is there, and waits until it serves."""
+    if "second-router" not in stack.profiles:
+        stack.profiles.append("second-router")
+    await asyncio.to_thread(stack.up)
+    async with asyncio.timeout(CHANGE_SECONDS), Client(stack.second_address) as client:
+        while True:
+            try:
+                await ask(client, PROMPTS[:1])
+            except Unavailable:
+                await asyncio.sleep(0.2)
+            else:
+                return
+
+
+def answered(stack: ComposeStack, router: str) -> int:
+    """How many requests a router has answered, by its own count; `router` begins the name of its ports."""
+    url = f"http://127.0.0.1:{stack.ports[router + 'METRICS_PORT']}/metrics"
+    with urllib.request.urlopen(url, timeout=10) as page:
+        families = text_string_to_metric_families(page.read().decode())
+    (requests,) = [family for family in families if family.name == "trtmesh_router_requests"]
+    return int(sum(sample.value for sample in requests.samples))
+
+
 def tell(scenario: str, load: Load) -> None:
     print(
         f"\n{scenario}: {load.finished} streams whole, {load.refused} asked again,"
-        f" slowest {load.worst_gap_seconds:.1f} s"
+        f" longest silence of a stream {load.worst_gap_seconds:.1f} s"
     )
 
 
@@ -67,11 +96,12 @@ async def under_load(
     scenario: str,
     act: Callable[[AdminClient], Awaitable[None]],
     *,
+    addresses: Sequence[str] = (),
     router_restarts: bool = False,
 ) -> None:
     """Does something to the stack while streams go on; every one of them must be whole."""
     async with (
-        steady_load(stack.address, STREAMS, router_restarts=router_restarts) as load,
+        steady_load(addresses or stack.address, STREAMS, router_restarts=router_restarts) as load,
         AdminClient(stack.admin_address) as admin,
     ):
         await act(admin)
@@ -167,6 +197,49 @@ async def test_a_rolling_restart_costs_no_token(stack: ComposeStack, service: st
     await under_load(
         stack, f"rolling restart of every {service}", act, router_restarts=service == "router"
     )
+
+
+async def test_health_checks_say_that_all_are_ready(stack: ComposeStack) -> None:
+    for service in ("router", "tokenizer", "simulated"):
+        for container in stack.containers(service):
+            assert stack.health(container) == ""
+    print("\nhealth checks of the images: ready")
+
+
+async def test_a_killed_router_of_two_costs_no_token(stack: ComposeStack) -> None:
+    async def act(admin: AdminClient) -> None:
+        stack.crash(stack.containers("router")[0])
+        await asyncio.sleep(5)
+        await asyncio.to_thread(stack.up)
+        await until_ready(admin, 1, 1)
+
+    await add_second_router(stack)
+    await under_load(
+        stack, "kill -9 of one router of two", act, addresses=[stack.address, stack.second_address]
+    )
+
+
+async def test_grpc_balances_requests_over_two_routers(stack: ComposeStack) -> None:
+    await add_second_router(stack)
+    before = [answered(stack, router) for router in ("", "SECOND_")]
+    async with grpc.aio.insecure_channel(
+        f"ipv4:{stack.address},{stack.second_address}",
+        options=[("grpc.lb_policy_name", "round_robin")],
+    ) as channel:
+        stub = router_pb2_grpc.MeshServiceStub(channel)
+        for _ in range(8):
+            request = router_pb2.GenerateRequest(
+                items=build_items(PROMPTS[:1]), config=build_config(None, {"max_tokens": 2})
+            )
+            async for _ in stub.Generate(request, wait_for_ready=True):
+                pass
+    shares = [
+        answered(stack, router) - begun
+        for router, begun in zip(("", "SECOND_"), before, strict=True)
+    ]
+    assert sum(shares) == 8
+    assert min(shares) > 0
+    print(f"\neight requests over one round_robin channel: {shares}")
 
 
 async def test_the_command_of_this_machine_administers_the_stack(stack: ComposeStack) -> None:
