@@ -9,12 +9,16 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 from trtmesh.engine.backends.torch.linears import (
+    SMALL_WEIGHT,
     HalfLinear,
     NativeLinear,
     PackedLinear,
     TransposedLinear,
     pack_linears,
+    widen,
 )
+
+LARGE = SMALL_WEIGHT // 48 + 1
 
 
 class Own(nn.Linear):
@@ -29,29 +33,56 @@ def model(dtype: torch.dtype) -> nn.ModuleDict:
         "biased": nn.Linear(48, 33),
         "transposed": transposed(80, 48),
         "own": Own(48, 8),
-        "large": nn.Linear(48, 8192),
+        "large": nn.Linear(48, LARGE),
     }
     return nn.ModuleDict(layers).to(dtype)
 
 
-@pytest.mark.parametrize("tokens", [(1, 1, 48), (1, 2, 48), (5, 48), (1, 37, 48)])
-@pytest.mark.parametrize(
-    ("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)]
-)
+TOKENS = [(1, 1, 48), (1, 2, 48), (5, 48), (1, 37, 48)]
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
 @torch.inference_mode()
-def test_the_product_is_the_same(tokens: tuple[int, ...], dtype: torch.dtype, close: float) -> None:
-    layers, packed = model(dtype), model(dtype)
-    pack_linears(packed, copies=True)
-    given = torch.randn(tokens, dtype=dtype)
+def test_the_product_is_the_same(tokens: tuple[int, ...]) -> None:
+    layers, packed = model(torch.float32), model(torch.float32)
+    pack_linears(packed)
+    given = torch.randn(tokens)
     for name, layer in layers.items():
-        got = packed[name](given)
-        assert got.dtype == dtype
-        torch.testing.assert_close(got, layer(given), atol=close, rtol=close)
+        torch.testing.assert_close(packed[name](given), layer(given), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize(("dtype", "close"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+@torch.inference_mode()
+def test_half_precision_computes_in_float32(
+    tokens: tuple[int, ...], dtype: torch.dtype, close: float
+) -> None:
+    layers, wide = model(dtype), model(dtype)
+    widen(wide)
+    given = torch.randn(tokens)
+    for name, layer in layers.items():
+        got = wide[name](given)
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, layer(given.to(dtype)).float(), atol=close, rtol=close)
+
+
+@torch.inference_mode()
+def test_the_rest_of_a_model_is_widened_too() -> None:
+    layers: dict[str, nn.Module] = {"words": nn.Embedding(9, 4), "norm": nn.LayerNorm(4)}
+    wide = nn.ModuleDict(layers).to(torch.bfloat16)
+    words = wide["words"].get_parameter("weight")
+    widen(wide)
+    # Rows that are only copied stay as they are stored.
+    assert wide["words"].get_parameter("weight") is words
+    assert words.dtype == torch.bfloat16
+    embedded = wide["words"](torch.tensor([1, 2]))
+    assert torch.equal(embedded, words[1:3].float())
+    assert wide["norm"](embedded).dtype == torch.float32
 
 
 def test_what_is_replaced() -> None:
     packed: Any = model(torch.float32)
-    pack_linears(packed, copies=False)
+    pack_linears(packed)
     assert type(packed["own"]) is Own
     for name in ("plain", "biased", "transposed"):
         assert type(packed[name]) is TransposedLinear
@@ -60,14 +91,20 @@ def test_what_is_replaced() -> None:
     assert type(packed["large"]) is PackedLinear
     # Code that multiplies with the weight itself is caught by the self-check.
     assert packed["large"].weight.isnan().all()
-    assert packed["large"].weight.shape == (8192, 48)
+    assert packed["large"].weight.shape == (LARGE, 48)
 
 
-@pytest.mark.parametrize("kind", [HalfLinear, NativeLinear])
 @torch.inference_mode()
-def test_half_precision_with_and_without_instructions(kind: type[nn.Module]) -> None:
+def test_half_precision_with_instructions() -> None:
     layer = nn.Linear(64, 24, dtype=torch.bfloat16)
-    other = kind(layer.weight, layer.bias)
+    other = NativeLinear(layer.weight, layer.bias)
     for count in (1, 2, 3, 40):
         given = torch.randn(1, count, 64, dtype=torch.bfloat16)
         torch.testing.assert_close(other(given), layer(given), atol=2e-2, rtol=2e-2)
+
+
+def test_small_half_precision_weights_are_kept_in_float32_alone() -> None:
+    wide = model(torch.float16)
+    widen(wide)
+    assert type(wide["plain"]) is TransposedLinear
+    assert type(wide["large"]) is HalfLinear

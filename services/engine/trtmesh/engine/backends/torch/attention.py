@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,12 +18,30 @@ MANY_HEADS = 16
 FEW_QUERIES = 16
 
 
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How a layer attends, beside its queries, keys and values."""
+
+    scale: float
+    window: int | None
+    """Tokens before and with it that a token sees; None for all."""
+    softcap: float | None
+    sinks: Tensor | None
+    """A score for each head that takes probability and gives nothing, [heads]."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether the fused kernel of PyTorch can express it."""
+        return self.softcap is None and self.sinks is None
+
+
 class PagedAttention:
     """Attention of all layers of one model; `begin` says what the next forward computes."""
 
-    def __init__(self, cache: KvCache, tables: Rows) -> None:
+    def __init__(self, cache: KvCache, tables: Rows, dtype: torch.dtype) -> None:
+        """`dtype` is that of queries, keys and values."""
         self.cache = cache
-        self._grouping = Grouping(cache, tables)
+        self._grouping = Grouping(cache, tables, dtype)
         self._step: StepTokens | None = None
         self._groups: dict[int | None, list[Group]] = {}
 
@@ -30,43 +49,46 @@ class PagedAttention:
         self._step = step
         self._groups = {}
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         """`query` [1, heads, tokens, head_dim], `key` and `value` with kv_heads; returns [1, tokens, heads, size]."""
+        kv = torch.cat((self._per_token(key), self._per_token(value)), dim=1)
+        output = self.attend_tokens(layer, self._per_token(query), kv, rule)
+        return output[None, ..., : value.shape[-1]]
+
+    def attend_tokens(self, layer: int, queries: Tensor, kv: Tensor, rule: Rule) -> Tensor:
+        """`queries` [tokens, heads, head_dim], keys and values [tokens, 2 * kv_heads, head_dim]; returns the former."""
         step = self._step
         if step is None:
             raise RuntimeError("attention ran outside a step")
-        value_size = value.shape[-1]
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        queries, keys, values = (self._per_token(tensor) for tensor in (query, key, value))
-        self.cache.write(layer, step.token_rows, keys, values)
-        groups = self._groups.get(sliding_window)
+        self.cache.write(layer, step.token_rows, kv)
+        groups = self._groups.get(rule.window)
         if groups is None:
-            groups = self._groups[sliding_window] = self._grouping.groups(step, sliding_window)
+            groups = self._groups[rule.window] = self._grouping.groups(step, rule.window)
+        if len(groups) == 1:
+            return self._attend_group(layer, groups[0], queries, kv, rule)
         outputs = []
         for group in groups:
-            own = queries[group.first : group.last]
-            if group.rows is None:
-                # [1, kv_heads, tokens, head_dim]
-                all_keys = keys[group.first : group.last].transpose(0, 1)[None]
-                all_values = values[group.first : group.last].transpose(0, 1)[None]
-            else:
-                all_keys, all_values = self._gather(layer, group)
-            outputs.append(
-                _attend(own, all_keys, all_values, group, scale=scale, softcap=softcap, sinks=sinks)
-            )
-        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return output[None, ..., :value_size]
+            own = slice(group.first, group.last)
+            outputs.append(self._attend_group(layer, group, queries[own], kv[own], rule))
+        return torch.cat(outputs)
+
+    def _attend_group(
+        self, layer: int, group: Group, queries: Tensor, kv: Tensor, rule: Rule
+    ) -> Tensor:
+        """The same for the tokens of one group."""
+        if group.rows is None:
+            heads = kv.transpose(0, 1)[None]
+            # Each [1, kv_heads, tokens, head_dim].
+            keys, values = heads.chunk(2, dim=1)
+        else:
+            assert group.keys is not None
+            assert group.values is not None
+            assert group.gathered is not None
+            torch.index_select(self.cache.block_rows[layer], 0, group.rows, out=group.gathered)
+            if group.widened is not None:
+                group.widened.copy_(group.gathered)
+            keys, values = group.keys, group.values
+        return _attend(queries, keys, values, group, rule)
 
     def _per_token(self, tensor: Tensor) -> Tensor:
         """[1, heads, tokens, size] as [tokens, heads, head_dim]; a size below the cache's is filled with zeros."""
@@ -74,37 +96,19 @@ class PagedAttention:
         missing = self.cache.shape.head_dim - tensor.shape[-1]
         return pad(per_token, (0, missing)) if missing else per_token
 
-    def _gather(self, layer: int, group: Group) -> tuple[Tensor, Tensor]:
-        key_rows, value_rows = self.cache.block_rows[layer]
-        assert group.rows is not None
-        assert group.keys is not None
-        assert group.values is not None
-        torch.index_select(key_rows, 0, group.rows, out=group.gathered_keys)
-        torch.index_select(value_rows, 0, group.rows, out=group.gathered_values)
-        return group.keys, group.values
 
-
-def _attend(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    group: Group,
-    *,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, group: Group, rule: Rule) -> Tensor:
     """`queries` [rows, heads, head_dim], `keys` [sequences, kv_heads, keys, head_dim]; returns as `queries`.
 
     Query heads that share a key head become rows of one matrix, [sequences, kv_heads, tokens * shared, head_dim].
     """
     sequences, kv_heads = keys.shape[:2]
     rows, heads, size = queries.shape
-    if group.causal and softcap is None and sinks is None:
+    if group.causal and rule.plain:
         # The fused kernel skips what is hidden, which pays for the keys that it repeats.
         whole = queries.transpose(0, 1)[None]
         output = scaled_dot_product_attention(
-            whole, keys, values, is_causal=True, scale=scale, enable_gqa=heads != kv_heads
+            whole, keys, values, is_causal=True, scale=rule.scale, enable_gqa=heads != kv_heads
         )
         return output[0].transpose(0, 1)
     shared = heads // kv_heads
@@ -113,10 +117,12 @@ def _attend(
     mask = group.mask
     if mask is not None and group.tokens > 1:
         mask = mask.repeat_interleave(shared, dim=2)
-    if softcap is None and sinks is None and _small(packed):
-        output = scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
+    if rule.plain and _small(packed):
+        output = scaled_dot_product_attention(
+            packed, keys, values, attn_mask=mask, scale=rule.scale
+        )
     else:
-        output = _explicit(packed, keys, values, mask, scale=scale, softcap=softcap, sinks=sinks)
+        output = _explicit(packed, keys, values, mask, rule)
     output = output.view(sequences, kv_heads, group.tokens, shared, -1).transpose(1, 2)
     return output.reshape(rows, heads, -1)
 
@@ -131,25 +137,19 @@ def _small(queries: Tensor) -> bool:
 
 
 def _explicit(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    *,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, rule: Rule
 ) -> Tensor:
     """Attention with what the fused kernels cannot express: capped scores, and sinks that only take probability."""
     sequences, kv_heads, rows, size = queries.shape
     shape = (sequences, kv_heads, rows, keys.shape[2])
     transposed = keys.flatten(0, 1).transpose(1, 2)
     queries = queries.reshape(-1, rows, size)
+    softcap, sinks = rule.softcap, rule.sinks
     if softcap is None and mask is not None:
         hidden = mask.expand(-1, kv_heads, -1, -1).flatten(0, 1)
-        scores = torch.baddbmm(hidden, queries, transposed, alpha=scale).view(shape)
+        scores = torch.baddbmm(hidden, queries, transposed, alpha=rule.scale).view(shape)
     else:
-        scores = torch.bmm(queries, transposed).mul_(scale).view(shape)
+        scores = torch.bmm(queries, transposed).mul_(rule.scale).view(shape)
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         if mask is not None:
@@ -179,17 +179,9 @@ def _dispatch(
 ) -> tuple[Tensor, None]:
     """What transformers calls; the module carries the attention of its own engine, so engines do not meet."""
     attention = getattr(module, ATTRIBUTE)
-    output = attention.attend(
-        module.layer_idx,
-        query,
-        key,
-        value,
-        scaling=scaling,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-    )
-    return output, None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    rule = Rule(scale, sliding_window, softcap, s_aux)
+    return attention.attend(module.layer_idx, query, key, value, rule), None
 
 
 def register() -> None:
@@ -197,7 +189,8 @@ def register() -> None:
     AttentionInterface.register(NAME, _dispatch)
 
 
-def attach(model: torch.nn.Module, attention: object) -> None:
-    """Lets every layer of `model` use `attention`, which has `attend`."""
+def attach(model: torch.nn.Module, attention: object | None) -> None:
+    """Lets every layer of `model` use `attention`, which has the two methods of PagedAttention; None for the model's
+    own attention."""
     for module in model.modules():
         setattr(module, ATTRIBUTE, attention)

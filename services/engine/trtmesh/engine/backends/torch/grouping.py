@@ -42,10 +42,11 @@ class StepTokens:
 class Group:
     """Sequences with equally many tokens in the step that are attended to together.
 
-    `rows` is [sequences * kv_heads * blocks], `mask` broadcasts to [sequences, 1, tokens, keys] and is added;
-    `keys` and `values` are the workspace that the rows are gathered into, [sequences, kv_heads, keys, head_dim].
-    A group without rows is the beginning of one sequence: its keys are those of the step itself, and `causal` says
-    that the mask hides nothing but what comes later.
+    `rows` is [2 * sequences * kv_heads * blocks], `mask` broadcasts to [sequences, 1, tokens, keys] and is added;
+    `keys` and `values` are the workspace that the rows are gathered into, [sequences, kv_heads, keys, head_dim], which
+    is `gathered` for the gather, or `widened` where the cache has another type. A group without rows is the beginning
+    of one sequence: its keys are those of the step itself, and `causal` says that the mask hides nothing but what comes
+    later.
     """
 
     first: int
@@ -54,8 +55,8 @@ class Group:
     mask: Tensor | None
     causal: bool = False
     rows: Tensor | None = None
-    gathered_keys: Tensor | None = None
-    gathered_values: Tensor | None = None
+    gathered: Tensor | None = None
+    widened: Tensor | None = None
     keys: Tensor | None = None
     values: Tensor | None = None
 
@@ -63,12 +64,14 @@ class Group:
 class Grouping:
     """Makes groups, and owns the workspace that they share."""
 
-    def __init__(self, cache: KvCache, tables: Rows) -> None:
+    def __init__(self, cache: KvCache, tables: Rows, dtype: torch.dtype) -> None:
+        """`dtype` is that of queries, keys and values."""
         self._cache = cache
         self._tables = tables
-        self._dtype = cache.pool.dtype
+        self._dtype = dtype
         self._device = cache.pool.device
-        self._workspace = [cache.pool.new_zeros(0), cache.pool.new_zeros(0)]
+        self._workspace = cache.pool.new_empty(0)
+        self._wide = torch.empty(0, dtype=dtype, device=self._device)
 
     def groups(self, step: StepTokens, window: int | None) -> list[Group]:
         """The groups of a step for layers with this sliding window."""
@@ -158,24 +161,28 @@ class Grouping:
 
     def _provide(self, groups: list[Group]) -> None:
         """Gives each group its view of the workspace; groups run one after another, so they share it."""
-        shape, size = self._cache.shape, self._cache.tokens_per_block
-        row_size = size * shape.head_dim
+        shape = self._cache.shape
+        row_size = self._cache.tokens_per_block * shape.head_dim
         needed = max((len(group.rows) for group in groups if group.rows is not None), default=0)
-        if needed * row_size > self._workspace[0].numel():
+        widens = self._workspace.dtype != self._dtype
+        if needed * row_size > self._workspace.numel():
             # Some room to grow, so that lengthening sequences do not allocate every step.
             room = int(needed * row_size * 1.25)
-            self._workspace = [self._cache.pool.new_empty(room) for _ in self._workspace]
+            self._workspace = self._workspace.new_empty(room)
+            self._wide = self._wide.new_empty(room) if widens else self._workspace
         for number, group in enumerate(groups):
             if group.rows is None:
                 continue
             sequences = group.last - group.first if group.tokens == 1 else 1
-            flat = [space[: len(group.rows) * row_size] for space in self._workspace]
-            heads = [view.view(sequences, shape.kv_heads, -1, shape.head_dim) for view in flat]
-            gathered = [view.view(-1, row_size) for view in flat]
+            gathered, wide = (
+                space[: len(group.rows) * row_size].view(-1, row_size)
+                for space in (self._workspace, self._wide)
+            )
+            keys, values = wide.view(2, sequences, shape.kv_heads, -1, shape.head_dim)
             groups[number] = replace(
                 group,
-                gathered_keys=gathered[0],
-                gathered_values=gathered[1],
-                keys=heads[0],
-                values=heads[1],
+                gathered=gathered,
+                widened=wide if widens else None,
+                keys=keys,
+                values=values,
             )

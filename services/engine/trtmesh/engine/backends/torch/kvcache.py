@@ -2,8 +2,9 @@
 
 Layout [blocks, layers, 2, kv_heads, tokens_per_block, head_dim], with 2 for key and value: one block is one run of
 bytes, and so is a range of its heads. Seen as rows of [tokens_per_block * head_dim], the keys of (block, layer, head)
-are row ((block * layers + layer) * 2 + 0) * kv_heads + head; the row of a layer is thus that of layer 0 plus a
-constant, so one index serves all layers, each applied to a view that begins at its own constant.
+are row ((block * layers + layer) * 2 + 0) * kv_heads + head and its values kv_heads rows further; the row of a layer is
+thus that of layer 0 plus a constant, so one index serves all layers, each applied to a view that begins at its own
+constant.
 """
 
 from __future__ import annotations
@@ -59,13 +60,12 @@ class KvCache:
         self._rows_per_block = shape.layers * 2 * heads
         block_rows = self.pool.view(-1, tokens_per_block * shape.head_dim)
         token_rows = self.pool.view(-1, shape.head_dim)
-        firsts = [[(layer * 2 + kv) * heads for kv in (0, 1)] for layer in range(shape.layers)]
-        # For each layer, of keys and of values: [rows, tokens_per_block * head_dim] and [rows, head_dim].
-        self.block_rows = [[block_rows[first:] for first in pair] for pair in firsts]
-        self._token_rows = [
-            [token_rows[first * tokens_per_block :] for first in pair] for pair in firsts
-        ]
-        self._head_rows: Rows = np.arange(heads, dtype=np.int64)
+        firsts = [layer * 2 * heads for layer in range(shape.layers)]
+        # For each layer [rows, tokens_per_block * head_dim] and [rows, head_dim].
+        self.block_rows = [block_rows[first:] for first in firsts]
+        self._token_rows = [token_rows[first * tokens_per_block :] for first in firsts]
+        # Of a block's keys and values in a layer.
+        self._head_rows: Rows = np.arange(2 * heads, dtype=np.int64)
 
     def carry_out(self, moves: Sequence[Move]) -> None:
         """Does what the block pool decided, as if one move after another.
@@ -89,23 +89,20 @@ class KvCache:
         return self.host, torch.tensor(blocks) - first_of_host
 
     def rows_of_blocks(self, blocks: Rows) -> Rows:
-        """Block rows of layer 0's keys for `blocks` [sequences, blocks]: [sequences, kv_heads, blocks]."""
-        return blocks[:, None, :] * self._rows_per_block + self._head_rows[None, :, None]
+        """Block rows in layer 0 of `blocks` [sequences, blocks]: [2, sequences, kv_heads, blocks]."""
+        heads = self._head_rows.reshape(2, 1, -1, 1)
+        return blocks[None, :, None, :] * self._rows_per_block + heads
 
     def rows_of_tokens(self, blocks: Rows, positions: Rows) -> Rows:
-        """Token rows of layer 0's keys for tokens at `positions` in `blocks`, [tokens] each: [tokens, kv_heads]."""
+        """Token rows in layer 0 of tokens at `positions` in `blocks`, [tokens] each: [tokens, 2 * kv_heads]."""
         size = self.tokens_per_block
         rows = blocks[:, None] * self._rows_per_block + self._head_rows[None, :]
         return rows * size + (positions % size)[:, None]
 
-    def write(
-        self, layer: int, token_rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> None:
-        """Stores `key` and `value` [tokens, kv_heads, head_dim] at `token_rows` [tokens * kv_heads]."""
-        keys, values = self._token_rows[layer]
-        size = self.shape.head_dim
-        keys.index_copy_(0, token_rows, key.reshape(-1, size))
-        values.index_copy_(0, token_rows, value.reshape(-1, size))
+    def write(self, layer: int, token_rows: torch.Tensor, kv: torch.Tensor) -> None:
+        """Stores keys and values [tokens, 2 * kv_heads, head_dim] at `token_rows` [tokens * 2 * kv_heads]."""
+        rows = kv.reshape(-1, self.shape.head_dim)
+        self._token_rows[layer].index_copy_(0, token_rows, rows.to(self.pool.dtype))
 
 
 def _batches(moves: Sequence[Move], first_of_host: int) -> Iterator[list[Move]]:

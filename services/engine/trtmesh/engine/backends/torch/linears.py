@@ -2,10 +2,12 @@
 
 PyTorch hands a plain float32 weight to a BLAS that packs it anew in every call, which costs as much as the product
 when a step has few tokens. Weights that are packed once, in oneDNN's layout, are 1.2 to 1.8 times as fast for up to
-32 tokens and as fast beyond. A call of oneDNN costs some 30 microseconds whatever it multiplies, though, so small
-weights are left to BLAS, transposed, which suits it best. Half precision is the opposite: on a CPU without instructions
-for it every element is converted in every call, which only pays while a weight is read for one or two tokens; beyond
-that a packed float32 copy is up to seven times as fast.
+32 tokens and as fast beyond. A call of oneDNN costs some 25 microseconds whatever it multiplies, though, so small
+weights are left to BLAS, transposed, which suits it best.
+
+A CPU without instructions for half precision converts every element of such a weight in every call, which only pays
+while the weight is read for one or two tokens; beyond that a packed float32 copy is up to seven times as fast. So there
+half precision is how weights and KV are stored, and everything is computed in float32.
 """
 
 from __future__ import annotations
@@ -17,25 +19,50 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
-SMALL_WEIGHT = 2**18
+SMALL_WEIGHT = 2**19
 """Most elements of a weight that a product by BLAS is over sooner with than oneDNN would begin."""
 HALF_TOKENS = 2
 """Most tokens for which a half-precision weight is read as it is."""
 
+Maker = Callable[[Tensor, Tensor | None], nn.Module]
 
-def pack_linears(model: nn.Module, *, copies: bool) -> None:
-    """Replaces the linear layers of a model on a CPU, except where their types have nothing to gain.
 
-    Float32 weights are laid out anew. Half-precision ones are kept and get a float32 copy beside them if `copies`.
-    """
+def pack_linears(model: nn.Module) -> None:
+    """Replaces the linear layers of a model on a CPU by those that compute the same faster."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return
-    half = _make_half if copies else None
-    makers: dict[torch.dtype, Callable[[Tensor, Tensor | None], nn.Module] | None] = {
-        torch.float32: float32_linear,
-        torch.bfloat16: NativeLinear if torch.ops.mkldnn._is_mkldnn_bf16_supported() else half,
-        torch.float16: None if torch.ops.mkldnn._is_mkldnn_fp16_supported() else half,
+    makers: dict[torch.dtype, Maker] = {torch.float32: float32_linear}
+    if not lacks_instructions(torch.bfloat16):
+        makers[torch.bfloat16] = NativeLinear
+    _replace(model, makers)
+
+
+def lacks_instructions(dtype: torch.dtype) -> bool:
+    """Whether this CPU converts numbers of `dtype` to compute with them."""
+    supported = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
     }
+    return dtype in supported and not supported[dtype]()
+
+
+def widen(model: nn.Module) -> None:
+    """Makes a model in half precision compute in float32; its linear layers get float32 copies of their weights, and
+    keep the others where those are still faster for few tokens."""
+    _replace(model, dict.fromkeys((torch.bfloat16, torch.float16), _wide_linear))
+    for module in model.modules():
+        if type(module) is nn.Embedding:
+            module.register_forward_hook(_to_float32)
+            continue
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            tensor.data = tensor.data.float() if tensor.is_floating_point() else tensor.data
+
+
+def _to_float32(_module: nn.Module, _given: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    return output.float()
+
+
+def _replace(model: nn.Module, makers: dict[torch.dtype, Maker]) -> None:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             # Subclasses may compute something else.
@@ -90,20 +117,22 @@ class PackedLinear(nn.Module):
 
 
 class HalfLinear(nn.Module):
-    """A half-precision linear layer with a packed float32 copy for more than HALF_TOKENS tokens."""
+    """A float32 linear layer that reads its weight in half precision for up to HALF_TOKENS tokens, and else from a
+    packed float32 copy."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.weight = weight.contiguous()
-        self.bias = bias
+        # No parameter, so it stays in half precision too.
+        self.bias = None if bias is None else bias.detach()
         self.out_features, self.in_features = weight.shape
         self._wide = float32_linear(weight.float(), None if bias is None else bias.float())
 
     def forward(self, tokens: Tensor) -> Tensor:
         if tokens.numel() <= HALF_TOKENS * self.in_features:
-            return linear(tokens, self.weight, self.bias)
-        product: Tensor = self._wide(tokens.float())
-        return product.to(tokens.dtype)
+            return linear(tokens.to(self.weight.dtype), self.weight, self.bias).float()
+        product: Tensor = self._wide(tokens)
+        return product
 
 
 class NativeLinear(nn.Module):
@@ -125,5 +154,7 @@ class NativeLinear(nn.Module):
         return product.view(*tokens.shape[:-1], -1)
 
 
-def _make_half(weight: Tensor, bias: Tensor | None) -> nn.Module:
+def _wide_linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
+    if weight.numel() <= SMALL_WEIGHT:
+        return TransposedLinear(weight.float(), None if bias is None else bias.float())
     return HalfLinear(weight, bias)

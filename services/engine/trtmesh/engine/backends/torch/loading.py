@@ -39,7 +39,7 @@ def load_engine(model_dir: Path, settings: TorchSettings) -> tuple[Engine, Backe
     device = torch.device(settings.device)
     files = weight_files(model_dir)
     model = load_model(model_dir, settings.dtype, device, weight_copies=settings.weight_copies)
-    dtype = model.module.dtype
+    dtype = model.dtype
     sizes = size(settings, model, dtype, device)
     freeze_rope(model.module, sizes.max_sequence_tokens)
     check_model(model, dtype=dtype, device=device)
@@ -81,7 +81,7 @@ def _engine(settings: TorchSettings, model: Model, sizes: Sizes, device: torch.d
         blocks=sizes.blocks,
         host_blocks=sizes.host_blocks,
         tokens_per_block=settings.tokens_per_block,
-        dtype=model.module.dtype,
+        dtype=model.dtype,
         device=device,
     )
     pool = BlockPool(

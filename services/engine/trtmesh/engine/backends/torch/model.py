@@ -15,8 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.engine.backends.torch import attention
+from trtmesh.engine.backends.torch.fused_layers import fuse_layers
 from trtmesh.engine.backends.torch.kvcache import KvShape
-from trtmesh.engine.backends.torch.linears import pack_linears
+from trtmesh.engine.backends.torch.linears import lacks_instructions, pack_linears, widen
 from trtmesh.engine.backends.torch.norms import fuse_norms
 from trtmesh.engine.backends.torch.prompt_table import Embedding, PromptTable
 
@@ -34,6 +35,10 @@ class Model:
     """A causal language model and what the engine must know of it."""
 
     module: PreTrainedModel
+    dtype: torch.dtype
+    """Of weights and KV as they are stored."""
+    compute_dtype: torch.dtype
+    """Of what lies between."""
     kv_shape: KvShape
     vocabulary_size: int
     max_positions: int
@@ -70,24 +75,30 @@ class Model:
 def load_model(
     model_dir: Path, dtype_name: str, device: torch.device, *, weight_copies: bool = False
 ) -> Model:
-    """Raises ModelUnusable with the reason. `weight_copies` is `pack_linears`' `copies`."""
+    """Raises ModelUnusable with the reason. `weight_copies` allows float32 copies of half-precision weights."""
     config = _config(model_dir)
     dtype = _dtype(config, dtype_name, device)
     module = _weights(model_dir, config, dtype)
     torch.nn.Module.to(module, device)
     torch.nn.Module.eval(module)
     module.requires_grad_(requires_grad=False)
-    if device.type == "cpu":
-        pack_linears(module, copies=weight_copies)
-        if dtype == torch.float32:
-            fuse_norms(module)
     attention.register()
     module.set_attn_implementation(attention.NAME)
     text = config.get_text_config()
     probe = _probe(module, text.num_hidden_layers, device)
+    wide = device.type == "cpu" and weight_copies and lacks_instructions(dtype)
+    if device.type == "cpu":
+        fuse_layers(module)
+        if wide:
+            widen(module)
+        else:
+            pack_linears(module)
+        fuse_norms(module)
     vocabulary_size = _vocabulary_size(module)
     return Model(
         module=module,
+        dtype=dtype,
+        compute_dtype=torch.float32 if wide else dtype,
         kv_shape=probe.kv_shape(module),
         window=probe.window,
         vocabulary_size=vocabulary_size,
@@ -163,19 +174,12 @@ class Probe:
         self.windows: dict[int, int | None] = {}
 
     def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        sliding_window: int | None,
-        **_: Any,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: attention.Rule
     ) -> Tensor:
         self.calls[layer] += 1
         self.kv_heads.add(key.shape[1])
         self.sizes |= {key.shape[3], value.shape[3]}
-        self.windows[layer] = sliding_window
+        self.windows[layer] = rule.window
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
     @property

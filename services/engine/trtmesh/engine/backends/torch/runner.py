@@ -24,7 +24,7 @@ class Runner:
         self._model = model
         self._cache = cache
         self._tables = tables.rows
-        self._attention = PagedAttention(cache, tables.rows)
+        self._attention = PagedAttention(cache, tables.rows, model.compute_dtype)
         attach(model.module, self._attention)
 
     def compute(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], Tensor | None]:

@@ -80,6 +80,7 @@ def _own(
 ) -> Tensor:
     """Logits at the chunk ends [ends of all prompts, vocabulary], by the model's own attention."""
     model.module.set_attn_implementation("eager")
+    attention.attach(model.module, None)
     rows = []
     with torch.inference_mode():
         for prompt, parts in zip(prompts, chunks, strict=True):

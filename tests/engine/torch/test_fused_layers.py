@@ -1,0 +1,43 @@
+"""Layers are replaced by ones of fewer operations where these compute the same, and nowhere else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import tiny_models
+from trtmesh.engine.backends.torch.fused_layers import FusedAttention, FusedMlp
+from trtmesh.engine.backends.torch.model import load_model
+
+CPU = torch.device("cpu")
+FUSED = "llama mistral qwen2 qwen3 granite gemma"
+"""Also with biases, a window, norms of heads, a scale of their own."""
+LEFT = "gpt2 gemma2 glm ministral3"
+"""Another layer, more in it, interleaved rotation under the known code, queries scaled by their position."""
+
+
+def kinds(folder: Path, dtype: str = "float32") -> Counter[type]:
+    model = load_model(folder, dtype, CPU, weight_copies=True)
+    return Counter(type(module) for module in model.module.modules())
+
+
+def build(folder: Path, model_type: str) -> Path:
+    values: dict[str, Any] = {**tiny_models.SHAPE, "tie_word_embeddings": True}
+    tiny_models.build_type(folder, model_type, **values)
+    return folder
+
+
+@pytest.mark.parametrize("model_type", FUSED.split())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_known_layers_are_replaced(model_type: str, dtype: str, tmp_path: Path) -> None:
+    found = kinds(build(tmp_path, model_type), dtype)
+    layers = tiny_models.SHAPE["num_hidden_layers"]
+    assert found[FusedAttention] == found[FusedMlp] == layers
+
+
+@pytest.mark.parametrize("model_type", LEFT.split())
+def test_others_are_not(model_type: str, tmp_path: Path) -> None:
+    assert not kinds(build(tmp_path, model_type))[FusedAttention]
