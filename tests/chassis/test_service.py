@@ -17,7 +17,7 @@ import pytest
 
 PROGRAM = textwrap.dedent(
     """
-    import asyncio, sys
+    import asyncio, sys, threading
     from typing import ClassVar
     from trtmesh.chassis.errors import ModelUnusable
     from trtmesh.chassis.service import run
@@ -27,6 +27,7 @@ PROGRAM = textwrap.dedent(
         section: ClassVar[str] = "engine"
         start: str = "well"
         drain: str = "well"
+        stop: str = "well"
 
     class Example:
         service_names = ("example.Service",)
@@ -57,6 +58,8 @@ PROGRAM = textwrap.dedent(
 
         async def stop(self):
             print("stopped", file=sys.stderr, flush=True)
+            if self.settings.stop == "hang":
+                await asyncio.to_thread(threading.Event().wait)
 
     sys.exit(run(ExampleSettings, Example, sys.argv[1:]))
     """
@@ -173,6 +176,17 @@ async def test_a_second_signal_exits_at_once(tmp_path: Path) -> None:
         await process.until("draining\n")
         process.process.terminate()
         assert await process.end() == 130
+
+
+@pytest.mark.parametrize(("drain", "status"), [("well", 0), ("break", 1)])
+async def test_what_does_not_stop_is_not_waited_for(
+    tmp_path: Path, drain: str, status: int
+) -> None:
+    async with example(tmp_path, "--stop", "hang", "--drain", drain) as process:
+        await process.until("info engine - trtmesh.chassis.health: serving")
+        process.process.terminate()
+        assert await process.end() == status
+        assert "did not stop within" in process.seen
 
 
 async def test_the_end_of_standard_input_stops(tmp_path: Path) -> None:

@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 SCHEMA_REVISION = 1
 """Revision of trtmesh.v1 that this code speaks; it grows with every change that an old peer would misread."""
 
+STOP_SECONDS = 3.0
+"""How long a service may take to release everything: a thread may be deep in loading a model, or stuck in a device."""
+
 
 class Service(Protocol):
     """What a process serves. Call order: `register`, `start`, then `drain` (unless one of them failed), `stop`."""
@@ -110,7 +113,7 @@ class _Process:
                 await self._start(service, runtime)
                 return await self._serve(service, runtime)
             finally:
-                await service.stop()
+                await self._stop(service, runtime)
                 await server.stop(grace=0.5)
 
     def _listen_to_signals(self) -> None:
@@ -181,6 +184,16 @@ class _Process:
                 await until_first_ends(service.drain(), asyncio.shield(runtime.failure))
         except TimeoutError:
             log.warning("work left after %g s of grace is cut off", self._settings.grace_seconds)
+
+    async def _stop(self, service: Service, runtime: Runtime) -> None:
+        """Releases everything, or ends the process where something does not let go."""
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                await service.stop()
+        except TimeoutError:
+            log.warning("exiting: what still runs did not stop within %g s", STOP_SECONDS)
+            # Not by the interpreter's end, which waits for threads, or crashes in those that it does not wait for.
+            os._exit(1 if runtime.failure.done() else 0)
 
 
 def _count_tasks(registry: CollectorRegistry) -> None:
