@@ -47,8 +47,8 @@ def stack(*engine_flags: str, backend: str = "simulated") -> Iterator[Stack]:
     try:
         tokenizer = _start(children, "tokenizer", "--model-dir", str(MODEL_DIR))
         engine = _start(children, "engine", "--backend", backend, *engine_flags)
-        router = _start(children, "router", "--port", "0", "--admin-port", "0", "--engines", engine["address"],
-                        "--tokenizers", tokenizer["address"])  # fmt: skip
+        router = _start(children, "router", "--port", "0", "--admin-port", "0", "--http-port", "none",
+                        "--engines", engine["address"], "--tokenizers", tokenizer["address"])  # fmt: skip
         _wait_until_serving(router["address"])
         pids = {"router": router["pid"], "tokenizer": tokenizer["pid"], "engine": engine["pid"]}
         yield Stack(router["address"], pids, engine["metrics_port"])

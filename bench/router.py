@@ -68,7 +68,18 @@ def routers(engines: str, count: int, policy: str) -> Iterator[list[dict[str, An
     """Router processes over the same workers; yields what they announced, once they are ready."""
     children: list[subprocess.Popen[str]] = []
     try:
-        flags = ("--port", "0", "--admin-port", "0", "--metrics-port", "0", "--policy", policy)
+        flags = (
+            "--port",
+            "0",
+            "--admin-port",
+            "0",
+            "--http-port",
+            "none",
+            "--metrics-port",
+            "0",
+            "--policy",
+            policy,
+        )
         started: list[Any] = [
             _start(children, "router", *flags, "--engines", engines) for _ in range(count)
         ]

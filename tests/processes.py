@@ -22,6 +22,8 @@ class ServiceProcess:
     address: str
     admin_address: str
     """Of a router; '' for any other service."""
+    http_address: str
+    """Likewise."""
     metrics_port: int | None
     pid: int
     _process: asyncio.subprocess.Process
@@ -79,6 +81,7 @@ async def service_process(
         yield ServiceProcess(
             address=announced["address"],
             admin_address=announced.get("admin_address", ""),
+            http_address=announced.get("http_address", ""),
             metrics_port=announced["metrics_port"],
             pid=announced["pid"],
             _process=process,
@@ -128,8 +131,13 @@ async def _start(
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        # Routers of tests must not meet on the default port for admins.
-        env={**os.environ, "TRTMESH_ROUTER_ADMIN_PORT": "0", **(env or {})},
+        # Routers of tests must not meet on the default ports for admins and for HTTP.
+        env={
+            **os.environ,
+            "TRTMESH_ROUTER_ADMIN_PORT": "0",
+            "TRTMESH_ROUTER_HTTP_PORT": "0",
+            **(env or {}),
+        },
     )
 
 

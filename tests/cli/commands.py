@@ -133,8 +133,9 @@ def running_stack(*flags: str, env: Mapping[str, str] | None = None) -> Iterator
     arguments = ("up", "--output", "json", "--grace-seconds", "5", *flags)
     if "--backend" not in flags:
         arguments += ("--backend", "simulated")
-    if "--admin-port" not in flags:
-        arguments += ("--admin-port", "0")
+    for port in ("--admin-port", "--http-port", "--metrics-port"):
+        if port not in flags:
+            arguments += (port, "0")
     stack = Stack(_start(arguments, env))
     try:
         yield stack

@@ -31,7 +31,7 @@ async def watch(health: FickleHealth) -> None:
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    child = Child(ProcessPlan("engine-0", "engine", ()), lambda _name, _line: None)
+    child = Child(ProcessPlan("engine-0", "engine", (), ports={}), lambda _name, _line: None)
     child.address = f"127.0.0.1:{port}"
     try:
         async with asyncio.timeout(30):

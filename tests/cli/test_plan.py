@@ -34,7 +34,7 @@ def test_every_process_ends_with_its_supervisor() -> None:
 
 def test_a_command_line_runs_the_service_with_this_python() -> None:
     (router,) = Plan(MeshSettings(policy="round_robin"), None).routers(["t:1", "t:2"], ["e:1"])
-    python, dash_m, module, *flags = router.command(port=8001)
+    python, dash_m, module, *flags = router.command(router.ports)
     assert (python, dash_m, module) == (sys.executable, "-m", "trtmesh.router")
     assert flags_of(tuple(flags)) == {
         "--host": "127.0.0.1",
@@ -44,25 +44,40 @@ def test_a_command_line_runs_the_service_with_this_python() -> None:
         "--tokenizers": "t:1,t:2",
         "--engines": "e:1",
         "--port": "8001",
+        "--http-port": "8000",
+        "--metrics-port": "8002",
+        "--admin-port": "8003",
     }
 
 
 def test_what_was_not_said_is_left_to_the_services() -> None:
     (engine,) = Plan(MeshSettings(), None).engines()
-    assert not {"--backend", "--log-level", "--metrics-port"} & set(engine.arguments)
+    assert not {"--backend", "--log-level"} & set(engine.arguments)
     settings = MeshSettings(backend="simulated", log_level="debug", metrics_port=9000)
     (engine,) = Plan(settings, None).engines()
     flags = flags_of(engine.arguments)
     assert (flags["--backend"], flags["--log-level"]) == ("simulated", "debug")
-    assert flags["--metrics-port"] == "0"
+    assert engine.ports == {"port": 0, "metrics_port": 0}
     (router,) = Plan(settings, None).routers([], [])
-    assert flags_of(router.arguments)["--metrics-port"] == "9000"
+    assert router.ports["metrics_port"] == 9000
+
+
+def test_ports_may_be_taken_away() -> None:
+    settings = MeshSettings.model_validate(
+        {"http_port": "none", "metrics_port": "none", "routers": 2}
+    )
+    for router in Plan(settings, None).routers([], []):
+        assert (router.ports["http_port"], router.ports["metrics_port"]) == (None, None)
+        flags = flags_of(tuple(router.command(router.ports)[3:]))
+        assert (flags["--http-port"], flags["--metrics-port"]) == ("none", "none")
+    (engine,) = Plan(settings, None).engines()
+    assert engine.ports["metrics_port"] is None
 
 
 def test_given_ports_follow_each_other() -> None:
     plan = Plan(MeshSettings(engines=3, engine_port=9100, tokenizers=2), None)
-    assert [process.port for process in plan.engines()] == [9100, 9101, 9102]
-    assert [process.port for process in plan.tokenizers()] == [0, 0]
+    assert [process.ports["port"] for process in plan.engines()] == [9100, 9101, 9102]
+    assert [process.ports["port"] for process in plan.tokenizers()] == [0, 0]
 
 
 def test_engines_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,10 +73,14 @@ def test_a_stack_that_never_serves_is_given_up() -> None:
 
 
 def test_every_router_serves_and_every_process_has_metrics() -> None:
-    with running_stack("--port", "0", "--routers", "2", "--metrics-port", "0") as stack:
+    with running_stack("--port", "0", "--routers", "2") as stack:
         stack.wait_ready()
         for child in stack.children:
             address = f"http://127.0.0.1:{child['metrics_port']}/metrics"
+            with urllib.request.urlopen(address) as answer:
+                assert answer.status == 200
+        for router in ("router-0", "router-1"):
+            address = f"http://{stack.child(router)['http_address']}/v2/health/live"
             with urllib.request.urlopen(address) as answer:
                 assert answer.status == 200
         second = stack.child("router-1")["address"]
@@ -181,6 +185,23 @@ def test_a_taken_port_for_admins_that_was_asked_for_is_an_error() -> None:
     with taken_port() as port, running_stack("--port", "0", "--admin-port", str(port)) as stack:
         assert stack.wait() == 3
         assert f"listen for admins on 127.0.0.1:{port}" in stack.err[-1]
+
+
+@pytest.mark.parametrize(
+    ("flag", "purpose"), [("--http-port", "listen for HTTP"), ("--metrics-port", "serve metrics")]
+)
+def test_other_taken_ports_that_were_asked_for_are_errors(flag: str, purpose: str) -> None:
+    with taken_port() as port, running_stack("--port", "0", flag, str(port)) as stack:
+        assert stack.wait() == 3
+        assert f"{purpose} on 127.0.0.1:{port}" in stack.err[-1]
+
+
+def test_a_stack_without_http_and_metrics() -> None:
+    flags = ("--port", "0", "--http-port", "none", "--metrics-port", "none")
+    with running_stack(*flags) as stack:
+        stack.wait_ready()
+        assert stack.child("router-0")["http_address"] is None
+        assert {child["metrics_port"] for child in stack.children} == {None}
 
 
 @pytest.mark.parametrize(

@@ -250,7 +250,7 @@ async def serving_router(
     """A router in this process; yields a client of it."""
     runtime = Runtime()
     settings = {"engines": tuple(engines), "tokenizers": tuple(tokenizers), **settings}
-    router = Router(RouterSettings(admin_port=0, **settings), runtime)
+    router = Router(RouterSettings(admin_port=0, http_port=None, **settings), runtime)
     runtime.health = Health(router.service_names)
     server = grpc.aio.server(options=server_options(MESSAGE_BYTES))
     await runtime.health.register(server)

@@ -22,10 +22,19 @@ def listen(server: grpc.aio.Server, host: str, port: int, purpose: str = "listen
         raise why_not_bound(purpose, host, port) from error
 
 
+def bind(host: str, port: int, purpose: str = "listen") -> tuple[socket.socket, str]:
+    """A socket that listens, and its address with the port that it got. Raises StartupError."""
+    try:
+        listener = _bind(host.strip("[]"), port)
+    except OSError as error:
+        raise why_not_bound(purpose, host, port) from error
+    return listener, f"{bracketed(host)}:{listener.getsockname()[1]}"
+
+
 def port_is_taken(host: str, port: int) -> bool:
     """Whether another process listens there now."""
     try:
-        _bind(host.strip("[]"), port)
+        _bind(host.strip("[]"), port).close()
     except OSError as error:
         return error.errno == errno.EADDRINUSE
     return False
@@ -35,7 +44,7 @@ def why_not_bound(purpose: str, host: str, port: int) -> StartupError:
     """The error for an address that could not be taken to `purpose`, found by trying again and asking the system."""
     where = f"cannot {purpose} on {bracketed(host)}:{port}"
     try:
-        _bind(host.strip("[]"), port)
+        _bind(host.strip("[]"), port).close()
     except socket.gaierror as error:
         return SettingsError(f"{where}: host {host!r} is no address and no name: {error.strerror}")
     except OSError as error:
@@ -47,11 +56,16 @@ def why_not_bound(purpose: str, host: str, port: int) -> StartupError:
     return PortInUse(f"{where}: another process used the port a moment ago")
 
 
-def _bind(host: str, port: int) -> None:
+def _bind(host: str, port: int) -> socket.socket:
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
-    with socket.socket(family, kind, protocol) as listener:
+    listener = socket.socket(family, kind, protocol)
+    try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    return listener

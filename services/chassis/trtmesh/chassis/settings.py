@@ -38,6 +38,15 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 """A TCP port; 0 lets the operating system choose."""
 
 
+def none_word(value: object) -> object:
+    """None for the word `none`, which is how a flag or a variable takes a default away."""
+    return None if isinstance(value, str) and value.strip().lower() == "none" else value
+
+
+OptionalPort = Annotated[Port | None, BeforeValidator(none_word)]
+"""A TCP port, or None; a flag or a variable says `none`."""
+
+
 class Settings(BaseModel):
     """Base of every settings model."""
 
@@ -53,8 +62,8 @@ class ServiceSettings(Settings):
     """Address to listen on; 0.0.0.0 listens on all."""
     port: Port = 0
     """Port of the gRPC server."""
-    metrics_port: Port | None = None
-    """Port of the Prometheus endpoint; unset serves no metrics."""
+    metrics_port: OptionalPort = None
+    """Port of the Prometheus endpoint; unset or `none` serves no metrics."""
     grace_seconds: Annotated[float, Field(ge=0, le=86400)] = 30.0
     """How long in-flight work may go on after the first SIGTERM or SIGINT."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -39,10 +39,10 @@ class Child:
 
     def __init__(self, plan: ProcessPlan, log: Log) -> None:
         self.plan = plan
-        self.port = plan.port
-        self.admin_port = plan.admin_port
+        self.ports = dict(plan.ports)
         self.address = ""
         self.admin_address = ""
+        self.http_address = ""
         self.metrics_port: int | None = None
         self._log = log
         self._last_lines: deque[str] = deque(maxlen=3)
@@ -66,6 +66,11 @@ class Child:
         return _local(self.admin_address)
 
     @property
+    def local_http_address(self) -> str:
+        """Where HTTP clients on this machine reach a router; '' for any other process, and where it has no HTTP."""
+        return _local(self.http_address)
+
+    @property
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
 
@@ -80,7 +85,7 @@ class Child:
         # A session of its own: Ctrl-C reaches the supervisor alone, which stops the processes in order. The pipe on
         # standard input ends with the supervisor, however it ends, and the process with the pipe.
         process = self._process = await asyncio.create_subprocess_exec(
-            *self.plan.command(self.port, self.admin_port),
+            *self.plan.command(self.ports),
             stdin=PIPE,
             stdout=PIPE,
             stderr=PIPE,
@@ -95,11 +100,16 @@ class Child:
         announcement = await self._announcement(lines)
         self._relays.append(asyncio.create_task(self._relay(lines)))
         self.address = announcement["address"]
+        self.admin_address = announcement.get("admin_address", "")
+        self.http_address = announcement.get("http_address", "")
         self.metrics_port = announcement["metrics_port"]
-        self.port = _port(self.address)
-        if self.admin_port is not None:
-            self.admin_address = announcement["admin_address"]
-            self.admin_port = _port(self.admin_address)
+        got = {
+            "port": _port(self.address),
+            "admin_port": _port(self.admin_address),
+            "http_port": _port(self.http_address),
+            "metrics_port": self.metrics_port,
+        }
+        self.ports |= {name: port for name, port in got.items() if port and name in self.ports}
 
     async def wait_serving(self) -> None:
         """Returns when the process says that it serves; raises ChildEnded when it ends first."""
@@ -170,8 +180,8 @@ def _local(address: str) -> str:
     return f"{LOOPBACK}:{port}" if host in _WILDCARDS else address
 
 
-def _port(address: str) -> int:
-    return int(address.rpartition(":")[2])
+def _port(address: str) -> int | None:
+    return int(address.rpartition(":")[2]) if address else None
 
 
 async def while_alive(children: Iterable[Child], work: Coroutine[Any, Any, None]) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import typer
 from pydantic import Field
 from pydantic.fields import FieldInfo
-from trtmesh.chassis.settings import Port, ServiceSettings, load_settings
+from trtmesh.chassis.settings import OptionalPort, Port, ServiceSettings, load_settings
 
 Replicas = Annotated[int, Field(ge=1, le=64)]
 
@@ -29,8 +29,10 @@ class MeshSettings(ServiceSettings):
     """Port of the first router. When it is in use and was not asked for, a free one is taken."""
     admin_port: Port = 8003
     """Port of the first router's admin address; when it is in use and was not asked for, a free one is taken."""
-    metrics_port: Port | None = None
-    """Port of the first router's metrics; where it is set, the other processes get free ones."""
+    http_port: OptionalPort = 8000
+    """Port of the first router's Triton door over HTTP, likewise; `none` serves none."""
+    metrics_port: OptionalPort = 8002
+    """Port of the first router's metrics, likewise; the other processes get free ones. `none` serves no metrics."""
     model: Path | None = None
     """Directory of the model; unset means the demo model of the repository."""
     backend: Literal["torch", "simulated"] | None = None

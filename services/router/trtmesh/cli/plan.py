@@ -14,23 +14,25 @@ from trtmesh.cli.mesh_settings import MeshSettings
 from trtmesh.cli.overruled import has_own, refuse_overruled
 
 LOOPBACK = "127.0.0.1"
+ROUTER_PORTS = ("port", "http_port", "metrics_port", "admin_port")
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """One process: `python -m trtmesh.<service> <arguments> --port <port>`, and a router's port for admins."""
+    """One process: `python -m trtmesh.<service> <arguments>` and its ports."""
 
     name: str
     service: str
     arguments: tuple[str, ...]
-    port: int = 0
-    admin_port: int | None = None
+    ports: Mapping[str, int | None]
+    """Its ports by setting: 0 is a free one, None a port that it shall not have."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    def command(self, port: int, admin_port: int | None = None) -> list[str]:
-        module = f"trtmesh.{self.service}"
-        admin = () if admin_port is None else ("--admin-port", str(admin_port))
-        return [sys.executable, "-m", module, *self.arguments, "--port", str(port), *admin]
+    def command(self, ports: Mapping[str, int | None]) -> list[str]:
+        flags: list[str] = []
+        for name, port in ports.items():
+            flags += [f"--{name.replace('_', '-')}", "none" if port is None else str(port)]
+        return [sys.executable, "-m", f"trtmesh.{self.service}", *self.arguments, *flags]
 
 
 class Plan:
@@ -49,8 +51,8 @@ class Plan:
             ProcessPlan(
                 name=f"tokenizer-{index}",
                 service="tokenizer",
-                arguments=(*self._common(LOOPBACK), *self._model, *self._metrics_port(0)),
-                port=_following(settings.tokenizer_port, index),
+                arguments=(*self._common(LOOPBACK), *self._model),
+                ports=self._ports(_following(settings.tokenizer_port, index)),
             )
             for index in range(settings.tokenizers)
         ]
@@ -66,11 +68,10 @@ class Plan:
                 arguments=(
                     *self._common(LOOPBACK),
                     *self._model,
-                    *self._metrics_port(0),
                     *backend,
                     *("--worker", f"engine-{index}"),
                 ),
-                port=_following(settings.engine_port, index),
+                ports=self._ports(_following(settings.engine_port, index)),
                 # Engines that each take all cores slow each other down; whoever sets the variable knows better.
                 environment={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))},
             )
@@ -87,15 +88,23 @@ class Plan:
                 service="router",
                 arguments=(
                     *self._common(settings.host),
-                    *self._metrics_port(0 if index else settings.metrics_port),
                     *policy,
                     *peers,
                 ),
-                port=0 if index else settings.port,
-                admin_port=0 if index else settings.admin_port,
+                ports={
+                    name: 0 if index and port is not None else port
+                    for name, port in self._router_ports().items()
+                },
             )
             for index in range(settings.routers)
         ]
+
+    def _router_ports(self) -> Mapping[str, int | None]:
+        return {name: getattr(self._settings, name) for name in ROUTER_PORTS}
+
+    def _ports(self, port: int) -> Mapping[str, int | None]:
+        """Those of a process that the routers alone know."""
+        return {"port": port, "metrics_port": None if self._settings.metrics_port is None else 0}
 
     def _common(self, host: str) -> tuple[str, ...]:
         settings = self._settings
@@ -107,11 +116,6 @@ class Plan:
         if self._config_file:
             flags += ["--config", self._config_file]
         return tuple(flags)
-
-    def _metrics_port(self, port: int | None) -> tuple[str, ...]:
-        if self._settings.metrics_port is None or port is None:
-            return ()
-        return ("--metrics-port", str(port))
 
 
 def _following(first: int, index: int) -> int:

@@ -19,6 +19,14 @@ KILL_AFTER_SECONDS = 5.0
 """How long a process may outlast its own grace period before it is killed."""
 
 
+PORT_USES = {
+    "port": "",
+    "http_port": " for HTTP",
+    "metrics_port": " for metrics",
+    "admin_port": " for admins",
+}
+
+
 class Stack:
     """Tokenizers, engines and routers. Call order: `start`, `keep_alive`, then `stop` however they ended."""
 
@@ -38,6 +46,11 @@ class Stack:
     def router_address(self) -> str:
         """Where a client on this machine reaches the first router."""
         return self.routers[0].local_address
+
+    @property
+    def http_address(self) -> str:
+        """Where an HTTP client on this machine reaches the first router; '' where it serves no HTTP."""
+        return self.routers[0].local_http_address
 
     @property
     def admin_address(self) -> str:
@@ -88,20 +101,13 @@ class Stack:
 
     def _leave_taken_port(self, router: Child) -> bool:
         """Takes a free port in the place of a default one that is in use; False when none is."""
-        settings = self.settings
-        if not settings.asks_for("port") and port_is_taken(settings.host, router.port):
-            say(f"port {router.port} is in use: the router takes a free one")
-            router.port = 0
-        elif (
-            not settings.asks_for("admin_port")
-            and router.admin_port is not None
-            and port_is_taken(LOOPBACK, router.admin_port)
-        ):
-            say(f"port {router.admin_port} is in use: the router takes a free one for admins")
-            router.admin_port = 0
-        else:
-            return False
-        return True
+        for name, port in router.ports.items():
+            host = LOOPBACK if name == "admin_port" else self.settings.host
+            if port and not self.settings.asks_for(name) and port_is_taken(host, port):
+                say(f"port {port} is in use: the router takes a free one{PORT_USES[name]}")
+                router.ports[name] = 0
+                return True
+        return False
 
     async def keep_alive(self) -> NoReturn:
         """Starts every process that ends again, for ever."""

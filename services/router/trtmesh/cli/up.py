@@ -12,6 +12,8 @@ from trtmesh.cli.session import run
 from trtmesh.cli.stack import Stack
 from trtmesh.cli.supervisor import supervise
 
+CURL_BODY = '{"text_input": "def fibonacci(n):", "max_tokens": 32}'
+
 
 @takes_mesh_flags
 def up(flags: Flags) -> None:
@@ -31,18 +33,22 @@ async def _serve(stack: Stack) -> int:
         put(json.dumps(_as_json(child)) if as_json else _as_text(child))
     if as_json:
         ready = {"router": stack.router_address, "admin": stack.admin_address}
+        ready |= {"http": stack.http_address} if stack.http_address else {}
         put(json.dumps({"event": "ready", **ready}))
     else:
         put(f"ready: trtmesh generate --router {stack.router_address} 'def fibonacci(n):'")
         put(f"       trtmesh status --admin {stack.admin_address}")
+        if stack.http_address:
+            put(f"       curl -d '{CURL_BODY}' {stack.http_address}/v2/models/ensemble/generate")
     await asyncio.Event().wait()
     raise AssertionError("nothing sets this event")
 
 
 def _as_text(child: Child) -> str:
+    http = f"  HTTP {child.http_address}" if child.http_address else ""
     admin = f"  admin {child.admin_address}" if child.admin_address else ""
     metrics = f"  metrics on port {child.metrics_port}" if child.metrics_port else ""
-    return f"{child.name:<12} {child.address:<22} process {child.pid}{admin}{metrics}"
+    return f"{child.name:<12} {child.address:<22} process {child.pid}{http}{admin}{metrics}"
 
 
 def _as_json(child: Child) -> dict[str, object]:
@@ -52,6 +58,7 @@ def _as_json(child: Child) -> dict[str, object]:
         "service": child.plan.service,
         "address": child.local_address,
         "admin_address": child.local_admin_address or None,
+        "http_address": child.local_http_address or None,
         "metrics_port": child.metrics_port,
         "pid": child.pid,
     }

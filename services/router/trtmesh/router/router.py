@@ -33,6 +33,7 @@ from trtmesh.router.tokenizer import Tokenizer
 from trtmesh.router.tokenizer_pool import EncodeLimits, TokenizerPool
 from trtmesh.router.triton.door import SERVICE_NAME, TritonDoor
 from trtmesh.router.triton.generations import Generations
+from trtmesh.router.triton.http.door import HttpDoor, HttpLimits
 from trtmesh.router.triton.server import TritonServer
 from trtmesh.router.triton.texts import TextsOf
 from trtmesh.router.turns import Turns
@@ -118,6 +119,7 @@ class Router:
             read_admin_token(settings.admin_token_file, os.environ),
             settings.max_message_bytes,
         )
+        self._http_door: HttpDoor | None = None
         self._metrics.gauges = self._gauges
         runtime.registry.register(self._metrics)
 
@@ -129,7 +131,18 @@ class Router:
             settings.admin_host, settings.admin_port
         )
         if settings.triton.enabled:
-            TritonDoor(self._triton_server()).register(server)
+            triton = self._triton_server()
+            TritonDoor(triton).register(server)
+            self._listen_to_http(triton)
+
+    def _listen_to_http(self, triton: TritonServer) -> None:
+        settings = self._settings
+        if settings.http_port is not None:
+            limits = HttpLimits(settings.max_message_bytes, settings.http_receive_seconds)
+            self._http_door = HttpDoor(triton, limits)
+            self._runtime.addresses["http_address"] = self._http_door.listen(
+                settings.host, settings.http_port
+            )
 
     def _triton_server(self) -> TritonServer:
         settings = self._settings
@@ -153,6 +166,8 @@ class Router:
 
     async def start(self) -> None:
         await self._admin_door.open()
+        if self._http_door is not None:
+            await self._http_door.open()
         await self._tell_health()
         settings = self._settings
         # Tokenizers first: a worker is told which tokenizer the mesh uses when it is connected to.
@@ -181,6 +196,8 @@ class Router:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._http_door is not None:
+            await self._http_door.close()
         await self._admin_door.close()
 
     def _join_tokenizer(self, address: str) -> None:

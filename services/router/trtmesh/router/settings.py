@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
-from trtmesh.chassis.settings import CommaList, Port, ServiceSettings, Settings, split_commas
+from trtmesh.chassis.settings import (
+    CommaList,
+    OptionalPort,
+    Port,
+    ServiceSettings,
+    Settings,
+    split_commas,
+)
 from trtmesh.router.pace import AtLimit
 from trtmesh.router.triton.model_settings import LogitsDataType, MaxBatchSize, TritonModels
 
@@ -54,6 +61,10 @@ class RouterSettings(ServiceSettings):
 
     port: Port = 8001
     """Port of the gRPC server for clients."""
+    http_port: OptionalPort = 8000
+    """Port of the Triton door over HTTP; `none` serves none."""
+    http_receive_seconds: Annotated[float, Field(gt=0, le=3600)] = 60.0
+    """How long an HTTP client may take to send the body of a request."""
     admin_host: str = "127.0.0.1"
     """Address to listen on for admins."""
     admin_port: Port = 8003

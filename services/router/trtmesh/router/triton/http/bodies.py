@@ -1,0 +1,63 @@
+"""Bodies of HTTP requests: received within limits of size and time, decompressed, read as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from http import HTTPStatus
+from typing import Any
+
+from aiohttp import hdrs, web
+from trtmesh.chassis.errors import InvalidRequest, UnsupportedCall
+
+ENCODINGS = ("", "identity", "gzip", "deflate")
+
+
+async def read_body(request: web.Request, receive_seconds: float) -> bytes:
+    """The body, decompressed, at most as large as the application says: the size counts behind decompression, which
+    goes no further than what is read. Raises TrtmeshError or an HTTPException."""
+    encoding = request.headers.get(hdrs.CONTENT_ENCODING, "").lower()
+    if encoding not in ENCODINGS:
+        raise UnsupportedCall(
+            f"Unsupported compression type '{encoding}'; send the body as gzip, as deflate or as it is"
+        )
+    try:
+        async with asyncio.timeout(receive_seconds):
+            return await request.read()
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(
+            text=f"the body of the request did not come within {receive_seconds:g} s (http_receive_seconds)"
+        ) from None
+    except web.HTTPRequestEntityTooLarge:
+        raise web.HTTPRequestEntityTooLarge(
+            request.client_max_size,
+            text=f"the body of the request has more than {request.client_max_size} bytes (max_message_bytes)",
+        ) from None
+    except web.RequestPayloadError as error:
+        raise InvalidRequest(f"the body of the request cannot be decompressed: {error}") from error
+
+
+async def read_json(request: web.Request, receive_seconds: float) -> dict[str, Any]:
+    """The body as a JSON object; an empty body is an empty object. Raises TrtmeshError or an HTTPException."""
+    body = await read_body(request, receive_seconds)
+    return parse_json(body) if body else {}
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """A JSON object. Raises InvalidRequest."""
+    try:
+        parsed = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"failed to parse the request JSON buffer: {error}") from error
+    if not isinstance(parsed, dict):
+        raise InvalidRequest("failed to parse the request JSON buffer: it is no JSON object")
+    return parsed
+
+
+def to_json(value: Any) -> bytes:
+    """Compact JSON. Numbers that are none, such as a log-probability of minus infinity, stand as Triton writes them."""
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def json_response(value: Any, status: int = HTTPStatus.OK) -> web.Response:
+    return web.Response(body=to_json(value), status=status, content_type="application/json")
