@@ -61,14 +61,14 @@ def decode(token_ids: Sequence[int], model_dir: Path = DEMO) -> str:
     return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
-async def scrape(process: ServiceProcess) -> Mapping[str, float]:
-    """The samples of a process by name, labels left out and their values summed."""
+async def scrape(process: ServiceProcess, **labels: str) -> Mapping[str, float]:
+    """The samples of a process by name, those with `labels` summed over all other labels."""
     url = f"http://127.0.0.1:{process.metrics_port}/metrics"
     text = await asyncio.to_thread(_read, url)
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if not math.isnan(sample.value):
+            if not math.isnan(sample.value) and labels.items() <= sample.labels.items():
                 values[sample.name] = values.get(sample.name, 0.0) + sample.value
     return values
 

@@ -29,6 +29,8 @@ IDLE_SECONDS = 75.0
 """How long a connection may be without a request, or with the head of one that does not end."""
 CLOSE_SECONDS = 0.5
 """What is left to requests once the process stops, like that of the gRPC server."""
+LINGER_SECONDS = 2.0
+"""How long a client that was answered early may go on sending before its connection is closed."""
 WAITING_CONNECTIONS = 1024
 """Connections that may wait to be accepted."""
 MODEL = "/v2/models/{model}"
@@ -60,7 +62,9 @@ class HttpDoor:
         self._runner = web.AppRunner(
             app,
             access_log=None,
+            auto_decompress=False,
             handler_cancellation=True,
+            lingering_time=LINGER_SECONDS,
             keepalive_timeout=IDLE_SECONDS,
             shutdown_timeout=CLOSE_SECONDS,
         )
@@ -133,7 +137,8 @@ class HttpDoor:
         if not isinstance(only_ready, bool):
             raise InvalidRequest("Unable to parse 'ready': it must be true or false")
         index = self._server.repository_index(only_ready=only_ready)
-        return json_response([as_json(model) for model in index.models])
+        told = [as_json(model) for model in index.models]
+        return json_response([{k: text for k, text in model.items() if text} for model in told])
 
     async def _trace_settings(self, request: web.Request) -> web.Response:
         if name := request.match_info.get("model"):
