@@ -152,7 +152,7 @@ def test_every_setting_that_the_stack_gives_is_one_that_it_refuses(service: str)
         "router": plan.routers(["t:1"], ["e:1"]),
     }
     (process,) = processes[service]
-    _, _, _, *flags = process.command(1, 2 if service == "router" else None)
+    _, _, _, *flags = process.command(process.ports)
     given = {flag.removeprefix("--").replace("-", "_") for flag in flags[::2]} - {"model_dir"}
     for name in given:
         with pytest.raises(SettingsError, match=f"{service}.{name}"):

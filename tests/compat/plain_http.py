@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -73,7 +73,7 @@ class PlainHttp:
     async def post(self, path: str, body: Any, **more: Any) -> Reply:
         return await self.call("POST", path, body, **more)
 
-    async def events(self, path: str, body: Any) -> AsyncIterator[Any]:
+    async def events(self, path: str, body: Any) -> AsyncGenerator[Any]:
         """Server-sent events as they come; leaving disconnects."""
         async with self.session.post(self._base + path, json=body) as response:
             async for line in response.content:

@@ -30,21 +30,25 @@ class Http:
     def __init__(self, address: str) -> None:
         self._address = address
 
-    async def ask(self, call: Callable[[Any], Any]) -> Any:
+    async def use(self, call: Callable[[Any], Any]) -> Any:
         """What `call` makes of a client, which lives in one thread."""
 
-        def asked() -> Any:
+        def used() -> Any:
             client = triton_http.InferenceServerClient(self._address)
             try:
                 return call(client)
             finally:
                 client.close()
 
-        return await asyncio.to_thread(asked)
+        return await asyncio.to_thread(used)
+
+    async def ask(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """What one method of a client returns."""
+        return await self.use(lambda client: getattr(client, method)(*arguments, **options))
 
     async def infer(self, model: str, tensors: Mapping[str, Any], **more: Any) -> Any:
         inputs = make_inputs(tensors, binary=more.pop("binary", True))
-        return await self.ask(lambda client: client.infer(model, inputs, **more))
+        return await self.ask("infer", model, inputs, **more)
 
 
 def make_inputs(tensors: Mapping[str, Any], *, binary: bool) -> list[Any]:
@@ -75,22 +79,22 @@ async def plain(mesh: Mesh) -> AsyncIterator[PlainHttp]:
 
 
 async def test_health_and_readiness(http: Http) -> None:
-    assert await http.ask(lambda client: client.is_server_live())
-    await eventually(lambda: http.ask(lambda client: client.is_server_ready()))
+    assert await http.ask("is_server_live")
+    await eventually(lambda: http.ask("is_server_ready"))
     for model in MODELS:
-        assert await http.ask(lambda client, m=model: client.is_model_ready(m))
-        assert await http.ask(lambda client, m=model: client.is_model_ready(m, "1"))
-        assert not await http.ask(lambda client, m=model: client.is_model_ready(m, "2"))
-    assert not await http.ask(lambda client: client.is_model_ready("nothing"))
+        assert await http.ask("is_model_ready", model)
+        assert await http.ask("is_model_ready", model, "1")
+        assert not await http.ask("is_model_ready", model, "2")
+    assert not await http.ask("is_model_ready", "nothing")
 
 
 @pytest.mark.parametrize("model", MODELS)
 async def test_descriptions_are_those_of_grpc(http: Http, triton: Triton, model: str) -> None:
     """With 64-bit numbers as numbers, where protobuf's JSON has texts."""
-    metadata = await http.ask(lambda client: client.get_model_metadata(model, "1"))
+    metadata = await http.ask("get_model_metadata", model, "1")
     of_grpc = await triton.client.get_model_metadata(model, as_json=True)
     assert _numbers(of_grpc) == metadata
-    config = await http.ask(lambda client: client.get_model_config(model))
+    config = await http.ask("get_model_config", model)
     of_grpc = (await triton.client.get_model_config(model, as_json=True))["config"]
     of_grpc = _numbers(of_grpc)
     assert config["max_batch_size"] == 128
@@ -112,7 +116,7 @@ def _shapes_as_numbers(message: dict[str, Any]) -> dict[str, Any]:
 
 def _told(tensor: dict[str, Any]) -> dict[str, Any]:
     """What differs from protobuf's defaults, which its JSON leaves out."""
-    defaults = ("FORMAT_NONE", False, "", [])
+    defaults: tuple[Any, ...] = ("FORMAT_NONE", False, "", [])
     return {
         key: {} if key == "reshape" else value
         for key, value in tensor.items()
@@ -121,10 +125,10 @@ def _told(tensor: dict[str, Any]) -> dict[str, Any]:
 
 
 async def test_the_server_describes_itself(http: Http) -> None:
-    metadata = await http.ask(lambda client: client.get_server_metadata())
+    metadata = await http.ask("get_server_metadata")
     assert metadata["name"] == "trtmesh"
     assert {"binary_tensor_data", "generate", "statistics"} <= set(metadata["extensions"])
-    index = await http.ask(lambda client: client.get_model_repository_index())
+    index = await http.ask("get_model_repository_index")
     assert index == [{"name": model, "version": "1", "state": "READY"} for model in MODELS]
 
 
@@ -191,35 +195,33 @@ async def test_many_requests_at_once(http: Http) -> None:
         pending = [client.async_infer("ensemble", inputs, request_id=str(i)) for i in range(8)]
         return [each.get_result() for each in pending]
 
-    results = await http.ask(all_at_once)
+    results = await http.use(all_at_once)
     assert [result.get_response()["id"] for result in results] == [str(i) for i in range(8)]
     assert len({result.as_numpy("text_output").item() for result in results}) == 1
 
 
 async def test_statistics_and_settings(http: Http) -> None:
-    def counts(client: Any) -> Any:
-        return client.get_inference_statistics("ensemble")["model_stats"][0]
+    async def counts() -> Any:
+        return (await http.ask("get_inference_statistics", "ensemble"))["model_stats"][0]
 
-    before = await http.ask(counts)
+    before = await counts()
     await http.infer("ensemble", {"text_input": "x", "max_tokens": 3})
-    after = await http.ask(counts)
+    after = await counts()
     assert after["inference_count"] == before["inference_count"] + 1
     assert after["inference_stats"]["success"]["ns"] > before["inference_stats"]["success"]["ns"]
-    everything = await http.ask(lambda client: client.get_inference_statistics())
+    everything = await http.ask("get_inference_statistics")
     assert [stats["name"] for stats in everything["model_stats"]] == MODELS
 
-    changed = await http.ask(lambda client: client.update_log_settings({"log_verbose_level": 1}))
+    changed = await http.ask("update_log_settings", {"log_verbose_level": 1})
     assert (changed["log_verbose_level"], changed["log_info"]) == (1, True)
-    await http.ask(lambda client: client.update_log_settings({"log_verbose_level": 0}))
-    settings = await http.ask(lambda client: client.get_log_settings())
+    await http.ask("update_log_settings", {"log_verbose_level": 0})
+    settings = await http.ask("get_log_settings")
     assert settings["log_verbose_level"] == 0
     for model in ("ensemble", None):
-        trace = await http.ask(lambda client, m=model: client.get_trace_settings(m))
+        trace = await http.ask("get_trace_settings", model)
         assert trace == {"trace_level": ["OFF"]}
     with pytest.raises(InferenceServerException, match="does not trace") as caught:
-        await http.ask(
-            lambda client: client.update_trace_settings(settings={"trace_level": "TENSOR"})
-        )
+        await http.ask("update_trace_settings", settings={"trace_level": "TENSOR"})
     assert caught.value.status() == "501"
 
 

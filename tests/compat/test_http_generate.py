@@ -182,7 +182,7 @@ async def test_a_timeout_is_an_error(mesh: Mesh, http: PlainHttp) -> None:
 
 
 async def test_a_request_is_stopped_by_its_name(mesh: Mesh, http: PlainHttp) -> None:
-    texts = []
+    texts: list[str] = []
     before = await _finished(mesh, "stopped")
     body = LONG | {"stream": True, "id": "long"}
     async with aclosing(http.events(STREAM.format("ensemble"), body)) as events:
@@ -194,8 +194,8 @@ async def test_a_request_is_stopped_by_its_name(mesh: Mesh, http: PlainHttp) -> 
                 assert (reply.status, reply.json) == (200, told)
             texts.append(event["text_output"])
     assert await _finished(mesh, "stopped") == before + 1
-    told, whole = "".join(texts), await native_text(mesh, "long", 100)
-    assert told[: len(whole)] == whole[: len(told)]
+    text, whole = "".join(texts), await native_text(mesh, "long", 100)
+    assert text[: len(whole)] == whole[: len(text)]
     await mesh.idle()
 
 
@@ -235,7 +235,7 @@ async def test_a_router_that_stops_tells_its_streams(mesh: Mesh) -> None:
     router = await mesh.start("router", "--port", "0", *peers, "--grace-seconds", "0.1")
     async with PlainHttp(router.http_address) as http:
         await eventually(lambda: _is_ready(http))
-        told = []
+        told: list[Any] = []
         body = LONG | {"stream": True}
         async with aclosing(http.events(STREAM.format("ensemble"), body)) as events:
             async for event in events:

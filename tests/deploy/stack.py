@@ -59,7 +59,7 @@ class ComposeStack:
         default_factory=lambda: {
             router + name: free_port()
             for router in ("", "SECOND_")
-            for name in ("GRPC_PORT", "METRICS_PORT", "ADMIN_PORT")
+            for name in ("GRPC_PORT", "HTTP_PORT", "METRICS_PORT", "ADMIN_PORT")
         }
     )
     scales: dict[str, int] = field(default_factory=dict)

@@ -9,7 +9,11 @@ from trtmesh.chassis.errors import SettingsError
 Sections = Mapping[str, Mapping[str, object]]
 
 _NOTHING = ""
-_COMMON = {"grace_seconds": "mesh.grace_seconds", "stop_on_stdin_eof": _NOTHING}
+_COMMON = {
+    "grace_seconds": "mesh.grace_seconds",
+    "metrics_port": "mesh.metrics_port",
+    "stop_on_stdin_eof": _NOTHING,
+}
 _GIVEN: Mapping[str, Mapping[str, str]] = {
     "tokenizer": {**_COMMON, "host": _NOTHING, "port": "mesh.tokenizer_port"},
     "engine": {**_COMMON, "host": _NOTHING, "port": "mesh.engine_port", "worker": _NOTHING},
@@ -18,6 +22,7 @@ _GIVEN: Mapping[str, Mapping[str, str]] = {
         "host": "mesh.host",
         "port": "mesh.port",
         "admin_port": "mesh.admin_port",
+        "http_port": "mesh.http_port",
         "tokenizers": "mesh.tokenizers, their number",
         "engines": "mesh.engines, their number",
     },
