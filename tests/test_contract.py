@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
-from trtmesh.chassis import errors
+from trtmesh.chassis import error_wire, errors
 from trtmesh.chassis.admin_token import ADMIN_TOKEN_METADATA_KEY
 from trtmesh.chassis.errors import ERROR_TABLE, TrtmeshError
 from trtmesh.client.events import FinishReason
@@ -171,7 +171,12 @@ def test_every_error_class_has_a_row_of_its_own() -> None:
 
 def test_the_page_names_the_metadata_keys() -> None:
     keys = {row[0].strip("`") for row in rows_below("Metadata")}
-    assert keys == {"x-request-id", ADMIN_TOKEN_METADATA_KEY, errors.REASON_METADATA_KEY}
+    assert keys == {
+        "x-request-id",
+        ADMIN_TOKEN_METADATA_KEY,
+        error_wire.REASON_METADATA_KEY,
+        error_wire.RETRY_METADATA_KEY,
+    }
 
 
 def test_every_finish_reason_has_a_word_for_clients() -> None:

@@ -13,7 +13,8 @@ import grpc
 import psutil
 import pytest
 from e2e.mesh import SIMULATED, Mesh, decode, eventually, running_mesh, scrape
-from trtmesh.chassis.errors import REASON_METADATA_KEY, Draining, Unavailable
+from trtmesh.chassis.error_wire import REASON_METADATA_KEY
+from trtmesh.chassis.errors import Draining, Unavailable
 from trtmesh.client import Client
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2, router_pb2_grpc

@@ -12,7 +12,8 @@ import pytest
 import pytest_asyncio
 from chaos.proxy import proxy_to
 from e2e.mesh import SIMULATED, WIDE_TOKENS, Mesh, StreamReader, decode, eventually, running_mesh
-from trtmesh.chassis.errors import REASON_METADATA_KEY, Unavailable
+from trtmesh.chassis.error_wire import REASON_METADATA_KEY
+from trtmesh.chassis.errors import Unavailable
 from trtmesh.client import Client, ItemResult
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2, router_pb2_grpc

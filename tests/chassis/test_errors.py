@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from trtmesh.chassis import errors
+from trtmesh.chassis import error_wire, errors
 from trtmesh.chassis.errors import ERROR_TABLE, ErrorRow, TrtmeshError
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -48,32 +48,34 @@ def test_every_class_is_in_the_documented_tree() -> None:
 @BY_REASON
 def test_an_error_survives_the_wire(row: ErrorRow) -> None:
     error = row.error("what and where", worker="w", retry_after_ms=5)
-    back = errors.from_proto(pb.Error.FromString(errors.to_proto(error).SerializeToString()))
+    back = error_wire.from_proto(
+        pb.Error.FromString(error_wire.to_proto(error).SerializeToString())
+    )
     assert type(back) is row.error
     assert (back.message, back.worker, back.retry_after_ms) == ("what and where", "w", 5)
-    assert errors.to_proto(error).code == row.status.value[0]
+    assert error_wire.to_proto(error).code == row.status.value[0]
 
 
 @BY_REASON
 def test_an_error_survives_a_status(row: ErrorRow) -> None:
-    assert type(errors.from_status(row.status, row.reason, "x")) is row.error
+    assert type(error_wire.from_status(row.status, row.reason, "x")) is row.error
 
 
 @BY_REASON
 def test_a_status_without_reason_gives_the_most_general_error(row: ErrorRow) -> None:
-    error = errors.from_status(row.status, None, "x")
+    error = error_wire.from_status(row.status, None, "x")
     assert error.row.status is row.status
     assert issubclass(row.error, type(error))
 
 
 def test_unknown_words_and_codes_give_the_root() -> None:
-    assert type(errors.from_proto(pb.Error(reason="NEW", message="m"))) is TrtmeshError
-    assert type(errors.from_status(grpc.StatusCode.DATA_LOSS, "NEW", "m")) is TrtmeshError
+    assert type(error_wire.from_proto(pb.Error(reason="NEW", message="m"))) is TrtmeshError
+    assert type(error_wire.from_status(grpc.StatusCode.DATA_LOSS, "NEW", "m")) is TrtmeshError
 
 
 def test_retry_after_is_unset_by_default() -> None:
-    assert not errors.to_proto(errors.QueueFull("x")).HasField("retry_after_ms")
-    assert errors.from_proto(errors.to_proto(errors.QueueFull("x"))).retry_after_ms is None
+    assert not error_wire.to_proto(errors.QueueFull("x")).HasField("retry_after_ms")
+    assert error_wire.from_proto(error_wire.to_proto(errors.QueueFull("x"))).retry_after_ms is None
 
 
 def test_a_subclass_elsewhere_takes_the_row_of_its_base() -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from trtmesh.chassis.errors import REASON_METADATA_KEY, QueueFull
+from trtmesh.chassis.error_wire import REASON_METADATA_KEY
+from trtmesh.chassis.errors import QueueFull
 from trtmesh.chassis.health import Health
 from trtmesh.chassis.rpc import REQUEST_ID_METADATA_KEY, answering, request_id_of
 

@@ -8,9 +8,9 @@ from typing import Any
 import grpc
 import pytest
 from client.scripted import ScriptedRouter
+from trtmesh.chassis.error_wire import REASON_METADATA_KEY, to_proto
 from trtmesh.chassis.errors import (
     ERROR_TABLE,
-    REASON_METADATA_KEY,
     DeadlineExceeded,
     ErrorRow,
     OutOfBlocks,
@@ -18,7 +18,6 @@ from trtmesh.chassis.errors import (
     StreamIncomplete,
     TrtmeshError,
     Unavailable,
-    to_proto,
 )
 from trtmesh.client import (
     Accepted,

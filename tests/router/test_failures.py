@@ -17,7 +17,8 @@ from router.scripted import (
     serving_router,
     until_states,
 )
-from trtmesh.chassis.errors import Draining, NoWorker, QueueFull, WorkerLost, to_proto
+from trtmesh.chassis.error_wire import to_proto
+from trtmesh.chassis.errors import Draining, NoWorker, QueueFull, WorkerLost
 from trtmesh.client import ItemResult
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb

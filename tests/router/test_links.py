@@ -21,6 +21,7 @@ from router.scripted import (
     serving_tokenizer,
     until_states,
 )
+from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.errors import (
     BackendFailed,
     InvalidRequest,
@@ -29,7 +30,6 @@ from trtmesh.chassis.errors import (
     StreamIncomplete,
     TokenizerLost,
     UnsupportedField,
-    to_proto,
 )
 from trtmesh.client import FinishReason, ItemResult
 from trtmesh.v1 import engine_pb2 as epb

@@ -9,7 +9,8 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from trtmesh.chassis.errors import BackendFailed, TrtmeshError, WorkerLost, to_proto
+from trtmesh.chassis.error_wire import to_proto
+from trtmesh.chassis.errors import BackendFailed, TrtmeshError, WorkerLost
 from trtmesh.chassis.parsing import parse_config
 from trtmesh.chassis.vocabulary import Prompt
 from trtmesh.client.events import Tokens, events_of

@@ -9,13 +9,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
-from trtmesh.chassis.errors import (
-    REASON_METADATA_KEY,
-    RETRY_METADATA_KEY,
-    InternalError,
-    TrtmeshError,
-    Unavailable,
-)
+from trtmesh.chassis.error_wire import REASON_METADATA_KEY, RETRY_METADATA_KEY
+from trtmesh.chassis.errors import InternalError, TrtmeshError, Unavailable
 from trtmesh.chassis.logs import request_id_bound
 
 log = logging.getLogger(__name__)

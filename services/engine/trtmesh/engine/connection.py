@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.errors import (
     AlreadyExists,
     BackendFailed,
@@ -17,7 +18,6 @@ from trtmesh.chassis.errors import (
     SlowClient,
     TrtmeshError,
     UnsupportedCall,
-    to_proto,
 )
 from trtmesh.engine.backend import SequenceEnd
 from trtmesh.engine.outbox import MOST_TENSOR_BYTES, Outbox

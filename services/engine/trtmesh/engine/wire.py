@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
-from trtmesh.chassis.errors import to_proto
+from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.chassis.vocabulary import Tensor
 from trtmesh.engine.backend import (

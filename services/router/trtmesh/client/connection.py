@@ -10,12 +10,8 @@ from typing import Self
 
 import grpc
 from trtmesh.chassis.channels import open_channel
-from trtmesh.chassis.errors import (
-    REASON_METADATA_KEY,
-    RETRY_METADATA_KEY,
-    TrtmeshError,
-    from_status,
-)
+from trtmesh.chassis.error_wire import REASON_METADATA_KEY, RETRY_METADATA_KEY, from_status
+from trtmesh.chassis.errors import TrtmeshError
 
 
 class Connection:

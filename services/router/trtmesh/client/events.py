@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from trtmesh.chassis.errors import TrtmeshError, from_proto
+from trtmesh.chassis.error_wire import from_proto
+from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2
 

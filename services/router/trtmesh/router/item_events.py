@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from trtmesh.chassis.errors import TrtmeshError, to_proto
+from trtmesh.chassis.error_wire import to_proto
+from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.router.client_stream import ClientStream
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.request import ItemRequest

@@ -11,13 +11,8 @@ from typing import Any
 
 import grpc
 from trtmesh.chassis.channels import open_channel
-from trtmesh.chassis.errors import (
-    REASON_METADATA_KEY,
-    Mismatch,
-    TrtmeshError,
-    Unavailable,
-    from_status,
-)
+from trtmesh.chassis.error_wire import REASON_METADATA_KEY, from_status
+from trtmesh.chassis.errors import Mismatch, TrtmeshError, Unavailable
 from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 

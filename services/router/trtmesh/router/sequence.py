@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from trtmesh.chassis.errors import (
-    Draining,
-    QueueFull,
-    StreamIncomplete,
-    TrtmeshError,
-    WorkerLost,
-    from_proto,
-    to_proto,
-)
+from trtmesh.chassis.error_wire import from_proto, to_proto
+from trtmesh.chassis.errors import Draining, QueueFull, StreamIncomplete, TrtmeshError, WorkerLost
 from trtmesh.router.client_stream import ClientStream
 from trtmesh.router.partners import Assignment, Decoder, Owner
 from trtmesh.router.request import ItemRequest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from trtmesh.chassis.errors import from_proto
+from trtmesh.chassis.error_wire import from_proto
 from trtmesh.router.assignments import Assignments
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement.load_guard import LoadGuard

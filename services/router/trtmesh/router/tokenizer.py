@@ -10,7 +10,8 @@ from itertools import chain
 from typing import Protocol
 
 import grpc
-from trtmesh.chassis.errors import Draining, SchemaMismatch, TrtmeshError, from_proto
+from trtmesh.chassis.error_wire import from_proto
+from trtmesh.chassis.errors import Draining, SchemaMismatch, TrtmeshError
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.router.encode_job import EncodeJob
 from trtmesh.router.outbox import Outbox

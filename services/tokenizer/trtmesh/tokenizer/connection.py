@@ -7,7 +7,8 @@ from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from trtmesh.chassis.errors import InvalidRequest, TrtmeshError, UnsupportedCall, to_proto
+from trtmesh.chassis.error_wire import to_proto
+from trtmesh.chassis.errors import InvalidRequest, TrtmeshError, UnsupportedCall
 from trtmesh.tokenizer.decode_states import DecodeStates
 from trtmesh.tokenizer.encoder import EncodedTexts, Encoder, EncodeRequest, Outcome
 from trtmesh.tokenizer.metrics import TokenizerMetrics

@@ -7,13 +7,13 @@ import logging
 from collections.abc import Iterable
 from weakref import WeakValueDictionary
 
+from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.errors import (
     InternalError,
     InvalidField,
     InvalidRequest,
     QueueFull,
     TrtmeshError,
-    to_proto,
 )
 from trtmesh.chassis.logs import request_id_bound
 from trtmesh.tokenizer.metrics import TokenizerMetrics

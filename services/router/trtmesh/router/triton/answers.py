@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from trtmesh.chassis.errors import InternalError, PromptTooLong, TrtmeshError, from_proto
+from trtmesh.chassis.error_wire import from_proto
+from trtmesh.chassis.errors import InternalError, PromptTooLong, TrtmeshError
 from trtmesh.router.request import GenerationRequest
 from trtmesh.router.triton.calls import Call
 from trtmesh.router.triton.models import Kind
