@@ -8,8 +8,8 @@ import math
 from collections.abc import Awaitable, Callable
 
 from aiohttp import hdrs, web
+from trtmesh.chassis.error_wire import REASON_METADATA_KEY
 from trtmesh.chassis.errors import (
-    REASON_METADATA_KEY,
     InternalError,
     SlowClient,
     TrtmeshError,
