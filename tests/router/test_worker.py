@@ -24,6 +24,7 @@ def link() -> worker.Worker:
         deadlines=Deadlines(),
         kv_index=KvIndex(100),
         on_change=lambda: None,
+        on_touch=lambda _: None,
     )
 
 

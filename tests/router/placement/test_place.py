@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from trtmesh.chassis.errors import NoWorker, PromptTooLong, UnsupportedField
 from trtmesh.router.placement import POLICIES, PlacementQuery, WorkerSnapshot, place
-from trtmesh.router.placement.place import BREAKER_OPEN, SIBLINGS_ELSEWHERE
+from trtmesh.router.placement.filters import BREAKER_OPEN, SIBLINGS_ELSEWHERE
 
 QUERY = PlacementQuery("m", frozenset({"sampling.top_k"}))
 
@@ -163,8 +163,7 @@ def test_a_new_worker_gets_its_share_and_not_all(policy: str) -> None:
         name = place(policy, list(fleet.values()), asked).chosen.worker
         taken.append(name)
         seen = fleet[name]
-        fleet[name] = replace(
-            seen,
+        fleet[name] = seen._replace(
             sequences=seen.sequences + 1,
             wait_seconds=seen.wait_seconds + 0.05,
             last_turn=turn,

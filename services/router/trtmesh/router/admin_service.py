@@ -205,7 +205,7 @@ def _describe_worker(worker: Worker) -> pb.Worker:
         worker=worker.engine.worker,
         address=worker.address,
         state=_state_of(worker, refused=bool(refused)),
-        problem=refused or worker.snapshot().problem,
+        problem=refused or worker.unusable,
         engine=worker.engine,
         load=worker.load,
         items=len({run.owner for run in worker.sequences.values()}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Self
@@ -26,6 +26,9 @@ from trtmesh.router.placement.rates import Ewma, Typical, typical_of
 from trtmesh.router.siblings import LEAST_SHARED_BLOCKS, Seat, Siblings
 from trtmesh.router.worker import Worker
 from trtmesh.v1 import router_admin_pb2 as admin_pb
+
+UNKNOWN = Typical()
+"""Of a model of whose workers nothing was learned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,9 @@ class Fleet:
     ) -> None:
         self.policy = policy
         self.workers: dict[str, Worker] = {}
+        self._snapshots: dict[str, WorkerSnapshot] = {}
+        self._snapshot: tuple[WorkerSnapshot, ...] = ()
+        self._touched: set[Worker] = set()
         self.decisions = decisions
         self.kv_index = kv_index
         self._metrics = metrics
@@ -121,12 +127,35 @@ class Fleet:
         previous, self.policy = self.policy, policy
         return previous
 
+    def join(self, worker: Worker) -> None:
+        """A worker that may be placed on as soon as it is ready."""
+        self.workers[worker.address] = worker
+        self.touch(worker)
+
+    def forget_leavers(self) -> list[Worker]:
+        """Lets go of workers whose address is gone and that have nothing left; gives them."""
+        gone = [worker for worker in self.workers.values() if worker.leaving and not worker.busy]
+        for worker in gone:
+            del self.workers[worker.address]
+            self.touch(worker)
+        return gone
+
+    def touch(self, worker: Worker) -> None:
+        """Something about a worker changed that a placement needs to know."""
+        self._touched.add(worker)
+
     def snapshot(self) -> tuple[WorkerSnapshot, ...]:
-        """Every worker as it is now."""
-        typical = self._typical
-        return tuple(
-            [worker.snapshot(typical.get(worker.engine.model)) for worker in self.workers.values()]
-        )
+        """Every worker as it is now. Between two placements few workers change, and only these are looked at again."""
+        if self._touched:
+            for worker in self._touched:
+                if self.workers.get(worker.address) is worker:
+                    typical = self._typical.get(worker.engine.model, UNKNOWN)
+                    self._snapshots[worker.address] = worker.snapshot(typical)
+                else:
+                    self._snapshots.pop(worker.address, None)
+            self._touched.clear()
+            self._snapshot = tuple(self._snapshots.values())
+        return self._snapshot
 
     def check_fields(self, model: str, fields: frozenset[str]) -> None:
         """Raises UnsupportedField where no worker of the model that is ready acts on all of `fields`."""
@@ -136,7 +165,8 @@ class Fleet:
         """A place for an item; it counts as work of its worker from now on. Raises NoWorker or UnsupportedField."""
         # The loop's own clock stands still within a pass.
         begun, started = time.perf_counter(), asyncio.get_running_loop().time()
-        decision = place(self.policy, self.snapshot(), self._query(item, started))
+        fleet = self.snapshot()
+        decision = place(self.policy, fleet, self._query(item, fleet, started))
         worker = self.workers[decision.chosen.address]
         self._turn += 1
         worker.last_turn = self._turn
@@ -153,22 +183,23 @@ class Fleet:
 
     def has_place(self, item: ItemToPlace) -> bool:
         """Whether a worker would take an item now."""
+        fleet, now = self.snapshot(), asyncio.get_running_loop().time()
         try:
-            place(
-                self.policy, self.snapshot(), self._query(item, asyncio.get_running_loop().time())
-            )
+            place(self.policy, fleet, self._query(item, fleet, now))
         except (NoWorker, UnsupportedField):
             return False
         return True
 
-    def _query(self, item: ItemToPlace, now: float) -> PlacementQuery:
-        typical = self._typical.get(item.model, Typical())
+    def _query(
+        self, item: ItemToPlace, fleet: Sequence[WorkerSnapshot], now: float
+    ) -> PlacementQuery:
+        typical = self._typical.get(item.model, UNKNOWN)
         new_tokens = min(typical.new_tokens, item.max_tokens or typical.new_tokens)
         return PlacementQuery(
             model=item.model,
             fields=item.fields,
             prompt_tokens=item.prompt_tokens,
-            cached_tokens=self._cached_tokens(item, now),
+            cached_tokens=self._cached_tokens(item, fleet, now),
             new_tokens=round(new_tokens * item.sequences),
             exclude=item.exclude,
             avoid=item.avoid,
@@ -181,9 +212,7 @@ class Fleet:
         is shared and where a worker has it already."""
         if not POLICIES[self.policy].looks_at_prefixes:
             return None
-        sizes = {
-            w.engine.tokens_per_block for w in self.workers.values() if w.engine.model == model
-        }
+        sizes = {worker.tokens_per_block for worker in self.snapshot() if worker.model == model}
         hashes = blocks.hashes(min(sizes, default=0))
         if (seat := siblings.find(hashes)) is not None:
             return seat
@@ -193,16 +222,19 @@ class Fleet:
             return None
         return siblings.lead(hashes)
 
-    def _cached_tokens(self, item: ItemToPlace, now: float) -> dict[str, int]:
+    def _cached_tokens(
+        self, item: ItemToPlace, fleet: Sequence[WorkerSnapshot], now: float
+    ) -> dict[str, int]:
         """Prompt tokens whose KV each worker has, as far as the policy cares."""
         if not POLICIES[self.policy].looks_at_prefixes:
             return {}
         most = item.prompt_tokens - 1
         cached = {}
-        for size in {worker.engine.tokens_per_block for worker in self.workers.values()}:
+        sizes = {worker.tokens_per_block for worker in fleet}
+        for size in sizes:
             found = self.kv_index.match(item.blocks.hashes(size), now) if size else {}
             for address, blocks in found.items():
-                if self.workers[address].engine.tokens_per_block == size:
+                if len(sizes) == 1 or self._snapshots[address].tokens_per_block == size:
                     # The last token is always computed, for its logits.
                     cached[address] = min(blocks * size, most)
         return cached

@@ -54,7 +54,7 @@ class Membership:
             self._fleet.changed()
             return known
         worker = self._make(address)
-        self._fleet.workers[address] = worker
+        self._fleet.join(worker)
         self._link(worker)
         return worker
 

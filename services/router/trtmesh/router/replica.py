@@ -47,11 +47,34 @@ class Replica(ABC):
         self.address = address
         self.state = admin_pb.WORKER_STATE_CONNECTING
         self.problem = "connecting"
-        self.leaving = False
-        self.drained = False
-        """Whether an admin wants nothing placed on it."""
+        self._leaving = False
+        self._drained = False
         self._settings = settings
         self._heard_at = 0.0
+
+    @property
+    def leaving(self) -> bool:
+        """Whether its address is gone."""
+        return self._leaving
+
+    @leaving.setter
+    def leaving(self, leaving: bool) -> None:
+        self._leaving = leaving
+        self.touch()
+
+    @property
+    def drained(self) -> bool:
+        """Whether an admin wants nothing placed on it."""
+        return self._drained
+
+    @drained.setter
+    def drained(self, drained: bool) -> None:
+        self._drained = drained
+        self.touch()
+
+    @abstractmethod
+    def touch(self) -> None:
+        """Whether it takes anything may have changed."""
 
     @property
     def ready(self) -> bool:
@@ -122,6 +145,7 @@ class Replica(ABC):
             name = admin_pb.WorkerState.Name(state).removeprefix("WORKER_STATE_").lower()
             log.info("%s is %s%s", self.address, name, f": {problem}" if problem else "")
         self.state, self.problem = state, problem
+        self.touch()
 
     @abstractmethod
     async def talk(self, channel: grpc.aio.Channel) -> None:

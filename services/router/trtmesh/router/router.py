@@ -224,6 +224,7 @@ class Router:
             deadlines=self._deadlines,
             kv_index=self._fleet.kv_index,
             on_change=self._fleet.changed,
+            on_touch=self._fleet.touch,
         )
 
     def _link(self, replica: Replica) -> None:
@@ -232,11 +233,9 @@ class Router:
     def _forget_replicas(self) -> None:
         """Lets go of replicas whose address is gone, once nothing is on them: an address goes when its replica begins
         to stop, and what it runs may be finished."""
-        for replicas in (self._fleet.workers, self._tokenizers.tokenizers):
-            for address, replica in [*replicas.items()]:
-                if replica.leaving and not replica.busy:
-                    del replicas[address]
-                    self._links.pop(replica).cancel()
+        gone: list[Replica] = [*self._fleet.forget_leavers(), *self._tokenizers.forget_leavers()]
+        for replica in gone:
+            self._links.pop(replica).cancel()
 
     async def _watch(self) -> None:
         while True:

@@ -77,6 +77,9 @@ class Tokenizer(Replica):
         self._unanswered: deque[_Batch] = deque()
         self._flush_planned = False
 
+    def touch(self) -> None:
+        """Nothing: what a tokenizer takes is looked at each time."""
+
     @property
     def encodes(self) -> int:
         """Texts that it has to encode."""

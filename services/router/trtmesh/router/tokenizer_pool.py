@@ -139,6 +139,13 @@ class TokenizerPool:
             run.decoder = self._parked
             self._waiting_runs.admit(run)
 
+    def forget_leavers(self) -> list[Tokenizer]:
+        """Lets go of those whose address is gone and that have nothing left; gives them."""
+        gone = [t for t in self.tokenizers.values() if t.leaving and not t.busy]
+        for tokenizer in gone:
+            del self.tokenizers[tokenizer.address]
+        return gone
+
     def on_ready(self, tokenizer: Tokenizer) -> None:
         """A tokenizer became ready: it gets what waited."""
         self._seen.set()

@@ -56,9 +56,11 @@ class Worker(Replica):
         deadlines: Deadlines,
         kv_index: KvIndex,
         on_change: Callable[[], None],
+        on_touch: Callable[[Worker], None],
     ) -> None:
         super().__init__(address, settings)
         self._on_change = on_change
+        self._on_touch = on_touch
         self._deadlines = deadlines
         self._pulse = Pulse(deadlines)
         self._moving = ""
@@ -69,12 +71,11 @@ class Worker(Replica):
         self.engine = pb.GetEngineResponse()
         self.load = pb.Load()
         self.last_turn = 0
+        """Number of the placement that chose it last."""
         self.guard = LoadGuard(self.touch)
         self._assignments = Assignments(address, self.guard, self._send)
         self._steps = Steps(self._assignments, self.guard, metrics, self._send)
         self._kv_feed = KvFeed(kv_index, address, self._ask_for_kv_snapshot)
-        self._snapshot: WorkerSnapshot | None = None
-        self._snapshot_of: tuple[admin_pb.WorkerState.ValueType, bool, bool] | None = None
         self._supported: frozenset[str] = frozenset()
         self._outbox: Outbox[pb.EngineCommand] = Outbox()
 
@@ -102,7 +103,7 @@ class Worker(Replica):
         return True
 
     @property
-    def _unusable(self) -> str:
+    def unusable(self) -> str:
         """Why it takes no items; '' when it does."""
         if self.ready:
             return self.mismatch
@@ -110,25 +111,19 @@ class Worker(Replica):
 
     def touch(self) -> None:
         """What a placement needs to know changed."""
-        self._snapshot = None
+        self._on_touch(self)
 
-    def snapshot(self, typical: Typical | None = None) -> WorkerSnapshot:
-        """What a placement needs to know, with everything dispatched until this moment. Placements come far more often
-        than changes, so it is made when something changed."""
-        now_of = (self.state, self.leaving, self.drained)
-        if self._snapshot is None or self._snapshot_of != now_of:
-            self._snapshot, self._snapshot_of = self._take_snapshot(typical or Typical()), now_of
-        return self._snapshot
-
-    def _take_snapshot(self, typical: Typical) -> WorkerSnapshot:
+    def snapshot(self, typical: Typical) -> WorkerSnapshot:
+        """What a placement needs to know, with everything dispatched until this moment; void with the next `touch`."""
         guard, now = self.guard, asyncio.get_running_loop().time()
         return WorkerSnapshot(
             address=self.address,
             worker=self.name,
             model=self.engine.model,
-            problem=self._unusable,
+            problem=self.unusable,
             supported_fields=self._supported,
             max_sequence_tokens=self.engine.max_sequence_tokens or sys.maxsize,
+            tokens_per_block=self.engine.tokens_per_block,
             last_turn=self.last_turn,
             sequences=guard.sequences,
             wait_seconds=guard.wait_seconds(typical, self.engine.max_batch_size),

@@ -1,10 +1,12 @@
-"""What was decided, with the reasons, in a form that costs little to keep."""
+"""What was decided, in a form that costs little to make: the reasons follow from what it was decided from."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trtmesh.router.placement.filters import exclusions, lift_cold
+from trtmesh.router.placement.policies import POLICIES
 from trtmesh.router.placement.snapshot import PlacementQuery, WorkerSnapshot
 
 
@@ -20,14 +22,23 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A placement and its reasons; `scores` and `excluded_by` are parallel to `fleet`."""
+    """A placement and what it was decided from."""
 
     policy: str
     chosen: WorkerSnapshot
     query: PlacementQuery
     fleet: Sequence[WorkerSnapshot]
-    scores: Sequence[float]
-    excluded_by: Sequence[str]
+
+    @property
+    def excluded_by(self) -> list[str]:
+        """Why each worker of the fleet was not considered; '' where it was."""
+        return exclusions(self.fleet, self.query)
+
+    @property
+    def scores(self) -> list[float]:
+        """The score of each worker of the fleet, those that were not considered or not drawn included."""
+        eligible = [index for index, why in enumerate(self.excluded_by) if not why]
+        return POLICIES[self.policy].costs(lift_cold(self.fleet, eligible), self.query)
 
     @property
     def candidates(self) -> list[Candidate]:

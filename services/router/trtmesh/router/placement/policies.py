@@ -1,8 +1,8 @@
 """The policies: how each scores the workers that can take an item, and which of these it looks at.
 
-A policy is two pure functions. `score` gives every worker a cost, lower is better; `shortlist` may narrow the choice
-down to some of the eligible. The lowest score of the shortlist wins, and of equals the one whose last turn is longest
-ago. The predicted cost of an item on a worker, in seconds:
+A policy is two pure functions. `shortlist` may narrow the choice down to some of the eligible; `costs` gives each of
+these a score, lower is better. The lowest score wins, and of equals the one whose last turn is longest ago. The
+predicted cost of an item on a worker, in seconds:
 
     wait + uncached prompt tokens * prefill + new tokens * step + pressure
 
@@ -36,7 +36,7 @@ reports then do not all choose the same worker."""
 class Policy:
     """How a worker is chosen among those that can take an item."""
 
-    score: Callable[[Fleet, PlacementQuery], list[float]]
+    costs: Callable[[Fleet, PlacementQuery], list[float]]
     shortlist: Callable[[Indexes, Fleet, PlacementQuery], Indexes]
     looks_at_prefixes: bool = False
 
@@ -52,15 +52,13 @@ def _sequences(fleet: Fleet, query: PlacementQuery) -> list[float]:
 def predicted_seconds(fleet: Fleet, query: PlacementQuery) -> list[float]:
     """The predicted cost of the item on each worker, in seconds."""
     prompt, new, cached = query.prompt_tokens, query.new_tokens, query.cached_tokens
-    costs = [
-        w.wait_seconds + prompt * w.prefill_seconds + new * w.step_seconds + w.pressure_seconds
+    return [
+        w.wait_seconds
+        + (prompt - cached.get(w.address, 0)) * w.prefill_seconds
+        + new * w.step_seconds
+        + w.pressure_seconds
         for w in fleet
     ]
-    if cached:
-        for index, worker in enumerate(fleet):
-            if worker.address in cached:
-                costs[index] -= cached[worker.address] * worker.prefill_seconds
-    return costs
 
 
 def _all(eligible: Indexes, fleet: Fleet, query: PlacementQuery) -> Indexes:
@@ -92,10 +90,12 @@ def _longest_prefix(eligible: Indexes, fleet: Fleet, query: PlacementQuery) -> I
 
 
 def _holders_and_sample(eligible: Indexes, fleet: Fleet, query: PlacementQuery) -> Indexes:
-    cached = query.cached_tokens
+    cached, sample = query.cached_tokens, _sample(eligible, query.draw)
+    if not cached:
+        return sample
     holders = [index for index in eligible if fleet[index].address in cached]
     holders.sort(key=lambda index: -cached[fleet[index].address])
-    return [*holders[:HOLDERS], *_sample(eligible, query.draw)]
+    return [*holders[:HOLDERS], *sample]
 
 
 POLICIES: dict[str, Policy] = {

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSnapshot:
-    """A worker at the moment of a placement, with everything that this router dispatched until then.
+class WorkerSnapshot(NamedTuple):
+    """A worker at the moment of a placement, with everything that this router dispatched until then. A tuple, because
+    one is made for every dispatch, and a frozen dataclass of so many fields takes four times as long.
 
     `problem` says why it cannot take items; '' when it can.
     """
@@ -21,6 +22,8 @@ class WorkerSnapshot:
     supported_fields: frozenset[str]
     max_sequence_tokens: int = sys.maxsize
     """Most tokens of a sequence, prompt included."""
+    tokens_per_block: int = 0
+    """Tokens of a KV block whose events it tells; 0 where it tells none."""
     last_turn: int = 0
     """Number of the placement that chose it last; 0 when none did."""
     sequences: int = 0
