@@ -221,7 +221,7 @@ async def test_a_handed_over_request_has_its_state() -> None:
     sent = message("tensorrt_llm", tensors, "handed over")
     sent.parameters["request_type"].string_param = "context_only"
     call = read_call(model, sent)
-    answers = Answers(call, parse_request(to_request(call, settings), "", 1), lambda: 100)
+    answers = Answers(call, parse_request(to_request(call), "", 1), lambda: 100)
     response = router_pb.GenerateResponse()
     response.events.add().tokens.token_ids.append(7)
     response.events.add().sequence_finished.handoff_state = b"\1\2\3"
@@ -234,10 +234,10 @@ async def test_a_handed_over_request_has_its_state() -> None:
     sent.parameters["request_type"].string_param = "both"
     refused = read_call(model, sent)
     with pytest.raises(InvalidRequest, match="'request_type' is 'both' but must be one of"):
-        to_request(refused, settings)
+        to_request(refused)
     again = message(
         "tensorrt_llm", tensors | {"context_phase_params": np.array([[1, 2, 3]], np.uint8)}, ""
     )
     again.parameters["request_type"].string_param = "generation_only"
-    (item,) = to_request(read_call(model, again), settings).items
+    (item,) = to_request(read_call(model, again)).items
     assert item.config.handoff.state == b"\1\2\3"

@@ -156,8 +156,7 @@ def test_logits_have_the_type_of_the_setting(data_type: str) -> None:
     ):
         request.inputs.add(name=name, datatype=kind, shape=(1, 1))
         request.raw_input_contents.append(data)
-    settings = TritonSettings(logits_data_type=data_type)  # type: ignore[arg-type]
-    (item,) = to_request(read_call(model, request), settings).items
+    (item,) = to_request(read_call(model, request)).items
     assert item.config.output.logits_data_type == {"FP32": 1, "FP16": 2, "BF16": 3}[data_type]
 
 
