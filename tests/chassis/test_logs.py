@@ -40,6 +40,18 @@ def test_a_request_id_cannot_forge_a_line(capsys: pytest.CaptureFixture[str]) ->
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+def test_an_exception_cannot_forge_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up_logs("engine", "info", "text")
+    try:
+        raise ValueError("no\n2030 info engine - root: all is well")
+    except ValueError:
+        log.exception("failed")
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first.endswith("trtmesh.example: failed")
+    assert all(line.startswith("  ") for line in rest)
+    assert "all is well" in rest[-1]
+
+
 def test_json_lines_have_the_same_parts(capsys: pytest.CaptureFixture[str]) -> None:
     set_up_logs("router", "info", "json")
     with request_id_bound("r-1"):

@@ -145,6 +145,7 @@ def test_messages_of_flags_and_environment(
         ),
         ("engine: [1]", "section 'engine' of {file} must be a mapping, not [1]"),
         ("- 1", "the configuration file {file} must be a mapping of sections"),
+        ("engine: {cache: {blocks: 1, blocks: 2}}", "'blocks' stands here twice"),
         ("a: [", "the configuration file {file} is not YAML"),
     ],
 )

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from textwrap import indent
 from typing import Literal
 
 _request_id: ContextVar[str] = ContextVar("request_id", default="-")
@@ -48,7 +49,9 @@ class TextFormatter(logging.Formatter):
         )
         # A request id or a text from a client must not be able to forge a line.
         line = line.replace("\n", "\\n").replace("\r", "\\r")
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        if not record.exc_info:
+            return line
+        return f"{line}\n{indent(self.formatException(record.exc_info), '  ', lambda _: True)}"
 
 
 class JsonFormatter(logging.Formatter):

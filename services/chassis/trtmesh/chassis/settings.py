@@ -16,9 +16,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
+from trtmesh.chassis.config_file import SECTIONS, read_config_file, suggestion
 from trtmesh.chassis.errors import SettingsError
 
 LeafPath = tuple[str, ...]
@@ -160,7 +160,7 @@ def _environment_layer(
         if name.startswith(prefix) and name not in known:
             raise SettingsError(
                 f"environment variable {name}={value!r} is no setting of the {cls.section}"
-                f"{_suggestion(name, known)}"
+                f"{suggestion(name, known)}"
             )
     values = {path: environ[name] for path, name in names.items() if name in environ}
     return Layer("environment variable", values, names)
@@ -178,33 +178,6 @@ def _refuse_misspelt_section(name: str) -> None:
         raise SettingsError(
             f"environment variable {name} names no service; did you mean TRTMESH_{close[0].upper()}_...?"
         )
-
-
-SECTIONS = frozenset({"mesh", "router", "tokenizer", "engine"})
-"""Sections that a configuration file may have; `mesh` is read by `trtmesh up`."""
-
-
-def read_config_file(file: Path) -> dict[str, dict[str, object]]:
-    """The sections of a YAML configuration file. Raises SettingsError for anything else."""
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-    except OSError as error:
-        raise SettingsError(
-            f"cannot read the configuration file {file}: {error.strerror}"
-        ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SettingsError(f"the configuration file {file} is not YAML: {error}") from error
-    if not isinstance(content, dict):
-        raise SettingsError(f"the configuration file {file} must be a mapping of sections")
-    for name, section in content.items():
-        if name not in SECTIONS:
-            raise SettingsError(
-                f"the configuration file {file} has an unknown section {name!r}"
-                f"{_suggestion(str(name), SECTIONS)}; sections are {', '.join(sorted(SECTIONS))}"
-            )
-        if not isinstance(section, dict):
-            raise SettingsError(f"section {name!r} of {file} must be a mapping, not {section!r}")
-    return content
 
 
 def _file_layer(
@@ -235,15 +208,8 @@ def _collect(
             known = {".".join(leaf) for leaf in leaves}
             dotted = ".".join(path)
             raise SettingsError(
-                f"{where}.{dotted} = {value!r} is no setting{_suggestion(dotted, known)}"
+                f"{where}.{dotted} = {value!r} is no setting{suggestion(dotted, known)}"
             )
-
-
-def _suggestion(
-    name: str, known: Sequence[str] | Mapping[str, object] | frozenset[str] | set[str]
-) -> str:
-    close = get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _validate(cls: type[S], layers: Sequence[Layer]) -> S:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trtmesh.chassis.config_file import read_config_file
 from trtmesh.chassis.errors import ModelUnusable, SettingsError
-from trtmesh.chassis.settings import read_config_file
 from trtmesh.cli.mesh_settings import MeshSettings
 from trtmesh.cli.overruled import has_own, refuse_overruled
 

@@ -1,0 +1,61 @@
+"""The configuration file: sections of settings in YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+from trtmesh.chassis.errors import SettingsError
+
+SECTIONS = frozenset({"mesh", "router", "tokenizer", "engine"})
+"""Sections that a configuration file may have; `mesh` is read by `trtmesh up`."""
+
+
+def read_config_file(file: Path) -> dict[str, dict[str, object]]:
+    """The sections of a YAML configuration file. Raises SettingsError for anything else."""
+    try:
+        content = yaml.load(file.read_text(encoding="utf-8"), _Loader) or {}  # noqa: S506 - it is a safe one
+    except OSError as error:
+        raise SettingsError(
+            f"cannot read the configuration file {file}: {error.strerror}"
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SettingsError(f"the configuration file {file} is not YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise SettingsError(f"the configuration file {file} must be a mapping of sections")
+    for name, section in content.items():
+        if name not in SECTIONS:
+            raise SettingsError(
+                f"the configuration file {file} has an unknown section {name!r}"
+                f"{suggestion(str(name), SECTIONS)}; sections are {', '.join(sorted(SECTIONS))}"
+            )
+        if not isinstance(section, dict):
+            raise SettingsError(f"section {name!r} of {file} must be a mapping, not {section!r}")
+    return content
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice, of which YAML's own loader keeps the last without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:  # noqa: FBT001, FBT002 - PyYAML's
+        seen: set[object] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key.value!r} stands here twice", key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def suggestion(
+    name: str, known: Sequence[str] | Mapping[str, object] | frozenset[str] | set[str]
+) -> str:
+    """The end of a message about `name`: which of `known` was probably meant, or nothing."""
+    close = get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
