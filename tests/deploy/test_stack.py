@@ -124,6 +124,21 @@ async def test_three_prompts_stream_to_a_client_outside(stack: ComposeStack) -> 
     print(f"\nthree prompts outside the containers: {tokens} tokens")
 
 
+async def test_http_and_metrics_are_published(stack: ComposeStack) -> None:
+    url = f"http://127.0.0.1:{stack.ports['HTTP_PORT']}/v2/models/ensemble/generate"
+    body = json.dumps({"text_input": PROMPTS[0], "max_tokens": 8}).encode()
+
+    def post() -> bytes:
+        with urllib.request.urlopen(url, data=body, timeout=60) as answer:
+            whole: bytes = answer.read()
+            return whole
+
+    before = answered(stack, "")
+    assert json.loads(await asyncio.to_thread(post))["text_output"].startswith(PROMPTS[0])
+    assert answered(stack, "") == before + 1
+    print("\nHTTP and metrics: reached from outside")
+
+
 async def test_the_router_image_has_neither_torch_nor_transformers(stack: ComposeStack) -> None:
     for service, absent in (
         ("router", ("torch", "transformers", "tokenizers", "trtmesh.engine", "trtmesh.tokenizer")),
