@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -205,6 +206,34 @@ TOKENS = SHARED | {
         {"lookahead_window_size": 4, "lookahead_ngram_size": 2},
     ),
 }  # fmt: skip
+DISAGGREGATED = {
+    name: case
+    for name, case in TOKENS.items()
+    if not name.startswith(
+        ("encoder_", "cross_", "skip_cross", "mrope_", "multimodal_", "context_phase", "retention_")
+    )
+    and not name.startswith("lookahead_")
+}
+LLMAPI = {
+    "image_url": Case(np.array(["https://a/b.png"], np.object_), "multimodal.images", None),
+    "sampling_param_best_of": Case(np.array([2], np.int32), "sampling.best_of", 2),
+    "sampling_param_temperature": Case(np.array([0.5], np.float32), "sampling.temperature", 0.5),
+    "sampling_param_top_k": Case(np.array([5], np.int32), "sampling.top_k", 5),
+    "sampling_param_top_p": Case(np.array([0.5], np.float32), "sampling.top_p", 0.5),
+    "sampling_param_frequency_penalty": Case(
+        np.array([0.25], np.float32), "sampling.frequency_penalty", 0.25
+    ),
+    "sampling_param_presence_penalty": Case(
+        np.array([0.5], np.float32), "sampling.presence_penalty", 0.5
+    ),
+    "sampling_param_max_tokens": Case(np.array([3], np.int32), "stopping.max_tokens", 3),
+    "sampling_param_seed": Case(np.array([2**63 + 1], np.uint64), "sampling.seed", 2**63 + 1),
+    "sampling_param_return_perf_metrics": Case(np.array([True]), "output.perf_metrics", True),
+    "sampling_param_logits_post_processor_name": Case(
+        np.array(["a"], np.object_), "sampling.logits_post_processor", "a"
+    ),
+    "return_cumulative_logprob": Case(np.array([True]), "output.log_probs", True),
+}
 NOT_FOR_BACKENDS = {
     "stop": "acted on by the door",
     "stream": "acted on by the router",
@@ -214,22 +243,33 @@ NOT_FOR_BACKENDS = {
     "exclude_input_in_output": "acted on by the door",
     "return_num_input_tokens": "always counted",
     "return_num_output_tokens": "always counted",
+    "return_finish_reason": "always known",
+    "return_stop_reason": "always known",
+    "sampling_param_stop": "acted on by the router and a tokenizer",
+    "sampling_param_exclude_input_from_output": "acted on by the door",
+    "lora_id": "refused by the door",
+    "lora_name": "refused by the door",
+    "lora_path": "refused by the door",
+    "lora_ckpt_source": "refused by the door",
     "text_input": "seen as the prompt's ids",
     "input_ids": "seen as the prompt's ids",
     "input_lengths": "seen as the prompt's ids",
 }
-CASES = [
-    (model, name, case)
-    for model, cases in (("ensemble", TEXT), ("tensorrt_llm_bls", BLS), ("tensorrt_llm", TOKENS))
-    for name, case in cases.items()
-]
+MODELS = {
+    "ensemble": TEXT,
+    "tensorrt_llm_bls": BLS,
+    "tensorrt_llm": TOKENS,
+    "disaggregated_serving_bls": DISAGGREGATED,
+    "llmapi": LLMAPI,
+}
+CASES = [(model, name, case) for model, cases in MODELS.items() for name, case in cases.items()]
+CONFIGURED = {model: {"template": model, "decoupled": True} for model in MODELS}
+TRITON = triton_models(TritonSettings.model_validate({"models": CONFIGURED}))
 
 
-@pytest.mark.parametrize(
-    ("model", "cases"), [("ensemble", TEXT), ("tensorrt_llm_bls", BLS), ("tensorrt_llm", TOKENS)]
-)
+@pytest.mark.parametrize(("model", "cases"), MODELS.items())
 async def test_no_input_is_left_out(model: str, cases: dict[str, Case]) -> None:
-    declared = set(triton_models(TritonSettings())[model].inputs)
+    declared = set(TRITON[model].inputs)
     assert declared - set(cases) <= set(NOT_FOR_BACKENDS)
     assert set(cases) <= declared
 
@@ -255,7 +295,7 @@ async def mesh(backend: RecordingBackend) -> AsyncIterator[Mesh]:
         async def start(mesh: Mesh) -> None:
             await mesh.start_tokenizer()
             mesh.engines.append(engine)  # type: ignore[arg-type]
-            await mesh.start_router()
+            await mesh.start_router("--triton-models", json.dumps(CONFIGURED))
             await mesh.ready(1, 1)
 
         yield await stack.enter_async_context(running_mesh(start=start))
@@ -270,12 +310,12 @@ async def seen_config(
 ) -> GenerationConfig:
     """The config that reaches the backend, which ends the sequences at once. Inputs that the model does not have are
     left out."""
-    needed: dict[str, Any] = (
-        {"input_ids": i32(1, 2), "input_lengths": 2, "request_output_len": 5}
-        if model == "tensorrt_llm"
-        else {"text_input": "a prompt", "max_tokens": 5}
-    )
-    declared = triton_models(TritonSettings())[model].inputs
+    needed: dict[str, Any] = {"text_input": "a prompt", "max_tokens": 5}
+    if model == "llmapi":
+        needed = {"text_input": np.array(["a prompt"], np.object_)}
+    elif "input_ids" in TRITON[model].inputs:
+        needed = {"input_ids": i32(1, 2), "input_lengths": 2, "request_output_len": 5}
+    declared = TRITON[model].inputs
     known = {name: value for name, value in tensors.items() if name in declared}
     before = len(backend.items)
     stream = asyncio.create_task(triton.stream(model, needed | known, **more))

@@ -29,6 +29,7 @@ TrtmeshError
 │   ├── RateLimited           an API key used up its tokens
 │   └── SlowClient            the client does not read what it asked for
 ├── DeadlineExceeded          the client's deadline passed
+├── Cancelled                 the client itself ended the request
 └── InternalError             a defect of this software or its backend
     ├── BackendFailed         the backend could not go on with an item
     └── StreamIncomplete      a stream ended without its terminal events
@@ -185,6 +186,10 @@ class DeadlineExceeded(TrtmeshError):
     """The client's deadline passed."""
 
 
+class Cancelled(TrtmeshError):
+    """The client itself ended the request."""
+
+
 class InternalError(TrtmeshError):
     """A defect of this software or its backend."""
 
@@ -264,6 +269,7 @@ ERROR_TABLE: tuple[ErrorRow, ...] = (
     ErrorRow(RateLimited, _S.RESOURCE_EXHAUSTED, _H.TOO_MANY_REQUESTS, "RATE_LIMITED"),
     ErrorRow(SlowClient, _S.RESOURCE_EXHAUSTED, _H.TOO_MANY_REQUESTS, "SLOW_CLIENT"),
     ErrorRow(DeadlineExceeded, _S.DEADLINE_EXCEEDED, _H.GATEWAY_TIMEOUT, "DEADLINE_EXCEEDED"),
+    ErrorRow(Cancelled, _S.CANCELLED, _H.BAD_REQUEST, "CANCELLED"),
     ErrorRow(InternalError, _S.INTERNAL, _H.INTERNAL_SERVER_ERROR, "INTERNAL"),
     ErrorRow(BackendFailed, _S.INTERNAL, _H.INTERNAL_SERVER_ERROR, "BACKEND_FAILED"),
     ErrorRow(StreamIncomplete, _S.INTERNAL, _H.INTERNAL_SERVER_ERROR, "STREAM_INCOMPLETE"),

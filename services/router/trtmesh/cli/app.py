@@ -6,6 +6,7 @@ import typer
 from trtmesh.cli.demo import demo
 from trtmesh.cli.explain import explain
 from trtmesh.cli.generate import generate
+from trtmesh.cli.import_triton import import_triton
 from trtmesh.cli.policy import policy
 from trtmesh.cli.replay import replay
 from trtmesh.cli.requests import requests
@@ -20,7 +21,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (up, generate, status, top, explain, replay, demo):
+for command in (up, import_triton, generate, status, top, explain, replay, demo):
     app.command()(command)
 for group in (workers, requests, policy):
     app.add_typer(group)

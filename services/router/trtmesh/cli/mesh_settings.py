@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import typer
 from pydantic import Field
 from pydantic.fields import FieldInfo
-from trtmesh.chassis.settings import OptionalPort, Port, ServiceSettings, load_settings
+from trtmesh.chassis.settings import CommaList, OptionalPort, Port, ServiceSettings, load_settings
 
 Replicas = Annotated[int, Field(ge=1, le=64)]
 
@@ -35,12 +35,16 @@ class MeshSettings(ServiceSettings):
     """Port of the first router's metrics, likewise; the other processes get free ones. `none` serves no metrics."""
     model: Path | None = None
     """Directory of the model; unset means the demo model of the repository."""
+    models: CommaList = ()
+    """Directories of further models, each with engines and tokenizers of its own, as many as the first."""
+    triton_model_repo: Path | None = None
+    """Model repository of Triton whose models are served under their names; what the file says wins over it."""
     backend: Literal["torch", "simulated"] | None = None
     """What executes the model; unset leaves it to the engine's own settings."""
     engines: Replicas = 1
-    """Number of engines."""
+    """Number of engines, of each model."""
     tokenizers: Replicas = 1
-    """Number of tokenizers."""
+    """Number of tokenizers, of each model."""
     routers: Replicas = 1
     """Number of routers; those after the first listen on free ports."""
     engine_port: Port = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,7 +43,7 @@ class Plan:
         self._config_file = config_file
         sections = read_config_file(Path(config_file)) if config_file else {}
         refuse_overruled(sections, os.environ)
-        self._model = _model_flags(settings, sections)
+        self._models = _model_flags(settings, sections)
 
     def tokenizers(self) -> list[ProcessPlan]:
         settings = self._settings
@@ -51,15 +51,15 @@ class Plan:
             ProcessPlan(
                 name=f"tokenizer-{index}",
                 service="tokenizer",
-                arguments=(*self._common(LOOPBACK), *self._model),
+                arguments=(*self._common(LOOPBACK), *model),
                 ports=self._ports(_following(settings.tokenizer_port, index)),
             )
-            for index in range(settings.tokenizers)
+            for index, model in self._replicas(settings.tokenizers)
         ]
 
     def engines(self) -> list[ProcessPlan]:
         settings = self._settings
-        threads = max(1, physical_cores() // settings.engines)
+        threads = max(1, physical_cores() // (settings.engines * len(self._models)))
         backend = ("--backend", settings.backend) if settings.backend else ()
         return [
             ProcessPlan(
@@ -67,7 +67,7 @@ class Plan:
                 service="engine",
                 arguments=(
                     *self._common(LOOPBACK),
-                    *self._model,
+                    *model,
                     *backend,
                     *("--worker", f"engine-{index}"),
                 ),
@@ -75,7 +75,7 @@ class Plan:
                 # Engines that each take all cores slow each other down; whoever sets the variable knows better.
                 environment={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))},
             )
-            for index in range(settings.engines)
+            for index, model in self._replicas(settings.engines)
         ]
 
     def routers(self, tokenizers: Iterable[str], engines: Iterable[str]) -> list[ProcessPlan]:
@@ -106,6 +106,10 @@ class Plan:
         """Those of a process that the routers alone know."""
         return {"port": port, "metrics_port": None if self._settings.metrics_port is None else 0}
 
+    def _replicas(self, count: int) -> Iterator[tuple[int, tuple[str, ...]]]:
+        """Index and model of each of so many replicas a model."""
+        return enumerate(model for model in self._models for _ in range(count))
+
     def _common(self, host: str) -> tuple[str, ...]:
         settings = self._settings
         flags = ["--host", host, "--stop-on-stdin-eof", "true"]
@@ -124,21 +128,23 @@ def _following(first: int, index: int) -> int:
 
 def _model_flags(
     settings: MeshSettings, sections: Mapping[str, Mapping[str, object]]
-) -> tuple[str, ...]:
-    """The model for tokenizers and engines; none where file or environment give each of them its own."""
+) -> list[tuple[str, ...]]:
+    """The models for tokenizers and engines, as flags: no flag where file or environment give each of them its own."""
     services = ("tokenizer", "engine")
     own = [s for s in services if has_own(s, "model_dir", sections, os.environ)]
-    if settings.model is None and len(own) == 1:
+    models = [*filter(None, [settings.model]), *map(Path, settings.models)]
+    if not models and len(own) == 1:
         (other,) = set(services) - set(own)
         raise SettingsError(
             f"{own[0]}.model_dir is set but {other}.model_dir is not; set mesh.model, or both"
         )
-    if settings.model is None and own:
-        return ()
-    model = settings.model or demo_model()
-    if not model.is_dir():
-        raise ModelUnusable(f"mesh.model is {str(model)!r}, which is no directory")
-    return ("--model-dir", str(model))
+    if not models and own:
+        return [()]
+    models = models or [demo_model()]
+    for model in models:
+        if not model.is_dir():
+            raise ModelUnusable(f"mesh.model is {str(model)!r}, which is no directory")
+    return [("--model-dir", str(model)) for model in models]
 
 
 def demo_model() -> Path:

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from trtmesh.chassis.errors import SettingsError
+from trtmesh.cli.import_triton import imported_repository
 from trtmesh.cli.logs import process_log
 from trtmesh.cli.mesh_settings import Flags, config_file_of, load_mesh_settings
 from trtmesh.cli.output import say
@@ -26,10 +27,11 @@ Use = Callable[[Stack], Coroutine[Any, Any, int]]
 async def supervise(flags: Flags, use: Use, defaults: Flags = MappingProxyType({})) -> int:
     """Starts the stack that `flags` ask for, keeps it alive during `use`, stops it; returns the exit status. `defaults`
     hold for what neither flags nor environment nor file say."""
-    settings = load_mesh_settings(flags, defaults)
-    with process_log(settings.log_dir) as log:
-        stack = Stack(settings, Plan(settings, config_file_of(flags)), log)
-        return await _Supervision(stack, use).run()
+    with imported_repository(flags) as effective:
+        settings = load_mesh_settings(effective, defaults)
+        with process_log(settings.log_dir) as log:
+            stack = Stack(settings, Plan(settings, config_file_of(effective)), log)
+            return await _Supervision(stack, use).run()
 
 
 class _Supervision:

@@ -9,7 +9,8 @@ from trtmesh.chassis.error_wire import from_proto
 from trtmesh.chassis.errors import InternalError, PromptTooLong, TrtmeshError
 from trtmesh.router.request import GenerationRequest
 from trtmesh.router.triton.calls import Call
-from trtmesh.router.triton.models import Kind
+from trtmesh.router.triton.forms import Kind
+from trtmesh.router.triton.llmapi import LlmApiOutputs
 from trtmesh.router.triton.outputs import Block, OutputBuilder, RowOutput, SequenceOutput
 from trtmesh.router.triton.wire import Output
 from trtmesh.v1 import router_pb2 as router_pb
@@ -32,7 +33,9 @@ class Answers:
     ) -> None:
         self._call = call
         self._longest_prompt = longest_prompt
-        self._builder = OutputBuilder(call, request)
+        self._builder = (
+            LlmApiOutputs(call) if call.model.template == "llmapi" else OutputBuilder(call, request)
+        )
         self.rows = [
             RowOutput(index, [SequenceOutput(s) for s in range(item.config.sequences)])
             for index, item in enumerate(request.items)
@@ -75,7 +78,9 @@ class Answers:
                 finished = event.sequence_finished
                 sequence = row.sequences[event.sequence_index]
                 sequence.handoff_state = finished.handoff_state
-                sequence.cut = finished.HasField("stop_text")
+                sequence.finish_reason = finished.reason
+                if finished.HasField("stop_text"):
+                    sequence.stop_text = finished.stop_text
                 if finished.HasField("cumulative_log_prob"):
                     sequence.cumulative_log_prob = finished.cumulative_log_prob
             case "item_finished":

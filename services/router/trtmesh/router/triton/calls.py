@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from trtmesh.chassis.errors import InternalError, InvalidRequest, ModelNotFound
-from trtmesh.router.triton.models import MODEL_VERSION, Kind, Model
+from trtmesh.router.triton.forms import Kind
+from trtmesh.router.triton.models import MODEL_VERSION, Model
 from trtmesh.router.triton.tensors import InputTensor, check_complete, read_inputs
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
-STREAM_INPUT = {Kind.TEXT: "stream", Kind.TOKENS: "streaming"}
+STREAM_INPUTS = ("stream", "streaming")
+"""A model has one of them, if any."""
 PROMPT_INPUTS = {"input_ids", "encoder_input_features"}
 PHASES = {
     "context_and_generation": pb.GENERATION_PHASE_CONTEXT_AND_GENERATION,
@@ -26,6 +28,9 @@ LOGITS_DATA_TYPES = {
 }
 FIRST_PRIORITY = 1_000_000
 """The mesh's priority of Triton's priority 0; Triton's numbers are the earlier the lower, and 0 stands for none."""
+
+LLMAPI_MAX_TOKENS = 32
+"""New tokens where a request does not say, as in TensorRT-LLM's LLM API."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,7 @@ class Call:
 
     @property
     def streaming(self) -> bool:
-        return self.flag(STREAM_INPUT.get(self.model.kind, ""))
+        return any(self.flag(name) for name in STREAM_INPUTS)
 
     @property
     def timeout_seconds(self) -> float | None:
@@ -111,7 +116,9 @@ def to_request(call: Call) -> router_pb.GenerateRequest:
     """What the mesh is asked: one item for each row of the batch. Raises InvalidRequest."""
     if call.streaming and not call.model.decoupled:
         raise InternalError(
-            "Streaming is only supported if model is deployed using decoupled mode."
+            "Streaming is only supported in decoupled mode."
+            if call.model.template == "llmapi"
+            else "Streaming is only supported if model is deployed using decoupled mode."
         )
     if call.model.kind is Kind.TOKENS and not PROMPT_INPUTS & call.inputs.keys():
         raise InternalError("input_ids or encoder_input_features is not present in the request")
@@ -159,13 +166,16 @@ def _settle(item: router_pb.GenerateItem, call: Call) -> None:
         # Nothing in it means anything for a single beam.
         config.ClearField("beam_search")
     if (
-        not config.HasField("beam_search")
+        model.template != "llmapi"
+        and not config.HasField("beam_search")
         and not sampling.top_k
         and not sampling.HasField("top_p")
         and (sampling.HasField("temperature") or sampling.HasField("top_k"))
     ):
-        # TensorRT-LLM draws only where top_k or top_p says from what, whatever the temperature.
+        # Its executor draws only where top_k or top_p says from what, whatever the temperature.
         sampling.top_k = 1
+    if model.template == "llmapi" and not config.stopping.HasField("max_tokens"):
+        config.stopping.max_tokens = LLMAPI_MAX_TOKENS
     _apply_parameters(config, call.parameters, model)
 
 

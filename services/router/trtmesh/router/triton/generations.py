@@ -48,7 +48,11 @@ class Generations:
     def stop(self, call: Call) -> None:
         """Ends a request early, whatever model serves it; nothing where it is unknown or over."""
         if not call.request_id:
-            raise InvalidRequest("Trying to stop a request but request ID is not provided")
+            raise InvalidRequest(
+                "A request id must be provided for request cancellation"
+                if call.model.template == "llmapi"
+                else "Trying to stop a request but request ID is not provided"
+            )
         live = self._named.get(call.request_id)
         if live is not None:
             live.stop(())
@@ -122,7 +126,7 @@ async def _whole_text(texts: Texts, row: RowOutput, sequence: SequenceOutput) ->
     neither part has alone. A stop text cuts it where it cut the generated text."""
     text = "".join(sequence.texts)
     whole = await texts.decode([*row.prompt_ids, *sequence.token_ids])
-    if not sequence.cut:
+    if sequence.stop_text is None:
         return whole
     prompt = await texts.decode(row.prompt_ids)
     start = whole.find(text, len(prompt)) if whole.startswith(prompt) else -1

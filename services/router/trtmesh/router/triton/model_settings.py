@@ -16,8 +16,10 @@ Template = Literal[
     "preprocessing",
     "postprocessing",
     "disaggregated_serving_bls",
+    "llmapi",
 ]
-"""A model of TensorRT-LLM's Triton backend by the name that its template has there."""
+"""A model of TensorRT-LLM's Triton backend by the name that its template has there; `llmapi` is the other model that is
+called `tensorrt_llm` there."""
 
 LogitsDataType = Literal["FP32", "FP16", "BF16"]
 MaxBatchSize = Annotated[int, Field(ge=1, le=65536)]
@@ -34,13 +36,13 @@ class TritonModelSettings(Settings):
     decoupled: bool | None = None
     """Whether it answers with a stream of responses."""
     max_batch_size: MaxBatchSize | None = None
-    """Most rows of a request."""
+    """Most rows of a request; `llmapi` has no batch dimension."""
     max_beam_width: Annotated[int, Field(ge=1, le=65536)] | None = None
     """Most beams of a search; unset leaves it to the engine."""
     exclude_input_in_output: bool | None = None
     """Whether the prompt is left out of the output where a request does not say."""
     accumulate_tokens: bool | None = None
-    """Whether each response of a stream holds the whole text so far; for `tensorrt_llm_bls`."""
+    """Whether each response of a stream holds the whole text so far; for `llmapi` it does unless said otherwise."""
     logits_data_type: LogitsDataType | None = None
     """Element type of logits outputs."""
     add_special_tokens: bool | None = None

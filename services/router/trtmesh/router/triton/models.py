@@ -4,42 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import TypeVar
 
 from tritonclient.grpc import model_config_pb2, service_pb2
 from trtmesh.router.settings import TritonSettings
-from trtmesh.router.triton.inputs import BLS_INPUTS, TEXT_INPUTS, TOKEN_INPUTS, InputSpec
+from trtmesh.router.triton.forms import FORMS, Kind
+from trtmesh.router.triton.inputs import InputSpec
 from trtmesh.router.triton.model_settings import LogitsDataType, Template, TritonModelSettings
-from trtmesh.router.triton.specs import (
-    DISAGGREGATED_INPUTS,
-    HANDOFF_OUTPUT,
-    POSTPROCESSING_INPUTS,
-    POSTPROCESSING_OUTPUTS,
-    PREPROCESSING_INPUTS,
-    PREPROCESSING_OUTPUTS,
-    TEXT_OUTPUT,
-    TOKEN_OUTPUTS,
-    generation_outputs,
-)
 from trtmesh.router.triton.tensors import TensorSpec
 
 MODEL_VERSION = "1"
 
 T = TypeVar("T")
-
-
-class Kind(Enum):
-    """What a model makes of a request."""
-
-    TEXT = "text"
-    """Text in, text out."""
-    TOKENS = "tokens"
-    """Token ids in, token ids out."""
-    PREPROCESSING = "preprocessing"
-    """Text in, the inputs of the core model out."""
-    POSTPROCESSING = "postprocessing"
-    """Token ids in, text out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +32,7 @@ class Model:
     """The model of the mesh behind it; '' is the only one."""
     decoupled: bool
     max_batch_size: int
+    """0 where tensors have no batch dimension."""
     max_beam_width: int | None
     """Most beams of a search, where it is bounded here."""
     exclude_input_in_output: bool
@@ -74,6 +51,11 @@ class Model:
         return self.backend == ""
 
     @property
+    def batch_dims(self) -> tuple[int, ...]:
+        """What stands before the dims of every tensor."""
+        return (-1,) if self.max_batch_size else ()
+
+    @property
     def parameters(self) -> Mapping[str, str]:
         """What ModelConfig tells as parameters."""
         if self.template == "tensorrt_llm_bls":
@@ -83,39 +65,6 @@ class Model:
         return {}
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """What the models of one template have in common."""
-
-    kind: Kind
-    backend: str
-    inputs: tuple[InputSpec, ...]
-    outputs: tuple[TensorSpec, ...]
-    generates: bool = True
-    """Whether it has the outputs of every generation too."""
-    final_alone: bool = False
-
-
-FORMS: Mapping[Template, _Form] = {
-    "ensemble": _Form(Kind.TEXT, "", TEXT_INPUTS, (TEXT_OUTPUT,)),
-    "tensorrt_llm_bls": _Form(Kind.TEXT, "python", BLS_INPUTS, (TEXT_OUTPUT,), final_alone=True),
-    "tensorrt_llm": _Form(
-        Kind.TOKENS, "tensorrtllm", TOKEN_INPUTS, (*TOKEN_OUTPUTS, HANDOFF_OUTPUT)
-    ),
-    "disaggregated_serving_bls": _Form(
-        Kind.TOKENS, "python", DISAGGREGATED_INPUTS, TOKEN_OUTPUTS, final_alone=True
-    ),
-    "preprocessing": _Form(
-        Kind.PREPROCESSING, "python", PREPROCESSING_INPUTS, PREPROCESSING_OUTPUTS, generates=False
-    ),
-    "postprocessing": _Form(
-        Kind.POSTPROCESSING,
-        "python",
-        POSTPROCESSING_INPUTS,
-        POSTPROCESSING_OUTPUTS,
-        generates=False,
-    ),
-}
 FIVE_MODELS: tuple[Template, ...] = (
     "ensemble",
     "tensorrt_llm_bls",
@@ -139,21 +88,19 @@ def _settle(name: str, own: TritonModelSettings, door: TritonSettings) -> Model:
     """A model with what it says of itself, and else what the door's settings say."""
     form = FORMS[own.template]
     logits_data_type = _own(own.logits_data_type, door.logits_data_type)
-    outputs = (*form.outputs, *(generation_outputs(logits_data_type) if form.generates else ()))
     return Model(
         name=name,
         template=own.template,
         kind=form.kind,
         backend=form.backend,
         inputs={spec.name: spec for spec in form.inputs},
-        outputs={spec.name: spec for spec in outputs},
+        outputs={spec.name: spec for spec in form.all_outputs(logits_data_type)},
         mesh_model=_own(own.model, door.model),
         decoupled=form.generates and _own(own.decoupled, own.template in door.decoupled),
-        max_batch_size=_own(own.max_batch_size, door.max_batch_size),
+        max_batch_size=_own(own.max_batch_size, door.max_batch_size) if form.batched else 0,
         max_beam_width=own.max_beam_width,
         exclude_input_in_output=_own(own.exclude_input_in_output, door.exclude_input_in_output),
-        accumulate=own.template == "tensorrt_llm_bls"
-        and _own(own.accumulate_tokens, door.accumulate_tokens),
+        accumulate=_own(own.accumulate_tokens, _own(form.accumulates, door.accumulate_tokens)),
         final_alone=form.final_alone,
         logits_data_type=logits_data_type,
         add_special_tokens=_own(own.add_special_tokens, door.add_special_tokens),
@@ -176,7 +123,8 @@ def describe_metadata(model: Model) -> service_pb2.ModelMetadataResponse:
         (model.outputs.values(), response.outputs),
     ):
         for spec in specs:
-            listed.add(name=spec.name, datatype=spec.data_type, shape=(-1, *spec.dims))
+            shape = (*model.batch_dims, *spec.dims)
+            listed.add(name=spec.name, datatype=spec.data_type, shape=shape)
     return response
 
 

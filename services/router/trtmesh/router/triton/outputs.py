@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from trtmesh.router.request import GenerationRequest
 from trtmesh.router.triton.calls import Call
-from trtmesh.router.triton.models import Kind
+from trtmesh.router.triton.forms import Kind
 from trtmesh.router.triton.specs import PERF_OUTPUTS
 from trtmesh.router.triton.tensors import ELEMENT_CODES, MESH_DATA_TYPES
 from trtmesh.router.triton.wire import Output, text_data
@@ -37,8 +37,9 @@ class SequenceOutput:
     generated: int = 0
     handoff_state: bytes = b""
     fresh: bool = False
-    cut: bool = False
-    """Whether a stop text cut the text, so that it may be shorter than the text of its ids."""
+    finish_reason: int = pb.FINISH_REASON_UNSPECIFIED
+    stop_text: str | None = None
+    """The stop text that cut the text, which then may be shorter than the text of its ids."""
 
     def add(self, tokens: router_pb.TokensGenerated) -> None:
         """Takes new tokens, or the whole of a rewritten beam."""

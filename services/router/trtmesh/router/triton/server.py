@@ -7,15 +7,15 @@ from importlib.metadata import version
 from typing import Any
 
 from tritonclient.grpc import service_pb2 as kserve
-from trtmesh.chassis.errors import UnsupportedCall
+from trtmesh.chassis.errors import Cancelled, UnsupportedCall
 from trtmesh.router.settings import TritonSettings
 from trtmesh.router.triton.answers import Answer
 from trtmesh.router.triton.calls import Call, find_model, read_call
+from trtmesh.router.triton.forms import Kind
 from trtmesh.router.triton.generations import Caller, Generations, Send
 from trtmesh.router.triton.log_settings import change_log_settings
 from trtmesh.router.triton.models import (
     MODEL_VERSION,
-    Kind,
     Model,
     describe_config,
     describe_metadata,
@@ -101,6 +101,8 @@ class TritonServer:
     async def _answer(self, call: Call, caller: Caller, send: Send) -> None:
         if call.stops:
             self._generations.stop(call)
+            if call.model.template == "llmapi":
+                raise Cancelled("Request cancelled by client")
             await send(Answer(final=True))
         elif call.model.kind is Kind.PREPROCESSING:
             await send(Answer(await preprocess(call, self._texts_of(call.model)), final=True))

@@ -118,7 +118,8 @@ class InputTensor:
 def read_inputs(
     request: Any, specs: dict[str, TensorSpec], max_batch_size: int
 ) -> tuple[dict[str, InputTensor], int]:
-    """The inputs of a ModelInferRequest by name, and the batch size. Raises InvalidRequest in Triton's words."""
+    """The inputs of a ModelInferRequest by name, and the batch size. A `max_batch_size` of 0 means that shapes have no
+    batch dimension. Raises InvalidRequest in Triton's words."""
     model = request.model_name
     raw = iter(request.raw_input_contents) if request.raw_input_contents else None
     tensors: dict[str, InputTensor] = {}
@@ -129,20 +130,22 @@ def read_inputs(
             raise InvalidRequest(f"unexpected inference input '{given.name}' for model '{model}'")
         if given.name in tensors:
             raise InvalidRequest(f"input '{given.name}' already exists in request")
-        _check(given, spec, model)
-        batch_size = batch_size or given.shape[0]
-        if given.shape[0] != batch_size:
+        _check(given, spec, model, batched=max_batch_size > 0)
+        # Without a batch dimension a request is one row.
+        shape = tuple(given.shape) if max_batch_size else (1, *given.shape)
+        batch_size = batch_size or shape[0]
+        if shape[0] != batch_size:
             raise InvalidRequest(
                 f"input '{given.name}' batch size does not match other inputs for '{model}'"
             )
         elements = _elements(given, raw, model)
-        tensors[given.name] = InputTensor(given.name, given.datatype, tuple(given.shape), elements)
+        tensors[given.name] = InputTensor(given.name, given.datatype, shape, elements)
     left_over = len(list(raw or ()))
     if left_over:
         raise InvalidRequest(
             f"raw_input_contents has {left_over} more entries than model '{model}' got inputs"
         )
-    if batch_size > max_batch_size:
+    if batch_size > max_batch_size > 0:
         raise InvalidRequest(
             f"inference request batch-size must be <= {max_batch_size} for '{model}'"
         )
@@ -166,7 +169,7 @@ def _listed(names: Sequence[str]) -> str:
     return f"[{','.join(repr(name) for name in names)}]"
 
 
-def _check(given: Any, spec: TensorSpec, model: str) -> None:
+def _check(given: Any, spec: TensorSpec, model: str, *, batched: bool) -> None:
     if given.datatype not in spec.data_types:
         raise InvalidRequest(
             f"inference input '{spec.name}' data-type is '{given.datatype}', but model '{model}' expects"
@@ -177,14 +180,14 @@ def _check(given: Any, spec: TensorSpec, model: str) -> None:
             f"input '{spec.name}' of model '{model}' is in shared memory, which this server does not read; send its"
             " contents"
         )
-    expected, shape = (-1, *spec.dims), tuple(given.shape)
+    expected, shape = (*((-1,) if batched else ()), *spec.dims), tuple(given.shape)
     fits = len(shape) == len(expected) and all(
         got == want or (want == -1 and got >= 0) for got, want in zip(shape, expected, strict=True)
     )
-    if not fits or shape[0] < 1:
+    if not fits or (batched and shape[0] < 1):
         raise InvalidRequest(
             f"unexpected shape for input '{spec.name}' for model '{model}'. Expected"
-            f" {_dims(expected)}, got {_dims(shape)}." + BATCH_DIMENSION_NOTE
+            f" {_dims(expected)}, got {_dims(shape)}." + (BATCH_DIMENSION_NOTE if batched else "")
         )
 
 

@@ -1,0 +1,164 @@
+"""`trtmesh import-triton`: the configuration of a mesh that serves the models of a Triton model repository."""
+
+from __future__ import annotations
+
+import json as json_module
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import yaml
+from trtmesh.chassis.errors import SettingsError, StartupError
+from trtmesh.chassis.settings import read_config_file
+from trtmesh.cli.mesh_settings import Flags, config_file_of, load_mesh_settings
+from trtmesh.cli.output import printable, put, say, say_error
+from trtmesh.cli.session import FAILED, OK
+
+if TYPE_CHECKING:
+    from trtmesh.router.triton_repository import Conversion, Finding
+
+STANDARD_OUTPUT = "-"
+
+
+def import_triton(
+    repository: Annotated[Path, typer.Argument(help="Directory whose subdirectories are models.")],
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]DIR",
+            help="Hugging Face model that the engine of model NAME was built from; without NAME of all."
+            " Needed where the repository names none, repeatable.",
+        ),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="What engines run on, such as cuda:0; unset takes gpu_device_ids.")
+    ] = "",
+    output: Annotated[
+        Path, typer.Option(help="File that is written; `-` is standard output.")
+    ] = Path("mesh.yaml"),
+    *,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="One JSON object a value, and one at the end.")
+    ] = False,
+) -> None:
+    """Write the configuration of a mesh that serves the models of a Triton model REPOSITORY under their names.
+
+    Lists what became of every value: carried over, replaced by something better, unsupported and why, or unset.
+    Nothing of the repository is executed. Then: trtmesh up --config mesh.yaml
+
+    Exit status: 0 every model is served, 1 some are not, 2 wrong usage or an unreadable repository, 4 no usable model.
+    """
+    try:
+        conversion = _convert(repository, _model_directories(model or ()), device)
+        _write(output, conversion, f"trtmesh import-triton {repository}", replace=force)
+    except StartupError as error:
+        say_error(str(error))
+        raise typer.Exit(error.exit_status) from error
+    tell = say if str(output) == STANDARD_OUTPUT else put
+    if json:
+        _tell_json(conversion, output, tell)
+    else:
+        _tell_text(conversion, tell)
+    if not json and tell is put:
+        tell(f"wrote {output}: trtmesh up --config {output}")
+    raise typer.Exit(FAILED if conversion.unserved else OK)
+
+
+@contextmanager
+def imported_repository(flags: Flags) -> Iterator[Flags]:
+    """The flags of a stack with a file that has what its `triton_model_repo` asks for, if it has one."""
+    settings = load_mesh_settings(flags)
+    if settings.triton_model_repo is None:
+        yield flags
+        return
+    given = {} if settings.model is None else {"": settings.model}
+    conversion = _convert(settings.triton_model_repo, given)
+    _tell_text(conversion, say)
+    config = config_file_of(flags)
+    own = read_config_file(Path(config)) if config else {}
+    with TemporaryDirectory(prefix="trtmesh-") as directory:
+        file = Path(directory) / "mesh.yaml"
+        file.write_text(_as_yaml(_merged(conversion.sections, own)), encoding="utf-8")
+        yield {**flags, "config": str(file)}
+
+
+def _convert(repository: Path, models: Mapping[str, Path], device: str = "") -> Conversion:
+    # The messages of a model repository come with numpy, which other commands start without.
+    from trtmesh.router.triton_repository import convert_repository
+
+    return convert_repository(repository, models, device)
+
+
+def _model_directories(texts: Sequence[str]) -> dict[str, Path]:
+    given: dict[str, Path] = {}
+    for text in texts:
+        name, equals, directory = text.rpartition("=")
+        if name in given:
+            raise SettingsError(f"--model names {name or 'a directory for all'!r} twice")
+        if equals and not name:
+            raise SettingsError(f"--model is {text!r} but must be DIR or NAME=DIR")
+        given[name] = Path(directory)
+    return given
+
+
+def _write(output: Path, conversion: Conversion, command: str, *, replace: bool) -> None:
+    text = f"# Written by `{command}`.\n{_as_yaml(conversion.sections)}"
+    if str(output) == STANDARD_OUTPUT:
+        put(text, end="")
+        return
+    try:
+        with output.open("w" if replace else "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise SettingsError(
+            f"{output} exists; --output names another file, --force replaces it"
+        ) from None
+    except OSError as error:
+        raise SettingsError(f"cannot write {output}: {error.strerror}") from error
+
+
+def _as_yaml(sections: Mapping[str, Any]) -> str:
+    return str(yaml.safe_dump(dict(sections), sort_keys=False, allow_unicode=True))
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Both mappings as one, at every depth; `above` wins."""
+    merged = dict(below)
+    for key, value in above.items():
+        known = merged.get(key)
+        both = isinstance(known, Mapping) and isinstance(value, Mapping)
+        merged[key] = _merged(known, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+def _tell_text(conversion: Conversion, tell: Callable[[str], None]) -> None:
+    """A paragraph a model. What is unset is told in one line."""
+    for model, group in groupby(conversion.findings, key=lambda finding: finding.model):
+        tell(f"{printable(model)}:")
+        findings = list(group)
+        unset = [finding for finding in findings if finding.outcome.name == "UNSET"]
+        for finding in findings:
+            if finding not in unset:
+                tell(f"  {_as_line(finding)}")
+        if unset:
+            names = ", ".join(dict.fromkeys(finding.what for finding in unset))
+            tell(f"  {unset[0].outcome.value:<12}  {printable(names)}")
+
+
+def _as_line(finding: Finding) -> str:
+    value = f" = {finding.value}" if finding.value else ""
+    return printable(f"{finding.outcome.value:<12}  {finding.what}{value}: {finding.text}")
+
+
+def _tell_json(conversion: Conversion, output: Path, tell: Callable[[str], None]) -> None:
+    for finding in conversion.findings:
+        fields = {name: getattr(finding, name) for name in ("model", "what", "value", "text")}
+        outcome = finding.outcome.name.lower()
+        tell(json_module.dumps({"event": "value", "outcome": outcome, **fields}))
+    end = {"served": list(conversion.served), "unserved": dict(conversion.unserved)}
+    tell(json_module.dumps({"event": "written", "file": str(output), **end}))

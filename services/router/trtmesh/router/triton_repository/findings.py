@@ -1,0 +1,93 @@
+"""What became of each part of a repository, and the configuration that came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Outcome(Enum):
+    """What became of a value."""
+
+    CARRIED = "carried over"
+    REPLACED = "replaced"
+    """By something better, or by something that needs no value."""
+    UNSUPPORTED = "unsupported"
+    UNSET = "unset"
+    """Empty, or a `${...}` that nobody filled in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One value of one model."""
+
+    model: str
+    what: str
+    value: str
+    outcome: Outcome
+    text: str
+    """The setting that has it now, what takes its place, or the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A value that is looked at: where it stands and what it says."""
+
+    model: str
+    what: str
+    value: str
+
+
+@dataclass(slots=True)
+class Draft:
+    """The configuration as far as it is drawn up, and what was found on the way."""
+
+    sections: dict[str, Any] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    _owners: dict[str, str] = field(default_factory=dict)
+
+    def carry(self, subject: Subject, path: Sequence[str], value: Any) -> None:
+        """Sets what the value means here; a setting that another model needs otherwise is left as that one has it."""
+        name = ".".join(path)
+        known = self.get(path)
+        if known is not None and known != value:
+            self.refuse(
+                subject,
+                f"{name} is {known!r} for model '{self._owners[name]}', and all engines of a stack share it",
+            )
+            return
+        self.put(path, value)
+        self._owners.setdefault(name, subject.model)
+        self._add(subject, Outcome.CARRIED, f"{name}: {value}")
+
+    def count(self, subject: Subject, text: str) -> None:
+        """Tells that something is carried over that needs no setting."""
+        self._add(subject, Outcome.CARRIED, text)
+
+    def replace(self, subject: Subject, text: str) -> None:
+        self._add(subject, Outcome.REPLACED, text)
+
+    def refuse(self, subject: Subject, reason: str) -> None:
+        self._add(subject, Outcome.UNSUPPORTED, reason)
+
+    def leave(self, subject: Subject) -> None:
+        self._add(subject, Outcome.UNSET, "the default holds")
+
+    def put(self, path: Sequence[str], value: Any) -> None:
+        """Sets a setting without a finding."""
+        node = self.sections
+        for name in path[:-1]:
+            node = node.setdefault(name, {})
+        node[path[-1]] = value
+
+    def get(self, path: Sequence[str]) -> Any:
+        """The value of a setting, or None."""
+        node: Any = self.sections
+        for name in path:
+            node = node.get(name) if isinstance(node, dict) else None
+        return node
+
+    def _add(self, subject: Subject, outcome: Outcome, text: str) -> None:
+        self.findings.append(Finding(subject.model, subject.what, subject.value, outcome, text))

@@ -1,0 +1,392 @@
+"""Model repositories, and the configurations that come of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cli.commands import trtmesh
+from compat.repository import five_models, llmapi, replace
+from compat.test_every_input import MODELS as CASES
+from e2e.mesh import DEMO
+from trtmesh.chassis.errors import ModelUnusable, SettingsError
+from trtmesh.chassis.settings import load_settings
+from trtmesh.engine.backends.torch.fields import SUPPORTED_FIELDS
+from trtmesh.engine.settings import EngineSettings
+from trtmesh.router.settings import RouterSettings
+from trtmesh.router.triton_repository import Conversion, Outcome, convert_repository
+from trtmesh.router.triton_repository.fields import refusal
+
+
+def convert(directory: Path, *models: str, device: str = "") -> Conversion:
+    parts = (text.rpartition("=") for text in models)
+    return convert_repository(directory, {name: Path(path) for name, _, path in parts}, device)
+
+
+def finding(conversion: Conversion, model: str, what: str) -> tuple[Outcome, str]:
+    """What became of a value, and the words about it."""
+    (found,) = [f for f in conversion.findings if (f.model, f.what) == (model, what)]
+    return found.outcome, found.text
+
+
+def copy_of_demo(directory: Path) -> Path:
+    """A directory that looks like the demo model, under another name."""
+    directory.mkdir(parents=True)
+    for file in DEMO.iterdir():
+        (directory / file.name).symlink_to(file)
+    return directory
+
+
+def test_every_value_is_told_and_what_it_became(tmp_path: Path) -> None:
+    values = {
+        "max_queue_size": "7",
+        "kv_cache_host_memory_bytes": "1048576",
+        "enable_kv_cache_reuse": "false",
+        "enable_chunked_context": "True",
+        "batch_scheduler_policy": "guaranteed_no_evict",
+        "exclude_input_in_output": "1",
+        "normalize_log_probs": "true",
+        "decoding_mode": "top_k_top_p",
+        "gpu_device_ids": "1",
+        "kv_cache_free_gpu_mem_fraction": "0.8",
+        "sink_token_length": "4",
+        "logits_datatype": "TYPE_FP16",
+        "accumulate_tokens": "true",
+        "add_special_tokens": "false",
+        "skip_special_tokens": "false",
+    }
+    conversion = convert(five_models(tmp_path / "models", values))
+    models = conversion.sections["router"]["triton"]["models"]
+    common = {"max_batch_size": 16, "max_beam_width": 4, "exclude_input_in_output": True}
+    generating = common | {"decoupled": True}
+    text = {"add_special_tokens": False, "skip_special_tokens": False}
+    assert models == {
+        "ensemble": generating
+        | text
+        | {
+            "template": "ensemble",
+            "steps": ["preprocessing", "tensorrt_llm", "postprocessing"],
+            "logits_data_type": "FP16",
+        },
+        "tensorrt_llm_bls": generating
+        | text
+        | {"template": "tensorrt_llm_bls", "accumulate_tokens": True},
+        "tensorrt_llm": generating | {"template": "tensorrt_llm", "logits_data_type": "FP16"},
+        "preprocessing": {
+            "template": "preprocessing",
+            "max_batch_size": 16,
+            "add_special_tokens": False,
+        },
+        "postprocessing": {
+            "template": "postprocessing",
+            "max_batch_size": 16,
+            "skip_special_tokens": False,
+        },
+    }
+    assert conversion.sections["mesh"] == {"model": str(DEMO)}
+    assert conversion.sections["engine"]["torch"] == {
+        "batching_type": "inflight_fused_batching",
+        "device": "cuda:1",
+        "decoding_mode": "top_k_top_p",
+        "batch_scheduler_policy": "guaranteed_no_evict",
+        "kv_cache_tokens": 8192,
+        "kv_cache_free_memory_fraction": 0.8,
+        "host_cache_bytes": 1048576,
+        "prefix_reuse": False,
+        "chunked_context": True,
+        "normalize_log_probs": True,
+        "max_queue_size": 7,
+    }
+    core = "tensorrt_llm"
+    assert finding(conversion, core, "parameters.sink_token_length")[0] is Outcome.UNSUPPORTED
+    outcome, words = finding(conversion, core, "parameters.gpt_model_path")
+    assert outcome is Outcome.REPLACED
+    assert str(DEMO) in words
+    assert finding(conversion, core, "parameters.lora_prefetch_dir")[0] is Outcome.UNSET
+    pixels = finding(conversion, "preprocessing", "output.PIXEL_VALUES")
+    assert pixels[0] is Outcome.UNSUPPORTED
+    assert conversion.unserved == {}
+
+
+def test_every_parameter_is_told_of(tmp_path: Path) -> None:
+    directory = five_models(tmp_path / "models")
+    conversion = convert(directory)
+    for config in directory.glob("*/config.pbtxt"):
+        keys = [line.split('key: "')[1].split('"')[0] for line in config.read_text().splitlines()
+                if line.startswith("parameters")]  # fmt: skip
+        told = {f.what for f in conversion.findings if f.model == config.parent.name}
+        assert {f"parameters.{key}" for key in keys} <= told
+
+
+def test_the_settings_are_ones_that_services_take(tmp_path: Path) -> None:
+    conversion = convert(five_models(tmp_path / "models"), device="cuda:0")
+    file = tmp_path / "mesh.yaml"
+    file.write_text(yaml.safe_dump(dict(conversion.sections)))
+    router = load_settings(RouterSettings, ["--config", str(file), "--engines", "e:1"], {})
+    assert router.triton.models["ensemble"].max_batch_size == 16
+    engine = load_settings(EngineSettings, ["--config", str(file)], {})
+    assert (engine.torch.kv_cache_tokens, engine.torch.device) == (8192, "cuda:0")
+
+
+def test_what_nobody_filled_in_is_unset(tmp_path: Path) -> None:
+    unfilled = {"triton_backend": "tensorrtllm"} | {
+        key: f"${{{key}}}"
+        for key in ("triton_max_batch_size", "decoupled_mode", "engine_dir", "tokenizer_dir")
+    }
+    directory = five_models(tmp_path / "models", unfilled)
+    conversion = convert(directory, str(DEMO))
+    models = conversion.sections["router"]["triton"]["models"]
+    assert "max_batch_size" not in models["ensemble"]
+    # Triton's own default, for what a configuration does not say.
+    assert models["ensemble"]["decoupled"] is False
+    told = [f for f in conversion.findings if f.what == "max_batch_size"]
+    assert {f.outcome for f in told} == {Outcome.UNSET}
+    assert len(told) == 5
+
+
+def test_models_under_other_names(tmp_path: Path) -> None:
+    values = {"tensorrt_llm_model_name": "tensorrt_llm_chat"}
+    directory = five_models(tmp_path / "models", values, suffix="_chat")
+    five_models(directory, {"decoupled_mode": "False", "skip_special_tokens": "false"})
+    llmapi(directory, "llm")
+    conversion = convert(directory)
+    models = conversion.sections["router"]["triton"]["models"]
+    assert len(models) == len(conversion.served) == 11
+    assert (models["ensemble"]["decoupled"], models["ensemble_chat"]["decoupled"]) == (False, True)
+    assert models["ensemble"]["skip_special_tokens"] is False
+    assert "skip_special_tokens" not in models["ensemble_chat"]
+    assert models["llm"] == {"template": "llmapi", "decoupled": True}
+    assert "models" not in conversion.sections["mesh"]
+
+
+def test_what_stands_on_something_missing_is_not_served(tmp_path: Path) -> None:
+    directory = five_models(tmp_path / "models", suffix="_chat")
+    (directory / "custom").mkdir()
+    (directory / "custom" / "config.pbtxt").write_text('backend: "python"')
+    conversion = convert(directory)
+    assert conversion.unserved == {
+        "custom": "it is none of TensorRT-LLM's models, and no code of a repository is run",
+        "tensorrt_llm_bls_chat": "it asks model 'tensorrt_llm', which the repository does not have",
+    }
+    assert "custom" not in conversion.sections["router"]["triton"]["models"]
+
+
+def test_several_engines_need_a_directory_each(tmp_path: Path) -> None:
+    first, second = copy_of_demo(tmp_path / "one"), copy_of_demo(tmp_path / "two")
+    nothing = {"tokenizer_dir": "${tokenizer_dir}"}
+    directory = five_models(tmp_path / "models", nothing)
+    five_models(directory, nothing | {"engine_dir": "/engines/other"}, suffix="_b")
+    with pytest.raises(ModelUnusable, match=r"names /engines/llama.* --model tensorrt_llm=DIR"):
+        convert(directory)
+    with pytest.raises(
+        SettingsError, match=r"several engines: tensorrt_llm .*llama.*tensorrt_llm_b"
+    ):
+        convert(directory, str(DEMO))
+    with pytest.raises(SettingsError, match="names 'nothing', but the models"):
+        convert(directory, f"nothing={DEMO}")
+    with pytest.raises(ModelUnusable, match=r"no config.json"):
+        convert(directory, f"tensorrt_llm={tmp_path}")
+    conversion = convert(directory, f"tensorrt_llm={first}", f"tensorrt_llm_b={second}")
+    assert conversion.sections["mesh"] == {"model": str(first), "models": [str(second)]}
+    models = conversion.sections["router"]["triton"]["models"]
+    of_second = [name for name, own in models.items() if own["model"] == "two"]
+    assert sorted(of_second) == [
+        "ensemble_b",
+        "postprocessing_b",
+        "preprocessing_b",
+        "tensorrt_llm_b",
+    ]
+    assert models["ensemble"]["model"] == "one"
+    only_first = convert(directory, f"tensorrt_llm={first}")
+    assert set(only_first.unserved) == set(of_second)
+    assert "--model tensorrt_llm_b=DIR" in only_first.unserved["ensemble_b"]
+    namesake = copy_of_demo(tmp_path / "deeper" / "one")
+    with pytest.raises(SettingsError, match="have one name"):
+        convert(directory, f"tensorrt_llm={first}", f"tensorrt_llm_b={namesake}")
+
+
+def test_engines_of_a_stack_share_their_settings(tmp_path: Path) -> None:
+    directory = five_models(tmp_path / "models")
+    five_models(directory, {"max_tokens_in_paged_kv_cache": "99"}, suffix="_b")
+    conversion = convert(directory)
+    what = "parameters.max_tokens_in_paged_kv_cache"
+    outcome, words = finding(conversion, "tensorrt_llm_b", what)
+    assert outcome is Outcome.UNSUPPORTED
+    assert "engine.torch.kv_cache_tokens is 8192 for model 'tensorrt_llm'" in words
+
+
+def test_another_tokenizer_is_told(tmp_path: Path) -> None:
+    own = tmp_path / "tokenizer"
+    own.mkdir()
+    shutil.copy(DEMO / "tokenizer.json", own)
+    conversion = convert(five_models(tmp_path / "models", {"tokenizer_dir": str(own)}), str(DEMO))
+    outcome, words = finding(conversion, "preprocessing", "parameters.tokenizer_dir")
+    assert outcome is Outcome.UNSUPPORTED
+    assert "is another one" in words
+
+
+def test_replicas_and_devices(tmp_path: Path) -> None:
+    directory = five_models(tmp_path / "models", {"gpu_device_ids": "0;1"})
+    replace(directory, "tensorrt_llm", "count: 1", "count: 2")
+    conversion = convert(directory)
+    assert conversion.sections["mesh"]["engines"] == 2
+    assert (
+        finding(conversion, "tensorrt_llm", "parameters.gpu_device_ids")[0] is Outcome.UNSUPPORTED
+    )
+    assert "device" not in conversion.sections["engine"]["torch"]
+
+
+def test_beams_get_room(tmp_path: Path) -> None:
+    conversion = convert(five_models(tmp_path / "models", {"max_beam_width": "40"}))
+    assert conversion.sections["engine"]["torch"]["max_sequences_per_item"] == 40
+
+
+def test_the_disaggregated_model(tmp_path: Path) -> None:
+    directory = five_models(tmp_path / "models")
+    (directory / "disaggregated_serving_bls").mkdir()
+    config = directory / "disaggregated_serving_bls" / "config.pbtxt"
+    config.write_text(
+        """backend: "python" max_batch_size: 8 model_transaction_policy { decoupled: true }
+        input { name: "input_ids" data_type: TYPE_INT32 dims: [ -1 ] }
+        parameters { key: "context_model_name" value { string_value: "tensorrt_llm" } }
+        parameters { key: "generation_model_name" value { string_value: "generation" } }"""
+    )
+    unserved = convert(directory).unserved
+    assert unserved == {
+        "disaggregated_serving_bls": "it asks model 'generation', which the repository does not have"
+    }
+    replace(directory, "disaggregated_serving_bls", '"generation"', '"tensorrt_llm"')
+    models = convert(directory).sections["router"]["triton"]["models"]
+    assert models["disaggregated_serving_bls"]["template"] == "disaggregated_serving_bls"
+
+
+def test_arguments_of_the_llm_api(tmp_path: Path) -> None:
+    directory = llmapi(tmp_path / "models")
+    arguments = directory / "tensorrt_llm" / "1" / "model.yaml"
+    arguments.write_text(
+        arguments.read_text()
+        + "scheduler_config: {capacity_scheduler_policy: MAX_UTILIZATION}\nmoe_config: {x: 1}\n"
+        "logits_post_processors: {evil: 'os:system'}\n"
+    )
+    conversion = convert(directory)
+    assert conversion.sections["engine"]["torch"] == {
+        "max_batch_size": 8,
+        "prefix_reuse": True,
+        "kv_cache_tokens": 4096,
+        "batch_scheduler_policy": "max_utilization",
+    }
+    for name in ("moe_config", "logits_post_processors"):
+        outcome, _ = finding(conversion, "tensorrt_llm", f"model.yaml: {name}")
+        assert outcome is Outcome.UNSUPPORTED
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (('backend: "tensorrtllm"', 'bakend: "tensorrtllm"'), r"config.pbtxt:2: .*bakend"),
+        (("max_batch_size: 16", "max_batch_size: many"), r"config.pbtxt:3: .*many"),
+        (('name: "tensorrt_llm"', 'name: "other"'), "name is 'other' but its directory"),
+        (('"inflight_fused_batching"', '"magic"'), "gpt_model_type is 'magic' but must be one of"),
+        (('"8192"', '"lots"'), "max_tokens_in_paged_kv_cache is 'lots' but must be a whole number"),
+        (('name: "tensorrt_llm"', "# " + "x" * 2**20), "is larger than 1048576 bytes"),
+    ],
+)
+def test_what_cannot_be_read_is_named(
+    tmp_path: Path, change: tuple[str, str], complaint: str
+) -> None:
+    directory = five_models(tmp_path / "models")
+    replace(directory, "tensorrt_llm", *change)
+    with pytest.raises(SettingsError, match=complaint):
+        convert(directory)
+
+
+@pytest.mark.parametrize(
+    ("write", "complaint"),
+    [
+        (lambda file: file.mkdir(), "no regular file"),
+        (os.mkfifo, "no regular file"),
+        (lambda file: file.write_bytes(b"\xff"), "cannot read"),
+    ],
+)
+def test_only_files_are_read(tmp_path: Path, write: Callable[[Path], Any], complaint: str) -> None:
+    (tmp_path / "model").mkdir()
+    write(tmp_path / "model" / "config.pbtxt")
+    with pytest.raises(SettingsError, match=complaint):
+        convert(tmp_path)
+
+
+def test_nothing_of_a_repository_is_executed(tmp_path: Path) -> None:
+    directory = llmapi(five_models(tmp_path / "models"), "llm")
+    for model in directory.iterdir():
+        (model / "1" / "model.py").write_text("raise SystemExit('executed')")
+    arguments = directory / "llm" / "1" / "model.yaml"
+    arguments.write_text("model: !!python/object/apply:os.system ['exit 1']\n")
+    with pytest.raises(SettingsError, match=r"model.yaml is not YAML"):
+        convert(directory)
+    arguments.write_text("[" * 100_000)
+    with pytest.raises(SettingsError, match=r"model.yaml is not YAML"):
+        convert(directory)
+    arguments.write_text(f"model: {DEMO}\n")
+    assert "llm" in convert(directory).served
+
+
+@pytest.mark.parametrize("model", CASES)
+def test_inputs_that_the_engine_refuses_are_told(model: str) -> None:
+    """The list agrees with the fields that the embedded engine acts on."""
+    beyond_fields = {"output.text", "multimodal.images"}
+    for name, case in CASES[model].items():
+        supported = case.path in SUPPORTED_FIELDS and case.path not in beyond_fields
+        assert (refusal(name) == "") == supported, name
+
+
+def test_the_command_writes_the_file(tmp_path: Path) -> None:
+    directory = five_models(tmp_path / "models")
+    file = tmp_path / "mesh.yaml"
+    result = trtmesh("import-triton", str(directory), "--output", str(file))
+    assert result.returncode == 0, result.stderr
+    assert "carried over  parameters.max_beam_width = 4: router.triton" in result.stdout
+    assert f"wrote {file}: trtmesh up --config {file}" in result.stdout
+    assert yaml.safe_load(file.read_text())["mesh"] == {"model": str(DEMO)}
+    again = trtmesh("import-triton", str(directory), "--output", str(file))
+    assert again.returncode == 2
+    assert "--force replaces it" in again.stderr
+    forced = trtmesh("import-triton", str(directory), "--output", str(file), "--force", "--json")
+    assert forced.returncode == 0, forced.stderr
+    *values, end = [json.loads(line) for line in forced.stdout.splitlines()]
+    assert {value["event"] for value in values} == {"value"}
+    assert {"carried", "replaced", "unsupported", "unset"} == {v["outcome"] for v in values}
+    assert (end["event"], end["unserved"], len(end["served"])) == ("written", {}, 5)
+
+
+def test_the_command_says_what_is_not_served(tmp_path: Path) -> None:
+    directory = five_models(tmp_path / "models", suffix="_chat")
+    result = trtmesh("import-triton", str(directory), "--output", "-")
+    assert result.returncode == 1
+    assert yaml.safe_load(result.stdout)["router"]
+    assert "unsupported   the whole model = tensorrt_llm_bls: it asks" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "complaint"),
+    [
+        (("/nowhere",), 2, "is no directory"),
+        ((str(DEMO),), 2, "has no directory with a config.pbtxt"),
+        (("REPOSITORY", "--model", "=x"), 2, "must be DIR or NAME=DIR"),
+        (("REPOSITORY", "--model", "/nowhere"), 4, "has no config.json"),
+        (("REPOSITORY", "--output", "/nowhere/mesh.yaml"), 2, "cannot write"),
+    ],
+)
+def test_exit_statuses(
+    tmp_path: Path, arguments: tuple[str, ...], status: int, complaint: str
+) -> None:
+    directory = str(five_models(tmp_path / "models"))
+    given = [directory if argument == "REPOSITORY" else argument for argument in arguments]
+    result = trtmesh("import-triton", *given)
+    assert result.returncode == status
+    assert complaint in result.stderr

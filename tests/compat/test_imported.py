@@ -1,0 +1,150 @@
+"""Model repositories served by real processes under the names that they have, and asked by real clients."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from cli.commands import Stack, running_stack, trtmesh
+from compat.repository import five_models, llmapi
+from compat.triton import Triton, joined
+from e2e.mesh import DEMO, DEMO_VOCABULARY
+from tritonclient.utils import InferenceServerException
+from trtmesh.client import Client
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PROMPT = "def fibonacci(n):"
+TOKENS = 8
+ASK = {"text_input": PROMPT, "max_tokens": TOKENS}
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Five models, five under other names that do not stream, and an llmapi model: all in one go, on the demo model."""
+    directory = five_models(tmp_path_factory.mktemp("models"))
+    values = {"tensorrt_llm_model_name": "tensorrt_llm_whole", "decoupled_mode": "False"}
+    five_models(directory, values | {"max_beam_width": "2"}, suffix="_whole")
+    llmapi(directory, "llm")
+    flags = ("--port", "0", "--backend", "torch", "--model", str(DEMO))
+    with running_stack(*flags, "--triton-model-repo", str(directory)) as stack:
+        stack.wait_ready()
+        yield stack
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def triton(stack: Stack) -> AsyncIterator[Triton]:
+    triton = Triton(stack.wait_ready())
+    yield triton
+    await triton.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def text(stack: Stack) -> str:
+    async with Client(stack.wait_ready()) as client:
+        (item,) = await client.complete([PROMPT], max_tokens=TOKENS)
+        return item.text
+
+
+async def test_every_model_is_ready(stack: Stack, triton: Triton) -> None:
+    five = ("ensemble", "preprocessing", "postprocessing", "tensorrt_llm", "tensorrt_llm_bls")
+    names = {*five, *(f"{name}_whole" for name in five), "llm"}
+    index = await triton.client.get_model_repository_index()
+    assert {model.name for model in index.models} == names
+    for name in names:
+        assert await triton.client.is_model_ready(name)
+    stack.wait_for("carried over  parameters.max_beam_width = 4: router.triton.models")
+
+
+async def test_streams_and_whole_answers(triton: Triton, text: str) -> None:
+    for model in ("ensemble", "tensorrt_llm_bls"):
+        assert joined(await triton.stream(model, ASK | {"stream": True})) == text
+        assert (await triton.infer(f"{model}_whole", ASK)).text == PROMPT + text
+    steps = (await triton.client.get_model_config("ensemble_whole")).config.ensemble_scheduling.step
+    assert [step.model_name for step in steps] == [
+        "preprocessing_whole", "tensorrt_llm_whole", "postprocessing_whole",
+    ]  # fmt: skip
+
+
+async def test_step_by_step(triton: Triton, text: str) -> None:
+    """What a client does that calls the models one after another."""
+    given = {"QUERY": PROMPT, "REQUEST_OUTPUT_LEN": TOKENS}
+    encoded = (await triton.infer("preprocessing_whole", given)).outputs
+    core = {
+        "input_ids": encoded["INPUT_ID"],
+        "input_lengths": encoded["REQUEST_INPUT_LEN"],
+        "request_output_len": encoded["REQUEST_OUTPUT_LEN"],
+        "end_id": encoded["OUT_END_ID"],
+        "pad_id": encoded["OUT_PAD_ID"],
+        "beam_width": 2,
+        "return_log_probs": True,
+    }
+    generated = (await triton.infer("tensorrt_llm_whole", core)).outputs
+    assert generated["output_ids"].shape[:2] == (1, 2)
+    assert (generated["cum_log_probs"] < 0).all()
+    decoded = await triton.infer(
+        "postprocessing_whole",
+        {
+            "TOKENS_BATCH": generated["output_ids"],
+            "SEQUENCE_LENGTH": generated["sequence_length"],
+        },
+    )
+    assert all(str(each, "utf-8").startswith(PROMPT) for each in decoded.outputs["OUTPUT"])
+
+
+async def test_limits_are_those_of_the_repository(triton: Triton) -> None:
+    with pytest.raises(InferenceServerException, match="larger than configured max beam width 2"):
+        await triton.infer("ensemble_whole", ASK | {"beam_width": 3})
+    rows = {
+        "text_input": np.array([["x"]] * 17, np.object_),
+        "max_tokens": np.full((17, 1), 1, np.int32),
+    }
+    with pytest.raises(InferenceServerException, match="batch-size must be <= 16"):
+        await triton.infer("ensemble_whole", rows)
+
+
+async def test_the_llmapi_model(triton: Triton, text: str) -> None:
+    ask = {
+        "text_input": np.array([PROMPT], np.object_),
+        "sampling_param_max_tokens": np.array([TOKENS], np.int32),
+        "return_cumulative_logprob": np.array([True]),
+        "streaming": np.array([True]),
+    }
+    responses = await triton.stream("llm", ask)
+    assert responses[-1].text == text
+    assert responses[-1].outputs["cumulative_logprob"].dtype == np.float32
+    assert responses[-1].outputs["cumulative_logprob"].item() < 0
+
+
+async def test_two_models_of_the_mesh(tmp_path: Path) -> None:
+    """A repository with two engines: imported into a file, which starts a stack with engines of both."""
+    directory = five_models(tmp_path / "models")
+    five_models(directory, {"engine_dir": "/engines/other"}, suffix="_b")
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        for file in DEMO.iterdir():
+            (tmp_path / name / file.name).symlink_to(file)
+    models = (
+        f"--model=tensorrt_llm={tmp_path / 'one'}",
+        f"--model=tensorrt_llm_b={tmp_path / 'two'}",
+    )
+    config = tmp_path / "mesh.yaml"
+    assert (
+        trtmesh("import-triton", str(directory), *models, "--output", str(config)).returncode == 0
+    )
+    env = {"TRTMESH_ENGINE_SIMULATED_VOCABULARY_SIZE": str(DEMO_VOCABULARY)}
+    with running_stack("--port", "0", "--config", str(config), env=env) as stack:
+        router = stack.wait_ready()
+        assert len(stack.children) == 5
+        triton = Triton(router)
+        tensors = ASK | {"stream": True}
+        first = joined(await triton.stream("ensemble", tensors))
+        second = joined(await triton.stream("ensemble_b", tensors))
+        await triton.close()
+        async with Client(router) as client:
+            for model, own in (("one", first), ("two", second)):
+                (item,) = await client.complete([PROMPT], model=model, max_tokens=TOKENS)
+                assert item.text == own
