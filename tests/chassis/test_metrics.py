@@ -23,6 +23,20 @@ def test_the_registry_is_served_while_inside() -> None:
         urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10)
 
 
+def test_families_that_write_themselves_stand_behind_the_registry() -> None:
+    """In the one format that both have, whatever the scraper would like."""
+    registry = CollectorRegistry()
+    Counter("things", "Things.", registry=registry).inc(3)
+    wishes = {"Accept": "application/openmetrics-text", "Accept-Encoding": "gzip"}
+    with metrics_endpoint(registry, "127.0.0.1", 0, lambda: "own 7\n") as port:
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers=wishes)
+        with urllib.request.urlopen(request, timeout=10) as response:
+            lines = response.read().decode().splitlines()
+            assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    assert "things_total 3.0" in lines
+    assert lines[-1] == "own 7"
+
+
 def test_no_port_serves_nothing() -> None:
     with metrics_endpoint(CollectorRegistry(), "127.0.0.1", None) as port:
         assert port is None

@@ -578,6 +578,9 @@ class Load(google.protobuf.message.Message):
     REUSED_BLOCKS_FIELD_NUMBER: builtins.int
     HOST_BLOCKS_FIELD_NUMBER: builtins.int
     USED_HOST_BLOCKS_FIELD_NUMBER: builtins.int
+    HOST_MEMORY_BYTES_FIELD_NUMBER: builtins.int
+    DEVICE_MEMORY_BYTES_FIELD_NUMBER: builtins.int
+    PINNED_MEMORY_BYTES_FIELD_NUMBER: builtins.int
     step_count: builtins.int
     """Engine steps since the worker started."""
     running_sequences: builtins.int
@@ -616,6 +619,12 @@ class Load(google.protobuf.message.Message):
     """Blocks in the host's memory for cached KV that the pool has no room for; 0 where there is none."""
     used_host_blocks: builtins.int
     """Those of them that hold cached KV."""
+    host_memory_bytes: builtins.int
+    """Memory of the worker's process that is resident, in bytes; 0 when it does not say."""
+    device_memory_bytes: builtins.int
+    """Memory that the backend holds on its devices, in bytes."""
+    pinned_memory_bytes: builtins.int
+    """Pinned memory of the host that the backend holds, in bytes; part of `host_memory_bytes`."""
     def __init__(
         self,
         *,
@@ -638,9 +647,12 @@ class Load(google.protobuf.message.Message):
         reused_blocks: builtins.int = ...,
         host_blocks: builtins.int = ...,
         used_host_blocks: builtins.int = ...,
+        host_memory_bytes: builtins.int = ...,
+        device_memory_bytes: builtins.int = ...,
+        pinned_memory_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_drain_ms", b"_drain_ms", "_received_items", b"_received_items", "drain_ms", b"drain_ms", "received_items", b"received_items"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_drain_ms", b"_drain_ms", "_received_items", b"_received_items", "computed_prompt_tokens", b"computed_prompt_tokens", "drain_ms", b"drain_ms", "draining", b"draining", "free_blocks", b"free_blocks", "generated_tokens", b"generated_tokens", "host_blocks", b"host_blocks", "new_blocks", b"new_blocks", "paused_sequences", b"paused_sequences", "pending_prompt_tokens", b"pending_prompt_tokens", "preemptions", b"preemptions", "received_items", b"received_items", "reused_blocks", b"reused_blocks", "reused_prompt_tokens", b"reused_prompt_tokens", "running_sequences", b"running_sequences", "step_count", b"step_count", "total_blocks", b"total_blocks", "used_blocks", b"used_blocks", "used_host_blocks", b"used_host_blocks", "waiting_sequences", b"waiting_sequences"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_drain_ms", b"_drain_ms", "_received_items", b"_received_items", "computed_prompt_tokens", b"computed_prompt_tokens", "device_memory_bytes", b"device_memory_bytes", "drain_ms", b"drain_ms", "draining", b"draining", "free_blocks", b"free_blocks", "generated_tokens", b"generated_tokens", "host_blocks", b"host_blocks", "host_memory_bytes", b"host_memory_bytes", "new_blocks", b"new_blocks", "paused_sequences", b"paused_sequences", "pending_prompt_tokens", b"pending_prompt_tokens", "pinned_memory_bytes", b"pinned_memory_bytes", "preemptions", b"preemptions", "received_items", b"received_items", "reused_blocks", b"reused_blocks", "reused_prompt_tokens", b"reused_prompt_tokens", "running_sequences", b"running_sequences", "step_count", b"step_count", "total_blocks", b"total_blocks", "used_blocks", b"used_blocks", "used_host_blocks", b"used_host_blocks", "waiting_sequences", b"waiting_sequences"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_drain_ms", b"_drain_ms"]) -> typing.Literal["drain_ms"] | None: ...
     @typing.overload
@@ -945,6 +957,7 @@ class GetEngineResponse(google.protobuf.message.Message):
     END_IDS_FIELD_NUMBER: builtins.int
     DATA_TYPE_FIELD_NUMBER: builtins.int
     LOAD_INTERVAL_MS_FIELD_NUMBER: builtins.int
+    STATIC_BATCHING_FIELD_NUMBER: builtins.int
     worker: builtins.str
     """Name of the worker, unique in the fleet."""
     backend: builtins.str
@@ -977,6 +990,8 @@ class GetEngineResponse(google.protobuf.message.Message):
     """Element type of the weights."""
     load_interval_ms: builtins.int
     """Time between two Load events in milliseconds; 0 means it does not say."""
+    static_batching: builtins.bool
+    """Whether a batch is computed to its end before the next one starts."""
     @property
     def supported_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Config fields that the backend acts on, as paths from GenerationConfig such as `sampling.top_k`. Any other
@@ -1008,7 +1023,8 @@ class GetEngineResponse(google.protobuf.message.Message):
         end_ids: collections.abc.Iterable[builtins.int] | None = ...,
         data_type: trtmesh.v1.generation_pb2.DataType.ValueType = ...,
         load_interval_ms: builtins.int = ...,
+        static_batching: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["backend", b"backend", "data_type", b"data_type", "deterministic", b"deterministic", "end_ids", b"end_ids", "load_interval_ms", b"load_interval_ms", "max_batch_size", b"max_batch_size", "max_sequence_tokens", b"max_sequence_tokens", "max_sequences_per_item", b"max_sequences_per_item", "model", b"model", "model_fingerprint", b"model_fingerprint", "role", b"role", "schema_revision", b"schema_revision", "supported_fields", b"supported_fields", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokens_per_block", b"tokens_per_block", "total_blocks", b"total_blocks", "vocabulary_size", b"vocabulary_size", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["backend", b"backend", "data_type", b"data_type", "deterministic", b"deterministic", "end_ids", b"end_ids", "load_interval_ms", b"load_interval_ms", "max_batch_size", b"max_batch_size", "max_sequence_tokens", b"max_sequence_tokens", "max_sequences_per_item", b"max_sequences_per_item", "model", b"model", "model_fingerprint", b"model_fingerprint", "role", b"role", "schema_revision", b"schema_revision", "static_batching", b"static_batching", "supported_fields", b"supported_fields", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokens_per_block", b"tokens_per_block", "total_blocks", b"total_blocks", "vocabulary_size", b"vocabulary_size", "worker", b"worker"]) -> None: ...
 
 Global___GetEngineResponse: typing_extensions.TypeAlias = GetEngineResponse

@@ -50,6 +50,7 @@ async def test_a_tiny_pool_changes_no_token(
     async with running(llama, **TINY, **settings) as engine:
         assert await engine.run(PROMPTS, CONFIG) == expected
         assert (scheduler_of(engine).preemptions > 0) == pauses
+        assert engine.info.static_batching == (settings.get("batching_type") == "V1")
         assert await engine.run(PROMPTS[::-1], CONFIG) == expected[::-1]
         assert engine.backend.stats().used_blocks == 0
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import HistogramMetricFamily
 from trtmesh.chassis.addresses import why_not_bound
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 LATENCY_BUCKETS = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
@@ -22,9 +26,13 @@ TOKEN_BUCKETS = (1, 8, 32, 128, 512, 2048, 8192, 32768, 131072)
 
 @contextmanager
 def metrics_endpoint(
-    registry: CollectorRegistry, host: str, port: int | None
+    registry: CollectorRegistry,
+    host: str,
+    port: int | None,
+    more: Callable[[], str] = str,
 ) -> Iterator[int | None]:
-    """Serves `registry` at /metrics while inside; yields the port, or None where `port` is None."""
+    """Serves `registry` at /metrics while inside, and behind it the families of `more`, which is called in another
+    thread; yields the port, or None where `port` is None."""
     if port is None:
         yield None
         return
@@ -32,12 +40,25 @@ def metrics_endpoint(
         server, thread = start_http_server(port, addr=host, registry=registry)
     except OSError as error:
         raise why_not_bound("serve metrics", host, port) from error
+    app = server.get_app()
+    assert app is not None
+    server.set_app(_with_more(app, more))
     try:
         yield int(server.server_port)
     finally:
         server.shutdown()
         server.server_close()
         thread.join(timeout=5)
+
+
+def _with_more(app: WSGIApplication, more: Callable[[], str]) -> WSGIApplication:
+    def serve(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        text = more().encode()
+        # One format for both parts, and nothing compressed before the second stands behind the first.
+        plain = {"HTTP_ACCEPT": "text/plain", "HTTP_ACCEPT_ENCODING": "identity"}
+        return [*app({**environ, **plain}, start_response), text]
+
+    return serve
 
 
 class Histogram:

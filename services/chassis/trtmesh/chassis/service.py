@@ -62,6 +62,8 @@ class Runtime:
 
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     health: Health = field(init=False)
+    more_metrics: Callable[[], str] = str
+    """Metrics that write themselves, in Prometheus' text format; asked for in a thread of the endpoint."""
     addresses: dict[str, str] = field(default_factory=dict)
     """Addresses of the service's own, by the name that they are announced under."""
     failure: asyncio.Future[BaseException] = field(
@@ -106,7 +108,10 @@ class _Process:
         runtime.health = Health(service.service_names)
         server = grpc.aio.server(options=server_options(self._settings.max_message_bytes))
         with metrics_endpoint(
-            runtime.registry, self._settings.host, self._settings.metrics_port
+            runtime.registry,
+            self._settings.host,
+            self._settings.metrics_port,
+            runtime.more_metrics,
         ) as metrics_port:
             try:
                 await self._bind(server, service, runtime, metrics_port)

@@ -32,6 +32,7 @@ class BackendInfo:
     deterministic: bool
     end_ids: tuple[int, ...]
     data_type: int
+    static_batching: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +178,8 @@ class BackendStats:
     reused_blocks: int = 0
     host_blocks: int = 0
     used_host_blocks: int = 0
+    device_memory_bytes: int = 0
+    pinned_memory_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

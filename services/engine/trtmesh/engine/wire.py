@@ -54,6 +54,7 @@ def describe(
         end_ids=info.end_ids,
         data_type=pb.DataType.ValueType(info.data_type),
         load_interval_ms=max(1, round(load_interval_seconds * 1000)),
+        static_batching=info.static_batching,
     )
 
 

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 
 from trtmesh.engine.backend import Backend, BackendInfo
+from trtmesh.engine.memory import resident_bytes
 from trtmesh.engine.metrics import EngineMetrics
 from trtmesh.engine.settings import EngineSettings
 from trtmesh.engine.streams import Streams
@@ -39,6 +40,7 @@ class Worker:
     def load(self) -> epb.Load:
         """What routers are told of it now."""
         load = load_message(self.backend.stats(), draining=self.draining)
+        load.host_memory_bytes = resident_bytes()
         if self.drain_ends_at is not None:
             load.drain_ms = max(0, int((self.drain_ends_at - time.monotonic()) * 1000))
         return load

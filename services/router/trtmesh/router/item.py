@@ -55,6 +55,9 @@ class ItemRun:
         self._error: TrtmeshError | None = None
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self.encode_seconds = 0.0
+        self.queue_seconds: float | None = None
+        """From its request's arrival to its first dispatch, encoding included; None before."""
         self.stage = "admit"
         self.worker = ""
 
@@ -131,9 +134,11 @@ class ItemRun:
         self.stage = "encode"
         # What no worker can do costs no tokenizer anything.
         self._mesh.fleet.check_fields(self._live.model, self._item.worker_fields)
+        began = self._live.age_seconds()
         self._encoded = await encode_item(
             self._item, self._mesh.tokenizers, self._live.model, self._live.request_id
         )
+        self.encode_seconds = self._live.age_seconds() - began
         self._live.spend(self.prompt_tokens)
 
     def _go_on_behind_received(self) -> None:
@@ -248,8 +253,9 @@ class ItemRun:
         ):
             worker.submit(runs, command, placed.booking)
         if first:
+            self.queue_seconds = self._live.age_seconds()
             self._events.started(
-                worker.name, config.sampling.seed, self._encoded.token_ids, self._live.age_seconds()
+                worker.name, config.sampling.seed, self._encoded.token_ids, self.queue_seconds
             )
 
     def _open_sequences(self) -> None:

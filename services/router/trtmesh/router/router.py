@@ -31,11 +31,8 @@ from trtmesh.router.settings import RouterSettings
 from trtmesh.router.siblings import SiblingRules
 from trtmesh.router.tokenizer import Tokenizer
 from trtmesh.router.tokenizer_pool import EncodeLimits, TokenizerPool
-from trtmesh.router.triton.door import SERVICE_NAME, TritonDoor
-from trtmesh.router.triton.generations import Generations
-from trtmesh.router.triton.http.door import HttpDoor, HttpLimits
-from trtmesh.router.triton.server import TritonServer
-from trtmesh.router.triton.texts import TextsOf
+from trtmesh.router.triton.door import SERVICE_NAME
+from trtmesh.router.triton.front import TritonFront
 from trtmesh.router.turns import Turns
 from trtmesh.router.worker import Worker
 from trtmesh.v1 import router_pb2_grpc
@@ -119,7 +116,7 @@ class Router:
             read_admin_token(settings.admin_token_file, os.environ),
             settings.max_message_bytes,
         )
-        self._http_door: HttpDoor | None = None
+        self._triton = self._triton_front() if settings.triton.enabled else None
         self._metrics.gauges = self._gauges
         runtime.registry.register(self._metrics)
 
@@ -130,44 +127,24 @@ class Router:
         self._runtime.addresses["admin_address"] = self._admin_door.listen(
             settings.admin_host, settings.admin_port
         )
-        if settings.triton.enabled:
-            triton = self._triton_server()
-            TritonDoor(triton).register(server)
-            self._listen_to_http(triton)
+        if self._triton is not None:
+            self._triton.register(server)
 
-    def _listen_to_http(self, triton: TritonServer) -> None:
-        settings = self._settings
-        if settings.http_port is not None:
-            limits = HttpLimits(settings.max_message_bytes, settings.http_receive_seconds)
-            self._http_door = HttpDoor(triton, limits)
-            self._runtime.addresses["http_address"] = self._http_door.listen(
-                settings.host, settings.http_port
-            )
-
-    def _triton_server(self) -> TritonServer:
-        settings = self._settings
-        triton = settings.triton
-        texts_of = TextsOf(self._tokenizers, self._turns, self._requests.served_model)
-        generations = Generations(
+    def _triton_front(self) -> TritonFront:
+        return TritonFront(
+            self._settings,
+            self._runtime,
+            self._fleet,
+            self._tokenizers,
             self._requests,
-            texts_of,
             self._metrics,
-            settings.max_items_per_request,
-            self._longest_prompt,
+            self._turns,
         )
-        return TritonServer(
-            triton, generations, texts_of, is_ready=lambda: not self._runtime.health.problems
-        )
-
-    def _longest_prompt(self) -> int:
-        """Most tokens of a prompt, with at least one new token behind it."""
-        workers = self._fleet.workers.values()
-        return max((w.engine.max_sequence_tokens for w in workers), default=1) - 1
 
     async def start(self) -> None:
         await self._admin_door.open()
-        if self._http_door is not None:
-            await self._http_door.open()
+        if self._triton is not None:
+            await self._triton.open()
         await self._tell_health()
         settings = self._settings
         # Tokenizers first: a worker is told which tokenizer the mesh uses when it is connected to.
@@ -196,8 +173,8 @@ class Router:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._http_door is not None:
-            await self._http_door.close()
+        if self._triton is not None:
+            await self._triton.close()
         await self._admin_door.close()
 
     def _join_tokenizer(self, address: str) -> None:

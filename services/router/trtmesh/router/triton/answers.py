@@ -50,6 +50,8 @@ class Answers:
         self._touched: dict[int, TrtmeshError | None] = {}
         self._over: set[int] = set()
         self._newly_over: set[int] = set()
+        self.errors: dict[int, TrtmeshError] = {}
+        """Of rows that failed."""
 
     @property
     def all_over(self) -> bool:
@@ -98,6 +100,8 @@ class Answers:
 
     def _end(self, row: RowOutput, error: TrtmeshError | None) -> None:
         self._touched[row.index] = error
+        if error is not None:
+            self.errors[row.index] = error
         self._over.add(row.index)
         self._newly_over.add(row.index)
 

@@ -14,6 +14,7 @@ from trtmesh.router.requests import LiveRequest, Requests
 from trtmesh.router.triton.answers import Answer, Answers
 from trtmesh.router.triton.calls import Call, to_request
 from trtmesh.router.triton.outputs import RowOutput, SequenceOutput
+from trtmesh.router.triton.statistics import Counting
 from trtmesh.router.triton.texts import Texts, TextsOf
 
 Send = Callable[[Answer], Awaitable[None]]
@@ -57,8 +58,9 @@ class Generations:
         if live is not None:
             live.stop(())
 
-    async def run(self, call: Call, caller: Caller, send: Send) -> None:
+    async def run(self, counting: Counting, caller: Caller, send: Send) -> None:
         """Generates what the call asks and sends each response. Raises TrtmeshError."""
+        call = counting.call
         outcome = "refused"
         try:
             request = self._validate(call)
@@ -68,6 +70,7 @@ class Generations:
                 self._requests.open(request, caller.remaining_seconds, caller.api_key) as live,
             ):
                 outcome = "cancelled"
+                counting.generate(live, answers)
                 with self._known_as(call.request_id, live):
                     await self._forward(live, answers, self._texts_of(call.model), send)
                 outcome = "complete"

@@ -10,10 +10,12 @@ from tritonclient.grpc import service_pb2 as kserve
 from trtmesh.chassis.errors import Cancelled, UnsupportedCall
 from trtmesh.router.settings import TritonSettings
 from trtmesh.router.triton.answers import Answer
-from trtmesh.router.triton.calls import Call, find_model, read_call
+from trtmesh.router.triton.calls import find_model, read_call
+from trtmesh.router.triton.engine_metrics import EngineFigures
 from trtmesh.router.triton.forms import Kind
 from trtmesh.router.triton.generations import Caller, Generations, Send
 from trtmesh.router.triton.log_settings import change_log_settings
+from trtmesh.router.triton.metrics import TritonMetrics
 from trtmesh.router.triton.models import (
     MODEL_VERSION,
     Model,
@@ -21,7 +23,7 @@ from trtmesh.router.triton.models import (
     describe_metadata,
     triton_models,
 )
-from trtmesh.router.triton.statistics import Statistics
+from trtmesh.router.triton.statistics import Counting, Statistics
 from trtmesh.router.triton.text_models import postprocess, preprocess
 from trtmesh.router.triton.texts import TextsOf
 
@@ -39,8 +41,12 @@ class TritonServer:
         self._models = triton_models(settings)
         self._generations = generations
         self._texts_of = texts_of
-        self._statistics = Statistics()
+        self._statistics = Statistics(self._models)
         self.is_ready = is_ready
+
+    def metrics(self, figures_of: Callable[[Model], EngineFigures]) -> TritonMetrics:
+        """The metrics of what is served here."""
+        return TritonMetrics(self._models, self._statistics, figures_of)
 
     def find_model(self, name: str, version: str) -> Model:
         """The model that a caller names. Raises ModelNotFound."""
@@ -94,11 +100,11 @@ class TritonServer:
 
     async def serve(self, model: Model, request: Any, caller: Caller, send: Send) -> None:
         """Does what a ModelInferRequest to `model` asks and sends each answer. Raises TrtmeshError."""
-        call = read_call(model, request)
-        with self._statistics.counting(call):
-            await self._answer(call, caller, send)
+        with self._statistics.counting(read_call(model, request)) as counting:
+            await self._answer(counting, caller, send)
 
-    async def _answer(self, call: Call, caller: Caller, send: Send) -> None:
+    async def _answer(self, counting: Counting, caller: Caller, send: Send) -> None:
+        call = counting.call
         if call.stops:
             self._generations.stop(call)
             if call.model.template == "llmapi":
@@ -109,4 +115,4 @@ class TritonServer:
         elif call.model.kind is Kind.POSTPROCESSING:
             await send(Answer(await postprocess(call, self._texts_of(call.model)), final=True))
         else:
-            await self._generations.run(call, caller, send)
+            await self._generations.run(counting, caller, send)

@@ -1,53 +1,136 @@
-"""What each model served, as ModelStatistics tells it."""
+"""What each model served: told by ModelStatistics, and to Prometheus under Triton's names."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tritonclient.grpc import service_pb2
+from trtmesh.chassis.errors import (
+    BackendFailed,
+    Exhausted,
+    SlowClient,
+    StreamIncomplete,
+    TokenizerLost,
+    Unavailable,
+    WorkerLost,
+)
+from trtmesh.router.requests import LiveRequest
+from trtmesh.router.triton.answers import Answers
 from trtmesh.router.triton.calls import Call
-from trtmesh.router.triton.models import MODEL_VERSION, Model
+from trtmesh.router.triton.models import MODEL_VERSION, Kind, Model
+from trtmesh.router.triton.token_lengths import TokenLengths
+
+FAILURE_REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
+"""Triton's words for why a request failed."""
 
 
 @dataclass(slots=True)
-class _Counts:
+class Counts:
+    """What one model served. A request is one execution."""
+
     succeeded: int = 0
-    failed: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
     success_ns: int = 0
     failure_ns: int = 0
+    queue_ns: int = 0
+    compute_ns: int = 0
     rows: int = 0
     last_ms: int = 0
 
+    def succeed(self, rows: int, ns: int, compute_ns: int, queue_ns: int = 0) -> None:
+        self.succeeded += 1
+        self.rows += rows
+        self.success_ns += ns
+        self.compute_ns += compute_ns
+        self.queue_ns += queue_ns
+        self.last_ms = time.time_ns() // 1_000_000
+
+    def fail(self, reason: str, ns: int) -> None:
+        self.failed[reason] += 1
+        self.failure_ns += ns
+
+
+class Counting:
+    """One request while it is served."""
+
+    def __init__(self, call: Call, steps: Sequence[Model]) -> None:
+        self.call = call
+        self.steps = steps
+        self.live: LiveRequest | None = None
+        self.answers: Answers | None = None
+        self._began_ns = time.monotonic_ns()
+
+    def generate(self, live: LiveRequest, answers: Answers) -> None:
+        """It became a request of the mesh."""
+        self.live, self.answers = live, answers
+
+    @property
+    def ns(self) -> int:
+        return time.monotonic_ns() - self._began_ns
+
+    @property
+    def pending(self) -> bool:
+        """Whether it waits to be executed."""
+        return self.live is None or all(item.queue_seconds is None for item in self.live.items)
+
+    @property
+    def core(self) -> Model | None:
+        """The model among it and its steps that generates."""
+        models = (self.call.model, *self.steps)
+        return next((model for model in models if model.kind is Kind.TOKENS), None)
+
 
 class Statistics:
-    """Counts requests by model, from the moment that their inputs are read."""
+    """Counts requests by model, from the moment that their inputs are read. What an ensemble serves, its steps serve
+    too, and so it is with BLS."""
 
-    def __init__(self) -> None:
-        self._counts: dict[str, _Counts] = {}
+    def __init__(self, models: Mapping[str, Model]) -> None:
+        self._models = models
+        self._counts: dict[str, Counts] = {}
+        self._running: set[Counting] = set()
+        self.lengths: dict[str, TokenLengths] = {}
+        """Of prompts and outputs, by the model that generated them."""
 
     @contextmanager
-    def counting(self, call: Call) -> Iterator[None]:
-        """Counts one request; whatever is raised inside makes it a failed one."""
-        counts = self._counts.setdefault(call.model.name, _Counts())
-        started = time.monotonic_ns()
+    def counting(self, call: Call) -> Iterator[Counting]:
+        """Counts one request; whatever is raised inside, or answered as an error, makes it a failed one."""
+        counting = Counting(call, self._steps_of(call.model))
+        self._running.add(counting)
         try:
-            yield
-        except BaseException:
-            counts.failed += 1
-            counts.failure_ns += time.monotonic_ns() - started
+            yield counting
+        except BaseException as error:
+            self._fail(counting, error)
             raise
-        counts.succeeded += 1
-        counts.success_ns += time.monotonic_ns() - started
-        counts.rows += call.batch_size
-        counts.last_ms = time.time_ns() // 1_000_000
+        else:
+            errors = counting.answers.errors if counting.answers else {}
+            if errors:
+                self._fail(counting, next(iter(errors.values())))
+            else:
+                self._succeed(counting)
+        finally:
+            self._running.discard(counting)
+
+    def counts(self) -> dict[str, Counts]:
+        """By model; models without a request are left out. A copy that another thread may read."""
+        return dict(self._counts)
+
+    def pending(self) -> Counter[str]:
+        """Requests that wait to be executed, by model."""
+        return Counter(
+            model.name
+            for counting in list(self._running)
+            if counting.pending
+            for model in (counting.call.model, *counting.steps)
+        )
 
     def describe(self, model: Model) -> service_pb2.ModelStatistics:
-        """The counts of one model. A request is one execution; what is spent is told as inference alone, because the
-        mesh does not queue, copy in and copy out as one process would."""
-        counts = self._counts.get(model.name, _Counts())
+        """The counts of one model. What the mesh computes is told as inference; it does not copy in and out apart."""
+        counts = self._counts.get(model.name, Counts())
         answer = service_pb2.ModelStatistics(
             name=model.name,
             version=MODEL_VERSION,
@@ -57,8 +140,68 @@ class Statistics:
         )
         stats = answer.inference_stats
         stats.success.count, stats.success.ns = counts.succeeded, counts.success_ns
-        stats.fail.count, stats.fail.ns = counts.failed, counts.failure_ns
-        stats.compute_infer.count, stats.compute_infer.ns = counts.succeeded, counts.success_ns
-        for part in (stats.queue, stats.compute_input, stats.compute_output):
+        stats.fail.count, stats.fail.ns = counts.failed.total(), counts.failure_ns
+        stats.queue.count, stats.queue.ns = counts.succeeded, counts.queue_ns
+        stats.compute_infer.count, stats.compute_infer.ns = counts.succeeded, counts.compute_ns
+        for part in (stats.compute_input, stats.compute_output):
             part.count = counts.succeeded
         return answer
+
+    def _steps_of(self, model: Model) -> Sequence[Model]:
+        if model.template not in ("ensemble", "tensorrt_llm_bls"):
+            return ()
+        return [self._models[name] for name in model.steps if name in self._models]
+
+    def _of(self, model: Model) -> Counts:
+        return self._counts.setdefault(model.name, Counts())
+
+    def _succeed(self, counting: Counting) -> None:
+        call, ns = counting.call, counting.ns
+        encode_ns, queue_ns = _waits(counting)
+        whole = 0 if call.model.is_ensemble else ns - queue_ns
+        own_queue = queue_ns if call.model.kind is Kind.TOKENS else 0
+        self._of(call.model).succeed(call.batch_size, ns, whole, own_queue)
+        for step in counting.steps:
+            match step.kind:
+                case Kind.PREPROCESSING:
+                    self._of(step).succeed(call.batch_size, encode_ns, encode_ns)
+                case Kind.TOKENS:
+                    rest = max(0, ns - encode_ns)
+                    computed = max(0, rest - queue_ns)
+                    self._of(step).succeed(call.batch_size, rest, computed, queue_ns)
+                case _:
+                    # Texts are made of tokens while these come: it takes no time of its own.
+                    self._of(step).succeed(call.batch_size, 0, 0)
+        if counting.live is not None and counting.core is not None:
+            lengths = self.lengths.setdefault(counting.core.name, TokenLengths())
+            for item in counting.live.items:
+                lengths.observe(item.prompt_tokens, item.generated_tokens)
+
+    def _fail(self, counting: Counting, error: BaseException) -> None:
+        reason, ns = failure_reason(error), counting.ns
+        failed = [counting.call.model]
+        if counting.core is not None and counting.core is not counting.call.model:
+            failed.append(counting.core)
+        for model in failed:
+            self._of(model).fail(reason, ns)
+
+
+def failure_reason(error: BaseException) -> str:
+    """Triton's word for what ended a request."""
+    match error:
+        case asyncio.CancelledError() | GeneratorExit() | SlowClient():
+            return "CANCELED"
+        case BackendFailed() | StreamIncomplete() | WorkerLost() | TokenizerLost():
+            return "BACKEND"
+        case Unavailable() | Exhausted():
+            return "REJECTED"
+    return "OTHER"
+
+
+def _waits(counting: Counting) -> tuple[int, int]:
+    """Nanoseconds in which the first row was encoded, and in which it waited beside that."""
+    if counting.live is None:
+        return 0, 0
+    first = counting.live.items[0]
+    waited = (first.queue_seconds or 0.0) - first.encode_seconds
+    return int(first.encode_seconds * 1e9), max(0, int(waited * 1e9))

@@ -148,6 +148,8 @@ class TorchBackend:
             reused_blocks=scheduler.reused_blocks,
             host_blocks=scheduler.pool.host_blocks,
             used_host_blocks=scheduler.pool.used_host_blocks,
+            device_memory_bytes=engine.device_memory_bytes,
+            pinned_memory_bytes=engine.pinned_memory_bytes,
         )
 
     def adapters(self) -> SequenceOf[AdapterInfo]:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 from trtmesh.chassis.errors import BackendFailed, TrtmeshError
 from trtmesh.engine.backend import SequenceEnd, StepOutput
@@ -46,6 +47,17 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
+
+    @property
+    def device_memory_bytes(self) -> int:
+        """What tensors hold on the device; 0 where that is the host."""
+        device = self._cache.pool.device
+        return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+    @property
+    def pinned_memory_bytes(self) -> int:
+        """The cache in the host's memory, where the device copies by itself."""
+        return self._cache.host.nbytes if self._cache.pool.device.type == "cuda" else 0
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         """Takes the sequences of an item; one that was generated to its end elsewhere ends at once."""

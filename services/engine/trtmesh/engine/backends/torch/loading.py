@@ -60,6 +60,7 @@ def load_engine(model_dir: Path, settings: TorchSettings) -> tuple[Engine, Backe
         deterministic=dtype == torch.float32,
         end_ids=model.end_ids,
         data_type=DATA_TYPES[dtype],
+        static_batching=settings.batching_type == "V1",
     )
     return engine, info
 

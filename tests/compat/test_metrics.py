@@ -1,0 +1,261 @@
+"""The metrics on Triton's port, line by line as section 4 of its contract has them."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Mapping
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from compat.conftest import FLAGS
+from compat.triton import Triton
+from e2e.mesh import Mesh, eventually, running_mesh
+from tritonclient.utils import InferenceServerException
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
+COUNTERS = ("request_success", "count", "exec_count", "request_duration_us", "queue_duration_us",
+            "compute_input_duration_us", "compute_infer_duration_us", "compute_output_duration_us")  # fmt: skip
+OF_ENSEMBLE = ["ensemble", "preprocessing", "tensorrt_llm", "postprocessing"]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def mesh() -> AsyncIterator[Mesh]:
+    async with running_mesh(engine_flags=FLAGS, router_flags=("--triton-decoupled", "")) as mesh:
+        yield mesh
+
+
+async def scrape(mesh: Mesh, accept: str = "*/*") -> list[str]:
+    """The lines of the metrics that begin with nv_ or tell of one that does."""
+    url = f"http://127.0.0.1:{mesh.router.metrics_port}/metrics"
+    request = urllib.request.Request(url, headers={"Accept": accept})
+
+    def read() -> str:
+        with urllib.request.urlopen(request) as answer:
+            assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+            return str(answer.read(), "utf-8")
+
+    lines = (await asyncio.to_thread(read)).splitlines()
+    assert "trtmesh_router_live_requests 0.0" in lines
+    return [line for line in lines if re.match(r"(# (HELP|TYPE) )?nv_", line)]
+
+
+async def samples(mesh: Mesh) -> Mapping[str, str]:
+    """Values, as they are written, by all that stands before them."""
+    lines = [line for line in await scrape(mesh) if not line.startswith("#")]
+    found = dict(line.rsplit(" ", 1) for line in lines)
+    assert len(found) == len(lines)
+    return found
+
+
+def inference(model: str, name: str, reason: str = "") -> str:
+    between = f'reason="{reason}",' if reason else ""
+    return f'nv_inference_{name}{{model="{model}",{between}version="1"}}'
+
+
+def engine(label: str, word: str, family: str) -> str:
+    """The key of an nv_trt_llm sample: its labels in the order of their names."""
+    labels = sorted([(label, word), ("model", "tensorrt_llm"), ("version", "1")])
+    pairs = ",".join(f'{name}="{value}"' for name, value in labels)
+    return f"nv_trt_llm_{family}{{{pairs}}}"
+
+
+IDLE = {
+    engine("request_type", "active", "request_metrics"): "0",
+    engine("request_type", "max", "request_metrics"): "1024",
+    engine("request_type", "scheduled", "request_metrics"): "0",
+    engine("request_type", "context", "request_metrics"): "0",
+    engine("request_type", "waiting", "request_metrics"): "0",
+    engine("memory_type", "cpu", "runtime_memory_metrics"): r"\d{8,}",
+    engine("memory_type", "gpu", "runtime_memory_metrics"): "0",
+    engine("memory_type", "pinned", "runtime_memory_metrics"): "0",
+    engine("kv_cache_block_type", "max", "kv_cache_block_metrics"): "16384",
+    engine("kv_cache_block_type", "free", "kv_cache_block_metrics"): "16384",
+    engine("kv_cache_block_type", "used", "kv_cache_block_metrics"): "0",
+    engine("kv_cache_block_type", "tokens_per", "kv_cache_block_metrics"): "32",
+    engine("kv_cache_block_type", "reused", "kv_cache_block_metrics"): r"\d+",
+    engine("kv_cache_block_type", "fraction", "kv_cache_block_metrics"): "0",
+    engine("inflight_batcher_specific_metric", "total_context_tokens",
+           "inflight_batcher_metrics"): "0",
+    engine("inflight_batcher_specific_metric", "generation_requests",
+           "inflight_batcher_metrics"): "0",
+    engine("inflight_batcher_specific_metric", "micro_batch_id", "inflight_batcher_metrics"): "0",
+    engine("inflight_batcher_specific_metric", "paused_requests", "inflight_batcher_metrics"): "0",
+    engine("general_type", "timestamp", "general_metrics"): r"\d{16}",
+    engine("general_type", "iteration_counter", "general_metrics"): r"\d+",
+    engine("disaggregated_serving_type", "kv_cache_transfer_ms",
+           "disaggregated_serving_metrics"): "0",
+    engine("disaggregated_serving_type", "request_count", "disaggregated_serving_metrics"): "0",
+}  # fmt: skip
+"""Every nv_trt_llm sample of an idle mesh, its value as a regular expression."""
+
+
+async def test_a_mesh_without_requests(mesh: Mesh) -> None:
+    """First in this file: whoever served nothing is not told of."""
+    await mesh.idle()
+    found = await samples(mesh)
+    assert not [key for key in found if key.startswith("nv_inference_")]
+    of_engines = {key: value for key, value in found.items() if key.startswith("nv_trt_llm_")}
+    assert of_engines.keys() == IDLE.keys()
+    for key, value in of_engines.items():
+        assert re.fullmatch(IDLE[key], value), (key, value)
+    assert (
+        abs(int(found[engine("general_type", "timestamp", "general_metrics")]) / 1e6 - time.time())
+        < 60
+    )
+
+
+async def test_families_are_told_once_with_their_types(mesh: Mesh, triton: Triton) -> None:
+    await triton.infer("ensemble", {"text_input": "x", "max_tokens": 2})
+    lines = await scrape(mesh, accept="application/openmetrics-text; version=1.0.0")
+    types = [line.split()[2:] for line in lines if line.startswith("# TYPE")]
+    helps = [line.split()[2] for line in lines if line.startswith("# HELP")]
+    expected = [(f"nv_inference_{name}", "counter") for name in (*COUNTERS, "request_failure")]
+    expected.append(("nv_inference_pending_request_count", "gauge"))
+    expected += [
+        (f"nv_trt_llm_{name}_metrics", "gauge")
+        for name in ("request", "runtime_memory", "kv_cache_block", "inflight_batcher", "general")
+    ]
+    expected.append(("nv_trt_llm_disaggregated_serving_metrics", "counter"))
+    expected += [(f"nv_llm_{way}_token_len", "histogram") for way in ("input", "output")]
+    assert [tuple(pair) for pair in types] == expected
+    assert helps == [name for name, _ in expected]
+
+
+async def test_an_ensemble_and_its_steps_count_alike(mesh: Mesh, triton: Triton) -> None:
+    before = await samples(mesh)
+    rows = np.array([["one"], ["two"], ["three"]], np.object_)
+    lengths = np.full((3, 1), 5, np.int32)
+    await triton.infer("ensemble", {"text_input": rows, "max_tokens": lengths})
+    found = await samples(mesh)
+    told = {key.partition("{")[0] for key in found if key.startswith("nv_inference_")}
+    assert told == {
+        f"nv_inference_{name}" for name in (*COUNTERS, "request_failure", "pending_request_count")
+    }
+
+    def grown(model: str, name: str) -> int:
+        key = inference(model, name)
+        return int(found[key]) - int(before[key])
+
+    for model in OF_ENSEMBLE:
+        own = [
+            key for key in found if f'model="{model}"' in key and key.startswith("nv_inference_")
+        ]
+        assert len(own) == len(COUNTERS) + len(REASONS) + 1
+        assert grown(model, "request_success") == grown(model, "exec_count") == 1
+        assert grown(model, "count") == 3
+        assert found[inference(model, "pending_request_count")] == "0"
+        for reason in REASONS:
+            assert found[inference(model, "request_failure", reason)] == "0"
+        for name in ("compute_input_duration_us", "compute_output_duration_us"):
+            assert found[inference(model, name)] == "0"
+    whole = grown("ensemble", "request_duration_us")
+    parts = [grown(model, "request_duration_us") for model in OF_ENSEMBLE[1:]]
+    assert 0 < sum(parts) <= whole
+    core = {name: grown("tensorrt_llm", name) for name in COUNTERS}
+    assert 0 < core["compute_infer_duration_us"] <= core["request_duration_us"]
+    assert core["queue_duration_us"] + core["compute_infer_duration_us"] <= whole
+    assert "tensorrt_llm_bls" not in str(found)
+
+
+def lengths_of(found: Mapping[str, str], way: str) -> dict[str, int]:
+    """The histogram of prompts or outputs, in the form that upstream's tests look for."""
+    of = f'model="tensorrt_llm",response_metric_type="total_{way}_tokens",version="1"'
+    name = f"nv_llm_{way}_token_len"
+    own = {f"{name}_count{{{of}}}": "count", f"{name}_sum{{{of}}}": "sum"}
+    bounds = ("10", "50", "100", "500", "1000", "+Inf")
+    own |= {f'{name}_bucket{{{of},le="{bound}"}}': bound for bound in bounds}
+    assert {key for key in found if key.startswith(f"{name}_")} == set(own)
+    return {word: int(found[key]) for key, word in own.items()}
+
+
+async def test_lengths_of_prompts_and_outputs(mesh: Mesh, triton: Triton) -> None:
+    async def observed(tensors: Mapping[str, object]) -> tuple[dict[str, int], dict[str, int]]:
+        before = await samples(mesh)
+        await triton.infer("tensorrt_llm", tensors)
+        found = await samples(mesh)
+        return tuple(
+            {
+                word: count - lengths_of(before, way)[word]
+                for word, count in lengths_of(found, way).items()
+            }
+            for way in ("input", "output")
+        )  # type: ignore[return-value]
+
+    prompts, outputs = await observed(
+        {"input_ids": [5] * 10, "input_lengths": 10, "request_output_len": 51}
+    )
+    assert prompts == {"count": 1, "sum": 10} | dict.fromkeys(
+        ("10", "50", "100", "500", "1000", "+Inf"), 1
+    )
+    assert outputs == {"count": 1, "sum": 51, "10": 0, "50": 0} | dict.fromkeys(
+        ("100", "500", "1000", "+Inf"), 1
+    )
+    # The sequences of a prompt count together, and rows one by one.
+    prompts, outputs = await observed(
+        {
+            "input_ids": np.array([[5, 6], [7, 8]], np.int32),
+            "input_lengths": np.array([[2], [2]], np.int32),
+            "request_output_len": np.array([[6], [6]], np.int32),
+            "num_return_sequences": np.array([[2], [2]], np.int32),
+            "runtime_top_k": np.array([[9], [9]], np.int32),
+        }
+    )
+    assert (prompts["count"], prompts["sum"]) == (2, 4)
+    assert (outputs["count"], outputs["sum"], outputs["10"], outputs["50"]) == (2, 24, 0, 2)
+
+
+async def test_failures_have_reasons(mesh: Mesh, triton: Triton) -> None:
+    long = {"text_input": "long", "max_tokens": 8000}
+    before = await samples(mesh)
+
+    def failures(found: Mapping[str, str], model: str) -> dict[str, int]:
+        keys = {reason: inference(model, "request_failure", reason) for reason in REASONS}
+        counts = {reason: int(found[key]) - int(before[key]) for reason, key in keys.items()}
+        return {reason: count for reason, count in counts.items() if count}
+
+    with pytest.raises(InferenceServerException, match="timeout of"):
+        await triton.infer("ensemble", long, timeout=50_000)
+    await mesh.idle()
+    asking = asyncio.create_task(triton.infer("ensemble", long))
+    found = await samples_of_busy(mesh)
+    assert found[engine("request_type", "active", "request_metrics")] == "1"
+    assert 0 < float(found[engine("kv_cache_block_type", "fraction", "kv_cache_block_metrics")]) < 1
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    await mesh.idle()
+    found = await samples(mesh)
+    for model in ("ensemble", "tensorrt_llm"):
+        assert failures(found, model) == {"CANCELED": 1, "OTHER": 1}
+        assert (
+            found[inference(model, "request_success")]
+            == before[inference(model, "request_success")]
+        )
+
+
+async def samples_of_busy(mesh: Mesh) -> Mapping[str, str]:
+    """Once the request is dispatched and the router knows by a report that its sequence runs."""
+    url = f"http://127.0.0.1:{mesh.router.metrics_port}/metrics"
+    wanted = {
+        engine("request_type", "scheduled", "request_metrics"): "1",
+        inference("ensemble", "pending_request_count"): "0",
+    }
+
+    def read() -> dict[str, str]:
+        with urllib.request.urlopen(url) as answer:
+            lines = str(answer.read(), "utf-8").splitlines()
+        return dict(line.rsplit(" ", 1) for line in lines if line.startswith("nv_"))
+
+    found: dict[str, str] = {}
+
+    async def busy() -> bool:
+        found.update(await asyncio.to_thread(read))
+        return wanted.items() <= found.items()
+
+    await eventually(busy)
+    return found
