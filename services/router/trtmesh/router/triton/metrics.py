@@ -41,7 +41,7 @@ class TritonMetrics:
         statistics: Statistics,
         figures_of: Callable[[Model], EngineFigures],
     ) -> None:
-        self._cores = [model for model in models.values() if model.template == "tensorrt_llm"]
+        self._cores = [model for model in models.values() if model.is_core]
         self._statistics = statistics
         self._figures_of = figures_of
 

@@ -51,6 +51,11 @@ class Model:
         return self.backend == ""
 
     @property
+    def is_core(self) -> bool:
+        """Whether it generates by itself, where ensembles and BLS have other models do that."""
+        return self.kind is Kind.TOKENS or self.template == "llmapi"
+
+    @property
     def batch_dims(self) -> tuple[int, ...]:
         """What stands before the dims of every tensor."""
         return (-1,) if self.max_batch_size else ()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from tritonclient.grpc import service_pb2
 from trtmesh.chassis.errors import (
     BackendFailed,
+    Cancelled,
     Exhausted,
     SlowClient,
     StreamIncomplete,
@@ -22,7 +23,8 @@ from trtmesh.chassis.errors import (
 from trtmesh.router.requests import LiveRequest
 from trtmesh.router.triton.answers import Answers
 from trtmesh.router.triton.calls import Call
-from trtmesh.router.triton.models import MODEL_VERSION, Kind, Model
+from trtmesh.router.triton.forms import Kind
+from trtmesh.router.triton.models import MODEL_VERSION, Model
 from trtmesh.router.triton.token_lengths import TokenLengths
 
 FAILURE_REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
@@ -82,7 +84,7 @@ class Counting:
     def core(self) -> Model | None:
         """The model among it and its steps that generates."""
         models = (self.call.model, *self.steps)
-        return next((model for model in models if model.kind is Kind.TOKENS), None)
+        return next((model for model in models if model.is_core), None)
 
 
 class Statistics:
@@ -159,7 +161,7 @@ class Statistics:
         call, ns = counting.call, counting.ns
         encode_ns, queue_ns = _waits(counting)
         whole = 0 if call.model.is_ensemble else ns - queue_ns
-        own_queue = queue_ns if call.model.kind is Kind.TOKENS else 0
+        own_queue = queue_ns if call.model.is_core else 0
         self._of(call.model).succeed(call.batch_size, ns, whole, own_queue)
         for step in counting.steps:
             match step.kind:
@@ -189,7 +191,7 @@ class Statistics:
 def failure_reason(error: BaseException) -> str:
     """Triton's word for what ended a request."""
     match error:
-        case asyncio.CancelledError() | GeneratorExit() | SlowClient():
+        case asyncio.CancelledError() | GeneratorExit() | SlowClient() | Cancelled():
             return "CANCELED"
         case BackendFailed() | StreamIncomplete() | WorkerLost() | TokenizerLost():
             return "BACKEND"

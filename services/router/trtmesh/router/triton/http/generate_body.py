@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -46,12 +47,14 @@ def _read_keys(request: Any, model: Model, message: Mapping[str, Any]) -> None:
         if spec is None:
             set_parameter(request, key, value)
         else:
-            _add_input(request, spec, flatten(value))
+            _add_input(request, spec, flatten(value), model.batch_dims)
 
 
-def _add_input(request: Any, spec: TensorSpec, elements: Sequence[Any]) -> None:
+def _add_input(
+    request: Any, spec: TensorSpec, elements: Sequence[Any], batch_dims: Sequence[int]
+) -> None:
     data_type = _data_type(spec, elements)
-    shape = _shape(spec, len(elements))
+    shape = _shape(spec, len(elements), batch_dims)
     request.inputs.add(name=spec.name, datatype=data_type, shape=shape)
     request.raw_input_contents.append(raw_data(spec.name, data_type, elements))
 
@@ -64,23 +67,17 @@ def _data_type(spec: TensorSpec, elements: Sequence[Any]) -> str:
     return able[0] if able else spec.data_type
 
 
-def _shape(spec: TensorSpec, count: int) -> list[int]:
-    """The shape, batch included, of `count` elements that come without one: fixed extents as they are, the innermost
-    open one takes what is left and the others are 1. So three texts for an input of one text are a batch of three."""
-    shape = [-1, *spec.dims]
-    left = count
-    for extent in spec.dims:
-        if extent > 0:
-            left, rest = divmod(left, extent)
-            if rest:
-                raise _misfit(spec)
+def _shape(spec: TensorSpec, count: int, batch_dims: Sequence[int]) -> list[int]:
+    """The shape of `count` elements that come without one: fixed extents as they are, the innermost open one takes what
+    is left and the others are 1. So three texts for an input of one text are a batch. Raises InvalidRequest."""
+    shape = [*batch_dims, *spec.dims]
+    fixed = math.prod(extent for extent in shape if extent > 0)
+    left, rest = divmod(count, fixed)
     for index in reversed(range(len(shape))):
         if shape[index] == -1:
             shape[index], left = left, 1
+    if rest or left != 1:
+        raise InvalidRequest(
+            f"The schema can not convert input '{spec.name}' to tensor with proper shape"
+        )
     return shape
-
-
-def _misfit(spec: TensorSpec) -> InvalidRequest:
-    return InvalidRequest(
-        f"The schema can not convert input '{spec.name}' to tensor with proper shape"
-    )
