@@ -125,6 +125,25 @@ def test_step_time_is_learned_as_a_line_over_the_batch() -> None:
         assert typical.step_seconds(running) == pytest.approx(0.010 + 0.0005 * running, rel=0.02)
 
 
+def test_a_worker_that_was_slow_for_a_moment_counts_as_any_other_once_nothing_more_is_learned() -> (
+    None
+):
+    slow, others = Rates(), [Rates() for _ in range(3)]
+    for rates, step_seconds in ((slow, 0.1), *((each, 0.01) for each in others)):
+        busy = Report(1.0, step_count=10, running_sequences=4)
+        rates.learn(Report(1.0 - 10 * step_seconds, running_sequences=4), busy)
+        rates.learn_first_token(1000, 100 * step_seconds)
+    typical = typical_of([slow, *others], None)
+    assert slow.relative_step(typical) > 2
+    assert slow.relative_prefill(typical) > 2
+    seen = [(slow.relative_step(typical), slow.relative_prefill(typical))]
+    for second in range(1, 40):
+        slow.learn(Report(float(second), step_count=10), Report(second + 1.0, step_count=10))
+        seen.append((slow.relative_step(typical), slow.relative_prefill(typical)))
+    assert seen == sorted(seen, reverse=True)
+    assert seen[-1] == (1.0, 1.0)
+
+
 def test_a_prompt_that_found_the_worker_idle_tells_the_prefill_rate() -> None:
     tested = guard()
     short = tested.book(10, 1, 0.0)

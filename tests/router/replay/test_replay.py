@@ -77,6 +77,21 @@ def test_looking_at_prefixes_pays() -> None:
         )
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("workers", [2, 8])
+def test_equal_workers_share_what_has_no_prefix_in_common(policy: str, workers: int) -> None:
+    dice = Random(1)
+    seconds, arrivals = 0.0, []
+    for number in range(1500):
+        seconds += dice.expovariate(3.0 * workers)
+        tokens, new_tokens = dice.randint(50, 2000), dice.randint(1, 300)
+        blocks = tuple(number * 100 + block for block in range(tokens // 64))
+        arrivals.append(Arrival(seconds, tokens, new_tokens, 64, blocks))
+    shares = replay(arrivals, policy, FleetModel(workers=workers)).items_by_worker
+    assert max(shares) < 1.3 * 1500 / workers
+    assert min(shares) > 0.7 * 1500 / workers
+
+
 def test_caches_are_bounded() -> None:
     small = FleetModel(workers=2, cache_tokens=1024)
     large = FleetModel(workers=2)

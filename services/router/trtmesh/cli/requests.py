@@ -52,7 +52,7 @@ async def show(context: Context, request_id: RequestArgument) -> int:
     if not seen.requests:
         raise NotFound(
             f"request {request_id!r} is not live on router {context.admin.address};"
-            " `trtmesh explain` knows those that are over"
+            " `trtmesh explain` knows those that are over, and --admin names another router"
         )
     (request,) = seen.requests
     if context.as_json:
@@ -85,7 +85,8 @@ async def stop(
     if not stopped:
         raise NotFound(
             f"no item to stop: request {request_id!r} or what was named of it is not live on router"
-            f" {context.admin.address}"
+            f" {context.admin.address}; where several routers serve, each knows its own requests: name another with"
+            " --admin"
         )
     return OK
 

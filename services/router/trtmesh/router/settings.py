@@ -76,7 +76,7 @@ class RouterSettings(ServiceSettings):
     file:PATH means the addresses in a file, one a line, that is read again every `resolve_seconds`."""
     engines: CommaList
     """Addresses of engines, likewise."""
-    policy: Policy = "least_loaded"
+    policy: Policy = "auto"
     """How a worker is chosen for an item."""
     explained_decisions: Annotated[int, Field(ge=0, le=1_000_000)] = 4096
     """Latest placement decisions that are kept to be explained."""

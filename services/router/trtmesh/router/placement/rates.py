@@ -21,6 +21,10 @@ LEAST_PROMPT_TOKENS = 64
 
 MOST_RATE = 1e7
 
+FADING_SECONDS = 5.0
+"""Time without a sample after which half as much is made of how a worker differs from the fleet. Without this one that
+was slow for a moment, as with its first prompt, would get nothing any more, and so never show that it is not."""
+
 SNAP = 1.5
 """A worker that is faster or slower than the fleet by less than this factor counts as equal to it. Measured rates are
 never quite equal, and without this the worker that was measured fastest would get every item that finds the fleet idle;
@@ -68,6 +72,9 @@ class Rates:
 
     def __init__(self) -> None:
         self.prefill_rate = Ewma()
+        self._prefill_trust = 1.0
+        self._step_trust = 1.0
+        """How much is made of a difference to the fleet: 1 with a sample, then less and less."""
         self._sequences = Ewma()
         self._seconds = Ewma()
         self._squares = Ewma()
@@ -76,14 +83,20 @@ class Rates:
     def learn(self, before: Report, after: Report) -> None:
         """Two successive reports of one process."""
         seconds, steps = after.at - before.at, after.step_count - before.step_count
-        if seconds <= 0 or steps <= 0:
+        if seconds <= 0:
+            return
+        fading = 0.5 ** (seconds / FADING_SECONDS)
+        self._prefill_trust *= fading
+        self._step_trust *= fading
+        if steps <= 0:
             return
         computed = after.computed_prompt_tokens - before.computed_prompt_tokens
         if before.pending_prompt_tokens and after.pending_prompt_tokens and computed > 0:
-            self.prefill_rate.add(min(computed / seconds, MOST_RATE))
+            self._learn_prefill(min(computed / seconds, MOST_RATE))
         elif before.running_sequences and after.running_sequences and computed == 0:
             # A step that also computes prompts takes longer, and that is the prefill's time.
             running = (before.running_sequences + after.running_sequences) / 2
+            self._step_trust = 1.0
             self._sequences.add(running)
             self._seconds.add(seconds / steps)
             self._squares.add(running * running)
@@ -107,19 +120,24 @@ class Rates:
         """A prompt that found the worker idle had `prompt_tokens` computed and its first token after `seconds`."""
         if prompt_tokens >= LEAST_PROMPT_TOKENS:
             spent = max(seconds - (self._seconds.value or 0.0), prompt_tokens / MOST_RATE)
-            self.prefill_rate.add(prompt_tokens / spent)
+            self._learn_prefill(prompt_tokens / spent)
+
+    def _learn_prefill(self, rate: float) -> None:
+        self._prefill_trust = 1.0
+        self.prefill_rate.add(rate)
 
     def relative_prefill(self, typical: Typical) -> float:
         """Prefill time of a token over that of a typical worker."""
         if self.prefill_rate.value is None or typical.prefill_rate is None:
             return 1.0
-        return _snapped(typical.prefill_rate / self.prefill_rate.value)
+        return _snapped((typical.prefill_rate / self.prefill_rate.value) ** self._prefill_trust)
 
     def relative_step(self, typical: Typical) -> float:
         """Step time over that of a typical worker with as many sequences."""
         if self._sequences.value is None or self._seconds.value is None or typical.step is None:
             return 1.0
-        return _snapped(self._seconds.value / typical.step.at(self._sequences.value))
+        ratio = self._seconds.value / typical.step.at(self._sequences.value)
+        return _snapped(ratio**self._step_trust)
 
 
 @dataclass(frozen=True, slots=True)

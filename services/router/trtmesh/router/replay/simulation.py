@@ -212,7 +212,6 @@ class _Simulation:
         self._first.append(now - arrival.seconds)
         self._store(worker, arrival)
         seconds = max(0, arrival.new_tokens - 1) * self._step(worker)
-        worker.steps += arrival.new_tokens / max(1, worker.running)
         heapq.heappush(self._events, (now + seconds, next(self._numbers), "end", worker, item))
 
     def _store(self, worker: _Worker, arrival: Arrival) -> None:
@@ -243,6 +242,8 @@ class _Simulation:
         """Reports of workers whose time has come, and what is typical of them."""
         for worker in self._workers.values():
             if now - worker.reported_at >= self._model.report_seconds:
+                if worker.running:
+                    worker.steps += (now - worker.reported_at) / self._step(worker)
                 worker.reported_at = now
                 worker.guard.take_report(
                     Report(
