@@ -14,7 +14,7 @@ from chaos.proxy import proxy_to
 from e2e.mesh import SIMULATED, WIDE_TOKENS, Mesh, StreamReader, decode, eventually, running_mesh
 from trtmesh.chassis.error_wire import REASON_METADATA_KEY
 from trtmesh.chassis.errors import Unavailable
-from trtmesh.client import Client, ItemResult
+from trtmesh.client import Client, FinishReason, ItemResult
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2, router_pb2_grpc
 
@@ -80,9 +80,7 @@ async def test_a_drawn_seed_is_known_to_the_next_router(mesh: Mesh) -> None:
 
 
 async def test_a_router_is_killed(mesh: Mesh) -> None:
-    flags = ["--engines", ",".join(engine.address for engine in mesh.engines)]
-    flags += ["--tokenizers", mesh.tokenizers[0].address, "--port", "0"]
-    doomed = await mesh.start("router", *flags)
+    doomed = await mesh.start("router", *links(mesh))
     expected = contents(await mesh.client.complete(PROMPTS, seed=7, **SAMPLED))
     async with Client(doomed.address) as alone:
         await eventually(lambda: ready(alone))
@@ -99,9 +97,7 @@ async def test_a_router_is_killed(mesh: Mesh) -> None:
 
 
 async def test_a_router_that_stops_sends_its_clients_away(mesh: Mesh) -> None:
-    flags = ["--engines", ",".join(engine.address for engine in mesh.engines)]
-    flags += ["--tokenizers", mesh.tokenizers[0].address, "--port", "0", "--grace-seconds", "0.2"]
-    stopping = await mesh.start("router", *flags)
+    stopping = await mesh.start("router", *links(mesh), "--grace-seconds", "0.2")
     options = {**SAMPLED, "max_tokens": 400}
     expected = contents(await mesh.client.complete(PROMPTS, seed=7, **options))
     async with Client([stopping.address, mesh.router.address]) as client:
@@ -112,6 +108,47 @@ async def test_a_router_that_stops_sends_its_clients_away(mesh: Mesh) -> None:
         assert contents(await reader.result()) == expected
     assert await stopping.wait() == 0
     await mesh.idle()
+
+
+async def test_a_stop_finds_the_router_that_has_the_request(mesh: Mesh) -> None:
+    options = {"max_tokens": 4000, "ignore_end_id": True}
+    doomed = await mesh.start("router", *links(mesh))
+    async with (
+        Client([doomed.address, mesh.router.address]) as client,
+        Client([mesh.router.address, doomed.address]) as stranger,
+    ):
+        await eventually(lambda: ready(client))
+        reader = StreamReader(client, PROMPTS, request_id="found", **options)
+        await reader.tokens_here(5)
+        assert await stranger.stop("found", [2]) == 1
+        await reader.until(lambda r: r.items[2].reason)
+        doomed.signal(signal.SIGKILL)
+        # Wherever it is by now: with the lost router, on its way, or with the next.
+        assert await client.stop("found", timeout_seconds=60) == len(PROMPTS) - 1
+        items = await reader.result()
+        assert {item.reason for item in items} == {FinishReason.STOPPED}
+        assert client.address == mesh.router.address
+        assert await client.stop("found") == 0
+    await mesh.idle()
+
+
+async def test_a_frozen_router_holds_up_no_stop(mesh: Mesh) -> None:
+    frozen = await mesh.start("router", *links(mesh))
+    async with Client([frozen.address, mesh.router.address]) as client:
+        await eventually(lambda: ready(client))
+        frozen.signal(signal.SIGSTOP)
+        reader = StreamReader(mesh.client, PROMPTS, request_id="elsewhere", max_tokens=4000)
+        await reader.tokens_here(5)
+        assert await client.stop("elsewhere", timeout_seconds=None) == len(PROMPTS)
+        assert {item.reason for item in await reader.result()} == {FinishReason.STOPPED}
+        frozen.signal(signal.SIGKILL)
+    await mesh.idle()
+
+
+def links(mesh: Mesh) -> list[str]:
+    """Flags of another router of the same mesh."""
+    engines = ",".join(engine.address for engine in mesh.engines)
+    return ["--engines", engines, "--tokenizers", mesh.tokenizers[0].address, "--port", "0"]
 
 
 def has_tokens(reader: StreamReader, position: int) -> bool:

@@ -16,6 +16,7 @@ from trtmesh.client.events import Event, events_of
 from trtmesh.client.options import Options, PromptLike, build_config, build_items
 from trtmesh.client.results import ItemResult, Results
 from trtmesh.client.resumption import Progress
+from trtmesh.client.stopping import Stopped, stop_anywhere
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2, router_pb2_grpc
 
@@ -60,6 +61,8 @@ class Client:
         self._routers = [
             Connection(address, max_message_bytes=max_message_bytes) for address in self.addresses
         ]
+        self._homes: dict[str, int | None] = {}
+        """The router of each request of this client; None while it is on its way to one."""
         self._opened = AsyncExitStack()
         self._current = 0
 
@@ -108,11 +111,29 @@ class Client:
         except UnicodeEncodeError as error:
             raise InvalidField(f"the request has a text that is not Unicode: {error}") from error
         progress = Progress(request)
+        try:
+            events = self._events(progress, timeout_seconds)
+            async with aclosing(events):
+                async for event in events:
+                    yield event
+        finally:
+            self._homes.pop(request.request_id, None)
+        if progress.unfinished:
+            raise StreamIncomplete(
+                f"the stream of request {request.request_id} ended without a terminal event of"
+                f" item {', '.join(map(str, sorted(progress.unfinished)))}"
+            )
+
+    async def _events(
+        self, progress: Progress, timeout_seconds: float | None
+    ) -> AsyncGenerator[Event, None]:
+        """What happens, from as many routers as it takes."""
         loop = asyncio.get_running_loop()
         deadline = None if timeout_seconds is None else loop.time() + timeout_seconds
         patience = loop.time() + self._resume_seconds
         router = first = self._current
         while True:
+            self._homes[progress.request.request_id] = None
             remaining = None if deadline is None else deadline - loop.time()
             attempt = self._attempt(progress, router, remaining)
             try:
@@ -120,18 +141,14 @@ class Client:
                     async for event in attempt:
                         patience = loop.time() + self._resume_seconds
                         yield event
-                break
             except Unavailable:
                 if loop.time() >= patience:
                     raise
-                self._current = router = (router + 1) % len(self.addresses)
-                if router == first:
-                    await asyncio.sleep(REPEAT_SECONDS)
-        if progress.unfinished:
-            raise StreamIncomplete(
-                f"the stream of request {request.request_id} ended without a terminal event of"
-                f" item {', '.join(map(str, sorted(progress.unfinished)))}"
-            )
+            else:
+                return
+            self._current = router = (router + 1) % len(self.addresses)
+            if router == first:
+                await asyncio.sleep(REPEAT_SECONDS)
 
     async def _attempt(
         self, progress: Progress, router: int, timeout_seconds: float | None
@@ -146,6 +163,7 @@ class Client:
         try:
             with typed_errors():
                 async for response in call:
+                    self._homes[progress.request.request_id] = router
                     for event in events_of(response):
                         if progress.add(event):
                             yield event
@@ -184,16 +202,30 @@ class Client:
         *,
         timeout_seconds: float | None = 10.0,
     ) -> int:
-        """Stops a request, or some of its items, whichever router has it; returns how many were running or waiting."""
+        """Stops a request, or some of its items, whichever router has it; returns how many were running or waiting.
+
+        A request of this client that is on its way to a router, or from a lost one to the next, is stopped there.
+        Raises Unavailable when no router answers, or none took the request within `timeout_seconds`.
+        """
         request = router_pb2.StopRequest(request_id=request_id, batch_indexes=batch_indexes)
-        stubs = [router_pb2_grpc.MeshServiceStub(router.channel) for router in self._routers]
-        stopped, lost = 0, 0
-        for stub in stubs:
-            try:
-                with typed_errors():
-                    stopped += (await stub.Stop(request, timeout=timeout_seconds)).stopped_items
-            except Unavailable:
-                lost += 1
-                if lost == len(stubs):
-                    raise
-        return stopped
+        loop = asyncio.get_running_loop()
+        ends_at = float("inf") if timeout_seconds is None else loop.time() + timeout_seconds
+        while True:
+            seconds = None if timeout_seconds is None else max(0.0, ends_at - loop.time())
+            stopped = await stop_anywhere(self._routers, request, seconds)
+            moves = self._moves(request_id, stopped)
+            if stopped.items or not moves or loop.time() >= ends_at:
+                break
+            await asyncio.sleep(REPEAT_SECONDS)
+        if moves or len(stopped.silent) == len(self._routers):
+            raise next(
+                iter(stopped.silent.values()), Unavailable(f"no router has {request_id!r} yet")
+            )
+        return stopped.items
+
+    def _moves(self, request_id: str, stopped: Stopped) -> bool:
+        """Whether a request that nobody stopped is one of this client that will be on another router."""
+        if stopped.items or not self._resume_seconds or request_id not in self._homes:
+            return False
+        home = self._homes[request_id]
+        return home is None or home in stopped.silent
