@@ -205,6 +205,7 @@ async def test_a_client_that_leaves_a_stream_cancels_it(mesh: Mesh, http: PlainH
         assert "text_output" in await anext(events)
     await eventually(lambda: _more_cancelled(mesh, before))
     await mesh.idle()
+    assert "Traceback" not in mesh.router.stderr
 
 
 async def test_a_client_that_leaves_before_its_answer_cancels_it(
@@ -217,6 +218,7 @@ async def test_a_client_that_leaves_before_its_answer_cancels_it(
     await asyncio.gather(asking, return_exceptions=True)
     await eventually(lambda: _more_cancelled(mesh, before))
     await mesh.idle()
+    assert "Traceback" not in mesh.router.stderr
 
 
 async def _finished(mesh: Mesh, reason: str) -> float:

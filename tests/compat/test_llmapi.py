@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
+from compat.plain_http import PlainHttp
 from compat.triton import Response, SyncStream, Triton
 from e2e.mesh import SIMULATED, WIDE_TOKENS, Mesh, running_mesh
 from tritonclient.utils import InferenceServerException
@@ -189,3 +190,32 @@ async def test_what_means_nothing_is_taken(mesh: Mesh, triton: Triton) -> None:
         "sampling_param_temperature": one(0.0, np.float32),
     }
     assert (await triton.infer("tensorrt_llm", ASK | more)).text == await native_text(mesh)
+
+
+async def test_over_http(mesh: Mesh) -> None:
+    """Plain JSON says no shapes, so here is where the missing batch dimension shows."""
+    body = {
+        "text_input": PROMPT,
+        "sampling_param_max_tokens": 20,
+        "sampling_param_stop": ["zz", "yy"],
+    }
+    whole = await native_text(mesh)
+    async with PlainHttp(mesh.router.http_address) as http:
+        reply = await http.post("/v2/models/tensorrt_llm/generate", body)
+        told = {"model_name": "tensorrt_llm", "model_version": "1", "text_output": PROMPT + whole}
+        assert (reply.status, reply.json) == (200, told)
+        streaming = "/v2/models/streaming/generate_stream"
+        reply = await http.post(streaming, body | {"streaming": True})
+        texts = [event["text_output"] for event in reply.events]
+        assert len(texts) > 2
+        assert texts[-1] == whole
+        stop = {"text_input": "", "stop": True, "id": "name"}
+        for path in ("/v2/models/tensorrt_llm/generate", streaming):
+            reply = await http.post(path, stop)
+            assert (reply.status, reply.json) == (400, {"error": "Request cancelled by client"})
+        several = {"text_input": ["x", "y"], "sampling_param_max_tokens": [3, 4]}
+        reply = await http.post(streaming, several)
+        assert (reply.status, "'sampling_param_max_tokens' to tensor" in reply.json["error"]) == (
+            400,
+            True,
+        )

@@ -191,7 +191,9 @@ class Statistics:
 def failure_reason(error: BaseException) -> str:
     """Triton's word for what ended a request."""
     match error:
-        case asyncio.CancelledError() | GeneratorExit() | SlowClient() | Cancelled():
+        case asyncio.CancelledError() | GeneratorExit() | ConnectionError():
+            return "CANCELED"
+        case SlowClient() | Cancelled():
             return "CANCELED"
         case BackendFailed() | StreamIncomplete() | WorkerLost() | TokenizerLost():
             return "BACKEND"

@@ -36,13 +36,14 @@ async def answering(request: web.Request, handler: Handler) -> web.StreamRespons
             log.info("request ended: %s: %s", error.reason, error.message)
             if request.transport is not None:
                 request.transport.abort()
-            raise ConnectionResetError(error.message) from error
+            raise asyncio.CancelledError from error
         except TrtmeshError as error:
             return refuse(error)
         except web.HTTPException as error:
             return _as_json(error)
-        except (asyncio.CancelledError, ConnectionError):
-            raise
+        except ConnectionError as error:
+            # The client left while something was written: as good as the cancel that is on its way.
+            raise asyncio.CancelledError from error
         except Exception as error:
             # Broad on purpose: a defect must reach the caller as a status, not as a broken connection.
             log.exception("a request failed for an unforeseen reason")

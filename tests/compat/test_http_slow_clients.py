@@ -1,0 +1,93 @@
+"""HTTP clients that ask for a stream and do not read it: nothing of theirs is left, and nobody waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import pytest_asyncio
+from compat.conftest import FLAGS
+from compat.plain_http import PlainHttp
+from e2e.mesh import Mesh, eventually, running_mesh, scrape
+from processes import ServiceProcess
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ROWS = 128
+"""So many streams in one response fill the buffers of a connection within seconds."""
+BODY = json.dumps(
+    {"text_input": ["x"] * ROWS, "max_tokens": [8000] * ROWS, "stream": [True] * ROWS}
+).encode()
+REQUEST = (
+    b"POST /v2/models/ensemble/generate_stream HTTP/1.1\r\nHost: x\r\n"
+    b"Content-Length: %d\r\n\r\n%s" % (len(BODY), BODY)
+)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def mesh() -> AsyncIterator[Mesh]:
+    async with running_mesh(engine_flags=FLAGS) as mesh:
+        yield mesh
+
+
+@asynccontextmanager
+async def client_that_does_not_read(address: str) -> AsyncIterator[socket.socket]:
+    host, _, port = address.rpartition(":")
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(client, (host, int(port)))
+        await loop.sock_sendall(client, REQUEST)
+        yield client
+
+
+async def start_router(mesh: Mesh, *flags: str) -> ServiceProcess:
+    """Another router over the engines of the mesh, once it is ready."""
+    peers = ("--engines", mesh.engines[0].address, "--tokenizers", mesh.tokenizers[0].address)
+    router = await mesh.start("router", "--port", "0", *peers, *flags)
+    async with PlainHttp(router.http_address) as http:
+
+        async def ready() -> bool:
+            return (await http.get("/v2/health/ready")).status == 200
+
+        await eventually(ready)
+    return router
+
+
+async def stuck(router: ServiceProcess) -> bool:
+    """Whether so much waits for a client that its streams are paused."""
+    return (await scrape(router))["trtmesh_router_paused_requests"] == 1
+
+
+async def test_a_client_that_does_not_read_is_cut_off(mesh: Mesh) -> None:
+    router = await start_router(mesh, "--client-stall-seconds", "0.5")
+    tasks = (await scrape(router))["trtmesh_tasks"]
+    async with client_that_does_not_read(router.http_address):
+
+        async def cut_off() -> bool:
+            samples = await scrape(router, action="cancelled")
+            return samples.get("trtmesh_router_slow_clients_total") == 1
+
+        async def nothing_left() -> bool:
+            samples = await scrape(router)
+            return not samples["trtmesh_router_live_items"] and samples["trtmesh_tasks"] <= tasks
+
+        await eventually(cut_off)
+        await eventually(nothing_left)
+        await mesh.idle()
+    assert await router.stop() == 0
+    assert "Traceback" not in router.stderr
+
+
+async def test_a_router_that_stops_does_not_wait_for_it(mesh: Mesh) -> None:
+    router = await start_router(mesh, "--grace-seconds", "0.1", "--client-buffer-tokens", "1000")
+    async with client_that_does_not_read(router.http_address):
+        await eventually(lambda: stuck(router))
+        assert await router.stop() == 0
+        assert "Traceback" not in router.stderr
+    await mesh.idle()
