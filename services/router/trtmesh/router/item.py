@@ -291,6 +291,13 @@ class ItemRun:
         reason = pb.FINISH_REASON_STOPPED if self._stop_asked else pb.FINISH_REASON_CANCELLED
         self._events.cut_off(reason, self.usage())
 
+    def dissolve(self) -> None:
+        """The item is over and nobody asks for it any more."""
+        self._runs = []
+        # Where it was raised it holds the frames, and they the item.
+        self._error = None
+        self._task = None
+
     def _abandon(self) -> None:
         """Stops whatever still runs; nothing to do for an item that came to its end."""
         for run in self._runs:

@@ -27,6 +27,10 @@ class PaceRules:
     stall_seconds: float
 
 
+def _nobody(*_: object) -> None:
+    """Whom a request is told that is over."""
+
+
 class Pace:
     """Watches the client of one request. `change` is called whenever `paused` changed, `end` at most once."""
 
@@ -67,8 +71,9 @@ class Pace:
             self._cancel(now)
 
     def close(self) -> None:
-        """The request is over: counts what became of it."""
+        """The request is over: counts what became of it, and lets go of whom it told."""
         self._ended = True
+        self._change = self._end = _nobody
         self._metrics.merged_tokens += self._client.merged_tokens
         if self._client.merged_tokens:
             self._metrics.slow_clients["coalesced"] += 1

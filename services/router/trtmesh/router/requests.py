@@ -120,6 +120,15 @@ class LiveRequest:
         ]
         return sum(item.stop() for item in chosen)
 
+    def dissolve(self) -> None:
+        """Nothing of the request happens any more: lets go of its parts, which know each other and would wait for the
+        collector of cycles, which comes rarely."""
+        self.client.watcher = None
+        for item in self.items:
+            item.dissolve()
+        self.items = []
+        self.ended = self._handler = None
+
     def _on_pace(self) -> None:
         for item in self.items:
             item.on_pace()
@@ -181,6 +190,7 @@ class Requests:
                 self._empty.set()
             # An item's end never waits: it only queues stop commands.
             await asyncio.gather(*tasks, return_exceptions=True)
+            live.dissolve()
 
     def stop(self, request_id: str, batch_indexes: Collection[int]) -> int:
         """Stops items of a request; 0 when it is unknown or over."""
