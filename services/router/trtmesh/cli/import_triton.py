@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
+from trtmesh.chassis.config_file import read_config_file
 from trtmesh.chassis.errors import SettingsError, StartupError
-from trtmesh.chassis.settings import read_config_file
 from trtmesh.cli.mesh_settings import Flags, config_file_of, load_mesh_settings
 from trtmesh.cli.output import printable, put, say, say_error
 from trtmesh.cli.session import FAILED, OK
