@@ -138,25 +138,25 @@ class Trtmesh:
         return self._decoded
 
     def overhead(self, prompts: Prompts, new_tokens: int) -> float:
-        """Median share of a decoding step that passes outside the model's forward."""
-        forward: list[float] = []
-        module: Any = self.backend._engine._runner._model.module
-
-        def enter(*_: Any) -> None:
-            forward.append(-time.perf_counter())
-
-        def leave(*_: Any) -> None:
-            forward[-1] += time.perf_counter()
-
-        hooks = [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+        """Median share of a decoding step that is not the model: all but its forward, and of that the part which makes
+        groups of sequences and their masks."""
+        engine: Any = self.backend._engine
+        runner = engine._runner
+        grouping = runner._attention._grouping
+        model, groups = runner._model, grouping.groups
+        forward, grouped = Timed(model.logits), Timed(groups)
+        runner._model, grouping.groups = Forward(forward), grouped
         try:
             self._step_seconds.clear()
             self.decode(prompts, new_tokens)
         finally:
-            for hook in hooks:
-                hook.remove()
-        steps = zip(self._step_seconds, forward, strict=True)
-        shares = [1 - inside / whole for (count, whole), inside in steps if count == len(prompts)]
+            runner._model, grouping.groups = model, groups
+        steps = zip(self._step_seconds, forward.seconds, grouped.seconds, strict=True)
+        shares = [
+            1 - (inside - ours) / whole
+            for (count, whole), inside, ours in steps
+            if count == len(prompts)
+        ]
         # The first of them may have completed a prompt.
         return statistics.median(shares[1:])
 
@@ -180,6 +180,27 @@ class Trtmesh:
 
     def _fail(self, error: BaseException) -> None:
         raise SystemExit(f"the engine failed: {error}")
+
+
+class Timed:
+    """A function that notes how long its calls take."""
+
+    def __init__(self, function: Any) -> None:
+        self.seconds: list[float] = []
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> Any:
+        started = time.perf_counter()
+        result = self._function(*arguments)
+        self.seconds.append(time.perf_counter() - started)
+        return result
+
+
+@dataclass(slots=True)
+class Forward:
+    """In the place of a model whose steps are timed."""
+
+    logits: Timed
 
 
 class Generate:

@@ -41,13 +41,13 @@ def internals(engine: Harness) -> Any:
 
 @contextmanager
 def raising(engine: Harness, fault: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Lets `fault` see the token ids [1, tokens] of every forward before it begins."""
-    module = internals(engine)._runner._model.module
+    """Lets `fault` see the token ids of every forward before they are embedded."""
+    module = internals(engine)._runner._model.module.get_input_embeddings()
 
-    def hook(_: Any, positional: Any, named: dict[str, Any]) -> None:
-        fault(named["input_ids"])
+    def hook(_: Any, positional: tuple[torch.Tensor]) -> None:
+        fault(positional[0])
 
-    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+    handle = module.register_forward_pre_hook(hook)
     try:
         yield
     finally:
@@ -187,7 +187,7 @@ async def test_a_step_too_large_for_the_memory_is_computed_in_parts(llama: Path)
         longest = max(len(prompt) for prompt in PROMPTS)
 
         def fault(ids: torch.Tensor) -> None:
-            if ids.shape[1] > longest:
+            if ids.numel() > longest:
                 torch.empty(2**61, dtype=torch.uint8)
 
         with raising(engine, fault):

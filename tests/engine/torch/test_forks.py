@@ -87,6 +87,8 @@ def test_sequences_are_reassigned_all_at_once() -> None:
             beam.tokens[:] = new
         if len(tokens[0]) > 12:
             break
+    # What an item is told of the blocks that it took is what the scheduler counts.
+    assert engine.scheduler.new_blocks == sum(beam.times.new_blocks for beam in beams)
     for beam in beams:
         engine.scheduler.remove(beam)
     assert engine.pool.used_blocks == 0

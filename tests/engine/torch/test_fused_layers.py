@@ -19,6 +19,9 @@ LEFT = "gpt2 gemma2 glm ministral3"
 """Another layer, more in it, interleaved rotation under the known code, queries scaled by their position."""
 
 
+PLAIN = "llama mistral qwen2 qwen3"
+
+
 def kinds(folder: Path, dtype: str = "float32") -> Counter[type]:
     model = load_model(folder, dtype, CPU, weight_copies=True)
     return Counter(type(module) for module in model.module.modules())
@@ -36,6 +39,13 @@ def test_known_layers_are_replaced(model_type: str, dtype: str, tmp_path: Path) 
     found = kinds(build(tmp_path, model_type), dtype)
     layers = tiny_models.SHAPE["num_hidden_layers"]
     assert found[FusedAttention] == found[FusedMlp] == layers
+
+
+@pytest.mark.parametrize("model_type", [*FUSED.split(), "gpt2"])
+def test_models_of_nothing_but_such_layers(model_type: str, tmp_path: Path) -> None:
+    """Gemma multiplies its embeddings and granite its logits, so their own code stays around the layers."""
+    model = load_model(build(tmp_path, model_type), "float32", CPU)
+    assert model.plain == (model_type in PLAIN.split())
 
 
 @pytest.mark.parametrize("model_type", LEFT.split())

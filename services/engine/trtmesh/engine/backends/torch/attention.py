@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
+from trtmesh.engine.backends.torch.block_tables import BlockTables
+from trtmesh.engine.backends.torch.decode_copies import DecodeCopies
 from trtmesh.engine.backends.torch.grouping import Group, Grouping, StepTokens
-from trtmesh.engine.backends.torch.kvcache import KvCache, Rows
+from trtmesh.engine.backends.torch.kvcache import KvCache
 
 NAME = "trtmesh_paged"
 ATTRIBUTE = "trtmesh_attention"
@@ -38,10 +40,13 @@ class Rule:
 class PagedAttention:
     """Attention of all layers of one model; `begin` says what the next forward computes."""
 
-    def __init__(self, cache: KvCache, tables: Rows, dtype: torch.dtype) -> None:
+    def __init__(
+        self, cache: KvCache, tables: BlockTables, dtype: torch.dtype, decode_copy_bytes: int
+    ) -> None:
         """`dtype` is that of queries, keys and values."""
         self.cache = cache
-        self._grouping = Grouping(cache, tables, dtype)
+        copies = DecodeCopies(cache, tables, dtype, decode_copy_bytes)
+        self._grouping = Grouping(cache, tables.rows, dtype, copies)
         self._step: StepTokens | None = None
         self._groups: dict[int | None, list[Group]] = {}
 
@@ -76,7 +81,9 @@ class PagedAttention:
         self, layer: int, group: Group, queries: Tensor, kv: Tensor, rule: Rule
     ) -> Tensor:
         """The same for the tokens of one group."""
-        if group.rows is None:
+        if group.copy is not None:
+            keys, values = group.copy.take(layer, kv)
+        elif group.rows is None:
             heads = kv.transpose(0, 1)[None]
             # Each [1, kv_heads, tokens, head_dim].
             keys, values = heads.chunk(2, dim=1)
@@ -112,18 +119,21 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, group: Group, rule: R
         )
         return output[0].transpose(0, 1)
     shared = heads // kv_heads
-    packed = queries.reshape(sequences, group.tokens, kv_heads, shared, size).transpose(1, 2)
-    packed = packed.reshape(sequences, kv_heads, group.tokens * shared, size)
     mask = group.mask
-    if mask is not None and group.tokens > 1:
-        mask = mask.repeat_interleave(shared, dim=2)
+    if group.tokens == 1:
+        packed = queries.reshape(sequences, kv_heads, shared, size)
+    else:
+        packed = queries.reshape(sequences, group.tokens, kv_heads, shared, size).transpose(1, 2)
+        packed = packed.reshape(sequences, kv_heads, group.tokens * shared, size)
+        mask = None if mask is None else mask.repeat_interleave(shared, dim=2)
     if rule.plain and _small(packed):
         output = scaled_dot_product_attention(
             packed, keys, values, attn_mask=mask, scale=rule.scale
         )
     else:
         output = _explicit(packed, keys, values, mask, rule)
-    output = output.view(sequences, kv_heads, group.tokens, shared, -1).transpose(1, 2)
+    if group.tokens > 1:
+        output = output.view(sequences, kv_heads, group.tokens, shared, -1).transpose(1, 2)
     return output.reshape(rows, heads, -1)
 
 

@@ -10,11 +10,15 @@ from trtmesh.engine.backends.torch.blocks import NULL_BLOCK
 
 
 class BlockTables:
-    """`rows` is [max_batch_size, blocks of the longest sequence]; places without a block hold NULL_BLOCK."""
+    """`rows` is [max_batch_size, blocks of the longest sequence]; places without a block hold NULL_BLOCK.
+
+    `versions` [max_batch_size] changes where a row becomes another sequence's, or goes on from what another computed.
+    """
 
     def __init__(self, max_batch_size: int, blocks_per_sequence: int) -> None:
         shape = (max_batch_size, blocks_per_sequence)
         self.rows: NDArray[np.int64] = np.full(shape, NULL_BLOCK, dtype=np.int64)
+        self.versions: NDArray[np.int64] = np.zeros(max_batch_size, dtype=np.int64)
         self._free = list(range(max_batch_size))[::-1]
 
     @property
@@ -23,7 +27,9 @@ class BlockTables:
 
     def take(self) -> int:
         """A row that nobody has; ask `free_slots` first."""
-        return self._free.pop()
+        slot = self._free.pop()
+        self.versions[slot] += 1
+        return slot
 
     def put(self, slot: int, first: int, blocks: Sequence[int]) -> None:
         """Writes `blocks` from place `first` on."""
@@ -32,6 +38,7 @@ class BlockTables:
     def replace(self, slot: int, blocks: Sequence[int]) -> None:
         """Makes `blocks` all that the row holds."""
         self.rows[slot] = NULL_BLOCK
+        self.versions[slot] += 1
         self.put(slot, 0, blocks)
 
     def give_back(self, slot: int) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from trtmesh.chassis.errors import BackendFailed, TrtmeshError
 from trtmesh.engine.backend import SequenceEnd, StepOutput
 from trtmesh.engine.backends.torch.beam_item import BeamItem
+from trtmesh.engine.backends.torch.chunk import Chunk
 from trtmesh.engine.backends.torch.deadlines import Deadlines
 from trtmesh.engine.backends.torch.forks import Pairs
 from trtmesh.engine.backends.torch.kvcache import KvCache
@@ -18,7 +19,7 @@ from trtmesh.engine.backends.torch.prompt_table import Embedding
 from trtmesh.engine.backends.torch.readers import reader_for
 from trtmesh.engine.backends.torch.runner import Runner
 from trtmesh.engine.backends.torch.sampling import Choice, choose, most_likely, search_log_probs
-from trtmesh.engine.backends.torch.scheduler import Chunk, Scheduler
+from trtmesh.engine.backends.torch.scheduler import Scheduler
 from trtmesh.engine.backends.torch.sequence import Sequence
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -135,13 +136,11 @@ class Engine:
 
     def _compute(self, chunks: list[Chunk]) -> list[tuple[list[Chunk], Tensor | None]]:
         """Completing chunks with their logits; where computing all at once fails, each is tried on its own."""
-        failed = False
         try:
             results = [self._runner.compute(chunks)]
         except Exception:
             log.exception("a step of %d sequences failed; trying each alone", len(chunks))
-            failed = True
-        if not failed:
+        else:
             for chunk in chunks:
                 self.scheduler.computed(chunk)
             return results

@@ -33,8 +33,8 @@ class _State:
         )
 
 
-def reassign(pairs: Pairs, pool: BlockPool, tables: BlockTables, tokens_per_block: int) -> None:
-    """Scheduler.reassign for the blocks.
+def reassign(pairs: Pairs, pool: BlockPool, tables: BlockTables, tokens_per_block: int) -> int:
+    """Scheduler.reassign for the blocks; returns how many were copied.
 
     Of a block that is not full the heir, one of those that go on from a sequence, takes over the block itself; the
     others get copies. As many sequences end up with such a block as had one, so the pool never lacks one.
@@ -47,6 +47,7 @@ def reassign(pairs: Pairs, pool: BlockPool, tables: BlockTables, tokens_per_bloc
     for child, _ in pairs:
         full = child.num_computed // tokens_per_block
         pool.release(child.blocks[:full] if child.key in heirs else child.blocks)
+    copied = 0
     for child, parent in pairs:
         state = parents[parent.key]
         full = state.num_computed // tokens_per_block
@@ -54,9 +55,11 @@ def reassign(pairs: Pairs, pool: BlockPool, tables: BlockTables, tokens_per_bloc
         if heirs[parent.key] != child.key:
             rest = [pool.copy(block) for block in rest]
             child.times.new_blocks += len(rest)
+            copied += len(rest)
         child.blocks = state.blocks[:full] + rest
         child.num_computed = state.num_computed
         child.num_dropped = state.num_dropped
         child.num_published = state.num_published
         child.hashes = state.hashes[: state.num_published]
         tables.replace(child.slot, child.blocks)
+    return copied

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from trtmesh.engine.backends.torch.decode_copies import DecodeCopies, DecodeCopy
 from trtmesh.engine.backends.torch.kvcache import KvCache, Rows
 
 GROUP_BYTES = 4 * 2**20
@@ -46,7 +47,7 @@ class Group:
     `keys` and `values` are the workspace that the rows are gathered into, [sequences, kv_heads, keys, head_dim], which
     is `gathered` for the gather, or `widened` where the cache has another type. A group without rows is the beginning
     of one sequence: its keys are those of the step itself, and `causal` says that the mask hides nothing but what comes
-    later.
+    later; or it has a `copy`, which gives keys and values.
     """
 
     first: int
@@ -59,13 +60,17 @@ class Group:
     widened: Tensor | None = None
     keys: Tensor | None = None
     values: Tensor | None = None
+    copy: DecodeCopy | None = None
 
 
 class Grouping:
     """Makes groups, and owns the workspace that they share."""
 
-    def __init__(self, cache: KvCache, tables: Rows, dtype: torch.dtype) -> None:
+    def __init__(
+        self, cache: KvCache, tables: Rows, dtype: torch.dtype, copies: DecodeCopies
+    ) -> None:
         """`dtype` is that of queries, keys and values."""
+        self._copies = copies
         self._cache = cache
         self._tables = tables
         self._dtype = dtype
@@ -75,23 +80,45 @@ class Grouping:
 
     def groups(self, step: StepTokens, window: int | None) -> list[Group]:
         """The groups of a step for layers with this sliding window."""
-        groups = []
-        first = 0
-        lengths = step.starts[: step.singles] + 1
-        visible = lengths if window is None else np.minimum(lengths, window)
-        size = self._cache.tokens_per_block
-        # A window may begin inside a block, so it may touch one block more than its size says.
-        blocks = np.minimum(-(-lengths // size), -(-(visible + size - 1) // size))
-        while first < step.singles:
-            last = self._group_end(blocks, first)
-            groups.append(self._single_group(step, first, last, int(blocks[last - 1]), window))
-            first = last
+        groups = self._copied_groups(step) if window is None else []
+        if not groups:
+            lengths = step.starts[: step.singles] + 1
+            visible = lengths if window is None else np.minimum(lengths, window)
+            size = self._cache.tokens_per_block
+            # A window may begin inside a block, so it may touch one block more than its size says.
+            blocks = np.minimum(-(-lengths // size), -(-(visible + size - 1) // size))
+            groups = [
+                self._single_group(step, first, last, int(blocks[last - 1]), window)
+                for first, last in self._partition(blocks)
+            ]
         token = step.singles
         for sequence in range(step.singles, len(step.slots)):
             count = int(step.counts[sequence])
             groups.append(self._chunk_group(step, sequence, token, count, window))
             token += count
         self._provide(groups)
+        return groups
+
+    def _copied_groups(self, step: StepTokens) -> list[Group]:
+        """Groups of the sequences with one token, where they are those of the step before."""
+        singles = slice(0, step.singles)
+        copies = self._copies.follow(step.slots[singles], step.starts[singles], self._partition)
+        groups = []
+        for copy in copies:
+            lengths = step.starts[copy.first : copy.last] + 1
+            hidden = np.arange(copy.length) >= lengths[:, None]
+            mask = self._mask(hidden[:, None, None, :]) if hidden.any() else None
+            groups.append(Group(copy.first, copy.last, 1, mask, copy=copy))
+        return groups
+
+    def _partition(self, blocks: Rows) -> list[tuple[int, int]]:
+        """The groups (first, last) of sequences that have so many blocks to gather, which do not fall."""
+        groups = []
+        first = 0
+        while first < len(blocks):
+            last = self._group_end(blocks, first)
+            groups.append((first, last))
+            first = last
         return groups
 
     def _group_end(self, blocks: Rows, first: int) -> int:

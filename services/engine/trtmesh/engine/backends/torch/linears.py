@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
-SMALL_WEIGHT = 2**19
+SMALL_WEIGHT = 2**18
 """Most elements of a weight that a product by BLAS is over sooner with than oneDNN would begin."""
 HALF_TOKENS = 2
 """Most tokens for which a half-precision weight is read as it is."""

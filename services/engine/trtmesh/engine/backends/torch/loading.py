@@ -96,7 +96,10 @@ def _engine(settings: TorchSettings, model: Model, sizes: Sizes, device: torch.d
         pool, rules, reuse=settings.prefix_reuse, partial_reuse=settings.partial_reuse
     )
     scheduler = Scheduler(pool, tables, rules, prefixes)
-    return Engine(Runner(model, cache, tables), cache, scheduler, model.embedding)
+    # Elsewhere kernels read the blocks where they are.
+    copies = settings.decode_copy_bytes if device.type == "cpu" else 0
+    runner = Runner(model, cache, tables, decode_copy_bytes=copies)
+    return Engine(runner, cache, scheduler, model.embedding)
 
 
 def _rules(settings: TorchSettings, model: Model) -> SchedulingRules:

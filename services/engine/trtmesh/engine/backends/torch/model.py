@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.engine.backends.torch import attention
-from trtmesh.engine.backends.torch.fused_layers import fuse_layers
+from trtmesh.engine.backends.torch.fusing import fuse_layers, is_plain
 from trtmesh.engine.backends.torch.kvcache import KvShape
 from trtmesh.engine.backends.torch.linears import lacks_instructions, pack_linears, widen
 from trtmesh.engine.backends.torch.norms import fuse_norms
@@ -39,6 +39,8 @@ class Model:
     """Of weights and KV as they are stored."""
     compute_dtype: torch.dtype
     """Of what lies between."""
+    plain: bool
+    """Whether its layers may be called one after another, without the code of transformers around them."""
     kv_shape: KvShape
     vocabulary_size: int
     max_positions: int
@@ -58,18 +60,32 @@ class Model:
 
         `token_ids` and `positions` are [tokens]; `tables` says which of the tokens a prompt table gives a meaning to.
         """
-        if tables:
-            inputs = {"inputs_embeds": self.embedding.inputs(token_ids, tables)[None]}
+        if self.plain:
+            logits = self._plain_logits(self.embedding.inputs(token_ids, tables), positions, rows)
         else:
-            inputs = {"input_ids": token_ids[None]}
-        output = self.module(
-            **inputs,
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=rows,
-        )
-        logits: Tensor = output.logits[0, :, : self.vocabulary_size]
-        return logits.float()
+            if tables:
+                inputs = {"inputs_embeds": self.embedding.inputs(token_ids, tables)[None]}
+            else:
+                inputs = {"input_ids": token_ids[None]}
+            logits = self.module(
+                **inputs,
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=rows,
+            ).logits[0]
+        return logits[:, : self.vocabulary_size].float()
+
+    def _plain_logits(self, embedded: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+        """What the forwards of such a model do for this engine: the masks that they make are not used."""
+        model: Any = self.module
+        body = model.model
+        hidden = embedded[None]
+        position_embeddings = body.rotary_emb(hidden, positions[None])
+        for layer in body.layers:
+            hidden = layer(hidden, position_embeddings)
+        # Norms look at one token at a time.
+        logits: Tensor = model.lm_head(body.norm(hidden[0, rows]))
+        return logits
 
 
 def load_model(
@@ -99,6 +115,7 @@ def load_model(
         module=module,
         dtype=dtype,
         compute_dtype=torch.float32 if wide else dtype,
+        plain=is_plain(module),
         kv_shape=probe.kv_shape(module),
         window=probe.window,
         vocabulary_size=vocabulary_size,

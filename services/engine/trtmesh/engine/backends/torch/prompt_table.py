@@ -78,6 +78,9 @@ class Embedding:
 
     def inputs(self, token_ids: Tensor, tables: Sequence[tuple[slice, PromptTable]]) -> Tensor:
         """Embeddings [tokens, hidden size] of a flat batch; `tables` says which of its tokens have which table."""
+        if not tables:
+            given: Tensor = self._module(token_ids)
+            return given
         own = token_ids < self.vocabulary_size
         embedded: Tensor = self._module(token_ids.where(own, 0)).clone()
         for tokens, table in tables:

@@ -10,21 +10,23 @@ from torch import Tensor
 from trtmesh.engine.backends.torch.attention import PagedAttention, attach
 from trtmesh.engine.backends.torch.block_tables import BlockTables
 from trtmesh.engine.backends.torch.blocks import NULL_BLOCK
+from trtmesh.engine.backends.torch.chunk import Chunk
 from trtmesh.engine.backends.torch.grouping import StepTokens
 from trtmesh.engine.backends.torch.kvcache import KvCache
 from trtmesh.engine.backends.torch.model import Model
 from trtmesh.engine.backends.torch.prompt_table import PromptTable
-from trtmesh.engine.backends.torch.scheduler import Chunk
 
 
 class Runner:
     """Computes chunks with a model over a cache."""
 
-    def __init__(self, model: Model, cache: KvCache, tables: BlockTables) -> None:
+    def __init__(
+        self, model: Model, cache: KvCache, tables: BlockTables, *, decode_copy_bytes: int = 0
+    ) -> None:
         self._model = model
         self._cache = cache
         self._tables = tables.rows
-        self._attention = PagedAttention(cache, tables.rows, model.compute_dtype)
+        self._attention = PagedAttention(cache, tables, model.compute_dtype, decode_copy_bytes)
         attach(model.module, self._attention)
 
     def compute(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], Tensor | None]:

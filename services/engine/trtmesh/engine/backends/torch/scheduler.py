@@ -14,36 +14,16 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from trtmesh.engine.backends.torch.block_tables import BlockTables
 from trtmesh.engine.backends.torch.blocks import NULL_BLOCK, BlockPool, Prefix
+from trtmesh.engine.backends.torch.chunk import Chunk
 from trtmesh.engine.backends.torch.forks import Pairs, reassign
 from trtmesh.engine.backends.torch.prefixes import Prefixes
 from trtmesh.engine.backends.torch.room import Room
 from trtmesh.engine.backends.torch.rules import SchedulingRules
 from trtmesh.engine.backends.torch.sequence import Sequence
 from trtmesh.engine.backends.torch.waiting import WaitingQueue
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-@dataclass(slots=True)
-class Chunk:
-    """Tokens [start, start + count) of a sequence, to be computed in one step."""
-
-    sequence: Sequence
-    start: int
-    count: int
-    given_logits: Tensor | None = None
-    """Logits [positions, vocabulary] that the sequence's reader wants, once the chunk is computed."""
-
-    @property
-    def completes(self) -> bool:
-        """Whether a next token can be chosen after it."""
-        return self.start + self.count == len(self.sequence.tokens)
 
 
 class Scheduler:
@@ -107,7 +87,7 @@ class Scheduler:
         All sequences run, the firsts are distinct, and every second is among them. This needs no block where as many
         tokens are computed of each. The caller gives the firsts their new tokens.
         """
-        reassign(pairs, self.pool, self.tables, self._rules.tokens_per_block)
+        self.new_blocks += reassign(pairs, self.pool, self.tables, self._rules.tokens_per_block)
 
     def remove(self, sequence: Sequence, *, content_is_good: bool = True) -> None:
         """Lets go of a sequence and frees what it holds; bad content is not kept for reuse."""

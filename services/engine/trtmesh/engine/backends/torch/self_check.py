@@ -16,10 +16,10 @@ from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.chassis.vocabulary import GenerationConfig, Stopping
 from trtmesh.engine.backends.torch import attention
 from trtmesh.engine.backends.torch.block_tables import BlockTables
+from trtmesh.engine.backends.torch.chunk import Chunk
 from trtmesh.engine.backends.torch.kvcache import KvCache
 from trtmesh.engine.backends.torch.model import Model
 from trtmesh.engine.backends.torch.runner import Runner
-from trtmesh.engine.backends.torch.scheduler import Chunk
 from trtmesh.engine.backends.torch.sequence import Sequence
 from trtmesh.engine.backends.torch.stopping import EndRule
 from trtmesh.engine.backends.torch.token_rules import TokenRules

@@ -37,6 +37,9 @@ class TorchSettings(Settings):
     """Whether the KV of equal beginnings is computed once and kept until its blocks are needed."""
     partial_reuse: bool = True
     """Whether a cached block that begins with the wanted tokens is copied and used for these."""
+    decode_copy_bytes: Annotated[int, Field(ge=0)] = 2**30
+    """Memory, on a CPU, for copies of the KV of sequences that decode together, in bytes. What fits need not be
+    gathered from its blocks in every step; 0 keeps none."""
     host_cache_bytes: Annotated[int, Field(ge=0)] = 0
     """Memory of the host's for cached blocks that the KV cache has no room for, in bytes."""
     host_cache_min_priority: Annotated[int, Field(ge=0, le=100)] = DEFAULT_PRIORITY
