@@ -185,7 +185,7 @@ def main(arguments: argparse.Namespace) -> None:
               file=sys.stderr)  # fmt: skip
         arguments.peers = [peer for peer in arguments.peers if peer != "llama_cpp"]
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(arguments, Path(folder))
+        bench = Bench(arguments, arguments.folder or Path(folder))
         try:
             run(bench)
         finally:
@@ -215,6 +215,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=48, help="new tokens of each sequence")
     parser.add_argument("--runs", type=int, default=3, help="counted repetitions")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--folder", type=Path, help="keeps the models for other runs")
     return parser.parse_args()
 
 
