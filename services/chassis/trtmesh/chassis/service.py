@@ -210,8 +210,8 @@ def _count_tasks(registry: CollectorRegistry) -> None:
 
 def _calm_garbage_collector() -> None:
     """Leaves what was made at start out of every later collection and collects rarely: streams make many short-lived
-    objects and hardly any cycle, and walking the heap for nothing took a tenth of a router's time. The oldest are looked
-    at after ten million more: what an error holds in a cycle must not add up for days."""
+    objects and hardly any cycle, and walking the heap for nothing took a tenth of a router's time. The oldest are
+    collected after ten million more: what an error holds in a cycle must not add up for days."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 10)

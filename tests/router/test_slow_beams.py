@@ -1,0 +1,101 @@
+"""A client that does not read a beam search: it stays where it is, and what waits of it is its latest state alone."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from router.scripted import (
+    LENGTH,
+    READY,
+    ScriptedEngine,
+    eventually,
+    serving_engine,
+    serving_router,
+    until_states,
+)
+from trtmesh.chassis.error_wire import REASON_METADATA_KEY
+from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import router_pb2, router_pb2_grpc
+
+FIXED_WINDOW = [("grpc.http2.bdp_probe", 0)]
+TOKENS = 20_000
+"""Of one state of the search: two of them fill what the connection takes without being read."""
+REWRITES = 30
+
+Call = grpc.aio.UnaryStreamCall[router_pb2.GenerateRequest, router_pb2.GenerateResponse]
+
+
+@asynccontextmanager
+async def unread_search(**settings: Any) -> AsyncIterator[tuple[ScriptedEngine, Call]]:
+    """A search of two beams whose client reads nothing yet."""
+    engine = ScriptedEngine(supported_fields=["beam_search.beam_width", "stopping.max_tokens"])
+    config = pb.GenerationConfig(
+        beam_search=pb.BeamSearchConfig(beam_width=2),
+        stopping=pb.StoppingConfig(max_tokens=2 * TOKENS),
+        output=pb.OutputConfig(text=False),
+    )
+    prompt = pb.Prompt(token_ids=pb.TokenIds(ids=[1, 2]))
+    request = router_pb2.GenerateRequest(
+        request_id="search", items=[router_pb2.GenerateItem(prompt=prompt)], config=config
+    )
+    settings.setdefault("client_stall_seconds", 3600)
+    async with serving_engine(engine) as address, serving_router([address], **settings) as client:
+        await until_states(client, [READY], [])
+        async with grpc.aio.insecure_channel(client.address, options=FIXED_WINDOW) as channel:
+            call = router_pb2_grpc.MeshServiceStub(channel).Generate(request)
+            await engine.submitted()
+            yield engine, call
+            call.cancel()
+
+
+async def rewrite(engine: ScriptedEngine, number: int) -> None:
+    """A step in which every beam begins anew, as it may after each token."""
+    handle = engine.submits[0].handle
+    await engine.step(
+        (handle, 0, [1000 + number] * TOKENS), (handle + 1, 0, [2000 + number] * TOKENS)
+    )
+
+
+async def test_what_waits_is_replaced_and_the_search_is_not_moved() -> None:
+    # What waits is two beams at most, a third of what would end the request, however often they are rewritten.
+    async with unread_search(client_buffer_tokens=8_000) as (engine, call):
+        for number in range(REWRITES):
+            await rewrite(engine, number)
+        handle = engine.submits[0].handle
+        await engine.step(ends=[(handle, LENGTH), (handle + 1, LENGTH)])
+        beams: dict[int, list[int]] = {0: [], 1: []}
+        messages = 0
+        last = None
+        async for response in call:
+            messages += 1
+            for event in response.events:
+                if event.HasField("tokens"):
+                    del beams[event.sequence_index][event.tokens.token_offset :]
+                    beams[event.sequence_index] += event.tokens.token_ids
+                last = event
+        assert beams == {
+            0: [1000 + REWRITES - 1] * TOKENS,
+            1: [2000 + REWRITES - 1] * TOKENS,
+        }
+        assert last
+        assert last.item_finished.reason == pb.FINISH_REASON_LENGTH
+        assert messages < REWRITES
+        assert not engine.stops
+        assert len(engine.submits) == 1
+
+
+async def test_more_than_sixteen_credits_end_the_request() -> None:
+    async with unread_search(client_buffer_tokens=1_000) as (engine, call):
+        number = 0
+        while not engine.stops:
+            await rewrite(engine, number := number + 1)
+        await eventually(lambda: len(engine.stops) == 2)
+        with pytest.raises(grpc.aio.AioRpcError) as told:
+            async for _ in call:
+                pass
+        assert told.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert dict(told.value.trailing_metadata())[REASON_METADATA_KEY] == "SLOW_CLIENT"
