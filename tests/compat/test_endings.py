@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from compat.plain_http import PlainHttp
 from compat.triton import SyncStream, Triton, joined, make_inputs, request
 from e2e.mesh import Mesh, eventually, running_mesh, scrape
 from tritonclient.grpc import service_pb2 as kserve
@@ -207,6 +208,12 @@ async def test_a_full_queue_is_said_as_triton_says_it() -> None:
         with pytest.raises(InferenceServerException, match="Exceeds maximum queue size") as caught:
             await triton.infer("tensorrt_llm_bls", {"text_input": "x", "max_tokens": 3})
         assert caught.value.status() == "StatusCode.UNAVAILABLE"
+        async with PlainHttp(mesh.router.http_address) as http:
+            body = {"text_input": "x", "max_tokens": 3}
+            reply = await http.post("/v2/models/tensorrt_llm_bls/generate", body)
+        assert reply.status == 503
+        for words in ("Exceeds maximum queue size", "Maximum queue size of 1 has been reached"):
+            assert words in reply.json["error"]
         stream.cancel()
         stream.close()
         await triton.close()

@@ -50,8 +50,8 @@ class Answers:
         self._touched: dict[int, TrtmeshError | None] = {}
         self._over: set[int] = set()
         self._newly_over: set[int] = set()
-        self.errors: dict[int, TrtmeshError] = {}
-        """Of rows that failed."""
+        self.error: TrtmeshError | None = None
+        """Of the first row that failed."""
 
     @property
     def all_over(self) -> bool:
@@ -100,8 +100,7 @@ class Answers:
 
     def _end(self, row: RowOutput, error: TrtmeshError | None) -> None:
         self._touched[row.index] = error
-        if error is not None:
-            self.errors[row.index] = error
+        self.error = self.error or error
         self._over.add(row.index)
         self._newly_over.add(row.index)
 

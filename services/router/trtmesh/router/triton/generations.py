@@ -70,8 +70,10 @@ class Generations:
                 self._requests.open(request, caller.remaining_seconds, caller.api_key) as live,
             ):
                 outcome = "cancelled"
-                counting.generate(live, answers)
-                with self._known_as(call.request_id, live):
+                with (
+                    counting.generating(live, answers),
+                    self._known_as(call.request_id, live),
+                ):
                     await self._forward(live, answers, self._texts_of(call.model), send)
                 outcome = "complete"
         finally:

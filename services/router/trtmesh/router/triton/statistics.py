@@ -17,9 +17,11 @@ from trtmesh.chassis.errors import (
     SlowClient,
     StreamIncomplete,
     TokenizerLost,
+    TrtmeshError,
     Unavailable,
     WorkerLost,
 )
+from trtmesh.router.item import ItemRun
 from trtmesh.router.requests import LiveRequest
 from trtmesh.router.triton.answers import Answers
 from trtmesh.router.triton.calls import Call
@@ -63,13 +65,32 @@ class Counting:
     def __init__(self, call: Call, steps: Sequence[Model]) -> None:
         self.call = call
         self.steps = steps
-        self.live: LiveRequest | None = None
-        self.answers: Answers | None = None
+        self.error: TrtmeshError | None = None
+        """Of the first row that failed."""
+        self.encode_ns = self.queue_ns = 0
+        """In which its first row was encoded, and in which it waited beside that."""
+        self.lengths: list[tuple[int, int]] = []
+        """Tokens of prompt and output of each row."""
+        self._live: LiveRequest | None = None
         self._began_ns = time.monotonic_ns()
 
-    def generate(self, live: LiveRequest, answers: Answers) -> None:
-        """It became a request of the mesh."""
-        self.live, self.answers = live, answers
+    @contextmanager
+    def generating(self, live: LiveRequest, answers: Answers) -> Iterator[None]:
+        """It is a request of the mesh while inside, and what it took is known at the end."""
+        self._live = live
+        try:
+            yield
+            self.error = answers.error
+            self._read(live.items)
+        finally:
+            self._live = None
+
+    def _read(self, items: Sequence[ItemRun]) -> None:
+        self.lengths = [(item.prompt_tokens, item.generated_tokens) for item in items]
+        first = items[0]
+        self.encode_ns = int(first.encode_seconds * 1e9)
+        waited = (first.queue_seconds or 0.0) - first.encode_seconds
+        self.queue_ns = max(0, int(waited * 1e9))
 
     @property
     def ns(self) -> int:
@@ -77,8 +98,9 @@ class Counting:
 
     @property
     def pending(self) -> bool:
-        """Whether it waits to be executed."""
-        return self.live is None or all(item.queue_seconds is None for item in self.live.items)
+        """Whether it is a request of the mesh that waits to be executed."""
+        live = self._live
+        return live is not None and all(item.queue_seconds is None for item in live.items)
 
     @property
     def core(self) -> Model | None:
@@ -109,9 +131,8 @@ class Statistics:
             self._fail(counting, error)
             raise
         else:
-            errors = counting.answers.errors if counting.answers else {}
-            if errors:
-                self._fail(counting, next(iter(errors.values())))
+            if counting.error is not None:
+                self._fail(counting, counting.error)
             else:
                 self._succeed(counting)
         finally:
@@ -159,7 +180,7 @@ class Statistics:
 
     def _succeed(self, counting: Counting) -> None:
         call, ns = counting.call, counting.ns
-        encode_ns, queue_ns = _waits(counting)
+        encode_ns, queue_ns = counting.encode_ns, counting.queue_ns
         whole = 0 if call.model.is_ensemble else ns - queue_ns
         own_queue = queue_ns if call.model.is_core else 0
         self._of(call.model).succeed(call.batch_size, ns, whole, own_queue)
@@ -174,10 +195,10 @@ class Statistics:
                 case _:
                     # Texts are made of tokens while these come: it takes no time of its own.
                     self._of(step).succeed(call.batch_size, 0, 0)
-        if counting.live is not None and counting.core is not None:
+        if counting.lengths and counting.core is not None:
             lengths = self.lengths.setdefault(counting.core.name, TokenLengths())
-            for item in counting.live.items:
-                lengths.observe(item.prompt_tokens, item.generated_tokens)
+            for prompt_tokens, generated_tokens in counting.lengths:
+                lengths.observe(prompt_tokens, generated_tokens)
 
     def _fail(self, counting: Counting, error: BaseException) -> None:
         reason, ns = failure_reason(error), counting.ns
@@ -200,12 +221,3 @@ def failure_reason(error: BaseException) -> str:
         case Unavailable() | Exhausted():
             return "REJECTED"
     return "OTHER"
-
-
-def _waits(counting: Counting) -> tuple[int, int]:
-    """Nanoseconds in which the first row was encoded, and in which it waited beside that."""
-    if counting.live is None:
-        return 0, 0
-    first = counting.live.items[0]
-    waited = (first.queue_seconds or 0.0) - first.encode_seconds
-    return int(first.encode_seconds * 1e9), max(0, int(waited * 1e9))
