@@ -8,13 +8,14 @@ import math
 import random
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from chaos.proxy import Proxy, proxy_to
 from e2e.mesh import BUSY_GAUGES, DEMO, SIMULATED, WIDE_TOKENS, eventually, scrape
 from processes import ServiceProcess, service_process
-from trtmesh.client import Client
+from trtmesh.chassis.errors import DeadlineExceeded, NotFound, Unavailable
+from trtmesh.client import AdminClient, Client
 
 LONGEST_SECONDS = 1.5
 """How long a fault lasts at most: longer than routers wait for a silent worker."""
@@ -75,6 +76,7 @@ class FaultyMesh:
             "kill an engine": self._kill_engine,
             "freeze an engine": self._freeze_engine,
             "drain an engine": self._drain_engine,
+            "drain an engine by an admin": self._drain_by_admin,
             "kill a tokenizer": self._kill_tokenizer,
             "freeze a tokenizer": self._freeze_tokenizer,
             "drain a tokenizer": self._drain_tokenizer,
@@ -173,6 +175,18 @@ class FaultyMesh:
 
     async def _drain_engine(self, draw: random.Random) -> None:
         await self._end_one(self.engines, signal.SIGTERM, draw)
+
+    async def _drain_by_admin(self, draw: random.Random) -> None:
+        """What one router has on an engine finishes there or moves; then the engine is that router's again. A router
+        that dies meanwhile forgets the drain."""
+        router, engine = draw.choice(self.routers), draw.choice(self.engines)
+        seconds, proxy = draw.uniform(0, LONGEST_SECONDS / 2), draw.choice(engine.proxies)
+        async with AdminClient(router.process.admin_address) as admin:
+            with suppress(Unavailable, DeadlineExceeded, NotFound):
+                await admin.drain_worker(proxy.address, finish_seconds=seconds)
+                await asyncio.sleep(seconds)
+            with suppress(Unavailable, DeadlineExceeded, NotFound):
+                await admin.resume_worker(proxy.address)
 
     async def _drain_tokenizer(self, draw: random.Random) -> None:
         await self._end_one(self.tokenizers, signal.SIGTERM, draw)

@@ -77,7 +77,7 @@ async def test_a_client_that_never_reads(limit: str) -> None:
     }[limit]
     async with running_mesh(engine_flags=FLAT_OUT, router_flags=flags) as mesh:
         router = psutil.Process(mesh.router.pid)
-        (expected,) = await mesh.client.complete(["bystander"], max_tokens=600)
+        (expected,) = await mesh.client.complete(["bystander"], max_tokens=150)
         before = router.memory_info().rss
         request = router_pb2.GenerateRequest(
             items=[router_pb2.GenerateItem(prompt=pb.Prompt(text="endless"))] * 4,
@@ -86,7 +86,7 @@ async def test_a_client_that_never_reads(limit: str) -> None:
         async with grpc.aio.insecure_channel(mesh.router.address) as channel:
             call = router_pb2_grpc.MeshServiceStub(channel).Generate(request)
             await eventually(lambda: is_live(mesh, 1))
-            bystander = mesh.open(["bystander"], max_tokens=600)
+            bystander = mesh.open(["bystander"], max_tokens=150)
             (item,) = await bystander.result()
             assert (item.token_ids, item.text) == (expected.token_ids, expected.text)
             assert item.text == decode(item.token_ids)

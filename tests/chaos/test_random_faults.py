@@ -43,7 +43,8 @@ def request(draw: random.Random) -> tuple[list[str], dict[str, Any]]:
             options |= {"temperature": 0.9, "seed": draw.getrandbits(32)}
             options |= {"num_return_sequences": draw.randint(1, 3)}
         case "held":
-            options["stream"] = False
+            options |= {"stream": False, "num_return_sequences": draw.randint(1, 3)}
+            options |= {"temperature": 0.9, "seed": draw.getrandbits(32)}
         case "ids":
             options["text"] = False
         case "stops":

@@ -145,6 +145,7 @@ class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self.streams = 0
         self.breaks_on_encode = False
         self.breaks_on_token: int | None = None
+        self.forgets_a_text = False
         self.broken = 0
         """Streams that broke on a token."""
         self._context: Context | None = None
@@ -200,6 +201,8 @@ class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
                 text = "".join(chr(next(ids)) for _ in range(count))
                 # What is held back to the end shows whether the end was waited for.
                 event.decoded.texts.append(text + "." * (handle in decode.finished_handles))
+            if self.forgets_a_text:
+                del event.decoded.texts[-1]
         else:
             return
         await self.answering.wait()

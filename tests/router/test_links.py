@@ -237,6 +237,27 @@ async def test_a_token_that_breaks_every_tokenizer_is_given_up_and_spares_others
         assert (await neighbour)[0].text == "AD."
 
 
+async def test_a_tokenizer_that_answers_wrongly_counts_as_lost() -> None:
+    tokenizer = ScriptedTokenizer()
+    async with scene(tokenizer=tokenizer) as on:
+        tokenizer.forgets_a_text = True
+        asked = on.ask("a", max_tokens=9)
+        (submit,) = await on.engine.submitted()
+        await on.engine.step((submit.handle, 0, [65, 66]))
+        await eventually(lambda: tokenizer.streams > 1)
+        tokenizer.forgets_a_text = False
+        await on.engine.step((submit.handle, 2, [67]), ends=[(submit.handle, LENGTH)])
+        assert (await asked)[0].text == "ABC."
+
+        tokenizer.forgets_a_text = True
+        asked = on.ask("b", max_tokens=9)
+        submit = (await on.engine.submitted(2))[1]
+        await on.engine.step((submit.handle, 0, [65]))
+        (item,) = await asked
+        assert isinstance(item.error, TokenizerLost)
+        assert "4 tokenizers in a row" in item.error.message
+
+
 async def test_a_tokenizer_that_is_lost_now_and_then_costs_a_sequence_nothing() -> None:
     tokenizer = ScriptedTokenizer()
     async with scene(tokenizer=tokenizer, max_attempts=2) as on:
