@@ -14,12 +14,14 @@ from compat.triton import SyncStream, Triton, joined, make_inputs, request
 from e2e.mesh import Mesh, eventually, running_mesh, scrape
 from tritonclient.grpc import service_pb2 as kserve
 from tritonclient.utils import InferenceServerException
-from trtmesh.chassis.errors import InvalidRequest
+from trtmesh.chassis.errors import InvalidRequest, TrtmeshError
+from trtmesh.router.client_stream import WaitingEvent, WaitingTokens
 from trtmesh.router.request import parse_request
 from trtmesh.router.settings import TritonSettings
 from trtmesh.router.triton.answers import Answer, Answers
 from trtmesh.router.triton.calls import read_call, to_request
 from trtmesh.router.triton.models import triton_models
+from trtmesh.router.triton.outputs import OutputBuilder
 from trtmesh.v1 import router_pb2 as router_pb
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -220,6 +222,10 @@ async def test_a_full_queue_is_said_as_triton_says_it() -> None:
         await mesh.idle()
 
 
+def _no_error(failed: router_pb.ItemFailed) -> TrtmeshError:
+    raise AssertionError(failed)
+
+
 async def test_a_handed_over_request_has_its_state() -> None:
     """One response, with the bytes that the request which goes on must bring."""
     settings = TritonSettings()
@@ -228,12 +234,15 @@ async def test_a_handed_over_request_has_its_state() -> None:
     sent = message("tensorrt_llm", tensors, "handed over")
     sent.parameters["request_type"].string_param = "context_only"
     call = read_call(model, sent)
-    answers = Answers(call, parse_request(to_request(call), "", 1), lambda: 100)
-    response = router_pb.GenerateResponse()
-    response.events.add().tokens.token_ids.append(7)
-    response.events.add().sequence_finished.handoff_state = b"\1\2\3"
-    response.events.add().item_finished.SetInParent()
-    answers.see(response)
+    generation = parse_request(to_request(call), "", 1)
+    answers = Answers(call, generation, OutputBuilder(call, generation), _no_error)
+    finished = router_pb.SequenceFinished(handoff_state=b"\1\2\3")
+    events = [
+        router_pb.GenerateEvent(sequence_finished=finished),
+        router_pb.GenerateEvent(item_finished=router_pb.ItemFinished()),
+    ]
+    tokens = WaitingTokens(0, 0, 0, [7], [""], None, 4)
+    answers.see([tokens, *(WaitingEvent(event, 0) for event in events)])
     (answer,) = answers.take()
     assert isinstance(answer, Answer)
     (state,) = [output for output in answer.outputs if output.name == "context_phase_params"]

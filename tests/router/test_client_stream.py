@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trtmesh.router.client_stream import MOST_MESSAGE_BYTES, ClientStream, Credit
+from trtmesh.router.client_stream import MOST_MESSAGE_BYTES, ClientStream, Credit, as_response
 from trtmesh.router.turns import Turns
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
@@ -91,9 +91,9 @@ async def interleave(actions: list[tuple[str, Key, int]], details: bool) -> None
 
 
 async def take(stream: ClientStream) -> list[router_pb.GenerateEvent]:
-    response = await stream.take()
-    assert response
-    return list(response.events)
+    waiting = await stream.take()
+    assert waiting
+    return list(as_response(waiting).events)
 
 
 def opened() -> tuple[Put, ClientStream]:
@@ -120,9 +120,9 @@ async def test_the_opening_event_leaves_with_the_first_that_follows() -> None:
     await asyncio.sleep(0)
     assert not taking.done()
     put.other((0, 0))
-    response = await taking
-    assert response
-    assert [event.WhichOneof("event") for event in response.events] == [
+    waiting = await taking
+    assert waiting
+    assert [event.WhichOneof("event") for event in as_response(waiting).events] == [
         "accepted",
         "sequence_finished",
     ]
@@ -205,9 +205,9 @@ async def test_logits_leave_in_messages_of_a_bounded_size_in_order() -> None:
 async def all_messages(stream: ClientStream) -> list[router_pb.GenerateResponse]:
     stream.close()
     messages = []
-    while (response := await stream.take()) is not None:
+    while (waiting := await stream.take()) is not None:
         assert stream.waiting_bytes >= 0
-        messages.append(response)
+        messages.append(as_response(waiting))
     return messages
 
 

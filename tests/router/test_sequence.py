@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.errors import BackendFailed, TrtmeshError, WorkerLost
@@ -16,7 +16,7 @@ from trtmesh.chassis.vocabulary import Prompt
 from trtmesh.client.events import Tokens, events_of
 from trtmesh.client.options import build_config
 from trtmesh.client.results import SequenceResult
-from trtmesh.router.client_stream import ClientStream
+from trtmesh.router.client_stream import ClientStream, as_response
 from trtmesh.router.request import ItemRequest
 from trtmesh.router.sequence import SequenceRun
 from trtmesh.router.turns import Turns
@@ -128,8 +128,9 @@ def make_run(client: ClientStream, owner: OneItem, **options: Any) -> SequenceRu
 async def received(client: ClientStream) -> tuple[list[int], str, int]:
     """All ids and text that were put, with contiguous offsets, and the number of token events."""
     client.put(router_pb.GenerateEvent(item_finished=router_pb.ItemFinished()))
-    response = await client.take()
-    assert response
+    waiting = await client.take()
+    assert waiting
+    response = as_response(waiting)
     ids: list[int] = []
     text = ""
     events = [event.tokens for event in response.events if event.HasField("tokens")]
@@ -153,6 +154,7 @@ PLAYS = st.fixed_dictionaries(
 )
 
 
+@settings(deadline=None)
 @given(PLAYS)
 def test_any_pace_gives_every_token_and_the_whole_text_once(play: dict[str, Any]) -> None:
     asyncio.run(perform(**play))
@@ -291,8 +293,9 @@ async def test_a_moved_sequence_tells_what_an_unmoved_one_would() -> None:
     assert metrics.first_scheduled_time_ns == metrics.first_token_time_ns < 2**62
     assert metrics.arrival_time_ns < metrics.first_token_time_ns
     client.close()
-    response = await client.take()
-    assert response
+    waiting = await client.take()
+    assert waiting
+    response = as_response(waiting)
     kinds = [event.WhichOneof("event") for event in response.events[1:]]
     assert kinds == ["prompt_details", "tokens"]
     details = response.events[2].tokens.details
@@ -326,6 +329,7 @@ BEAM_PLAYS = st.fixed_dictionaries(
 )
 
 
+@settings(deadline=None)
 @given(BEAM_PLAYS)
 def test_a_rewritten_beam_leaves_its_last_version_with_the_client(play: dict[str, Any]) -> None:
     asyncio.run(rewrite(**play))
@@ -358,8 +362,8 @@ async def rewrite(
         script.append((offset, ids))
 
     async def take() -> None:
-        if response := await client.take():
-            for event in events_of(response):
+        if waiting := await client.take():
+            for event in events_of(as_response(waiting)):
                 if isinstance(event, Tokens):
                     result.add(event)
 

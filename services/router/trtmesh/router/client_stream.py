@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -41,7 +42,7 @@ class Watcher(Protocol):
 
 
 @dataclass(slots=True)
-class _WaitingTokens:
+class WaitingTokens:
     """Tokens of one sequence that may still grow: nothing of that sequence was queued behind them."""
 
     batch_index: int
@@ -64,9 +65,14 @@ class _WaitingTokens:
 
 
 @dataclass(slots=True)
-class _WaitingEvent:
+class WaitingEvent:
+    """Any other event."""
+
     event: router_pb.GenerateEvent
     size: int
+
+
+Waiting = WaitingTokens | WaitingEvent
 
 
 class ClientStream:
@@ -82,9 +88,9 @@ class ClientStream:
     ) -> None:
         self._turns = turns
         self._credit = credit
-        self._entries: list[_WaitingTokens | _WaitingEvent] = [_WaitingEvent(opening, 0)]
+        self._entries: list[Waiting] = [WaitingEvent(opening, 0)]
         self._followed = False
-        self._growing: dict[tuple[int, int], _WaitingTokens] = {}
+        self._growing: dict[tuple[int, int], WaitingTokens] = {}
         self._taker: asyncio.Future[None] | None = None
         self._closed = False
         self.watcher: Watcher | None = None
@@ -115,7 +121,7 @@ class ClientStream:
             size += details.ByteSize()
         self.waiting_tokens += len(token_ids)
         if waiting is None or _holds_tensor(details) or waiting.size + size > MOST_MESSAGE_BYTES:
-            waiting = _WaitingTokens(
+            waiting = WaitingTokens(
                 batch_index, sequence_index, token_offset, token_ids, [text], details, size
             )
             self._growing[key] = waiting
@@ -134,15 +140,15 @@ class ClientStream:
     def put(self, event: router_pb.GenerateEvent) -> None:
         """Queues any other event behind everything queued before it."""
         self._growing.pop((event.batch_index, event.sequence_index), None)
-        self._append(_WaitingEvent(event, event.ByteSize()))
+        self._append(WaitingEvent(event, event.ByteSize()))
 
     def close(self) -> None:
         """Says that nothing more comes; `take` gives what is left and then None."""
         self._closed = True
         self._wake()
 
-    async def take(self) -> router_pb.GenerateResponse | None:
-        """All that waits, as one message; None at the end. One taker only, which comes back once it has sent it."""
+    async def take(self) -> Sequence[Waiting] | None:
+        """All that waits, for one message; None at the end. One taker only, which comes back once it has sent it."""
         self._taken_at = None
         self._tell_room()
         while not self._followed:
@@ -150,21 +156,15 @@ class ClientStream:
                 return None
             self._taker = asyncio.get_running_loop().create_future()
             await self._taker
-        response = router_pb.GenerateResponse()
-        for entry in self._take_entries():
-            event = response.events.add()
-            if isinstance(entry, _WaitingTokens):
-                _fill(event, entry)
-            else:
-                event.CopyFrom(entry.event)
+        entries = self._take_entries()
         self._taken_at = asyncio.get_running_loop().time()
-        return response
+        return entries
 
     def unread_seconds(self, now: float) -> float:
         """How long the last message has been on its way, at the event loop's time `now`; 0 when none is."""
         return 0.0 if self._taken_at is None else now - self._taken_at
 
-    def _take_entries(self) -> list[_WaitingTokens | _WaitingEvent]:
+    def _take_entries(self) -> list[Waiting]:
         """What the next message carries: everything, unless it is too large for one."""
         entries, count = self._entries, len(self._entries)
         if self.waiting_bytes > MOST_MESSAGE_BYTES:
@@ -178,14 +178,14 @@ class ClientStream:
             return taken
         for entry in taken:
             self.waiting_bytes -= entry.size
-            if isinstance(entry, _WaitingTokens):
+            if isinstance(entry, WaitingTokens):
                 self.waiting_tokens -= len(entry.token_ids)
                 key = (entry.batch_index, entry.sequence_index)
                 if self._growing.get(key) is entry:
                     del self._growing[key]
         return taken
 
-    def _append(self, entry: _WaitingTokens | _WaitingEvent) -> None:
+    def _append(self, entry: Waiting) -> None:
         self._entries.append(entry)
         self._followed = True
         self._count(entry.size)
@@ -216,12 +216,24 @@ class ClientStream:
             self._taker = None
 
 
+def as_response(waiting: Sequence[Waiting]) -> router_pb.GenerateResponse:
+    """What was taken, as the native API sends it."""
+    response = router_pb.GenerateResponse()
+    for entry in waiting:
+        event = response.events.add()
+        if isinstance(entry, WaitingTokens):
+            _fill(event, entry)
+        else:
+            event.CopyFrom(entry.event)
+    return response
+
+
 def _holds_tensor(details: pb.TokenDetails | None) -> bool:
     """Whether merging is impossible: arrays grow like tokens, tensors do not."""
     return details is not None and details.HasField("generation_logits")
 
 
-def _fill(event: router_pb.GenerateEvent, entry: _WaitingTokens) -> None:
+def _fill(event: router_pb.GenerateEvent, entry: WaitingTokens) -> None:
     if entry.batch_index:
         event.batch_index = entry.batch_index
     if entry.sequence_index:

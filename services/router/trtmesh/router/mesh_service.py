@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 from trtmesh.chassis.rpc import answering, request_id_of
 from trtmesh.router.admission import key_name
+from trtmesh.router.client_stream import as_response
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.request import parse_request
 from trtmesh.router.requests import LiveRequest, Requests
@@ -87,8 +88,8 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
     ) -> None:
         """Writes what comes until all items are over."""
         try:
-            while (response := await live.client.take()) is not None:
-                await write(response)
+            while (waiting := await live.client.take()) is not None:
+                await write(as_response(waiting))
                 self._metrics.client_messages += 1
         except asyncio.CancelledError:
             if live.ended is None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from trtmesh.chassis.error_wire import from_proto
-from trtmesh.chassis.errors import InternalError, PromptTooLong, TrtmeshError
+from trtmesh.chassis.errors import InternalError, TrtmeshError
+from trtmesh.router.client_stream import Waiting, WaitingTokens
 from trtmesh.router.request import GenerationRequest
 from trtmesh.router.triton.calls import Call
 from trtmesh.router.triton.forms import Kind
@@ -25,17 +25,23 @@ class Answer(NamedTuple):
     only_end: bool = False
 
 
+ItemError = Callable[[router_pb.ItemFailed], TrtmeshError]
+"""The error of a failed item as Triton's clients know it."""
+
+
 class Answers:
     """Collects what happens to a request and says what there is to respond."""
 
     def __init__(
-        self, call: Call, request: GenerationRequest, longest_prompt: Callable[[], int]
+        self,
+        call: Call,
+        request: GenerationRequest,
+        builder: OutputBuilder | LlmApiOutputs,
+        item_error: ItemError,
     ) -> None:
         self._call = call
-        self._longest_prompt = longest_prompt
-        self._builder = (
-            LlmApiOutputs(call) if call.model.template == "llmapi" else OutputBuilder(call, request)
-        )
+        self._item_error = item_error
+        self._builder = builder
         self.rows = [
             RowOutput(index, [SequenceOutput(s) for s in range(item.config.sequences)])
             for index, item in enumerate(request.items)
@@ -57,19 +63,19 @@ class Answers:
     def all_over(self) -> bool:
         return len(self._over) == len(self.rows)
 
-    def see(self, response: router_pb.GenerateResponse) -> None:
+    def see(self, waiting: Sequence[Waiting]) -> None:
         """Takes what happened."""
-        for event in response.events:
-            kind = event.WhichOneof("event")
-            if kind == "tokens":
-                index = event.batch_index
-                self.rows[index].sequences[event.sequence_index].add(event.tokens)
+        for entry in waiting:
+            if isinstance(entry, WaitingTokens):
+                index = entry.batch_index
+                self.rows[index].sequences[entry.sequence_index].add(entry)
                 self._touched.setdefault(index, None)
-            elif kind is not None and kind != "accepted":
-                self._see_other(kind, event, self.rows[event.batch_index])
+            else:
+                self._see_other(entry.event)
 
-    def _see_other(self, kind: str, event: router_pb.GenerateEvent, row: RowOutput) -> None:
-        match kind:
+    def _see_other(self, event: router_pb.GenerateEvent) -> None:
+        row = self.rows[event.batch_index]
+        match event.WhichOneof("event"):
             case "item_started":
                 row.prompt_tokens = event.item_started.prompt_tokens
                 row.prompt_ids = list(event.item_started.prompt_token_ids)
@@ -89,14 +95,7 @@ class Answers:
                 row.perf_metrics = event.item_finished.perf_metrics
                 self._end(row, None)
             case "item_failed":
-                error = from_proto(event.item_failed.error)
-                if isinstance(error, PromptTooLong):
-                    tokens = event.item_failed.usage.prompt_tokens
-                    error = InternalError(
-                        f"Prompt length ({tokens}) exceeds maximum input length"
-                        f" ({self._longest_prompt()}): {error.message}"
-                    )
-                self._end(row, error)
+                self._end(row, self._item_error(event.item_failed))
 
     def _end(self, row: RowOutput, error: TrtmeshError | None) -> None:
         self._touched[row.index] = error

@@ -7,15 +7,25 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
-from trtmesh.chassis.errors import DeadlineExceeded, InvalidRequest
+from trtmesh.chassis.error_wire import from_proto
+from trtmesh.chassis.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    PromptTooLong,
+    TrtmeshError,
+)
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.request import MAX_REQUEST_ID_LENGTH, GenerationRequest, parse_request
 from trtmesh.router.requests import LiveRequest, Requests
 from trtmesh.router.triton.answers import Answer, Answers
 from trtmesh.router.triton.calls import Call, to_request
-from trtmesh.router.triton.outputs import RowOutput, SequenceOutput
+from trtmesh.router.triton.llmapi import LlmApiOutputs
+from trtmesh.router.triton.outputs import OutputBuilder, RowOutput, SequenceOutput
+from trtmesh.router.triton.plain_text import PlainText
 from trtmesh.router.triton.statistics import Counting
 from trtmesh.router.triton.texts import Texts, TextsOf
+from trtmesh.v1 import router_pb2 as router_pb
 
 Send = Callable[[Answer], Awaitable[None]]
 
@@ -64,7 +74,7 @@ class Generations:
         outcome = "refused"
         try:
             request = self._validate(call)
-            answers = Answers(call, request, self._longest_prompt)
+            answers = self._answers_of(call, request)
             async with (
                 _time_limit(call.timeout_seconds),
                 self._requests.open(request, caller.remaining_seconds, caller.api_key) as live,
@@ -78,6 +88,25 @@ class Generations:
                 outcome = "complete"
         finally:
             self._metrics.requests[outcome] += 1
+
+    def _answers_of(self, call: Call, request: GenerationRequest) -> Answers | PlainText:
+        if call.model.template == "llmapi":
+            return Answers(call, request, LlmApiOutputs(call), self._item_error)
+        builder = OutputBuilder(call, request)
+        searched = request.items[0].config.beam_search.beam_width > 1
+        rewrites = searched or call.model.accumulate
+        if call.streaming and builder.one_text_only and not rewrites:
+            return PlainText(self._item_error, final_alone=call.model.final_alone)
+        return Answers(call, request, builder, self._item_error)
+
+    def _item_error(self, failed: router_pb.ItemFailed) -> TrtmeshError:
+        error = from_proto(failed.error)
+        if isinstance(error, PromptTooLong):
+            return InternalError(
+                f"Prompt length ({failed.usage.prompt_tokens}) exceeds maximum input length"
+                f" ({self._longest_prompt()}): {error.message}"
+            )
+        return error
 
     def _validate(self, call: Call) -> GenerationRequest:
         name = call.request_id
@@ -100,11 +129,13 @@ class Generations:
             if self._named.get(name) is live:
                 del self._named[name]
 
-    async def _forward(self, live: LiveRequest, answers: Answers, texts: Texts, send: Send) -> None:
+    async def _forward(
+        self, live: LiveRequest, answers: Answers | PlainText, texts: Texts, send: Send
+    ) -> None:
         """Sends what comes until all rows are over."""
         try:
-            while (response := await live.client.take()) is not None:
-                answers.see(response)
+            while (waiting := await live.client.take()) is not None:
+                answers.see(waiting)
                 for row, sequence in answers.texts_to_complete():
                     sequence.texts = [await _whole_text(texts, row, sequence)]
                 for answer in answers.take():

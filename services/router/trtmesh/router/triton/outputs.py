@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from trtmesh.router.client_stream import WaitingTokens
 from trtmesh.router.request import GenerationRequest
 from trtmesh.router.triton.calls import Call
 from trtmesh.router.triton.forms import Kind
@@ -14,8 +15,8 @@ from trtmesh.router.triton.specs import PERF_OUTPUTS
 from trtmesh.router.triton.tensors import ELEMENT_CODES, MESH_DATA_TYPES
 from trtmesh.router.triton.wire import Output, text_data
 from trtmesh.v1 import generation_pb2 as pb
-from trtmesh.v1 import router_pb2 as router_pb
 
+TEXT_OUTPUT = "text_output"
 PAD_ID = -1
 PAD_LOG_PROB = -1.0
 """What stands behind a row that is shorter than others of its tensor, as in Triton's C++ backend."""
@@ -41,14 +42,14 @@ class SequenceOutput:
     stop_text: str | None = None
     """The stop text that cut the text, which then may be shorter than the text of its ids."""
 
-    def add(self, tokens: router_pb.TokensGenerated) -> None:
+    def add(self, tokens: WaitingTokens) -> None:
         """Takes new tokens, or the whole of a rewritten beam."""
         if tokens.token_offset < self.generated:
             self.clear()
-        self.generated = tokens.token_offset + len(tokens.token_ids)
+        self.generated = tokens.end
         self.token_ids += tokens.token_ids
-        self.texts.append(tokens.text)
-        if tokens.HasField("details"):
+        self.texts += tokens.texts
+        if tokens.details is not None:
             self._add_details(tokens.details)
         self.fresh = True
 
@@ -118,6 +119,11 @@ class OutputBuilder:
         )
         self._requested = call.requested
 
+    @property
+    def one_text_only(self) -> bool:
+        """Whether every response of a stream that is neither searched nor accumulated is the text that is new in it."""
+        return self._text and not self._more and self._requested <= {TEXT_OUTPUT}
+
     def build(self, block: Block) -> list[Output]:
         """The outputs of one response."""
         outputs = [_text(block)] if self._text else _tokens(block)
@@ -160,7 +166,7 @@ class OutputBuilder:
 
 def _text(block: Block) -> Output:
     texts = ["".join(s.texts) for _, sequences in block for s in sequences]
-    return Output("text_output", "BYTES", (len(texts),), text_data(texts))
+    return Output(TEXT_OUTPUT, "BYTES", (len(texts),), text_data(texts))
 
 
 def _tokens(block: Block) -> list[Output]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.vocabulary import GenerationConfig, Output, Prompt
-from trtmesh.router.client_stream import ClientStream
+from trtmesh.router.client_stream import ClientStream, as_response
 from trtmesh.router.request import ItemRequest
 from trtmesh.router.sequence import SequenceRun
 from trtmesh.router.tokenizer_pool import TokenizerPool
@@ -98,9 +98,9 @@ class Texts:
             run.abandon(pb.FINISH_REASON_CANCELLED)
         if run.error is not None:
             raise run.error
-        response = await client.take()
-        assert response is not None
-        return "".join(event.tokens.text for event in response.events)
+        waiting = await client.take()
+        assert waiting is not None
+        return "".join(event.tokens.text for event in as_response(waiting).events)
 
 
 class _Whole:

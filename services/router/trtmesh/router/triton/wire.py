@@ -65,12 +65,12 @@ class ResponseWriter:
 
     def unary(self, outputs: Sequence[Output]) -> bytes:
         """A ModelInferResponse."""
-        return self._response(outputs, final=None)
+        return b"".join(self._parts(outputs, final=None))
 
     def streamed(self, outputs: Sequence[Output], *, final: bool) -> bytes:
         """A ModelStreamInferResponse."""
-        response = self._response(outputs, final=final)
-        return b"".join((RESPONSE_TAG, _varint(len(response)), response))
+        parts = self._parts(outputs, final=final)
+        return b"".join((RESPONSE_TAG, _varint(sum(map(len, parts))), *parts))
 
     def failed(self, message: str, *, final: bool) -> bytes:
         """A ModelStreamInferResponse that says what went wrong; the stream goes on."""
@@ -81,7 +81,8 @@ class ResponseWriter:
         data: bytes = response.SerializeToString()
         return data
 
-    def _response(self, outputs: Sequence[Output], *, final: bool | None) -> bytes:
+    def _parts(self, outputs: Sequence[Output], *, final: bool | None) -> list[bytes]:
+        """A ModelInferResponse in pieces."""
         key: tuple[object, ...] = (final,)
         for name, _, shape, _ in outputs:
             key += (name, shape)
@@ -91,9 +92,9 @@ class ResponseWriter:
                 self._heads.clear()
             head = self._heads[key] = self._head(outputs, final=final).SerializeToString()
         parts = [head]
-        for output in outputs:
-            parts += (RAW_TAG, _varint(len(output.data)), output.data)
-        return b"".join(parts)
+        for _, _, _, data in outputs:
+            parts += (RAW_TAG, _varint(len(data)), data)
+        return parts
 
     def _head(self, outputs: Sequence[Output], *, final: bool | None) -> kserve.ModelInferResponse:
         head = kserve.ModelInferResponse(

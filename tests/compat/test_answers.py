@@ -1,0 +1,157 @@
+"""What is sent is what the messages of the protocol would be, however it was put together."""
+
+from __future__ import annotations
+
+import random
+import struct
+
+import pytest
+from tritonclient.grpc import service_pb2 as kserve
+from trtmesh.chassis.errors import InternalError, TrtmeshError
+from trtmesh.router.client_stream import Waiting, WaitingEvent, WaitingTokens
+from trtmesh.router.request import parse_request
+from trtmesh.router.settings import TritonSettings
+from trtmesh.router.triton.answers import Answers
+from trtmesh.router.triton.calls import read_call, to_request
+from trtmesh.router.triton.models import triton_models
+from trtmesh.router.triton.outputs import OutputBuilder
+from trtmesh.router.triton.plain_text import PlainText
+from trtmesh.router.triton.wire import Output, ResponseWriter, text_data
+from trtmesh.v1 import router_pb2 as router_pb
+
+MODELS = triton_models(TritonSettings())
+
+
+def text(data: str) -> Output:
+    return Output("text_output", "BYTES", (1,), text_data([data]))
+
+
+def ids(count: int) -> Output:
+    return Output("output_ids", "INT32", (1, 1, count), struct.pack(f"<{count}i", *range(count)))
+
+
+RESPONSES = [
+    [],
+    [text("")],
+    [text("a")],
+    [text("ü" * 100_000)],
+    [text("b"), ids(3)],
+    # The shape is another one, so nothing of the one before may be taken.
+    [text("b"), ids(70_000)],
+    [ids(0)],
+]
+
+
+@pytest.mark.parametrize("final", [True, False, None])
+def test_responses_are_the_messages_of_the_protocol(final: bool | None) -> None:
+    writer = ResponseWriter("ensemble", "a name, ü")
+    for outputs in [*RESPONSES, *RESPONSES]:
+        expected = kserve.ModelInferResponse(
+            model_name="ensemble", model_version="1", id="a name, ü"
+        )
+        if final is not None:
+            expected.parameters["triton_final_response"].bool_param = final
+        for output in outputs:
+            expected.outputs.add(name=output.name, datatype=output.data_type, shape=output.shape)
+            expected.raw_output_contents.append(output.data)
+        if final is None:
+            assert kserve.ModelInferResponse.FromString(writer.unary(outputs)) == expected
+        else:
+            whole = kserve.ModelStreamInferResponse(infer_response=expected)
+            streamed = writer.streamed(outputs, final=final)
+            assert kserve.ModelStreamInferResponse.FromString(streamed) == whole
+            assert len(streamed) == whole.ByteSize()
+
+
+def to_error(failed: router_pb.ItemFailed) -> TrtmeshError:
+    return InternalError(failed.error.message)
+
+
+def some_news(random_: random.Random) -> list[list[Waiting]]:
+    """What is taken of a stream, message by message, up to its end."""
+    events: list[Waiting] = [
+        WaitingEvent(router_pb.GenerateEvent(accepted=router_pb.RequestAccepted()), 0),
+        WaitingEvent(router_pb.GenerateEvent(item_started=router_pb.ItemStarted(seed=1)), 0),
+    ]
+    for offset in range(random_.randrange(5)):
+        texts = [random_.choice(["", "a", "ü"]) for _ in range(random_.choice([1, 1, 2]))]
+        events.append(WaitingTokens(0, 0, offset, [offset], texts, None, 5))
+    ending = router_pb.GenerateEvent(item_finished=router_pb.ItemFinished())
+    if random_.random() < 0.4:
+        ending = router_pb.GenerateEvent(item_failed=router_pb.ItemFailed())
+        ending.item_failed.error.message = "it broke"
+    else:
+        finished = router_pb.GenerateEvent(sequence_finished=router_pb.SequenceFinished())
+        events.append(WaitingEvent(finished, 0))
+    events.append(WaitingEvent(ending, 0))
+    messages: list[list[Waiting]] = [[]]
+    for event in events:
+        if random_.random() < 0.6:
+            messages.append([])
+        messages[-1].append(event)
+    return messages
+
+
+@pytest.mark.parametrize("name", ["ensemble", "tensorrt_llm_bls"])
+def test_plain_texts_are_answered_like_everything_else(name: str) -> None:
+    model = MODELS[name]
+    sent = kserve.ModelInferRequest(model_name=name)
+    for tensor, data_type, data in (
+        ("text_input", "BYTES", b"\1\0\0\0x"),
+        ("max_tokens", "INT32", b"\5\0\0\0"),
+        ("stream", "BOOL", b"\1"),
+    ):
+        sent.inputs.add(name=tensor, datatype=data_type, shape=(1, 1))
+        sent.raw_input_contents.append(data)
+    call = read_call(model, sent)
+    request = parse_request(to_request(call), "", 1)
+    builder = OutputBuilder(call, request)
+    assert builder.one_text_only
+    seen = set()
+    for seed in range(500):
+        everything = Answers(call, request, builder, to_error)
+        plain = PlainText(to_error, final_alone=model.final_alone)
+        writer = ResponseWriter(name, "")
+        for message in some_news(random.Random(seed)):
+            everything.see(message)
+            plain.see(message)
+            assert not everything.texts_to_complete()
+            assert not plain.texts_to_complete()
+            expected, answers = everything.take(), plain.take()
+            assert [(a.final, a.only_end, str(a.error)) for a in answers] == [
+                (a.final, a.only_end, str(a.error)) for a in expected
+            ], seed
+            assert [writer.unary(a.outputs) for a in answers] == [
+                writer.unary(a.outputs) for a in expected
+            ], seed
+            seen |= {(bool(a.outputs), a.final, a.only_end, bool(a.error)) for a in answers}
+    assert len(seen) == 3, seen
+
+
+@pytest.mark.parametrize(
+    ("flag", "outputs", "only"),
+    [
+        ("", [], True),
+        ("", ["text_output"], True),
+        ("", ["cum_log_probs"], False),
+        ("return_log_probs", [], False),
+        ("return_num_output_tokens", [], False),
+    ],
+)
+def test_plain_texts_are_those_with_nothing_beside_them(
+    flag: str, outputs: list[str], only: bool
+) -> None:
+    sent = kserve.ModelInferRequest(model_name="ensemble")
+    for tensor, data_type, data in (
+        ("text_input", "BYTES", b"\1\0\0\0x"),
+        ("max_tokens", "INT32", b"\5\0\0\0"),
+        (flag, "BOOL", b"\1"),
+    ):
+        if tensor:
+            sent.inputs.add(name=tensor, datatype=data_type, shape=(1, 1))
+            sent.raw_input_contents.append(data)
+    for name in outputs:
+        sent.outputs.add(name=name)
+    call = read_call(MODELS["ensemble"], sent)
+    builder = OutputBuilder(call, parse_request(to_request(call), "", 1))
+    assert builder.one_text_only is only
