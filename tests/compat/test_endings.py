@@ -190,6 +190,20 @@ async def test_whatever_the_ending_nothing_is_left(mesh: Mesh, triton: Triton) -
     await mesh.idle()
 
 
+async def test_a_timeout_cuts_no_message(triton: Triton) -> None:
+    """At any moment of a stream: what is on its way arrives, and behind it the error."""
+    random_ = random.Random(3)
+
+    async def time_out() -> None:
+        timeout = random_.randrange(1, 80_000)
+        *before, last = await triton.stream("tensorrt_llm_bls", LONG, timeout=timeout)
+        assert not [response.error for response in before if response.error]
+        assert f"timeout of {timeout / 1e6} s" in last.error
+
+    for _ in range(2):
+        await asyncio.gather(*(time_out() for _ in range(60)))
+
+
 async def test_a_full_queue_is_said_as_triton_says_it() -> None:
     limits = (
         "--max-running-items",

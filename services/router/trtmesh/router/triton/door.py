@@ -128,6 +128,8 @@ class _InferStream:
         self._context = context
         self._errors_end_it = errors_end_it
         self._writing = asyncio.Lock()
+        self._cut_off = False
+        """Whether a write was cancelled on its way: nothing can be written behind it, so the stream must end."""
         self._room = asyncio.Semaphore(MOST_REQUESTS_OF_A_STREAM)
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -190,14 +192,20 @@ class _InferStream:
         self, writer: ResponseWriter, error: TrtmeshError, *, final: bool
     ) -> None:
         log.info("request refused: %s: %s", error.reason, error.message)
-        if self._errors_end_it:
+        if self._errors_end_it or self._cut_off:
             raise error
         await self._write(writer.failed(error.message, final=final))
 
     async def _write(self, message: bytes) -> None:
         # One write at a time is what a stream takes.
         async with self._writing:
-            await self._context.write(message)
+            if self._cut_off:
+                raise asyncio.CancelledError
+            try:
+                await self._context.write(message)
+            except asyncio.CancelledError:
+                self._cut_off = True
+                raise
 
 
 def _metadata_of(context: _Context) -> dict[str, str]:

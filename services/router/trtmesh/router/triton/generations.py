@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from trtmesh.chassis.error_wire import from_proto
 from trtmesh.chassis.errors import (
@@ -27,6 +28,7 @@ from trtmesh.router.triton.statistics import Counting
 from trtmesh.router.triton.texts import Texts, TextsOf
 from trtmesh.v1 import router_pb2 as router_pb
 
+T = TypeVar("T")
 Send = Callable[[Answer], Awaitable[None]]
 
 
@@ -75,16 +77,16 @@ class Generations:
         try:
             request = self._validate(call)
             answers = self._answers_of(call, request)
-            async with (
-                _time_limit(call.timeout_seconds),
-                self._requests.open(request, caller.remaining_seconds, caller.api_key) as live,
-            ):
+            limit = TimeLimit(call.timeout_seconds)
+            async with self._requests.open(
+                request, caller.remaining_seconds, caller.api_key
+            ) as live:
                 outcome = "cancelled"
                 with (
                     counting.generating(live, answers),
                     self._known_as(call.request_id, live),
                 ):
-                    await self._forward(live, answers, self._texts_of(call.model), send)
+                    await self._forward(live, answers, self._texts_of(call.model), limit, send)
                 outcome = "complete"
         finally:
             self._metrics.requests[outcome] += 1
@@ -130,11 +132,16 @@ class Generations:
                 del self._named[name]
 
     async def _forward(
-        self, live: LiveRequest, answers: Answers | PlainText, texts: Texts, send: Send
+        self,
+        live: LiveRequest,
+        answers: Answers | PlainText,
+        texts: Texts,
+        limit: TimeLimit,
+        send: Send,
     ) -> None:
         """Sends what comes until all rows are over."""
         try:
-            while (waiting := await live.client.take()) is not None:
+            while (waiting := await limit.keep(live.client.take())) is not None:
                 answers.see(waiting)
                 for row, sequence in answers.texts_to_complete():
                     sequence.texts = [await _whole_text(texts, row, sequence)]
@@ -147,14 +154,33 @@ class Generations:
             raise live.ended from None
 
 
-@asynccontextmanager
-async def _time_limit(seconds: float | None) -> AsyncIterator[None]:
-    """The request parameter `timeout`."""
-    try:
-        async with asyncio.timeout(seconds):
-            yield
-    except TimeoutError:
-        raise DeadlineExceeded(f"the request took longer than its timeout of {seconds} s") from None
+class TimeLimit:
+    """The request parameter `timeout`, from now on."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+        self._deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
+
+    def keep(self, waiting: Coroutine[Any, Any, T]) -> Awaitable[T]:
+        """What `waiting` comes to. Raises DeadlineExceeded when time is up before that.
+
+        A wait alone may be cut off: a write that is cut off leaves its stream unusable.
+        """
+        return waiting if self._deadline is None else self._within(waiting, self._deadline)
+
+    async def _within(self, waiting: Coroutine[Any, Any, T], deadline: float) -> T:
+        try:
+            async with asyncio.timeout_at(deadline):
+                # A client that always has something to read is no reason to go on for ever.
+                await asyncio.sleep(0)
+                return await waiting
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the request took longer than its timeout of {self._seconds} s"
+            ) from None
+        finally:
+            # It may not even have begun.
+            waiting.close()
 
 
 async def _whole_text(texts: Texts, row: RowOutput, sequence: SequenceOutput) -> str:
