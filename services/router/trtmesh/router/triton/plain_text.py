@@ -23,7 +23,8 @@ class PlainText:
         self._texts: list[str] = []
         self._fresh = False
         self._over = False
-        self._error: TrtmeshError | None = None
+        self.error: TrtmeshError | None = None
+        """Of the only row."""
 
     def see(self, waiting: Sequence[Waiting]) -> None:
         """Takes what happened."""
@@ -37,7 +38,7 @@ class PlainText:
                     self._over = True
                 elif event.HasField("item_failed"):
                     self._over = True
-                    self._error = self._item_error(event.item_failed)
+                    self.error = self._item_error(event.item_failed)
 
     def texts_to_complete(self) -> Sequence[tuple[RowOutput, SequenceOutput]]:
         """None: the prompt is no part of what is streamed."""
@@ -48,8 +49,8 @@ class PlainText:
         if not self._over:
             return [Answer(self._text())] if self._fresh else []
         answers = [Answer(self._text())] if self._fresh else []
-        if self._error is not None:
-            answers.append(Answer(error=self._error))
+        if self.error is not None:
+            answers.append(Answer(error=self.error))
         if self._final_alone:
             return [*answers, Answer(final=True, only_end=True)]
         *others, last = answers or [Answer(self._text())]

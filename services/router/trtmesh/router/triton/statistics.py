@@ -27,6 +27,7 @@ from trtmesh.router.triton.answers import Answers
 from trtmesh.router.triton.calls import Call
 from trtmesh.router.triton.forms import Kind
 from trtmesh.router.triton.models import MODEL_VERSION, Model
+from trtmesh.router.triton.plain_text import PlainText
 from trtmesh.router.triton.token_lengths import TokenLengths
 
 FAILURE_REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
@@ -75,7 +76,7 @@ class Counting:
         self._began_ns = time.monotonic_ns()
 
     @contextmanager
-    def generating(self, live: LiveRequest, answers: Answers) -> Iterator[None]:
+    def generating(self, live: LiveRequest, answers: Answers | PlainText) -> Iterator[None]:
         """It is a request of the mesh while inside, and what it took is known at the end."""
         self._live = live
         try:
