@@ -119,6 +119,48 @@ async def test_the_llmapi_model(triton: Triton, text: str) -> None:
     assert responses[-1].outputs["cumulative_logprob"].item() < 0
 
 
+def infer(stack: Stack, *arguments: str) -> list[str]:
+    """The lines that the command line client printed."""
+    result = trtmesh(
+        "triton", "infer", "--url", stack.wait_ready(), "--max-tokens", "5", *arguments
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+async def test_the_command_line_client_prints_what_else_there_is(stack: Stack) -> None:
+    details = ("--log-probs", "--generation-logits", "--context-logits", "--perf-metrics")
+    ids = ("--ids", "5 6 7", *details)
+    lines = infer(stack, *ids)
+    shapes = dict(line.split(": ")[0].split(" ", 1) for line in lines)
+    assert shapes["output_ids"] == "[1, 1, 5]"
+    assert shapes["output_log_probs"] == "[1, 1, 5]"
+    assert shapes["generation_logits"] == f"[1, 1, 5, {DEMO_VOCABULARY}]"
+    assert shapes["context_logits"] == f"[1, 3, {DEMO_VOCABULARY}]"
+    assert {"cum_log_probs", "last_token_time_ns"} <= set(shapes)
+    # What was streamed is the same, put together.
+    whole = infer(stack, *ids, "--model", "tensorrt_llm_whole", "--exclude-input")
+    for name in ("output_ids", "sequence_length"):
+        assert [line for line in lines if line.startswith(name)] == [
+            line for line in whole if line.startswith(name)
+        ]
+
+
+async def test_the_command_line_client_tells_beams_and_rows_apart(stack: Stack) -> None:
+    beams = ("--beam-width", "2", "--exclude-input", "def f(", "class A")
+    whole = "\n".join(infer(stack, *beams, "--model", "ensemble_whole", "--batch"))
+    tags = [f"[{row}.{beam}] " for row in (0, 1) for beam in (0, 1)]
+    assert [tag for tag in tags if tag in whole] == tags
+    assert "\n".join(infer(stack, *beams, "--batch", "--no-stream")) == whole
+    assert sorted(infer(stack, *beams, "--stream")) == sorted(whole.splitlines())
+
+
+async def test_the_command_line_client_asks_the_llmapi_model(stack: Stack, text: str) -> None:
+    lines = infer(stack, "--model", "llm", "--max-tokens", str(TOKENS), "--log-probs", PROMPT)
+    assert "\n".join(lines).startswith(text)
+    assert lines[-1].startswith("cumulative_logprob [1]: -")
+
+
 async def test_two_models_of_the_mesh(tmp_path: Path) -> None:
     """A repository with two engines: imported into a file, which starts a stack with engines of both."""
     directory = five_models(tmp_path / "models")

@@ -12,6 +12,7 @@ from trtmesh.cli.replay import replay
 from trtmesh.cli.requests import requests
 from trtmesh.cli.status import status
 from trtmesh.cli.top import top
+from trtmesh.cli.triton_infer import triton
 from trtmesh.cli.up import up
 from trtmesh.cli.workers import workers
 
@@ -23,5 +24,5 @@ app = typer.Typer(
 )
 for command in (up, import_triton, generate, status, top, explain, replay, demo):
     app.command()(command)
-for group in (workers, requests, policy):
+for group in (workers, requests, policy, triton):
     app.add_typer(group)

@@ -1,0 +1,48 @@
+"""A server of the KServe protocol, asked over grpc.aio with the protocol's own messages."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from trtmesh.client.connection import Connection, typed_errors
+
+SERVICE = "/inference.GRPCInferenceService/"
+
+
+class TritonConnection(Connection):
+    """One connection, open inside `async with`. Failures are TrtmeshErrors."""
+
+    async def model_config(self, model: str) -> Any:
+        """The ModelConfig of a model."""
+        # The messages come with numpy, which other commands start without.
+        from tritonclient.grpc import service_pb2
+
+        call = self.channel.unary_unary(
+            f"{SERVICE}ModelConfig",
+            request_serializer=service_pb2.ModelConfigRequest.SerializeToString,
+            response_deserializer=service_pb2.ModelConfigResponse.FromString,
+        )
+        with typed_errors():
+            response: Any = await call(service_pb2.ModelConfigRequest(name=model))
+        return response.config
+
+    async def stream(
+        self, requests: AsyncIterator[Any], timeout_seconds: float | None
+    ) -> AsyncIterator[Any]:
+        """Each ModelStreamInferResponse, until all requests are over. Leaving it early cancels them."""
+        from tritonclient.grpc import service_pb2
+
+        open_stream: grpc.aio.StreamStreamMultiCallable[Any, Any] = self.channel.stream_stream(
+            f"{SERVICE}ModelStreamInfer",
+            request_serializer=service_pb2.ModelInferRequest.SerializeToString,
+            response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
+        )
+        call = open_stream(requests, timeout=timeout_seconds)
+        try:
+            with typed_errors():
+                async for response in call:
+                    yield response
+        finally:
+            call.cancel()

@@ -1,0 +1,151 @@
+"""How the responses of Triton models are printed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trtmesh.cli.output import printable, put, say_error
+from trtmesh.cli.triton_tensors import Tensor
+
+SHOWN = 8
+"""Elements of a tensor that are shown of each end."""
+INDEXES = ("batch_index", "sequence_index")
+TOKEN_AXIS = 2
+"""Of the outputs that have an element a token: [row, beam, token, ...]."""
+OF_TOKENS = ("output_ids", "output_log_probs", "generation_logits")
+
+
+@dataclass(slots=True)
+class _Told:
+    """What the responses to one request said so far of one row and sequence."""
+
+    texts: list[str] = field(default_factory=list)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, outputs: Sequence[Tensor], *, accumulates: bool) -> str:
+        """Takes a response; returns what of its first text is new."""
+        fresh = ""
+        for tensor in outputs:
+            if tensor.name == "text_output":
+                fresh = self._add_texts(tensor.elements, accumulates=accumulates)
+            elif tensor.name not in INDEXES:
+                self.tensors[tensor.name] = _joined(self.tensors.get(tensor.name), tensor)
+        return fresh
+
+    def _add_texts(self, texts: Sequence[str], *, accumulates: bool) -> str:
+        """Beams come as a whole each time; a single text does if it accumulates."""
+        before = self.texts[0] if self.texts else ""
+        if len(texts) == 1 and not accumulates:
+            self.texts = [before + texts[0]]
+        else:
+            self.texts = list(texts)
+        return self.texts[0].removeprefix(before) if self.texts else ""
+
+
+class TritonPrinter:
+    """A single text is printed as it comes; all else when its request is over, each behind its row and beam."""
+
+    def __init__(self, prompts: Sequence[int], *, accumulates: bool, as_json: bool) -> None:
+        """`prompts` are those of each request."""
+        self._prompts = prompts
+        self._accumulates = accumulates
+        self._as_json = as_json
+        self._clean = printable if sys.stdout.isatty() else str
+        self._live = sum(prompts) == 1
+        self._line_open = False
+        self._told: list[dict[tuple[int, int | None], _Told]] = [{} for _ in prompts]
+
+    def show(self, index: int, outputs: Sequence[Tensor], *, final: bool) -> None:
+        """One response to the request of that index."""
+        if self._as_json:
+            told = {
+                t.name: {"datatype": t.data_type, "shape": list(t.shape), "data": t.nested()}
+                for t in outputs
+            }
+            event = {"event": "response", "request": index, "final": final, "outputs": told}
+            put(json.dumps(event, ensure_ascii=False))
+            return
+        key = _only(outputs, "batch_index", 0), _only(outputs, "sequence_index", None)
+        told_before = self._told[index].setdefault(key, _Told())
+        fresh = told_before.add(outputs, accumulates=self._accumulates)
+        if fresh and self._is_single(told_before, key[1]):
+            put(self._clean(fresh), end="")
+            self._line_open = True
+
+    def end(self, index: int) -> None:
+        """The request of that index is over."""
+        for (row, sequence), told in self._told[index].items():
+            self._end_line()
+            if not self._is_single(told, sequence):
+                self._put_texts(index, row, sequence, told.texts)
+            for name, tensor in told.tensors.items():
+                tag = "" if self._live else f"[{self._first(index) + row}] "
+                put(f"{tag}{name} {list(tensor.shape)}: {_abridged(tensor.elements)}")
+        self._told[index].clear()
+
+    def fail(self, index: int, message: str) -> None:
+        """The request of that index failed."""
+        self.end(index)
+        if self._as_json:
+            put(json.dumps({"event": "error", "request": index, "message": message}))
+        tag = f"[{self._first(index)}] " if len(self._prompts) > 1 else ""
+        say_error(tag + printable(message))
+
+    def close(self) -> None:
+        """Prints what was held back of requests that did not come to their end."""
+        for index in range(len(self._told)):
+            self.end(index)
+
+    def _put_texts(self, index: int, row: int, sequence: int | None, texts: Sequence[str]) -> None:
+        # A response of several rows has the beams of each behind each other.
+        rows = self._prompts[index] if row == 0 and len(texts) >= self._prompts[index] else 1
+        beams = max(1, len(texts) // rows)
+        for place, text in enumerate(texts):
+            tag = f"{self._first(index) + row + place // beams}"
+            tag += f".{place % beams}" if beams > 1 else ""
+            tag += "" if sequence is None else f".{sequence}"
+            put(f"[{tag}] {self._clean(text)}")
+
+    def _first(self, index: int) -> int:
+        """The first prompt of a request, as they are counted on the command line."""
+        return sum(self._prompts[:index])
+
+    def _is_single(self, told: _Told, sequence: int | None) -> bool:
+        return self._live and sequence is None and len(told.texts) == 1
+
+    def _end_line(self) -> None:
+        if self._line_open:
+            put("")
+            self._line_open = False
+
+
+def _joined(before: Tensor | None, tensor: Tensor) -> Tensor:
+    """Tokens of a single beam behind those before them; of anything else what was said last."""
+    if tensor.name == "sequence_length" and before is not None and len(tensor.elements) == 1:
+        return Tensor(
+            tensor.name, tensor.data_type, tensor.shape, [before.elements[0] + tensor.elements[0]]
+        )
+    single = tensor.name in OF_TOKENS and tensor.shape[:TOKEN_AXIS] == (1, 1)
+    if before is None or not single:
+        return tensor
+    tokens = before.shape[TOKEN_AXIS] + tensor.shape[TOKEN_AXIS]
+    shape = (1, 1, tokens, *tensor.shape[TOKEN_AXIS + 1 :])
+    return Tensor(tensor.name, tensor.data_type, shape, [*before.elements, *tensor.elements])
+
+
+def _only(outputs: Sequence[Tensor], name: str, default: Any) -> Any:
+    """The one element of an output, or the default where it is not there."""
+    return next((tensor.elements[0] for tensor in outputs if tensor.name == name), default)
+
+
+def _abridged(elements: Sequence[Any]) -> str:
+    def shown(some: Sequence[Any]) -> str:
+        return " ".join(f"{e:.6g}" if isinstance(e, float) else printable(str(e)) for e in some)
+
+    if len(elements) <= 4 * SHOWN:
+        return shown(elements)
+    return f"{shown(elements[:SHOWN])} ... {shown(elements[-SHOWN:])}"

@@ -1,0 +1,126 @@
+"""The command line client of Triton's models, against a stack with simulated engines."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+from cli.commands import running, trtmesh
+from cli.test_generate import live_requests
+
+LONG = ("--max-tokens", "30000", "--input", "end_id=-1")
+
+
+def texts(router: str, *arguments: str) -> list[str]:
+    """The lines that a command printed which went well."""
+    result = trtmesh("triton", "infer", "--url", router, *arguments)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+def native(router: str, prompt: str, tokens: int) -> str:
+    flags = ("--router", router, "--max-tokens", str(tokens), "--json")
+    events = map(json.loads, trtmesh("generate", *flags, prompt).stdout.splitlines())
+    return "".join(event["text"] for event in events if event["event"] == "tokens")
+
+
+def test_one_prompt_is_its_bare_text(router: str) -> None:
+    whole = "\n".join(texts(router, "--max-tokens", "8", "one"))
+    assert whole == native(router, "one", 8)
+    assert "\n".join(texts(router, "--max-tokens", "8", "--no-stream", "one")) == "one" + whole
+
+
+@pytest.mark.parametrize("batch", [(), ("--batch",)])
+def test_several_prompts_come_behind_their_numbers(router: str, batch: tuple[str, ...]) -> None:
+    lines = texts(router, "--max-tokens", "8", *batch, "one", "two")
+    assert sorted(lines) == [f"[{i}] {native(router, p, 8)}" for i, p in enumerate(("one", "two"))]
+
+
+def test_token_ids(router: str) -> None:
+    lines = texts(router, "--ids", "5 6,7", "--max-tokens", "4")
+    assert [line.split(":")[0] for line in lines] == [
+        "output_ids [1, 1, 4]",
+        "sequence_length [1, 1]",
+    ]
+    many = texts(router, "--ids", "5 6 7", "--ids", "8", "--max-tokens", "4", "--batch")
+    assert f"[0] {lines[0]}" in many
+    assert f"[1] {lines[0]}" not in many
+    assert len(many) == 4
+
+
+def test_json_lines(router: str) -> None:
+    lines = [json.loads(line) for line in texts(router, "--max-tokens", "4", "--json", "one")]
+    assert {line["event"] for line in lines} == {"response"}
+    assert [line["final"] for line in lines] == [False] * (len(lines) - 1) + [True]
+    text = "".join(line["outputs"]["text_output"]["data"][0] for line in lines)
+    assert text == native(router, "one", 4)
+
+
+def test_a_word_that_ends_the_text(router: str) -> None:
+    whole = native(router, "one", 20)
+    word = whole[8:12]
+    stopped = "\n".join(texts(router, "--max-tokens", "20", "--stop-word", word, "one"))
+    assert stopped == whole[: whole.index(word) + len(word)]
+
+
+def test_stopping_keeps_what_came(router: str, admin: str) -> None:
+    (text,) = texts(router, *LONG, "--stop-after-ms", "300", "--model", "tensorrt_llm_bls", "one")
+    assert text
+    # Far less than what was asked for, which takes minutes.
+    assert text.startswith(native(router, "one", 4))
+    assert live_requests(admin) == 0
+
+
+def test_stopping_several_requests_of_ids(router: str, admin: str) -> None:
+    flags = ("--ids", "5", "--ids", "6", "--stop-after-ms", "200")
+    assert len(texts(router, *LONG, *flags)) == 4
+    assert live_requests(admin) == 0
+
+
+def test_what_is_over_needs_no_stop(router: str) -> None:
+    assert texts(router, "--max-tokens", "2", "--stop-after-ms", "600000", "one")
+
+
+def test_ctrl_c_ends_the_request(router: str, admin: str) -> None:
+    with running("triton", "infer", "--url", router, "--json", *LONG, "one") as command:
+        command.wait_for('"response"')
+        assert live_requests(admin) == 1
+        command.signal(signal.SIGINT)
+        assert command.wait() == 130
+        assert "Traceback" not in "".join(command.err)
+    while live_requests(admin):
+        pass
+
+
+def test_a_request_that_fails_spares_the_others(router: str) -> None:
+    result = trtmesh("triton", "infer", "--url", router, "--max-tokens", "4", "one", "")
+    assert result.returncode == 1
+    assert result.stdout.startswith("[0] ")
+    assert "error: [1]" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "complaint"),
+    [
+        ((), 2, "give prompts"),
+        (("--ids", "a"), 2, "must be numbers"),
+        (("--input", "x", "one"), 2, "must be NAME=JSON"),
+        (("--input", "top_k=[", "one"), 2, "--input top_k"),
+        (("--input", "nothing=1", "one"), 2, "has no input for nothing"),
+        (("--input", 'top_k="a"', "one"), 2, "cannot be sent as INT32"),
+        (("--model", "tensorrt_llm", "one"), 2, "takes token ids: --ids"),
+        (("--ids", "5", "--model", "ensemble"), 2, "takes texts"),
+        (("--model", "nothing", "one"), 1, "Request for unknown model: 'nothing' is not found"),
+        (("--log-probs", "one"), 1, "output.log_probs not supported"),
+        (("--timeout", "0.3", *LONG, "one"), 1, "DEADLINE_EXCEEDED"),
+        (("--url", "127.0.0.1:1", "one"), 1, "--url names another"),
+    ],
+)
+def test_what_goes_wrong_is_said(
+    router: str, arguments: tuple[str, ...], status: int, complaint: str
+) -> None:
+    result = trtmesh("triton", "infer", *arguments, env={"TRTMESH_ROUTER": router})
+    assert result.returncode == status, result.stderr
+    assert complaint in result.stderr
+    assert "Traceback" not in result.stderr
