@@ -104,7 +104,7 @@ TEXT = SHARED | {
     "top_k": Case(5, "sampling.top_k", 5),
     "top_p": Case(0.5, "sampling.top_p", 0.5),
     "length_penalty": Case(2.0, "beam_search.length_penalty", 2.0, BEAMS),
-    "prompt_table_extra_id": Case(u64(8), "prompt_tuning.extra_ids", (8,)),
+    "prompt_table_extra_id": Case(u64(8), "prompt_tuning.extra_ids", (8,) * len(ids("a prompt"))),
     "embedding_bias_words": Case(
         ["x"], "sampling.embedding_bias_token_ids", (ids("x"),), {"embedding_bias_weights": 0.5}
     ),

@@ -119,6 +119,20 @@ async def test_the_llmapi_model(triton: Triton, text: str) -> None:
     assert responses[-1].outputs["cumulative_logprob"].item() < 0
 
 
+async def test_an_extra_id_holds_for_the_whole_prompt(triton: Triton) -> None:
+    """Equal prompts share their KV only under one id, with which the engine gets one a token."""
+    reused = []
+    for extra_id in (1, 1, 2, 2):
+        prompt = {"text_input": "def f(a, b):\n    return a + b\n\n" * 4, "max_tokens": 2}
+        more = {"prompt_table_extra_id": np.array([[extra_id]], np.uint64)}
+        response = await triton.infer(
+            "ensemble_whole", prompt | more | {"return_perf_metrics": True}
+        )
+        reused.append(response.number["kv_cache_reused_blocks"])
+    assert reused[0] == reused[2] == 0
+    assert reused[1] == reused[3] > 0
+
+
 def infer(stack: Stack, *arguments: str) -> list[str]:
     """The lines that the command line client printed."""
     result = trtmesh(

@@ -84,7 +84,7 @@ def test_every_field_of_the_router_exists_and_never_reaches_a_worker() -> None:
         "sampling.embedding_bias_token_ids",
         "sampling.embedding_bias_weights",
     }
-    config = worker_config(item, [(7, 8), (9,), (2, 3), ()], drawn_seed=11)
+    config = worker_config(item, 5, [(7, 8), (9,), (2, 3), ()], drawn_seed=11)
     assert [list(ids.ids) for ids in config.stopping.bad_token_ids] == [[1], [7, 8], [9]]
     assert [list(ids.ids) for ids in config.sampling.embedding_bias_token_ids] == [[2, 3], [4]]
     assert list(config.sampling.embedding_bias_weights) == [3.0, -1.0]

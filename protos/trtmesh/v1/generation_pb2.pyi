@@ -786,7 +786,9 @@ class PromptTuningConfig(google.protobuf.message.Message):
 
     @property
     def extra_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """One id a prompt token, distinguishing equal token ids in block identity."""
+        """One id a prompt token, distinguishing equal token ids in block identity. Of a prompt that is text a single id holds
+        for each of its tokens.
+        """
 
     def __init__(
         self,

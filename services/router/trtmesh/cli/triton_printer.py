@@ -57,7 +57,7 @@ class TritonPrinter:
         self._clean = printable if sys.stdout.isatty() else str
         self._live = sum(prompts) == 1
         self._line_open = False
-        self._told: list[dict[tuple[int, int | None], _Told]] = [{} for _ in prompts]
+        self._told: list[dict[tuple[int | None, int | None], _Told]] = [{} for _ in prompts]
 
     def show(self, index: int, outputs: Sequence[Tensor], *, final: bool) -> None:
         """One response to the request of that index."""
@@ -69,7 +69,7 @@ class TritonPrinter:
             event = {"event": "response", "request": index, "final": final, "outputs": told}
             put(json.dumps(event, ensure_ascii=False))
             return
-        key = _only(outputs, "batch_index", 0), _only(outputs, "sequence_index", None)
+        key = _only(outputs, "batch_index", None), _only(outputs, "sequence_index", None)
         told_before = self._told[index].setdefault(key, _Told())
         fresh = told_before.add(outputs, accumulates=self._accumulates)
         if fresh and self._is_single(told_before, key[1]):
@@ -83,7 +83,7 @@ class TritonPrinter:
             if not self._is_single(told, sequence):
                 self._put_texts(index, row, sequence, told.texts)
             for name, tensor in told.tensors.items():
-                tag = "" if self._live else f"[{self._first(index) + row}] "
+                tag = "" if self._live else f"[{self._first(index) + (row or 0)}] "
                 put(f"{tag}{name} {list(tensor.shape)}: {_abridged(tensor.elements)}")
         self._told[index].clear()
 
@@ -100,12 +100,14 @@ class TritonPrinter:
         for index in range(len(self._told)):
             self.end(index)
 
-    def _put_texts(self, index: int, row: int, sequence: int | None, texts: Sequence[str]) -> None:
-        # A response of several rows has the beams of each behind each other.
-        rows = self._prompts[index] if row == 0 and len(texts) >= self._prompts[index] else 1
+    def _put_texts(
+        self, index: int, row: int | None, sequence: int | None, texts: Sequence[str]
+    ) -> None:
+        # A response that names no row has all of them, the beams of each behind each other.
+        rows = self._prompts[index] if row is None else 1
         beams = max(1, len(texts) // rows)
         for place, text in enumerate(texts):
-            tag = f"{self._first(index) + row + place // beams}"
+            tag = f"{self._first(index) + (row or 0) + place // beams}"
             tag += f".{place % beams}" if beams > 1 else ""
             tag += "" if sequence is None else f".{sequence}"
             put(f"[{tag}] {self._clean(text)}")

@@ -242,11 +242,14 @@ class ItemRun:
                 self._open_sequences()
             self._search.begin_on(worker)
         self.worker = worker.name
-        config = worker_config(self._item, self._encoded.word_ids, self._live.drawn_seed)
+        encoded = self._encoded
+        config = worker_config(
+            self._item, len(encoded.token_ids), encoded.word_ids, self._live.drawn_seed
+        )
         for runs, command in submits(
             self._item,
             self._waiting,
-            self._encoded.token_ids,
+            encoded.token_ids,
             config,
             request_id=self._live.request_id,
             timeout_ms=self._live.remaining_ms(),
@@ -255,7 +258,7 @@ class ItemRun:
         if first:
             self.queue_seconds = self._live.age_seconds()
             self._events.started(
-                worker.name, config.sampling.seed, self._encoded.token_ids, self.queue_seconds
+                worker.name, config.sampling.seed, encoded.token_ids, self.queue_seconds
             )
 
     def _open_sequences(self) -> None:

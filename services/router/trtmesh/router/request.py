@@ -107,13 +107,14 @@ def _parse_item(
 
 
 def worker_config(
-    item: ItemRequest, word_ids: list[tuple[int, ...]], drawn_seed: int
+    item: ItemRequest, prompt_tokens: int, word_ids: list[tuple[int, ...]], drawn_seed: int
 ) -> pb.GenerationConfig:
     """The config for the worker: the router's fields taken out, texts replaced by ids, the seed set.
 
     `drawn_seed` is for an item that has no seed.
 
-    `word_ids` are the ids of `item.words` in the same order. A text without ids asks for nothing.
+    `word_ids` are the ids of `item.words` in the same order. A text without ids asks for nothing. One extra id of a
+    prompt that came as text holds for each of its tokens.
     """
     config = pb.GenerationConfig()
     config.CopyFrom(item.message)
@@ -125,6 +126,10 @@ def worker_config(
         pb.TokenIds(ids=ids) for ids in word_ids[:bad_texts] if ids
     )
     _replace_bias_texts(config.sampling, word_ids[bad_texts:])
+    extra_ids = config.prompt_tuning.extra_ids
+    if item.prompt.text is not None and len(extra_ids) == 1:
+        # Whoever sends a text does not know how many tokens it has.
+        extra_ids.extend([extra_ids[0]] * (prompt_tokens - 1))
     seed = item.config.sampling.seed
     config.sampling.seed = drawn_seed if seed is None else seed
     return config

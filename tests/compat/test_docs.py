@@ -1,0 +1,74 @@
+"""What `docs/triton.md` tells users to type and to write is understood."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from cli.commands import trtmesh
+from compat.repository import five_models
+from e2e.mesh import DEMO
+from trtmesh.cli.app import app
+from trtmesh.router.settings import TritonSettings
+from trtmesh.router.triton.models import triton_models
+from trtmesh.router.triton_repository.fields import refusal
+
+PAGE = (Path(__file__).parents[2] / "docs" / "triton.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```(\w*)\n(.*?)```", PAGE, re.DOTALL)
+COMMANDS = [
+    line.removeprefix("trtmesh ")
+    for language, block in BLOCKS
+    if not language
+    for line in block.splitlines()
+    if line.startswith("trtmesh ")
+]
+
+
+def test_the_page_has_commands() -> None:
+    assert len(COMMANDS) >= 9
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_command_line_is_understood(line: str) -> None:
+    """Parses as the command does, without running it; what it does not know raises."""
+    words = shlex.split(line, comments=True)
+    # Any: typer brings its own click or uses the installed one, by its version.
+    command: Any = typer.main.get_command(app)
+    context: Any = None
+    while hasattr(command, "resolve_command"):
+        context = command.context_class(command, info_name=command.name, parent=context)
+        _, command, words = command.resolve_command(context, words)
+    assert command.make_context(command.name, words, parent=context).params
+
+
+def test_what_the_import_prints(tmp_path: Path) -> None:
+    """Each line of the page comes out for a repository like the page's, with its directories for the test's."""
+    values = {"sink_token_length": "4", "tokenizer_dir": "/hf/llama"}
+    directory = five_models(tmp_path / "models", values)
+    file = tmp_path / "mesh.yaml"
+    result = trtmesh("import-triton", str(directory), "--model", str(DEMO), "--output", str(file))
+    assert result.returncode == 0, result.stderr
+    printed = result.stdout.replace(str(DEMO), "/hf/llama").replace(str(file), "mesh.yaml")
+    (told,) = [block for _, block in BLOCKS if block.startswith("ensemble:")]
+    for line in told.splitlines():
+        if line.startswith("  unset"):
+            assert "parameters.lora_prefetch_dir" in printed
+        elif line != "...":
+            assert line.removesuffix("[...]") in printed
+
+
+def test_the_models_of_the_page_are_ones_that_are_served() -> None:
+    (block,) = [block for language, block in BLOCKS if language == "yaml"]
+    settings = TritonSettings.model_validate(yaml.safe_load(block)["router"]["triton"])
+    models = triton_models(settings)
+    assert (models["chat"].decoupled, models["chat_whole"].max_batch_size) == (True, 8)
+    assert models["tensorrt_llm"].template == "llmapi"
+
+
+def test_pictures_of_the_page_are_refused() -> None:
+    assert all(refusal(name) for name in ("IMAGE_BYTES", "IMAGE_URL", "IMAGES", "VIDEO_BYTES"))
