@@ -14,7 +14,7 @@ from chaos.proxy import proxy_to
 from e2e.mesh import SIMULATED, WIDE_TOKENS, Mesh, StreamReader, decode, eventually, running_mesh
 from trtmesh.chassis.error_wire import REASON_METADATA_KEY
 from trtmesh.chassis.errors import Unavailable
-from trtmesh.client import Client, FinishReason, ItemResult
+from trtmesh.client import Client, FinishReason, ItemResult, Tokens
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2, router_pb2_grpc
 
@@ -91,6 +91,15 @@ async def test_a_router_is_killed(mesh: Mesh) -> None:
             await reader.tokens_here(5)
             doomed.signal(signal.SIGKILL)
             assert contents(await reader.result()) == expected
+            told = [e for e in reader.events if isinstance(e, Tokens)]
+            # Every token once: what the second router told begins where the first one's ended.
+            assert sum(len(e.token_ids) for e in told) == sum(
+                len(s.token_ids) for item in reader.items for s in item.sequences
+            )
+            assert client.address == mesh.router.address
+            print(
+                f"worst stall after a kill of a router: {reader.worst_gap_seconds() * 1000:.0f} ms"
+            )
         with pytest.raises(Unavailable):
             await single.result()
     await mesh.idle()
