@@ -233,6 +233,8 @@ LLMAPI = {
         np.array(["a"], np.object_), "sampling.logits_post_processor", "a"
     ),
     "return_cumulative_logprob": Case(np.array([True]), "output.log_probs", True),
+    "lora_id": Case(np.array([7], np.uint64), "lora.id", 7),
+    "lora_name": Case(np.array(["a"], np.object_), "lora.name", "a"),
 }
 NOT_FOR_BACKENDS = {
     "stop": "acted on by the door",
@@ -247,8 +249,6 @@ NOT_FOR_BACKENDS = {
     "return_stop_reason": "always known",
     "sampling_param_stop": "acted on by the router and a tokenizer",
     "sampling_param_exclude_input_from_output": "acted on by the door",
-    "lora_id": "refused by the door",
-    "lora_name": "refused by the door",
     "lora_path": "refused by the door",
     "lora_ckpt_source": "refused by the door",
     "text_input": "seen as the prompt's ids",

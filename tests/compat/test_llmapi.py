@@ -164,7 +164,7 @@ async def test_a_stopped_request_ends_with_what_it_has(mesh: Mesh, triton: Trito
 @pytest.mark.parametrize(
     ("tensors", "complaint"),
     [
-        ({"lora_id": one(1, np.uint64)}, "lora_id, lora_name, and lora_path must all be provided"),
+        ({"lora_id": one(1, np.uint64)}, "lora.id not supported"),
         (
             {"lora_id": one(1, np.uint64), "lora_name": text("a"), "lora_path": text("/a")},
             "no adapter from a path",

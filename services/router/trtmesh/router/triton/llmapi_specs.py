@@ -37,10 +37,6 @@ def _adapter_path(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -
     )
 
 
-def _adapter_alone(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
-    raise InvalidRequest("lora_id, lora_name, and lora_path must all be provided together")
-
-
 def _one(name: str, data_type: str, where: put.Put | None) -> InputSpec:
     return InputSpec(name, (data_type,), ONE, put=where)
 
@@ -65,11 +61,10 @@ LLMAPI_INPUTS = (
     _one("return_stop_reason", "BOOL", None),
     _one("return_cumulative_logprob", "BOOL", put.value("output.log_probs")),
     _one("stop", "BOOL", None),
-    # The path first: it is what cannot be had, whether the others come with it or not.
+    _one("lora_id", "UINT64", put.value("lora.id")),
+    _one("lora_name", "BYTES", put.text("lora.name")),
     _one("lora_path", "BYTES", _adapter_path),
-    _one("lora_id", "UINT64", _adapter_alone),
-    _one("lora_name", "BYTES", _adapter_alone),
-    _one("lora_ckpt_source", "BYTES", _adapter_alone),
+    _one("lora_ckpt_source", "BYTES", _adapter_path),
 )
 """What the llmapi model takes."""
 
