@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import random
 import struct
+from dataclasses import replace
 
 import pytest
 from tritonclient.grpc import service_pb2 as kserve
-from trtmesh.chassis.errors import InternalError, TrtmeshError
+from trtmesh.chassis.errors import DeadlineExceeded, InternalError, TrtmeshError
 from trtmesh.router.client_stream import Waiting, WaitingEvent, WaitingTokens
 from trtmesh.router.request import parse_request
 from trtmesh.router.settings import TritonSettings
 from trtmesh.router.triton.answers import Answers
-from trtmesh.router.triton.calls import read_call, to_request
-from trtmesh.router.triton.models import triton_models
+from trtmesh.router.triton.calls import Call, read_call, to_request
+from trtmesh.router.triton.models import Model, triton_models
 from trtmesh.router.triton.outputs import OutputBuilder
 from trtmesh.router.triton.plain_text import PlainText
 from trtmesh.router.triton.wire import Output, ResponseWriter, text_data
+from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
 MODELS = triton_models(TritonSettings())
@@ -81,7 +83,11 @@ def some_news(random_: random.Random) -> list[list[Waiting]]:
         ending = router_pb.GenerateEvent(item_failed=router_pb.ItemFailed())
         ending.item_failed.error.message = "it broke"
     else:
-        finished = router_pb.GenerateEvent(sequence_finished=router_pb.SequenceFinished())
+        reason = random_.choice([pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_CANCELLED])
+        ending.item_finished.reason = reason
+        finished = router_pb.GenerateEvent(
+            sequence_finished=router_pb.SequenceFinished(reason=reason)
+        )
         events.append(WaitingEvent(finished, 0))
     events.append(WaitingEvent(ending, 0))
     messages: list[list[Waiting]] = [[]]
@@ -92,10 +98,8 @@ def some_news(random_: random.Random) -> list[list[Waiting]]:
     return messages
 
 
-@pytest.mark.parametrize("name", ["ensemble", "tensorrt_llm_bls"])
-def test_plain_texts_are_answered_like_everything_else(name: str) -> None:
-    model = MODELS[name]
-    sent = kserve.ModelInferRequest(model_name=name)
+def streaming_call(model: Model) -> Call:
+    sent = kserve.ModelInferRequest(model_name=model.name)
     for tensor, data_type, data in (
         ("text_input", "BYTES", b"\1\0\0\0x"),
         ("max_tokens", "INT32", b"\5\0\0\0"),
@@ -103,7 +107,12 @@ def test_plain_texts_are_answered_like_everything_else(name: str) -> None:
     ):
         sent.inputs.add(name=tensor, datatype=data_type, shape=(1, 1))
         sent.raw_input_contents.append(data)
-    call = read_call(model, sent)
+    return read_call(model, sent)
+
+
+@pytest.mark.parametrize("name", ["ensemble", "tensorrt_llm_bls"])
+def test_plain_texts_are_answered_like_everything_else(name: str) -> None:
+    model, call = MODELS[name], streaming_call(MODELS[name])
     request = parse_request(to_request(call), "", 1)
     builder = OutputBuilder(call, request)
     assert builder.one_text_only
@@ -126,6 +135,33 @@ def test_plain_texts_are_answered_like_everything_else(name: str) -> None:
             ], seed
             seen |= {(bool(a.outputs), a.final, a.only_end, bool(a.error)) for a in answers}
     assert len(seen) == 3, seen
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_what_a_worker_cut_off_is_no_whole_text(decoupled: bool) -> None:
+    """It cancels by itself only what runs out of time."""
+    call = streaming_call(MODELS["ensemble"])
+    request = parse_request(to_request(call), "", 1)
+    call = replace(call, model=replace(call.model, decoupled=decoupled))
+    reason = pb.FINISH_REASON_CANCELLED
+    news: list[Waiting] = [
+        WaitingTokens(0, 0, 0, [7], ["a"], None, 4),
+        WaitingEvent(
+            router_pb.GenerateEvent(sequence_finished=router_pb.SequenceFinished(reason=reason)), 0
+        ),
+        WaitingEvent(
+            router_pb.GenerateEvent(item_finished=router_pb.ItemFinished(reason=reason)), 0
+        ),
+    ]
+    collected = Answers(call, request, OutputBuilder(call, request), to_error)
+    plain = PlainText(to_error, final_alone=False)
+    for answers in [collected, plain] if decoupled else [collected]:
+        answers.see(news)
+        *before, last = answers.take()
+        assert [answer.outputs for answer in before] == ([[text("a")]] if decoupled else [])
+        assert (last.outputs, last.final) == ((), True)
+        assert isinstance(last.error, DeadlineExceeded)
+        assert answers.error is last.error
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from trtmesh.chassis.errors import InternalError, TrtmeshError
+from trtmesh.chassis.errors import DeadlineExceeded, InternalError, TrtmeshError
 from trtmesh.router.client_stream import Waiting, WaitingTokens
 from trtmesh.router.request import GenerationRequest
 from trtmesh.router.triton.calls import Call
@@ -13,6 +13,7 @@ from trtmesh.router.triton.forms import Kind
 from trtmesh.router.triton.llmapi import LlmApiOutputs
 from trtmesh.router.triton.outputs import Block, OutputBuilder, RowOutput, SequenceOutput
 from trtmesh.router.triton.wire import Output
+from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
 
@@ -27,6 +28,17 @@ class Answer(NamedTuple):
 
 ItemError = Callable[[router_pb.ItemFailed], TrtmeshError]
 """The error of a failed item as Triton's clients know it."""
+
+
+def cut_off_error(reasons: Iterable[int]) -> TrtmeshError | None:
+    """The error of an item whose sequences ended for `reasons`, None where they came to ends of their own.
+
+    Whoever hears of it still reads, so it was cancelled by the worker, which has the deadline of the call too. No
+    output of these models could say so, and a text that was cut off must not look like a whole one.
+    """
+    if pb.FINISH_REASON_CANCELLED not in reasons:
+        return None
+    return DeadlineExceeded("the deadline of the call passed before the request was complete")
 
 
 class Answers:
@@ -93,7 +105,8 @@ class Answers:
                     sequence.cumulative_log_prob = finished.cumulative_log_prob
             case "item_finished":
                 row.perf_metrics = event.item_finished.perf_metrics
-                self._end(row, None)
+                ends = [sequence.finish_reason for sequence in row.sequences]
+                self._end(row, cut_off_error((event.item_finished.reason, *ends)))
             case "item_failed":
                 self._end(row, self._item_error(event.item_failed))
 

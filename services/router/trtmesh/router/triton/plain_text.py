@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.router.client_stream import Waiting, WaitingTokens
-from trtmesh.router.triton.answers import Answer, ItemError
+from trtmesh.router.triton.answers import Answer, ItemError, cut_off_error
 from trtmesh.router.triton.outputs import TEXT_OUTPUT, RowOutput, SequenceOutput
 from trtmesh.router.triton.wire import Output, text_data
 
@@ -36,6 +36,7 @@ class PlainText:
                 event = entry.event
                 if event.HasField("item_finished"):
                     self._over = True
+                    self.error = cut_off_error((event.item_finished.reason,))
                 elif event.HasField("item_failed"):
                     self._over = True
                     self.error = self._item_error(event.item_failed)
