@@ -66,6 +66,22 @@ async def test_rows_of_a_batch_come_back_in_their_order(mesh: Mesh, triton: Trit
     assert "batch_index" not in response.outputs
 
 
+async def test_each_row_says_whether_the_prompt_is_part_of_its_text(
+    mesh: Mesh, triton: Triton
+) -> None:
+    tensors = {"text_input": texts("one", "two"), "max_tokens": column(5, 5)}
+    items = await mesh.client.complete(["one", "two"], max_tokens=5)
+    new = [item.text for item in items]
+    for excluded, expected in (
+        ([[True], [False]], [new[0], "two" + new[1]]),
+        ([[False], [True]], ["one" + new[0], new[1]]),
+    ):
+        response = await triton.infer(
+            "ensemble", tensors | {"exclude_input_in_output": np.array(excluded)}
+        )
+        assert response.outputs["text_output"].tolist() == [text.encode() for text in expected]
+
+
 async def test_ragged_rows_of_ids(mesh: Mesh, triton: Triton) -> None:
     ids = np.array([[11, 12, 13, 14], [21, 22, 0, 0]], dtype=np.int32)
     tensors = {
@@ -174,6 +190,30 @@ async def test_the_five_models_in_a_row(triton: Triton) -> None:
     assert decoded.outputs["OUTPUT"].tolist() == [whole.text.encode()]
 
 
+async def test_a_row_that_stopped_early_waits_for_the_others(mesh: Mesh, triton: Triton) -> None:
+    """Its text, cut and with its prompt before it, is still the same when they are over."""
+    (whole,) = await mesh.client.complete(["stop"], max_tokens=60)
+    word = decode(whole.token_ids[20:23])[1:]
+    cut = whole.text[: whole.text.index(word) + len(word)]
+    response = await triton.infer(
+        "ensemble",
+        {
+            "text_input": texts("stop", "two", "three"),
+            "max_tokens": column(60, 200, 400),
+            "stop_words": texts(word, "no such word", "no such word"),
+        },
+    )
+    assert response.outputs["text_output"].tolist()[0] == ("stop" + cut).encode()
+
+
+async def test_no_draft_tokens_are_no_speculation(mesh: Mesh, triton: Triton) -> None:
+    """Clients that do not speculate may say so."""
+    (item,) = await mesh.client.complete(["x"], max_tokens=3)
+    tensors = GOOD_TEXT | {"num_draft_tokens": 0, "use_draft_logits": False}
+    response = await triton.infer("tensorrt_llm_bls", tensors)
+    assert response.text == "x" + item.text
+
+
 async def test_preprocessing_pads_and_formats(mesh: Mesh, triton: Triton) -> None:
     response = await triton.infer(
         "preprocessing",
@@ -220,6 +260,7 @@ async def failure(triton: Triton, model: str, tensors: dict[str, object]) -> tup
 
 GOOD_IDS = {"input_ids": [1, 2], "input_lengths": 2, "request_output_len": 3}
 GOOD_TEXT = {"text_input": "x", "max_tokens": 3}
+TWO_ROWS = {"text_input": texts("one", "two"), "max_tokens": column(3, 3)}
 FAILURES = [
     ("ensemble", GOOD_TEXT | {"stream": True}, "INTERNAL",
      "Streaming is only supported if model is deployed using decoupled mode."),
@@ -248,6 +289,17 @@ FAILURES = [
     ("tensorrt_llm", GOOD_IDS | {"lora_task_id": 7}, "UNIMPLEMENTED", "lora.id"),
     ("ensemble", GOOD_TEXT | {"text_input": "x " * 9000}, "INTERNAL",
      "Prompt length (9001) exceeds maximum input length (8191)"),
+    ("ensemble", TWO_ROWS | {"return_log_probs": np.array([[False], [True]])}, "INVALID_ARGUMENT",
+     "input 'return_log_probs' differs between the rows of the batch"),
+    ("tensorrt_llm_bls", TWO_ROWS | {"beam_width": column(1, 2)}, "INVALID_ARGUMENT",
+     "input 'beam_width' differs between the rows of the batch"),
+    ("tensorrt_llm_bls", GOOD_TEXT | {"num_draft_tokens": 4}, "UNIMPLEMENTED", "draft.num_draft_tokens"),
+    *(("preprocessing", {"QUERY": "x", "REQUEST_OUTPUT_LEN": 3, name: value}, "UNIMPLEMENTED",
+       f"input '{name}' of model 'preprocessing' needs a vision encoder")
+      for name, value in (("IMAGE_BYTES", np.ones((1, 1, 2, 2, 3), np.uint8)),
+                          ("IMAGE_URL", "https://example.org/a.png"),
+                          ("IMAGES", ["https://example.org/a.png"]),
+                          ("VIDEO_BYTES", np.ones((1, 1, 2, 2, 3), np.uint8)))),
     ("nothing", GOOD_TEXT, "NOT_FOUND", "Request for unknown model: 'nothing' is not found"),
 ]  # fmt: skip
 

@@ -63,7 +63,12 @@ class Answers:
         self._perf_metrics = first.output.perf_metrics
         if call.streaming and call.model.accumulate and self._beams:
             raise InternalError("Accumulation of tokens is only implemented for beam width = 1")
-        self._with_prompt = call.model.kind is Kind.TEXT and not first.output.exclude_prompt
+        self._with_prompt = {
+            index
+            for index, item in enumerate(request.items)
+            if call.model.kind is Kind.TEXT and not item.config.output.exclude_prompt
+        }
+        """Rows whose text has the prompt before it."""
         self._cumulative = self._beams or call.model.accumulate
         self._touched: dict[int, TrtmeshError | None] = {}
         self._over: set[int] = set()
@@ -118,9 +123,11 @@ class Answers:
 
     def texts_to_complete(self) -> list[tuple[RowOutput, SequenceOutput]]:
         """Sequences whose text is still to get the prompt's before it, with their rows."""
-        if not self._with_prompt:
-            return []
-        rows = [self.rows[index] for index in self._newly_over if self._touched[index] is None]
+        rows = [
+            self.rows[index]
+            for index in self._newly_over & self._with_prompt
+            if self._touched[index] is None
+        ]
         return [(row, sequence) for row in rows for sequence in row.sequences]
 
     def take(self) -> list[Answer]:
@@ -152,6 +159,8 @@ class Answers:
 
     def _stacked(self) -> list[Answer]:
         """One response of all rows, when all are over."""
+        # Those that have their whole texts wait with them for the others.
+        self._newly_over.clear()
         if not self.all_over:
             return []
         errors = [error for error in self._touched.values() if error is not None]

@@ -29,6 +29,15 @@ LOGITS_DATA_TYPES = {
 FIRST_PRIORITY = 1_000_000
 """The mesh's priority of Triton's priority 0; Triton's numbers are the earlier the lower, and 0 stands for none."""
 
+ONE_FOR_ALL_ROWS = frozenset(
+    {
+        *("stop", *STREAM_INPUTS, "beam_width", "num_return_sequences", "return_log_probs"),
+        *("return_context_logits", "return_generation_logits", "return_perf_metrics"),
+        *("return_kv_cache_reuse_stats", "return_num_input_tokens", "return_num_output_tokens"),
+    }
+)
+"""Inputs that say what a response looks like, of which the rows of a request have the same."""
+
 LLMAPI_MAX_TOKENS = 32
 """New tokens where a request does not say, as in TensorRT-LLM's LLM API."""
 
@@ -50,7 +59,7 @@ class Call:
         return not self.requested or output in self.requested
 
     def flag(self, name: str) -> bool:
-        """An input of one truth value; that of the first row counts for all."""
+        """An input of one truth value, which is the same in all rows."""
         tensor = self.inputs.get(name)
         return tensor is not None and bool(tensor.scalar(0))
 
@@ -84,6 +93,7 @@ def read_call(model: Model, request: Any) -> Call:
     """The request, its tensors checked. Raises InvalidRequest."""
     specs: dict[str, Any] = dict(model.inputs)
     inputs, batch_size = read_inputs(request, specs, model.max_batch_size)
+    _check_alike(inputs, batch_size)
     requested = [output.name for output in request.outputs]
     for output in request.outputs:
         if output.name not in model.outputs:
@@ -110,6 +120,17 @@ def read_call(model: Model, request: Any) -> Call:
             if name not in requested:
                 raise InvalidRequest(f"{name} tensor must be present in list of output tensors")
     return call
+
+
+def _check_alike(inputs: Mapping[str, InputTensor], batch_size: int) -> None:
+    if batch_size == 1:
+        return
+    for name in ONE_FOR_ALL_ROWS & inputs.keys():
+        if len({inputs[name].scalar(row) for row in range(batch_size)}) > 1:
+            raise InvalidRequest(
+                f"input '{name}' differs between the rows of the batch, which are answered alike; send a request for"
+                " each of its values"
+            )
 
 
 def to_request(call: Call) -> router_pb.GenerateRequest:

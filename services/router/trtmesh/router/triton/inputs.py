@@ -96,7 +96,7 @@ BLS_INPUTS = (
     _list("image_bytes_input", "UINT8", (-1, -1, -1, -1), put.image_pixels),
     _list("image_url_input", "BYTES", ONE, put.image_urls),
     _list("video_bytes_input", "UINT8", (-1, -1, -1, -1), put.dense("multimodal.video")),
-    _one("num_draft_tokens", "INT32", put.value("draft.num_draft_tokens")),
+    _one("num_draft_tokens", "INT32", put.positive("draft.num_draft_tokens")),
     _one("use_draft_logits", "BOOL", put.value("draft.use_draft_logits")),
 )
 """What `tensorrt_llm_bls` takes."""
