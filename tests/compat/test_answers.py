@@ -155,7 +155,8 @@ def test_what_a_worker_cut_off_is_no_whole_text(decoupled: bool) -> None:
     ]
     collected = Answers(call, request, OutputBuilder(call, request), to_error)
     plain = PlainText(to_error, final_alone=False)
-    for answers in [collected, plain] if decoupled else [collected]:
+    either: list[Answers | PlainText] = [collected, plain] if decoupled else [collected]
+    for answers in either:
         answers.see(news)
         *before, last = answers.take()
         assert [answer.outputs for answer in before] == ([[text("a")]] if decoupled else [])
