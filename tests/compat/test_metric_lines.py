@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
+from dataclasses import replace
+from datetime import datetime
 
 import pytest
 from trtmesh.chassis.errors import (
@@ -16,9 +20,12 @@ from trtmesh.chassis.errors import (
     SlowClient,
     WorkerLost,
 )
+from trtmesh.router.settings import TritonSettings
 from trtmesh.router.triton.engine_metrics import EngineFigures, engine_families
 from trtmesh.router.triton.exposition import Sample, family, number
-from trtmesh.router.triton.statistics import FAILURE_REASONS, failure_reason
+from trtmesh.router.triton.metrics import TritonMetrics
+from trtmesh.router.triton.models import triton_models
+from trtmesh.router.triton.statistics import FAILURE_REASONS, Statistics, failure_reason
 from trtmesh.router.triton.token_lengths import Lengths
 
 BUSY = EngineFigures(
@@ -71,6 +78,33 @@ def test_static_batching_has_a_family_of_its_own() -> None:
         f'{name}"m",v1_specific_metric="empty_generation_slots",version="1"}} 11',
     ]
     assert not [line for line in lines if "batcher" in line]
+
+
+@pytest.mark.parametrize("static_batching", [False, True])
+def test_the_verbose_log_has_the_same_figures(
+    caplog: pytest.LogCaptureFixture, static_batching: bool
+) -> None:
+    """One JSON object for all samples of a model, when they are read."""
+    models = {"m": triton_models(TritonSettings())["tensorrt_llm"]}
+    figures = replace(BUSY, static_batching=static_batching)
+    metrics = TritonMetrics(models, Statistics(models), lambda _: figures)
+    with caplog.at_level(logging.INFO, "trtmesh"):
+        metrics.text()
+    assert not caplog.messages
+    with caplog.at_level(logging.DEBUG, "trtmesh"):
+        text = metrics.text()
+    (line,) = caplog.messages
+    told = json.loads(line.removeprefix("model tensorrt_llm: "))
+    samples = [line for line in text.splitlines() if line.startswith("nv_trt_llm_")]
+    stamps = [sample for sample in samples if "timestamp" in sample]
+    logged_at = datetime.strptime(told.pop("Timestamp"), "%m-%d-%Y %H:%M:%S.%f").astimezone()
+    assert abs(logged_at.timestamp() - int(stamps[0].rsplit(" ", 1)[1]) / 1e6) < 60
+    values = [float(sample.rsplit(" ", 1)[1]) for sample in samples if sample not in stamps]
+    assert sorted(told.values()) == sorted(values)
+    names = ("Active Request Count", "Free KV cache blocks", "Fraction used KV cache blocks")
+    assert [told[name] for name in names] == [7, 6, 0.25]
+    own = "Empty Generation Slots" if static_batching else "Paused Requests"
+    assert told[own] == (11 if static_batching else 1)
 
 
 def test_a_fraction_is_no_whole_number() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Literal, NamedTuple
 
 from trtmesh.router.triton.exposition import Number, Sample, family, labels_of
@@ -174,3 +176,46 @@ def engine_families(figures: Mapping[str, EngineFigures]) -> Iterator[str]:
             for word, read in each.values.items()
         ]
         yield family(each.name, each.text, each.kind, samples)
+
+
+_LOGGED: Mapping[str, tuple[_Family, str]] = {
+    "Active Request Count": (_REQUESTS, "active"),
+    "Max Request Count": (_REQUESTS, "max"),
+    "Scheduled Requests": (_REQUESTS, "scheduled"),
+    "Context Requests": (_REQUESTS, "context"),
+    "Waiting Requests": (_REQUESTS, "waiting"),
+    "Runtime CPU Memory Usage": (_MEMORY, "cpu"),
+    "Runtime GPU Memory Usage": (_MEMORY, "gpu"),
+    "Runtime Pinned Memory Usage": (_MEMORY, "pinned"),
+    "Max KV cache blocks": (_BLOCKS, "max"),
+    "Free KV cache blocks": (_BLOCKS, "free"),
+    "Used KV cache blocks": (_BLOCKS, "used"),
+    "Tokens per KV cache block": (_BLOCKS, "tokens_per"),
+    "Reused KV cache blocks": (_BLOCKS, "reused"),
+    "Fraction used KV cache blocks": (_BLOCKS, "fraction"),
+    "Iteration Counter": (_GENERAL, "iteration_counter"),
+    "KV cache transfer time": (_HANDOFFS, "kv_cache_transfer_ms"),
+    "Request count": (_HANDOFFS, "request_count"),
+}
+_LOGGED_INFLIGHT: Mapping[str, tuple[_Family, str]] = {
+    "Total Context Tokens": (_INFLIGHT, "total_context_tokens"),
+    "Generation Requests": (_INFLIGHT, "generation_requests"),
+    "MicroBatch ID": (_INFLIGHT, "micro_batch_id"),
+    "Paused Requests": (_INFLIGHT, "paused_requests"),
+}
+_LOGGED_V1: Mapping[str, tuple[_Family, str]] = {
+    "Total Context Tokens": (_V1, "total_context_tokens"),
+    "Total Generation Tokens": (_V1, "total_generation_tokens"),
+    "Empty Generation Slots": (_V1, "empty_generation_slots"),
+}
+"""What the backend's verbose log calls the samples."""
+
+
+def verbose_line(figures: EngineFigures) -> str:
+    """The samples of one model as the backend's verbose log has them: a JSON object with the local time."""
+    named = {**_LOGGED, **(_LOGGED_V1 if figures.static_batching else _LOGGED_INFLIGHT)}
+    told: dict[str, Number | str] = {
+        name: each.values[word](figures) for name, (each, word) in named.items()
+    }
+    told["Timestamp"] = datetime.now().astimezone().strftime("%m-%d-%Y %H:%M:%S.%f")
+    return json.dumps(told)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from trtmesh.router.triton.engine_metrics import EngineFigures, engine_families
+from trtmesh.router.triton.engine_metrics import EngineFigures, engine_families, verbose_line
 from trtmesh.router.triton.exposition import Sample, family, labels_of
 from trtmesh.router.triton.models import Model
 from trtmesh.router.triton.statistics import FAILURE_REASONS, Counts, Statistics
 from trtmesh.router.triton.token_lengths import Lengths, TokenLengths
+
+log = logging.getLogger(__name__)
 
 COUNTERS: Mapping[str, tuple[str, Callable[[Counts], int]]] = {
     "request_success": ("Number of successful inference requests", lambda c: c.succeeded),
@@ -46,8 +49,11 @@ class TritonMetrics:
         self._figures_of = figures_of
 
     def text(self) -> str:
-        """All families in Prometheus' text format."""
+        """All families in Prometheus' text format; what they tell of engines is logged too, where all is."""
         figures = {model.name: self._figures_of(model) for model in self._cores}
+        if log.isEnabledFor(logging.DEBUG):
+            for name, own in figures.items():
+                log.debug("model %s: %s", name, verbose_line(own))
         engines = engine_families(figures)
         return "".join((*self._of_requests(), *engines, *self._of_lengths()))
 
