@@ -14,6 +14,9 @@ from compat.plain_http import PlainHttp
 from compat.triton import Response, SyncStream, Triton
 from e2e.mesh import SIMULATED, WIDE_TOKENS, Mesh, running_mesh
 from tritonclient.utils import InferenceServerException
+from trtmesh.cli.triton_requests import TritonModel
+from trtmesh.router.settings import TritonSettings
+from trtmesh.router.triton.models import describe_config, triton_models
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -219,3 +222,17 @@ async def test_over_http(mesh: Mesh) -> None:
             400,
             True,
         )
+
+
+@pytest.mark.parametrize("says", [None, True, False])
+@pytest.mark.parametrize("template", ["llmapi", "tensorrt_llm_bls"])
+async def test_the_command_line_client_knows_whether_texts_accumulate(
+    template: str, says: bool | None
+) -> None:
+    models = {"m": {"template": template, "accumulate_tokens": says}}
+    model = triton_models(TritonSettings.model_validate({"models": models}))["m"]
+    config = describe_config(model)
+    assert TritonModel.of(config).accumulates == model.accumulate
+    # Triton's own models do not say it; of these the one of the LLM API does accumulate.
+    config.parameters.clear()
+    assert TritonModel.of(config).accumulates == (template == "llmapi")

@@ -48,15 +48,16 @@ class TritonModel:
 
         names = model_config_pb2.DataType
         types = {i.name: names.Name(i.data_type).removeprefix("TYPE_") for i in config.input}
-        accumulate = config.parameters["accumulate_tokens"].string_value
+        # Triton's llmapi model always does, and does not say so.
+        always = any(name.startswith("sampling_param_") for name in types)
+        accumulate = config.parameters["accumulate_tokens"].string_value or str(always).lower()
         return cls(
             config.name,
             {name: "BYTES" if kind == "STRING" else kind for name, kind in types.items()},
             [given.name for given in config.input if not given.optional],
             config.model_transaction_policy.decoupled,
             config.max_batch_size > 0,
-            # The llmapi model always does.
-            accumulate == "true" or any(name.startswith("sampling_param_") for name in types),
+            accumulate.lower() in ("true", "yes", "1", "t"),
         )
 
     def input_for(self, option: str) -> str:

@@ -63,7 +63,7 @@ class Model:
     @property
     def parameters(self) -> Mapping[str, str]:
         """What ModelConfig tells as parameters."""
-        if self.template == "tensorrt_llm_bls":
+        if self.template in ("tensorrt_llm_bls", "llmapi"):
             return {"accumulate_tokens": str(self.accumulate).lower()}
         if self.kind is Kind.TOKENS:
             return {"exclude_input_in_output": str(self.exclude_input_in_output).lower()}
