@@ -41,3 +41,21 @@ def test_back_pressure_is_no_fault() -> None:
     assert set(attempts.failures) == set("abc")
     attempts.forgive()
     assert attempts.full is None
+
+
+def test_a_worker_that_failed_may_have_an_item_again_that_leaves_another() -> None:
+    attempts = Attempts(3)
+    assert attempts.note("a", LOST, 0)
+    for address in ("b", "a", "b"):
+        failures = attempts.moved_from(address, LOST, 0)
+        assert set(failures) == {address}
+        attempts.move(failures, 0)
+
+
+def test_an_item_that_gains_nothing_comes_back_only_so_often() -> None:
+    attempts = Attempts(2)
+    for address in "aba":
+        attempts.move(attempts.moved_from(address, LOST, 0), 0)
+    assert set(attempts.failures) == {"a", "b"}
+    assert set(attempts.moved_from("c", LOST, 0)) == {"a", "b", "c"}
+    assert set(attempts.moved_from("c", LOST, 1)) == {"c"}

@@ -207,6 +207,22 @@ async def test_items_leave_a_silent_worker_as_soon_as_there_is_another() -> None
         assert (await asked)[0].token_ids == (7,)
 
 
+async def test_an_item_leaves_a_silent_worker_for_one_that_was_lost_with_it_before() -> None:
+    async with fleet(silence_seconds=3600) as on:
+        asked = on.ask([5])
+        one = await on.first()
+        await one.hang_up()
+        two = on.other(one)
+        (submit,) = await two.submitted()
+        await two.step((submit.handle, 0, [7]))
+        await until_states(on.client, [READY, READY], [])
+        two.reporting = False
+        (_, moved) = await one.submitted(2)
+        assert list(moved.token_ids) == [5, 7]
+        await one.step((moved.handle, 1, [8]), ends=[(moved.handle, LENGTH)])
+        assert (await asked)[0].token_ids == (7, 8)
+
+
 async def test_reports_without_steps_do_not_keep_an_item_waiting() -> None:
     async with fleet(next_token_seconds=0.3) as on:
         on.start([5])

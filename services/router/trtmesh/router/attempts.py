@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from trtmesh.chassis.errors import Draining, NoWorker, QueueFull, TrtmeshError, WorkerLost
+
+Failures: TypeAlias = dict[str, TrtmeshError]
+"""Latest error of each worker, by address, that is left out for now."""
 
 BACK_PRESSURE = (Draining, QueueFull)
 """Answers of a worker that is well: no fault, and no reason to give up as long as another may take the item."""
@@ -18,11 +23,12 @@ class Attempts:
     def __init__(self, most: int) -> None:
         self._most = most
         self._tokens = 0
+        self._moves = 0
+        self._tokens_at_move = 0
         self.fruitless = 0
         self.loss: TrtmeshError | None = None
         """How the worker was lost that was lost last."""
-        self.failures: dict[str, TrtmeshError] = {}
-        """Latest error of each worker, by address, that is left out for now."""
+        self.failures: Failures = {}
 
     def note(self, address: str, error: TrtmeshError, generated_tokens: int) -> bool:
         """Notes a worker that does not go on with the item; False when that is enough.
@@ -40,9 +46,23 @@ class Attempts:
         self._tokens = generated_tokens
         return self.fruitless < self._most
 
-    def leave_out(self, address: str, error: TrtmeshError) -> None:
-        """Leaves out a worker that the item was taken away from."""
-        self.failures.setdefault(address, error)
+    def moved_from(self, address: str, error: TrtmeshError, tokens: int) -> Failures:
+        """Whom an item of so many tokens would leave out if it left a worker because of `error`.
+
+        Only that one: whoever failed before may be well again. But the item may be what stops its workers, so it does
+        not come back to them as often as it likes without gaining a token.
+        """
+        known = self.failures if self._moves_without_gain(tokens) >= self._most else {}
+        return {**known, address: error}
+
+    def move(self, failures: Failures, tokens: int) -> None:
+        """The item leaves a worker; `failures` is what `moved_from` said."""
+        self._moves = self._moves_without_gain(tokens) + 1
+        self._tokens_at_move = tokens
+        self.failures = failures
+
+    def _moves_without_gain(self, tokens: int) -> int:
+        return 0 if tokens > self._tokens_at_move else self._moves
 
     @property
     def full(self) -> QueueFull | None:

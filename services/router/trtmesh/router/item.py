@@ -14,7 +14,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from trtmesh.chassis.errors import InternalError, NoWorker, TrtmeshError, WorkerLost
+from trtmesh.chassis.errors import InternalError, NoWorker, TrtmeshError
 from trtmesh.chassis.logs import request_id_bound
 from trtmesh.router.admission import Permit
 from trtmesh.router.attempts import too_many_losses
@@ -208,9 +208,8 @@ class ItemRun:
         """
         if self._stop_asked or self._over:
             return False
-        if not self._search.has_other_place(self._encoded, self._runs, address, why):
+        if not self._search.leave(self._encoded, self._runs, address, why):
             return False
-        self._search.attempts.leave_out(address, WorkerLost(why))
         for run in runs:
             run.release()
         self._mesh.metrics.moved["moved"] += len(runs)

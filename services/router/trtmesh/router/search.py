@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from trtmesh.chassis.errors import NoWorker, TrtmeshError
+from trtmesh.chassis.errors import NoWorker, TrtmeshError, WorkerLost
 from trtmesh.chassis.tasks import until_first_ends
-from trtmesh.router.attempts import Attempts, nobody_goes_on
+from trtmesh.router.attempts import Attempts, Failures, nobody_goes_on
 from trtmesh.router.encoding import EncodedItem
 from trtmesh.router.fleet import Fleet, Identity, ItemToPlace, Placed
 from trtmesh.router.replay import Recorder
@@ -54,16 +54,21 @@ class Search:
 
     def place(self, encoded: EncodedItem, runs: Sequence[SequenceRun]) -> Placed:
         """A place for what no worker has. Raises NoWorker or UnsupportedField."""
-        placed = self._fleet.place(self._to_place(encoded, runs))
+        placed = self._fleet.place(self._to_place(encoded, runs, self.attempts.failures))
         self._deadline = None
         self._first = self._first or placed
         return placed
 
-    def has_other_place(
+    def leave(
         self, encoded: EncodedItem, runs: Sequence[SequenceRun], address: str, why: str
     ) -> bool:
-        """Whether a worker other than the one at `address`, left out because of `why`, would take the item now."""
-        return self._fleet.has_place(self._to_place(encoded, runs, {address: why}))
+        """Leaves out the worker at `address` because of `why`, if another one would take the item now."""
+        tokens = sum(len(run.token_ids) for run in runs)
+        failures = self.attempts.moved_from(address, WorkerLost(why), tokens)
+        if not self._fleet.has_place(self._to_place(encoded, runs, failures)):
+            return False
+        self.attempts.move(failures, tokens)
+        return True
 
     def dispatched(self, placed: Placed) -> None:
         """The item is on its way to a worker."""
@@ -118,9 +123,9 @@ class Search:
         self,
         encoded: EncodedItem,
         runs: Sequence[SequenceRun],
-        left_out: Mapping[str, str] | None = None,
+        failures: Failures,
     ) -> ItemToPlace:
-        exclude = {address: e.message for address, e in self.attempts.failures.items()}
+        exclude = {address: error.message for address, error in failures.items()}
         if self._identity is not None:
             for address in self._fleet.others_than(self._identity):
                 exclude[address] = "its model or tokenizer is not the one that the item began with"
@@ -135,7 +140,7 @@ class Search:
             blocks=encoded.blocks,
             sequences=len(waiting) or self._item.config.sequences,
             max_tokens=self._item.config.stopping.max_tokens,
-            exclude=exclude | dict(left_out or {}),
+            exclude=exclude,
             avoid=self._seat.avoid if self._seat else frozenset(),
             prefer=self._seat.prefer if self._seat else "",
             cause="migration" if generated else "retry" if runs else "first",
