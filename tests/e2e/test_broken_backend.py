@@ -17,17 +17,13 @@ FAULTS = """
 import os
 import torch
 
-called = torch.nn.Module.__call__
-
-def call(module, *positional, **named):
+def hook(module, positional):
     if os.path.exists({flag!r}):
         raise RuntimeError("the device is gone")
-    ids = named.get("input_ids")
-    if ids is not None and bool((ids == {poison}).any()):
+    if isinstance(module, torch.nn.Embedding) and bool((positional[0] == {poison}).any()):
         raise RuntimeError("this input is too much")
-    return called(module, *positional, **named)
 
-torch.nn.Module.__call__ = call
+torch.nn.modules.module.register_module_forward_pre_hook(hook)
 """
 """Python runs sitecustomize.py when it starts, so that is how faults get into real processes."""
 
