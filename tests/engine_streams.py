@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+from trtmesh.chassis.channels import server_options
 from trtmesh.chassis.health import Health
 from trtmesh.chassis.service import SCHEMA_REVISION, Runtime
 from trtmesh.engine.backend import Backend
@@ -21,6 +22,8 @@ from trtmesh.v1 import kv_transfer_pb2 as transfer
 
 PATIENCE_SECONDS = 20.0
 """How long a test waits for what must happen; no test depends on how soon it does."""
+
+MESSAGE_BYTES = 64 * 2**20
 
 
 @dataclass
@@ -44,7 +47,7 @@ async def serving(backend: Backend, **settings: Any) -> AsyncIterator[RunningEng
         backend,
     )
     runtime.health = Health(service.service_names)
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=server_options(MESSAGE_BYTES))
     await runtime.health.register(server)
     service.register(server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -13,8 +13,11 @@ from typing import Any
 import grpc
 from cli.commands import running, trtmesh
 from processes import service_process
+from trtmesh.chassis.channels import server_options
 from trtmesh.v1 import router_admin_pb2 as pb
 from trtmesh.v1 import router_admin_pb2_grpc
+
+MESSAGE_BYTES = 64 * 2**20
 
 COMMANDS = (
     ("status",),
@@ -116,7 +119,7 @@ class ScriptedAdmin(router_admin_pb2_grpc.RouterAdminServiceServicer):
 async def scripted() -> AsyncIterator[tuple[ScriptedAdmin, str]]:
     # Abstract for mypy: the calls that no test needs answer UNIMPLEMENTED here.
     admin = ScriptedAdmin()  # type: ignore[abstract]
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=server_options(MESSAGE_BYTES))
     router_admin_pb2_grpc.add_RouterAdminServiceServicer_to_server(admin, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
