@@ -61,6 +61,17 @@ def test_a_slow_worker_is_given_the_time_that_its_steps_take() -> None:
     assert "no step" in problem
 
 
+def test_a_worker_that_was_silent_for_long_is_no_slow_one() -> None:
+    pulse = Pulse(DEADLINES)
+    busy = pb.Load(step_count=1, running_sequences=1)
+    assert ticks_until_a_problem(pulse, busy, most=3) == (3, "")
+    for _ in range(80):
+        pulse.tick()
+    ticks, problem = ticks_until_a_problem(pulse, pb.Load(step_count=2, running_sequences=1))
+    assert ticks == 20
+    assert "no step" in problem
+
+
 def test_what_is_not_read_is_a_problem() -> None:
     """As where only the way to the worker is cut: its reports still come."""
     pulse = Pulse(DEADLINES)

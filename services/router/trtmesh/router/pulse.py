@@ -46,6 +46,7 @@ class Pulse:
             max(deadlines.accepted_seconds, MISSED_LOADS * load_interval_seconds)
         )
         self._silent = 0
+        self._was_silent = False
         self._step_count = -1
         self._without_step = 0
         self._longest_step = 0.0
@@ -70,8 +71,10 @@ class Pulse:
     def on_load(self, load: pb.Load) -> None:
         """The worker told its load."""
         if load.step_count != self._step_count or not self._busy:
-            if self._busy:
+            if self._busy and not self._was_silent:
+                # Silence says nothing of steps: a worker that was cut off for long is no slow one.
                 self._longest_step = max(self._longest_step, self._without_step)
+            self._was_silent = False
             self._step_count = load.step_count
             self._without_step = 0
         self._busy = load.running_sequences + load.waiting_sequences > 0
@@ -83,6 +86,7 @@ class Pulse:
     def tick(self) -> str:
         """What is wrong with the worker; '' when nothing is. Called every TICK_SECONDS."""
         self._silent += 1
+        self._was_silent = self._was_silent or self._silent > self._most_silent
         self._longest_step *= FADING
         if self._busy:
             self._without_step += 1
