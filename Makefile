@@ -1,11 +1,12 @@
 # PYTHON is any Python 3.11 to 3.13; PIP_ARGS goes to every `pip install`.
 PYTHON ?= python3
 PIP_ARGS ?=
-# What builds images and runs containers; BUILD_ARGS goes to every build. For podman: CONTAINER_ENGINE=podman
-# COMPOSE=podman-compose.
+# What builds images and runs containers; BUILD_ARGS goes to every build, TAG to every image. For podman:
+# CONTAINER_ENGINE=podman COMPOSE=podman-compose.
 CONTAINER_ENGINE ?= docker
 COMPOSE ?= $(CONTAINER_ENGINE) compose
 BUILD_ARGS ?=
+TAG ?= latest
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input install \
@@ -46,9 +47,9 @@ chaos: $(INSTALLED_DEV)  ## Run random faults against a mesh, SEEDS=0-99 or one 
 
 images:  ## Build the images of the three services and print their sizes
 	@for service in router tokenizer engine; do \
-	    $(CONTAINER_ENGINE) build $(BUILD_ARGS) -t localhost/trtmesh/$$service -f deploy/$$service.Dockerfile . || exit 1; \
+	    $(CONTAINER_ENGINE) build $(BUILD_ARGS) -t localhost/trtmesh/$$service:$(TAG) -f deploy/$$service.Dockerfile . || exit 1; \
 	done
-	@$(CONTAINER_ENGINE) images --filter reference='localhost/trtmesh/*' --format '{{.Repository}} {{.Size}}'
+	@$(CONTAINER_ENGINE) images --filter reference='localhost/trtmesh/*' --format '{{.Repository}}:{{.Tag}} {{.Size}}'
 
 compose-up: images  ## Start the stack of deploy/docker-compose.yml, one container a service
 	$(COMPOSE) -f deploy/docker-compose.yml up -d --no-build
