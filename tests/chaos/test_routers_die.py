@@ -141,6 +141,28 @@ async def test_a_stop_finds_the_router_that_has_the_request(mesh: Mesh) -> None:
     await mesh.idle()
 
 
+async def test_a_stop_that_a_lost_router_had_heard_holds_on_the_next(mesh: Mesh) -> None:
+    options = {"max_tokens": 600, "ignore_end_id": True}
+    doomed = await mesh.start("router", *links(mesh))
+    async with Client([doomed.address, mesh.router.address]) as client:
+        await eventually(lambda: ready(client))
+        reader = StreamReader(client, PROMPTS, request_id="heard", **options)
+        await reader.tokens_here(5)
+        # Nobody is there to end what is stopped.
+        for engine in mesh.engines:
+            engine.signal(signal.SIGSTOP)
+        assert await client.stop("heard", [0, 2]) == 2
+        doomed.signal(signal.SIGKILL)
+        await doomed.wait()
+        for engine in mesh.engines:
+            engine.signal(signal.SIGCONT)
+        items = await reader.result()
+        stopped, length = FinishReason.STOPPED, FinishReason.LENGTH
+        assert [item.reason for item in items] == [stopped, length, stopped, length]
+        assert all(len(item.token_ids) == item.usage.generated_tokens for item in items)
+    await mesh.idle()
+
+
 async def test_a_frozen_router_holds_up_no_stop(mesh: Mesh) -> None:
     frozen = await mesh.start("router", *links(mesh))
     async with Client([frozen.address, mesh.router.address]) as client:

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import AsyncExitStack
+
+import grpc
 import pytest
+from router.scripted import (
+    READY,
+    ScriptedEngine,
+    ScriptedTokenizer,
+    eventually,
+    serving_engine,
+    serving_router,
+    serving_tokenizer,
+    until_states,
+)
 from trtmesh.router.request import parse_request
 from trtmesh.router.resumption import parse_received
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
+from trtmesh.v1 import router_pb2_grpc
 
 
 @pytest.mark.parametrize("finished", [1, 2, 3])
@@ -26,3 +41,33 @@ def test_beams_of_which_not_all_are_over_begin_again_together(finished: int) -> 
     message = router_pb.ResumeRequest(request=request, received=received)
     known = parse_received(message, parse_request(request, "", 10)).sequences
     assert len(known) == (3 if finished == 3 else 0)
+
+
+async def test_what_is_stopped_before_it_goes_on_ends_where_the_client_has_it() -> None:
+    tokenizer = ScriptedTokenizer()
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(serving_engine(ScriptedEngine()))]
+        tokenizers = [await stack.enter_async_context(serving_tokenizer(tokenizer))]
+        client = await stack.enter_async_context(serving_router(engines, tokenizers))
+        await until_states(client, [READY], [READY])
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(client.address))
+        item = router_pb.GenerateItem(prompt=pb.Prompt(text="a"))
+        request = router_pb.GenerateRequest(request_id="r", items=[item])
+        received = [router_pb.SequenceOffset(token_ids=[65, 66])]
+        tokenizer.answering.clear()
+        call = router_pb2_grpc.MeshServiceStub(channel).Resume(
+            router_pb.ResumeRequest(request=request, received=received)
+        )
+
+        async def told() -> list[router_pb.GenerateEvent]:
+            return [event async for response in call for event in response.events]
+
+        reading = asyncio.create_task(told())
+        await eventually(lambda: tokenizer.encodes)
+        assert await client.stop("r") == 1
+        _, end, over = await reading
+        tokenizer.answering.set()
+        stopped = pb.FINISH_REASON_STOPPED
+        assert end.sequence_finished.reason == over.item_finished.reason == stopped
+        assert end.sequence_finished.generated_tokens == 2
+        assert over.item_finished.usage.generated_tokens == 2

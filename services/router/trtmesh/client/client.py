@@ -63,6 +63,8 @@ class Client:
         ]
         self._homes: dict[str, int | None] = {}
         """The router of each request of this client; None while it is on its way to one."""
+        self._stops: dict[str, list[router_pb2.StopRequest]] = {}
+        """Stops of requests of this client that a router heard; one that goes on with the request is told too."""
         self._opened = AsyncExitStack()
         self._current = 0
 
@@ -118,6 +120,7 @@ class Client:
                     yield event
         finally:
             self._homes.pop(request.request_id, None)
+            self._stops.pop(request.request_id, None)
         if progress.unfinished:
             raise StreamIncomplete(
                 f"the stream of request {request.request_id} ended without a terminal event of"
@@ -156,14 +159,20 @@ class Client:
         """Asks a router for what the caller does not have yet."""
         stub = router_pb2_grpc.MeshServiceStub(self._routers[router].channel)
         call: grpc.aio.UnaryStreamCall[Any, Any]
-        if progress.accepted:
+        request_id = progress.request.request_id
+        goes_on = progress.accepted
+        if goes_on:
             call = stub.Resume(progress.rest(), timeout=timeout_seconds)
         else:
             call = stub.Generate(progress.request, timeout=timeout_seconds)
         try:
             with typed_errors():
                 async for response in call:
-                    self._homes[progress.request.request_id] = router
+                    self._homes[request_id] = router
+                    if goes_on:
+                        goes_on = False
+                        for stop in self._stops.get(request_id, ()):
+                            await stub.Stop(stop)
                     for event in events_of(response):
                         if progress.add(event):
                             yield event
@@ -217,6 +226,8 @@ class Client:
             if stopped.items or not moves or loop.time() >= ends_at:
                 break
             await asyncio.sleep(REPEAT_SECONDS)
+        if stopped.items and request_id in self._homes:
+            self._stops.setdefault(request_id, []).append(request)
         if moves or len(stopped.silent) == len(self._routers):
             raise next(
                 iter(stopped.silent.values()), Unavailable(f"no router has {request_id!r} yet")

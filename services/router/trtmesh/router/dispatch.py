@@ -3,16 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from trtmesh.router.request import ItemRequest
+from trtmesh.router.encoding import EncodedItem
+from trtmesh.router.fleet import Placed
+from trtmesh.router.request import ItemRequest, worker_config
 from trtmesh.router.sequence import SequenceRun
 from trtmesh.v1 import engine_pb2 as engine_pb
 from trtmesh.v1 import generation_pb2 as pb
 
+if TYPE_CHECKING:
+    from trtmesh.router.requests import LiveRequest
+
 Submit = tuple[list[SequenceRun], engine_pb.SubmitCommand]
 
 
-def submits(
+def dispatch(
+    placed: Placed,
+    live: LiveRequest,
+    item: ItemRequest,
+    encoded: EncodedItem,
+    waiting: Sequence[SequenceRun],
+) -> int:
+    """Gives a worker the sequences of an item that no worker has; the seed that they go with."""
+    prompt = encoded.token_ids
+    config = worker_config(item, len(prompt), encoded.word_ids, live.drawn_seed)
+    for runs, command in _submits(
+        item,
+        waiting,
+        prompt,
+        config,
+        request_id=live.request_id,
+        timeout_ms=live.remaining_ms(),
+    ):
+        placed.worker.submit(runs, command, placed.booking)
+    return config.sampling.seed
+
+
+def _submits(
     item: ItemRequest,
     runs: Sequence[SequenceRun],
     prompt: Sequence[int],

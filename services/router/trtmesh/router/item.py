@@ -18,12 +18,12 @@ from trtmesh.chassis.errors import InternalError, NoWorker, TrtmeshError
 from trtmesh.chassis.logs import request_id_bound
 from trtmesh.router.admission import Permit
 from trtmesh.router.attempts import too_many_losses
-from trtmesh.router.dispatch import submits
+from trtmesh.router.dispatch import dispatch
 from trtmesh.router.encoding import NOT_ENCODED, encode_item
 from trtmesh.router.fleet import Placed
 from trtmesh.router.item_events import ItemEvents
 from trtmesh.router.opening import open_sequences
-from trtmesh.router.request import ItemRequest, worker_config
+from trtmesh.router.request import ItemRequest
 from trtmesh.router.resumption import NOTHING, Received
 from trtmesh.router.search import Search
 from trtmesh.router.sequence import SequenceRun
@@ -143,7 +143,7 @@ class ItemRun:
 
     def _go_on_behind_received(self) -> None:
         """Opens the sequences of an item that began on another router; others are opened when they are placed."""
-        if any(batch_index == self.batch_index for batch_index, _ in self._received.sequences):
+        if self._received.has(self.batch_index):
             self._open_sequences()
 
     @property
@@ -241,28 +241,13 @@ class ItemRun:
                 self._open_sequences()
             self._search.begin_on(worker)
         self.worker = worker.name
-        encoded = self._encoded
-        config = worker_config(
-            self._item, len(encoded.token_ids), encoded.word_ids, self._live.drawn_seed
-        )
-        for runs, command in submits(
-            self._item,
-            self._waiting,
-            encoded.token_ids,
-            config,
-            request_id=self._live.request_id,
-            timeout_ms=self._live.remaining_ms(),
-        ):
-            worker.submit(runs, command, placed.booking)
+        seed = dispatch(placed, self._live, self._item, self._encoded, self._waiting)
         if first:
             self.queue_seconds = self._live.age_seconds()
-            self._events.started(
-                worker.name, config.sampling.seed, encoded.token_ids, self.queue_seconds
-            )
+            self._events.started(worker.name, seed, self._encoded.token_ids, self.queue_seconds)
 
     def _open_sequences(self) -> None:
-        received = self._received.sequences
-        self._runs = open_sequences(self._live, self._item, received, owner=self)
+        self._runs = open_sequences(self._live, self._item, self._received.sequences, owner=self)
 
     def on_settled(self, run: SequenceRun) -> None:
         """A sequence is over: tells the client, and wakes the item when it was the last or it failed."""
@@ -291,7 +276,10 @@ class ItemRun:
     def _cancelled(self) -> None:
         """Cancelled by `stop` before it was dispatched, or because the client is gone."""
         reason = pb.FINISH_REASON_STOPPED if self._stop_asked else pb.FINISH_REASON_CANCELLED
-        self._events.cut_off(reason, self.usage())
+        if self._stop_asked and not self._runs:
+            # What its client has of it from another router ends there.
+            self._go_on_behind_received()
+        self._events.cut_off(self._runs, reason, self.usage())
 
     def dissolve(self) -> None:
         """The item is over and nobody asks for it any more."""

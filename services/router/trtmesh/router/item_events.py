@@ -63,8 +63,16 @@ class ItemEvents:
         self._put_finished(runs[-1].reason, usage, perf_metrics)
         self._metrics.generated_tokens.observe(usage.generated_tokens)
 
-    def cut_off(self, reason: pb.FinishReason.ValueType, usage: pb.Usage) -> None:
+    def cut_off(
+        self,
+        runs: Sequence[SequenceRun],
+        reason: pb.FinishReason.ValueType,
+        usage: pb.Usage,
+    ) -> None:
         """The item was stopped before it was dispatched, or its client is gone."""
+        for run in runs:
+            if run.cut_off(reason):
+                self.sequence_finished(run)
         self._put_finished(reason, usage, None)
 
     def failed(self, error: TrtmeshError, usage: pb.Usage) -> None:

@@ -27,6 +27,10 @@ class Received:
     sequences: Mapping[tuple[int, int], ReceivedSequence] = field(default_factory=dict)
     finished_items: frozenset[int] = frozenset()
 
+    def has(self, batch_index: int) -> bool:
+        """Whether the client has something of an item that is not over."""
+        return any(index == batch_index for index, _ in self.sequences)
+
     def rest_of(self, request: GenerationRequest) -> list[ItemRequest]:
         """The items that are not over for the client."""
         return [item for item in request.items if item.batch_index not in self.finished_items]

@@ -260,6 +260,14 @@ class SequenceRun:
             if self.decoder is not None:
                 self.decoder.drop(self)
 
+    def cut_off(self, reason: pb.FinishReason.ValueType) -> bool:
+        """Ends a sequence that does not go on here behind what its client has of it; False when it was over."""
+        if self.over:
+            return False
+        self.abandon(reason)
+        self.reason = reason
+        return True
+
     def _dismiss_worker(self, reason: pb.FinishReason.ValueType) -> None:
         if self.assignment is not None:
             self.assignment.stop(reason)
