@@ -1,8 +1,8 @@
 """Any combination of fields, companions and interruptions: each item gets what it gets alone.
 
 A round is made of its number alone: a model, a worker with settings, items with configs, and what befalls them. Some
-are cancelled, some go on from their tokens as after a migration, and a small pool may pause some. Alone means on a
-worker with room for all, whole steps and no reuse, one item after another.
+are cancelled, some go on from their tokens as after a migration, and in the last rounds a tiny pool pauses many. Alone
+means on a worker with room for all, whole steps and no reuse, one item after another.
 `pytest tests/engine/torch/test_any_combination.py --combinations 500` plays more rounds.
 """
 
@@ -13,6 +13,7 @@ import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from itertools import islice, repeat
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -30,17 +31,21 @@ from trtmesh.chassis.vocabulary import (
     Tensor,
     TokenRangeRetention,
 )
+from trtmesh.engine.backend import BackendStats
 from trtmesh.v1 import generation_pb2 as pb
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ROUNDS = 8
+PAUSING_ROUNDS = 6
 FAMILIES = ("llama", "mistral", "gemma2")
 """By the number of the round: full attention, a window in every layer, windows in some."""
 ITEMS = 9
 VOCABULARY = tiny_models.VOCABULARY_SIZE
 TABLE_ROWS = 6
 POOL_TOKENS = 208
+TINY_POOL_TOKENS = 112
+"""Room for the longest item of one sequence and for little more."""
 LONGEST = 40
 MOST_NEW = 24
 DTYPES = {pb.DATA_TYPE_FP32: np.float32, pb.DATA_TYPE_FP16: np.float16}
@@ -223,15 +228,19 @@ class Happened:
 
     rounds: int = 0
     reused_blocks: int = 0
+    tiny_rounds: int = 0
+    preemptions: int = 0
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def happened() -> AsyncIterator[Happened]:
-    """Rounds in which nothing is reused would show little."""
+    """Rounds in which nothing is reused, or nobody paused, would show little."""
     counts = Happened()
     yield counts
     if counts.rounds >= ROUNDS:
         assert counts.reused_blocks
+    if counts.tiny_rounds >= PAUSING_ROUNDS:
+        assert counts.preemptions
 
 
 @asynccontextmanager
@@ -253,26 +262,59 @@ async def test_each_gets_what_it_gets_alone(
     model = model_dir(FAMILIES[number % len(FAMILIES)])
     async with lonely(model) as engine:
         maker = Maker(number, await frequent(engine))
-        await check(maker, model, engine, happened)
+        settings = maker.settings()
+        items = [maker.item(index) for index in range(ITEMS)]
+        stats = await check(items, settings, model, engine)
+    happened.rounds += 1
+    happened.reused_blocks += stats.reused_blocks
 
 
-async def check(maker: Maker, model: Path, lonely: Harness, happened: Happened) -> None:
-    settings = maker.settings()
-    items = [maker.item(index) for index in range(ITEMS)]
+@pytest.mark.parametrize("tiny", range(PAUSING_ROUNDS))
+async def test_each_gets_what_it_gets_alone_when_many_are_paused(
+    tiny: int, model_dir: ModelDir, happened: Happened
+) -> None:
+    model = model_dir(FAMILIES[tiny % len(FAMILIES)])
+    async with lonely(model) as engine:
+        maker = Maker(tiny, await frequent(engine))
+        settings = maker.settings() | {
+            "kv_cache_tokens": TINY_POOL_TOKENS,
+            "tokens_per_block": 4,
+            "max_step_tokens": 64,
+            "max_batch_size": 64,
+            "batching_type": "inflight_fused_batching",
+            "batch_scheduler_policy": "max_utilization",
+        }
+        made = (maker.item(index) for index in repeat(0))
+        single = (
+            item
+            for item in made
+            if item.config.sequences == item.config.beam_search.beam_width == 1
+        )
+        items = [
+            replace(item, batch_index=index) for index, item in enumerate(islice(single, ITEMS))
+        ]
+        stats = await check(items, settings, model, engine)
+    happened.tiny_rounds += 1
+    happened.preemptions += stats.preemptions
+
+
+async def check(
+    items: Sequence[Item], settings: dict[str, Any], model: Path, lonely: Harness
+) -> BackendStats:
+    """Plays the items together; returns what the worker counted."""
     alone = [await play_alone(lonely, item) for item in items]
     async with running(model, **settings) as engine:
         async with asyncio.timeout(120):
             results = await asyncio.gather(*(play(engine, item) for item in items))
         stats = engine.backend.stats()
-        assert stats.used_blocks == stats.running_sequences == 0
-        happened.rounds += 1
-        happened.reused_blocks += stats.reused_blocks
+        assert stats.used_blocks == stats.running_sequences == stats.paused_sequences == 0
         assert not engine.failures
     for item, found, expected in zip(items, results, alone, strict=True):
         try:
             compare(item, found, expected)
         except AssertionError as error:
             raise AssertionError(f"{item}, with {settings}") from error
+    return stats
 
 
 async def play_alone(engine: Harness, item: Item) -> list[Result]:

@@ -53,8 +53,11 @@ class Runner:
             if chunk.completes:
                 completing.append(chunk)
                 rows.append(len(token_ids) - 1)
-            if chunk.sequence.reader:
-                reading.append((chunk, _wanted(chunk, first_row=len(token_ids) - chunk.count)))
+            # What a paused sequence has read already it only computes again.
+            if chunk.sequence.reader and (
+                wanted := _wanted(chunk, first_row=len(token_ids) - chunk.count)
+            ):
+                reading.append((chunk, wanted))
         for _, wanted in reading:
             rows += wanted
         device = self._cache.pool.device
