@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
@@ -14,8 +16,18 @@ from google.protobuf.message import Message
 def say(text: str) -> None:
     """A note for the person at the keyboard; lost where nobody can read it any more, which is no reason to stop."""
     with suppress(OSError):
-        sys.stderr.write(f"{text}\n")
-        sys.stderr.flush()
+        try:
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
+        except BrokenPipeError:
+            # What is left in the buffer would fail once more when Python flushes at exit, and change the status.
+            give_up(sys.stderr)
+
+
+def give_up(stream: TextIO) -> None:
+    """Lets what is written to a stream whose reader left go nowhere."""
+    with Path(os.devnull).open("wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def say_error(text: str) -> None:

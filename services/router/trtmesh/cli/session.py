@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
@@ -19,7 +18,7 @@ from typing import Any
 
 import typer
 from trtmesh.chassis.errors import StartupError, TrtmeshError, Unavailable
-from trtmesh.cli.output import say_error
+from trtmesh.cli.output import give_up, say_error
 from trtmesh.client import Client
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -39,7 +38,7 @@ def run(command: Coroutine[Any, Any, int]) -> None:
         status = INTERRUPTED
     except BrokenPipeError:
         # The reader of our output left. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        give_up(sys.stdout)
         status = FAILED
     raise typer.Exit(status)
 
