@@ -140,7 +140,8 @@ async def test_one_of_two_drains() -> None:
 
 
 async def test_one_of_two_freezes() -> None:
-    flags = ("--silence-seconds", "2")
+    """Seen by what it leaves unanswered, long before its link counts as silent: of streams and of texts."""
+    flags = ("--silence-seconds", "3600")
     async with running_mesh(tokenizers=2, engine_flags=ENGINE, router_flags=flags) as mesh:
         expected = await undisturbed(mesh)
         readers = await opened(mesh)
@@ -148,6 +149,16 @@ async def test_one_of_two_freezes() -> None:
         started = time.monotonic()
         assert contents(await ends(readers)) == expected
         print(f"streams went on {time.monotonic() - started:.1f} s after a tokenizer froze")
+        await mesh.idle()
+
+
+async def test_one_of_two_freezes_with_texts_to_encode() -> None:
+    flags = ("--silence-seconds", "3600")
+    async with running_mesh(tokenizers=2, engine_flags=ENGINE, router_flags=flags) as mesh:
+        os.kill(mesh.tokenizers[0].pid, signal.SIGSTOP)
+        asked = [mesh.client.complete([prompt], max_tokens=3) for prompt in PROMPTS]
+        for (item,) in await asyncio.gather(*asked):
+            assert item.error is None
         await mesh.idle()
 
 

@@ -108,6 +108,7 @@ class Router:
             next_token_seconds=settings.next_token_seconds,
         )
         self._link_settings = LinkSettings(settings.max_message_bytes, settings.silence_seconds)
+        self._decode_seconds = settings.decode_seconds
         self._links: dict[Replica, asyncio.Task[None]] = {}
         self._keepers: list[asyncio.Task[None]] = []
         self._members = Membership(self._fleet, self._make_worker, self._link)
@@ -183,7 +184,12 @@ class Router:
             if known.ready:
                 self._tokenizers.on_ready(known)
             return
-        tokenizer = Tokenizer(address, settings=self._link_settings, pool=self._tokenizers)
+        tokenizer = Tokenizer(
+            address,
+            settings=self._link_settings,
+            decode_seconds=self._decode_seconds,
+            pool=self._tokenizers,
+        )
         self._tokenizers.tokenizers[address] = tokenizer
         self._link(tokenizer)
 

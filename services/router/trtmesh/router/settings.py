@@ -123,6 +123,8 @@ class RouterSettings(ServiceSettings):
     """How long a client may leave a message unread, paused or not, before its request is ended with SLOW_CLIENT."""
     silence_seconds: Annotated[float, Field(gt=0, le=3600)] = 10.0
     """How long a worker or tokenizer that owes a message may be silent before it counts as lost."""
+    decode_seconds: Annotated[float, Field(gt=0, le=3600)] = 1.5
+    """How long a tokenizer may leave tokens unanswered before another one, if one answers, has all it had."""
     stall_seconds: Annotated[float, Field(gt=0, le=3600)] = 1.0
     """How long a worker may be silent before its items go on elsewhere; at least five of its load reports."""
     accepted_seconds: Annotated[float, Field(gt=0, le=3600)] = 1.0

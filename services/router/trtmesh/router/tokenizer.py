@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
 
 import grpc
 from trtmesh.chassis.error_wire import from_proto
-from trtmesh.chassis.errors import Draining, SchemaMismatch, TrtmeshError
+from trtmesh.chassis.errors import Draining, SchemaMismatch, TrtmeshError, Unavailable
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.router.encode_job import EncodeJob
 from trtmesh.router.outbox import Outbox
 from trtmesh.router.replica import LinkSettings, Replica
 from trtmesh.router.sequence import SequenceRun
+from trtmesh.router.tokenizer_owner import Pool
+from trtmesh.router.unanswered import LOOKS, DecodeBatch, Unanswered
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 from trtmesh.v1 import tokenizer_pb2 as pb
 from trtmesh.v1 import tokenizer_pb2_grpc
@@ -31,30 +29,6 @@ _Call = grpc.aio.StreamStreamCall[
 ]
 
 
-@dataclass(slots=True, eq=False)
-class _Batch:
-    """A DecodeCommand on its way: how many tokens of each sequence, and the sequences that it finishes."""
-
-    counts: list[tuple[SequenceRun, int]]
-    finished: list[SequenceRun]
-
-
-class Pool(Protocol):
-    """Whoever decides which tokenizer has what."""
-
-    def on_ready(self, tokenizer: Tokenizer) -> None:
-        """It takes texts and sequences."""
-
-    def on_room(self, tokenizer: Tokenizer) -> None:
-        """It has one text less to encode."""
-
-    def on_lost(self, encodes: Sequence[EncodeJob], runs: Sequence[SequenceRun]) -> None:
-        """It is gone, and this is what it had."""
-
-    def move(self, encodes: Sequence[EncodeJob], runs: Sequence[SequenceRun]) -> None:
-        """It drains, and does not take these."""
-
-
 class Tokenizer(Replica):
     """One tokenizer process as this router sees it."""
 
@@ -63,9 +37,11 @@ class Tokenizer(Replica):
         address: str,
         *,
         settings: LinkSettings,
+        decode_seconds: float,
         pool: Pool,
     ) -> None:
         super().__init__(address, settings)
+        self._decode_seconds = decode_seconds
         self._pool = pool
         self.description = pb.GetTokenizerResponse()
         self.runs: dict[int, SequenceRun] = {}
@@ -74,7 +50,7 @@ class Tokenizer(Replica):
         self._outbox: Outbox[pb.TokenizerCommand] = Outbox()
         self._waiting: dict[int, list[int]] = {}
         self._finished: list[int] = []
-        self._unanswered: deque[_Batch] = deque()
+        self._unanswered = Unanswered()
         self._flush_planned = False
 
     def touch(self) -> None:
@@ -93,6 +69,11 @@ class Tokenizer(Replica):
     @property
     def busy(self) -> bool:
         return bool(self.sequences)
+
+    @property
+    def timely(self) -> bool:
+        """Whether it answers tokens in time."""
+        return self._unanswered.timely
 
     @property
     def expecting(self) -> bool:
@@ -191,7 +172,7 @@ class Tokenizer(Replica):
         if not self.expecting:
             self._heard()
         counts = [(runs[handle], len(ids)) for handle, ids in waiting.items()]
-        self._unanswered.append(_Batch(counts, [runs[handle] for handle in self._finished]))
+        self._unanswered.add(DecodeBatch(counts, [runs[handle] for handle in self._finished]))
         self._waiting = {}
         self._finished = []
         self._outbox.put(pb.TokenizerCommand(decode=decode))
@@ -212,7 +193,9 @@ class Tokenizer(Replica):
             await call.wait_for_connection()
             self._become(admin_pb.WORKER_STATE_READY, "")
             self._pool.on_ready(self)
-            await self._talk_unless_silent(self._read(call), self._write(call))
+            await self._talk_unless_silent(
+                self._read(call), self._write(call), self._watch_decodes()
+            )
         finally:
             call.cancel()
 
@@ -220,6 +203,19 @@ class Tokenizer(Replica):
         while True:
             commands = await self._outbox.take()
             await call.write(pb.TokenizerServiceConnectRequest(commands=commands))
+
+    async def _watch_decodes(self) -> None:
+        """Raises Unavailable when it leaves tokens unanswered and another one would answer them. Where all are slow
+        together none is frozen."""
+        while True:
+            await asyncio.sleep(self._decode_seconds / LOOKS)
+            self._unanswered.look()
+            if self._unanswered.overdue and self._pool.answers_elsewhere(self):
+                raise Unavailable(f"it left tokens unanswered for {self._decode_seconds:g} s")
+            if self._encodes and not self._unanswered:
+                # A text may take long; that no tokens are answered shows that the tokenizer goes on.
+                self._unanswered.add(DecodeBatch([], []))
+                self._outbox.put(pb.TokenizerCommand(decode=pb.DecodeCommand()))
 
     async def _read(self, call: _Call) -> None:
         async for response in call:
@@ -235,7 +231,7 @@ class Tokenizer(Replica):
         """Hands each sequence its text. This runs once for every token: no per-token objects, no logging."""
         stops = {stop.handle: stop for stop in decoded.stops} if decoded.stops else {}
         failures = {failure.handle: failure for failure in decoded.failures}
-        batch = self._unanswered.popleft()
+        batch = self._unanswered.take()
         runs = self.runs
         answers = zip(batch.counts, decoded.handles, decoded.texts, strict=True)
         for (run, count), handle, text in answers:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from trtmesh.chassis.errors import NoTokenizer, QueueFull, QueueTimeout, TokenizerLost
 from trtmesh.router.encode_job import EncodeJob
 from trtmesh.router.metrics import RouterMetrics
+from trtmesh.router.parked import Parked
 from trtmesh.router.replica import LEAVING
 from trtmesh.router.sequence import SequenceRun
 from trtmesh.router.tokenizer import Tokenizer
@@ -30,25 +31,6 @@ class EncodeLimits:
     outstanding: int
     queued: int
     queue_seconds: float
-
-
-class _Parked:
-    """Decoder of a sequence that waits for a tokenizer: its tokens stay with the sequence itself."""
-
-    def __init__(self, room: WaitingRoom[SequenceRun]) -> None:
-        self._room = room
-
-    def decode(self, sequence: SequenceRun, token_ids: list[int]) -> None:
-        """Nothing: whoever opens the sequence decodes all that has no text yet."""
-
-    def finish(self, sequence: SequenceRun) -> None:
-        """Nothing, likewise."""
-
-    def restart(self, sequence: SequenceRun) -> None:
-        """Nothing, likewise."""
-
-    def drop(self, sequence: SequenceRun) -> None:
-        self._room.dismiss(sequence)
 
 
 class TokenizerPool:
@@ -83,7 +65,7 @@ class TokenizerPool:
         self._waiting_runs = WaitingRoom[SequenceRun](recovery_seconds, self._fail_run)
         self._waiting_encodes = WaitingRoom[EncodeJob](recovery_seconds, self._fail_encode)
         self._queues: dict[str, WaitingRoom[EncodeJob]] = {}
-        self._parked = _Parked(self._waiting_runs)
+        self._parked = Parked(self._waiting_runs)
 
     @property
     def ready(self) -> bool:
@@ -110,6 +92,15 @@ class TokenizerPool:
         return (
             f"its fingerprint {tokenizer.description.fingerprint} differs from {agreed}, the one in use for"
             f" model {tokenizer.description.model}; serve the same tokenizer files from every tokenizer"
+        )
+
+    def answers_elsewhere(self, tokenizer: Tokenizer) -> bool:
+        """Whether another tokenizer of the same model takes what comes and answers in time."""
+        model = tokenizer.description.model
+        return any(
+            other.timely and not self.problem(other)
+            for other in self.tokenizers.values()
+            if other is not tokenizer and other.description.model == model
         )
 
     def describe(self, model: str) -> pb.GetTokenizerResponse:
