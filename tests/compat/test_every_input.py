@@ -330,6 +330,15 @@ async def seen_config(
     return backend.items[before].config
 
 
+async def test_words_that_only_fill_a_row_up_go_with_their_weights(
+    triton: Triton, backend: RecordingBackend
+) -> None:
+    tensors = {"embedding_bias_words": ["x", ""], "embedding_bias_weights": [0.5, 9.0]}
+    config = await seen_config(triton, backend, "ensemble", tensors)
+    assert config.sampling.embedding_bias_token_ids == (ids("x"),)
+    assert config.sampling.embedding_bias_weights == (0.5,)
+
+
 @pytest.mark.parametrize(("model", "name", "case"), CASES, ids=[f"{m}-{n}" for m, n, _ in CASES])
 async def test_an_input_reaches_the_backend(
     triton: Triton, backend: RecordingBackend, model: str, name: str, case: Case

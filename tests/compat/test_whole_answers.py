@@ -222,8 +222,8 @@ async def test_preprocessing_pads_and_formats(mesh: Mesh, triton: Triton) -> Non
             "REQUEST_OUTPUT_LEN": column(3, 4),
             "PAD_ID": column(77, 78),
             "BAD_WORDS_DICT": np.array([["one two", "three"], ["", "four"]], dtype=np.object_),
-            "EMBEDDING_BIAS_WORDS": np.array([["five"], ["six"]], dtype=np.object_),
-            "EMBEDDING_BIAS_WEIGHTS": np.array([[1.5], [-2.0]], dtype=np.float32),
+            "EMBEDDING_BIAS_WORDS": np.array([["five", ""], ["six", "six"]], dtype=np.object_),
+            "EMBEDDING_BIAS_WEIGHTS": np.array([[1.5, 9], [-1, -1]], dtype=np.float32),
             "PROMPT_TABLE_EXTRA_ID": np.array([[8], [9]], dtype=np.uint64),
         },
     )

@@ -166,6 +166,7 @@ def _settle(item: router_pb.GenerateItem, call: Call) -> None:
     if call.streaming:
         # The prompt is part of whole outputs only.
         output.exclude_prompt = True
+    _drop_fillers(sampling)
     if output.context_logits or output.generation_logits:
         output.logits_data_type = LOGITS_DATA_TYPES[model.logits_data_type]
     if model.kind is Kind.TEXT:
@@ -198,6 +199,15 @@ def _settle(item: router_pb.GenerateItem, call: Call) -> None:
     if model.template == "llmapi" and not config.stopping.HasField("max_tokens"):
         config.stopping.max_tokens = LLMAPI_MAX_TOKENS
     _apply_parameters(config, call.parameters, model)
+
+
+def _drop_fillers(sampling: pb.SamplingConfig) -> None:
+    """Takes empty words, with which the rows of a batch are filled up, away with their weights."""
+    words, weights = sampling.embedding_bias_texts, sampling.embedding_bias_weights
+    if "" in words and len(words) == len(weights):
+        kept = [(word, weight) for word, weight in zip(words, weights, strict=True) if word]
+        words[:] = [word for word, _ in kept]
+        weights[:] = [weight for _, weight in kept]
 
 
 def _apply_parameters(

@@ -83,7 +83,9 @@ TEXT_INPUTS = (
     _list("bad_words", "BYTES", ANY, put.texts("stopping.bad_texts")),
     _list("stop_words", "BYTES", ANY, put.stop_texts),
     _one("stream", "BOOL", None),
-    _list("embedding_bias_words", "BYTES", ANY, put.texts("sampling.embedding_bias_texts")),
+    _list(
+        "embedding_bias_words", "BYTES", ANY, put.weighted_texts("sampling.embedding_bias_texts")
+    ),
     _list("embedding_bias_weights", "FP32", ANY, put.values("sampling.embedding_bias_weights")),
     _one("prompt_table_extra_id", "UINT64", put.values("prompt_tuning.extra_ids")),
     *_sampling("", "length_penalty"),

@@ -85,6 +85,16 @@ def texts(path: str) -> Put:
     return put
 
 
+def weighted_texts(path: str) -> Put:
+    """Texts that have a weight each; an empty one goes once all inputs are read, with its weight."""
+
+    def put(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
+        message, name = _at(item, path)
+        getattr(message, name)[:] = tensor.texts(row)
+
+    return put
+
+
 def words(path: str) -> Put:
     """Token id sequences, as ids and offsets."""
 

@@ -104,9 +104,11 @@ async def _encode_row(
     call: Call, row: int, texts: Texts, vocabulary_size: int, *, special: bool
 ) -> _Encoded:
     bad, stop, bias_words = (
-        [word for word in call.inputs[name].texts(row) if word] if name in call.inputs else []
+        call.inputs[name].texts(row) if name in call.inputs else []
         for name in ("BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS")
     )
+    # Those that rows are filled up with; of words with weights they are kept beside theirs.
+    bad, stop = [word for word in bad if word], [word for word in stop if word]
     given = call.inputs.get("EMBEDDING_BIAS_WEIGHTS")
     weights = given.row(row) if given else ()
     if len(weights) != len(bias_words):
