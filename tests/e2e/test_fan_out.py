@@ -178,8 +178,11 @@ async def test_sequences_of_an_item(mesh: Mesh) -> None:
 
 
 async def test_both_engines_are_used_in_turn(mesh: Mesh) -> None:
-    reader = mesh.open([f"item {index}" for index in range(8)], max_tokens=200)
-    items = await reader.result()
+    answer = await mesh.admin.set_policy("round_robin")
+    try:
+        items = await mesh.open([f"item {index}" for index in range(8)], max_tokens=200).result()
+    finally:
+        await mesh.admin.set_policy(answer.previous)
     workers = [item.started.worker for item in items if item.started]
     assert len(workers) == 8
     assert {workers.count(worker) for worker in workers} == {4}

@@ -100,7 +100,8 @@ class Fleet:
         self.workers: dict[str, Worker] = {}
         self._snapshots: dict[str, WorkerSnapshot] = {}
         self._snapshot: tuple[WorkerSnapshot, ...] = ()
-        self._touched: set[Worker] = set()
+        self._touched: set[str] = set()
+        """Addresses, because one worker may have left there and another joined since the last placement."""
         self.decisions = decisions
         self.kv_index = kv_index
         self._metrics = metrics
@@ -142,17 +143,17 @@ class Fleet:
 
     def touch(self, worker: Worker) -> None:
         """Something about a worker changed that a placement needs to know."""
-        self._touched.add(worker)
+        self._touched.add(worker.address)
 
     def snapshot(self) -> tuple[WorkerSnapshot, ...]:
         """Every worker as it is now. Between two placements few workers change, and only these are looked at again."""
         if self._touched:
-            for worker in self._touched:
-                if self.workers.get(worker.address) is worker:
-                    typical = self._typical.get(worker.engine.model, UNKNOWN)
-                    self._snapshots[worker.address] = worker.snapshot(typical)
+            for address in self._touched:
+                if (worker := self.workers.get(address)) is None:
+                    self._snapshots.pop(address, None)
                 else:
-                    self._snapshots.pop(worker.address, None)
+                    typical = self._typical.get(worker.engine.model, UNKNOWN)
+                    self._snapshots[address] = worker.snapshot(typical)
             self._touched.clear()
             self._snapshot = tuple(self._snapshots.values())
         return self._snapshot
