@@ -141,7 +141,7 @@ class Trtmesh:
         """Median share of a decoding step that is not the model: all but its forward, and of that the part which makes
         groups of sequences and their masks."""
         engine: Any = self.backend._engine
-        runner = engine._runner
+        runner = engine._forwards._runner
         grouping = runner._attention._grouping
         model, groups = runner._model, grouping.groups
         forward, grouped = Timed(model.logits), Timed(groups)

@@ -42,7 +42,7 @@ def internals(engine: Harness) -> Any:
 @contextmanager
 def raising(engine: Harness, fault: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """Lets `fault` see the token ids of every forward before they are embedded."""
-    module = internals(engine)._runner._model.module.get_input_embeddings()
+    module = internals(engine)._forwards._runner._model.module.get_input_embeddings()
 
     def hook(_: Any, positional: tuple[torch.Tensor]) -> None:
         fault(positional[0])
@@ -221,7 +221,9 @@ async def test_weights_that_become_no_numbers_end_all(llama: Path) -> None:
     async with running(llama) as engine:
         await engine.run(PROMPTS[:2], SHORT)
         with torch.inference_mode():
-            internals(engine)._runner._model.module.get_input_embeddings().weight.fill_(torch.nan)
+            internals(engine)._forwards._runner._model.module.get_input_embeddings().weight.fill_(
+                torch.nan
+            )
         for stream in await engine.ended([engine.submit(p, SHORT)[0] for p in PROMPTS]):
             assert stream.end
             assert stream.end.reason == pb.FINISH_REASON_ERROR

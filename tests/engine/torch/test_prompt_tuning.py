@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 from engine.torch.conftest import ModelDir
-from engine.torch.harness import configure, running
+from engine.torch.harness import SECONDS, Harness, configure, running
 from oracle import tiny_models
 from transformers import PreTrainedModel
-from trtmesh.chassis.errors import InvalidField, TokenOutOfVocabulary, TrtmeshError
+from trtmesh.chassis.errors import InvalidField, QueueFull, TokenOutOfVocabulary, TrtmeshError
 from trtmesh.chassis.vocabulary import GenerationConfig, PromptTuning, Tensor
+from trtmesh.engine.backends.torch.prompt_table import PromptTable
 from trtmesh.v1 import generation_pb2 as pb
 
 VOCABULARY = tiny_models.VOCABULARY_SIZE
@@ -169,7 +174,6 @@ async def test_an_id_of_the_table_has_no_probability(llama: Path) -> None:
         await engine.ended(engine.submit([5, 6], tuned(tensor_of(random_table(1, 0)), config)))
 
 
-NAN = random_table(2, 0).fill_(float("nan"))
 REFUSALS: list[tuple[list[int], PromptTuning, type[TrtmeshError], str]] = [
     (
         [VOCABULARY],
@@ -207,7 +211,6 @@ REFUSALS: list[tuple[list[int], PromptTuning, type[TrtmeshError], str]] = [
         InvalidField,
         r"embedding_table\.data_type is .DATA_TYPE_INT32",
     ),
-    ([5], PromptTuning(tensor_of(NAN)), InvalidField, "embedding_table holds values"),
     ([5, 6], PromptTuning(extra_ids=(1,)), InvalidField, "extra_ids has 1 ids .* 2 tokens"),
     ([5], PromptTuning(vocabulary_size=1), InvalidField, "embedding_table is not"),
 ]
@@ -221,3 +224,149 @@ async def test_what_cannot_be_meant_is_refused(
         with pytest.raises(kind, match=words):
             engine.submit(prompt, replace(GREEDY, prompt_tuning=asked))
         assert len((await engine.run([[5]], GREEDY))[0]) == TOKENS
+
+
+class Gate(threading.Event):
+    """Set, it lets tables be read."""
+
+    reached = 0
+
+
+@contextmanager
+def held_up(engine: Harness) -> Iterator[Gate]:
+    """Lets tables be read only once the event is set."""
+    embedding: Any = engine.backend._engine.embedding
+    read, gate = embedding.read, Gate()
+
+    def waiting(asked: PromptTuning) -> PromptTable:
+        gate.reached += 1
+        assert gate.wait(SECONDS)
+        table: PromptTable = read(asked)
+        return table
+
+    embedding.read = waiting
+    try:
+        yield gate
+    finally:
+        gate.set()
+        del embedding.read
+
+
+async def test_while_a_table_is_read_others_go_on_and_it_keeps_its_place(llama: Path) -> None:
+    """One place in the batch: what came after it goes before it only while it cannot start."""
+    table, prompt = random_table(4, 1), mixed_prompt(20, 4, 1)
+    wanted = expected(tiny_models.reference_model(llama), prompt, table)
+    async with running(llama, max_batch_size=1) as engine:
+        running_one = engine.submit([5, 6], replace_max(GREEDY, 400))
+        await engine.until(lambda: engine.streams[running_one[0]].token_ids)
+        with held_up(engine) as gate:
+            tuned_one = engine.submit(prompt, tuned(tensor_of(table)))
+            later = [engine.submit([7, 8], GREEDY) for _ in range(2)]
+            told = len(engine.streams[running_one[0]].token_ids)
+            await engine.until(lambda: len(engine.streams[running_one[0]].token_ids) > told + 20)
+            assert engine.backend.stats().waiting_sequences == 3
+            engine.backend.stop(running_one, pb.FINISH_REASON_STOPPED)
+            await engine.ended(later[0])
+            assert not engine.streams[tuned_one[0]].token_ids
+            # Whatever came before it is over or running; it goes before what comes from now on.
+            filler = engine.submit([9], replace_max(GREEDY, 400))
+            await engine.until(lambda: engine.streams[filler[0]].token_ids)
+            last = engine.submit([7, 8], GREEDY)
+            gate.set()
+            tables: Any = engine.backend._tables
+            await asyncio.to_thread(tables.close)
+            engine.backend.stop(filler, pb.FINISH_REASON_STOPPED)
+            await engine.ended()
+        order = [end.key for output in engine.outputs for end in output.ends]
+        assert order.index(tuned_one[0]) < order.index(last[0])
+        assert engine.streams[tuned_one[0]].token_ids == wanted
+
+
+def replace_max(config: GenerationConfig, max_tokens: int) -> GenerationConfig:
+    return replace(config, stopping=replace(config.stopping, max_tokens=max_tokens))
+
+
+@pytest.mark.parametrize("values", [{}, {"num_return_sequences": 3, "seed": 1}, {"beam_width": 3}])
+async def test_an_item_whose_table_is_read_may_be_stopped_or_overdue(
+    values: dict[str, Any], llama: Path
+) -> None:
+    """It ends at once, and nothing of it is left, whenever the table comes."""
+    config = tuned(tensor_of(random_table(4, 1)), configure(max_tokens=4, **values))
+    async with running(llama) as engine:
+        with held_up(engine) as gate:
+            stopped = engine.submit([VOCABULARY], config)
+            waiting = engine.submit([VOCABULARY], config)
+            engine.backend.stop(stopped, pb.FINISH_REASON_STOPPED)
+            overdue = engine.submit([VOCABULARY], config, deadline=0.0)
+            for keys, reason in (
+                (stopped, pb.FINISH_REASON_STOPPED),
+                (overdue, pb.FINISH_REASON_CANCELLED),
+            ):
+                for stream in await engine.ended(keys):
+                    assert stream.end
+                    assert stream.end.reason == reason
+            # No steps are made in vain for what cannot start.
+            assert not engine.backend._engine.has_work
+            gate.set()
+            for stream in await engine.ended(waiting):
+                assert stream.end
+                assert len(stream.token_ids) == stream.end.generated_tokens == 4
+            # Only what somebody still waited for when its turn came.
+            assert gate.reached == 2
+        scheduler = engine.backend._engine.scheduler
+        assert not scheduler.sequences
+        assert not scheduler._unready
+        await no_table_is_held(engine)
+
+
+async def no_table_is_held(engine: Harness) -> None:
+    tables: Any = engine.backend._tables
+    await asyncio.to_thread(tables.close)
+    assert tables.held_bytes == 0
+
+
+async def test_a_worker_that_closes_waits_for_no_table(llama: Path) -> None:
+    config = tuned(tensor_of(random_table(4, 1)))
+    async with running(llama) as engine:
+        with held_up(engine) as gate:
+            keys = [engine.submit([VOCABULARY], config)[0] for _ in range(3)]
+            closing = asyncio.ensure_future(engine.backend.close())
+            for stream in await engine.ended(keys):
+                assert stream.end
+                assert stream.end.reason == pb.FINISH_REASON_CANCELLED
+            gate.set()
+            await closing
+
+
+@pytest.mark.parametrize("values", [{}, {"num_return_sequences": 3}, {"beam_width": 3}])
+async def test_values_that_are_no_numbers_end_the_item(values: dict[str, Any], llama: Path) -> None:
+    nan = tensor_of(random_table(2, 0).fill_(float("nan")))
+    async with running(llama) as engine:
+        keys = engine.submit([VOCABULARY], tuned(nan, configure(max_tokens=4, **values)))
+        for stream in await engine.ended(keys):
+            assert stream.end
+            assert isinstance(stream.end.error, InvalidField)
+            assert "embedding_table holds values that are not finite" in stream.end.error.message
+        assert len((await engine.run([[5]], GREEDY))[0]) == TOKENS
+        await no_table_is_held(engine)
+
+
+async def test_the_tables_of_all_items_have_bounded_memory(llama: Path) -> None:
+    """Two fit; those of items that are over count no more, however far their deadlines are."""
+    config = tuned(tensor_of(random_table(4, 1)))
+    size = 2 * 4 * HIDDEN * 4
+    deadline = time.monotonic() + 3600
+    async with running(llama, prompt_tables_bytes=2 * size + 1) as engine:
+        with pytest.raises(InvalidField, match=r"takes 4608 bytes.*at most 4097.*prompt_tables_b"):
+            engine.submit([VOCABULARY], tuned(tensor_of(random_table(9, 1))))
+        for _ in range(3):
+            with held_up(engine):
+                keys = [engine.submit([VOCABULARY], config, deadline=deadline)[0] for _ in range(2)]
+                with pytest.raises(QueueFull, match=r"take 4096 bytes .* at most 4097"):
+                    engine.submit([VOCABULARY], config)
+            tables: Any = engine.backend._tables
+            await engine.ended(keys)
+            assert tables.held_bytes == 0
+            kept: Any = engine.backend._engine._deadlines._heap
+            assert kept
+            assert not any(each.prompt_table or each.config.prompt_tuning for _, _, each in kept)

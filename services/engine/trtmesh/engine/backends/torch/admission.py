@@ -14,7 +14,7 @@ from trtmesh.chassis.errors import (
     UnsupportedField,
 )
 from trtmesh.chassis.parsing import ELEMENT_BYTES, refuse_unsupported
-from trtmesh.chassis.vocabulary import GenerationConfig, KvCache
+from trtmesh.chassis.vocabulary import GenerationConfig, KvCache, PromptTuning
 from trtmesh.engine.backend import BackendInfo, Submission
 from trtmesh.engine.backends.torch.stopping import EndRule
 from trtmesh.v1 import generation_pb2 as pb
@@ -70,7 +70,7 @@ def _check_retention(wishes: KvCache) -> None:
 
 
 def _check_ids(item: Submission, vocabulary_size: int) -> None:
-    rows = _table_rows(item)
+    rows = table_rows(item.config.prompt_tuning)
     bound = vocabulary_size + rows
     if max(item.token_ids) >= bound or min(item.token_ids) < 0:
         position, token = next(
@@ -117,9 +117,8 @@ def _ids_of(config: GenerationConfig) -> Iterator[tuple[str, Iterable[int]]]:
     yield "sampling.embedding_bias_token_ids", bias_ids
 
 
-def _table_rows(item: Submission) -> int:
-    """How many ids after the vocabulary mean something in the item's prompt."""
-    asked = item.config.prompt_tuning
+def table_rows(asked: PromptTuning | None) -> int:
+    """How many ids after the vocabulary mean something in the prompt."""
     if asked is None or asked.embedding_table is None:
         return 0
     return (

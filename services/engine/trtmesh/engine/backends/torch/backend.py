@@ -16,7 +16,8 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trtmesh.chassis.errors import QueueFull, WorkerLost
+from trtmesh.chassis.errors import QueueFull, TrtmeshError, WorkerLost
+from trtmesh.chassis.vocabulary import PromptTuning
 from trtmesh.engine.backend import (
     AdapterInfo,
     BackendInfo,
@@ -28,6 +29,7 @@ from trtmesh.engine.backend import (
 )
 from trtmesh.engine.backends.torch.admission import admit
 from trtmesh.engine.backends.torch.beam_item import BeamItem
+from trtmesh.engine.backends.torch.prompt_tables import PromptTables
 from trtmesh.engine.backends.torch.sequence import Sequence, sequences_of
 from trtmesh.engine.backends.torch.settings import TorchSettings
 from trtmesh.engine.backends.torch.token_rules import TokenRules
@@ -35,6 +37,7 @@ from trtmesh.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:
     from trtmesh.engine.backends.torch.engine import Engine
+    from trtmesh.engine.backends.torch.prompt_table import PromptTable
 
 log = logging.getLogger(__name__)
 
@@ -48,11 +51,22 @@ class Add:
 
 
 @dataclass(frozen=True, slots=True)
+class Prepared:
+    """A command: these sequences, which were added, have their prompt table, or what is wrong with it."""
+
+    sequences: list[Sequence]
+    table: PromptTable | TrtmeshError
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """A command: end these sequences."""
 
     keys: SequenceOf[int]
     reason: int
+
+
+Command = Add | Prepared | Stop
 
 
 class TorchBackend:
@@ -64,13 +78,14 @@ class TorchBackend:
         self._settings = settings
         self._wake = threading.Condition()
         # Guarded by `_wake`.
-        self._inbox: list[Add | Stop] = []
+        self._inbox: list[Command] = []
         self._incoming_sequences = 0
         self._incoming_tokens = 0
         self._closing = False
         self._broken = False
         self._lanes = count(-1, -1)
         self._thread: threading.Thread | None = None
+        self._tables: PromptTables | None = None
 
     async def start(self, deliver: Deliver, fail: Fail) -> BackendInfo:
         self._deliver, self._fail = deliver, fail
@@ -80,6 +95,7 @@ class TorchBackend:
         )
         self._thread.start()
         self._engine, self._info = await asyncio.wrap_future(loaded)
+        self._tables = PromptTables(self._engine.embedding, self._settings.prompt_tables_bytes)
         return self._info
 
     def submit(self, item: Submission) -> None:
@@ -92,9 +108,8 @@ class TorchBackend:
         token_rules = TokenRules(
             item.config, normalize_log_probs=self._settings.normalize_log_probs
         )
-        table = None
         if item.config.prompt_tuning:
-            table = self._engine.embedding.table(item.config.prompt_tuning, rule.prompt_tokens)
+            self._engine.embedding.check(item.config.prompt_tuning, rule.prompt_tokens)
         scheduler = self._engine.scheduler
         with self._wake:
             if self._broken:
@@ -108,11 +123,26 @@ class TorchBackend:
                     " place in the batch; try again later or elsewhere"
                 )
             lanes = self._lane_keys(item)
-            sequences = sequences_of(item, lanes or item.keys, rule, token_rules, table)
+            sequences = sequences_of(item, lanes or item.keys, rule, token_rules)
+            if item.config.prompt_tuning:
+                self._have_table_read(item.config.prompt_tuning, sequences)
             self._incoming_sequences += len(sequences)
             self._incoming_tokens += len(sequences) * len(item.token_ids)
             self._inbox.append(Add(sequences, BeamItem(item.keys, sequences) if lanes else None))
             self._wake.notify()
+
+    def _have_table_read(self, asked: PromptTuning, sequences: list[Sequence]) -> None:
+        """The sequences must be in the inbox before `_wake` is let go of. Raises QueueFull or InvalidField."""
+        assert self._tables is not None
+
+        def done(table: PromptTable | TrtmeshError) -> None:
+            with self._wake:
+                self._inbox.append(Prepared(sequences, table))
+                self._wake.notify()
+
+        lease = self._tables.read(asked, len(sequences), done)
+        for sequence in sequences:
+            sequence.table_lease = lease
 
     def _lane_keys(self, item: Submission) -> list[int]:
         """Keys of the sequences that a beam search runs, the first key among them; none for other items."""
@@ -161,7 +191,10 @@ class TorchBackend:
             self._wake.notify()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
-        # Weights and cache go with it; a start that failed left none.
+        if self._tables is not None:
+            await asyncio.to_thread(self._tables.close)
+        # Weights and cache go with them; a start that failed left none.
+        self._tables = None
         self.__dict__.pop("_engine", None)
 
     def _run(self, loaded: Future[tuple[Engine, BackendInfo]]) -> None:
@@ -195,7 +228,7 @@ class TorchBackend:
             if engine.has_work:
                 self._deliver(engine.step())
 
-    def _take_commands(self, *, idle: bool) -> tuple[list[Add | Stop], bool]:
+    def _take_commands(self, *, idle: bool) -> tuple[list[Command], bool]:
         """What came since the last call, and whether to close; waits for something where there is nothing to do."""
         with self._wake:
             while idle and not self._inbox and not self._closing:
@@ -203,10 +236,13 @@ class TorchBackend:
             commands, self._inbox = self._inbox, []
             return commands, self._closing
 
-    def _obey(self, engine: Engine, commands: list[Add | Stop]) -> None:
+    def _obey(self, engine: Engine, commands: list[Command]) -> None:
         for command in commands:
             if isinstance(command, Stop):
                 engine.stop(command.keys, command.reason)
+                continue
+            if isinstance(command, Prepared):
+                engine.prepared(command.sequences, command.table)
                 continue
             sequences = len(command.sequences)
             tokens = sum(len(sequence.tokens) for sequence in command.sequences)

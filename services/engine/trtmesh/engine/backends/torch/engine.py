@@ -14,10 +14,10 @@ from trtmesh.engine.backends.torch.beam_item import BeamItem
 from trtmesh.engine.backends.torch.chunk import Chunk
 from trtmesh.engine.backends.torch.deadlines import Deadlines
 from trtmesh.engine.backends.torch.forks import Pairs
+from trtmesh.engine.backends.torch.forwards import Forwards
 from trtmesh.engine.backends.torch.kvcache import KvCache
-from trtmesh.engine.backends.torch.prompt_table import Embedding
+from trtmesh.engine.backends.torch.prompt_table import Embedding, PromptTable
 from trtmesh.engine.backends.torch.readers import reader_for
-from trtmesh.engine.backends.torch.runner import Runner
 from trtmesh.engine.backends.torch.sampling import Choice, choose, most_likely, search_log_probs
 from trtmesh.engine.backends.torch.scheduler import Scheduler
 from trtmesh.engine.backends.torch.sequence import Sequence
@@ -30,20 +30,19 @@ class Engine:
     """Owns the sequences. A sequence's blocks are free before its end is handed out."""
 
     def __init__(
-        self, runner: Runner, cache: KvCache, scheduler: Scheduler, embedding: Embedding
+        self, forwards: Forwards, cache: KvCache, scheduler: Scheduler, embedding: Embedding
     ) -> None:
         self.scheduler = scheduler
         self.embedding = embedding
         self.step_count = 0
         self.generated_tokens = 0
-        self._runner = runner
+        self._forwards = forwards
         self._cache = cache
         self._ends: list[SequenceEnd] = []
         self._deadlines = Deadlines(self._lives)
         # Under the keys of their sequences that come back, and under those of their lanes.
         self._searches: dict[int, BeamItem] = {}
         self._lanes: dict[int, BeamItem] = {}
-        self._broken: BackendFailed | None = None
 
     @property
     def has_work(self) -> bool:
@@ -80,6 +79,19 @@ class Engine:
             self.scheduler.add(lane, self.step_count)
         self._deadlines.add(item.first, len(self.scheduler.sequences))
 
+    def prepared(self, sequences: Iterable[Sequence], table: PromptTable | TrtmeshError) -> None:
+        """Lets sequences of an item start, as far as they live, with their prompt table; or says what is wrong with
+        it."""
+        for sequence in sequences:
+            # Lanes of one search fail together.
+            if not self._lives(sequence):
+                continue
+            if isinstance(table, TrtmeshError):
+                self._fail(sequence, table)
+            else:
+                sequence.give_table(table)
+                self.scheduler.ready(sequence)
+
     def stop(self, keys: Iterable[int], reason: int) -> None:
         """Ends sequences, of a beam search all with any; a key that is unknown or over is ignored."""
         for key in keys:
@@ -109,15 +121,19 @@ class Engine:
 
     def step(self) -> StepOutput:
         """Computes one step and tells what it made known. Raises BackendFailed once the model was found broken."""
-        if self._broken is not None:
-            raise self._broken
         chunks = self.scheduler.schedule()
         self._cache.carry_out(self.scheduler.pool.take_moves())
-        results = self._compute(chunks) if chunks else []
+        forward = self._forwards.compute(chunks)
+        for chunk in forward.computed:
+            self.scheduler.computed(chunk)
+        for chunk, failure in forward.failures:
+            # Lanes of one search fail together.
+            if self._lives(chunk.sequence):
+                self._blame(chunk.sequence, failure)
         self.step_count += 1
         output = StepOutput(self.step_count)
         self._read(chunks, output)
-        for completing, logits in results:
+        for completing, logits in forward.results:
             if logits is None:
                 continue
             # What could not be read has failed, and its mates with it.
@@ -134,52 +150,10 @@ class Engine:
         output.kv_events = self.scheduler.pool.take_events()
         return output
 
-    def _compute(self, chunks: list[Chunk]) -> list[tuple[list[Chunk], Tensor | None]]:
-        """Completing chunks with their logits; where computing all at once fails, each is tried on its own."""
-        try:
-            results = [self._runner.compute(chunks)]
-        except Exception:
-            log.exception("a step of %d sequences failed; trying each alone", len(chunks))
-        else:
-            for chunk in chunks:
-                self.scheduler.computed(chunk)
-            return results
-        # Not in the handler, where the exception still holds every tensor of the failed step.
-        self._runner.release_memory()
-        return self._compute_alone(chunks)
-
     def _blame(self, sequence: Sequence, error: TrtmeshError) -> None:
         """Ends a sequence for its own fault. Where the model is broken it stays, and the next step says so."""
-        if not (isinstance(error, BackendFailed) and self._is_broken()):
+        if not (isinstance(error, BackendFailed) and self._forwards.is_broken()):
             self._fail(sequence, error)
-
-    def _is_broken(self) -> bool:
-        """Tells a model that cannot compute from items that cannot be computed."""
-        if self._broken is None:
-            try:
-                self._runner.check()
-            except Exception as error:  # noqa: BLE001 - the next step raises it
-                self._broken = BackendFailed(
-                    f"the model cannot compute a single token any more: {error}"
-                )
-        return self._broken is not None
-
-    def _compute_alone(self, chunks: list[Chunk]) -> list[tuple[list[Chunk], Tensor | None]]:
-        """What can be computed, chunk by chunk."""
-        results: list[tuple[list[Chunk], Tensor | None]] = []
-        failures: list[tuple[Sequence, BackendFailed]] = []
-        for chunk in chunks:
-            try:
-                results.append(self._runner.compute([chunk]))
-            except Exception as error:  # noqa: BLE001 - whatever it is, it ends this sequence alone
-                failures.append((chunk.sequence, BackendFailed(f"the model failed: {error}")))
-            else:
-                self.scheduler.computed(chunk)
-        for sequence, failure in failures:
-            # Lanes of one search fail together.
-            if self._lives(sequence):
-                self._blame(sequence, failure)
-        return results
 
     def _lives(self, sequence: Sequence) -> bool:
         return self.scheduler.find(sequence.key) is sequence

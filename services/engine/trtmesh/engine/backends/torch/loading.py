@@ -13,6 +13,7 @@ from trtmesh.engine.backends.torch.block_tables import BlockTables
 from trtmesh.engine.backends.torch.blocks import BlockPool
 from trtmesh.engine.backends.torch.engine import Engine
 from trtmesh.engine.backends.torch.fields import supported_fields
+from trtmesh.engine.backends.torch.forwards import Forwards
 from trtmesh.engine.backends.torch.kvcache import KvCache
 from trtmesh.engine.backends.torch.model import Model, load_model
 from trtmesh.engine.backends.torch.prefixes import Prefixes
@@ -99,7 +100,7 @@ def _engine(settings: TorchSettings, model: Model, sizes: Sizes, device: torch.d
     # Elsewhere kernels read the blocks where they are.
     copies = settings.decode_copy_bytes if device.type == "cpu" else 0
     runner = Runner(model, cache, tables, decode_copy_bytes=copies)
-    return Engine(runner, cache, scheduler, model.embedding)
+    return Engine(Forwards(runner), cache, scheduler, model.embedding)
 
 
 def _rules(settings: TorchSettings, model: Model) -> SchedulingRules:

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.func import functional_call
 from trtmesh.chassis import vocabulary
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.chassis.vocabulary import PromptTuning
+from trtmesh.engine.backends.torch.admission import table_rows
 from trtmesh.v1 import generation_pb2 as pb
 
 DTYPES = {
@@ -51,16 +53,47 @@ class Embedding:
     def hidden_size(self) -> int:
         return int(self._weight.shape[1])
 
-    def table(self, asked: PromptTuning, prompt_tokens: int) -> PromptTable:
-        """Reads what a request asks for its prompt. Raises InvalidField."""
+    @property
+    def row_bytes(self) -> int:
+        return self.hidden_size * self._weight.itemsize
+
+    def check(self, asked: PromptTuning, prompt_tokens: int) -> None:
+        """Whether what a request asks for its prompt can be read, without looking at values. Raises InvalidField."""
         if asked.extra_ids and len(asked.extra_ids) != prompt_tokens:
             raise InvalidField(
                 f"prompt_tuning.extra_ids has {len(asked.extra_ids)} ids but must have one for each of the"
                 f" {prompt_tokens} tokens of the prompt, or none"
             )
+        tensor = asked.embedding_table
+        if tensor is None:
+            if asked.vocabulary_size is not None:
+                raise InvalidField(
+                    "prompt_tuning.vocabulary_size is set but prompt_tuning.embedding_table is not"
+                )
+            return
+        if tensor.data_type not in DTYPES:
+            name = pb.DataType.Name(pb.DataType.ValueType(tensor.data_type))
+            limit = ", ".join(pb.DataType.Name(each) for each in DTYPES)
+            raise InvalidField.of(
+                "prompt_tuning.embedding_table.data_type", name, f"one of {limit}"
+            )
+        if len(tensor.shape) != 2 or not tensor.shape[0] or tensor.shape[1] != self.hidden_size:
+            limit = f"[rows, {self.hidden_size}], the size of the model's embeddings"
+            raise InvalidField.of("prompt_tuning.embedding_table.shape", list(tensor.shape), limit)
+        count = tensor.shape[0] if asked.vocabulary_size is None else asked.vocabulary_size
+        if not 1 <= count <= tensor.shape[0]:
+            limit = f"in [1, {tensor.shape[0]}], the rows of prompt_tuning.embedding_table"
+            raise InvalidField.of("prompt_tuning.vocabulary_size", count, limit)
+
+    def bytes_of(self, asked: PromptTuning) -> int:
+        """Memory for the table of a request that was checked, as it came and as the layers take it."""
+        tensor = asked.embedding_table
+        return len(tensor.data) + table_rows(asked) * self.row_bytes if tensor else 0
+
+    def read(self, asked: PromptTuning) -> PromptTable:
+        """The table of a request that was checked; takes about a second for each 64 MiB. Raises InvalidField."""
         digest = blake2b(array("Q", asked.extra_ids).tobytes(), digest_size=32)
         tensor = asked.embedding_table
-        count = self._rows(asked)
         if tensor is None:
             return PromptTable(None, digest.digest())
         digest.update(f"{tensor.data_type} {tensor.shape} ".encode())
@@ -72,7 +105,7 @@ class Embedding:
                 " that the model computes in"
             )
         with torch.inference_mode():
-            indexes = torch.arange(count, device=given.device)
+            indexes = torch.arange(table_rows(asked), device=given.device)
             rows: Tensor = functional_call(self._bare, {"weight": given}, (indexes,))
         return PromptTable(rows, digest.digest())
 
@@ -89,30 +122,6 @@ class Embedding:
                 embedded[tokens][foreign] = table.rows[ids[foreign] - self.vocabulary_size]
         return embedded
 
-    def _rows(self, asked: PromptTuning) -> int:
-        """How many ids the table gives a meaning to."""
-        tensor = asked.embedding_table
-        if tensor is None:
-            if asked.vocabulary_size is not None:
-                raise InvalidField(
-                    "prompt_tuning.vocabulary_size is set but prompt_tuning.embedding_table is not"
-                )
-            return 0
-        if tensor.data_type not in DTYPES:
-            name = pb.DataType.Name(pb.DataType.ValueType(tensor.data_type))
-            limit = ", ".join(pb.DataType.Name(each) for each in DTYPES)
-            raise InvalidField.of(
-                "prompt_tuning.embedding_table.data_type", name, f"one of {limit}"
-            )
-        if len(tensor.shape) != 2 or not tensor.shape[0] or tensor.shape[1] != self.hidden_size:
-            limit = f"[rows, {self.hidden_size}], the size of the model's embeddings"
-            raise InvalidField.of("prompt_tuning.embedding_table.shape", list(tensor.shape), limit)
-        count = tensor.shape[0] if asked.vocabulary_size is None else asked.vocabulary_size
-        if not 1 <= count <= tensor.shape[0]:
-            limit = f"in [1, {tensor.shape[0]}], the rows of prompt_tuning.embedding_table"
-            raise InvalidField.of("prompt_tuning.vocabulary_size", count, limit)
-        return count
-
 
 def _bare(module: Any) -> Any:
     """The same code, to be applied to weights that come with each call, and where no row is a padding row."""
@@ -123,8 +132,7 @@ def _bare(module: Any) -> Any:
 
 
 def _tensor(tensor: vocabulary.Tensor) -> Tensor:
-    # A copy, because bytes cannot be written to and PyTorch warns of that.
-    flat = torch.frombuffer(
-        bytearray(tensor.data), dtype=DTYPES[pb.DataType.ValueType(tensor.data_type)]
-    )
-    return flat.view(tensor.shape)
+    # A copy, because bytes cannot be written to and PyTorch warns of that; numpy's lets other threads go on meanwhile.
+    data = np.frombuffer(tensor.data, dtype=np.uint8).copy()
+    dtype = DTYPES[pb.DataType.ValueType(tensor.data_type)]
+    return torch.from_numpy(data).view(dtype).view(tensor.shape)

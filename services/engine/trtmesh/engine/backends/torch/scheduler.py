@@ -46,6 +46,8 @@ class Scheduler:
         self._room = Room(pool, tables, rules)
         self._by_key: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(self._lives)
+        # Counted as waiting, but in no queue.
+        self._unready: dict[int, Sequence] = {}
         self._arrivals = 0
         # Under the key of a leader.
         self._followers: dict[int, list[Sequence]] = {}
@@ -56,7 +58,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._by_key)
+        """Whether a step has anything to compute."""
+        return len(self._by_key) > len(self._unready)
 
     def find(self, key: int) -> Sequence | None:
         return self._by_key.get(key)
@@ -65,6 +68,11 @@ class Scheduler:
         """Takes a new sequence in; `step_count` is that of now."""
         self._enter(sequence, step_count - sequence.head_start)
         self._queue(sequence)
+
+    def ready(self, sequence: Sequence) -> None:
+        """A sequence of this scheduler that was added before it was ready may start, in the place that it had."""
+        del self._unready[sequence.key]
+        self._waiting.push(sequence)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Takes in `child`, which goes on from the computed KV of `parent`, a sequence of this scheduler.
@@ -98,8 +106,10 @@ class Scheduler:
         if sequence.mates:
             sequence.mates.remove(sequence)
         self.pending_prompt_tokens -= sequence.pending_prompt_tokens
+        sequence.let_go()
         if sequence.slot < 0:
             self.waiting_sequences -= 1
+            self._unready.pop(sequence.key, None)
             self._unpause(sequence)
             self._waiting.forget_removed(self.waiting_sequences)
             return
@@ -156,8 +166,11 @@ class Scheduler:
         self.pending_prompt_tokens += sequence.pending_prompt_tokens
 
     def _queue(self, sequence: Sequence) -> None:
-        self._waiting.push(sequence)
         self.waiting_sequences += 1
+        if sequence.is_ready:
+            self._waiting.push(sequence)
+        else:
+            self._unready[sequence.key] = sequence
 
     def _grow(self) -> None:
         """Gives each running sequence the block for its next token, the lowest rank first."""

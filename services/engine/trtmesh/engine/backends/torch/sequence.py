@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from trtmesh.chassis.block_hashes import ROOT_HASH, root_hash
@@ -23,6 +23,7 @@ from trtmesh.engine.backends.torch.token_rules import TokenRules
 
 if TYPE_CHECKING:
     from trtmesh.engine.backends.torch.prompt_table import PromptTable
+    from trtmesh.engine.backends.torch.prompt_tables import Lease
     from trtmesh.engine.backends.torch.readers import Reader
 
 PRIORITY_STEPS = 256
@@ -50,6 +51,8 @@ class Sequence:
     """Sequence with the same prompt, which computes it; this one begins with a copy of its KV."""
     prompt_table: PromptTable | None = None
     """What ids after the vocabulary mean in the prompt."""
+    table_lease: Lease | None = None
+    """Memory of that table, which may still be read."""
     mates: list[Sequence] = field(default_factory=list)
     """Sequences with the same prompt that are admitted and paused only all together, this one among them; one list that
     all of them share and that each leaves at its end. Empty for one on its own."""
@@ -77,6 +80,23 @@ class Sequence:
     history: History | None = None
     """What the choice of tokens remembers of them; None until it is needed, and again when `tokens` is replaced."""
     times: Times = field(default_factory=lambda: Times(arrival_ns=time.time_ns()))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has all that it needs to be computed; its prompt table may still be read."""
+        return self.table_lease is None or self.prompt_table is not None
+
+    def give_table(self, table: PromptTable) -> None:
+        """Takes in what its lease is for."""
+        self.prompt_table = table
+        self.root = root_hash(self.config.kv_cache.salt, prompt_table_digest=table.digest)
+
+    def let_go(self) -> None:
+        """Drops what is large: some lists keep sequences that are over for a while."""
+        self.prompt_table = self.reader = self.history = None
+        if self.table_lease:
+            self.table_lease.give_back()
+            self.table_lease = None
 
     @property
     def head_start(self) -> int:
@@ -193,16 +213,16 @@ def sequences_of(
     keys: Iterable[int],
     rule: EndRule,
     token_rules: TokenRules,
-    prompt_table: PromptTable | None = None,
 ) -> list[Sequence]:
     """Sequences of an item under `keys`; the first computes the prompt for all."""
     sequences: list[Sequence] = []
-    digest = prompt_table.digest if prompt_table else None
-    root = root_hash(item.config.kv_cache.salt, prompt_table_digest=digest)
+    root = root_hash(item.config.kv_cache.salt)
+    # The table as it came is not kept for as long as they live.
+    config = replace(item.config, prompt_tuning=None)
     for index, key in enumerate(keys):
         sequence = Sequence(
             key=key,
-            config=item.config,
+            config=config,
             batch_index=item.batch_index,
             sequence_index=item.sequence_index + index,
             tokens=list(item.token_ids),
@@ -211,7 +231,6 @@ def sequences_of(
             token_rules=token_rules,
             deadline=item.deadline,
             leader=sequences[0] if sequences else None,
-            prompt_table=prompt_table,
             root=root,
         )
         sequences.append(sequence)

@@ -74,6 +74,9 @@ class TorchSettings(Settings):
     top_k_top_p both, beam_search beams alone."""
     max_logits_bytes: Annotated[int, Field(ge=1, le=2**40)] = 2**30
     """Most bytes of logits that one item may ask for; what asks for more is refused before anything is computed."""
+    prompt_tables_bytes: Annotated[int, Field(ge=1, le=2**40)] = 2**30
+    """Most memory of the prompt tables of all items that wait or run, in bytes, each counted as it came and as the
+    model computes with it; an item whose table finds no room is refused."""
     normalize_log_probs: bool = False
     """Whether log-probabilities are those among the tokens that could be chosen, where an item does not say."""
 
