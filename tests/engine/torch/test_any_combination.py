@@ -46,6 +46,7 @@ TABLE_ROWS = 6
 POOL_TOKENS = 208
 TINY_POOL_TOKENS = 112
 """Room for the longest item of one sequence and for little more."""
+TINY_POOL_BLOCK = 4
 LONGEST = 40
 MOST_NEW = 24
 DTYPES = {pb.DATA_TYPE_FP32: np.float32, pb.DATA_TYPE_FP16: np.float16}
@@ -278,24 +279,29 @@ async def test_each_gets_what_it_gets_alone_when_many_are_paused(
         maker = Maker(tiny, await frequent(engine))
         settings = maker.settings() | {
             "kv_cache_tokens": TINY_POOL_TOKENS,
-            "tokens_per_block": 4,
+            "tokens_per_block": TINY_POOL_BLOCK,
             "max_step_tokens": 64,
             "max_batch_size": 64,
             "batching_type": "inflight_fused_batching",
             "batch_scheduler_policy": "max_utilization",
         }
         made = (maker.item(index) for index in repeat(0))
-        single = (
-            item
-            for item in made
-            if item.config.sequences == item.config.beam_search.beam_width == 1
-        )
         items = [
-            replace(item, batch_index=index) for index, item in enumerate(islice(single, ITEMS))
+            replace(item, batch_index=index)
+            for index, item in enumerate(islice(filter(fits_the_tiny_pool, made), ITEMS))
         ]
         stats = await check(items, settings, model, engine)
     happened.tiny_rounds += 1
     happened.preemptions += stats.preemptions
+
+
+def fits_the_tiny_pool(item: Item) -> bool:
+    """Whether a search finds room for all its beams; other sequences need no room together."""
+    config, prompt = item.config, len(item.prompt)
+    assert config.stopping.max_tokens
+    shared = (prompt - 1) // TINY_POOL_BLOCK
+    own = -(-(prompt + config.stopping.max_tokens - 1) // TINY_POOL_BLOCK) - shared
+    return shared + config.beam_search.beam_width * own <= TINY_POOL_TOKENS // TINY_POOL_BLOCK
 
 
 async def check(

@@ -259,67 +259,6 @@ def test_priority_goes_before_arrival() -> None:
     assert high.times.scheduled_ns < low.times.scheduled_ns
 
 
-def mates(engine: PaperEngine, prompt: list[int], new_tokens: int, count: int) -> list[Sequence]:
-    group = [engine.sequence(prompt, new_tokens) for _ in range(count)]
-    together = list(group)
-    for each in group:
-        each.mates = together
-        each.leader = group[0] if each is not group[0] else None
-    engine.add(*group)
-    return group
-
-
-@pytest.mark.parametrize("prompt_tokens", [8, 10])
-@pytest.mark.parametrize("never_pause", [False, True])
-def test_mates_run_only_all_together(never_pause: bool, prompt_tokens: int) -> None:
-    engine = PaperEngine(
-        blocks=22, batch=7, step_tokens=64, chunk_tokens=64, never_pause=never_pause
-    )
-    groups = [mates(engine, [number] * prompt_tokens, 14, 3) for number in range(4)]
-    single = [engine.sequence([50 + number] * 10, 20) for number in range(4)]
-    engine.add(*single)
-    branch = 0
-    while engine.scheduler.has_work:
-        done = engine.step()
-        for sequence in single:
-            if sequence in done:
-                engine.advance(sequence)
-        for group in groups:
-            running = [each for each in group if each.slot >= 0]
-            if len(running) < 3 or any(each.num_computed < each.length for each in group):
-                continue
-            # The mates part with each other after the prompt.
-            for each in group:
-                branch += 1
-                each.append(branch % 97, 0)
-            if group[0].generated_tokens == 14:
-                for each in group:
-                    engine.scheduler.remove(each)
-    assert all(each.generated_tokens == 14 for group in groups for each in group)
-    assert all(each.tokens == continued(each.tokens[:10], 20) for each in single)
-    assert (engine.scheduler.preemptions == 0) == never_pause
-    assert engine.pool.used_blocks == 0
-
-
-def test_mates_that_await_each_other_make_room() -> None:
-    """Two groups that have each started with one and find no room for the other: one gives way."""
-    engine = PaperEngine(blocks=8, batch=8)
-    first, second = mates(engine, [1] * 3, 10, 2), mates(engine, [2] * 3, 10, 2)
-    steps = 0
-    while engine.scheduler.has_work:
-        engine.step()
-        steps += 1
-        assert steps < 100
-        for group in (first, second):
-            if all(each.slot >= 0 and each.num_computed == each.length for each in group):
-                for number, each in enumerate(group):
-                    each.append(number, 0)
-                if group[0].length == 13:
-                    for each in group:
-                        engine.scheduler.remove(each)
-    assert engine.pool.used_blocks == 0
-
-
 def test_blocks_out_of_a_sliding_window_are_free_for_others() -> None:
     engine = PaperEngine(blocks=40, window=6)
     sequence = engine.sequence(range(30), 20)

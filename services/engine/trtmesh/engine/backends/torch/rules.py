@@ -39,7 +39,8 @@ class SchedulingRules:
 
     def growth(self, sequence: Sequence) -> int:
         """Blocks kept free for a running sequence beyond those that it has."""
-        return self.blocks_to_come(sequence, len(sequence.blocks)) if self.never_pause else 1
+        to_come = self.blocks_to_come(sequence, len(sequence.blocks))
+        return to_come if self.never_pause else min(1, to_come)
 
     def blocks_to_come(self, sequence: Sequence, blocks: int) -> int:
         """Blocks that a sequence with `blocks` of them may still need; the last token's KV never is."""

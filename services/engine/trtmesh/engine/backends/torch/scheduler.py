@@ -150,11 +150,11 @@ class Scheduler:
         if prompt > 0:
             self.pending_prompt_tokens -= prompt
             self.computed_prompt_tokens += prompt
-        if sequence.key in self._followers and sequence.num_computed >= sequence.prompt_tokens - 1:
-            self._wake_followers(sequence)
         if sequence.num_computed // self._rules.tokens_per_block > sequence.num_published:
             self._prefixes.publish(sequence)
             self._drop(sequence)
+        if sequence.key in self._followers and sequence.num_computed >= sequence.prompt_tokens - 1:
+            self._wake_followers(sequence)
 
     def _lives(self, sequence: Sequence) -> bool:
         return self._by_key.get(sequence.key) is sequence
@@ -241,8 +241,12 @@ class Scheduler:
         self.new_blocks += blocks
 
     def _drop(self, sequence: Sequence) -> None:
-        """Releases the blocks that a sliding window has left behind."""
-        first, last = sequence.num_dropped, self._rules.unseen_blocks(sequence.num_computed)
+        """Releases the blocks that a sliding window has left behind, but for what others are to begin with."""
+        seen_from = sequence.num_computed
+        if sequence.key in self._followers or any(mate.slot < 0 for mate in sequence.mates):
+            # They compute the last token of the prompt, if not more.
+            seen_from = min(seen_from, sequence.prompt_tokens - 1)
+        first, last = sequence.num_dropped, self._rules.unseen_blocks(seen_from)
         if last > first:
             self.pool.release(sequence.blocks[first:last])
             sequence.blocks[first:last] = [NULL_BLOCK] * (last - first)

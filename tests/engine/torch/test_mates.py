@@ -1,0 +1,250 @@
+"""Sequences that are admitted and paused only all together, such as the lanes of a beam search."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from engine.torch.conftest import ModelDir
+from engine.torch.harness import configure, running
+from engine.torch.paper_engine import BLOCK, PaperEngine, continued
+from oracle import tiny_models
+from oracle.beams import expected
+from trtmesh.chassis.vocabulary import TokenRangeRetention
+from trtmesh.engine.backends.torch.sequence import Sequence
+
+
+def mates(engine: PaperEngine, prompt: list[int], new_tokens: int, count: int) -> list[Sequence]:
+    group = [engine.sequence(prompt, new_tokens) for _ in range(count)]
+    together = list(group)
+    for each in group:
+        each.mates = together
+        each.leader = group[0] if each is not group[0] else None
+    engine.add(*group)
+    return group
+
+
+@pytest.mark.parametrize("prompt_tokens", [8, 10])
+@pytest.mark.parametrize("never_pause", [False, True])
+def test_mates_run_only_all_together(never_pause: bool, prompt_tokens: int) -> None:
+    engine = PaperEngine(
+        blocks=22, batch=7, step_tokens=64, chunk_tokens=64, never_pause=never_pause
+    )
+    groups = [mates(engine, [number] * prompt_tokens, 14, 3) for number in range(4)]
+    single = [engine.sequence([50 + number] * 10, 20) for number in range(4)]
+    engine.add(*single)
+    branch = 0
+    while engine.scheduler.has_work:
+        done = engine.step()
+        for sequence in single:
+            if sequence in done:
+                engine.advance(sequence)
+        for group in groups:
+            running = [each for each in group if each.slot >= 0]
+            if len(running) < 3 or any(each.num_computed < each.length for each in group):
+                continue
+            # The mates part with each other after the prompt.
+            for each in group:
+                branch += 1
+                each.append(branch % 97, 0)
+            if group[0].generated_tokens == 14:
+                for each in group:
+                    engine.scheduler.remove(each)
+    assert all(each.generated_tokens == 14 for group in groups for each in group)
+    assert all(each.tokens == continued(each.tokens[:10], 20) for each in single)
+    assert (engine.scheduler.preemptions == 0) == never_pause
+    assert engine.pool.used_blocks == 0
+
+
+def test_mates_that_await_each_other_make_room() -> None:
+    """Two groups that have each started with one and find no room for the other: one gives way."""
+    engine = PaperEngine(blocks=8, batch=8)
+    first, second = mates(engine, [1] * 3, 10, 2), mates(engine, [2] * 3, 10, 2)
+    steps = 0
+    while engine.scheduler.has_work:
+        engine.step()
+        steps += 1
+        assert steps < 100
+        for group in (first, second):
+            if all(each.slot >= 0 and each.num_computed == each.length for each in group):
+                for number, each in enumerate(group):
+                    each.append(number, 0)
+                if group[0].length == 13:
+                    for each in group:
+                        engine.scheduler.remove(each)
+    assert engine.pool.used_blocks == 0
+
+
+def least_blocks(prompt_tokens: int, new_tokens: int, count: int) -> int:
+    """What a group of so many needs at its end: the full blocks of the prompt once, all others for each."""
+    shared = (prompt_tokens - 1) // BLOCK
+    # The last token's KV is never needed.
+    return shared + count * (-(-(prompt_tokens + new_tokens - 1) // BLOCK) - shared)
+
+
+def goes_on_together(group: list[Sequence]) -> bool:
+    return all(each.slot >= 0 and each.num_computed == each.length for each in group)
+
+
+@pytest.mark.parametrize("never_pause", [False, True])
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("new_tokens", [1, 4, 6])
+@pytest.mark.parametrize("prompt_tokens", range(11, 18))
+def test_mates_that_have_the_pool_to_themselves_go_on(
+    prompt_tokens: int, new_tokens: int, window: int | None, never_pause: bool
+) -> None:
+    """In the fewest blocks for which they are admitted, with nothing kept of what was computed before."""
+    engine = PaperEngine(
+        blocks=least_blocks(prompt_tokens, new_tokens, 3),
+        step_tokens=64,
+        chunk_tokens=64,
+        reuse=False,
+        window=window,
+        never_pause=never_pause,
+    )
+    group = mates(engine, list(range(prompt_tokens)), new_tokens, 3)
+    for _ in range(3 * (new_tokens + 1)):
+        engine.step()
+        if goes_on_together(group):
+            for number, each in enumerate(group):
+                each.append(number, 0)
+        if group[0].generated_tokens == new_tokens:
+            break
+    assert group[0].generated_tokens == new_tokens
+    assert engine.scheduler.preemptions == 0
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("generated", range(6))
+def test_mates_that_were_paused_anywhere_start_again(window: int | None, generated: int) -> None:
+    """Parted from each other, and with no room but what they need at their end."""
+    prompt_tokens, new_tokens = 13, 7
+    engine = PaperEngine(
+        blocks=least_blocks(prompt_tokens, new_tokens, 3),
+        step_tokens=64,
+        chunk_tokens=64,
+        reuse=False,
+        window=window,
+    )
+    group = mates(engine, list(range(prompt_tokens)), new_tokens, 3)
+    paused = False
+    for _ in range(6 * (new_tokens + 1)):
+        engine.step()
+        if goes_on_together(group):
+            for number, each in enumerate(group):
+                each.append(number, 0)
+        if group[0].generated_tokens == new_tokens:
+            break
+        if group[0].generated_tokens == generated and not paused:
+            engine.scheduler._preempt(group[0])
+            paused = True
+    assert paused
+    assert group[0].generated_tokens == new_tokens
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+async def test_a_search_runs_in_the_fewest_blocks(family: str, model_dir: ModelDir) -> None:
+    """A prompt whose last token begins a block, and one whose window leaves a block behind with its last token."""
+    folder = model_dir(family)
+    model = tiny_models.reference_model(folder)
+    for prompt_tokens in (13, 15):
+        prompt = tiny_models.prompts(2)[1][:prompt_tokens]
+        config = configure(max_tokens=4, ignore_end_id=True, beam_width=3)
+        tokens = least_blocks(prompt_tokens, 4, 3) * BLOCK
+        async with running(
+            folder, tokens_per_block=BLOCK, kv_cache_tokens=tokens, prefix_reuse=False
+        ) as engine:
+            streams = await engine.ended(engine.submit(prompt, config))
+            assert [stream.token_ids for stream in streams] == [
+                found for found, _ in expected(model, prompt, 3, tokens=4)
+            ]
+
+
+class Crowd:
+    """Groups of mates, items of several sequences and single ones, in a pool that each alone fits."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice = dice = Random(seed)
+        blocks = dice.randint(5, 30)
+        never_pause = dice.random() < 0.3
+        step_tokens = dice.choice([4, 16, 64])
+        self.engine = PaperEngine(
+            blocks=blocks,
+            batch=dice.randint(4, 8),
+            step_tokens=step_tokens,
+            chunk_tokens=dice.choice([None, 3, step_tokens]),
+            never_pause=never_pause,
+            static_batch=never_pause and dice.random() < 0.3,
+            reuse=dice.random() < 0.7,
+            partial_reuse=dice.random() < 0.7,
+            window=dice.choice([None, None, 6, 9]),
+            host_blocks=dice.choice([0, 0, 6]),
+        )
+        stems = [[dice.randrange(97) for _ in range(30)] for _ in range(2)]
+        self.items: list[list[Sequence]] = []
+        while len(self.items) < 7:
+            count = dice.choice([1, 1, 2, 3, 4])
+            prompt = dice.choice(stems)[: dice.randint(1, 30)]
+            new_tokens = dice.randint(1, 12)
+            together = count > 1 and dice.random() < 0.7
+            if least_blocks(len(prompt), new_tokens, count if together else 1) <= blocks:
+                self.items.append(self._item(prompt, new_tokens, count, together=together))
+
+    def _item(
+        self, prompt: list[int], new_tokens: int, count: int, *, together: bool
+    ) -> list[Sequence]:
+        dice = self.dice
+        wishes = TokenRangeRetention(dice.randint(0, 20), dice.randint(21, 40), dice.randint(0, 99))
+        config = configure(
+            token_ranges=(wishes,) if dice.random() < 0.5 else (), priority=dice.randint(-1, 1)
+        )
+        item = [self.engine.sequence(prompt, new_tokens, config) for _ in range(count)]
+        mates = list(item) if together else []
+        for each in item:
+            each.leader = item[0] if each is not item[0] else None
+            each.mates = mates
+        return item
+
+    def play(self, most_steps: int) -> None:
+        """Until all have ended, some by being stopped."""
+        dice, engine = self.dice, self.engine
+        to_come = list(self.items)
+        steps = 0
+        while to_come or engine.scheduler.has_work:
+            if to_come and dice.random() < 0.3:
+                engine.add(*to_come.pop())
+            completing = engine.step()
+            steps += 1
+            assert steps < most_steps
+            for item in self.items:
+                living = [each for each in item if engine.scheduler.find(each.key) is each]
+                if not living:
+                    continue
+                if dice.random() < 0.01:
+                    self._remove(living if living[0].mates else living[:1])
+                elif living[0].mates:
+                    if goes_on_together(living):
+                        self._part(living)
+                else:
+                    for each in set(completing) & set(living):
+                        engine.advance(each)
+        assert engine.pool.used_blocks == 0
+        assert engine.tables.free_slots == len(engine.tables.rows)
+
+    def _part(self, group: list[Sequence]) -> None:
+        parents = [self.dice.choice(group) for _ in group]
+        tokens = [[*parent.tokens, self.dice.randrange(97)] for parent in parents]
+        self.engine.scheduler.reassign(list(zip(group, parents, strict=True)))
+        for each, own in zip(group, tokens, strict=True):
+            each.tokens[:] = own
+        if group[0].length >= group[0].rule.limit:
+            self._remove(group)
+
+    def _remove(self, sequences: list[Sequence]) -> None:
+        for each in sequences:
+            self.engine.scheduler.remove(each)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_is_admitted_ends(seed: int) -> None:
+    Crowd(seed).play(most_steps=1500)
