@@ -1,10 +1,11 @@
 """Thousands of random requests with cancellations through the torch engine: nothing may be left over or grow.
 
-Requests of all kinds (shared beginnings, sampling, several sequences, beams, priorities, deadlines, prompts that are
-refused) go through a small KV cache, so that sequences wait, are paused and evict one another; about a third of them is
-stopped at some point. Now and then all ends and everything that the engine holds is counted. At the end every sequence
-must have ended exactly once, every block, slot and key must be free, no container may hold more than the engine's own
-size explains, and the memory of the process must not have grown since the warm-up.
+Requests of all kinds (shared beginnings, sampling, several sequences, beams, priorities, deadlines, prompt tables,
+logits of prompts and tokens, sequences that began elsewhere, prompts and tables that are refused) go through a small KV
+cache with a small one in the host's memory behind it, so that sequences wait, are paused and evict one another; about a
+third of them is stopped at some point. Now and then all ends and everything that the engine holds is counted. At the
+end every sequence must have ended exactly once, every block, slot, key and prompt table must be free, no container may
+hold more than the engine's own size explains, and the memory of the process must not have grown since the warm-up.
 """
 
 from __future__ import annotations
@@ -20,20 +21,24 @@ import sys
 import tempfile
 import threading
 import time
+from array import array
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from _models import build
+from _models import SHAPES, build
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.vocabulary import (
     BeamSearch,
     GenerationConfig,
     KvCache,
     Output,
+    PromptTuning,
     Sampling,
     Stopping,
+    Tensor,
 )
 from trtmesh.engine.backend import StepOutput, Submission
 from trtmesh.engine.backends.torch import TorchBackend, TorchSettings
@@ -41,17 +46,22 @@ from trtmesh.v1 import generation_pb2 as pb
 
 VOCABULARY = 320
 BLOCKS = 100
+HOST_BLOCKS = 60
 TOKENS_PER_BLOCK = 4
+HIDDEN = SHAPES["tiny"]["hidden_size"]
+TABLE_ROWS = 8
 BATCH = 16
 QUEUE = 64
 WARM_UP_PART = 0.6
 """Until every size of step has been met; what a library keeps for each is bounded by their number."""
-CONTAINER_LIMIT = BLOCKS + BATCH + QUEUE + 128
+CONTAINER_LIMIT = BLOCKS + HOST_BLOCKS + BATCH + QUEUE + 128
 """More than any container of the engine has a reason to hold; far less than one entry for each request."""
 GROWTH_BYTES = 16 * 2**20
 SETTINGS = {
     "threads": 1,
     "kv_cache_tokens": TOKENS_PER_BLOCK * BLOCKS,
+    # 512 bytes a token: float32 keys and values of two layers with two heads of 16.
+    "host_cache_bytes": 512 * TOKENS_PER_BLOCK * HOST_BLOCKS,
     "tokens_per_block": TOKENS_PER_BLOCK,
     "max_batch_size": BATCH,
     "max_queue_size": QUEUE,
@@ -66,18 +76,31 @@ class Soak:
         self.draw = random.Random(seed)
         self.requests = self.refused = self.stopped = 0
         self.sequences = 0
+        self.given = Counter[str]()
+        """Sequences that were given something, by what it was."""
         self.open: set[int] = set()
         self.faults: list[str] = []
         self._prefixes = [self._ids(48) for _ in range(6)]
+        self._tables = [self._table(self.draw.uniform(-0.2, 0.2)) for _ in range(3)]
+        self._not_numbers = self._table(math.nan)
         self._changed = threading.Condition()
 
     def deliver(self, output: StepOutput) -> None:
         with self._changed:
             self.faults += [f"tokens for {key}" for key in output.keys if key not in self.open]
+            self.given["prompt_log_probs"] += sum(bool(each.log_probs) for each in output.prompts)
+            self.given["context_logits"] += sum(
+                each.context_logits is not None for each in output.prompts
+            )
+            self.given["generation_logits"] += sum(
+                each.generation_logits is not None for each in output.details
+            )
             for end in output.ends:
                 if end.key not in self.open:
                     self.faults.append(f"a second end of {end.key}")
-                if end.error:
+                if end.error and "embedding_table holds values" in end.error.message:
+                    self.given["bad_table"] += 1
+                elif end.error:
                     self.faults.append(f"{end.key} failed: {end.error}")
                 self.open.discard(end.key)
             self._changed.notify()
@@ -121,16 +144,20 @@ class Soak:
         if draw.random() < 0.02:
             prompt = draw.choice([[], [VOCABULARY + 5], [1] * 5000])
         config = self._config()
+        if draw.random() < 0.2:
+            config = self._tuned(prompt, config)
         first = self.sequences
         self.sequences += config.sequences
+        # What other workers generated of it before.
+        emitted = self._emitted(config)
         deadline = time.monotonic() + draw.choice([0.02, 3600]) if draw.random() < 0.3 else None
         return Submission(
             keys=tuple(range(first, self.sequences)),
             request_id=f"request-{first}",
             batch_index=0,
             sequence_index=0,
-            token_ids=prompt,
-            emitted_tokens=0,
+            token_ids=prompt + emitted,
+            emitted_tokens=len(emitted),
             config=config,
             deadline=deadline,
         )
@@ -155,10 +182,37 @@ class Soak:
             stopping=stopping,
             sampling=sampling,
             beam_search=BeamSearch(beam_width=3 if kind == "beams" else 1),
-            output=Output(log_probs=draw.random() < 0.2),
+            output=Output(
+                log_probs=draw.random() < 0.2,
+                top_log_probs=draw.choice([0, 0, 0, 3]),
+                prompt_log_probs=draw.random() < 0.1,
+                context_logits=draw.random() < 0.1,
+                generation_logits=draw.random() < 0.1 and kind != "beams",
+                perf_metrics=draw.random() < 0.1,
+            ),
             kv_cache=KvCache(reuse=draw.random() < 0.8, salt=draw.choice(["", "", "other"])),
             priority=draw.randint(-2, 2),
         )
+
+    def _tuned(self, prompt: list[int], config: GenerationConfig) -> GenerationConfig:
+        """The config with a table, ids of which take places of the prompt."""
+        draw = self.draw
+        for place in draw.sample(range(len(prompt)), len(prompt) // 3):
+            prompt[place] = VOCABULARY + draw.randrange(TABLE_ROWS)
+        table = draw.choice(self._tables) if draw.random() < 0.9 else self._not_numbers
+        extra_ids = (draw.randint(0, 1),) * len(prompt) if draw.random() < 0.3 else ()
+        # Ids of a table have no log-probabilities.
+        output = dataclasses.replace(config.output, prompt_log_probs=False)
+        tuning = PromptTuning(table, extra_ids=extra_ids)
+        return dataclasses.replace(config, prompt_tuning=tuning, output=output)
+
+    def _emitted(self, config: GenerationConfig) -> list[int]:
+        several = config.sequences > 1 or config.beam_search.beam_width > 1
+        return [] if several or self.draw.random() < 0.8 else self._ids(self.draw.randint(1, 3))
+
+    def _table(self, value: float) -> Tensor:
+        data = array("f", [value] * (TABLE_ROWS * HIDDEN)).tobytes()
+        return Tensor(pb.DATA_TYPE_FP32, (TABLE_ROWS, HIDDEN), data)
 
     def _ids(self, count: int) -> list[int]:
         return [self.draw.randrange(2, VOCABULARY) for _ in range(count)]
@@ -207,6 +261,9 @@ def judge(backend: TorchBackend, soak: Soak, before: int, after: int) -> list[st
         "pending_prompt_tokens": stats.pending_prompt_tokens,
     }
     wrong += [f"{name} is {count}, not 0" for name, count in held.items() if count]
+    assert backend._tables is not None
+    if backend._tables.held_bytes:
+        wrong.append(f"prompt tables are counted with {backend._tables.held_bytes} bytes, not 0")
     scheduler = backend._engine.scheduler
     if scheduler.tables.free_slots != BATCH:
         wrong.append(f"{BATCH - scheduler.tables.free_slots} slots are not free")
@@ -246,6 +303,8 @@ def main(arguments: argparse.Namespace) -> int:
             "refused": soak.refused,
             "stopped": soak.stopped,
             "preemptions": backend._engine.scheduler.preemptions,
+            "used_host_blocks": backend.stats().used_host_blocks,
+            "given": dict(soak.given),
             "largest_containers": dict(
                 sorted(sizes(backend).items(), key=lambda each: -each[1])[:5]
             ),

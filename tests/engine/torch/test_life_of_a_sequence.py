@@ -145,24 +145,35 @@ def poison(engine: Harness, token: int) -> None:
         model.get_input_embeddings().weight[token] = torch.nan
 
 
-async def test_logits_that_are_not_numbers_fail_their_item_alone(llama: Path) -> None:
-    prompts = tiny_models.prompts(4)
-    bad = [5, 300, 6]
-    good = [[token for token in prompt if token != 300] for prompt in prompts]
-    async with running(llama, kv_cache_tokens=256) as engine:
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"beam_width": 3},
+        {"num_return_sequences": 3, "temperature": 1.0, "seed": 1},
+        {"top_log_probs": 3, "prompt_log_probs": True, "context_logits": True},
+    ],
+)
+async def test_logits_that_are_not_numbers_fail_their_item_alone(
+    llama: Path, values: dict[str, Any]
+) -> None:
+    good = tiny_models.prompts(4)
+    config = configure(max_tokens=6, ignore_end_id=True, **values)
+    async with running(llama, kv_cache_tokens=512) as engine:
         expected = await engine.run(good, SHORT)
-        poison(engine, 300)
-        for _ in range(20):
+        met = {token for tokens in [*good, *expected] for token in tokens}
+        bad = next(token for token in range(250, 320) if token not in met)
+        poison(engine, bad)
+        for _ in range(5):
             keys = [engine.submit(prompt, SHORT)[0] for prompt in good]
-            (failing,) = engine.submit(bad, SHORT)
-            streams = await engine.ended(keys)
-            (failed,) = await engine.ended([failing])
-            assert end_of(failed).reason == pb.FINISH_REASON_ERROR
-            assert isinstance(end_of(failed).error, BackendFailed)
-            assert failed.token_ids == []
-            if all(300 not in tokens for tokens in expected):
-                assert [stream.token_ids for stream in streams] == expected
+            failing = engine.submit([5, bad, 6], config)
+            assert [stream.token_ids for stream in await engine.ended(keys)] == expected
+            for failed in await engine.ended(failing):
+                assert end_of(failed).reason == pb.FINISH_REASON_ERROR
+                assert isinstance(end_of(failed).error, BackendFailed)
+                assert failed.token_ids == []
         assert engine.backend.stats().used_blocks == 0
+        assert engine.failures == []
 
 
 async def test_higher_priority_runs_earlier(llama: Path) -> None:

@@ -30,3 +30,6 @@ async def test_nothing_is_left_over_or_grows() -> None:
     assert figures["stopped"] > 100
     assert figures["refused"] > 0
     assert figures["preemptions"] > 0
+    assert figures["used_host_blocks"] > 0
+    given = {"prompt_log_probs", "context_logits", "generation_logits", "bad_table"}
+    assert given <= {name for name, count in figures["given"].items() if count > 20}
