@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
+from chaos.proxy import proxy_to
 from client.scripted import ScriptedRouter
 from trtmesh.chassis.error_wire import REASON_METADATA_KEY, to_proto
 from trtmesh.chassis.errors import (
@@ -237,6 +238,18 @@ async def test_nobody_listening_is_unavailable() -> None:
             await client.complete(["x"])
         with pytest.raises(Unavailable):
             await client.stop("r")
+
+
+@pytest.mark.parametrize("routers", [1, 2])
+async def test_a_router_that_is_far_away_or_busy_is_waited_for(
+    router: ScriptedRouter, client: Client, routers: int
+) -> None:
+    router.script = two_tokens_each
+    async with proxy_to(client.address) as proxy:
+        proxy.delay(0.2)
+        async with Client([proxy.address] * routers, resume_seconds=0) as far:
+            (item,) = await far.complete(["x"])
+            assert item.reason is not None
 
 
 async def test_leaving_early_cancels_the_call(router: ScriptedRouter, client: Client) -> None:

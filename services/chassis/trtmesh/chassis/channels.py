@@ -6,6 +6,10 @@ from typing import Any
 
 import grpc
 
+GREETING_SECONDS = 1.0
+"""How long a peer may take to greet where another attempt or another peer follows: a far or busy one takes a tenth of a
+second easily, and one that is frozen never does."""
+
 PENDING_CALLS = 16_384
 """Calls that may wait to be accepted, a few KB each."""
 
@@ -38,7 +42,7 @@ def server_options(max_message_bytes: int) -> list[tuple[str, Any]]:
 
 
 def open_channel(
-    address: str, max_message_bytes: int, connect_seconds: float = 0.1
+    address: str, max_message_bytes: int, connect_seconds: float = GREETING_SECONDS
 ) -> grpc.aio.Channel:
     """A channel of its own connection, reconnecting within a second; whoever opens it closes it. A peer that does not
     greet within `connect_seconds` is given up, to be tried again."""

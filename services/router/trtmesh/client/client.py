@@ -10,8 +10,9 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
+from trtmesh.chassis.channels import GREETING_SECONDS
 from trtmesh.chassis.errors import InvalidField, StreamIncomplete, Unavailable
-from trtmesh.client.connection import Connection, typed_errors
+from trtmesh.client.connection import CONNECT_SECONDS, Connection, typed_errors
 from trtmesh.client.events import Event, events_of
 from trtmesh.client.options import Options, PromptLike, build_config, build_items
 from trtmesh.client.results import ItemResult, Results
@@ -58,8 +59,12 @@ class Client:
         self._resume_seconds = (
             RESUME_SECONDS if resume_seconds is None and several else (resume_seconds or 0.0)
         )
+        connect_seconds = GREETING_SECONDS if several else CONNECT_SECONDS
         self._routers = [
-            Connection(address, max_message_bytes=max_message_bytes) for address in self.addresses
+            Connection(
+                address, max_message_bytes=max_message_bytes, connect_seconds=connect_seconds
+            )
+            for address in self.addresses
         ]
         self._homes: dict[str, int | None] = {}
         """The router of each request of this client; None while it is on its way to one."""

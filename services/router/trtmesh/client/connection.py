@@ -13,12 +13,19 @@ from trtmesh.chassis.channels import open_channel
 from trtmesh.chassis.error_wire import REASON_METADATA_KEY, RETRY_METADATA_KEY, from_status
 from trtmesh.chassis.errors import TrtmeshError
 
+CONNECT_SECONDS = 10.0
+"""How long the only peer that may be asked has to greet: it may be far away, or busy."""
+
 
 class Connection:
     """One connection to `address`, open inside `async with`, for calls from one event loop."""
 
     def __init__(
-        self, address: str, *, max_message_bytes: int = 64 * 2**20, connect_seconds: float = 0.1
+        self,
+        address: str,
+        *,
+        max_message_bytes: int = 64 * 2**20,
+        connect_seconds: float = CONNECT_SECONDS,
     ) -> None:
         self.address = address
         self._max_message_bytes = max_message_bytes
