@@ -8,7 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from e2e.mesh import SIMULATED, Mesh, StreamReader, eventually, running_mesh
+from e2e.mesh import (
+    ENDLESS,
+    PATIENT,
+    SIMULATED,
+    Mesh,
+    StreamReader,
+    check_beginning,
+    eventually,
+    running_mesh,
+)
 from trtmesh.chassis.errors import InvalidField, NotFound
 from trtmesh.client import ItemResult
 from trtmesh.v1 import router_admin_pb2 as admin_pb
@@ -22,13 +31,13 @@ async def two_engines(mesh: Mesh) -> None:
     await mesh.start_tokenizer()
     for name in NAMES:
         await mesh.start_engine(*SIMULATED, "--worker", name, "--grace-seconds", "3")
-    await mesh.start_router("--policy", "round_robin")
+    await mesh.start_router(*PATIENT, "--policy", "round_robin")
     await mesh.ready(workers=2, tokenizers=1)
 
 
-async def opened(mesh: Mesh, tokens: int = TOKENS) -> StreamReader:
-    """One request with items on every worker."""
-    reader = mesh.open(PROMPTS, max_tokens=tokens, ignore_end_id=True)
+async def opened(mesh: Mesh) -> StreamReader:
+    """One request with items on every worker until it is stopped."""
+    reader = mesh.open(PROMPTS, max_tokens=ENDLESS, ignore_end_id=True)
     await reader.until(lambda r: all(r.tokens(index) > 5 for index in range(len(PROMPTS))))
     return reader
 
@@ -43,32 +52,32 @@ def workers_of(items: Sequence[ItemResult]) -> set[str]:
 
 async def test_drained_resumed_removed_and_added_under_streams() -> None:
     async with running_mesh(start=two_engines) as mesh:
-        expected = contents(
-            await mesh.client.complete(PROMPTS, max_tokens=TOKENS, ignore_end_id=True)
-        )
+        expected = await mesh.client.complete(PROMPTS, max_tokens=TOKENS, ignore_end_id=True)
         reader = await opened(mesh)
         drained = await mesh.admin.drain_worker("one", finish_seconds=0)
         assert (drained.moved_sequences, drained.left_sequences) == (3, 0)
         assert drained.worker.state == admin_pb.WORKER_STATE_DRAINING
-        assert contents(await reader.result()) == expected
+        check_beginning(await reader.stopped_at(TOKENS), expected)
         few = await mesh.client.complete(PROMPTS, max_tokens=2)
         assert workers_of(few) == {"two"}
 
         resumed = await mesh.admin.resume_worker("one")
         assert resumed.worker.state == admin_pb.WORKER_STATE_READY
         reader = await opened(mesh)
-        waiting = await mesh.admin.drain_worker("two")
+        draining = asyncio.create_task(mesh.admin.drain_worker("two"))
+        await mesh.only_ready("one")
+        check_beginning(await reader.stopped_at(TOKENS), expected)
+        waiting = await draining
         assert (waiting.finished_sequences, waiting.moved_sequences) == (3, 0)
-        assert contents(await reader.result()) == expected
         await mesh.admin.resume_worker("two")
 
         reader = await opened(mesh)
         removed = await mesh.admin.remove_worker(mesh.engines[0].address)
         assert removed.moved_sequences == 3
-        assert contents(await reader.result()) == expected
+        check_beginning(await reader.stopped_at(TOKENS), expected)
         await eventually(lambda: has_workers(mesh, {"two"}))
         await mesh.admin.add_worker(mesh.engines[0].address)
-        await mesh.ready(workers=2)
+        await mesh.only_ready(*NAMES)
         few = await mesh.client.complete(PROMPTS, max_tokens=2)
         assert workers_of(few) == set(NAMES)
         await mesh.idle()
@@ -77,11 +86,11 @@ async def test_drained_resumed_removed_and_added_under_streams() -> None:
 async def test_what_nobody_takes_stays_and_is_told() -> None:
     async with running_mesh() as mesh:
         name = (await mesh.status()).workers[0].worker
-        reader = mesh.open(["alone"], max_tokens=300)
+        reader = mesh.open(["alone"], max_tokens=ENDLESS)
         await reader.tokens_here(5)
         drained = await mesh.admin.drain_worker(name, finish_seconds=0)
         assert (drained.moved_sequences, drained.left_sequences) == (0, 1)
-        (item,) = await reader.result()
+        (item,) = await reader.stopped_at(reader.tokens() + 100)
         assert item.error is None
         with pytest.raises(NotFound, match="'nobody' is not known"):
             await mesh.admin.drain_worker("nobody")
@@ -91,12 +100,13 @@ async def test_what_nobody_takes_stays_and_is_told() -> None:
 
 async def test_an_engine_whose_grace_is_short_is_left_before_it_ends() -> None:
     async with running_mesh(start=two_engines) as mesh:
-        options = {"max_tokens": 2000, "ignore_end_id": True}
-        expected = contents(await mesh.client.complete(PROMPTS, **options))  # type: ignore[arg-type]
-        reader = await opened(mesh, tokens=2000)
+        expected = await mesh.client.complete(PROMPTS, max_tokens=TOKENS, ignore_end_id=True)
+        reader = await opened(mesh)
         mesh.engines[0].signal(signal.SIGTERM)
-        assert contents(await reader.result()) == expected
+        await mesh.counted("moved_sequences", 3)
         assert await mesh.engines[0].wait() == 0
+        here = max(reader.tokens(index) for index in range(len(PROMPTS)))
+        check_beginning(await reader.stopped_at(max(TOKENS, here + 10)), expected)
         await mesh.idle()
 
 
@@ -112,18 +122,29 @@ async def test_a_file_of_addresses_is_read_again(tmp_path: Path) -> None:
 
     async with running_mesh(start=start) as mesh:
         one, two = (engine.address for engine in mesh.engines)
-        names.write_text(f"{one}\n")
+        write(names, f"{one}\n")
         await eventually(lambda: has_workers(mesh, {"one"}))
         await mesh.ready(workers=1)
         expected = contents(await mesh.client.complete(PROMPTS, max_tokens=100))
         reader = mesh.open(PROMPTS, max_tokens=100)
         await reader.tokens_here(5)
-        names.write_text(f"{two}  # the new one\n")
+        write(names, f"{two}  # the new one\n")
         await eventually(lambda: has_workers(mesh, {"two"}))
         assert contents(await reader.result()) == expected
-        names.write_text("nonsense")
-        await asyncio.sleep(0.2)
+        write(names, "nonsense")
+
+        async def complained() -> bool:
+            return "nonsense" in mesh.router.stderr
+
+        await eventually(complained)
         assert await has_workers(mesh, {"two"})
+
+
+def write(file: Path, text: str) -> None:
+    """Replaces a file at once, so that nobody reads half of it."""
+    new = file.with_suffix(".new")
+    new.write_text(text)
+    new.replace(file)
 
 
 async def has_workers(mesh: Mesh, names: set[str]) -> bool:
@@ -131,11 +152,12 @@ async def has_workers(mesh: Mesh, names: set[str]) -> bool:
 
 
 async def test_a_watch_tells_every_change() -> None:
-    async with running_mesh(start=two_engines) as mesh:
+    async with running_mesh(engines=2) as mesh:
         watch = mesh.admin.watch_workers()
         try:
             states = {worker.state for worker in (await anext(watch)).workers}
-            assert states == {admin_pb.WORKER_STATE_READY}
+            while states != {admin_pb.WORKER_STATE_READY}:
+                states = {worker.state for worker in (await anext(watch)).workers}
             mesh.engines[0].signal(signal.SIGSTOP)
             while admin_pb.WORKER_STATE_STALLED not in states:
                 states = {worker.state for worker in (await anext(watch)).workers}

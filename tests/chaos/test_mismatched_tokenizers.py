@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
 
+import grpc
 import pytest
-from e2e.mesh import DEMO, SIMULATED, Mesh, eventually, running_mesh
+from e2e.mesh import DEMO, PATIENCE_SECONDS, SIMULATED, Mesh, eventually, running_mesh
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from processes import ServiceProcess
 from trtmesh.chassis.errors import NoWorker
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
@@ -16,8 +20,10 @@ OTHER = "a-fingerprint-of-other-files"
 
 async def test_an_engine_with_another_tokenizer() -> None:
     async def start(mesh: Mesh) -> None:
-        await mesh.start_tokenizer()
+        tokenizer = await mesh.start_tokenizer()
         await mesh.start_engine(*SIMULATED, "--simulated-tokenizer-fingerprint", OTHER)
+        # The router waits with its hello until it knows its tokenizer, but not for one that takes long to load.
+        await until_loaded(tokenizer)
         await mesh.start_router()
 
     async with running_mesh(start=start) as mesh:
@@ -32,11 +38,21 @@ async def test_an_engine_with_another_tokenizer() -> None:
         assert OTHER in worker.problem
         assert tokenizer.fingerprint
         assert tokenizer.fingerprint in worker.problem
-        # The router waits with its hello until it knows its tokenizer, so the engine itself refused it.
+        # The hello told of the tokenizer, so the engine itself refused it.
         assert worker.problem.startswith("FAILED_PRECONDITION")
         assert worker.worker == ""
         with pytest.raises(NoWorker):
             await mesh.client.complete(["x"], max_tokens=1)
+
+
+async def until_loaded(process: ServiceProcess) -> None:
+    """Waits until a process serves."""
+    async with grpc.aio.insecure_channel(process.address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while (await watch.read()).status != health_pb2.HealthCheckResponse.SERVING:
+                pass
+        watch.cancel()
 
 
 async def test_a_second_tokenizer_of_other_files(tmp_path: Path) -> None:

@@ -11,10 +11,22 @@ import grpc
 import pytest
 import pytest_asyncio
 from chaos.proxy import proxy_to
-from e2e.mesh import SIMULATED, WIDE_TOKENS, Mesh, StreamReader, decode, eventually, running_mesh
+from e2e.mesh import (
+    ENDLESS,
+    SIMULATED,
+    WIDE_TOKENS,
+    Mesh,
+    StreamReader,
+    check_beginning,
+    decode,
+    eventually,
+    running_mesh,
+    scrape,
+)
 from trtmesh.chassis.error_wire import REASON_METADATA_KEY
 from trtmesh.chassis.errors import Unavailable
-from trtmesh.client import Client, FinishReason, ItemResult, Tokens
+from trtmesh.client import Client, FinishReason, GenerateItem, ItemResult, Prompt, Tokens
+from trtmesh.client.options import build_config
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2, router_pb2_grpc
 
@@ -81,16 +93,18 @@ async def test_a_drawn_seed_is_known_to_the_next_router(mesh: Mesh) -> None:
 
 async def test_a_router_is_killed(mesh: Mesh) -> None:
     doomed = await mesh.start("router", *links(mesh))
-    expected = contents(await mesh.client.complete(PROMPTS, seed=7, **SAMPLED))
+    expected = await mesh.client.complete(PROMPTS, seed=7, **SAMPLED)
+    resumed = (await scrape(mesh.router)).get("trtmesh_router_resumed_requests_total", 0)
     async with Client(doomed.address) as alone:
         await eventually(lambda: ready(alone))
-        single = StreamReader(alone, PROMPTS, seed=7, max_tokens=4000)
+        single = StreamReader(alone, PROMPTS, seed=7, max_tokens=ENDLESS)
         await single.tokens_here(5)
         async with Client([doomed.address, mesh.router.address]) as client:
-            reader = StreamReader(client, PROMPTS, seed=7, **SAMPLED)
+            reader = StreamReader(client, PROMPTS, seed=7, **{**SAMPLED, "max_tokens": ENDLESS})
             await reader.tokens_here(5)
             doomed.signal(signal.SIGKILL)
-            assert contents(await reader.result()) == expected
+            await mesh.counted("resumed_requests", resumed + 1)
+            check_beginning(await reader.stopped_at(SAMPLED["max_tokens"], sequences=2), expected)
             told = [e for e in reader.events if isinstance(e, Tokens)]
             # Every token once: what the second router told begins where the first one's ended.
             assert sum(len(e.token_ids) for e in told) == sum(
@@ -120,7 +134,7 @@ async def test_a_router_that_stops_sends_its_clients_away(mesh: Mesh) -> None:
 
 
 async def test_a_stop_finds_the_router_that_has_the_request(mesh: Mesh) -> None:
-    options = {"max_tokens": 4000, "ignore_end_id": True}
+    options = {"max_tokens": ENDLESS, "ignore_end_id": True}
     doomed = await mesh.start("router", *links(mesh))
     async with (
         Client([doomed.address, mesh.router.address]) as client,
@@ -142,11 +156,18 @@ async def test_a_stop_finds_the_router_that_has_the_request(mesh: Mesh) -> None:
 
 
 async def test_a_stop_that_a_lost_router_had_heard_holds_on_the_next(mesh: Mesh) -> None:
-    options = {"max_tokens": 600, "ignore_end_id": True}
+    # The two that are stopped would go on; the others end by themselves.
+    prompts = [
+        GenerateItem(
+            prompt=Prompt(text=prompt),
+            config=build_config(None, {"max_tokens": tokens, "ignore_end_id": True}),
+        )
+        for prompt, tokens in zip(PROMPTS, (ENDLESS, 600) * 2, strict=True)
+    ]
     doomed = await mesh.start("router", *links(mesh))
     async with Client([doomed.address, mesh.router.address]) as client:
         await eventually(lambda: ready(client))
-        reader = StreamReader(client, PROMPTS, request_id="heard", **options)
+        reader = StreamReader(client, prompts, request_id="heard")
         await reader.tokens_here(5)
         # Nobody is there to end what is stopped.
         for engine in mesh.engines:
@@ -168,7 +189,7 @@ async def test_a_frozen_router_holds_up_no_stop(mesh: Mesh) -> None:
     async with Client([frozen.address, mesh.router.address]) as client:
         await eventually(lambda: ready(client))
         frozen.signal(signal.SIGSTOP)
-        reader = StreamReader(mesh.client, PROMPTS, request_id="elsewhere", max_tokens=4000)
+        reader = StreamReader(mesh.client, PROMPTS, request_id="elsewhere", max_tokens=ENDLESS)
         await reader.tokens_here(5)
         assert await client.stop("elsewhere", timeout_seconds=None) == len(PROMPTS)
         assert {item.reason for item in await reader.result()} == {FinishReason.STOPPED}
@@ -230,7 +251,7 @@ async def test_what_cannot_go_on_exactly_is_refused(mesh: Mesh) -> None:
 
 async def test_a_request_that_is_still_live_goes_on_in_the_new_call(mesh: Mesh) -> None:
     stub = router_pb2_grpc.MeshServiceStub(mesh.channel)
-    asked = request("twice", stopping=pb.StoppingConfig(max_tokens=300))
+    asked = request("twice", stopping=pb.StoppingConfig(max_tokens=ENDLESS))
     (whole,) = await mesh.client.complete([PROMPTS[0]], max_tokens=300)
     first = aiter(stub.Generate(asked))
     got: list[int] = []
@@ -239,14 +260,20 @@ async def test_a_request_that_is_still_live_goes_on_in_the_new_call(mesh: Mesh) 
             got += event.tokens.token_ids
     received = [router_pb2.SequenceOffset(token_ids=got)]
     text = ""
-    async for response in stub.Resume(router_pb2.ResumeRequest(request=asked, received=received)):
+    second = stub.Resume(router_pb2.ResumeRequest(request=asked, received=received))
+    async for response in second:
         for event in response.events:
             if event.HasField("tokens"):
                 assert event.tokens.token_offset == len(got)
                 got += event.tokens.token_ids
                 text += event.tokens.text
-    assert tuple(got) == whole.token_ids
-    assert decode(got).endswith(text)
+        if len(got) >= len(whole.token_ids):
+            break
+    second.cancel()
+    assert tuple(got[: len(whole.token_ids)]) == whole.token_ids
+    _, found, held_back = decode(got).rpartition(text)
+    assert found
+    assert not held_back.strip("\ufffd")
     with pytest.raises(grpc.aio.AioRpcError) as told:
         async for _ in first:
             pass

@@ -8,7 +8,16 @@ import signal
 import time
 from collections.abc import Sequence
 
-from e2e.mesh import SIMULATED, Mesh, StreamReader, decode, eventually, running_mesh, scrape
+from e2e.mesh import (
+    ENDLESS,
+    SIMULATED,
+    Mesh,
+    StreamReader,
+    check_beginning,
+    decode,
+    eventually,
+    running_mesh,
+)
 from trtmesh.chassis.errors import NoTokenizer, TokenizerLost
 from trtmesh.client import ItemResult
 
@@ -22,23 +31,26 @@ ENGINE = (*SIMULATED, *BYTES)
 PROMPTS = [f"stream {number}" for number in range(STREAMS)]
 STOP_TEXT = "never generated"
 
+WAITING = ("--tokenizer-recovery-seconds", "3600")
+"""Flags of a router whose sequences wait for a tokenizer, however long one takes to start."""
+
 
 def contents(items: Sequence[ItemResult]) -> list[tuple[tuple[int, ...], str]]:
     assert [item.error for item in items] == [None] * len(items)
     return [(item.token_ids, item.text) for item in items]
 
 
-async def undisturbed(mesh: Mesh) -> list[tuple[tuple[int, ...], str]]:
+async def undisturbed(mesh: Mesh) -> Sequence[ItemResult]:
     """What the streams are when nothing happens to them."""
-    found = contents(await mesh.client.complete(PROMPTS, max_tokens=TOKENS))
-    assert [text for _, text in found] == [decode(ids) for ids, _ in found]
+    found = await mesh.client.complete(PROMPTS, max_tokens=TOKENS)
+    assert [item.text for item in found] == [decode(item.token_ids) for item in found]
     return found
 
 
 async def opened(mesh: Mesh) -> list[StreamReader]:
-    """The same streams, each a request of its own and somewhere in its middle."""
+    """The same streams, each a request of its own and somewhere in its middle; they go on until they are stopped."""
     readers = [
-        mesh.open([prompt], max_tokens=TOKENS, stop_texts=[STOP_TEXT] if index % 2 else [])
+        mesh.open([prompt], max_tokens=ENDLESS, stop_texts=[STOP_TEXT] if index % 2 else [])
         for index, prompt in enumerate(PROMPTS)
     ]
     for index, reader in enumerate(readers):
@@ -46,8 +58,11 @@ async def opened(mesh: Mesh) -> list[StreamReader]:
     return readers
 
 
-async def ends(readers: Sequence[StreamReader]) -> list[ItemResult]:
-    return [(await reader.result())[0] for reader in readers]
+async def check_going_on(readers: Sequence[StreamReader], expected: Sequence[ItemResult]) -> None:
+    """Stops the streams, which went on as when nothing happens."""
+    least = max(TOKENS, 10 + max(reader.tokens() for reader in readers))
+    for reader, whole in zip(readers, expected, strict=True):
+        check_beginning(await reader.stopped_at(least), [whole])
 
 
 async def test_one_of_two_is_killed() -> None:
@@ -57,8 +72,8 @@ async def test_one_of_two_is_killed() -> None:
         used = {tokenizer.sequences > 0 for tokenizer in (await mesh.status()).tokenizers}
         assert used == {True}, "both tokenizers decode"
         mesh.tokenizers[0].signal(signal.SIGKILL)
-        assert contents(await ends(readers)) == expected
-        assert (await scrape(mesh.router))["trtmesh_router_moved_decodes_total"] > 0
+        await mesh.counted("moved_decodes", 1)
+        await check_going_on(readers, expected)
         await mesh.idle()
 
 
@@ -80,18 +95,18 @@ async def test_one_of_two_is_killed_while_texts_are_encoded() -> None:
         await eventually(both_encode)
         mesh.tokenizers[1].signal(signal.SIGKILL)
         mesh.tokenizers[0].signal(signal.SIGCONT)
-        assert contents(await ends(readers)) == expected
+        assert contents([(await reader.result())[0] for reader in readers]) == expected
         await mesh.idle()
 
 
 async def test_the_only_one_is_killed_and_comes_back() -> None:
-    async with running_mesh(engine_flags=ENGINE) as mesh:
+    async with running_mesh(engine_flags=ENGINE, router_flags=WAITING) as mesh:
         expected = await undisturbed(mesh)
         readers = await opened(mesh)
         await restart(mesh)
         waiting = mesh.open([PROMPTS[0]], max_tokens=TOKENS)
-        assert contents(await ends(readers)) == expected
-        assert contents(await waiting.result()) == expected[:1]
+        await check_going_on(readers, expected)
+        assert contents(await waiting.result()) == contents(expected[:1])
         await mesh.idle()
 
 
@@ -133,8 +148,8 @@ async def test_one_of_two_drains() -> None:
         meanwhile = [
             contents(await mesh.client.complete([prompt], max_tokens=30)) for prompt in PROMPTS
         ]
-        assert [ids for ((ids, _),) in meanwhile] == [ids[:30] for ids, _ in expected]
-        assert contents(await ends(readers)) == expected
+        assert [ids for ((ids, _),) in meanwhile] == [item.token_ids[:30] for item in expected]
+        await check_going_on(readers, expected)
         assert await mesh.tokenizers[0].wait() == 0
         await mesh.idle()
 
@@ -147,8 +162,9 @@ async def test_one_of_two_freezes() -> None:
         readers = await opened(mesh)
         os.kill(mesh.tokenizers[0].pid, signal.SIGSTOP)
         started = time.monotonic()
-        assert contents(await ends(readers)) == expected
+        await mesh.counted("moved_decodes", 1)
         print(f"streams went on {time.monotonic() - started:.1f} s after a tokenizer froze")
+        await check_going_on(readers, expected)
         await mesh.idle()
 
 
@@ -174,12 +190,12 @@ async def test_killed_and_restarted_again_and_again() -> None:
             mesh.tokenizers[victim] = await mesh.start_tokenizer(port=port)
             mesh.tokenizers.pop()
             await mesh.ready(workers=1, tokenizers=2)
-            assert contents(await ends(readers)) == expected
+            await check_going_on(readers, expected)
         await mesh.idle()
 
 
 async def test_cancelled_while_there_is_no_tokenizer() -> None:
-    async with running_mesh(engine_flags=ENGINE) as mesh:
+    async with running_mesh(engine_flags=ENGINE, router_flags=WAITING) as mesh:
         readers = await opened(mesh)
         mesh.tokenizers[0].signal(signal.SIGKILL)
         encoding = mesh.open(["never encoded"], request_id="encoding", max_tokens=4)

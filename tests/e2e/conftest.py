@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest_asyncio
-from e2e.mesh import SIMULATED, WIDE_TOKENS, Mesh, running_mesh
+from e2e.mesh import PATIENT, SIMULATED, WIDE_TOKENS, Mesh, running_mesh
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def mesh() -> AsyncIterator[Mesh]:
     """A tokenizer and two engines with tokens from all over the demo vocabulary."""
     flags = (*SIMULATED, *WIDE_TOKENS, "--simulated-max-sequence-tokens", "8192")
-    async with running_mesh(engines=2, engine_flags=flags) as mesh:
+    async with running_mesh(engines=2, engine_flags=flags, router_flags=PATIENT) as mesh:
         yield mesh

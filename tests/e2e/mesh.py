@@ -17,8 +17,8 @@ import grpc
 from processes import ServiceProcess, service_process
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
-from trtmesh.client import AdminClient, Client, Event, ItemResult
-from trtmesh.client.results import Results
+from trtmesh.client import Accepted, AdminClient, Client, Event, FinishReason, ItemResult
+from trtmesh.client.results import Results, SequenceResult
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 PATIENCE_SECONDS = 60.0
@@ -36,6 +36,13 @@ SIMULATED = (
 
 WIDE_TOKENS = ("--simulated-first-token-id", "8", "--simulated-last-token-id", "6143")
 """Ids all over the demo vocabulary, among them parts of characters."""
+
+ENDLESS = 20_000
+"""Tokens of a request that is stopped: more than it can get while a test looks at it, on any machine."""
+
+PATIENT = ("--stall-seconds", "60", "--accepted-seconds", "60", "--next-token-seconds", "60",
+           "--sibling-wait-seconds", "60")  # fmt: skip
+"""Flags of a router for tests in which no worker freezes: one that is slow for a moment is not left or passed over."""
 
 BUSY_GAUGES = (
     "live_requests",
@@ -84,6 +91,7 @@ class StreamReader:
     def __init__(self, client: Client, prompts: Sequence[Any], **options: Any) -> None:
         self.events: list[Event] = []
         self._results = Results(len(prompts))
+        self._client = client
         self._arrived = asyncio.Condition()
         self._times = {index: [time.monotonic()] for index in range(len(prompts))}
         self._task = asyncio.create_task(self._read_all(client, prompts, options))
@@ -92,9 +100,16 @@ class StreamReader:
     def items(self) -> Sequence[ItemResult]:
         return self._results.items
 
+    @property
+    def request_id(self) -> str:
+        """As the router told it with its first event."""
+        accepted = self.events[0]
+        assert isinstance(accepted, Accepted)
+        return accepted.request_id
+
     def tokens(self, batch_index: int = 0) -> int:
         """How many tokens of an item are here, all sequences together."""
-        return sum(len(s.token_ids) for s in self.items[batch_index].sequences)
+        return sum(map(_length, self.items[batch_index].sequences))
 
     async def until(self, condition: Callable[[StreamReader], object]) -> None:
         """Waits until `condition` holds or the stream is over."""
@@ -111,6 +126,21 @@ class StreamReader:
         async with asyncio.timeout(PATIENCE_SECONDS):
             await asyncio.shield(self._task)
         return self.items
+
+    async def stopped_at(self, least: int, sequences: int = 1) -> Sequence[ItemResult]:
+        """Stops the request when every sequence of every item has so many tokens, and waits for its end."""
+
+        def all_there(reader: StreamReader) -> bool:
+            return all(
+                len(item.sequences) == sequences
+                and all(_length(sequence) >= least for sequence in item.sequences)
+                for item in reader.items
+            )
+
+        await self.until(all_there)
+        assert all_there(self), self.items
+        assert await self._client.stop(self.request_id) == len(self.items)
+        return await self.result()
 
     def worst_gap_seconds(self) -> float:
         """Longest time that an item was without an event, the first one's included; to be printed, never asserted."""
@@ -139,6 +169,26 @@ class StreamReader:
             async with self._arrived:
                 self._arrived.notify_all()
         check.finish(len(self.items))
+
+
+def _length(sequence: SequenceResult) -> int:
+    """Tokens of a sequence, without putting them together."""
+    last = sequence.chunks[-1] if sequence.chunks else None
+    return last.token_offset + len(last.token_ids) if last else 0
+
+
+def check_beginning(items: Sequence[ItemResult], whole: Sequence[ItemResult]) -> None:
+    """Items that were stopped are, as far as `whole` goes, what they are when nothing happens."""
+    for item, expected in zip(items, whole, strict=True):
+        assert item.error is None
+        assert item.reason is FinishReason.STOPPED
+        for sequence, undisturbed in zip(item.sequences, expected.sequences, strict=True):
+            count = len(undisturbed.token_ids)
+            assert sequence.token_ids[:count] == undisturbed.token_ids
+            assert sequence.text == decode(sequence.token_ids)
+        assert item.usage.prompt_tokens == expected.usage.prompt_tokens
+        generated = sum(len(sequence.token_ids) for sequence in item.sequences)
+        assert item.usage.generated_tokens == generated
 
 
 @dataclass
@@ -261,6 +311,25 @@ class Mesh:
             return len(ready) >= workers and len(able) >= tokenizers
 
         await eventually(all_ready)
+
+    async def only_ready(self, *names: str) -> None:
+        """Waits until exactly these workers are ready."""
+
+        async def only_these() -> bool:
+            workers = (await self.status()).workers
+            ready = {w.worker for w in workers if w.state == admin_pb.WORKER_STATE_READY}
+            return ready == set(names)
+
+        await eventually(only_these)
+
+    async def counted(self, name: str, least: float) -> None:
+        """Waits until a counter of the router, all labels together, has come so far."""
+
+        async def so_far() -> bool:
+            samples = await scrape(self.router)
+            return samples.get(f"trtmesh_router_{name}_total", 0.0) >= least
+
+        await eventually(so_far)
 
     async def gauges(self) -> Mapping[str, float]:
         """The router's gauges of things in use."""

@@ -6,22 +6,29 @@ import os
 from pathlib import Path
 from typing import Any
 
-from e2e.mesh import DEMO, Mesh, eventually, running_mesh, scrape
+from e2e.mesh import DEMO, PATIENT, Mesh, eventually, running_mesh, scrape
 from trtmesh.chassis.errors import BackendFailed
 
 PROMPTS = [[300 + number, 40, 50, 60] for number in range(6)]
 POISON = 77
+STEPS_TO_BREAK = 20
+"""Far fewer than a request takes, and enough for its items to be in their middle."""
 TORCH = ("--model-dir", str(DEMO), "--torch-threads", "1", "--torch-kv-cache-tokens", "8192")
 
 FAULTS = """
 import os
 import torch
 
+steps = 0
+
 def hook(module, positional):
-    if os.path.exists({flag!r}):
+    global steps
+    if isinstance(module, torch.nn.Embedding):
+        steps += os.path.exists({flag!r})
+        if bool((positional[0] == {poison}).any()):
+            raise RuntimeError("this input is too much")
+    if steps > {most_steps}:
         raise RuntimeError("the device is gone")
-    if isinstance(module, torch.nn.Embedding) and bool((positional[0] == {poison}).any()):
-        raise RuntimeError("this input is too much")
 
 torch.nn.modules.module.register_module_forward_pre_hook(hook)
 """
@@ -35,20 +42,19 @@ async def test_items_of_a_broken_backend_go_on_elsewhere(tmp_path: Path) -> None
         await mesh.start_tokenizer()
         for flag in flags:
             await mesh.start_engine(*TORCH, "--worker", flag.name, env=faulty(flag))
-        await mesh.start_router("--policy", "round_robin")
+        await mesh.start_router(*PATIENT, "--policy", "round_robin")
         await mesh.ready(workers=2, tokenizers=1)
 
     async with running_mesh(start=start) as mesh:
         options: dict[str, Any] = {"max_tokens": 200, "ignore_end_id": True}
         expected = await mesh.client.complete(PROMPTS, **options)
         await check_poison_stays(mesh)
-        reader = mesh.open(PROMPTS, **options)
-        await reader.until(lambda r: all(r.tokens(index) > 5 for index in range(len(PROMPTS))))
-        assert {item.started.worker for item in reader.items if item.started} == {"one", "two"}
         flags[0].with_suffix(".broken").touch()
+        reader = mesh.open(PROMPTS, **options)
         for item, whole in zip(await reader.result(), expected, strict=True):
             assert item.error is None
             assert (item.token_ids, item.text) == (whole.token_ids, whole.text)
+        assert {item.started.worker for item in reader.items if item.started} == {"one", "two"}
         assert await mesh.engines[0].wait() == 1
         assert await moved(mesh) > 0
         await mesh.idle()
@@ -73,8 +79,10 @@ async def moved(mesh: Mesh) -> float:
 
 
 def faulty(flag: Path) -> dict[str, str]:
-    """Environment of a process that fails on an input, and altogether once `flag` with the suffix .broken is there."""
+    """Environment of a process that fails on an input, and altogether a few steps after `flag` with the suffix .broken
+    is there."""
     flag.mkdir()
-    code = FAULTS.format(flag=str(flag.with_suffix(".broken")), poison=POISON)
+    broken = str(flag.with_suffix(".broken"))
+    code = FAULTS.format(flag=broken, poison=POISON, most_steps=STEPS_TO_BREAK)
     (flag / "sitecustomize.py").write_text(code)
     return {"PYTHONPATH": os.pathsep.join([str(flag), os.environ.get("PYTHONPATH", "")])}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 
 import pytest
 from e2e.mesh import DEMO_VOCABULARY, Mesh, decode, eventually
@@ -31,6 +32,8 @@ from trtmesh.client.options import build_config
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TOKENS = 40
+MOST_TOKENS = 8000
+"""Of an item that is stopped: more than it can get before."""
 
 
 async def test_items_are_independent(mesh: Mesh) -> None:
@@ -103,7 +106,7 @@ async def test_what_fails_as_a_whole(mesh: Mesh) -> None:
 
 
 async def test_a_request_id_is_unique_among_live_requests(mesh: Mesh) -> None:
-    reader = mesh.open(["x"], request_id="twice", max_tokens=4000)
+    reader = mesh.open(["x"], request_id="twice", max_tokens=MOST_TOKENS)
     await reader.tokens_here(1)
     with pytest.raises(AlreadyExists, match="twice"):
         await mesh.client.complete(["y"], request_id="twice", max_tokens=1)
@@ -115,15 +118,22 @@ async def test_a_request_id_is_unique_among_live_requests(mesh: Mesh) -> None:
 
 
 async def test_stop_of_some_items(mesh: Mesh) -> None:
-    prompts = [f"item {index}" for index in range(6)]
-    reader = mesh.open(prompts, request_id="some", max_tokens=300)
+    stopped = (1, 4)
+    items_asked = [
+        GenerateItem(
+            prompt=Prompt(text=f"item {index}"),
+            config=build_config(None, {"max_tokens": MOST_TOKENS if index in stopped else 300}),
+        )
+        for index in range(6)
+    ]
+    reader = mesh.open(items_asked, request_id="some")
     await reader.until(lambda r: all(r.tokens(index) > 5 for index in range(6)))
     assert await mesh.client.stop("some", [1, 4]) == 2
     items = await reader.result()
     for index, item in enumerate(items):
-        if index in (1, 4):
+        if index in stopped:
             assert item.reason is FinishReason.STOPPED
-            assert 5 < len(item.token_ids) < 300
+            assert 5 < len(item.token_ids) < MOST_TOKENS
         else:
             assert item.reason is FinishReason.LENGTH
             assert len(item.token_ids) == 300
@@ -133,7 +143,7 @@ async def test_stop_of_some_items(mesh: Mesh) -> None:
 
 
 async def test_stop_of_all_items(mesh: Mesh) -> None:
-    reader = mesh.open([f"item {i}" for i in range(6)], request_id="all", max_tokens=4000)
+    reader = mesh.open([f"item {i}" for i in range(6)], request_id="all", max_tokens=MOST_TOKENS)
     await reader.until(lambda r: all(r.tokens(index) > 5 for index in range(6)))
     assert await mesh.client.stop("all") == 6
     assert {item.reason for item in await reader.result()} == {FinishReason.STOPPED}
@@ -141,11 +151,18 @@ async def test_stop_of_all_items(mesh: Mesh) -> None:
 
 
 async def test_stop_while_encoding(mesh: Mesh) -> None:
+    # Frozen, so that it has encoded nothing when the stop comes.
+    mesh.tokenizers[0].signal(signal.SIGSTOP)
     reader = mesh.open(
         ["word " * 200_000, "short"], request_id="encoding", max_tokens=50, text=False
     )
-    await eventually(lambda: mesh.has_stage("encode"))
+
+    async def both_encode() -> bool:
+        return await mesh.stages() == ["encode", "encode"]
+
+    await eventually(both_encode)
     assert await mesh.client.stop("encoding", [0]) == 1
+    mesh.tokenizers[0].signal(signal.SIGCONT)
     items = await reader.result()
     assert items[0].reason is FinishReason.STOPPED
     assert items[0].started is None
@@ -157,7 +174,7 @@ async def test_stop_while_encoding(mesh: Mesh) -> None:
 async def test_stop_as_soon_as_the_request_is_known(mesh: Mesh) -> None:
     """Whatever stage an item is at, it ends with one terminal event."""
     for number in range(40):
-        reader = mesh.open(["x", [5, 6]], request_id=f"soon {number}", max_tokens=4000)
+        reader = mesh.open(["x", [5, 6]], request_id=f"soon {number}", max_tokens=MOST_TOKENS)
         await eventually(lambda name=f"soon {number}": mesh.client.stop(name))  # type: ignore[misc]
         assert {item.reason for item in await reader.result()} == {FinishReason.STOPPED}
     await mesh.idle()

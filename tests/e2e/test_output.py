@@ -10,6 +10,7 @@ from trtmesh.client import FinishReason, Tokens
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TOKENS = 60
+MOST_TOKENS = 8000
 
 
 @pytest.mark.parametrize("include", [False, True])
@@ -63,7 +64,7 @@ async def test_without_text_no_tokenizer_is_needed() -> None:
 
 
 async def test_without_text_no_decode_state_is_opened(mesh: Mesh) -> None:
-    reader = mesh.open(["x"], max_tokens=2000, text=False, request_id="silent")
+    reader = mesh.open(["x"], max_tokens=MOST_TOKENS, text=False, request_id="silent")
     await reader.tokens_here(50)
     assert (await mesh.gauges())["worker_sequences"] == 1
     assert (await mesh.gauges())["decode_sequences"] == 0

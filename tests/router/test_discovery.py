@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
-from e2e.mesh import SIMULATED
+from e2e.mesh import SIMULATED, StreamReader
 from processes import service_process
 from router.scripted import READY, ScriptedEngine, serving_engine, serving_router, until_states
 from trtmesh.chassis.errors import SettingsError
@@ -136,13 +136,10 @@ async def test_replicas_join_and_leave_a_running_router(names: Names) -> None:
         await stack.enter_async_context(service_process("engine", *SIMULATED, *second))
         names.answers["engines"] = ["127.0.0.1", "127.0.0.2"]
         await until_states(client, [READY, READY], [])
-        asked = asyncio.create_task(
-            client.complete([[5], [6], [7], [8]], max_tokens=400, text=False)
-        )
-        while sum(w.items for w in (await client.status()).workers) < 4:  # noqa: ASYNC110 - a poll
-            await asyncio.sleep(0.01)
+        reader = StreamReader(client, [[5], [6], [7], [8]], max_tokens=400, text=False)
+        await reader.until(lambda r: all(item.started for item in r.items))
         names.answers["engines"] = ["127.0.0.2"]
-        items = await asked
+        items = await reader.result()
         assert {item.started.worker for item in items if item.started} == {"first", "second"}
         assert [len(item.token_ids) for item in items] == [400] * 4
         await until_states(client, [READY], [])

@@ -244,17 +244,17 @@ async def test_an_item_that_is_not_read_goes_elsewhere() -> None:
 
 
 async def test_a_sequence_that_starves_goes_elsewhere_alone() -> None:
-    async with fleet(first_token_seconds=0.5) as on:
-        on.start([5], [6], [7])
-        one = await on.first()
-        await eventually(lambda: sum(len(engine.submits) for engine in on.engines) == 3)
+    async with fleet(first_token_seconds=1.0, policy="round_robin") as on:
+        on.start([5], [6], [7], max_tokens=1000)
+        await on.submitted(3)
         one = next(engine for engine in on.engines if len(engine.submits) == 2)
-        fed = one.submits[0].handle
-        for offset in range(8):
+        fed, starving = (submit.handle for submit in one.submits)
+        offset = 0
+        while not one.stops:
             await one.step((fed, offset, [8]))
-            await asyncio.sleep(0.1)
-        stops = [handle for handle, _ in one.stops]
-        assert stops == [one.submits[1].handle]
+            offset += 1
+            await asyncio.sleep(0.01)
+        assert [handle for handle, _ in one.stops] == [starving]
         await on.other(one).submitted(2)
 
 

@@ -111,12 +111,14 @@ async def test_waiting_ends() -> None:
     assert tested.live_items == 0
 
 
-async def test_the_hint_follows_how_fast_items_end() -> None:
+async def test_the_hint_follows_how_fast_items_end(monkeypatch: pytest.MonkeyPatch) -> None:
     tested = admission(running=1, queued=1)
+    now = 100.0
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now)
     for _ in range(3):
         (permit,) = tested.take("m", 1)
         await permit.admitted(0)
-        await asyncio.sleep(0.002)
+        now += 0.002
         permit.give_back()
     tested.take("m", 2)
     with pytest.raises(QueueFull) as refused:
