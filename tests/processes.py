@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-START_SECONDS = 60.0
-STOP_SECONDS = 30.0
+START_SECONDS = 240.0
+STOP_SECONDS = 120.0
 
 
 @dataclass

@@ -21,7 +21,7 @@ from trtmesh.client import Accepted, AdminClient, Client, Event, FinishReason, I
 from trtmesh.client.results import Results, SequenceResult
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 240.0
 """How long a test waits for what must happen; no test depends on how soon it does."""
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"

@@ -21,7 +21,7 @@ from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 from trtmesh.v1 import tokenizer_pb2 as tpb
 
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 120.0
 
 REPORT_SECONDS = 0.1
 

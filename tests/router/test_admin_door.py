@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from processes import run_to_exit, service_process
 from router.scripted import (
+    PATIENCE_SECONDS,
     READY,
     RouterClient,
     ScriptedEngine,
@@ -128,7 +129,7 @@ async def test_a_live_request_is_told_with_its_sequences() -> None:
             (request,) = (await client.admin.list_requests("first")).requests
             return request.items[0].generated_tokens == 3
 
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while not await tokens_arrived():  # noqa: ASYNC110 - no event tells
                 await asyncio.sleep(0.005)
         (told,) = (await client.admin.list_requests("first")).requests

@@ -74,7 +74,7 @@ async def fleet(*engines: ScriptedEngine, **settings: Any) -> AsyncIterator[Flee
     )
     async with AsyncExitStack() as stack:
         addresses = [await stack.enter_async_context(serving_engine(e)) for e in engines]
-        settings = {"worker_recovery_seconds": 0.3, "stall_seconds": 0.5} | settings
+        settings = {"worker_recovery_seconds": 0.3, "stall_seconds": 60} | settings
         client = await stack.enter_async_context(serving_router(addresses, **settings))
         await until_states(client, [READY] * len(engines), [])
         fleet = Fleet(engines, client)
@@ -154,7 +154,7 @@ async def test_sequences_of_an_item_go_on_one_by_one_and_those_that_ended_stay_e
 
 
 async def test_a_worker_that_wakes_up_again_repeats_nothing() -> None:
-    async with fleet() as on:
+    async with fleet(stall_seconds=0.5) as on:
         asked = on.ask([5])
         one = await on.first()
         handle = one.submits[0].handle
@@ -178,7 +178,7 @@ async def test_a_worker_that_wakes_up_again_repeats_nothing() -> None:
 
 async def test_items_stay_on_a_silent_worker_where_there_is_no_other() -> None:
     engine = ScriptedEngine(supported_fields=FIELDS)
-    async with fleet(engine) as on:
+    async with fleet(engine, stall_seconds=0.5) as on:
         asked = on.ask([5])
         (submit,) = await engine.submitted()
         engine.reporting = False
@@ -208,7 +208,7 @@ async def test_items_leave_a_silent_worker_as_soon_as_there_is_another() -> None
 
 
 async def test_an_item_leaves_a_silent_worker_for_one_that_was_lost_with_it_before() -> None:
-    async with fleet(silence_seconds=3600) as on:
+    async with fleet(silence_seconds=3600, stall_seconds=0.5) as on:
         asked = on.ask([5])
         one = await on.first()
         await one.hang_up()
