@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trtmesh.chassis.admin_token import AdminToken, read_admin_token
 from trtmesh.chassis.config_file import read_config_file
 from trtmesh.chassis.errors import ModelUnusable, SettingsError
 from trtmesh.cli.mesh_settings import MeshSettings
@@ -43,6 +44,7 @@ class Plan:
         self._config_file = config_file
         sections = read_config_file(Path(config_file)) if config_file else {}
         refuse_overruled(sections, os.environ)
+        self._sections = sections
         self._models = _model_flags(settings, sections)
 
     def tokenizers(self) -> list[ProcessPlan]:
@@ -98,6 +100,14 @@ class Plan:
             )
             for index in range(settings.routers)
         ]
+
+    def admin_token(self) -> AdminToken | None:
+        """What the routers ask admins for. Raises SettingsError."""
+        name = "admin_token_file"
+        file = os.environ.get(f"TRTMESH_ROUTER_{name.upper()}") or self._sections.get(
+            "router", {}
+        ).get(name)
+        return read_admin_token(Path(str(file)) if file else None, os.environ)
 
     def _router_ports(self) -> Mapping[str, int | None]:
         return {name: getattr(self._settings, name) for name in ROUTER_PORTS}

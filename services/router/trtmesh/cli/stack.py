@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine, Iterable, Sequence
+from contextlib import aclosing, suppress
 from typing import Any, NoReturn
 
 from trtmesh.chassis.addresses import port_is_taken
-from trtmesh.chassis.errors import PortInUse, StartupError
+from trtmesh.chassis.errors import PortInUse, StartupError, Unavailable
 from trtmesh.cli.child import Child, ChildEnded, Log, while_alive
 from trtmesh.cli.mesh_settings import MeshSettings
 from trtmesh.cli.output import say
 from trtmesh.cli.plan import LOOPBACK, Plan, ProcessPlan
 from trtmesh.cli.restarts import RestartBudget
+from trtmesh.client import AdminClient
+from trtmesh.v1.router_admin_pb2 import WORKER_STATE_CONNECTING
 
 KILL_AFTER_SECONDS = 5.0
 """How long a process may outlast its own grace period before it is killed."""
@@ -58,7 +61,7 @@ class Stack:
         return self.routers[0].local_admin_address
 
     async def start(self) -> None:
-        """Returns when every process serves. Raises ChildEnded when one of them ends first."""
+        """Returns when every process serves and the routers know the others. Raises ChildEnded when one ends first."""
         try:
             async with asyncio.timeout(self.settings.start_seconds):
                 await self._start()
@@ -86,6 +89,23 @@ class Stack:
         await self._start_first_router(first)
         await _all(child.start() for child in others)
         await _all(child.wait_serving() for child in self.routers)
+        await _all(while_alive((child,), self._meet_peers(child)) for child in self.routers)
+
+    async def _meet_peers(self, router: Child) -> None:
+        """Returns when a router knows every tokenizer and engine. It serves with one of each, but not every model."""
+        client = AdminClient(
+            router.local_admin_address,
+            token=self._plan.admin_token(),
+            timeout_seconds=self.settings.start_seconds,
+        )
+        # A router that ends is started again, or ends the command.
+        with suppress(Unavailable):
+            async with client as admin, aclosing(admin.watch_workers()) as lists:
+                async for seen in lists:
+                    states = {peer.state for peer in seen.workers}
+                    states |= {peer.state for peer in seen.tokenizers}
+                    if WORKER_STATE_CONNECTING not in states:
+                        return
 
     def _children(self, plans: Sequence[ProcessPlan]) -> list[Child]:
         return [Child(plan, self._log) for plan in plans]

@@ -1,0 +1,62 @@
+"""When a stack counts as started."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from trtmesh.chassis.channels import server_options
+from trtmesh.cli.child import Child
+from trtmesh.cli.mesh_settings import MeshSettings
+from trtmesh.cli.plan import Plan, ProcessPlan
+from trtmesh.cli.stack import Stack
+from trtmesh.v1 import router_admin_pb2 as pb
+from trtmesh.v1 import router_admin_pb2_grpc
+
+MESSAGE_BYTES = 64 * 2**20
+READY, CONNECTING = pb.WORKER_STATE_READY, pb.WORKER_STATE_CONNECTING
+
+
+class SlowToMeet(router_admin_pb2_grpc.RouterAdminServiceServicer):
+    """Knows its second worker only after it was asked whether it is still there."""
+
+    def __init__(self) -> None:
+        self.asked_again = asyncio.Event()
+        self.met_all = False
+
+    async def WatchWorkers(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        for second in (CONNECTING, READY):
+            workers = [
+                pb.Worker(address="a:1", state=READY),
+                pb.Worker(address="b:1", state=second),
+            ]
+            tokenizers = [pb.TokenizerReplica(address="t:1", state=READY)]
+            self.met_all = second == READY
+            yield pb.WatchWorkersResponse(workers=workers, tokenizers=tokenizers)
+            await self.asked_again.wait()
+
+    async def GetPolicy(self, request: Any, context: Any) -> pb.GetPolicyResponse:
+        self.asked_again.set()
+        return pb.GetPolicyResponse()
+
+
+async def test_a_router_that_serves_is_waited_for_until_it_knows_every_worker() -> None:
+    """Else a request for the model of the second would be refused after `ready` was said."""
+    # Abstract for mypy: the calls that no test needs answer UNIMPLEMENTED here.
+    admin = SlowToMeet()  # type: ignore[abstract]
+    server = grpc.aio.server(options=server_options(MESSAGE_BYTES))
+    router_admin_pb2_grpc.add_RouterAdminServiceServicer_to_server(admin, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    settings = MeshSettings(start_seconds=2)
+    stack = Stack(settings, Plan(settings, None), lambda _name, _line: None)
+    router = Child(ProcessPlan("router-0", "router", (), ports={}), lambda _name, _line: None)
+    router.admin_address = f"127.0.0.1:{port}"
+    try:
+        async with asyncio.timeout(60):
+            await stack._meet_peers(router)
+    finally:
+        await server.stop(grace=None)
+    assert admin.met_all
