@@ -91,7 +91,7 @@ async def test_cancellation_reaches_the_handler() -> None:
 
     async with calling(body) as call:
         running = call(b"")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await begun.wait()
             running.cancel()
             await ended.wait()

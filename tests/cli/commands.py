@@ -8,16 +8,30 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import psutil
 
 TRTMESH = str(Path(sys.executable).with_name("trtmesh"))
-STOP_SECONDS = 30.0
+STOP_SECONDS = 60.0
+"""How long a test waits for an end; no test depends on how soon it comes."""
+
+MARK = "TESTED_COMMAND"
+"""Variable by which a command and all that it started are known, whoever is their parent later."""
+
+FREE_PORTS = (
+    *("--port", "0", "--admin-port", "0"),
+    *("--http-port", "0", "--metrics-port", "0"),
+)
+"""Flags of a stack that takes no port that somebody may have."""
+
+T = TypeVar("T")
 
 
 def trtmesh(
@@ -39,6 +53,7 @@ class Running:
     """A command that goes on by itself; its lines are collected as they come."""
 
     popen: subprocess.Popen[str]
+    mark: str
     out: list[str] = field(default_factory=list)
     err: list[str] = field(default_factory=list)
     _arrived: threading.Condition = field(default_factory=threading.Condition)
@@ -59,15 +74,21 @@ class Running:
 
     def wait_for(self, text: str) -> str:
         """The first line that has `text`, waiting for it; fails when the command ends without it."""
+
+        def found() -> str | None:
+            return next((line for line in (*self.out, *self.err) if text in line), None)
+
+        return self.wait_until(found, repr(text))
+
+    def wait_until(self, told: Callable[[], T | None], what: str) -> T:
+        """What `told` makes of the lines, waiting until it is something; fails when the command ends before."""
         with self._arrived:
-            while True:
-                for line in (*self.out, *self.err):
-                    if text in line:
-                        return line
+            while not (found := told()):
                 assert any(reader.is_alive() for reader in self._readers), (
-                    f"ended without {text!r}:\n{''.join((*self.out, *self.err))}"
+                    f"ended without {what}:\n{''.join((*self.out, *self.err))}"
                 )
                 self._arrived.wait(timeout=1)
+            return found
 
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.popen.pid).children(recursive=True)
@@ -90,11 +111,27 @@ class Running:
     def end(self) -> None:
         """Kills it and all that it started."""
         if self.popen.poll() is None:
-            processes = [*self.descendants(), psutil.Process(self.popen.pid)]
-            for process in processes:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
+            self.popen.kill()
+        for process in self._started():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         self.wait()
+
+    def left_nothing(self) -> bool:
+        """Whether all that it started ended, within the time that a stop may take."""
+        ends_at = time.monotonic() + STOP_SECONDS
+        while self._started() and time.monotonic() < ends_at:
+            time.sleep(0.01)
+        return not self._started()
+
+    def _started(self) -> list[psutil.Process]:
+        """What it started that did not end. Whoever ended has no environment, whether or not a parent took note."""
+        return [
+            process
+            for process in psutil.process_iter(["environ"])
+            if (process.info["environ"] or {}).get(MARK) == self.mark
+            and process.pid != self.popen.pid
+        ]
 
 
 class Stack(Running):
@@ -120,7 +157,7 @@ class Stack(Running):
 @contextmanager
 def running(*arguments: str, env: Mapping[str, str] | None = None) -> Iterator[Running]:
     """Starts a command and ends it, and all that it started, on the way out."""
-    command = Running(_start(arguments, env))
+    command = Running(*_start(arguments, env))
     try:
         yield command
     finally:
@@ -130,28 +167,32 @@ def running(*arguments: str, env: Mapping[str, str] | None = None) -> Iterator[R
 @contextmanager
 def running_stack(*flags: str, env: Mapping[str, str] | None = None) -> Iterator[Stack]:
     """Starts `trtmesh up` with simulated engines unless `flags` say otherwise; it may not serve yet."""
-    arguments = ("up", "--output", "json", "--grace-seconds", "5", *flags)
+    arguments = ("up", "--output", "json", "--grace-seconds", "60", *flags)
     if "--backend" not in flags:
         arguments += ("--backend", "simulated")
     for port in ("--admin-port", "--http-port", "--metrics-port"):
         if port not in flags:
             arguments += (port, "0")
-    stack = Stack(_start(arguments, env))
+    stack = Stack(*_start(arguments, env))
     try:
         yield stack
     finally:
         stack.end()
 
 
-def _start(arguments: tuple[str, ...], env: Mapping[str, str] | None) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+def _start(
+    arguments: tuple[str, ...], env: Mapping[str, str] | None
+) -> tuple[subprocess.Popen[str], str]:
+    mark = uuid.uuid4().hex
+    process = subprocess.Popen(
         [TRTMESH, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, **(env or {})},
+        env={**os.environ, **(env or {}), MARK: mark},
     )
+    return process, mark
 
 
 def read_until_closed(terminal: int) -> str:
@@ -162,9 +203,3 @@ def read_until_closed(terminal: int) -> str:
             parts.append(part)
     os.close(terminal)
     return b"".join(parts).decode(errors="replace")
-
-
-def gone(processes: list[psutil.Process]) -> bool:
-    """Whether all of them ended, within the time that a stop may take."""
-    _, alive = psutil.wait_procs(processes, timeout=STOP_SECONDS)
-    return not alive

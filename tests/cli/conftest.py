@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
+import grpc
 import pytest
 from cli.commands import Stack, running_stack
+from trtmesh.v1 import router_admin_pb2 as pb
+from trtmesh.v1 import router_admin_pb2_grpc
 
 
 @pytest.fixture(scope="session")
@@ -15,12 +19,22 @@ def stack() -> Iterator[Stack]:
 
 
 @pytest.fixture
-def router(stack: Stack) -> str:
-    """Address of the stack's router."""
-    return stack.wait_ready()
+def idle_stack(stack: Stack) -> Stack:
+    """The stack, with nothing live on it: a router may learn later than a test that a client of it is gone."""
+    with grpc.insecure_channel(stack.admin) as channel:
+        ask = router_admin_pb2_grpc.RouterAdminServiceStub(channel).ListRequests
+        while ask(pb.ListRequestsRequest(limit=1), wait_for_ready=True).live_requests:
+            time.sleep(0.01)
+    return stack
 
 
 @pytest.fixture
-def admin(stack: Stack) -> str:
+def router(idle_stack: Stack) -> str:
+    """Address of the stack's router."""
+    return idle_stack.wait_ready()
+
+
+@pytest.fixture
+def admin(idle_stack: Stack) -> str:
     """Address of the stack's router for admins."""
-    return stack.admin
+    return idle_stack.admin

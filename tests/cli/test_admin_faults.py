@@ -77,6 +77,8 @@ class ScriptedAdmin(router_admin_pb2_grpc.RouterAdminServiceServicer):
         self.asked: list[Any] = []
         self.left_sequences = 0
         self.frozen = asyncio.Event()
+        self.probes = asyncio.Semaphore(0)
+        """One for each time that a command looked whether the router answers."""
         self.watch_ended = asyncio.Event()
 
     async def AddWorker(self, request: Any, context: Any) -> pb.AddWorkerResponse:
@@ -110,6 +112,7 @@ class ScriptedAdmin(router_admin_pb2_grpc.RouterAdminServiceServicer):
             self.watch_ended.set()
 
     async def GetPolicy(self, request: Any, context: Any) -> pb.GetPolicyResponse:
+        self.probes.release()
         if self.frozen.is_set():
             await asyncio.Event().wait()
         return pb.GetPolicyResponse()
@@ -159,10 +162,11 @@ async def test_workers_are_added_drained_resumed_and_removed() -> None:
 
 async def test_watching_goes_on_until_ctrl_c() -> None:
     async with scripted() as (admin, address):
-        with running("workers", "watch", "--admin", address, "--json", "--timeout", "0.4") as watch:
+        with running("workers", "watch", "--admin", address, "--json", "--timeout", "3") as watch:
             await asyncio.to_thread(watch.wait_for, "WORKER_STATE_READY")
             # Nothing changes for longer than the timeout, and the router answers: no reason to end.
-            await asyncio.sleep(1)
+            for _ in range(3):
+                await admin.probes.acquire()
             assert watch.popen.poll() is None
             watch.signal(signal.SIGINT)
             assert await asyncio.to_thread(watch.wait) == 130
@@ -174,11 +178,11 @@ async def test_watching_goes_on_until_ctrl_c() -> None:
 
 async def test_watching_ends_when_the_router_is_stuck() -> None:
     async with scripted() as (admin, address):
-        with running("workers", "watch", "--admin", address, "--timeout", "0.4") as watch:
+        with running("workers", "watch", "--admin", address, "--timeout", "3") as watch:
             await asyncio.to_thread(watch.wait_for, "ready")
             admin.frozen.set()
             assert await asyncio.to_thread(watch.wait) == 1
-            assert "gave no answer for 0.4 s" in "".join(watch.err)
+            assert "gave no answer for 3 s" in "".join(watch.err)
 
 
 async def test_what_a_router_does_not_serve_is_said() -> None:

@@ -2,18 +2,16 @@ from __future__ import annotations
 
 import signal
 
-from cli.commands import gone, running, trtmesh
+from cli.commands import FREE_PORTS, running, trtmesh
 
-SIMULATED = ("--backend", "simulated", "--port", "0")
+SIMULATED = ("--backend", "simulated", *FREE_PORTS)
 
 
 def test_it_streams_three_tagged_prompts_and_ends_when_told_to() -> None:
     with running("demo", "--exit", *SIMULATED) as demo:
         demo.wait_for("three prompts in one request")
-        processes = demo.descendants()
-        assert len(processes) == 4
         assert demo.wait() == 0
-        assert gone(processes)
+        assert demo.left_nothing()
         tags = {line.split(" ")[0] for line in demo.out if line.startswith("[")}
         assert tags == {"[0]", "[1]", "[2]"}
         assert sum("ended: length" in line for line in demo.err) == 3
@@ -25,10 +23,10 @@ def test_it_goes_on_serving_until_ctrl_c() -> None:
         router = hint.split("--router ")[1].split()[0]
         result = trtmesh("generate", "--router", router, "--max-tokens", "2", "hi")
         assert result.returncode == 0, result.stderr
-        processes = demo.descendants()
+        assert len(demo.descendants()) == 4
         demo.signal(signal.SIGINT)
         assert demo.wait() == 0
-        assert gone(processes)
+        assert demo.left_nothing()
 
 
 def test_the_options_of_up_are_taken() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cli.commands import STOP_SECONDS, TRTMESH, gone, running, running_stack, trtmesh
+from cli.commands import FREE_PORTS, STOP_SECONDS, TRTMESH, running, running_stack, trtmesh
 
 SLOW_LOAD = {"TRTMESH_ENGINE_SIMULATED_LOAD_MS": "600000"}
 
@@ -31,11 +31,10 @@ def test_the_stack_serves_until_it_is_told_to_stop() -> None:
         names = [child["name"] for child in stack.children]
         assert sorted(names) == ["engine-0", "engine-1", "router-0", "tokenizer-0", "tokenizer-1"]
         assert trtmesh("generate", "--router", router, "--max-tokens", "2", "hi").returncode == 0
-        processes = stack.descendants()
-        assert len(processes) == 5
+        assert len(stack.descendants()) == 5
         stack.signal(signal.SIGINT)
         assert stack.wait() == 0
-        assert gone(processes)
+        assert stack.left_nothing()
 
 
 def test_the_end_comes_in_order() -> None:
@@ -51,19 +50,18 @@ def test_the_end_comes_in_order() -> None:
 def test_a_killed_supervisor_leaves_no_process() -> None:
     with running_stack("--engines", "2", "--port", "0") as stack:
         stack.wait_ready()
-        processes = stack.descendants()
-        assert len(processes) == 4
+        assert len(stack.descendants()) == 4
         stack.popen.kill()
-        assert gone(processes)
+        assert stack.left_nothing()
 
 
 def test_a_supervisor_killed_while_it_starts_leaves_no_process() -> None:
     """Its children may not have read their standard input yet."""
     with running_stack("--engines", "2", "--port", "0") as stack:
-        while len(processes := stack.descendants()) < 3:
+        while len(stack.descendants()) < 3:
             assert stack.popen.poll() is None
         stack.popen.kill()
-        assert gone(processes)
+        assert stack.left_nothing()
 
 
 def test_a_stack_that_never_serves_is_given_up() -> None:
@@ -92,21 +90,20 @@ def test_every_router_serves_and_every_process_has_metrics() -> None:
 def test_ctrl_c_while_starting_leaves_no_process(stage: str) -> None:
     with running_stack("--port", "0", env=SLOW_LOAD) as stack:
         stack.wait_for(stage)
-        processes = stack.descendants()
-        assert processes
+        assert stack.descendants()
         stack.signal(signal.SIGINT)
         assert stack.wait() == 130
-        assert gone(processes)
+        assert stack.left_nothing()
         assert "Traceback" not in "".join(stack.err)
 
 
 def test_ctrl_c_before_anything_listens_leaves_no_process() -> None:
     with running_stack("--port", "0") as stack:
-        while not (processes := stack.descendants()):
+        while not stack.descendants():
             assert stack.popen.poll() is None
         stack.signal(signal.SIGINT)
         assert stack.wait() == 130
-        assert gone(processes)
+        assert stack.left_nothing()
 
 
 def test_a_second_ctrl_c_ends_everything_at_once() -> None:
@@ -114,7 +111,6 @@ def test_a_second_ctrl_c_ends_everything_at_once() -> None:
     flags = ("--port", "0", "--grace-seconds", "3600")
     with running_stack(*flags) as stack:
         router = stack.wait_ready()
-        processes = stack.descendants()
         arguments = ("--router", router, "--max-tokens", "30000", "--json", "hi")
         with running("generate", *arguments) as request:
             request.wait_for('"tokens"')
@@ -122,7 +118,7 @@ def test_a_second_ctrl_c_ends_everything_at_once() -> None:
             stack.wait_for("drain: draining")
             stack.signal(signal.SIGINT)
             assert stack.wait() == 130
-            assert gone(processes)
+            assert stack.left_nothing()
 
 
 @pytest.mark.parametrize("name", ["engine-0", "tokenizer-0", "router-0"])
@@ -143,9 +139,8 @@ def test_a_process_that_dies_is_started_again_on_its_port(name: str) -> None:
 def test_a_process_that_cannot_start_ends_the_command_with_its_words(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with running_stack("--port", "0", "--model", str(tmp_path)) as stack:
-        processes = stack.descendants()
         assert stack.wait() == 4, stack.err
-        assert gone(processes)
+        assert stack.left_nothing()
         last = stack.err[-1]
     assert last.startswith("trtmesh: error: tokenizer-0 ended with status 4: ")
     assert "tokenizer.json" in last
@@ -246,15 +241,14 @@ def test_logs_may_go_to_files(tmp_path: Path) -> None:
 def test_the_end_of_standard_input_may_stop_the_stack() -> None:
     with running_stack("--port", "0", "--stop-on-stdin-eof", "true") as stack:
         stack.wait_ready()
-        processes = stack.descendants()
         stack.close_stdin()
         assert stack.wait() == 0
-        assert gone(processes)
+        assert stack.left_nothing()
 
 
 def test_a_stack_whose_log_nobody_reads_goes_on_and_ends() -> None:
     """Ctrl-C in `trtmesh up 2>&1 | head` ends head first."""
-    flags = ("--port", "0", "--backend", "simulated", "--output", "json")
+    flags = (*FREE_PORTS, "--backend", "simulated", "--output", "json")
     with subprocess.Popen(
         [TRTMESH, "up", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as stack:
@@ -271,7 +265,8 @@ def test_a_stack_whose_log_nobody_reads_goes_on_and_ends() -> None:
                 assert result.stdout.count("PROMPT_EMPTY") == 400, result.stderr
             stack.terminate()
             assert stack.wait(STOP_SECONDS) == 0
-            assert gone(processes)
+            _, left = psutil.wait_procs(processes, STOP_SECONDS)
+            assert left == []
         finally:
             stack.kill()
 
@@ -306,7 +301,7 @@ def test_a_process_that_never_served_is_not_waited_for() -> None:
         engine.suspend()
         stack.signal(signal.SIGINT)
         assert stack.wait() == 130
-        assert gone([engine])
+        assert stack.left_nothing()
         assert not any("did not end in time" in line for line in stack.err)
 
 

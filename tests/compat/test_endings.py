@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 import pytest
 from compat.plain_http import PlainHttp
-from compat.triton import SyncStream, Triton, joined, make_inputs, request
+from compat.triton import SyncStream, Triton, make_inputs, request
 from e2e.mesh import Mesh, eventually, running_mesh, scrape
 from tritonclient.grpc import service_pb2 as kserve
 from tritonclient.utils import InferenceServerException
@@ -144,21 +144,21 @@ async def test_a_deadline_ends_a_stream(mesh: Mesh, triton: Triton) -> None:
     await mesh.idle()
 
 
-async def test_requests_by_bls_run_beside_each_other(mesh: Mesh, triton: Triton) -> None:
+async def test_requests_by_bls_run_beside_each_other(mesh: Mesh) -> None:
     """Not one after another: all have begun before any is over."""
-    count = 24
-    tensors = {"text_input": "beside", "max_tokens": 300, "stream": True}
-    responses = await triton.stream_all(
-        [request("tensorrt_llm_bls", tensors, request_id=str(index)) for index in range(count)]
-    )
+    names = {str(index) for index in range(24)}
+    stream = SyncStream(mesh.router.address)
+    for name in names:
+        more = {"request_id": name, "enable_empty_final_response": True}
+        stream.send("tensorrt_llm_bls", LONG, **more)
     begun: set[str] = set()
-    texts: dict[str, str] = {}
-    for response in responses:
+    while begun != names:
+        response = await asyncio.to_thread(stream.next)
+        assert not response.final
         begun.add(response.request_id)
-        texts[response.request_id] = texts.get(response.request_id, "") + response.text
-        if len(begun) == count:
-            break
-    assert all(len(text) < len(joined(responses)) // count for text in texts.values())
+    stream.cancel()
+    stream.close()
+    await mesh.idle()
 
 
 async def test_whatever_the_ending_nothing_is_left(mesh: Mesh, triton: Triton) -> None:
@@ -182,11 +182,9 @@ async def test_whatever_the_ending_nothing_is_left(mesh: Mesh, triton: Triton) -
         name = f"stopped {random_.random()}"
         both = [request("ensemble", LONG, request_id=name)]
         both.append(request("tensorrt_llm_bls", {"stop": True}, request_id=name))
-        stopping = asyncio.create_task(triton.stream_all(both))
-        while not stopping.done():
-            # One that came before its request's prompt was read found nothing to stop.
-            await triton.stream_all(both[1:])
-        assert not [response.error for response in await stopping if response.error]
+        # However far the request has come, it is known by its name when what is sent behind it is read.
+        responses = await triton.stream_all(both)
+        assert not [response.error for response in responses if response.error]
 
     async def lose_its_client() -> None:
         running = asyncio.create_task(

@@ -50,7 +50,6 @@ async def test_a_stream_of_events(mesh: Mesh, http: PlainHttp, model: str, versi
     body = {"text_input": PROMPT, "max_tokens": TOKENS, "stream": True, "id": "mine"}
     reply = await http.post(STREAM.format(model + version), body)
     assert (reply.status, reply.content_type) == (200, "text/event-stream; charset=utf-8")
-    assert len(reply.events) > 2
     assert "".join(event["text_output"] for event in reply.events) == await native_text(
         mesh, PROMPT, TOKENS
     )

@@ -223,6 +223,8 @@ async def test_failures_have_reasons(mesh: Mesh, triton: Triton) -> None:
     with pytest.raises(InferenceServerException, match="timeout of"):
         await triton.infer("ensemble", long, timeout=50_000)
     await mesh.idle()
+    # The workers may have nothing to do before the router has heard of it.
+    await eventually(lambda: nothing_scheduled(mesh))
     asking = asyncio.create_task(triton.infer("ensemble", long))
     found = await samples_of_busy(mesh)
     assert found[engine("request_type", "active", "request_metrics")] == "1"
@@ -235,6 +237,10 @@ async def test_failures_have_reasons(mesh: Mesh, triton: Triton) -> None:
         assert failures(found, model) == {"CANCELED": 1, "OTHER": 1}
         succeeded = inference(model, "request_success")
         assert found[succeeded] == before.get(succeeded, "0")
+
+
+async def nothing_scheduled(mesh: Mesh) -> bool:
+    return (await samples(mesh))[engine("request_type", "scheduled", "request_metrics")] == "0"
 
 
 async def samples_of_busy(mesh: Mesh) -> Mapping[str, str]:

@@ -30,7 +30,6 @@ async def test_a_stream_of_tokens(mesh: Mesh, triton: Triton, model: str) -> Non
         empty_final=True,
     )
     assert joined(responses) == await native_text(mesh, prompt)
-    assert len(responses) > 2
     assert [response.final for response in responses] == [False] * (len(responses) - 1) + [True]
     assert {response.request_id for response in responses} == {"one"}
     assert bool(responses[-1].outputs) == (model == "ensemble")

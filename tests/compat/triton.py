@@ -125,6 +125,24 @@ class Triton:
             responses.append(_response(result, error))
         return responses
 
+    async def growing(self, model: str, tensors: Mapping[str, Any]) -> tuple[str, str]:
+        """Of a model whose texts accumulate, asked for a long one: the first, and the next that is longer.
+
+        How many responses a short text has is nobody's promise: a router that is held up tells several tokens at once.
+        """
+
+        async def sending() -> AsyncIterator[dict[str, Any]]:
+            yield request(model, tensors)
+
+        results = self.client.stream_infer(sending(), stream_timeout=PATIENCE_SECONDS)
+        try:
+            first = text = _response(*await anext(results)).text
+            while len(text) <= len(first):
+                text = _response(*await anext(results)).text
+            return first, text
+        finally:
+            results.cancel()
+
     async def close(self) -> None:
         await self.client.close()
 
