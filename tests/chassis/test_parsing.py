@@ -132,6 +132,12 @@ def test_enum_numbers_without_a_name_are_refused(path: str, names: str) -> None:
             "stopping.bad_texts has 257 entries but must have at most 256",
         ),
         (
+            pb.GenerationConfig(
+                kv_cache=pb.KvCacheConfig(token_ranges=[pb.TokenRangeRetention()] * 257)
+            ),
+            "kv_cache.token_ranges has 257 entries but must have at most 256",
+        ),
+        (
             pb.GenerationConfig(stopping=pb.StoppingConfig(stop_token_ids=[pb.TokenIds()])),
             "stopping.stop_token_ids has an entry of length 0",
         ),

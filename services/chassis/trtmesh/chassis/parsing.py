@@ -67,6 +67,7 @@ LIMITS: Mapping[str, tuple[float, float]] = {
 
 MAX_WORDS = 256
 MAX_WORD_LENGTH = 4096
+MAX_TOKEN_RANGES = 256
 MAX_STOP_TEXT_CHARACTERS = 16_384
 """Of all stop texts together: what finds them is built for each sequence, in time and memory that grow with this."""
 WORD_LISTS = frozenset(
@@ -79,6 +80,12 @@ WORD_LISTS = frozenset(
         "sampling.embedding_bias_token_ids",
     }
 )
+
+MOST_ENTRIES: Mapping[str, int] = {
+    **dict.fromkeys(WORD_LISTS, MAX_WORDS),
+    "kv_cache.token_ranges": MAX_TOKEN_RANGES,
+}
+"""Of lists whose entries are looked through again and again."""
 
 ELEMENT_BYTES: Mapping[int, int] = {
     pb.DATA_TYPE_FP32: 4,
@@ -160,7 +167,7 @@ def _field(field: FieldDescriptor, value: Any, path: str, paths: set[str]) -> An
         return {name: _message(item, f"{path}.{name}.", set()) for name, item in value.items()}
     if field.is_repeated:
         paths.add(path)
-        _check_word_count(path, value)
+        _check_count(path, value)
         return tuple(_nested(item, path, set()) for item in value)
     return _nested(value, path, paths)
 
@@ -191,7 +198,7 @@ def _scalar(path: str, value: Any) -> Any:
 
 
 def _scalars(path: str, values: Any) -> tuple[Any, ...]:
-    _check_word_count(path, values)
+    _check_count(path, values)
     given = tuple(values)
     if path in WORD_LISTS:
         for word in given:
@@ -205,9 +212,10 @@ def _scalars(path: str, values: Any) -> tuple[Any, ...]:
     return given
 
 
-def _check_word_count(path: str, values: Any) -> None:
-    if path in WORD_LISTS and len(values) > MAX_WORDS:
-        raise InvalidField(f"{path} has {len(values)} entries but must have at most {MAX_WORDS}")
+def _check_count(path: str, values: Any) -> None:
+    most = MOST_ENTRIES.get(path)
+    if most is not None and len(values) > most:
+        raise InvalidField(f"{path} has {len(values)} entries but must have at most {most}")
 
 
 def _word(path: str, word: Any) -> Any:

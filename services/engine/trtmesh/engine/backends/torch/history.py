@@ -16,6 +16,10 @@ from trtmesh.engine.backends.torch.token_rules import Ids, TokenRules
 TOP_P_MIN = 1e-6
 """Lower bound of a decaying top_p where none is given, as TensorRT-LLM has it."""
 
+HASH_MODULUS = 2**61 - 1
+HASH_BASE = 0x1B873593CC9E2D51
+"""Any number below the modulus that is far above all ids."""
+
 
 class History:
     """The memory of one sequence, as far as its rules need one."""
@@ -68,25 +72,43 @@ class Occurrences:
 
 
 class Ngrams:
-    """Which ids have followed each run of `size - 1` tokens, prompt included."""
+    """Which ids have followed each run of `size - 1` tokens, prompt included.
+
+    A run is known by a hash that rolls along with the tokens (Karp and Rabin, https://doi.org/10.1147/rd.312.0249), so
+    it takes the same room and time whatever its size. Two runs share a hash by chance once in 2**61; whoever makes such
+    tokens on purpose bans some ids too many for himself.
+    """
 
     def __init__(self, size: int) -> None:
-        self._size = size
+        self._before = size - 1
         self._next = size - 1
-        self._followers: dict[tuple[int, ...], list[int]] = {}
+        self._followers: dict[int, dict[int, None]] = {}
+        # Of the run that ends before the token at `_end`.
+        self._hash = self._end = 0
+        self._leaving = pow(HASH_BASE, size - 1, HASH_MODULUS)
 
     def catch_up(self, tokens: SequenceOf[int]) -> None:
-        before = self._size - 1
         for position in range(self._next, len(tokens)):
-            key = tuple(tokens[position - before : position])
-            self._followers.setdefault(key, []).append(tokens[position])
+            run = self._run_before(position, tokens)
+            self._followers.setdefault(run, {})[tokens[position]] = None
         self._next = max(self._next, len(tokens))
 
     def repeating(self, tokens: SequenceOf[int]) -> SequenceOf[int]:
         """Ids that would complete an n-gram that occurred before."""
-        if len(tokens) < self._size - 1:
+        if len(tokens) < self._before:
             return ()
-        return self._followers.get(tuple(tokens[len(tokens) - self._size + 1 :]), ())
+        return list(self._followers.get(self._run_before(len(tokens), tokens), ()))
+
+    def _run_before(self, end: int, tokens: SequenceOf[int]) -> int:
+        """The hash of the run that ends before the token at `end`, which is no earlier one than at the last call."""
+        value = self._hash
+        for position in range(self._end, end):
+            value = value * HASH_BASE + tokens[position] + 1
+            if position >= self._before:
+                value -= (tokens[position - self._before] + 1) * self._leaving
+            value %= HASH_MODULUS
+        self._hash, self._end = value, max(self._end, end)
+        return value
 
 
 class DecayingTopP:
