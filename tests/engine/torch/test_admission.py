@@ -71,6 +71,16 @@ async def test_a_full_queue_is_said_so_and_empties_again(llama: Path) -> None:
         await engine.ended(engine.submit([5], config))
 
 
+async def test_more_sequences_than_batch_and_queue_hold_are_not_told_to_try_again(
+    llama: Path,
+) -> None:
+    async with running(llama, max_batch_size=2, max_queue_size=3) as engine:
+        with pytest.raises(InvalidField, match=r"num_return_sequences is 6 .* at most 5"):
+            engine.submit([5], configure(num_return_sequences=6))
+        config = configure(max_tokens=3, temperature=1.0, seed=1, num_return_sequences=5)
+        assert len(await engine.ended(engine.submit([5], config))) == 5
+
+
 async def test_an_item_counts_while_the_engine_takes_it(llama: Path) -> None:
     """Else the queue could be overrun by what comes in that moment."""
     async with running(llama) as engine:

@@ -23,10 +23,12 @@ def started(engine: PaperEngine, tokens: list[int], new_tokens: int = 20) -> Seq
 
 
 def child_of(engine: PaperEngine, parent: Sequence, token: int, new_tokens: int = 20) -> Sequence:
-    """A fork of `parent` with another last token."""
+    """A sequence that begins with the KV of `parent` and has another last token."""
     child = engine.sequence(parent.tokens[: parent.prompt_tokens], new_tokens)
     child.tokens[:] = [*parent.tokens[:-1], token]
-    engine.scheduler.fork(parent, child)
+    child.leader = parent
+    engine.add(child)
+    engine.scheduler._admit()
     return child
 
 

@@ -248,3 +248,19 @@ class Crowd:
 @pytest.mark.parametrize("seed", range(60))
 def test_whatever_is_admitted_ends(seed: int) -> None:
     Crowd(seed).play(most_steps=1500)
+
+
+def test_nobody_awaits_a_leader_that_is_over_because_another_has_its_key() -> None:
+    engine = PaperEngine(blocks=30, batch=1)
+    first, leader, follower = (engine.sequence(range(20), 3) for _ in range(3))
+    follower.leader = leader
+    engine.add(first, leader, follower)
+    engine.step()
+    engine.scheduler.remove(leader)
+    other = engine.sequence([7] * 9, 40)
+    other.key = leader.key
+    engine.add(other)
+    for _ in range(12):
+        for each in engine.step():
+            engine.advance(each)
+    assert engine.scheduler.find(follower.key) is None

@@ -53,7 +53,10 @@ def load_engine(model_dir: Path, settings: TorchSettings) -> tuple[Engine, Backe
         vocabulary_size=model.vocabulary_size,
         max_sequence_tokens=sizes.max_sequence_tokens,
         max_batch_size=settings.max_batch_size,
-        max_sequences_per_item=settings.max_sequences_per_item,
+        # More than fit batch and queue together would be told to try again for ever.
+        max_sequences_per_item=min(
+            settings.max_sequences_per_item, settings.max_batch_size + settings.max_queue_size
+        ),
         tokens_per_block=settings.tokens_per_block,
         total_blocks=sizes.blocks,
         supported_fields=supported_fields(settings.decoding_mode),

@@ -74,21 +74,6 @@ class Scheduler:
         del self._unready[sequence.key]
         self._waiting.push(sequence)
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Takes in `child`, which goes on from the computed KV of `parent`, a sequence of this scheduler.
-
-        Full blocks are shared, the last one is copied if it is not full. The tokens of the child are those of the
-        parent as far as it is to share them. A child that finds no room waits like any other sequence, and may have to
-        compute its tokens anew.
-        """
-        child.leader = parent
-        self._enter(child, parent.rank[0])
-        prefix = self._prefixes.of_leader(child)
-        if self._room.suffices(child, prefix, self.running):
-            self._start(child, prefix)
-        else:
-            self._queue(child)
-
     def reassign(self, pairs: Pairs) -> None:
         """Each pair's first sequence goes on from the computed KV of the second, all pairs at once.
 
@@ -101,7 +86,7 @@ class Scheduler:
         """Lets go of a sequence and frees what it holds; bad content is not kept for reuse."""
         del self._by_key[sequence.key]
         self._wake_followers(sequence)
-        # Else the dead would be kept by a chain of forks.
+        # Else the dead would be kept by a chain of leaders.
         sequence.leader = None
         if sequence.mates:
             sequence.mates.remove(sequence)
@@ -282,7 +267,7 @@ class Scheduler:
     def _awaited(self, sequence: Sequence) -> Sequence | None:
         """Its leader, if that has yet to compute the prompt of both."""
         leader = sequence.leader
-        if leader is None or leader.key not in self._by_key:
+        if leader is None or not self._lives(leader):
             return None
         shared = min(leader.prompt_tokens, sequence.most_reusable)
         return leader if leader.num_computed < shared else None
@@ -290,7 +275,7 @@ class Scheduler:
     def _wake_followers(self, leader: Sequence) -> None:
         """Queues those that need not wait for their leader; where it is gone, the first leads the others."""
         followers = [each for each in self._followers.pop(leader.key, []) if self._lives(each)]
-        if leader.key not in self._by_key:
+        if not self._lives(leader):
             for each in followers:
                 each.leader = followers[0] if each is not followers[0] else None
         for each in followers:
