@@ -137,6 +137,16 @@ def test_a_row_of_other_tokens_than_those_of_now_is_not_taken() -> None:
     assert item.take(lanes[0], row, [])
 
 
+def test_a_row_that_waits_keeps_no_other_of_its_step() -> None:
+    config = beams(2)
+    rule = EndRule(config.stopping, (), 2, 20)
+    lanes = [Sequence(n, config, 0, 0, [5, 6], 2, rule, TokenRules(config)) for n in range(2)]
+    item = BeamItem([0, 1], lanes)
+    lanes[0].slot, lanes[0].num_computed = 1, 2
+    assert not item.take(lanes[0], torch.zeros(50, 8).log_softmax(dim=1)[3], [])
+    assert item._rows[0].log_probs.untyped_storage().nbytes() == 8 * 4
+
+
 async def test_fewer_may_come_back_than_are_searched(llama: Path) -> None:
     model, prompt = tiny_models.reference_model(llama), tiny_models.prompts(2)[1]
     theirs = expected(model, prompt, 4)

@@ -72,7 +72,11 @@ class BeamItem:
         Returns whether that of every lane is there now.
         """
         self._rows[lane.key] = _Row(lane.length, log_probs, top)
-        return all(map(self._is_there, self.lanes))
+        if all(map(self._is_there, self.lanes)):
+            return True
+        # Kept for as long as a lane is paused; a view would keep the rows of the whole step.
+        self._rows[lane.key] = _Row(lane.length, log_probs.clone(), top)
+        return False
 
     def _is_there(self, lane: Sequence) -> bool:
         """Whether the row of a lane is that of its tokens; one that was paused is computed again and gives it again."""
