@@ -1,8 +1,13 @@
-"""The environment of the tests is that of nobody's machine: what a developer or a CI has set reaches no process."""
+"""A run is the same on every machine.
+
+The environment is nobody's: what a developer or a CI has set reaches no process. Hypothesis draws the same examples.
+"""
 
 from __future__ import annotations
 
 import os
+
+from hypothesis import HealthCheck, settings
 
 FOREIGN = (
     # Settings of the services and of the command.
@@ -19,3 +24,15 @@ for name in [*os.environ]:
         del os.environ[name]
 # A terminal of a test can do what any can, whatever the tests were started from.
 os.environ["TERM"] = "xterm"
+
+# A run is judged by what is right and not by luck or by the machine's speed: the same examples every time, however long
+# they take. `pytest --hypothesis-profile=default` draws new ones.
+settings.register_profile(
+    "same examples every time",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("same examples every time")

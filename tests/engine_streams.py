@@ -20,7 +20,7 @@ from trtmesh.v1 import engine_pb2_grpc
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import kv_transfer_pb2 as transfer
 
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 60.0
 """How long a test waits for what must happen; no test depends on how soon it does."""
 
 MESSAGE_BYTES = 64 * 2**20

@@ -61,9 +61,10 @@ async def survives(on: Lab, options: Options) -> object:
 
 async def order(on: Lab, options: Options) -> object:
     """In which order items end of which one runs at a time."""
-    keys = on.submit(PROMPT, config_of({"max_tokens": 40, "ignore_end_id": True}))
-    keys += on.submit(PROMPT, config_of({"max_tokens": 2}))
-    keys += on.submit(PROMPT, config_of(options))
+    with on.held():
+        keys = on.submit(PROMPT, config_of({"max_tokens": 4, "ignore_end_id": True}))
+        keys += on.submit(PROMPT, config_of({"max_tokens": 2}))
+        keys += on.submit(PROMPT, config_of(options))
     await on.ended(keys)
     return on.order
 

@@ -23,7 +23,7 @@ from trtmesh.engine.backend import BlocksRemoved, BlocksStored, SequenceEnd, Ste
 from trtmesh.engine.backends.simulated import SimulatedBackend, SimulatedSettings
 from trtmesh.v1 import generation_pb2 as pb
 
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 60.0
 
 
 @dataclass

@@ -77,14 +77,14 @@ async def test_beams(mesh: Mesh, model: PreTrainedModel, folder: Path, stream: b
 
 
 async def test_beams_are_told_again_when_they_change(mesh: Mesh) -> None:
-    reader = mesh.open([PROMPT], max_tokens=40, ignore_end_id=True, beam_width=WIDTH)
+    # So many that the steps do not all come as one where the reader is slow.
+    options: dict[str, Any] = {"max_tokens": 300, "ignore_end_id": True, "beam_width": WIDTH}
+    reader = mesh.open([PROMPT], **options)
     (item,) = await reader.result()
     tokens = [event for event in reader.events if isinstance(event, Tokens)]
     again = [event for event in tokens if not event.token_offset]
     assert len(again) > WIDTH, "the search never changed its mind"
-    (whole,) = await mesh.client.complete(
-        [PROMPT], max_tokens=40, ignore_end_id=True, beam_width=WIDTH, stream=False
-    )
+    (whole,) = await mesh.client.complete([PROMPT], stream=False, **options)
     assert [s.token_ids for s in item.sequences] == [s.token_ids for s in whole.sequences]
     assert [s.text for s in item.sequences] == [s.text for s in whole.sequences]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tokenizer.serving import (
 from tokenizer.tokenizers_zoo import CORPUS
 from tokenizers import Tokenizer
 from trtmesh.tokenizer.connection import Connection
+from trtmesh.tokenizer.encoder import EncodeRequest, Outcome, encode_batch
 from trtmesh.v1 import tokenizer_pb2 as pb
 
 FAMILIES = ["byte_level_bpe", "llama2_bpe", "unigram_byte_fallback", "word_piece"]
@@ -80,12 +82,32 @@ async def test_special_tokens_are_added_to_the_text_alone(model_dirs: dict[str, 
         assert list((await link.encode(encode(1, "hello"))).token_ids) == plain
 
 
-async def test_a_megabyte_is_overtaken_by_every_short_text(link: Link) -> None:
-    megabyte = (CORPUS[0] * 20_000)[: 2**20]
-    await link.send(encode(0, megabyte), *(encode(i, f"short {i}") for i in range(1, 51)))
-    order = [(await link.next()).encoded.handle for _ in range(51)]
-    assert sorted(order) == list(range(51))
-    assert order[-1] == 0
+MEGABYTE = (CORPUS[0] * 20_000)[: 2**20]
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A megabyte is encoded as soon as this is set, so none is done before the test wants it, however fast."""
+    opened = threading.Event()
+
+    def encode_gated(tokenizer: Tokenizer, requests: Sequence[EncodeRequest]) -> list[Outcome]:
+        if any(request.size_bytes >= len(MEGABYTE) for request in requests):
+            assert opened.wait(60)
+        return encode_batch(tokenizer, requests)
+
+    monkeypatch.setattr("trtmesh.tokenizer.encoder.encode_batch", encode_gated)
+    yield opened
+    opened.set()
+
+
+async def test_a_megabyte_is_overtaken_by_every_short_text(
+    gate: threading.Event, link: Link
+) -> None:
+    await link.send(encode(0, MEGABYTE), *(encode(i, f"short {i}") for i in range(1, 51)))
+    order = [(await link.next()).encoded.handle for _ in range(50)]
+    assert sorted(order) == list(range(1, 51))
+    gate.set()
+    assert (await link.next()).encoded.handle == 0
 
 
 async def test_many_sequences_at_once(server: Server, link: Link, tokenizer: Tokenizer) -> None:
@@ -282,11 +304,14 @@ async def test_a_handle_used_by_two_encodes_fails_the_second(link: Link) -> None
     assert len((await link.next()).encoded.token_ids) > 0
 
 
-async def test_cancelled_encodes_are_not_answered_and_leave_their_handles(link: Link) -> None:
-    megabyte = (CORPUS[0] * 20_000)[: 2**20]
-    await link.send(encode(1, megabyte), *(encode(i, megabyte) for i in range(2, 30)))
+async def test_cancelled_encodes_are_not_answered_and_leave_their_handles(
+    gate: threading.Event, link: Link
+) -> None:
+    await link.send(*(encode(i, MEGABYTE) for i in range(1, 30)))
     await link.send(cancel_encode(*range(1, 30), 77))
     assert (await link.encode(encode(5, "b"))).handle == 5
+    gate.set()
+    await link.finish()
 
 
 async def test_an_unknown_command_ends_the_stream(link: Link) -> None:

@@ -64,9 +64,10 @@ async def test_the_longest_prompt_is_taken(llama: Path) -> None:
 async def test_a_full_queue_is_said_so_and_empties_again(llama: Path) -> None:
     config = configure(max_tokens=30, ignore_end_id=True)
     async with running(llama, max_batch_size=2, max_queue_size=3) as engine:
-        keys = [engine.submit([5], config)[0] for _ in range(5)]
-        with pytest.raises(QueueFull, match="at most 3 may"):
-            engine.submit([5], configure(max_tokens=30, num_return_sequences=2))
+        with engine.held():
+            keys = [engine.submit([5], config)[0] for _ in range(5)]
+            with pytest.raises(QueueFull, match="at most 3 may"):
+                engine.submit([5], configure(max_tokens=30, num_return_sequences=2))
         await engine.ended(keys)
         await engine.ended(engine.submit([5], config))
 
@@ -79,6 +80,21 @@ async def test_more_sequences_than_batch_and_queue_hold_are_not_told_to_try_agai
             engine.submit([5], configure(num_return_sequences=6))
         config = configure(max_tokens=3, temperature=1.0, seed=1, num_return_sequences=5)
         assert len(await engine.ended(engine.submit([5], config))) == 5
+
+
+async def test_what_starts_while_a_newcomer_asks_counts_once(llama: Path) -> None:
+    config = configure(max_tokens=3, ignore_end_id=True)
+    async with running(llama, max_batch_size=4, max_queue_size=4) as engine:
+        scheduler = engine.backend._engine.scheduler
+        with engine.held():
+            keys = [engine.submit([5], config)[0] for _ in range(5)]
+            await engine.until(lambda: engine.streams[keys[0]].token_ids)
+            # As between two looks of this thread: they run, and what was seen to wait is not looked at again.
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(scheduler, "running", scheduler.running * 4)
+                patch.setattr(scheduler, "waiting_sequences", 4)
+                keys += engine.submit([5], config)
+        await engine.ended(keys)
 
 
 async def test_an_item_counts_while_the_engine_takes_it(llama: Path) -> None:

@@ -311,7 +311,11 @@ async def check(
     alone = [await play_alone(lonely, item) for item in items]
     async with running(model, **settings) as engine:
         async with asyncio.timeout(120):
-            results = await asyncio.gather(*(play(engine, item) for item in items))
+            with engine.held():
+                playing = asyncio.gather(*(play(engine, item) for item in items))
+                # Each submits before it waits for anything.
+                await asyncio.sleep(0)
+            results = await playing
         stats = engine.backend.stats()
         assert stats.used_blocks == stats.running_sequences == stats.paused_sequences == 0
         assert not engine.failures

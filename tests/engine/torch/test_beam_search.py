@@ -84,7 +84,7 @@ async def test_a_batch_of_searches_and_others(family: str, model_dir: ModelDir) 
     sampled = configure(max_tokens=20, ignore_end_id=True, temperature=1.0, seed=5)
     async with running(model_dir(family), tokens_per_block=4, max_step_tokens=9) as engine:
         (alone,) = await engine.run([prompts[0]], sampled)
-        gone = engine.submit(prompts[1], beams(4, ignore_end_id=True, max_tokens=200))
+        gone = engine.submit(prompts[1], beams(4, ignore_end_id=True, max_tokens=400))
         keys = [engine.submit(prompt, beams(3, ignore_end_id=True)) for prompt in prompts[1:]]
         mate = engine.submit(prompts[0], sampled)
         await engine.until(lambda: engine.streams[gone[0]].token_ids)
@@ -110,9 +110,10 @@ async def test_a_search_that_is_paused_comes_to_the_same(reuse: bool, llama: Pat
     settings: dict[str, Any] = {"kv_cache_tokens": 120, "tokens_per_block": 4}
     async with running(llama, **settings, prefix_reuse=reuse, max_step_tokens=24) as engine:
         keys, mates = [], []
-        for prompt in prompts:
-            keys.append(engine.submit(prompt, config))
-            mates.append(engine.submit(prompts[0], long))
+        with engine.held():
+            for prompt in prompts:
+                keys.append(engine.submit(prompt, config))
+                mates.append(engine.submit(prompts[0], long))
         for prompt, each in zip(prompts, keys, strict=True):
             same(found(await engine.ended(each)), expected(model, prompt, 4, tokens=20))
         for key in mates:

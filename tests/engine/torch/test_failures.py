@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.test_process import NOT_SERVING, SERVING, until_health
+from engine.test_process import NOT_SERVING, SERVING, health_watch
 from engine.torch.harness import Harness, configure, running
 from engine_streams import router_stream, submit
 from oracle import tiny_models
@@ -203,7 +203,8 @@ async def test_a_model_that_computes_nothing_any_more_ends_all_and_is_told_once(
 
     async with running(llama, max_batch_size=2) as engine:
         with raising(engine, fault):
-            keys = [engine.submit([5], SHORT)[0] for _ in range(7)]
+            with engine.held():
+                keys = [engine.submit([5], SHORT)[0] for _ in range(7)]
             for stream in await engine.ended(keys):
                 assert stream.end
                 assert stream.end.reason == pb.FINISH_REASON_ERROR
@@ -224,7 +225,9 @@ async def test_weights_that_become_no_numbers_end_all(llama: Path) -> None:
             internals(engine)._forwards._runner._model.module.get_input_embeddings().weight.fill_(
                 torch.nan
             )
-        for stream in await engine.ended([engine.submit(p, SHORT)[0] for p in PROMPTS]):
+        with engine.held():
+            keys = [engine.submit(prompt, SHORT)[0] for prompt in PROMPTS]
+        for stream in await engine.ended(keys):
             assert stream.end
             assert stream.end.reason == pb.FINISH_REASON_ERROR
             assert isinstance(stream.end.error, WorkerLost)
@@ -265,15 +268,16 @@ async def test_a_process_whose_model_breaks_is_not_serving_and_exits_with_an_err
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     flags = ("--model-dir", str(llama), "--torch-threads", "1", "--torch-kv-cache-tokens", "1024")
     async with service_process("engine", *flags, env={"PYTHONPATH": path}) as process:
-        await until_health(process.address, SERVING)
-        async with router_stream(process.address) as stream:
-            await stream.send(submit(1, 400, prompt=[5, 6]), submit(2, 400, prompt=[7]))
-            watching = asyncio.create_task(until_health(process.address, NOT_SERVING))
-            flag.touch()
-            for received in (await stream.ends([1, 2])).values():
-                assert received.end
-                assert received.end.reason == pb.FINISH_REASON_ERROR
-                assert received.end.error.reason == "WORKER_LOST"
-        await watching
+        async with health_watch(process.address) as health:
+            await health.until(SERVING)
+            noticing = asyncio.create_task(health.until(NOT_SERVING))
+            async with router_stream(process.address) as stream:
+                await stream.send(submit(1, 400, prompt=[5, 6]), submit(2, 400, prompt=[7]))
+                flag.touch()
+                for received in (await stream.ends([1, 2])).values():
+                    assert received.end
+                    assert received.end.reason == pb.FINISH_REASON_ERROR
+                    assert received.end.error.reason == "WORKER_LOST"
+            await noticing
         assert await process.wait() == 1
         assert "cannot compute a single token" in process.stderr

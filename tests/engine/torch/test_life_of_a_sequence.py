@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from pathlib import Path
@@ -34,10 +35,11 @@ def internals(engine: Harness) -> Any:
 )
 async def test_stop_ends_with_the_reason_given_and_frees_first(llama: Path, reason: int) -> None:
     async with running(llama) as engine:
-        (key,) = engine.submit([5, 6, 7], LONG)
-        await engine.until(lambda: len(engine.streams[key].token_ids) >= 3)
-        assert engine.backend.stats().used_blocks > 0
-        engine.backend.stop([key], reason)
+        with engine.held():
+            (key,) = engine.submit([5, 6, 7], LONG)
+            await engine.until(lambda: engine.streams[key].token_ids)
+            assert engine.backend.stats().used_blocks > 0
+            engine.backend.stop([key], reason)
         (stream,) = await engine.ended([key])
         assert end_of(stream).reason == reason
         assert end_of(stream).generated_tokens == len(stream.token_ids)
@@ -54,12 +56,13 @@ async def test_unknown_and_ended_keys_are_ignored(llama: Path) -> None:
 
 async def test_what_waits_can_be_stopped(llama: Path) -> None:
     async with running(llama, max_batch_size=1) as engine:
-        (running_key,) = engine.submit([5], LONG)
-        (waiting,) = engine.submit([6] * 9, LONG)
-        await engine.until(lambda: engine.streams[running_key].token_ids)
-        assert engine.backend.stats().waiting_sequences == 1
-        assert engine.backend.stats().pending_prompt_tokens == 9
-        engine.backend.stop([waiting], pb.FINISH_REASON_STOPPED)
+        with engine.held():
+            (running_key,) = engine.submit([5], LONG)
+            (waiting,) = engine.submit([6] * 9, LONG)
+            await engine.until(lambda: engine.streams[running_key].token_ids)
+            assert engine.backend.stats().waiting_sequences == 1
+            assert engine.backend.stats().pending_prompt_tokens == 9
+            engine.backend.stop([waiting], pb.FINISH_REASON_STOPPED)
         (stream,) = await engine.ended([waiting])
         assert stream.token_ids == []
         assert engine.backend.stats().pending_prompt_tokens == 0
@@ -74,20 +77,44 @@ async def test_a_finished_sequence_has_freed_its_blocks(llama: Path) -> None:
         assert stream.blocks_used_at_end == 0
 
 
-async def test_a_deadline_ends_running_and_waiting_sequences(llama: Path) -> None:
+class Clock:
+    """Stands for the module `time`; the monotonic clock is set by hand."""
+
+    time_ns = staticmethod(time.time_ns)
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+async def test_a_deadline_ends_running_and_waiting_sequences(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("trtmesh.engine.backends.torch.engine.time", clock)
     async with running(llama, max_batch_size=1) as engine:
-        keys = engine.submit([5], LONG, deadline=time.monotonic() + 0.05)
-        keys += engine.submit([5], LONG, deadline=time.monotonic() - 1)
+        with engine.held():
+            keys = engine.submit([5], LONG, deadline=1.0)
+            keys += engine.submit([5], LONG, deadline=1.0)
+            await engine.until(lambda: engine.streams[keys[0]].token_ids)
+            clock.now = 1.0
         streams = await engine.ended(keys)
         assert [end_of(s).reason for s in streams] == [pb.FINISH_REASON_CANCELLED] * 2
-        assert streams[1].token_ids == []
+        assert [len(stream.token_ids) for stream in streams] == [1, 0]
         assert engine.backend.stats().used_blocks == 0
 
 
 async def test_close_ends_what_has_not_ended(llama: Path) -> None:
     async with running(llama, max_batch_size=2) as engine:
-        keys = [engine.submit([5], LONG)[0] for _ in range(4)]
-        await engine.until(lambda: engine.streams[keys[0]].token_ids)
+        with engine.held():
+            keys = [engine.submit([5], LONG)[0] for _ in range(4)]
+            await engine.until(lambda: engine.streams[keys[0]].token_ids)
+            closing = asyncio.create_task(engine.backend.close())
+            # It asks, and then waits for the thread.
+            await asyncio.sleep(0)
+        await closing
     for stream in await engine.ended(keys):
         assert end_of(stream).reason == pb.FINISH_REASON_CANCELLED
 
@@ -178,10 +205,11 @@ async def test_logits_that_are_not_numbers_fail_their_item_alone(
 
 async def test_higher_priority_runs_earlier(llama: Path) -> None:
     async with running(llama, max_batch_size=1) as engine:
-        (first,) = engine.submit([5], configure(max_tokens=20, ignore_end_id=True))
-        await engine.until(lambda: engine.streams[first].token_ids)
-        (low,) = engine.submit([5], configure(max_tokens=3, ignore_end_id=True, priority=-1))
-        (high,) = engine.submit([5], configure(max_tokens=3, ignore_end_id=True, priority=1))
+        with engine.held():
+            (first,) = engine.submit([5], configure(max_tokens=20, ignore_end_id=True))
+            await engine.until(lambda: engine.streams[first].token_ids)
+            (low,) = engine.submit([5], configure(max_tokens=3, ignore_end_id=True, priority=-1))
+            (high,) = engine.submit([5], configure(max_tokens=3, ignore_end_id=True, priority=1))
         await engine.ended()
         order = [end.key for output in engine.outputs for end in output.ends]
         assert order == [first, high, low]
@@ -246,7 +274,8 @@ async def test_no_sequence_starves_in_a_tiny_pool(llama: Path) -> None:
     settings = {"kv_cache_tokens": 40, "tokens_per_block": 4, "max_batch_size": 8}
     async with running(llama, **settings, prefix_reuse=False) as engine:
         config = configure(max_tokens=30, ignore_end_id=True)
-        keys = [engine.submit([5 + number] * 6, config)[0] for number in range(12)]
+        with engine.held():
+            keys = [engine.submit([5 + number] * 6, config)[0] for number in range(12)]
         await engine.ended(keys)
         assert internals(engine).scheduler.preemptions > 0
         first_ends = [end.key for output in engine.outputs for end in output.ends]

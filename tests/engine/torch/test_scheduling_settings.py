@@ -229,8 +229,7 @@ async def test_blocks_and_pauses_are_counted(llama: Path) -> None:
         assert (stats.new_blocks, stats.reused_blocks, stats.preemptions) == (7, 5, 0)
         assert stats.host_blocks == 2**16 // (4 * BYTES_PER_TOKEN)
         assert stats.used_host_blocks == 0
-        keys = [engine.submit([number] * 8, CONFIG)[0] for number in range(40, 46)]
-        await engine.ended(keys)
+        await engine.run([[number] * 8 for number in range(40, 46)], CONFIG)
         stats = engine.backend.stats()
         assert stats.preemptions > 0
         assert stats.paused_sequences == 0

@@ -114,10 +114,11 @@ class TorchBackend:
         with self._wake:
             if self._broken:
                 raise WorkerLost("the engine has failed and takes nothing any more")
-            waiting = scheduler.waiting_sequences + self._incoming_sequences
-            places = max(0, self._settings.max_batch_size - len(scheduler.running))
+            # One number, because what waits may start to run between two looks and would count as both.
+            present = scheduler.present_sequences + self._incoming_sequences
             asked = max(len(item.keys), item.config.beam_search.beam_width)
-            if waiting + asked > self._settings.max_queue_size + places:
+            if present + asked > self._settings.max_queue_size + self._settings.max_batch_size:
+                waiting = max(0, present - len(scheduler.running))
                 raise QueueFull(
                     f"{waiting} sequences wait and at most {self._settings.max_queue_size} may beyond those with a"
                     " place in the batch; try again later or elsewhere"

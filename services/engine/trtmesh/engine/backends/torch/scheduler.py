@@ -57,6 +57,11 @@ class Scheduler:
         return list(self._by_key.values())
 
     @property
+    def present_sequences(self) -> int:
+        """Waiting and running together."""
+        return len(self._by_key)
+
+    @property
     def has_work(self) -> bool:
         """Whether a step has anything to compute."""
         return len(self._by_key) > len(self._unready)
