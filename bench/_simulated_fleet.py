@@ -14,7 +14,7 @@ import sys
 
 import grpc
 import uvloop
-from trtmesh.chassis.channels import server_options
+from trtmesh.chassis.grpc_server import GrpcServer
 from trtmesh.chassis.health import Health
 from trtmesh.chassis.service import Runtime
 from trtmesh.chassis.settings import load_settings
@@ -30,7 +30,7 @@ async def serve(number: int, flags: list[str]) -> tuple[grpc.aio.Server, str]:
     runtime = Runtime()
     service = EngineService(settings, runtime, SimulatedBackend(settings.simulated))
     runtime.health = Health(service.service_names)
-    server = grpc.aio.server(options=server_options(settings.max_message_bytes))
+    server = GrpcServer(settings.max_message_bytes)
     service.register(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-from trtmesh.chassis.channels import server_options
+from trtmesh.chassis.grpc_server import GrpcServer
 from trtmesh.chassis.health import Health
 from trtmesh.chassis.service import SCHEMA_REVISION, Runtime
 from trtmesh.engine.backend import Backend
@@ -47,7 +47,7 @@ async def serving(backend: Backend, **settings: Any) -> AsyncIterator[RunningEng
         backend,
     )
     runtime.health = Health(service.service_names)
-    server = grpc.aio.server(options=server_options(MESSAGE_BYTES))
+    server = GrpcServer(MESSAGE_BYTES)
     await runtime.health.register(server)
     service.register(server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -12,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from trtmesh.chassis.error_wire import REASON_METADATA_KEY
 from trtmesh.chassis.errors import QueueFull
+from trtmesh.chassis.grpc_server import GrpcServer
 from trtmesh.chassis.health import Health
 from trtmesh.chassis.rpc import REQUEST_ID_METADATA_KEY, answering, request_id_of
 
@@ -28,7 +29,7 @@ async def calling(body: Body) -> AsyncIterator[grpc.aio.UnaryUnaryMultiCallable[
         async with answering(context):
             return await body(context)
 
-    server = grpc.aio.server()
+    server = GrpcServer(2**20)
     handlers: dict[str, Any] = {"Do": grpc.unary_unary_rpc_method_handler(handle)}
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler("example.Service", handlers),)
@@ -109,7 +110,7 @@ async def test_the_request_id_comes_from_the_metadata() -> None:
 class TestHealth:
     async def test_a_process_serves_when_every_component_is_well(self) -> None:
         health = Health(["example.Service"])
-        server = grpc.aio.server()
+        server = GrpcServer(2**20)
         await health.register(server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()

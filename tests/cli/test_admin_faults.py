@@ -10,10 +10,9 @@ from contextlib import asynccontextmanager
 from subprocess import CompletedProcess
 from typing import Any
 
-import grpc
 from cli.commands import running, trtmesh
 from processes import service_process
-from trtmesh.chassis.channels import server_options
+from trtmesh.chassis.grpc_server import GrpcServer
 from trtmesh.v1 import router_admin_pb2 as pb
 from trtmesh.v1 import router_admin_pb2_grpc
 
@@ -122,7 +121,7 @@ class ScriptedAdmin(router_admin_pb2_grpc.RouterAdminServiceServicer):
 async def scripted() -> AsyncIterator[tuple[ScriptedAdmin, str]]:
     # Abstract for mypy: the calls that no test needs answer UNIMPLEMENTED here.
     admin = ScriptedAdmin()  # type: ignore[abstract]
-    server = grpc.aio.server(options=server_options(MESSAGE_BYTES))
+    server = GrpcServer(MESSAGE_BYTES)
     router_admin_pb2_grpc.add_RouterAdminServiceServicer_to_server(admin, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from trtmesh.chassis.channels import server_options
+from trtmesh.chassis.grpc_server import GrpcServer
 from trtmesh.cli.child import Child
 from trtmesh.cli.plan import ProcessPlan
 
@@ -30,7 +30,7 @@ class FickleHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # unt
 
 
 async def watch(health: FickleHealth) -> None:
-    server = grpc.aio.server(options=server_options(MESSAGE_BYTES))
+    server = GrpcServer(MESSAGE_BYTES)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
-from trtmesh.chassis.channels import server_options
+from trtmesh.chassis.grpc_server import GrpcServer
 from trtmesh.cli.child import Child
 from trtmesh.cli.mesh_settings import MeshSettings
 from trtmesh.cli.plan import Plan, ProcessPlan
@@ -46,7 +45,7 @@ async def test_a_router_that_serves_is_waited_for_until_it_knows_every_worker() 
     """Else a request for the model of the second would be refused after `ready` was said."""
     # Abstract for mypy: the calls that no test needs answer UNIMPLEMENTED here.
     admin = SlowToMeet()  # type: ignore[abstract]
-    server = grpc.aio.server(options=server_options(MESSAGE_BYTES))
+    server = GrpcServer(MESSAGE_BYTES)
     router_admin_pb2_grpc.add_RouterAdminServiceServicer_to_server(admin, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

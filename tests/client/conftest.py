@@ -2,10 +2,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-import grpc
 import pytest
 from client.scripted import ScriptedRouter
-from trtmesh.chassis.channels import server_options
+from trtmesh.chassis.grpc_server import GrpcServer
 from trtmesh.client import Client
 from trtmesh.v1 import router_pb2_grpc
 
@@ -16,7 +15,7 @@ MESSAGE_BYTES = 64 * 2**20
 async def router_and_client() -> AsyncIterator[tuple[ScriptedRouter, Client]]:
     # Abstract for mypy: Resume answers UNIMPLEMENTED here.
     servicer = ScriptedRouter()  # type: ignore[abstract]
-    server = grpc.aio.server(options=server_options(MESSAGE_BYTES))
+    server = GrpcServer(MESSAGE_BYTES)
     router_pb2_grpc.add_MeshServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import grpc
 from prometheus_client import CollectorRegistry
-from trtmesh.chassis.channels import server_options
+from trtmesh.chassis.grpc_server import GrpcServer
 from trtmesh.chassis.health import Health
 from trtmesh.chassis.service import SCHEMA_REVISION, Runtime
 from trtmesh.client import AdminClient, Client
@@ -212,7 +212,7 @@ class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
 @asynccontextmanager
 async def serving(add: Callable[[Any, grpc.aio.Server], None], peer: Any) -> AsyncIterator[str]:
     """Serves a scripted peer; yields its address."""
-    server = grpc.aio.server(options=server_options(MESSAGE_BYTES))
+    server = GrpcServer(MESSAGE_BYTES)
     add(peer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -255,7 +255,7 @@ async def serving_router(
     settings = {"engines": tuple(engines), "tokenizers": tuple(tokenizers), **settings}
     router = Router(RouterSettings(admin_port=0, http_port=None, **settings), runtime)
     runtime.health = Health(router.service_names)
-    server = grpc.aio.server(options=server_options(MESSAGE_BYTES))
+    server = GrpcServer(MESSAGE_BYTES)
     await runtime.health.register(server)
     router.register(server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 from trtmesh.chassis.channels import channel_options
+from trtmesh.chassis.grpc_server import GrpcServer
 from trtmesh.chassis.service import Runtime
 from trtmesh.tokenizer.service import TokenizerService
 from trtmesh.tokenizer.settings import TokenizerSettings
@@ -46,7 +47,7 @@ class Server:
 async def served(model_dir: Path, **settings: Any) -> AsyncIterator[Server]:
     runtime = Runtime()
     service = TokenizerService(TokenizerSettings(model_dir=model_dir, **settings), runtime)
-    server = grpc.aio.server(options=channel_options(MESSAGE_BYTES))
+    server = GrpcServer(MESSAGE_BYTES)
     service.register(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

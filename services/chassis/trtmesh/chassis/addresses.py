@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
+from collections.abc import Sequence
+from typing import Any
 
 import grpc
 from trtmesh.chassis.errors import PortInUse, SettingsError, StartupError
+
+_AddressInfo = tuple[int, int, int, str, tuple[Any, ...]]
+"""What getaddrinfo tells of an address."""
 
 
 def bracketed(host: str) -> str:
@@ -29,6 +35,28 @@ def bind(host: str, port: int, purpose: str = "listen") -> tuple[socket.socket, 
     except OSError as error:
         raise why_not_bound(purpose, host, port) from error
     return listener, f"{bracketed(host)}:{listener.getsockname()[1]}"
+
+
+def listeners(host: str, port: int) -> list[socket.socket]:
+    """Sockets on every address that a host stands for, all with one port. Raises OSError where one is in use, or none
+    can be taken."""
+    taken: list[socket.socket] = []
+    missing: OSError | None = None
+    try:
+        for info in dict.fromkeys(_resolve(host, port)):
+            try:
+                taken.append(_listener(info, taken[0].getsockname()[1] if taken else port))
+            except OSError as error:
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    raise
+                missing = error
+        if not taken:
+            raise missing or OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+    except OSError:
+        for each in taken:
+            each.close()
+        raise
+    return taken
 
 
 def port_is_taken(host: str, port: int) -> bool:
@@ -57,13 +85,19 @@ def why_not_bound(purpose: str, host: str, port: int) -> StartupError:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
+    return _listener(_resolve(host, port)[0], port)
+
+
+def _resolve(host: str, port: int) -> Sequence[_AddressInfo]:
+    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+
+
+def _listener(info: _AddressInfo, port: int) -> socket.socket:
+    family, kind, protocol, _, address = info
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
+        listener.bind((address[0], port, *address[2:]))
         listener.listen()
     except OSError:
         listener.close()

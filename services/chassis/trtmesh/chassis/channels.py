@@ -1,4 +1,4 @@
-"""Options of channels to other processes of the mesh and of servers for them."""
+"""Channels to other processes of the mesh."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ GREETING_SECONDS = 1.0
 """How long a peer may take to greet where another attempt or another peer follows: a far or busy one takes a tenth of a
 second easily, and one that is frozen never does."""
 
-PENDING_CALLS = 16_384
-"""Calls that may wait to be accepted, a few KB each."""
-
 
 def channel_options(max_message_bytes: int) -> list[tuple[str, Any]]:
-    """Options of both ends: message limits, and keepalive that notices a silent network."""
+    """Message limits, and keepalive that notices a silent network."""
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
@@ -25,19 +22,6 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, Any]]:
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.http2.max_ping_strikes", 0),
-    ]
-
-
-def server_options(max_message_bytes: int) -> list[tuple[str, Any]]:
-    """Options of a server."""
-    return [
-        *channel_options(max_message_bytes),
-        # Without this two processes could listen on one port and share its connections at random.
-        ("grpc.so_reuseport", 0),
-        # From 1,000 calls that came together and were not accepted yet the library would drop some, with the bare
-        # status CANCELLED; what is too much is for admission to say, with a reason and a hint.
-        ("grpc.server.max_pending_requests", PENDING_CALLS),
-        ("grpc.server.max_pending_requests_hard_limit", 2 * PENDING_CALLS),
     ]
 
 

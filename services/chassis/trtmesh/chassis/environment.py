@@ -1,6 +1,6 @@
 """Environment that gRPC reads when it is first imported. Service entry points import this module before any other.
 
-The event engine of the pinned grpcio costs asyncio servers 10 to 30 % of their throughput (`bench/README.md`).
+The event engine of the pinned grpcio costs asyncio programs 10 to 30 % of their throughput (`bench/README.md`).
 """
 
 import os

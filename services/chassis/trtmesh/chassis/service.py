@@ -18,8 +18,8 @@ import uvloop
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry, Gauge
 from trtmesh.chassis.addresses import listen
-from trtmesh.chassis.channels import server_options
 from trtmesh.chassis.errors import StartupError
+from trtmesh.chassis.grpc_server import GrpcServer
 from trtmesh.chassis.health import Health
 from trtmesh.chassis.logs import set_up_logs
 from trtmesh.chassis.metrics import metrics_endpoint
@@ -106,7 +106,7 @@ class _Process:
         _count_tasks(runtime.registry)
         service = self._build(self._settings, runtime)
         runtime.health = Health(service.service_names)
-        server = grpc.aio.server(options=server_options(self._settings.max_message_bytes))
+        server = GrpcServer(self._settings.max_message_bytes)
         with metrics_endpoint(
             runtime.registry,
             self._settings.host,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
 import grpc
@@ -11,8 +10,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from trtmesh.chassis.addresses import listen
 from trtmesh.chassis.admin_token import ADMIN_TOKEN_VARIABLE, AdminToken
-from trtmesh.chassis.channels import server_options
 from trtmesh.chassis.errors import Unauthenticated
+from trtmesh.chassis.grpc_server import GrpcServer
 from trtmesh.chassis.rpc import answering
 from trtmesh.v1 import router_admin_pb2_grpc
 
@@ -35,11 +34,8 @@ class AdminDoor:
         token: AdminToken | None,
         max_message_bytes: int,
     ) -> None:
-        guards = [TokenGuard(token)] if token else []
-        self._guarded = bool(guards)
-        self._server = grpc.aio.server(
-            interceptors=guards, options=server_options(max_message_bytes)
-        )
+        self._guarded = token is not None
+        self._server = GrpcServer(max_message_bytes, TokenGuard(token) if token else None)
         router_admin_pb2_grpc.add_RouterAdminServiceServicer_to_server(service, self._server)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -69,22 +65,16 @@ class AdminDoor:
         await self._server.stop(grace=0.5)
 
 
-class TokenGuard(grpc.aio.ServerInterceptor):
+class TokenGuard:
     """Ends calls that do not carry the token before their handlers see them."""
 
     def __init__(self, token: AdminToken) -> None:
         self._token = token
 
-    async def intercept_service(
-        self,
-        continuation: Callable[
-            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]
-        ],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        of_health = handler_call_details.method.startswith(f"/{HEALTH_NAME}/")
-        if of_health or self._token.is_in(handler_call_details.invocation_metadata or ()):
-            return await continuation(handler_call_details)
+    def __call__(self, call: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
+        of_health = call.method.startswith(f"/{HEALTH_NAME}/")
+        if of_health or self._token.is_in(call.invocation_metadata or ()):
+            return None
         return grpc.unary_unary_rpc_method_handler(_refuse)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-PER_TURN = 8
-"""Writes of one pass of the event loop: less than half a millisecond, so nothing else waits longer for them."""
+PER_TURN = 128
+"""Writes of one pass of the event loop: one to two milliseconds, so nothing else waits longer for them."""
 
 
 class Turns:

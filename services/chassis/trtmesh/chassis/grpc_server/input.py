@@ -1,0 +1,72 @@
+"""What comes in for one call: its messages, and how much the client may send."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from trtmesh.chassis.grpc_server.frames import FIRST_WINDOW_BYTES, ErrorCode, StreamFailed
+from trtmesh.chassis.grpc_server.messages import MessageReader
+
+
+class Input:
+    """The way in of one call.
+
+    A client may send one window ahead of its call. A message that is longer is let in whole, once no other waits: so
+    at most a window and one message of the largest size are held.
+    """
+
+    def __init__(self, reader: MessageReader, grant: Callable[[int], None]) -> None:
+        self._reader = reader
+        self._grant = grant
+        self._window = FIRST_WINDOW_BYTES
+        self._messages: deque[bytes] = deque()
+        self._arrived: asyncio.Future[None] | None = None
+        self.ended = False
+        """Whether the client has sent its last message."""
+
+    def take(self, size: int, data: bytes) -> None:
+        """Takes the payload of a frame that counts `size` bytes. Raises StreamFailed and BadMessage."""
+        if self.ended:
+            raise StreamFailed(ErrorCode.STREAM_CLOSED, "data came behind the end")
+        self._window -= size
+        if self._window < 0:
+            raise StreamFailed(ErrorCode.FLOW_CONTROL_ERROR, "more data came than was asked for")
+        self._messages.extend(self._reader.feed(data))
+        self._wake()
+        self._widen()
+
+    def end(self) -> None:
+        """The client has sent its last message."""
+        self.ended = True
+        self._wake()
+
+    async def next(self) -> bytes | None:
+        """The next message; None behind the last. Raises BadMessage where the last is cut off."""
+        while not self._messages:
+            if self.ended:
+                self._reader.check_end()
+                return None
+            self._arrived = asyncio.get_running_loop().create_future()
+            try:
+                await self._arrived
+            finally:
+                self._arrived = None
+        message = self._messages.popleft()
+        self._widen()
+        return message
+
+    def _wake(self) -> None:
+        arrived = self._arrived
+        if arrived is not None and not arrived.done() and (self._messages or self.ended):
+            arrived.set_result(None)
+
+    def _widen(self) -> None:
+        """Lets the client send more, in steps of half a window."""
+        if self._messages or self.ended:
+            return
+        more = FIRST_WINDOW_BYTES + self._reader.missing - self._window
+        if more > FIRST_WINDOW_BYTES // 2:
+            self._window += more
+            self._grant(more)

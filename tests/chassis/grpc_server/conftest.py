@@ -1,0 +1,102 @@
+"""A server over a real socket that serves one method of every kind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import pytest_asyncio
+from trtmesh.chassis.grpc_server import GrpcServer
+
+MOST_BYTES = 8 * 2**20
+
+
+@dataclass
+class Example:
+    """The handlers, and what they saw."""
+
+    address: str = ""
+    server: GrpcServer = field(default_factory=lambda: GrpcServer(MOST_BYTES))
+    contexts: list[Any] = field(default_factory=list)
+    waiting: asyncio.Event = field(default_factory=asyncio.Event)
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    written: int = 0
+
+    @property
+    def host_and_port(self) -> tuple[str, int]:
+        host, _, port = self.address.rpartition(":")
+        return host, int(port)
+
+    async def echo(self, request: bytes, context: Any) -> bytes:
+        self.contexts.append(context)
+        return request
+
+    async def fail(self, request: bytes, context: Any) -> bytes:
+        if request == b"defect":
+            raise ZeroDivisionError("by zero")
+        trailing = (("reason", "OWN"), ("data-bin", b"\x00\xff"))
+        await context.abort(grpc.StatusCode.DATA_LOSS, request.decode(), trailing)
+        raise AssertionError("abort raises")
+
+    async def wait(self, request: bytes, context: Any) -> bytes:
+        self.waiting.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        return b""
+
+    async def many(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        """`count,size`: so many messages of so many bytes."""
+        count, size = map(int, request.split(b","))
+        for number in range(count):
+            yield bytes((number % 251,)) * size
+            self.written += 1
+
+    async def write(self, request: bytes, context: Any) -> None:
+        """The same, by writing."""
+        async for message in self.many(request, context):
+            await context.write(message)
+
+    async def join(self, requests: AsyncIterator[bytes], context: Any) -> bytes:
+        return b"".join([each async for each in requests])
+
+    async def chat(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        async for request in requests:
+            yield request[::-1]
+
+    async def first(self, requests: AsyncIterator[bytes], context: Any) -> bytes:
+        """Ends while its client may go on."""
+        return bytes(await context.read())
+
+    async def ignore(self, requests: AsyncIterator[bytes], context: Any) -> bytes:
+        """Reads nothing."""
+        return await self.wait(b"", context)
+
+
+@pytest_asyncio.fixture
+async def example() -> AsyncIterator[Example]:
+    example = Example()
+    one, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_unary_rpc_method_handler
+    handlers: dict[str, Any] = {
+        "Echo": one(example.echo),
+        "Fail": one(example.fail),
+        "Wait": one(example.wait),
+        "Many": grpc.unary_stream_rpc_method_handler(example.many),
+        "Write": grpc.unary_stream_rpc_method_handler(example.write),
+        "Join": stream(example.join),
+        "First": stream(example.first),
+        "Ignore": stream(example.ignore),
+        "Chat": grpc.stream_stream_rpc_method_handler(example.chat),
+    }
+    example.server.add_registered_method_handlers("example.Service", handlers)
+    example.address = f"127.0.0.1:{example.server.add_insecure_port('127.0.0.1:0')}"
+    await example.server.start()
+    try:
+        yield example
+    finally:
+        await example.server.stop(grace=None)
