@@ -23,6 +23,8 @@ class Example:
     contexts: list[Any] = field(default_factory=list)
     waiting: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    may_end: asyncio.Event = field(default_factory=asyncio.Event)
+    tidied: asyncio.Event = field(default_factory=asyncio.Event)
     written: int = 0
 
     @property
@@ -49,6 +51,15 @@ class Example:
             self.cancelled.set()
             raise
         return b""
+
+    async def tidy(self, request: bytes, context: Any) -> bytes:
+        """Takes its time to clean up."""
+        self.waiting.set()
+        try:
+            return await self.wait(request, context)
+        finally:
+            await self.may_end.wait()
+            self.tidied.set()
 
     async def many(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
         """`count,size`: so many messages of so many bytes."""
@@ -86,6 +97,7 @@ async def example() -> AsyncIterator[Example]:
         "Echo": one(example.echo),
         "Fail": one(example.fail),
         "Wait": one(example.wait),
+        "Tidy": one(example.tidy),
         "Many": grpc.unary_stream_rpc_method_handler(example.many),
         "Write": grpc.unary_stream_rpc_method_handler(example.write),
         "Join": stream(example.join),

@@ -406,6 +406,20 @@ async def test_a_reset_call_cancels_its_handler(example: Example) -> None:
         await example.cancelled.wait()
 
 
+async def test_a_handler_that_cleans_up_is_not_cancelled_again(example: Example) -> None:
+    """Its deadline is over, its client resets the call, and then is gone."""
+    async with wired(example) as wire:
+        wire.send(wire.call(1, "Tidy", changes={"grpc-timeout": "50m"}), wire.data(1, b""))
+        assert (await wire.answer(1))[1]["grpc-status"] == "4"
+        wire.send(reset(1, ErrorCode.CANCEL))
+        await wire.echoes(3)
+    async with wired(example) as wire:
+        await wire.echoes(1)
+    example.may_end.set()
+    async with asyncio.timeout(10):
+        await example.tidied.wait()
+
+
 async def test_calls_that_are_opened_and_reset_count_until_their_handlers_end(
     example: Example, monkeypatch: pytest.MonkeyPatch
 ) -> None:

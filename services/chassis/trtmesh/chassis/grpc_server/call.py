@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
-from trtmesh.chassis.grpc_server.frames import ErrorCode
+from trtmesh.chassis.grpc_server.frames import ErrorCode, reset
 from trtmesh.chassis.grpc_server.headers import CallHead, Metadata, response_head, trailers
 from trtmesh.chassis.grpc_server.input import Input
 from trtmesh.chassis.grpc_server.messages import BadMessage, MessageReader
@@ -66,20 +66,21 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
 
     def end_with(self, status: grpc.StatusCode, details: str) -> None:
         """Ends the call whatever its handler does."""
-        self._end(status, details)
-        self.task.cancel()
+        if not self._over:
+            self._end(status, details)
+            self.task.cancel()
 
     def reset(self, code: ErrorCode) -> None:
         """Ends the call without a status: its client broke a rule."""
-        self._over = True
-        self._output.reset(self.stream, code)
-        self.task.cancel()
+        self.lost()
+        self._output.put(reset(self.stream.number, code))
 
     def lost(self) -> None:
-        """The client is gone, or has lost interest."""
-        self._over = True
+        """The client is gone, or has lost interest. A handler that was cancelled, or is done, is left to clean up."""
         self._output.forget(self.stream)
-        self.task.cancel()
+        if not self._over:
+            self._over = True
+            self.task.cancel()
 
     async def read(self) -> Any:
         """The next request message, or grpc.aio.EOF."""
@@ -89,8 +90,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
     async def write(self, message: Any) -> None:
         """Sends a message; returns when the client's windows took all of it. What a cancelled write left is sent
         before anything else."""
-        if self._over:
-            raise asyncio.CancelledError("the call is over")
+        self._check_going()
         data = self._serialised(message)
         if len(data) > self._most_bytes:
             await self.abort(
@@ -100,11 +100,16 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         output, stream = self._output, self.stream
         if stream.unsent:
             await output.drain(stream)
+            self._check_going()
         if not self._begun:
             self._begin()
         output.send(stream, data)
         if stream.unsent:
             await output.drain(stream)
+
+    def _check_going(self) -> None:
+        if self._over:
+            raise asyncio.CancelledError("the call is over")
 
     async def send_initial_metadata(self, initial_metadata: Any) -> None:
         """Begins the response, which can be done once."""
