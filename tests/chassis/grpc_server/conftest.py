@@ -37,7 +37,10 @@ class Example:
         return request
 
     async def fail(self, request: bytes, context: Any) -> bytes:
-        if request == b"defect":
+        if request == b"status":
+            context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+            context.set_details("not yet")
+        if request in (b"defect", b"status"):
             raise ZeroDivisionError("by zero")
         trailing = (("reason", "OWN"), ("data-bin", b"\x00\xff"))
         await context.abort(grpc.StatusCode.DATA_LOSS, request.decode(), trailing)

@@ -116,6 +116,13 @@ async def test_a_defect_is_told_and_logged(
     assert "unforeseen" in caplog.text
 
 
+async def test_a_handler_may_set_a_status_and_fail(example: Example) -> None:
+    """As the methods of a generated service do that nobody overrides."""
+    async with channel_to(example) as channel:
+        error = await refused(channel.unary_unary(SERVICE + "Fail")(b"status"))
+    assert (error.code(), error.details()) == (grpc.StatusCode.UNIMPLEMENTED, "not yet")
+
+
 async def test_what_nobody_serves_is_unimplemented(example: Example) -> None:
     async with channel_to(example) as channel:
         for path in (SERVICE + "Other", "/other.Service/Echo", "/"):
