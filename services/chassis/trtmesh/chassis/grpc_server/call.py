@@ -179,15 +179,12 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
                 self._end(grpc.StatusCode.CANCELLED, "the handler was cancelled")
             except Exception as error:
                 # Broad on purpose: a defect must reach the caller as a status, not as a broken connection.
-                self._failed(error)
+                if self._code is grpc.StatusCode.OK:
+                    log.exception("a call failed for an unforeseen reason")
+                    self.set_code(grpc.StatusCode.UNKNOWN)
+                    self.set_details(f"{type(error).__name__}: {error}")
+                self._end(self._code, self._details)
         await self._linger()
-
-    def _failed(self, error: Exception) -> None:
-        """Ends the call with the status that its handler has set; to set none before it fails is a defect."""
-        if self._code is grpc.StatusCode.OK:
-            log.error("a call failed for an unforeseen reason", exc_info=error)
-            self._code, self._details = grpc.StatusCode.UNKNOWN, f"{type(error).__name__}: {error}"
-        self._end(self._code, self._details)
 
     async def _handle(self) -> None:
         handler = self._handler
