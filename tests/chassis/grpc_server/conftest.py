@@ -25,6 +25,8 @@ class Example:
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     may_end: asyncio.Event = field(default_factory=asyncio.Event)
     tidied: asyncio.Event = field(default_factory=asyncio.Event)
+    late: asyncio.Event = field(default_factory=asyncio.Event)
+    writing: asyncio.Task[None] | None = None
     written: int = 0
 
     @property
@@ -64,6 +66,25 @@ class Example:
             await self.may_end.wait()
             self.tidied.set()
 
+    async def write_late(self, request: bytes, context: Any) -> None:
+        """Ends while a task of it writes, behind a write that was cut off."""
+        cut_off = asyncio.create_task(context.write(bytes(100)))
+        await asyncio.sleep(0)
+        cut_off.cancel()
+
+        async def write() -> None:
+            try:
+                await context.write(b"late")
+            except asyncio.CancelledError:
+                self.late.set()
+
+        self.writing = asyncio.create_task(write())
+        await asyncio.sleep(0)
+
+    async def misspell(self, request: bytes, context: Any) -> None:
+        """Gives metadata that is none."""
+        await context.abort(grpc.StatusCode.DATA_LOSS, "lost", (("reason", None),))
+
     async def many(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
         """`count,size`: so many messages of so many bytes."""
         count, size = map(int, request.split(b","))
@@ -101,6 +122,8 @@ async def example() -> AsyncIterator[Example]:
         "Fail": one(example.fail),
         "Wait": one(example.wait),
         "Tidy": one(example.tidy),
+        "WriteLate": grpc.unary_stream_rpc_method_handler(example.write_late),
+        "Misspell": one(example.misspell),
         "Many": grpc.unary_stream_rpc_method_handler(example.many),
         "Write": grpc.unary_stream_rpc_method_handler(example.write),
         "Join": stream(example.join),

@@ -155,6 +155,12 @@ async def test_a_deadline_ends_call_and_handler(example: Example) -> None:
         await example.cancelled.wait()
 
 
+async def test_metadata_that_cannot_be_sent_ends_its_call_as_a_defect(example: Example) -> None:
+    async with channel_to(example) as channel:
+        error = await refused(channel.unary_unary(SERVICE + "Misspell")(b""))
+        assert error.code() is grpc.StatusCode.UNKNOWN
+
+
 async def test_a_handler_may_end_before_its_client(example: Example) -> None:
     async with channel_to(example) as channel:
         first = channel.stream_unary(SERVICE + "First")()

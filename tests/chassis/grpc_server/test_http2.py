@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 import zlib
 from collections.abc import Sequence
 
 import pytest
 from chassis.grpc_server.conftest import MOST_BYTES, Example
 from chassis.grpc_server.wire import Breach, message, wired
+from trtmesh.chassis.grpc_server.connection import Connection
 from trtmesh.chassis.grpc_server.frames import (
     ACK,
     END_HEADERS,
@@ -80,6 +82,14 @@ ENDS_CONNECTION: dict[str, tuple[Breach, ErrorCode]] = {
     "a header block that is interrupted": (
         frame(Kind.HEADERS, 0, 3) + frame(Kind.PING, 0, 0, bytes(8)),
         ErrorCode.PROTOCOL_ERROR,
+    ),
+    "a header block that is too long": (
+        frame(Kind.HEADERS, END_HEADERS, 3, bytes(2**16 + 1)),
+        ErrorCode.ENHANCE_YOUR_CALM,
+    ),
+    "settings that change too often": (
+        raw_settings((Setting.INITIAL_WINDOW_SIZE, 1)) * 1000,
+        ErrorCode.ENHANCE_YOUR_CALM,
     ),
     "a header block without end": (
         frame(Kind.HEADERS, 0, 3) + frame(Kind.CONTINUATION, 0, 3) * 8000,
@@ -198,6 +208,8 @@ MALFORMED: dict[str, dict[str, str | None]] = {
     "a pseudo header behind others": {"x": "1", ":other": "1"},
     "an upper-case name": {"Name": "1"},
     "a header of connections": {"connection": "close"},
+    "a header of two lines": {"x": "1\n2"},
+    "a header with a zero": {"x": "1\0"},
     "a timeout without unit": {"grpc-timeout": "10"},
     "a timeout that is too long": {"grpc-timeout": "123456789S"},
     "binary metadata that is no base64": {"data-bin": "!"},
@@ -214,7 +226,12 @@ async def test_malformed_requests_end_alone(example: Example, name: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("changes", "status"), [({":method": "GET"}, "405"), ({"content-type": "text/html"}, "415")]
+    ("changes", "status"),
+    [
+        ({":method": "GET"}, "405"),
+        ({"content-type": "text/html"}, "415"),
+        ({"content-type": "application/grpc-web+proto"}, "415"),
+    ],
 )
 async def test_what_is_no_call_gets_a_status_of_http(
     example: Example, changes: dict[str, str], status: str
@@ -432,11 +449,88 @@ async def test_calls_that_are_opened_and_reset_count_until_their_handlers_end(
         await wire.echoes(801)
 
 
-async def test_a_client_that_asks_and_does_not_read_is_cut_off(example: Example) -> None:
-    async with wired(example) as wire:
+@pytest.mark.parametrize("what", ["pings", "calls that fail"])
+async def test_a_client_that_asks_and_does_not_read_is_cut_off(
+    example: Example, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr("trtmesh.chassis.grpc_server.output.MOST_UNREAD_BYTES", 2**18)
+    async with wired(example, receive_bytes=4096) as wire, wired(example) as other:
         ping = frame(Kind.PING, 0, 0, bytes(8))
+        asks = (
+            ping if what == "pings" else wire.call(stream, "Fail") + wire.data(stream, b"x" * 4000)
+            for stream in range(1, 2**20, 2)
+        )
         with pytest.raises(ConnectionError):
-            await wire.flood(ping * 4096)
+            await wire.send_all(asks)
+        await other.echoes(1)
+
+
+async def test_a_write_that_waited_is_dropped_when_its_call_ended_meanwhile(
+    example: Example,
+) -> None:
+    """Data behind the end of a stream ends the connection with some clients."""
+    async with wired(example, {Setting.INITIAL_WINDOW_SIZE: 10}) as wire:
+        wire.send(wire.call(1, "WriteLate"), wire.data(1, b""))
+        await wire.next(Kind.DATA)
+        wire.send(window_update(1, 1000))
+        body, said = await wire.answer(1)
+        assert (len(body), said["grpc-status"]) == (95, "0")
+        await example.late.wait()
+        wire.send(frame(Kind.PING, 0, 0, bytes(8)))
+        assert (await wire.next(Kind.PING, Kind.DATA)).kind == Kind.PING
+
+
+async def test_a_client_with_a_smaller_table_of_headers_is_told(example: Example) -> None:
+    async with wired(example, {Setting.HEADER_TABLE_SIZE: 0}) as wire:
+        wire.shrink_table(0)
+        await wire.echoes(1)
+        wire.send(wire.call(3, flags=END_STREAM, changes={":method": "GET"}))
+        assert await wire.answer(3) == (b"", {":status": "405"})
+
+
+async def test_values_of_binary_metadata_may_be_joined(example: Example) -> None:
+    async with wired(example) as wire:
+        wire.send(wire.call(1, changes={"data-bin": "AAE=, Ag,Aw=="}), wire.data(1, b""))
+        await wire.answer(1)
+    metadata = example.contexts[0].invocation_metadata()
+    assert metadata == (("data-bin", b"\0\1"), ("data-bin", b"\2"), ("data-bin", b"\3"))
+
+
+async def test_headers_that_cannot_be_read_are_neither_logged_nor_sent_back(
+    example: Example, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    async with wired(example) as wire:
+        block = b"\x00" + b"\xff" * 9 + b"Bearer s3cret"
+        wire.send(frame(Kind.HEADERS, END_HEADERS, 1, block))
+        found = await wire.next(Kind.GOAWAY)
+    assert b"s3cret" not in found.payload
+    assert "s3cret" not in caplog.text
+
+
+async def test_rules_that_calls_break_are_not_logged(
+    example: Example, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A client breaks them as fast as it sends."""
+    caplog.set_level("INFO")
+    async with wired(example) as wire:
+        wire.send(wire.call(1, changes={"connection": "close"}))
+        await wire.error()
+        await wire.echoes(3)
+    assert not caplog.records
+
+
+async def test_a_connection_that_comes_behind_the_stop_is_closed(example: Example) -> None:
+    """It was accepted before, and its protocol is made afterwards."""
+    await example.server.stop(grace=None)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        theirs.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.connect_accepted_socket(lambda: Connection(example.server), ours)
+        async with asyncio.timeout(10):
+            while await loop.sock_recv(theirs, 4096):
+                pass
 
 
 async def test_a_silent_client_is_given_up(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from itertools import islice
 from typing import TypeAlias
 
 from chassis.grpc_server.conftest import Example
@@ -59,10 +61,10 @@ class Wire:
     def made(self, breach: Breach) -> bytes:
         return breach if isinstance(breach, bytes) else breach(self)
 
-    async def flood(self, data: bytes) -> None:
-        """Sends without end."""
-        while True:
-            self.send(data)
+    async def send_all(self, frames: Iterator[bytes]) -> None:
+        """Sends as fast as they are taken."""
+        while batch := b"".join(islice(frames, 1000)):
+            self.send(batch)
             await self.writer.drain()
 
     def block(self, method: str, changes: Mapping[str, str | None] = NOTHING) -> bytes:
@@ -96,6 +98,10 @@ class Wire:
             found = await self.frame()
             if found.kind in kinds and stream in (None, found.stream):
                 return found
+
+    def shrink_table(self, size: int) -> None:
+        """Reads headers by the table that it has told of."""
+        self._decoder.max_allowed_table_size = size
 
     def fields(self, received: Frame) -> dict[str, str]:
         """What a HEADERS frame says."""
@@ -133,11 +139,18 @@ class Wire:
 
 @asynccontextmanager
 async def wired(
-    example: Example, values: dict[Setting, int] | None = None, greet: bool = True
+    example: Example,
+    values: dict[Setting, int] | None = None,
+    greet: bool = True,
+    receive_bytes: int = 2**20,
 ) -> AsyncIterator[Wire]:
-    """A connection, greeted unless that is part of the test."""
+    """A connection, greeted unless that is part of the test; the system holds about `receive_bytes` unread."""
     async with asyncio.timeout(10):
-        reader, writer = await asyncio.open_connection(*example.host_and_port)
+        connected = socket.socket()
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        connected.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(connected, example.host_and_port)
+        reader, writer = await asyncio.open_connection(sock=connected)
         wire = Wire(reader, writer)
         try:
             if greet:

@@ -9,7 +9,13 @@ from typing import Any, NoReturn, TypeAlias
 
 import grpc
 from trtmesh.chassis.grpc_server.frames import ErrorCode, reset
-from trtmesh.chassis.grpc_server.headers import CallHead, Metadata, response_head, trailers
+from trtmesh.chassis.grpc_server.headers import (
+    CallHead,
+    Metadata,
+    metadata_block,
+    response_head,
+    trailers,
+)
 from trtmesh.chassis.grpc_server.input import Input
 from trtmesh.chassis.grpc_server.messages import BadMessage, MessageReader
 from trtmesh.chassis.grpc_server.output import Output, OutStream
@@ -45,9 +51,10 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         self._deadline = None if head.timeout is None else self._loop.time() + head.timeout
         self._begun = False
         self._over = False
+        self._started = False
         self._code = grpc.StatusCode.OK
         self._details = ""
-        self._trailing: Metadata = ()
+        self._trailing = b""
         self.stream = stream
         self.task = self._loop.create_task(self._live())
 
@@ -68,7 +75,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         """Ends the call whatever its handler does."""
         if not self._over:
             self._end(status, details)
-            self.task.cancel()
+            self._stop_handler()
 
     def reset(self, code: ErrorCode) -> None:
         """Ends the call without a status: its client broke a rule."""
@@ -80,7 +87,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         self._output.forget(self.stream)
         if not self._over:
             self._over = True
-            self.task.cancel()
+            self._stop_handler()
 
     async def read(self) -> Any:
         """The next request message, or grpc.aio.EOF."""
@@ -124,7 +131,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         if code is grpc.StatusCode.OK:
             code, details = grpc.StatusCode.UNKNOWN, f"aborted with OK: {details}"
         if trailing_metadata:
-            self._trailing = tuple(trailing_metadata)
+            self.set_trailing_metadata(trailing_metadata)
         self._end(code, details)
         raise grpc.aio.AbortError(details)
 
@@ -138,7 +145,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         self._details = details
 
     def set_trailing_metadata(self, trailing_metadata: Any) -> None:
-        self._trailing = tuple(trailing_metadata)
+        self._trailing = metadata_block(trailing_metadata)
 
     def invocation_metadata(self) -> Any:
         return self._metadata
@@ -167,6 +174,9 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
 
     async def _live(self) -> None:
         """Handle → end → see the last bytes off."""
+        if self._over:
+            return
+        self._started = True
         with _Expiry(self, self._deadline):
             try:
                 await self._handle()
@@ -237,11 +247,17 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         """Sends the status, unless the call is over."""
         if self._over:
             return
-        self._over = True
         block = trailers(status, details, self._trailing)
+        self._over = True
         if not self._begun:
             block = response_head() + block
         self._output.finish(self.stream, block, half_closed=self._input.ended)
+
+    def _stop_handler(self) -> None:
+        """Where the task has not started, it will see that there is nothing to handle: cancelled now it would end with
+        an error, which holds the call, which holds the task."""
+        if self._started:
+            self.task.cancel()
 
     async def _linger(self) -> None:
         try:

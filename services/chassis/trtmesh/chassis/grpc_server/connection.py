@@ -128,8 +128,9 @@ class Connection(asyncio.Protocol):
             self._closed = True
             self._output.close()
             self._farewell = self._loop.call_later(FAREWELL_SECONDS, self._transport.abort)
-            with suppress(OSError):  # of a client that has gone this very moment
-                self._transport.write_eof()
+            if not self._transport.is_closing():
+                with suppress(OSError):  # of a client that has gone this very moment
+                    self._transport.write_eof()
 
     def _fail(self, error: ConnectionFailed) -> None:
         log.info("the connection of %s ends: %s", self._peer, error)

@@ -21,6 +21,8 @@ FIRST_WINDOW_BYTES = 2**16 - 1
 """A window before anybody said anything else."""
 
 MOST_WINDOW_BYTES = 2**31 - 1
+USUAL_TABLE_BYTES = 4096
+"""Of a table of headers before anybody said anything else."""
 
 
 class Kind(IntEnum):
@@ -47,6 +49,7 @@ HAS_PRIORITY = 0x20
 class Setting(IntEnum):
     """Parameters of a SETTINGS frame that matter to a server."""
 
+    HEADER_TABLE_SIZE = 1
     ENABLE_PUSH = 2
     MAX_CONCURRENT_STREAMS = 3
     INITIAL_WINDOW_SIZE = 4

@@ -62,11 +62,12 @@ class HeaderBlocks:
             if len(data) < _PRIORITY_BYTES:
                 raise ConnectionFailed(ErrorCode.FRAME_SIZE_ERROR, "a priority is cut off")
             data = data[_PRIORITY_BYTES:]
+        self._taken = 0
+        self._count(len(data))
         if frame.flags & END_HEADERS:
             return self._whole(frame, data)
         self._first = frame
         self._data[:] = data
-        self._taken = len(data)
         return None
 
     def go_on(self, frame: Frame) -> HeaderBlock | None:
@@ -74,22 +75,26 @@ class HeaderBlocks:
         first = self._first
         if first is None or first.stream != frame.stream:
             raise ConnectionFailed(ErrorCode.PROTOCOL_ERROR, "a continuation has no beginning")
-        self._data += frame.payload
         # Frames count too, else empty ones could go on for ever.
-        self._taken += HEAD.size + len(frame.payload)
-        if self._taken > BLOCK_BYTES:
-            raise ConnectionFailed(ErrorCode.ENHANCE_YOUR_CALM, "a header block is too long")
+        self._count(HEAD.size + len(frame.payload))
+        self._data += frame.payload
         if not frame.flags & END_HEADERS:
             return None
         self._first = None
         return self._whole(first, bytes(self._data))
 
+    def _count(self, size: int) -> None:
+        self._taken += size
+        if self._taken > BLOCK_BYTES:
+            raise ConnectionFailed(ErrorCode.ENHANCE_YOUR_CALM, "a header block is too long")
+
     def _whole(self, frame: Frame, data: bytes) -> HeaderBlock:
         try:
             fields: Fields = [(name, value) for name, value in self._decoder.decode(data, raw=True)]
         except HPACKError as error:
+            # Only the kind of error: its text may quote the headers, which hold secrets.
             raise ConnectionFailed(
-                ErrorCode.COMPRESSION_ERROR, f"headers cannot be read: {error}"
+                ErrorCode.COMPRESSION_ERROR, f"headers cannot be read: {type(error).__name__}"
             ) from error
         size = sum(len(name) + len(value) + 32 for name, value in fields)
         return HeaderBlock(frame.stream, bool(frame.flags & END_STREAM), fields, size)

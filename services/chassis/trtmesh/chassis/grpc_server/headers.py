@@ -5,7 +5,7 @@ from __future__ import annotations
 import binascii
 import re
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from urllib.parse import quote
 
@@ -20,6 +20,10 @@ MOST_DETAIL_BYTES = 4096
 _UNIT_SECONDS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])")
 _NAME = re.compile(r"[0-9a-z_.\-]+")
+_FORBIDDEN = re.compile(rb"[\0\r\n]")
+_CONTENT_TYPE = re.compile(r"application/grpc($|[+;])")
+"""grpc-web, whose trailers are data, is another protocol."""
+
 _PSEUDO = (":method", ":scheme", ":path", ":authority")
 _OF_CONNECTIONS = ("connection", "keep-alive", "proxy-connection", "transfer-encoding", "upgrade")
 _OF_CALLS = ("te", "content-type", "grpc-timeout", "grpc-encoding", "grpc-accept-encoding")
@@ -56,10 +60,12 @@ def parse_head(fields: Iterable[tuple[bytes, bytes]]) -> CallHead:
         name, value = raw_name.decode("latin-1"), raw_value.decode("utf-8", "replace")
         if name.startswith(":"):
             if name not in _PSEUDO or name in pseudo or given or metadata:
-                raise StreamFailed(ErrorCode.PROTOCOL_ERROR, f"{name!r} has no place here")
+                raise StreamFailed(ErrorCode.PROTOCOL_ERROR, f"{name[:40]!r} has no place here")
             pseudo[name] = value
         elif not _NAME.fullmatch(name) or name in _OF_CONNECTIONS:
-            raise StreamFailed(ErrorCode.PROTOCOL_ERROR, f"{name!r} is no name of a header")
+            raise StreamFailed(ErrorCode.PROTOCOL_ERROR, f"{name[:40]!r} is no name of a header")
+        elif _FORBIDDEN.search(raw_value):
+            raise StreamFailed(ErrorCode.PROTOCOL_ERROR, f"{name[:40]!r} has more than one line")
         elif name in _OF_CALLS:
             given[name] = value
         elif name.endswith("-bin"):
@@ -70,7 +76,7 @@ def parse_head(fields: Iterable[tuple[bytes, bytes]]) -> CallHead:
         raise StreamFailed(ErrorCode.PROTOCOL_ERROR, ":method, :scheme or :path is missing")
     if pseudo[":method"] != "POST":
         raise NoCall(405)
-    if not given.get("content-type", "").startswith("application/grpc"):
+    if not _CONTENT_TYPE.match(given.get("content-type", "")):
         raise NoCall(415)
     return CallHead(
         pseudo[":path"],
@@ -90,6 +96,7 @@ def _seconds(timeout: str | None) -> float | None:
 
 def _from_base64(text: bytes) -> bytes:
     try:
+        text = text.strip()  # Proxies may join values by a comma and a space.
         return b64decode(text + b"=" * (-len(text) % 4), validate=True)
     except binascii.Error as error:
         raise StreamFailed(ErrorCode.PROTOCOL_ERROR, "binary metadata is no base64") from error
@@ -97,16 +104,16 @@ def _from_base64(text: bytes) -> bytes:
 
 def response_head(metadata: Metadata = ()) -> bytes:
     """The header block that a response begins with."""
-    return _RESPONSE_HEAD + _fields(metadata) if metadata else _RESPONSE_HEAD
+    return _RESPONSE_HEAD + metadata_block(metadata) if metadata else _RESPONSE_HEAD
 
 
-def trailers(status: grpc.StatusCode, details: str = "", metadata: Metadata = ()) -> bytes:
-    """The header block that a response ends with."""
+def trailers(status: grpc.StatusCode, details: str = "", metadata: bytes = b"") -> bytes:
+    """The header block that a response ends with; `metadata` is a block of it."""
     code: int = status.value[0]
     block = _field(b"grpc-status", b"%d" % code)
     if details:
         block += _field(b"grpc-message", _percent_encoded(details))
-    return block + _fields(metadata)
+    return block + metadata
 
 
 def http_answer(status: int) -> bytes:
@@ -126,7 +133,8 @@ def _percent_encoded(details: str) -> bytes:
 _PRINTABLE = "".join(map(chr, [*range(0x20, 0x25), *range(0x26, 0x7F)]))
 
 
-def _fields(metadata: Sequence[tuple[str, str | bytes]]) -> bytes:
+def metadata_block(metadata: Iterable[tuple[str, str | bytes]]) -> bytes:
+    """The header block of metadata."""
     return b"".join(_field(name.encode(), _value(name, value)) for name, value in metadata)
 
 

@@ -25,13 +25,17 @@ from trtmesh.chassis.grpc_server.frames import (
 MOST_PASS_BYTES = 2**18
 """What one pass of the event loop gives the transport, and what the transport may hold before writers wait."""
 
-MOST_REPLIES = 1000
-"""Answers to control frames that may wait for a client that sends and does not read."""
+MOST_UNREAD_BYTES = 2**22
+"""What may wait for a client that sends and does not read: answers to control frames, heads and ends of responses. No
+window counts those."""
 
 _MESSAGE_HEAD = struct.Struct(">HBBBIBI")
 """The head of a DATA frame and the prefix of the message that it holds whole."""
 
 _PREFIX_BYTES = 5
+
+_NO_TABLE = b"\x20"
+"""Sets the size of a table to 0, at the beginning of a header block (RFC 7541, sections 4.2 and 6.3)."""
 
 
 class OutStream:
@@ -68,10 +72,10 @@ class Output:
         self._flushing = False
         self._paused = False
         self._closed = False
-        self._replies = 0
         self._window = FIRST_WINDOW_BYTES
         self._first_window = FIRST_WINDOW_BYTES
         self._frame_bytes = LEAST_FRAME_BYTES
+        self._block_start = b""
         self._ready: dict[OutStream, None] = {}
         """Streams with data that their own windows take, in the order of their turns."""
 
@@ -89,19 +93,9 @@ class Output:
             self._flushing = True
             self._loop.call_soon(self.flush)
 
-    def reply(self, data: bytes) -> None:
-        """Answers a control frame. Raises ConnectionFailed where a client makes answers pile up."""
-        if self._paused:
-            self._replies += 1
-            if self._replies > MOST_REPLIES:
-                raise ConnectionFailed(
-                    ErrorCode.ENHANCE_YOUR_CALM, "answers to control frames are not read"
-                )
-        self.put(data)
-
     def send_head(self, stream: OutStream, block: bytes) -> None:
         """Sends what a response begins with."""
-        self.put(frame(Kind.HEADERS, END_HEADERS, stream.number, block))
+        self.put(self._headers(0, stream, block))
 
     def send(self, stream: OutStream, message: bytes) -> None:
         """Sends a message, or as much of it as the windows take; `stream.unsent` is not empty then."""
@@ -126,7 +120,7 @@ class Output:
 
     def finish(self, stream: OutStream, block: bytes, *, half_closed: bool) -> None:
         """Ends a response with trailers, behind what is unsent; `half_closed` says whether the request has ended."""
-        end = frame(Kind.HEADERS, END_HEADERS | END_STREAM, stream.number, block)
+        end = self._headers(END_STREAM, stream, block)
         if not half_closed:
             # The client may stop sending (RFC 9113, section 8.1).
             end += reset(stream.number, ErrorCode.NO_ERROR)
@@ -179,6 +173,10 @@ class Output:
         except StreamFailed as error:
             raise ConnectionFailed(error.code, str(error)) from error
 
+    def shrink_table(self) -> None:
+        """The client keeps less of a table of headers than is usual, and waits to read that this is known."""
+        self._block_start = _NO_TABLE
+
     def set_frame_bytes(self, size: int) -> None:
         """The client takes frames of so many bytes."""
         self._frame_bytes = size
@@ -190,7 +188,6 @@ class Output:
     def resume(self) -> None:
         """The connection takes more."""
         self._paused = False
-        self._replies = 0
         self._pump()
 
     def close(self) -> None:
@@ -205,13 +202,18 @@ class Output:
         self._ready.clear()
 
     def flush(self) -> None:
-        """Gives the transport what was put."""
+        """Gives the transport what was put; cuts a client off that does not read."""
         self._flushing = False
         frames, self._frames, self._bytes = self._frames, [], 0
         if frames:
             self._transport.write(b"".join(frames))
+            if self._paused and self._transport.get_write_buffer_size() > MOST_UNREAD_BYTES:
+                self._transport.abort()
         if self._ready:
             self._pump()
+
+    def _headers(self, flags: int, stream: OutStream, block: bytes) -> bytes:
+        return frame(Kind.HEADERS, END_HEADERS | flags, stream.number, self._block_start + block)
 
     def _pump(self) -> None:
         """Sends what waits, a frame of each stream in turn."""

@@ -45,6 +45,7 @@ class GrpcServer(grpc.aio.Server):
         self._servers: list[asyncio.Server] = []
         self._connections: set[Connection] = set()
         self._changed = asyncio.Event()
+        self._stopping = False
         self._stopped = asyncio.Event()
 
     def add_generic_rpc_handlers(
@@ -83,6 +84,7 @@ class GrpcServer(grpc.aio.Server):
 
     async def stop(self, grace: float | None) -> None:
         """Takes no call from now on, lets those that run go on for `grace` seconds, and ends what is left."""
+        self._stopping = True
         for server in self._servers:
             server.close()
         for taken in self._sockets:
@@ -124,6 +126,9 @@ class GrpcServer(grpc.aio.Server):
     def opened(self, connection: Connection) -> None:
         """A client has come."""
         self._connections.add(connection)
+        if self._stopping:
+            # It was accepted before and made behind.
+            connection.close()
 
     def closed(self, connection: Connection) -> None:
         """A client has gone."""

@@ -12,9 +12,9 @@ import grpc
 from trtmesh.chassis.grpc_server.call import Call, Handler
 from trtmesh.chassis.grpc_server.frames import (
     ACK,
-    END_HEADERS,
     END_STREAM,
     MOST_WINDOW_BYTES,
+    USUAL_TABLE_BYTES,
     ConnectionFailed,
     ErrorCode,
     Frame,
@@ -41,6 +41,9 @@ log = logging.getLogger(__name__)
 MOST_CALLS = 16_384
 """Calls of one connection that run at once, those included whose clients have gone and whose handlers have not."""
 
+MOST_SETTINGS = 100
+"""Changes of settings that a client may make in a second: each concerns every call."""
+
 WINDOW_BYTES = 2**24
 """What a client may send on all calls of a connection together before it is told that more is taken."""
 
@@ -65,6 +68,9 @@ class Streams:
         self._calls: dict[int, Call] = {}
         self._window = WINDOW_BYTES
         self._last_stream = 0
+        self._loop = asyncio.get_running_loop()
+        self._settings = 0
+        self._settings_since = self._loop.time()
         self._leaving = False
         self.greeted = False
         """Whether the client has sent its settings, which come first."""
@@ -112,11 +118,12 @@ class Streams:
             self._fail_stream(received.stream, error)
 
     def _fail_stream(self, stream: int, error: StreamFailed) -> None:
-        log.info("a call of %s ends: %s", self._peer, error)
+        # Not louder: a client can break rules as fast as it sends.
+        log.debug("a call of %s ends: %s", self._peer, error)
         if (call := self._calls.get(stream)) is not None:
             call.reset(error.code)
         else:
-            self._output.reply(reset(stream, error.code))
+            self._output.put(reset(stream, error.code))
 
     def _on_data(self, received: Frame) -> None:
         size = len(received.payload)
@@ -167,10 +174,8 @@ class Streams:
         try:
             head = parse_head(block.fields)
         except NoCall as error:
-            flags = END_HEADERS | END_STREAM
-            self._output.reply(frame(Kind.HEADERS, flags, stream, http_answer(error.status)))
-            if not block.ends_stream:
-                self._output.reply(reset(stream, ErrorCode.NO_ERROR))
+            answer = http_answer(error.status)
+            self._output.finish(self._output.open(stream), answer, half_closed=block.ends_stream)
             return
         call = Call(
             head,
@@ -208,14 +213,25 @@ class Streams:
     def _on_settings(self, received: Frame) -> None:
         if received.flags & ACK:
             return
-        values = list(parse_settings(received))
+        values = dict(parse_settings(received))
+        self._count_settings()
         # Before any data that new windows let go: a client counts by its old ones until it reads this.
-        self._output.reply(frame(Kind.SETTINGS, ACK, 0))
-        for name, value in values:
+        self._output.put(frame(Kind.SETTINGS, ACK, 0))
+        for name, value in values.items():
             if name == Setting.INITIAL_WINDOW_SIZE:
                 self._output.set_first_window(value, [c.stream for c in self._calls.values()])
+            elif name == Setting.HEADER_TABLE_SIZE and value < USUAL_TABLE_BYTES:
+                self._output.shrink_table()
             elif name == Setting.MAX_FRAME_SIZE:
                 self._output.set_frame_bytes(value)
+
+    def _count_settings(self) -> None:
+        now = self._loop.time()
+        if now - self._settings_since >= 1.0:
+            self._settings_since, self._settings = now, 0
+        self._settings += 1
+        if self._settings > MOST_SETTINGS:
+            raise ConnectionFailed(ErrorCode.ENHANCE_YOUR_CALM, "settings change too often")
 
     def _on_push_promise(self, received: Frame) -> None:
         raise ConnectionFailed(ErrorCode.PROTOCOL_ERROR, "clients promise nothing")
@@ -223,7 +239,7 @@ class Streams:
     def _on_ping(self, received: Frame) -> None:
         _check_size(received, 8)
         if not received.flags & ACK:
-            self._output.reply(frame(Kind.PING, ACK, 0, received.payload))
+            self._output.put(frame(Kind.PING, ACK, 0, received.payload))
 
     def _on_go_away(self, received: Frame) -> None:
         """The client opens nothing more, and closes when it has what it wants."""
