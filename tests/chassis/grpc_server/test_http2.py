@@ -29,6 +29,7 @@ from trtmesh.chassis.grpc_server.frames import (
     settings,
     window_update,
 )
+from trtmesh.chassis.grpc_server.keepalive import give_up_unacknowledged
 
 OPEN = 1
 """A call that waits."""
@@ -531,6 +532,14 @@ async def test_a_connection_that_comes_behind_the_stop_is_closed(example: Exampl
         async with asyncio.timeout(10):
             while await loop.sock_recv(theirs, 4096):
                 pass
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="an option of Linux")
+def test_connections_end_that_acknowledge_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        give_up_unacknowledged(listener)
+        with socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 5000
 
 
 async def test_a_silent_client_is_given_up(

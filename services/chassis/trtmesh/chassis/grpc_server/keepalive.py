@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 
 SILENCE_SECONDS, ANSWER_SECONDS = 10.0, 5.0
 """A client that sent nothing for so long is asked for a sign, and given up when none comes."""
+
+
+def give_up_unacknowledged(listener: socket.socket) -> None:
+    """Ends connections of `listener` whose network acknowledges nothing for `ANSWER_SECONDS`, where the system can. A
+    worker whose network is gone has then nothing in flight soon, and can stop."""
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        milliseconds = int(ANSWER_SECONDS * 1000)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
 
 class Keepalive:

@@ -13,6 +13,7 @@ from trtmesh.chassis.addresses import listeners
 from trtmesh.chassis.grpc_server.call import Handler
 from trtmesh.chassis.grpc_server.connection import Connection
 from trtmesh.chassis.grpc_server.headers import CallHead
+from trtmesh.chassis.grpc_server.keepalive import give_up_unacknowledged
 
 BACKLOG = 1024
 """Connections that may wait to be accepted."""
@@ -66,6 +67,8 @@ class GrpcServer(grpc.aio.Server):
             taken = listeners(host.strip("[]"), int(port))
         except OSError as error:
             raise RuntimeError(f"cannot listen on {address}: {error}") from error
+        for each in taken:
+            give_up_unacknowledged(each)
         self._sockets += taken
         number: int = taken[0].getsockname()[1]
         return number
