@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 RECONNECT_SECONDS = 0.25
 REFUSED_RECONNECT_SECONDS = 2.0
 
+STREAM_ENDED = "its stream ended"
+
 LEAVING = "its address is gone; it finishes what it has"
 
 DRAINED = "an admin drains it"
@@ -98,7 +100,7 @@ class Replica(ABC):
             await channel.close()
 
     async def _talk_once(self, channel: grpc.aio.Channel) -> None:
-        state, problem = admin_pb.WORKER_STATE_CONNECTING, "its stream ended"
+        state, problem = admin_pb.WORKER_STATE_CONNECTING, STREAM_ENDED
         try:
             await self.talk(channel)
         except Mismatch as error:
@@ -154,6 +156,24 @@ class Replica(ABC):
     @abstractmethod
     def lost(self, problem: str) -> None:
         """Gives up everything that was on the stream."""
+
+
+async def send(call: grpc.aio.StreamStreamCall[Any, Any], message: Any) -> None:
+    """Writes to a peer. Raises what the call ended with, where it has: AioRpcError, or Unavailable when that was no
+    error."""
+    try:
+        await call.write(message)
+    except asyncio.InvalidStateError:
+        # All that grpc.aio tells who writes then.
+        status = await call.code()
+        if status is grpc.StatusCode.OK:
+            raise Unavailable(STREAM_ENDED) from None
+        raise grpc.aio.AioRpcError(
+            status,
+            await call.initial_metadata(),
+            await call.trailing_metadata(),
+            details=await call.details(),
+        ) from None
 
 
 def _describe(error: grpc.aio.AioRpcError) -> str:

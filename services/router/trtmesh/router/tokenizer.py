@@ -11,7 +11,7 @@ from trtmesh.chassis.errors import Draining, SchemaMismatch, TrtmeshError, Unava
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.router.encode_job import EncodeJob
 from trtmesh.router.outbox import Outbox
-from trtmesh.router.replica import LinkSettings, Replica
+from trtmesh.router.replica import LinkSettings, Replica, send
 from trtmesh.router.sequence import SequenceRun
 from trtmesh.router.tokenizer_owner import Pool
 from trtmesh.router.unanswered import LOOKS, DecodeBatch, Unanswered
@@ -202,7 +202,7 @@ class Tokenizer(Replica):
     async def _write(self, call: _Call) -> None:
         while True:
             commands = await self._outbox.take()
-            await call.write(pb.TokenizerServiceConnectRequest(commands=commands))
+            await send(call, pb.TokenizerServiceConnectRequest(commands=commands))
 
     async def _watch_decodes(self) -> None:
         """Raises Unavailable when it leaves tokens unanswered and another one would answer them. Where all are slow

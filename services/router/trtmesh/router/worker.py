@@ -18,7 +18,7 @@ from trtmesh.router.placement import WorkerSnapshot
 from trtmesh.router.placement.load_guard import Booking, LoadGuard
 from trtmesh.router.placement.rates import Typical
 from trtmesh.router.pulse import TICK_SECONDS, Deadlines, Pulse
-from trtmesh.router.replica import DRAINED, LEAVING, LinkSettings, Replica
+from trtmesh.router.replica import DRAINED, LEAVING, LinkSettings, Replica, send
 from trtmesh.router.request import with_texts
 from trtmesh.router.sequence import SequenceRun
 from trtmesh.router.steps import UNACKNOWLEDGED_STEPS, Steps
@@ -172,9 +172,9 @@ class Worker(Replica):
             tokenizer_fingerprint=self._fingerprint_of(self.engine.model),
             unacknowledged_steps=UNACKNOWLEDGED_STEPS,
         )
-        await call.write(pb.EngineServiceConnectRequest(commands=[pb.EngineCommand(hello=hello)]))
+        await send(call, pb.EngineServiceConnectRequest(commands=[pb.EngineCommand(hello=hello)]))
         while True:
-            await call.write(pb.EngineServiceConnectRequest(commands=await self._outbox.take()))
+            await send(call, pb.EngineServiceConnectRequest(commands=await self._outbox.take()))
 
     async def _read(self, call: _Call) -> None:
         async for response in call:
