@@ -153,7 +153,7 @@ class Answers:
         if not answers:
             # The end came alone; clients that see no empty responses must see this one.
             row = self.rows[-1]
-            answers = [self._answer([(row, row.sequences[-1:])])]
+            answers = [self._answer([(row, row.sequences if self._beams else row.sequences[-1:])])]
         *others, last = answers
         return [*others, Answer(last.outputs, last.error, final=True)]
 
