@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.gate import Gate
 from trtmesh.chassis.parsing import parse_config
 from trtmesh.chassis.vocabulary import GenerationConfig
 from trtmesh.client.options import build_config
@@ -60,8 +60,7 @@ class Lab:
         self.order: list[int] = []
         self._changed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._may_deliver = threading.Event()
-        self._may_deliver.set()
+        self.gate = Gate()
 
     def submit(self, prompt: Sequence[int], config: GenerationConfig) -> list[int]:
         """The keys of the item's sequences."""
@@ -82,19 +81,10 @@ class Lab:
     async def run(self, prompt: Sequence[int], config: GenerationConfig) -> list[Outcome]:
         return await self.ended(self.submit(prompt, config))
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """A block, without an await, in which a backend gets no further than its next delivery."""
-        self._may_deliver.clear()
-        try:
-            yield
-        finally:
-            self._may_deliver.set()
-
     def deliver(self, output: StepOutput) -> None:
         self._loop.call_soon_threadsafe(self._take, output)
         # What delivers on the loop's own thread finds it set.
-        self._may_deliver.wait(SECONDS)
+        self.gate.passed()
 
     def fail(self, error: BaseException) -> None:
         raise AssertionError(f"the backend failed: {error}")

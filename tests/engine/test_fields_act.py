@@ -61,7 +61,7 @@ async def survives(on: Lab, options: Options) -> object:
 
 async def order(on: Lab, options: Options) -> object:
     """In which order items end of which one runs at a time."""
-    with on.held():
+    with on.gate.held():
         keys = on.submit(PROMPT, config_of({"max_tokens": 4, "ignore_end_id": True}))
         keys += on.submit(PROMPT, config_of({"max_tokens": 2}))
         keys += on.submit(PROMPT, config_of(options))

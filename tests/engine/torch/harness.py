@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from engine.gate import Gate
 from trtmesh.chassis.vocabulary import GenerationConfig, Output, Sampling, Stopping
 from trtmesh.engine.backend import (
     Backend,
@@ -52,8 +52,7 @@ class Harness:
         self.info: BackendInfo
         self._changed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._may_deliver = threading.Event()
-        self._may_deliver.set()
+        self.gate = Gate()
 
     async def start(self) -> None:
         self.info = await self.backend.start(self._deliver, self._fail)
@@ -105,18 +104,9 @@ class Harness:
         self, prompts: Sequence[Sequence[int]], config: GenerationConfig
     ) -> list[list[int]]:
         """The tokens of each prompt, all submitted at once."""
-        with self.held():
+        with self.gate.held():
             keys = [self.submit(prompt, config)[0] for prompt in prompts]
         return [stream.token_ids for stream in await self.ended(keys)]
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """A block in which the engine's thread gets no further than its next delivery, however slow this thread is."""
-        self._may_deliver.clear()
-        try:
-            yield
-        finally:
-            self._may_deliver.set()
 
     async def until(self, condition: Any) -> None:
         """Waits for something that a delivery makes true."""
@@ -129,7 +119,7 @@ class Harness:
         # On the engine's thread, so the counters are those of the delivery.
         stats = self.backend.stats() if hasattr(self.backend, "_engine") else None
         self._loop.call_soon_threadsafe(self._take, output, stats)
-        self._may_deliver.wait(SECONDS)
+        self.gate.passed()
 
     def _fail(self, error: BaseException) -> None:
         self._loop.call_soon_threadsafe(self._take_failure, error)

@@ -64,7 +64,7 @@ async def test_the_longest_prompt_is_taken(llama: Path) -> None:
 async def test_a_full_queue_is_said_so_and_empties_again(llama: Path) -> None:
     config = configure(max_tokens=30, ignore_end_id=True)
     async with running(llama, max_batch_size=2, max_queue_size=3) as engine:
-        with engine.held():
+        with engine.gate.held():
             keys = [engine.submit([5], config)[0] for _ in range(5)]
             with pytest.raises(QueueFull, match="at most 3 may"):
                 engine.submit([5], configure(max_tokens=30, num_return_sequences=2))
@@ -86,7 +86,7 @@ async def test_what_starts_while_a_newcomer_asks_counts_once(llama: Path) -> Non
     config = configure(max_tokens=3, ignore_end_id=True)
     async with running(llama, max_batch_size=4, max_queue_size=4) as engine:
         scheduler = engine.backend._engine.scheduler
-        with engine.held():
+        with engine.gate.held():
             keys = [engine.submit([5], config)[0] for _ in range(5)]
             await engine.until(lambda: engine.streams[keys[0]].token_ids)
             # As between two looks of this thread: they run, and what was seen to wait is not looked at again.

@@ -311,7 +311,7 @@ async def check(
     alone = [await play_alone(lonely, item) for item in items]
     async with running(model, **settings) as engine:
         async with asyncio.timeout(120):
-            with engine.held():
+            with engine.gate.held():
                 playing = asyncio.gather(*(play(engine, item) for item in items))
                 # Each submits before it waits for anything.
                 await asyncio.sleep(0)

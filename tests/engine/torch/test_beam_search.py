@@ -110,7 +110,7 @@ async def test_a_search_that_is_paused_comes_to_the_same(reuse: bool, llama: Pat
     settings: dict[str, Any] = {"kv_cache_tokens": 120, "tokens_per_block": 4}
     async with running(llama, **settings, prefix_reuse=reuse, max_step_tokens=24) as engine:
         keys, mates = [], []
-        with engine.held():
+        with engine.gate.held():
             for prompt in prompts:
                 keys.append(engine.submit(prompt, config))
                 mates.append(engine.submit(prompts[0], long))

@@ -203,7 +203,7 @@ async def test_a_model_that_computes_nothing_any_more_ends_all_and_is_told_once(
 
     async with running(llama, max_batch_size=2) as engine:
         with raising(engine, fault):
-            with engine.held():
+            with engine.gate.held():
                 keys = [engine.submit([5], SHORT)[0] for _ in range(7)]
             for stream in await engine.ended(keys):
                 assert stream.end
@@ -225,7 +225,7 @@ async def test_weights_that_become_no_numbers_end_all(llama: Path) -> None:
             internals(engine)._forwards._runner._model.module.get_input_embeddings().weight.fill_(
                 torch.nan
             )
-        with engine.held():
+        with engine.gate.held():
             keys = [engine.submit(prompt, SHORT)[0] for prompt in PROMPTS]
         for stream in await engine.ended(keys):
             assert stream.end

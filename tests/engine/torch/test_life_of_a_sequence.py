@@ -35,7 +35,7 @@ def internals(engine: Harness) -> Any:
 )
 async def test_stop_ends_with_the_reason_given_and_frees_first(llama: Path, reason: int) -> None:
     async with running(llama) as engine:
-        with engine.held():
+        with engine.gate.held():
             (key,) = engine.submit([5, 6, 7], LONG)
             await engine.until(lambda: engine.streams[key].token_ids)
             assert engine.backend.stats().used_blocks > 0
@@ -56,7 +56,7 @@ async def test_unknown_and_ended_keys_are_ignored(llama: Path) -> None:
 
 async def test_what_waits_can_be_stopped(llama: Path) -> None:
     async with running(llama, max_batch_size=1) as engine:
-        with engine.held():
+        with engine.gate.held():
             (running_key,) = engine.submit([5], LONG)
             (waiting,) = engine.submit([6] * 9, LONG)
             await engine.until(lambda: engine.streams[running_key].token_ids)
@@ -95,7 +95,7 @@ async def test_a_deadline_ends_running_and_waiting_sequences(
     clock = Clock()
     monkeypatch.setattr("trtmesh.engine.backends.torch.engine.time", clock)
     async with running(llama, max_batch_size=1) as engine:
-        with engine.held():
+        with engine.gate.held():
             keys = engine.submit([5], LONG, deadline=1.0)
             keys += engine.submit([5], LONG, deadline=1.0)
             await engine.until(lambda: engine.streams[keys[0]].token_ids)
@@ -108,7 +108,7 @@ async def test_a_deadline_ends_running_and_waiting_sequences(
 
 async def test_close_ends_what_has_not_ended(llama: Path) -> None:
     async with running(llama, max_batch_size=2) as engine:
-        with engine.held():
+        with engine.gate.held():
             keys = [engine.submit([5], LONG)[0] for _ in range(4)]
             await engine.until(lambda: engine.streams[keys[0]].token_ids)
             closing = asyncio.create_task(engine.backend.close())
@@ -205,7 +205,7 @@ async def test_logits_that_are_not_numbers_fail_their_item_alone(
 
 async def test_higher_priority_runs_earlier(llama: Path) -> None:
     async with running(llama, max_batch_size=1) as engine:
-        with engine.held():
+        with engine.gate.held():
             (first,) = engine.submit([5], configure(max_tokens=20, ignore_end_id=True))
             await engine.until(lambda: engine.streams[first].token_ids)
             (low,) = engine.submit([5], configure(max_tokens=3, ignore_end_id=True, priority=-1))
@@ -274,7 +274,7 @@ async def test_no_sequence_starves_in_a_tiny_pool(llama: Path) -> None:
     settings = {"kv_cache_tokens": 40, "tokens_per_block": 4, "max_batch_size": 8}
     async with running(llama, **settings, prefix_reuse=False) as engine:
         config = configure(max_tokens=30, ignore_end_id=True)
-        with engine.held():
+        with engine.gate.held():
             keys = [engine.submit([5 + number] * 6, config)[0] for number in range(12)]
         await engine.ended(keys)
         assert internals(engine).scheduler.preemptions > 0

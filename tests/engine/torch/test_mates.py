@@ -86,6 +86,14 @@ def goes_on_together(group: list[Sequence]) -> bool:
     return all(each.slot >= 0 and each.num_computed == each.length for each in group)
 
 
+def step_together(engine: PaperEngine, group: list[Sequence]) -> None:
+    """A step, after which all of the group get a token, or none."""
+    engine.step()
+    if goes_on_together(group):
+        for number, each in enumerate(group):
+            each.append(number, 0)
+
+
 @pytest.mark.parametrize("never_pause", [False, True])
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("new_tokens", [1, 4, 6])
@@ -104,10 +112,7 @@ def test_mates_that_have_the_pool_to_themselves_go_on(
     )
     group = mates(engine, list(range(prompt_tokens)), new_tokens, 3)
     for _ in range(3 * (new_tokens + 1)):
-        engine.step()
-        if goes_on_together(group):
-            for number, each in enumerate(group):
-                each.append(number, 0)
+        step_together(engine, group)
         if group[0].generated_tokens == new_tokens:
             break
     assert group[0].generated_tokens == new_tokens
@@ -129,10 +134,7 @@ def test_mates_that_were_paused_anywhere_start_again(window: int | None, generat
     group = mates(engine, list(range(prompt_tokens)), new_tokens, 3)
     paused = False
     for _ in range(6 * (new_tokens + 1)):
-        engine.step()
-        if goes_on_together(group):
-            for number, each in enumerate(group):
-                each.append(number, 0)
+        step_together(engine, group)
         if group[0].generated_tokens == new_tokens:
             break
         if group[0].generated_tokens == generated and not paused:

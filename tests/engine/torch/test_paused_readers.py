@@ -18,7 +18,7 @@ async def test_what_was_read_is_not_read_again(llama: Path) -> None:
     # The first grows into the blocks of the second while that one's prompt goes on, a few tokens in each step.
     pool = {"kv_cache_tokens": 52, "tokens_per_block": 4, "context_chunk_tokens": 4}
     async with running(llama, prefix_reuse=False, **pool) as engine:
-        with engine.held():
+        with engine.gate.held():
             keys = engine.submit(first[:8], long) + engine.submit(second[:40], read)
         _, paused = await engine.ended(keys)
         assert engine.backend.stats().preemptions

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 
 PER_TURN = 128
-"""Writes of one pass of the event loop: one to two milliseconds, so nothing else waits longer for them."""
+"""Writes of one pass of the event loop: nothing else waits long for so many; bench/README.md has what was tried."""
 
 
 class Turns:
