@@ -93,7 +93,7 @@ async def test_everything_of_prompts_and_tokens(
     async with running(llama, **settings) as engine:
         # The second time all of it could be reused.
         for _ in range(2):
-            with engine.held():
+            with engine.gate.held():
                 keys = [engine.submit(prompt, everything)[0] for prompt in PROMPTS]
             for prompt, stream in zip(PROMPTS, await engine.ended(keys), strict=True):
                 check_prompt(llama, prompt, stream, top=2)

@@ -210,7 +210,7 @@ async def test_company_chunks_pauses_and_migration_change_no_token(
             assert rest == [tokens[cut:] for tokens in alone]
     tiny = {"kv_cache_tokens": 160, "tokens_per_block": 4, "max_step_tokens": 9}
     async with running(llama, **tiny, prefix_reuse=False) as engine:
-        with engine.held():
+        with engine.gate.held():
             keys = [engine.submit(p, c)[0] for p, c in zip(prompts, cases, strict=True)]
         assert [stream.token_ids for stream in await engine.ended(keys)] == alone
         assert engine.backend._engine.scheduler.preemptions > 0
