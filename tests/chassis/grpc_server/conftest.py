@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ class Example:
     """The handlers, and what they saw."""
 
     address: str = ""
-    server: GrpcServer = field(default_factory=lambda: GrpcServer(MOST_BYTES))
+    server: Any = field(default_factory=lambda: GrpcServer(MOST_BYTES))
     contexts: list[Any] = field(default_factory=list)
     waiting: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -113,9 +114,9 @@ class Example:
         return await self.wait(b"", context)
 
 
-@pytest_asyncio.fixture
-async def example() -> AsyncIterator[Example]:
-    example = Example()
+@asynccontextmanager
+async def serving(example: Example) -> AsyncIterator[Example]:
+    """Starts an example, and stops it in the end."""
     one, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_unary_rpc_method_handler
     handlers: dict[str, Any] = {
         "Echo": one(example.echo),
@@ -131,6 +132,9 @@ async def example() -> AsyncIterator[Example]:
         "Ignore": stream(example.ignore),
         "Chat": grpc.stream_stream_rpc_method_handler(example.chat),
     }
+    example.server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("example.Service", handlers),)
+    )
     example.server.add_registered_method_handlers("example.Service", handlers)
     example.address = f"127.0.0.1:{example.server.add_insecure_port('127.0.0.1:0')}"
     await example.server.start()
@@ -138,3 +142,9 @@ async def example() -> AsyncIterator[Example]:
         yield example
     finally:
         await example.server.stop(grace=None)
+
+
+@pytest_asyncio.fixture
+async def example() -> AsyncIterator[Example]:
+    async with serving(Example()) as example:
+        yield example

@@ -12,7 +12,7 @@ import pytest
 from chassis.grpc_server.conftest import MOST_BYTES, Example
 from chassis.grpc_server.wire import Breach, message, wired
 from trtmesh.chassis.grpc_server.connection import Connection
-from trtmesh.chassis.grpc_server.frames import (
+from trtmesh.chassis.grpc_wire.frames import (
     ACK,
     END_HEADERS,
     END_STREAM,
@@ -29,7 +29,7 @@ from trtmesh.chassis.grpc_server.frames import (
     settings,
     window_update,
 )
-from trtmesh.chassis.grpc_server.keepalive import give_up_unacknowledged
+from trtmesh.chassis.grpc_wire.keepalive import give_up_unacknowledged
 
 OPEN = 1
 """A call that waits."""
@@ -454,7 +454,7 @@ async def test_calls_that_are_opened_and_reset_count_until_their_handlers_end(
 async def test_a_client_that_asks_and_does_not_read_is_cut_off(
     example: Example, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    monkeypatch.setattr("trtmesh.chassis.grpc_server.output.MOST_UNREAD_BYTES", 2**18)
+    monkeypatch.setattr("trtmesh.chassis.grpc_wire.output.MOST_UNREAD_BYTES", 2**18)
     async with wired(example, receive_bytes=4096) as wire, wired(example) as other:
         ping = frame(Kind.PING, 0, 0, bytes(8))
         asks = (
@@ -545,8 +545,8 @@ def test_connections_end_that_acknowledge_nothing() -> None:
 async def test_a_silent_client_is_given_up(
     example: Example, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trtmesh.chassis.grpc_server.keepalive.SILENCE_SECONDS", 0.05)
-    monkeypatch.setattr("trtmesh.chassis.grpc_server.keepalive.ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr("trtmesh.chassis.grpc_wire.keepalive.SILENCE_SECONDS", 0.05)
+    monkeypatch.setattr("trtmesh.chassis.grpc_wire.keepalive.ANSWER_SECONDS", 0.05)
     async with wired(example) as wire:
         wire.send(wire.call(1, "Wait"), wire.data(1, b""))
         for _ in range(3):

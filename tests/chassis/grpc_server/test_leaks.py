@@ -13,7 +13,7 @@ from chassis.grpc_server.wire import Wire, wired
 from trtmesh.chassis.grpc_server import call
 from trtmesh.chassis.grpc_server.call import Call
 from trtmesh.chassis.grpc_server.connection import Connection
-from trtmesh.chassis.grpc_server.frames import (
+from trtmesh.chassis.grpc_wire.frames import (
     END_STREAM,
     ErrorCode,
     Kind,

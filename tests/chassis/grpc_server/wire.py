@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from chassis.grpc_server.conftest import Example
 from hpack import Decoder, Encoder
-from trtmesh.chassis.grpc_server.frames import (
+from trtmesh.chassis.grpc_wire.frames import (
     ACK,
     END_HEADERS,
     END_STREAM,

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from trtmesh.chassis.channels import open_channel
+from trtmesh.chassis.channels import GREETING_SECONDS
 from trtmesh.chassis.error_wire import REASON_METADATA_KEY, from_status
 from trtmesh.chassis.errors import Mismatch, TrtmeshError, Unavailable
+from trtmesh.chassis.grpc_client import Connection, connected
+from trtmesh.chassis.grpc_client.call import ENDED
 from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
@@ -20,8 +22,6 @@ log = logging.getLogger(__name__)
 
 RECONNECT_SECONDS = 0.25
 REFUSED_RECONNECT_SECONDS = 2.0
-
-STREAM_ENDED = "its stream ended"
 
 LEAVING = "its address is gone; it finishes what it has"
 
@@ -42,7 +42,7 @@ class LinkSettings:
 class Replica(ABC):
     """One tokenizer or worker by address, with a state for people and for placement.
 
-    `run` owns the channel and the stream; both end with it.
+    `run` owns the connection and the stream; both end with it.
     """
 
     def __init__(self, address: str, settings: LinkSettings) -> None:
@@ -89,20 +89,20 @@ class Replica(ABC):
 
     async def run(self) -> None:
         """Keeps a stream open for ever; cancelled when the replica leaves the fleet."""
-        channel = open_channel(self.address, self._settings.max_message_bytes)
         try:
             while True:
-                await self._talk_once(channel)
+                await self._talk_once()
                 refused = self.state == admin_pb.WORKER_STATE_REFUSED
                 await asyncio.sleep(REFUSED_RECONNECT_SECONDS if refused else RECONNECT_SECONDS)
         finally:
             self._become(admin_pb.WORKER_STATE_GONE, "removed")
-            await channel.close()
 
-    async def _talk_once(self, channel: grpc.aio.Channel) -> None:
-        state, problem = admin_pb.WORKER_STATE_CONNECTING, STREAM_ENDED
+    async def _talk_once(self) -> None:
+        state, problem = admin_pb.WORKER_STATE_CONNECTING, ENDED
+        most_bytes = self._settings.max_message_bytes
         try:
-            await self.talk(channel)
+            async with connected(self.address, most_bytes, GREETING_SECONDS) as connection:
+                await self.talk(connection)
         except Mismatch as error:
             state, problem = admin_pb.WORKER_STATE_REFUSED, error.message
         except TrtmeshError as error:
@@ -150,30 +150,12 @@ class Replica(ABC):
         self.touch()
 
     @abstractmethod
-    async def talk(self, channel: grpc.aio.Channel) -> None:
+    async def talk(self, connection: Connection) -> None:
         """Opens the stream and handles it until it ends; calls `_become` when the replica is ready."""
 
     @abstractmethod
     def lost(self, problem: str) -> None:
         """Gives up everything that was on the stream."""
-
-
-async def send(call: grpc.aio.StreamStreamCall[Any, Any], message: Any) -> None:
-    """Writes to a peer. Raises what the call ended with, where it has: AioRpcError, or Unavailable when that was no
-    error."""
-    try:
-        await call.write(message)
-    except asyncio.InvalidStateError:
-        # All that grpc.aio tells who writes then.
-        status = await call.code()
-        if status is grpc.StatusCode.OK:
-            raise Unavailable(STREAM_ENDED) from None
-        raise grpc.aio.AioRpcError(
-            status,
-            await call.initial_metadata(),
-            await call.trailing_metadata(),
-            details=await call.details(),
-        ) from None
 
 
 def _describe(error: grpc.aio.AioRpcError) -> str:

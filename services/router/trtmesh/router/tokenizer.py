@@ -5,28 +5,37 @@ from __future__ import annotations
 import asyncio
 from itertools import chain
 
-import grpc
 from trtmesh.chassis.error_wire import from_proto
 from trtmesh.chassis.errors import Draining, SchemaMismatch, TrtmeshError, Unavailable
+from trtmesh.chassis.grpc_client import Call, Connection, Method
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.router.encode_job import EncodeJob
 from trtmesh.router.outbox import Outbox
-from trtmesh.router.replica import LinkSettings, Replica, send
+from trtmesh.router.replica import LinkSettings, Replica
 from trtmesh.router.sequence import SequenceRun
 from trtmesh.router.tokenizer_owner import Pool
 from trtmesh.router.unanswered import LOOKS, DecodeBatch, Unanswered
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 from trtmesh.v1 import tokenizer_pb2 as pb
-from trtmesh.v1 import tokenizer_pb2_grpc
 
 UNANSWERED_DECODES = 2
 """Decode commands on their way at once: more only add latency under load, where they grow instead."""
 
 DESCRIBE_SECONDS = 5.0
 
-_Call = grpc.aio.StreamStreamCall[
-    pb.TokenizerServiceConnectRequest, pb.TokenizerServiceConnectResponse
-]
+GET_TOKENIZER = Method(
+    "/trtmesh.v1.TokenizerService/GetTokenizer",
+    pb.GetTokenizerRequest,
+    pb.GetTokenizerResponse.FromString,
+)
+
+CONNECT = Method(
+    "/trtmesh.v1.TokenizerService/Connect",
+    pb.TokenizerServiceConnectRequest,
+    pb.TokenizerServiceConnectResponse.FromString,
+)
+
+_Call = Call[pb.TokenizerServiceConnectRequest, pb.TokenizerServiceConnectResponse]
 
 
 class Tokenizer(Replica):
@@ -177,20 +186,18 @@ class Tokenizer(Replica):
         self._finished = []
         self._outbox.put(pb.TokenizerCommand(decode=decode))
 
-    async def talk(self, channel: grpc.aio.Channel) -> None:
+    async def talk(self, connection: Connection) -> None:
         self._outbox = Outbox()
-        stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
-        self.description = await stub.GetTokenizer(
-            pb.GetTokenizerRequest(), timeout=DESCRIBE_SECONDS
+        self.description = await connection.ask(
+            GET_TOKENIZER, pb.GetTokenizerRequest(), DESCRIBE_SECONDS
         )
         if self.description.schema_revision != SCHEMA_REVISION:
             raise SchemaMismatch(
                 f"tokenizer {self.address} speaks schema revision {self.description.schema_revision},"
                 f" this router {SCHEMA_REVISION}; run the same release"
             )
-        call = stub.Connect()
+        call = connection.open(CONNECT)
         try:
-            await call.wait_for_connection()
             self._become(admin_pb.WORKER_STATE_READY, "")
             self._pool.on_ready(self)
             await self._talk_unless_silent(
@@ -202,7 +209,7 @@ class Tokenizer(Replica):
     async def _write(self, call: _Call) -> None:
         while True:
             commands = await self._outbox.take()
-            await send(call, pb.TokenizerServiceConnectRequest(commands=commands))
+            await call.write(pb.TokenizerServiceConnectRequest(commands=commands))
 
     async def _watch_decodes(self) -> None:
         """Raises Unavailable when it leaves tokens unanswered and another one would answer them. Where all are slow

@@ -6,8 +6,8 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-import grpc
 from trtmesh.chassis.errors import InvalidRequest, WorkerLost
+from trtmesh.chassis.grpc_client import Call, Connection, Method
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.router.assignments import Assignments
 from trtmesh.router.engine_facts import mismatch_of, report_of
@@ -18,12 +18,11 @@ from trtmesh.router.placement import WorkerSnapshot
 from trtmesh.router.placement.load_guard import Booking, LoadGuard
 from trtmesh.router.placement.rates import Typical
 from trtmesh.router.pulse import TICK_SECONDS, Deadlines, Pulse
-from trtmesh.router.replica import DRAINED, LEAVING, LinkSettings, Replica, send
+from trtmesh.router.replica import DRAINED, LEAVING, LinkSettings, Replica
 from trtmesh.router.request import with_texts
 from trtmesh.router.sequence import SequenceRun
 from trtmesh.router.steps import UNACKNOWLEDGED_STEPS, Steps
 from trtmesh.v1 import engine_pb2 as pb
-from trtmesh.v1 import engine_pb2_grpc
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 DRAIN_MARGIN_MS = 1000
@@ -38,7 +37,13 @@ READY, STALLED, DRAINING = (
 MESSAGE_OVERHEAD_BYTES = 256
 """What a message has beside the one large command in it."""
 
-_Call = grpc.aio.StreamStreamCall[pb.EngineServiceConnectRequest, pb.EngineServiceConnectResponse]
+CONNECT = Method(
+    "/trtmesh.v1.EngineService/Connect",
+    pb.EngineServiceConnectRequest,
+    pb.EngineServiceConnectResponse.FromString,
+)
+
+_Call = Call[pb.EngineServiceConnectRequest, pb.EngineServiceConnectResponse]
 
 
 class Worker(Replica):
@@ -155,11 +160,11 @@ class Worker(Replica):
     def _ask_for_kv_snapshot(self) -> None:
         self._outbox.put(pb.EngineCommand(kv_snapshot=pb.KvSnapshotCommand()))
 
-    async def talk(self, channel: grpc.aio.Channel) -> None:
+    async def talk(self, connection: Connection) -> None:
         await self._tokenizers_known()
         self._outbox = Outbox()
         self._steps.opened()
-        call = engine_pb2_grpc.EngineServiceStub(channel).Connect()
+        call = connection.open(CONNECT)
         try:
             await self._talk_unless_silent(self._read(call), self._write(call), self._watch())
         finally:
@@ -172,9 +177,9 @@ class Worker(Replica):
             tokenizer_fingerprint=self._fingerprint_of(self.engine.model),
             unacknowledged_steps=UNACKNOWLEDGED_STEPS,
         )
-        await send(call, pb.EngineServiceConnectRequest(commands=[pb.EngineCommand(hello=hello)]))
+        await call.write(pb.EngineServiceConnectRequest(commands=[pb.EngineCommand(hello=hello)]))
         while True:
-            await send(call, pb.EngineServiceConnectRequest(commands=await self._outbox.take()))
+            await call.write(pb.EngineServiceConnectRequest(commands=await self._outbox.take()))
 
     async def _read(self, call: _Call) -> None:
         async for response in call:

@@ -8,17 +8,12 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
-from trtmesh.chassis.grpc_server.frames import ErrorCode, reset
-from trtmesh.chassis.grpc_server.headers import (
-    CallHead,
-    Metadata,
-    metadata_block,
-    response_head,
-    trailers,
-)
-from trtmesh.chassis.grpc_server.input import Input
-from trtmesh.chassis.grpc_server.messages import BadMessage, MessageReader
-from trtmesh.chassis.grpc_server.output import Output, OutStream
+from trtmesh.chassis.grpc_server.headers import CallHead, response_head, trailers
+from trtmesh.chassis.grpc_wire.fields import Metadata, metadata_block
+from trtmesh.chassis.grpc_wire.frames import ErrorCode, reset
+from trtmesh.chassis.grpc_wire.input import Input
+from trtmesh.chassis.grpc_wire.messages import BadMessage, MessageReader
+from trtmesh.chassis.grpc_wire.output import Output, OutStream
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +62,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         except BadMessage as error:
             self.end_with(error.status, str(error))
 
-    def half_close(self) -> None:
+    def half_closed(self) -> None:
         """The client has sent its last message."""
         self._input.end()
 
@@ -79,10 +74,10 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
 
     def reset(self, code: ErrorCode) -> None:
         """Ends the call without a status: its client broke a rule."""
-        self.lost()
+        self.lost(code, "the client broke a rule")
         self._output.put(reset(self.stream.number, code))
 
-    def lost(self) -> None:
+    def lost(self, code: ErrorCode, why: str) -> None:
         """The client is gone, or has lost interest. A handler that was cancelled, or is done, is left to clean up."""
         self._output.forget(self.stream)
         if not self._over:

@@ -1,31 +1,29 @@
-"""Headers and trailers of gRPC calls (gRPC over HTTP/2, "Requests" and "Responses"; HPACK is RFC 7541)."""
+"""What servers read and write of a call's headers and trailers (gRPC over HTTP/2, "Requests" and "Responses")."""
 
 from __future__ import annotations
 
-import binascii
 import re
-from base64 import b64decode, b64encode
 from collections.abc import Iterable
 from dataclasses import dataclass
 from urllib.parse import quote
 
 import grpc
-from trtmesh.chassis.grpc_server.frames import ErrorCode, StreamFailed
-
-Metadata = tuple[tuple[str, str | bytes], ...]
+from trtmesh.chassis.grpc_wire.fields import (
+    CONTENT_TYPE,
+    Metadata,
+    header,
+    metadata_block,
+    sort_fields,
+)
+from trtmesh.chassis.grpc_wire.frames import ErrorCode, StreamFailed
 
 MOST_DETAIL_BYTES = 4096
 """Of a status' message: clients refuse trailers of more than 8 to 16 KiB."""
 
 _UNIT_SECONDS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])")
-_NAME = re.compile(r"[0-9a-z_.\-]+")
-_FORBIDDEN = re.compile(rb"[\0\r\n]")
-_CONTENT_TYPE = re.compile(r"application/grpc($|[+;])")
-"""grpc-web, whose trailers are data, is another protocol."""
 
 _PSEUDO = (":method", ":scheme", ":path", ":authority")
-_OF_CONNECTIONS = ("connection", "keep-alive", "proxy-connection", "transfer-encoding", "upgrade")
 _OF_CALLS = ("te", "content-type", "grpc-timeout", "grpc-encoding", "grpc-accept-encoding")
 _OK_STATUS = b"\x88"
 """`:status: 200`, entry 8 of HPACK's static table."""
@@ -53,36 +51,18 @@ class NoCall(Exception):
 
 def parse_head(fields: Iterable[tuple[bytes, bytes]]) -> CallHead:
     """Reads a request's header list. Raises StreamFailed where it is malformed (RFC 9113, section 8.2) and NoCall."""
-    pseudo: dict[str, str] = {}
-    given: dict[str, str] = {}
-    metadata: list[tuple[str, str | bytes]] = []
-    for raw_name, raw_value in fields:
-        name, value = raw_name.decode("latin-1"), raw_value.decode("utf-8", "replace")
-        if name.startswith(":"):
-            if name not in _PSEUDO or name in pseudo or given or metadata:
-                raise StreamFailed(ErrorCode.PROTOCOL_ERROR, f"{name[:40]!r} has no place here")
-            pseudo[name] = value
-        elif not _NAME.fullmatch(name) or name in _OF_CONNECTIONS:
-            raise StreamFailed(ErrorCode.PROTOCOL_ERROR, f"{name[:40]!r} is no name of a header")
-        elif _FORBIDDEN.search(raw_value):
-            raise StreamFailed(ErrorCode.PROTOCOL_ERROR, f"{name[:40]!r} has more than one line")
-        elif name in _OF_CALLS:
-            given[name] = value
-        elif name.endswith("-bin"):
-            metadata += ((name, _from_base64(part)) for part in raw_value.split(b","))
-        else:
-            metadata.append((name, value))
-    if not {":method", ":scheme", ":path"} <= pseudo.keys():
+    found = sort_fields(fields, _PSEUDO, _OF_CALLS)
+    if not {":method", ":scheme", ":path"} <= found.pseudo.keys():
         raise StreamFailed(ErrorCode.PROTOCOL_ERROR, ":method, :scheme or :path is missing")
-    if pseudo[":method"] != "POST":
+    if found.pseudo[":method"] != "POST":
         raise NoCall(405)
-    if not _CONTENT_TYPE.match(given.get("content-type", "")):
+    if not CONTENT_TYPE.match(found.given.get("content-type", "")):
         raise NoCall(415)
     return CallHead(
-        pseudo[":path"],
-        tuple(metadata),
-        _seconds(given.get("grpc-timeout")),
-        given.get("grpc-encoding", "identity"),
+        found.pseudo[":path"],
+        tuple(found.metadata),
+        _seconds(found.given.get("grpc-timeout")),
+        found.given.get("grpc-encoding", "identity"),
     )
 
 
@@ -94,14 +74,6 @@ def _seconds(timeout: str | None) -> float | None:
     return int(parts[1]) * _UNIT_SECONDS[parts[2]]
 
 
-def _from_base64(text: bytes) -> bytes:
-    try:
-        text = text.strip()  # Proxies may join values by a comma and a space.
-        return b64decode(text + b"=" * (-len(text) % 4), validate=True)
-    except binascii.Error as error:
-        raise StreamFailed(ErrorCode.PROTOCOL_ERROR, "binary metadata is no base64") from error
-
-
 def response_head(metadata: Metadata = ()) -> bytes:
     """The header block that a response begins with."""
     return _RESPONSE_HEAD + metadata_block(metadata) if metadata else _RESPONSE_HEAD
@@ -110,15 +82,15 @@ def response_head(metadata: Metadata = ()) -> bytes:
 def trailers(status: grpc.StatusCode, details: str = "", metadata: bytes = b"") -> bytes:
     """The header block that a response ends with; `metadata` is a block of it."""
     code: int = status.value[0]
-    block = _field(b"grpc-status", b"%d" % code)
+    block = header(b"grpc-status", b"%d" % code)
     if details:
-        block += _field(b"grpc-message", _percent_encoded(details))
+        block += header(b"grpc-message", _percent_encoded(details))
     return block + metadata
 
 
 def http_answer(status: int) -> bytes:
     """The header block that answers what is no call."""
-    return _field(b":status", b"%d" % status)
+    return header(b":status", b"%d" % status)
 
 
 def _percent_encoded(details: str) -> bytes:
@@ -133,36 +105,8 @@ def _percent_encoded(details: str) -> bytes:
 _PRINTABLE = "".join(map(chr, [*range(0x20, 0x25), *range(0x26, 0x7F)]))
 
 
-def metadata_block(metadata: Iterable[tuple[str, str | bytes]]) -> bytes:
-    """The header block of metadata."""
-    return b"".join(_field(name.encode(), _value(name, value)) for name, value in metadata)
-
-
-def _value(name: str, value: str | bytes) -> bytes:
-    data = value.encode() if isinstance(value, str) else value
-    return b64encode(data).rstrip(b"=") if name.endswith("-bin") else data
-
-
-def _field(name: bytes, value: bytes) -> bytes:
-    """A literal field without indexing (RFC 7541, section 6.2.2): no state of the connection, so blocks can be kept."""
-    return b"\x00" + _length(len(name)) + name + _length(len(value)) + value
-
-
-def _length(size: int) -> bytes:
-    """An integer with a prefix of seven bits (RFC 7541, section 5.1)."""
-    if size < 0x7F:
-        return bytes((size,))
-    rest = size - 0x7F
-    data = bytearray((0x7F,))
-    while rest >= 0x80:
-        data.append(rest & 0x7F | 0x80)
-        rest >>= 7
-    data.append(rest)
-    return bytes(data)
-
-
 _RESPONSE_HEAD = (
     _OK_STATUS
-    + _field(b"content-type", b"application/grpc")
-    + _field(b"grpc-accept-encoding", b"identity, deflate, gzip")
+    + header(b"content-type", b"application/grpc")
+    + header(b"grpc-accept-encoding", b"identity, deflate, gzip")
 )

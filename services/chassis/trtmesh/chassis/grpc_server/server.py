@@ -13,7 +13,7 @@ from trtmesh.chassis.addresses import listeners
 from trtmesh.chassis.grpc_server.call import Handler
 from trtmesh.chassis.grpc_server.connection import Connection
 from trtmesh.chassis.grpc_server.headers import CallHead
-from trtmesh.chassis.grpc_server.keepalive import give_up_unacknowledged
+from trtmesh.chassis.grpc_wire.keepalive import give_up_unacknowledged
 
 BACKLOG = 1024
 """Connections that may wait to be accepted."""

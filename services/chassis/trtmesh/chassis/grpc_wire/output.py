@@ -1,5 +1,5 @@
 """What goes out on one connection. Frames of one pass of the event loop leave in one write, data only as far as the
-client's windows are open."""
+peer's windows are open."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import struct
 from collections.abc import Iterable
 
-from trtmesh.chassis.grpc_server.frames import (
+from trtmesh.chassis.grpc_wire.frames import (
     END_HEADERS,
     END_STREAM,
     FIRST_WINDOW_BYTES,
@@ -26,8 +26,8 @@ MOST_PASS_BYTES = 2**18
 """What one pass of the event loop gives the transport, and what the transport may hold before writers wait."""
 
 MOST_UNREAD_BYTES = 2**22
-"""What may wait for a client that sends and does not read: answers to control frames, heads and ends of responses. No
-window counts those."""
+"""What may wait for a peer that sends and does not read: answers to control frames, heads and ends of calls. No window
+counts those."""
 
 _MESSAGE_HEAD = struct.Struct(">HBBBIBI")
 """The head of a DATA frame and the prefix of the message that it holds whole."""
@@ -94,7 +94,7 @@ class Output:
             self._loop.call_soon(self.flush)
 
     def send_head(self, stream: OutStream, block: bytes) -> None:
-        """Sends what a response begins with."""
+        """Sends what a call begins with."""
         self.put(self._headers(0, stream, block))
 
     def send(self, stream: OutStream, message: bytes) -> None:
@@ -124,6 +124,13 @@ class Output:
         if not half_closed:
             # The client may stop sending (RFC 9113, section 8.1).
             end += reset(stream.number, ErrorCode.NO_ERROR)
+        self._end(stream, end)
+
+    def half_close(self, stream: OutStream) -> None:
+        """Ends a request, behind what is unsent."""
+        self._end(stream, frame(Kind.DATA, END_STREAM, stream.number))
+
+    def _end(self, stream: OutStream, end: bytes) -> None:
         if stream.unsent:
             stream.end = end
         else:
@@ -149,14 +156,14 @@ class Output:
             await asyncio.shield(stream.drained)
 
     def widen(self, more: int) -> None:
-        """The client takes so many bytes more on all streams together."""
+        """The peer takes so many bytes more on all streams together."""
         self._window += more
         if self._window > MOST_WINDOW_BYTES:
             raise ConnectionFailed(ErrorCode.FLOW_CONTROL_ERROR, "the window is too large")
         self._pump()
 
     def widen_stream(self, stream: OutStream, more: int) -> None:
-        """The client takes so many bytes more on one stream."""
+        """The peer takes so many bytes more on one stream."""
         stream.window += more
         if stream.window > MOST_WINDOW_BYTES:
             raise StreamFailed(ErrorCode.FLOW_CONTROL_ERROR, "the window is too large")
@@ -165,7 +172,7 @@ class Output:
             self._pump()
 
     def set_first_window(self, size: int, streams: Iterable[OutStream]) -> None:
-        """The client changes the first window of each stream; those that are open change by the difference."""
+        """The peer changes the first window of each stream; those that are open change by the difference."""
         more, self._first_window = size - self._first_window, size
         try:
             for stream in streams:
@@ -174,11 +181,11 @@ class Output:
             raise ConnectionFailed(error.code, str(error)) from error
 
     def shrink_table(self) -> None:
-        """The client keeps less of a table of headers than is usual, and waits to read that this is known."""
+        """The peer keeps less of a table of headers than is usual, and waits to read that this is known."""
         self._block_start = _NO_TABLE
 
     def set_frame_bytes(self, size: int) -> None:
-        """The client takes frames of so many bytes."""
+        """The peer takes frames of so many bytes."""
         self._frame_bytes = size
 
     def pause(self) -> None:
@@ -202,7 +209,7 @@ class Output:
         self._ready.clear()
 
     def flush(self) -> None:
-        """Gives the transport what was put; cuts a client off that does not read."""
+        """Gives the transport what was put; cuts a peer off that does not read."""
         self._flushing = False
         frames, self._frames, self._bytes = self._frames, [], 0
         if frames:

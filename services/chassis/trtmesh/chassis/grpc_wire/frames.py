@@ -47,7 +47,7 @@ HAS_PRIORITY = 0x20
 
 
 class Setting(IntEnum):
-    """Parameters of a SETTINGS frame that matter to a server."""
+    """Parameters of a SETTINGS frame."""
 
     HEADER_TABLE_SIZE = 1
     ENABLE_PUSH = 2
@@ -98,25 +98,25 @@ class Frame(NamedTuple):
 
 
 class FrameReader:
-    """Takes a connection's bytes apart, whatever pieces they come in."""
+    """Takes a connection's bytes apart, whatever pieces they come in; `preface` is what they begin with."""
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, most_bytes: int, preface: bytes) -> None:
         self._most_bytes = most_bytes
         self._buffer = bytearray()
-        self._greeted = False
+        self._preface = preface
 
     def feed(self, data: bytes) -> Iterator[Frame]:
         """The frames that are whole now. Raises ConnectionFailed for one too long, and for what is no HTTP/2."""
         buffer = self._buffer
         buffer += data
         at = 0
-        if not self._greeted:
-            if not PREFACE.startswith(buffer[: len(PREFACE)]):
+        if preface := self._preface:
+            if not preface.startswith(buffer[: len(preface)]):
                 raise ConnectionFailed(ErrorCode.PROTOCOL_ERROR, "no HTTP/2 client speaks here")
-            if len(buffer) < len(PREFACE):
+            if len(buffer) < len(preface):
                 return
-            self._greeted = True
-            at = len(PREFACE)
+            self._preface = b""
+            at = len(preface)
         try:
             while len(buffer) - at >= HEAD.size:
                 high, low, kind, flags, stream = HEAD.unpack_from(buffer, at)
@@ -153,7 +153,7 @@ def settings(values: dict[Setting, int]) -> bytes:
 
 
 def parse_settings(received: Frame) -> Iterator[tuple[int, int]]:
-    """The values of a SETTINGS frame. Raises ConnectionFailed for those that no client may send."""
+    """The values of a SETTINGS frame. Raises ConnectionFailed for those that nobody may send."""
     if received.stream or len(received.payload) % 6:
         raise ConnectionFailed(ErrorCode.FRAME_SIZE_ERROR, "settings are cut off")
     for name, value in struct.iter_unpack(">HI", received.payload):

@@ -1,4 +1,4 @@
-"""Notices clients that are gone without a word."""
+"""Notices peers that are gone without a word."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import socket
 from collections.abc import Callable
 
 SILENCE_SECONDS, ANSWER_SECONDS = 10.0, 5.0
-"""A client that sent nothing for so long is asked for a sign, and given up when none comes."""
+"""A peer that sent nothing for so long is asked for a sign, and given up when none comes."""
 
 
-def give_up_unacknowledged(listener: socket.socket) -> None:
-    """Ends connections of `listener` whose network acknowledges nothing for `ANSWER_SECONDS`, where the system can. A
-    worker whose network is gone has then nothing in flight soon, and can stop."""
+def give_up_unacknowledged(endpoint: socket.socket) -> None:
+    """Ends a connection, or those of a listener, whose network acknowledges nothing for `ANSWER_SECONDS`, where the
+    system can. A worker whose network is gone has then nothing in flight soon, and can stop."""
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         milliseconds = int(ANSWER_SECONDS * 1000)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+        endpoint.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
 
 class Keepalive:
-    """Calls `ask` when a client was silent for long, and `give_up` where it stays silent."""
+    """Calls `ask` when a peer was silent for long, and `give_up` where it stays silent."""
 
     def __init__(self, ask: Callable[[], None], give_up: Callable[[], None]) -> None:
         self._ask = ask

@@ -24,7 +24,8 @@ class MessageReader:
     """Puts the messages of one call together. `most_bytes` bounds each, compressed and not."""
 
     def __init__(self, encoding: str, most_bytes: int) -> None:
-        self._encoding = encoding
+        self.encoding = encoding
+        """How compressed messages are compressed."""
         self._most_bytes = most_bytes
         self._buffer = bytearray()
         self.missing = 0
@@ -56,11 +57,11 @@ class MessageReader:
             raise BadMessage(grpc.StatusCode.INTERNAL, "the last message is cut off")
 
     def _decompressed(self, body: bytes) -> bytes:
-        window_bits = _WINDOW_BITS.get(self._encoding)
+        window_bits = _WINDOW_BITS.get(self.encoding)
         if window_bits is None:
             raise BadMessage(
                 grpc.StatusCode.UNIMPLEMENTED,
-                f"a message is compressed, and grpc-encoding is {self._encoding[:40]!r}:"
+                f"a message is compressed, and grpc-encoding is {self.encoding[:40]!r}:"
                 f" use {' or '.join(_WINDOW_BITS)}",
             )
         unpack = zlib.decompressobj(window_bits)

@@ -1,4 +1,4 @@
-"""What comes in for one call: its messages, and how much the client may send."""
+"""What comes in for one call: its messages, and how much the peer may send."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from trtmesh.chassis.grpc_server.frames import FIRST_WINDOW_BYTES, ErrorCode, StreamFailed
-from trtmesh.chassis.grpc_server.messages import MessageReader
+from trtmesh.chassis.grpc_wire.frames import FIRST_WINDOW_BYTES, ErrorCode, StreamFailed
+from trtmesh.chassis.grpc_wire.messages import MessageReader
 
 
 class Input:
     """The way in of one call.
 
-    A client may send one window ahead of its call. A message that is longer is let in whole, once no other waits: so
+    A peer may send one window ahead of its call. A message that is longer is let in whole, once no other waits: so
     at most a window and one message of the largest size are held.
     """
 
@@ -24,7 +24,7 @@ class Input:
         self._messages: deque[bytes] = deque()
         self._arrived: asyncio.Future[None] | None = None
         self.ended = False
-        """Whether the client has sent its last message."""
+        """Whether the peer has sent its last message."""
 
     def take(self, size: int, data: bytes) -> None:
         """Takes the payload of a frame that counts `size` bytes. Raises StreamFailed and BadMessage."""
@@ -38,7 +38,7 @@ class Input:
         self._widen()
 
     def end(self) -> None:
-        """The client has sent its last message."""
+        """The peer has sent its last message."""
         self.ended = True
         self._wake()
 
@@ -63,7 +63,7 @@ class Input:
             arrived.set_result(None)
 
     def _widen(self) -> None:
-        """Lets the client send more, in steps of half a window."""
+        """Lets the peer send more, in steps of half a window."""
         if self._messages or self.ended:
             return
         more = FIRST_WINDOW_BYTES + self._reader.missing - self._window

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 
 from hpack import Decoder, HPACKError
-from trtmesh.chassis.grpc_server.frames import (
+from trtmesh.chassis.grpc_wire.frames import (
     END_HEADERS,
     END_STREAM,
     HAS_PRIORITY,
@@ -20,7 +20,7 @@ from trtmesh.chassis.grpc_server.frames import (
 Fields = list[tuple[bytes, bytes]]
 
 HEADER_LIST_BYTES = 2**14
-"""What clients are told. A larger list is still decoded, and its call is told why it ends."""
+"""What peers are told. A larger list is still decoded, and its call is told why it ends."""
 
 BLOCK_BYTES = 2**16
 """What ends the connection, for headers that are not decoded would spoil those that follow."""
@@ -33,7 +33,7 @@ logging.getLogger("hpack").setLevel(logging.WARNING)
 
 @dataclass(frozen=True, slots=True)
 class HeaderBlock:
-    """The headers of a request, or its trailers."""
+    """The headers of a call, or its trailers."""
 
     stream: int
     ends_stream: bool

@@ -1,0 +1,63 @@
+"""Calls and connections that are over are freed at once, by counting references: services hardly collect garbage."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+from chassis.grpc_client.conftest import PATIENCE_SECONDS, Text, method
+from chassis.grpc_server.conftest import MOST_BYTES, Example
+from trtmesh.chassis.grpc_client import Call, Connection, connected
+
+
+@pytest.fixture(autouse=True)
+def _no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def alive(kind: type) -> list[Any]:
+    return [each for each in gc.get_objects() if type(each) is kind]
+
+
+async def _answered(connection: Connection, example: Example) -> None:
+    await connection.ask(method("Echo"), Text(b""), PATIENCE_SECONDS)
+
+
+async def _failed(connection: Connection, example: Example) -> None:
+    try:
+        await connection.ask(method("Fail"), Text(b"x"), PATIENCE_SECONDS)
+    except grpc.aio.AioRpcError:
+        return
+    raise AssertionError("it fails")
+
+
+async def _cancelled(connection: Connection, example: Example) -> None:
+    call = connection.open(method("Wait"))
+    await call.write(Text(b""))
+    await example.waiting.wait()
+    call.cancel()
+
+
+async def _left_behind(connection: Connection, example: Example) -> None:
+    connection.open(method("Wait"))
+
+
+@pytest.mark.parametrize("use", [_answered, _failed, _cancelled, _left_behind])
+async def test_nothing_stays(
+    example: Example, use: Callable[[Connection, Example], Awaitable[None]]
+) -> None:
+    async with connected(example.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
+        await use(connection, example)
+        if use is not _left_behind:
+            assert alive(Call) == []
+    del connection
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while alive(Connection) or alive(Call):  # noqa: ASYNC110 - freeing sets no event
+            await asyncio.sleep(0.01)
