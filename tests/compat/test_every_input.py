@@ -241,7 +241,7 @@ NOT_FOR_BACKENDS = {
     "stream": "acted on by the router",
     "streaming": "acted on by the router",
     "stop_words": "acted on by the router and a tokenizer",
-    "pad_id": "rows are padded by the door",
+    "pad_id": "without effect, as in Triton: rows are padded with -1",
     "exclude_input_in_output": "acted on by the door",
     "return_num_input_tokens": "always counted",
     "return_num_output_tokens": "always counted",

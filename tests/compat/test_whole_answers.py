@@ -11,6 +11,7 @@ from compat.conftest import FLAGS
 from compat.triton import Response, Triton
 from e2e.mesh import Mesh, decode, running_mesh
 from tritonclient.utils import InferenceServerException
+from trtmesh.chassis.errors import UnsupportedField
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -88,7 +89,7 @@ async def test_ragged_rows_of_ids(mesh: Mesh, triton: Triton) -> None:
         "input_ids": ids,
         "input_lengths": column(4, 2),
         "request_output_len": column(5, 3),
-        "pad_id": column(0, 0),
+        "pad_id": column(77, 78),
     }
     response = await triton.infer("tensorrt_llm", tensors)
     generated = await mesh.client.complete([[11, 12, 13, 14]], max_tokens=5, ignore_end_id=True)
@@ -102,6 +103,13 @@ async def test_ragged_rows_of_ids(mesh: Mesh, triton: Triton) -> None:
     )
     assert excluded.outputs["output_ids"].tolist() == [[first[4:]], [second[2:] + [-1] * 2]]
     assert excluded.outputs["sequence_length"].tolist() == [[5], [3]]
+
+
+async def test_a_padding_id_is_only_for_those_that_have_rows_to_pad(mesh: Mesh) -> None:
+    """Triton declares one that changes nothing; whoever sends it to the mesh itself expects something of it."""
+    (item,) = await mesh.client.complete([[5]], max_tokens=1, pad_id=7)
+    assert isinstance(item.error, UnsupportedField)
+    assert "stopping.pad_id" in item.error.message
 
 
 async def test_several_sequences_stand_beside_each_other(triton: Triton) -> None:

@@ -405,7 +405,7 @@ class StoppingConfig(google.protobuf.message.Message):
     ignore_end_id: builtins.bool
     """True lets no token id end a sequence, not even the model's own. Excludes `end_id`."""
     pad_id: builtins.int
-    """Padding id used where a front door pads rows; never generated because of it."""
+    """Padding id of a worker that pads what it computes together; it never changes an answer."""
     include_stop_text: builtins.bool
     """True keeps a matched stop text in the output text. Unset means false."""
     @property

@@ -23,7 +23,6 @@ ROUTER_FIELDS = frozenset(
         "sampling.embedding_bias_texts",
         "stopping.bad_texts",
         "stopping.include_stop_text",
-        "stopping.pad_id",
         "stopping.stop_texts",
     }
 )

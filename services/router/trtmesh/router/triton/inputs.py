@@ -15,7 +15,7 @@ from trtmesh.router.triton.tensors import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class InputSpec(TensorSpec):
-    """An input and where it goes; without `put` the door acts on it itself."""
+    """An input and where it goes; without `put` the door acts on it itself, or nothing does (`pad_id`)."""
 
     put: Put | None = None
 
@@ -47,7 +47,8 @@ def _sampling(prefix: str, length_penalty: str) -> tuple[InputSpec, ...]:
         _one("num_return_sequences", "INT32", put.value("sampling.num_return_sequences")),
         _one("beam_width", "INT32", put.value("beam_search.beam_width")),
         _one("end_id", "INT32", put.end_id),
-        _one("pad_id", "INT32", put.value("stopping.pad_id")),
+        # Declared and without effect, as in Triton: shorter rows of `output_ids` end in -1, whatever it is.
+        _one("pad_id", "INT32", None),
         _one(prefix + "top_k", "INT32", put.value("sampling.top_k")),
         _one(prefix + "top_p", "FP32", put.positive("sampling.top_p")),
         _one("temperature", "FP32", put.value("sampling.temperature")),
