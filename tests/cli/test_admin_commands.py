@@ -147,7 +147,7 @@ def test_the_policy_is_shown_and_changed(admin: str) -> None:
     )
     assert told == {"previous": "round_robin"}
     refused = trtmesh("policy", "set", "fastest", "--admin", admin)
-    assert refused.returncode == 1
+    assert refused.returncode == 2
     assert "'fastest'" in refused.stderr
     assert "round_robin" in refused.stderr
 

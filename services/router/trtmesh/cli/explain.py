@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from trtmesh.cli.admin_command import Context, admin_command
 from trtmesh.cli.completion import complete_request_id
 from trtmesh.cli.output import printable, put, put_json
 from trtmesh.cli.session import OK
-from trtmesh.cli.tables import candidates_table
+from trtmesh.cli.tables import candidates_table, print_tables
 from trtmesh.v1 import router_admin_pb2 as pb
 
 
@@ -29,10 +28,9 @@ async def explain(
     if context.as_json:
         put_json(response)
         return OK
-    console = Console()
     for placement in response.placements:
         put(_headline(placement))
-        console.print(candidates_table(placement.candidates))
+        print_tables(candidates_table(placement.candidates))
     for batch_index, usage in enumerate(response.usages):
         put(
             f"item {batch_index} so far: {usage.prompt_tokens} prompt tokens,"

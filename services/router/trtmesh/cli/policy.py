@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from trtmesh.chassis.errors import InvalidField
 from trtmesh.cli.admin_command import Context, admin_command
 from trtmesh.cli.completion import complete_policy
-from trtmesh.cli.output import put, put_json
-from trtmesh.cli.session import OK
+from trtmesh.cli.output import put, put_json, say_error
+from trtmesh.cli.session import OK, USAGE
 
 policy = typer.Typer(name="policy", help="The placement policy of a router.", no_args_is_help=True)
 
@@ -34,8 +35,15 @@ async def set_policy(
         str, typer.Argument(help="One of `policy get`.", autocompletion=complete_policy)
     ],
 ) -> int:
-    """Change how workers are chosen from now on, until the router ends."""
-    response = await context.admin.set_policy(policy)
+    """Change how workers are chosen from now on, until the router ends.
+
+    Exit status: 0 it was changed, 1 the call failed, 2 no such policy or other wrong usage.
+    """
+    try:
+        response = await context.admin.set_policy(policy)
+    except InvalidField as error:
+        say_error(f"{error.reason}: {error}")
+        return USAGE
     if context.as_json:
         put_json(response)
     else:

@@ -5,19 +5,24 @@ from __future__ import annotations
 import json as json_module
 import statistics
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from trtmesh.chassis.errors import InvalidField, TrtmeshError
+from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.cli.output import put, say_error
-from trtmesh.cli.session import FAILED
-from trtmesh.cli.tables import add_row
+from trtmesh.cli.session import FAILED, USAGE
+from trtmesh.cli.tables import add_row, new_table, print_tables
 
 if TYPE_CHECKING:
     from trtmesh.router.replay import Outcome
+
+
+def _finite(value: float) -> float:
+    if not isfinite(value):
+        raise typer.BadParameter(f"{value} is no finite number")
+    return value
 
 
 def replay(
@@ -28,19 +33,31 @@ def replay(
     ] = None,
     workers: Annotated[int, typer.Option(min=1, max=4096, help="Workers of the fleet.")] = 4,
     prefill_tokens_per_second: Annotated[
-        float, typer.Option(min=1.0, help="Prompt tokens that a worker computes a second.")
+        float,
+        typer.Option(
+            min=1.0, help="Prompt tokens that a worker computes a second.", callback=_finite
+        ),
     ] = 8000.0,
-    step_ms: Annotated[float, typer.Option(min=0.001, help="Time of a step.")] = 10.0,
+    step_ms: Annotated[
+        float, typer.Option(min=0.001, help="Time of a step.", callback=_finite)
+    ] = 10.0,
     cache_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens whose KV a worker keeps for reuse.")
     ] = 500_000,
     speed: Annotated[
-        float, typer.Option(min=0.001, help="How many times faster than recorded items come.")
+        float,
+        typer.Option(
+            min=0.001, help="How many times faster than recorded items come.", callback=_finite
+        ),
     ] = 1.0,
     *,
-    json: Annotated[bool, typer.Option("--json", help="The figures as JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
     """Replay recorded traffic over a simulated fleet, with the router's own placement, and compare policies.
+
+    What is not simulated: siblings of a request that wait for each other, slow start, the breaker, limits of admission,
+    sequences beyond an item's first, and lost or unequal workers. So compare policies, and not milliseconds with those
+    of a fleet. With --json one policy a line.
 
     Exit status: 0 done, 1 the file cannot be read, 2 wrong usage.
     """
@@ -51,10 +68,11 @@ def replay(
     from trtmesh.router.replay import FleetModel, read_trace
     from trtmesh.router.replay import replay as run
 
+    for name in policy or ():
+        if name not in POLICIES:
+            say_error(f"--policy is {name!r} but must be one of {', '.join(sorted(POLICIES))}")
+            raise typer.Exit(USAGE)
     try:
-        for name in policy or ():
-            if name not in POLICIES:
-                raise InvalidField.of("--policy", name, f"one of {', '.join(sorted(POLICIES))}")
         arrivals = [replace(a, seconds=a.seconds / speed) for a in read_trace(file)]
     except TrtmeshError as error:
         say_error(str(error))
@@ -67,7 +85,8 @@ def replay(
     )
     outcomes = [run(arrivals, name, fleet) for name in policy or POLICIES]
     if json:
-        put(json_module.dumps([figures(outcome) for outcome in outcomes], indent=2))
+        for outcome in outcomes:
+            put(json_module.dumps(figures(outcome)))
     else:
         _print_table(outcomes)
 
@@ -95,7 +114,7 @@ def _percentile(values: Sequence[float], percent: int) -> float:
 
 def _print_table(outcomes: Sequence[Outcome]) -> None:
     rows = [figures(outcome) for outcome in outcomes]
-    table = Table(*(name.replace("_", " ") for name in rows[0]))
+    table = new_table(*(name.replace("_", "\n") for name in rows[0]))
     for row in rows:
         add_row(table, *row.values())
-    Console().print(table)
+    print_tables(table)

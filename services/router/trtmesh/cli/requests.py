@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from trtmesh.chassis.errors import NotFound
 from trtmesh.cli.admin_command import Context, admin_command
 from trtmesh.cli.completion import complete_request_id
 from trtmesh.cli.output import printable, put, put_json
 from trtmesh.cli.session import OK
-from trtmesh.cli.tables import items_table, requests_table
+from trtmesh.cli.tables import items_table, print_tables, requests_table
 from trtmesh.v1 import router_admin_pb2 as pb
 
 requests = typer.Typer(name="requests", help="The live requests of a router.", no_args_is_help=True)
@@ -35,7 +34,7 @@ async def list_requests(
         for request in seen.requests:
             put_json(request)
     else:
-        Console().print(requests_table(seen.requests))
+        print_tables(requests_table(seen.requests))
         if seen.live_requests > len(seen.requests):
             put(f"{len(seen.requests)} of {seen.live_requests} live requests")
     return OK
@@ -59,7 +58,7 @@ async def show(context: Context, request_id: RequestArgument) -> int:
         put_json(request)
     else:
         put(_headline(request))
-        Console().print(items_table(request))
+        print_tables(items_table(request))
     return OK
 
 

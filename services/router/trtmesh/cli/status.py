@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rich.console import Console
 from trtmesh.cli.admin_command import Context, admin_command
-from trtmesh.cli.output import put_json, say
+from trtmesh.cli.output import put, put_json, say
 from trtmesh.cli.session import FAILED, OK
-from trtmesh.cli.tables import tokenizers_table, workers_table
+from trtmesh.cli.tables import print_tables, tokenizers_table, workers_table
 from trtmesh.v1 import router_admin_pb2 as pb
 
 
@@ -22,12 +21,8 @@ async def status(context: Context) -> int:
     if context.as_json:
         put_json(seen)
     else:
-        console = Console()
-        console.print(
-            f"router {router}: policy {seen.policy}, {seen.live_requests} live requests",
-            highlight=False,
-        )
-        console.print(workers_table(seen.workers), tokenizers_table(seen.tokenizers))
+        put(f"router {router}: policy {seen.policy}, {seen.live_requests} live requests")
+        print_tables(workers_table(seen.workers), tokenizers_table(seen.tokenizers))
     if _anything_ready(seen.workers) and _anything_ready(seen.tokenizers):
         return OK
     say(f"router {router} cannot serve: it needs a ready worker and a ready tokenizer")

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 from trtmesh.cli.output import printable
 from trtmesh.v1 import router_admin_pb2 as pb
 from trtmesh.v1.engine_pb2 import WorkerRole
 from trtmesh.v1.generation_pb2 import FinishReason
 
+LEAST_REMARK_WIDTH = 20
+"""Columns of the screen that a remark has at least."""
+
 
 def workers_table(workers: Iterable[pb.Worker]) -> Table:
-    table = Table("worker", "address", "state", "model", "backend", "role", "items", "blocks used")
-    table.add_column("problem", overflow="fold")
+    table = new_table(
+        "worker", "address", "state", "model", "backend", "role", "items", "blocks\nused",
+        remark="problem",
+    )  # fmt: skip
     for worker in workers:
         engine, load = worker.engine, worker.load
         add_row(
@@ -34,8 +45,7 @@ def workers_table(workers: Iterable[pb.Worker]) -> Table:
 
 
 def tokenizers_table(tokenizers: Iterable[pb.TokenizerReplica]) -> Table:
-    table = Table("tokenizer", "state", "model", "sequences")
-    table.add_column("problem", overflow="fold")
+    table = new_table("tokenizer", "state", "model", "sequences", remark="problem")
     for replica in tokenizers:
         add_row(
             table,
@@ -49,7 +59,9 @@ def tokenizers_table(tokenizers: Iterable[pb.TokenizerReplica]) -> Table:
 
 
 def requests_table(requests: Iterable[pb.LiveRequest]) -> Table:
-    table = Table("request", "model", "age s", "items", "stages", "workers", "tokens", "waiting")
+    table = new_table(
+        "request", "model", "age s", "items", "stages", "workers", "tokens", "waiting"
+    )
     for request in requests:
         add_row(
             table,
@@ -73,8 +85,8 @@ def stage_words(request: pb.LiveRequest) -> str:
 
 def items_table(request: pb.LiveRequest) -> Table:
     """A row a sequence, and one for an item that has none yet."""
-    table = Table(
-        "item", "stage", "prompt tokens", "sequence", "worker", "new tokens", "sent", "state"
+    table = new_table(
+        "item", "stage", "prompt\ntokens", "sequence", "worker", "new\ntokens", "sent", "state"
     )
     for item in request.items:
         known = (item.batch_index, item.stage, item.prompt_tokens)
@@ -101,10 +113,10 @@ def _sequence_state(sequence: pb.LiveSequence) -> str:
 
 
 def candidates_table(candidates: Iterable[pb.PlacementCandidate]) -> Table:
-    table = Table(
-        "worker", "score", "cached tokens", "sequences", "wait ms", "prefill ms/token", "step ms"
-    )
-    table.add_column("excluded by", overflow="fold")
+    table = new_table(
+        "worker", "score", "cached\ntokens", "sequences", "wait ms", "prefill\nms/token", "step ms",
+        remark="excluded by",
+    )  # fmt: skip
     for candidate in candidates:
         add_row(
             table,
@@ -120,9 +132,42 @@ def candidates_table(candidates: Iterable[pb.PlacementCandidate]) -> Table:
     return table
 
 
+def new_table(*headings: str, remark: str = "") -> Table:
+    """A table for `fitted`: names and addresses are there to be copied, so that nothing in it is shortened, and nothing
+    but a `remark`, the last column, goes over several lines."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in headings:
+        table.add_column(heading, no_wrap=True)
+    if remark:
+        table.add_column(remark, overflow="fold")
+    return table
+
+
 def add_row(table: Table, *cells: object) -> None:
-    """A row; names come from clients and workers, so nothing in them may command the terminal."""
-    table.add_row(*(printable(str(cell)) for cell in cells))
+    """A row; names come from clients and workers, so nothing in them may command the terminal or be markup."""
+    table.add_row(*(Text(printable(str(cell))) for cell in cells))
+
+
+def fitted(table: Table, console: Console) -> Table:
+    """The table as wide as what it holds, without remarks where there are none. Where the terminal is narrower, remarks
+    are folded first, and then its lines run on; in a pipe a row is a line."""
+    remarks = table.columns[-1]
+    folds = not remarks.no_wrap
+    widest = max((cell_len(str(cell)) for cell in remarks.cells), default=0)
+    if folds and not widest:
+        table.columns.pop()
+    unbound = console.options.update(max_width=sys.maxsize)
+    table.width = Measurement.get(console, unbound, table).maximum
+    if folds and console.is_terminal:
+        least = table.width - max(0, widest - LEAST_REMARK_WIDTH)
+        table.width = min(table.width, max(console.width, least))
+    return table
+
+
+def print_tables(*tables: Table) -> None:
+    console = Console()
+    for table in tables:
+        console.print(fitted(table, console), soft_wrap=True)
 
 
 def state_word(state: int) -> str:

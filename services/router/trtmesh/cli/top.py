@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
+from functools import partial
 from itertools import count as count_from
 from typing import Annotated
 
@@ -21,7 +22,7 @@ from trtmesh.cli.admin_command import Context, admin_command
 from trtmesh.cli.output import as_fields, printable, put
 from trtmesh.cli.rates import Rates, Sample, measure
 from trtmesh.cli.session import OK
-from trtmesh.cli.tables import add_row, stage_words, state_word
+from trtmesh.cli.tables import add_row, fitted, new_table, stage_words, state_word
 from trtmesh.client import AdminClient
 
 Show = Callable[[Sample, Rates], None]
@@ -65,14 +66,15 @@ async def _look(admin: AdminClient, limit: int) -> Sample:
 @contextmanager
 def _shown(context: Context) -> Iterator[Show]:
     """One line of JSON a look; else a screen of its own that is redrawn, or one page after another in a pipe."""
-    console, address = Console(), context.admin.address
+    console = Console()
+    make = partial(page, console, context.admin.address)
     if context.as_json:
         yield _put_json
     elif console.is_terminal:
         with Live(console=console, screen=True, auto_refresh=False) as live:
-            yield lambda sample, rates: live.update(_page(address, sample, rates), refresh=True)
+            yield lambda sample, rates: live.update(make(sample, rates), refresh=True)
     else:
-        yield lambda sample, rates: console.print(_page(address, sample, rates))
+        yield lambda sample, rates: console.print(make(sample, rates), soft_wrap=True)
 
 
 def _put_json(sample: Sample, rates: Rates) -> None:
@@ -85,22 +87,23 @@ def _put_json(sample: Sample, rates: Rates) -> None:
     put(json.dumps(look, ensure_ascii=False))
 
 
-def _page(address: str, sample: Sample, rates: Rates) -> Group:
+def page(console: Console, address: str, sample: Sample, rates: Rates) -> Group:
+    """One look, for a console."""
     fleet = sample.fleet
     headline = (
         f"router {address}: policy {fleet.policy}, {fleet.live_requests} live requests,"
         f" {_number(rates.generated_tokens_per_second)} tokens/s, prefix hits {_share(rates.hit_rate)},"
         f" {_share(rates.recent_hit_rate)} of late"
     )
-    return Group(Text(printable(headline)), _fleet(sample, rates), _streams(sample, rates))
+    tables = (_fleet(sample, rates), _streams(sample, rates))
+    return Group(Text(printable(headline)), *(fitted(table, console) for table in tables))
 
 
 def _fleet(sample: Sample, rates: Rates) -> Table:
-    table = Table(
-        "worker", "state", "items", "running", "waiting", "blocks used", "prompt tokens/s", "tokens/s",
-        "hits", "of late",
+    table = new_table(
+        "worker", "state", "items", "running", "waiting", "blocks\nused", "prompt\ntokens/s", "tokens/s",
+        "hits", "of\nlate", remark="problem",
     )  # fmt: skip
-    table.add_column("problem", overflow="fold")
     for worker, rate in zip(sample.fleet.workers, rates.workers, strict=True):
         load = worker.load
         used = load.used_blocks / load.total_blocks if load.total_blocks else None
@@ -122,7 +125,9 @@ def _fleet(sample: Sample, rates: Rates) -> Table:
 
 
 def _streams(sample: Sample, rates: Rates) -> Table:
-    table = Table("request", "age s", "items", "stages", "tokens", "tokens/s", "waiting for client")
+    table = new_table(
+        "request", "age s", "items", "stages", "tokens", "tokens/s", "waiting\nfor client"
+    )
     for request, rate in zip(sample.requests.requests, rates.requests, strict=True):
         add_row(
             table,

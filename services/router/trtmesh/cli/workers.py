@@ -7,12 +7,11 @@ from datetime import datetime
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from trtmesh.cli.admin_command import Context, admin_command
 from trtmesh.cli.completion import complete_worker
 from trtmesh.cli.output import printable, put, put_json, say
 from trtmesh.cli.session import FAILED, OK
-from trtmesh.cli.tables import state_word, workers_table
+from trtmesh.cli.tables import print_tables, state_word, workers_table
 from trtmesh.v1 import router_admin_pb2 as pb
 
 workers = typer.Typer(name="workers", help="The workers of a router.", no_args_is_help=True)
@@ -31,7 +30,7 @@ async def list_workers(context: Context) -> int:
         for worker in seen.workers:
             put_json(worker)
     else:
-        Console().print(workers_table(seen.workers))
+        print_tables(workers_table(seen.workers))
     return OK
 
 
@@ -43,7 +42,7 @@ async def watch(context: Context) -> int:
     With --json one list a line, also when nothing but loads changed. Exit status: 1 the call failed or ended, 2 wrong
     usage, 130 Ctrl-C.
     """
-    console, told = Console(), None
+    told = None
     async with aclosing(context.admin.watch_workers()) as lists:
         async for seen in lists:
             if context.as_json:
@@ -51,8 +50,8 @@ async def watch(context: Context) -> int:
             elif (standing := _standing(seen)) != told:
                 told = standing
                 now = datetime.now().astimezone().isoformat(timespec="seconds")
-                console.print(f"{now}: {len(seen.workers)} workers", highlight=False)
-                console.print(workers_table(seen.workers))
+                put(f"{now}: {len(seen.workers)} workers")
+                print_tables(workers_table(seen.workers))
     say(f"router {context.admin.address} ended the list")
     return FAILED
 

@@ -17,6 +17,11 @@ from trtmesh.chassis.errors import InvalidRequest
 
 MOONCAKE_BLOCK_TOKENS = 512
 
+MOST_MS = 1e15
+"""Largest timestamp: above 30,000 years, and exact to the millisecond in floating point."""
+MOST_TOKENS = 2**32 - 1
+"""Largest length: what the protos can say."""
+
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
@@ -61,11 +66,8 @@ def _parse(line: str, where: str) -> Arrival:
     hashes = record.get("hash_ids", [])
     if not isinstance(hashes, list) or not all(isinstance(each, int) for each in hashes):
         raise InvalidRequest(f"{where}: hash_ids must be a list of whole numbers")
-    timestamp = record.get("timestamp")
-    if isinstance(timestamp, bool) or not isinstance(timestamp, int | float):
-        raise InvalidRequest(f"{where}: timestamp is {timestamp!r} but must be milliseconds")
     return Arrival(
-        timestamp / 1000,
+        _milliseconds(record, "timestamp", where) / 1000,
         prompt,
         _whole(record, "output_length", where, least=0),
         block_tokens,
@@ -74,12 +76,22 @@ def _parse(line: str, where: str) -> Arrival:
     )
 
 
+def _milliseconds(record: Mapping[str, Any], field: str, where: str) -> float:
+    value = record.get(field)
+    # Python's JSON has NaN and Infinity, and makes infinity of 1e400; a whole number may have any size.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MOST_MS:
+        raise InvalidRequest(
+            f"{where}: {field} is {value!r} but must be milliseconds of at most {MOST_MS:g} either way"
+        )
+    return value
+
+
 def _whole(
     record: Mapping[str, Any], field: str, where: str, *, least: int, default: int | None = None
 ) -> int:
     value = record.get(field, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_TOKENS:
         raise InvalidRequest(
-            f"{where}: {field} is {value!r} but must be a whole number of at least {least}"
+            f"{where}: {field} is {value!r} but must be a whole number of {least} to {MOST_TOKENS}"
         )
     return value

@@ -1,0 +1,115 @@
+"""Tables keep names and addresses whole, however narrow the screen is."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+from trtmesh.cli.rates import Sample, measure
+from trtmesh.cli.tables import (
+    add_row,
+    candidates_table,
+    fitted,
+    items_table,
+    new_table,
+    requests_table,
+    tokenizers_table,
+    workers_table,
+)
+from trtmesh.cli.top import page
+from trtmesh.v1 import router_admin_pb2 as pb
+
+PROBLEM = (
+    "cannot connect: failed to connect to all addresses; the last of them refused the connection"
+)
+NAMES = [f"engine-of-a-long-name-{number}" for number in range(2)]
+ADDRESSES = [f"engine-{number}.engines.default.svc.cluster.local:9000" for number in range(2)]
+REQUEST = "d3b07384-d9a0-4c1e-8f3c-5f0f6f3ad8a2"
+
+
+def fleet(problem: str) -> pb.ListWorkersResponse:
+    seen = pb.ListWorkersResponse(policy="auto")
+    for name, address in zip(NAMES, ADDRESSES, strict=True):
+        state = pb.WORKER_STATE_CONNECTING if problem else pb.WORKER_STATE_READY
+        seen.workers.add(worker=name, address=address, state=state, problem=problem)
+        seen.tokenizers.add(address=address, state=state, problem=problem)
+    return seen
+
+
+def live() -> pb.ListRequestsResponse:
+    seen = pb.ListRequestsResponse(live_requests=1)
+    request = seen.requests.add(request_id=REQUEST, model="demo")
+    for batch_index, name in enumerate(NAMES):
+        item = request.items.add(batch_index=batch_index, stage="generate", worker=name)
+        item.sequences.add(worker=name, generated_tokens=5)
+    return seen
+
+
+def shown(table: Table, *, terminal: bool, width: int) -> str:
+    screen = StringIO()
+    console = Console(file=screen, force_terminal=terminal, width=width, color_system=None)
+    console.print(fitted(table, console), soft_wrap=True)
+    return screen.getvalue()
+
+
+@pytest.mark.parametrize("problem", ["", PROBLEM], ids=["well", "unwell"])
+@pytest.mark.parametrize("width", [20, 80, 200])
+@pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])
+def test_names_and_addresses_are_whole(*, terminal: bool, width: int, problem: str) -> None:
+    seen = fleet(problem)
+    candidates = [pb.PlacementCandidate(worker=name, excluded_by=problem) for name in NAMES]
+    for table, words in (
+        (workers_table(seen.workers), (*NAMES, *ADDRESSES)),
+        (tokenizers_table(seen.tokenizers), ADDRESSES),
+        (requests_table(live().requests), (REQUEST, ", ".join(NAMES))),
+        (items_table(live().requests[0]), NAMES),
+        (candidates_table(candidates), NAMES),
+    ):
+        text = shown(table, terminal=terminal, width=width)
+        assert [word for word in words if word not in text] == []
+        assert "…" not in text
+
+
+def test_a_row_is_a_line_in_a_pipe() -> None:
+    lines = shown(workers_table(fleet(PROBLEM).workers), terminal=False, width=80).splitlines()
+    for words in zip(NAMES, ADDRESSES, strict=True):
+        (line,) = [line for line in lines if words[0] in line]
+        assert words[1] in line
+        assert PROBLEM in line
+
+
+def test_a_screen_of_80_columns_holds_a_common_fleet() -> None:
+    seen = pb.ListWorkersResponse()
+    for number in range(2):
+        worker = seen.workers.add(
+            worker=f"engine-{number}", address="127.0.0.1:45211", state=pb.WORKER_STATE_READY
+        )
+        worker.engine.model, worker.engine.backend = "demo", "simulated"
+    text = shown(workers_table(seen.workers), terminal=True, width=80)
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_remarks_fold_before_lines_run_on() -> None:
+    table = new_table("name", remark="problem")
+    add_row(table, "a", PROBLEM)
+    lines = shown(table, terminal=True, width=80).splitlines()
+    assert len(lines) == 4
+    assert max(map(len, lines)) <= 80
+
+
+def test_names_are_no_markup() -> None:
+    table = new_table("name")
+    add_row(table, "[bold]x[/bold]")
+    assert "[bold]x[/bold]" in shown(table, terminal=False, width=80)
+
+
+@pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])
+def test_top_keeps_names_whole(*, terminal: bool) -> None:
+    screen = StringIO()
+    console = Console(file=screen, force_terminal=terminal, width=80, color_system=None)
+    sample = Sample(1.0, fleet(PROBLEM), live())
+    shown = page(console, "127.0.0.1:8003", sample, measure(None, sample))
+    console.print(shown, soft_wrap=True)
+    assert [word for word in (*NAMES, REQUEST) if word not in screen.getvalue()] == []
