@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import grpc
 import pytest
 import pytest_asyncio
+import uvloop
 from chassis.grpc_server.conftest import MOST_BYTES, Example, serving
 from chassis.grpc_server.wire import Wire
 from trtmesh.chassis.grpc_client import Connection, Method, connected
@@ -19,10 +20,16 @@ from trtmesh.chassis.grpc_wire.frames import (
     Kind,
     Setting,
     frame,
+    parse_settings,
     settings,
 )
 
 PATIENCE_SECONDS = 30.0
+
+
+def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Services run on uvloop, whose transports are other ones."""
+    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
 class Text(bytes):
@@ -72,6 +79,8 @@ class Peer:
         """The connection, behind what every client begins with."""
         wire = await self._accepted
         assert await wire.reader.readexactly(len(PREFACE)) == PREFACE
+        said = dict(parse_settings(await wire.next(Kind.SETTINGS)))
+        assert said[Setting.ENABLE_PUSH] == 0
         return wire
 
 
@@ -98,7 +107,6 @@ def headers(wire: Wire, stream: int, fields: Mapping[str, str], flags: int = 0) 
 
 HEAD = {":status": "200", "content-type": "application/grpc"}
 GREETINGS_OF_NONE = {
-    "nothing": (b"", "did not greet"),
     "HTTP/1.1": (b"HTTP/1.1 400 Bad Request\r\n\r\n", "is no gRPC server"),
     "another frame": (frame(Kind.PING, 0, 0, bytes(8)), "settings must come first"),
     "bad settings": (frame(Kind.SETTINGS, 0, 0, b"\0"), "settings are cut off"),

@@ -125,10 +125,10 @@ async def test_a_connection_that_is_left_ends_its_calls(example: Example) -> Non
         connection.open(method("Echo"))
 
 
-async def test_an_answer_that_comes_too_late(connection: Connection, example: Example) -> None:
+async def test_an_answer_that_comes_too_late(connection: Connection) -> None:
     with pytest.raises((Unavailable, grpc.aio.AioRpcError), match=r"not answered|Deadline"):
         await connection.ask(method("Wait"), Text(b""), 0.2)
-    await asyncio.wait_for(example.cancelled.wait(), PATIENCE_SECONDS)
+    assert await ask(connection, "Echo", b"still here") == b"still here"
 
 
 async def test_who_writes_to_an_ended_call_is_told_its_end(connection: Connection) -> None:
@@ -153,13 +153,12 @@ async def test_a_write_that_waits_is_told_the_end(connection: Connection, exampl
     call = connection.open(method("Ignore"))
 
     async def write() -> None:
-        for _ in range(10):
+        while True:
             await call.write(Text(bytes(2 * 2**20)))
 
     writing = asyncio.create_task(write())
     await example.waiting.wait()
     await call_waits(connection)
-    assert not writing.done()
     call.cancel()
     with pytest.raises(grpc.aio.AioRpcError):
         await writing
@@ -232,12 +231,26 @@ async def test_nobody_listens() -> None:
                 pass
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:99999", "127.0.0.1:x", f"{'a' * 64}.example:1"])
+async def test_no_address(address: str) -> None:
+    with pytest.raises(Unavailable, match="cannot connect to"):
+        async with connected(address, MOST_BYTES, PATIENCE_SECONDS):
+            pass
+
+
 @pytest.mark.parametrize(
     ("peer", "words"), GREETINGS_OF_NONE.values(), ids=GREETINGS_OF_NONE, indirect=["peer"]
 )
 async def test_no_grpc_server_listens(peer: Peer, words: str) -> None:
     with pytest.raises(Unavailable, match=words):
-        async with connected(peer.address, MOST_BYTES, 0.5):
+        async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS):
+            pass
+
+
+@pytest.mark.parametrize("peer", [b""], indirect=True)
+async def test_a_server_that_says_nothing(peer: Peer) -> None:
+    with pytest.raises(Unavailable, match="did not greet"):
+        async with connected(peer.address, MOST_BYTES, 0.3):
             pass
 
 

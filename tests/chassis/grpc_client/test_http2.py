@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any
 
 import grpc
 import pytest
@@ -147,6 +148,11 @@ ENDS_CALL: dict[str, tuple[Breach, grpc.StatusCode, str]] = {
         grpc.StatusCode.INTERNAL,
         "broke a rule",
     ),
+    "an announcement that ends": (
+        lambda wire: headers(wire, 1, {":status": "103"}, END_STREAM),
+        grpc.StatusCode.INTERNAL,
+        "broke a rule",
+    ),
     "an end without a status": (
         lambda wire: headers(wire, 1, HEAD) + frame(Kind.DATA, END_STREAM, 1),
         grpc.StatusCode.INTERNAL,
@@ -221,10 +227,14 @@ async def test_what_ends_one_call(
         call = connection.open(method("Echo"))
         await call.write(Text(b""))
         await wire.next(Kind.DATA, stream=1)
-        wire.send(wire.made(said))
+        frames = wire.made(said)
+        wire.send(frames)
         with pytest.raises(grpc.aio.AioRpcError, match=words) as caught:
             await call.read()
         assert code_of(caught) is status
+        if frames[3] != Kind.RST_STREAM:
+            # Who has not half-closed must say that nothing follows, or the stream counts for ever.
+            assert (await wire.error())[0] == 1
         await echo(connection, wire, 3)
 
 
@@ -265,9 +275,21 @@ async def test_a_farewell_ends_what_it_says_and_nothing_else(peer: Peer) -> None
         assert code_of(caught) is grpc.StatusCode.UNAVAILABLE
         with pytest.raises(Unavailable, match="it stops"):
             connection.open(method("Echo"))
+        wire.send(go_away(1, ErrorCode.ENHANCE_YOUR_CALM, "too many pings"))
         wire.send(headers(wire, 1, HEAD), wire.data(1, b"last", 0))
         wire.send(headers(wire, 1, OK, END_STREAM))
         assert [await first.read(), await first.read()] == [b"last", None]
+
+
+async def test_who_is_cut_off_behind_a_farewell_is_told_its_reason(peer: Peer) -> None:
+    async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
+        wire = await peer.wire()
+        call = connection.open(method("Wait"))
+        await wire.next(Kind.HEADERS, stream=1)
+        wire.send(go_away(1, ErrorCode.ENHANCE_YOUR_CALM, "too many pings"))
+        peer.closed.set()
+        with pytest.raises(grpc.aio.AioRpcError, match="ENHANCE_YOUR_CALM: too many pings"):
+            await call.read()
 
 
 @pytest.mark.parametrize("peer", [settings({Setting.MAX_CONCURRENT_STREAMS: 1})], indirect=True)
@@ -312,14 +334,9 @@ async def test_a_write_that_waits_for_a_window_is_told_the_end(peer: Peer) -> No
             await writing
         assert code_of(caught) is grpc.StatusCode.FAILED_PRECONDITION
         call.half_close()
-        await echo_refused(connection, wire)
-
-
-async def echo_refused(connection: Connection, wire: Wire) -> None:
-    """Nothing of an ended call is sent any more."""
-    wire.send(frame(Kind.PING, 0, 0, bytes(8)))
-    while (found := await wire.frame()).kind != Kind.PING:
-        assert found.kind == Kind.SETTINGS
+        assert await wire.error() == (1, ErrorCode.NO_ERROR)
+        wire.send(frame(Kind.PING, 0, 0, bytes(8)))
+        assert (await wire.frame()).kind == Kind.PING
 
 
 async def test_a_silent_server_is_given_up(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,32 +345,127 @@ async def test_a_silent_server_is_given_up(peer: Peer, monkeypatch: pytest.Monke
     async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
         call = connection.open(method("Wait"))
         async with asyncio.timeout(PATIENCE_SECONDS):
-            with pytest.raises(grpc.aio.AioRpcError, match="closed"):
+            with pytest.raises(grpc.aio.AioRpcError, match="answered nothing"):
                 await call.read()
 
 
 @pytest.mark.parametrize("seed", range(30))
 async def test_nonsense_ends_in_an_error(peer: Peer, seed: int) -> None:
     """Whatever a server sends, who reads is told an end, and no defect shows."""
+    defects: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: defects.append(context))
     draw = random.Random(seed)
     async with connected(peer.address, 2**20, PATIENCE_SECONDS) as connection:
         wire = await peer.wire()
-        call = connection.open(method("Echo"))
-        await wire.next(Kind.HEADERS, stream=1)
-        wire.send(headers(wire, 1, HEAD))
+        calls = [connection.open(method("Echo")) for _ in range(20)]
+        await wire.next(Kind.HEADERS, stream=39)
         for _ in range(200):
-            kind, flags, stream = (
-                draw.randrange(12),
-                draw.randrange(64),
-                draw.choice((0, 1, 1, 1, 3)),
-            )
-            wire.send(frame(kind, flags, stream, draw.randbytes(draw.choice((0, 4, 5, 8, 9, 40)))))
+            wire.send(_drawn(draw, wire))
         peer.closed.set()
         async with asyncio.timeout(PATIENCE_SECONDS):
-            with pytest.raises(grpc.aio.AioRpcError):
-                await _read_all(call)
+            ends = await asyncio.gather(*map(_read_all, calls), return_exceptions=True)
+    assert all(end is None or isinstance(end, grpc.aio.AioRpcError) for end in ends)
+    assert any(end is not None for end in ends)
+    assert defects == []
+
+
+def _drawn(draw: random.Random, wire: Wire) -> bytes:
+    """A frame that is mostly right."""
+    stream = draw.randrange(1, 40, 2)
+    whole, size = message(draw.randbytes(8)), draw.randrange(14)
+    fields = draw.choice(
+        (HEAD, OK, HEAD | {"grpc-status": "5"}, {"odd-bin": "%"}, {":status": "404"})
+    )
+    frames = (
+        headers(wire, stream, HEAD),
+        headers(wire, stream, fields, draw.choice((0, END_STREAM))),
+        frame(Kind.DATA, draw.choice((0, 0, 0, END_STREAM)), stream, whole),
+        frame(Kind.DATA, 0, stream, whole[:size]),
+        reset(stream, draw.choice(list(ErrorCode))),
+        window_update(draw.choice((0, stream)), draw.randrange(1, 2**20)),
+        settings({Setting.INITIAL_WINDOW_SIZE: draw.randrange(2**17)}),
+        frame(Kind.PING, 0, 0, draw.randbytes(8)),
+        frame(draw.randrange(10, 256), draw.randrange(256), stream, draw.randbytes(size)),
+    )
+    if draw.random() < 0.002:
+        return draw.randbytes(30)
+    return draw.choice(frames)
 
 
 async def _read_all(call: Call[Text, bytes]) -> None:
     async for _ in call:
         pass
+
+
+async def test_a_question_is_told_with_its_deadline_and_taken_back(peer: Peer) -> None:
+    async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
+        wire = await peer.wire()
+        asking = asyncio.create_task(connection.ask(method("Echo"), Text(b""), 0.25))
+        said = wire.fields(await wire.next(Kind.HEADERS, stream=1))
+        assert said["grpc-timeout"] == "250m"
+        with pytest.raises(Unavailable, match="not answered within"):
+            await asking
+        assert await wire.error() == (1, ErrorCode.CANCEL)
+
+
+async def test_a_question_has_one_answer(peer: Peer) -> None:
+    async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
+        wire = await peer.wire()
+        asking = asyncio.create_task(connection.ask(method("Echo"), Text(b""), PATIENCE_SECONDS))
+        await wire.next(Kind.HEADERS, stream=1)
+        wire.send(headers(wire, 1, HEAD), wire.data(1, b"one", 0), wire.data(1, b"two", 0))
+        with pytest.raises(Unavailable, match="one message"):
+            await asking
+        assert await wire.error() == (1, ErrorCode.CANCEL)
+
+
+@pytest.mark.parametrize("peer", [settings({Setting.INITIAL_WINDOW_SIZE: 10})], indirect=True)
+async def test_an_answer_before_the_whole_question(peer: Peer) -> None:
+    async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
+        wire = await peer.wire()
+        text = Text(b"x" * 100)
+        asking = asyncio.create_task(connection.ask(method("Echo"), text, PATIENCE_SECONDS))
+        await wire.next(Kind.DATA, stream=1)
+        wire.send(headers(wire, 1, HEAD), wire.data(1, b"early", 0))
+        wire.send(headers(wire, 1, OK, END_STREAM))
+        assert await asking == b"early"
+        assert await wire.error() == (1, ErrorCode.NO_ERROR)
+
+
+@pytest.mark.parametrize("peer", [settings({Setting.INITIAL_WINDOW_SIZE: 10})], indirect=True)
+async def test_what_a_cancelled_write_left_is_sent_first(peer: Peer) -> None:
+    async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
+        wire = await peer.wire()
+        call = connection.open(method("Join"))
+        first = asyncio.create_task(call.write(Text(b"a" * 20)))
+        body = (await wire.next(Kind.DATA)).payload
+        first.cancel()
+        second = asyncio.create_task(call.write(Text(b"b" * 20)))
+        wire.send(window_update(1, 1000))
+        while len(body) < 50:
+            body += (await wire.next(Kind.DATA)).payload
+        assert body == message(b"a" * 20) + message(b"b" * 20)
+        await second
+
+
+async def test_who_closed_for_writing_writes_no_more(peer: Peer) -> None:
+    async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
+        call = connection.open(method("Join"))
+        call.half_close()
+        call.half_close()
+        with pytest.raises(grpc.aio.UsageError, match="closed for writing"):
+            await call.write(Text(b""))
+        wire = await peer.wire()
+        assert (await wire.next(Kind.DATA, Kind.RST_STREAM)).flags == END_STREAM
+        wire.send(frame(Kind.PING, 0, 0, bytes(8)))
+        assert (await wire.next(Kind.PING, Kind.DATA)).kind == Kind.PING
+
+
+async def test_a_link_carries_more_than_the_usual_window_in_a_round_trip(peer: Peer) -> None:
+    async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
+        wire = await peer.wire()
+        call = connection.open(method("Many"))
+        await wire.next(Kind.HEADERS)
+        wire.send(headers(wire, 1, HEAD), *(wire.data(1, bytes(100_000), 0) for _ in range(20)))
+        wire.send(headers(wire, 1, OK, END_STREAM))
+        assert [len(each) async for each in call] == [100_000] * 20

@@ -61,3 +61,27 @@ async def test_nothing_stays(
     async with asyncio.timeout(PATIENCE_SECONDS):
         while alive(Connection) or alive(Call):  # noqa: ASYNC110 - freeing sets no event
             await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("passes", range(8))
+async def test_nothing_stays_of_a_connection_that_was_not_wanted_any_more(
+    example: Example, passes: int
+) -> None:
+    defects: list[dict[str, Any]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: defects.append(context))
+
+    async def connect() -> None:
+        async with connected(example.address, MOST_BYTES, PATIENCE_SECONDS):
+            await asyncio.Event().wait()
+
+    connecting = asyncio.create_task(connect())
+    for _ in range(passes):
+        await asyncio.sleep(0)
+    connecting.cancel()
+    await asyncio.wait([connecting])
+    del connecting
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while alive(Connection):  # noqa: ASYNC110 - freeing sets no event
+            await asyncio.sleep(0.01)
+    assert defects == []

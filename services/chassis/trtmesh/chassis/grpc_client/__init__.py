@@ -1,8 +1,8 @@
 """A gRPC client for asyncio: one connection to one server, and the calls on it.
 
 What it is for are links between services, which carry a few long streams of small messages; grpc.aio wakes a thread,
-and that the event loop, for each message that comes or goes (`bench/README.md`). Whoever needs names that are looked
-up, balancing or connections that come back by themselves uses grpc.aio.
+and that the event loop, for each message that comes or goes (`bench/README.md`). Whoever needs balancing, TLS or
+connections that come back by themselves uses grpc.aio.
 """
 
 from trtmesh.chassis.grpc_client.call import Call, Method

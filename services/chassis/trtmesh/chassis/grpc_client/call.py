@@ -17,6 +17,13 @@ from trtmesh.chassis.grpc_wire.output import Output, OutStream
 
 ENDED = "its stream ended"
 
+WINDOW_BYTES = 2**21
+"""What a server may send ahead on a call. A link is one call, so this is what it carries in a round trip."""
+
+
+class Ended(Unavailable):
+    """The server ended a call, with OK, before it took a message."""
+
 
 class Message(Protocol):
     """A message of protobuf."""
@@ -56,14 +63,15 @@ class Call(Generic[Request, Response]):
         self._forget = forget
         self._most_bytes = most_message_bytes
         self._reader = MessageReader("identity", most_message_bytes)
-        self._input = Input(self._reader, grant)
+        self._input = Input(self._reader, WINDOW_BYTES, grant)
         self._begun = False
+        self._half_closed = False
         self._status: Status | None = None
         self.stream = stream
 
     async def write(self, request: Request) -> None:
-        """Sends a message; returns when the server's windows took all of it. Raises AioRpcError, or Unavailable where
-        the call has ended with OK."""
+        """Sends a message; returns when the server's windows took all of it. Raises AioRpcError, or Ended where the
+        call has ended with OK."""
         data = request.SerializeToString()
         if len(data) > self._most_bytes:
             raise _as_error(
@@ -83,7 +91,8 @@ class Call(Generic[Request, Response]):
 
     def half_close(self) -> None:
         """Says that no message follows."""
-        if self._status is None:
+        if self._status is None and not self._half_closed:
+            self._half_closed = True
             self._output.half_close(self.stream)
 
     async def read(self) -> Response | None:
@@ -115,7 +124,8 @@ class Call(Generic[Request, Response]):
     def cancel(self) -> None:
         """Ends the call, unless it has ended."""
         if self._status is None:
-            self._break_off(ErrorCode.CANCEL, grpc.StatusCode.CANCELLED, "it was cancelled")
+            cancelled = Status(grpc.StatusCode.CANCELLED, "it was cancelled")
+            self._break_off(ErrorCode.CANCEL, cancelled)
 
     def take_block(self, block: HeaderBlock) -> None:
         """Takes headers or trailers. Raises StreamFailed."""
@@ -128,11 +138,14 @@ class Call(Generic[Request, Response]):
             return
         head = parse_head(block.fields)
         if head is None:
+            if block.ends_stream:
+                raise StreamFailed(ErrorCode.PROTOCOL_ERROR, "nothing follows what announces more")
             return
         if isinstance(head, Status):
-            self._end(head)
-            if not block.ends_stream:
-                self._output.reset(self.stream, ErrorCode.CANCEL)
+            if block.ends_stream:
+                self._end(head)
+            else:
+                self._break_off(ErrorCode.CANCEL, head)
             return
         self._begun = True
         self._reader.encoding = head.encoding
@@ -148,7 +161,7 @@ class Call(Generic[Request, Response]):
         try:
             self._input.take(size, data)
         except BadMessage as error:
-            self._break_off(ErrorCode.CANCEL, error.status, str(error))
+            self._break_off(ErrorCode.CANCEL, Status(error.status, str(error)))
 
     def half_closed(self) -> None:
         """The server ended the call and said no status."""
@@ -158,27 +171,41 @@ class Call(Generic[Request, Response]):
     def reset(self, code: ErrorCode) -> None:
         """Ends the call: its server broke a rule."""
         if self._status is None:
-            self._break_off(code, grpc.StatusCode.INTERNAL, "the server broke a rule of HTTP/2")
+            broken = Status(grpc.StatusCode.INTERNAL, "the server broke a rule of HTTP/2")
+            self._break_off(code, broken)
 
-    def lost(self, code: ErrorCode, why: str) -> None:
-        """The server is gone, or has ended the call at once."""
+    def was_reset(self, code: ErrorCode) -> None:
+        """The server has ended the call at once."""
         if self._status is None:
-            self._end(status_of_reset(code, why))
+            self._half_closed = True
+            self._end(status_of_reset(code))
 
-    def _break_off(self, code: ErrorCode, status: grpc.StatusCode, details: str) -> None:
-        self._end(Status(status, details))
+    def lost(self, why: str) -> None:
+        """The server is gone, or does not take the call."""
+        if self._status is None:
+            self._half_closed = True
+            self._end(Status(grpc.StatusCode.UNAVAILABLE, why))
+
+    def _break_off(self, code: ErrorCode, status: Status) -> None:
+        self._half_closed = True
+        self._end(status)
         self._output.put(reset(self.stream.number, code))
 
     def _end(self, status: Status) -> None:
         self._status = status
         self._input.end()
         self._output.forget(self.stream)
+        if not self._half_closed:
+            # The server is done with it and we are not, so it would count as open for ever.
+            self._output.put(reset(self.stream.number, ErrorCode.NO_ERROR))
         self._forget()
 
     def _check_open(self) -> None:
         self._check_status()
         if self._status is not None:
-            raise Unavailable(ENDED)
+            raise Ended(ENDED)
+        if self._half_closed:
+            raise grpc.aio.UsageError("the call was closed for writing")
 
     def _check_status(self) -> None:
         """Raises what the call ended with, where that is no OK."""

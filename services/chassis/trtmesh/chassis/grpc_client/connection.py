@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from trtmesh.chassis.errors import Unavailable
-from trtmesh.chassis.grpc_client.call import Call, Method, Request, Response
+from trtmesh.chassis.grpc_client.call import (
+    WINDOW_BYTES,
+    Call,
+    Ended,
+    Method,
+    Request,
+    Response,
+)
 from trtmesh.chassis.grpc_client.streams import OpenedStreams
 from trtmesh.chassis.grpc_wire import connection
-from trtmesh.chassis.grpc_wire.connection import TAKEN_FRAME_BYTES, greeting
+from trtmesh.chassis.grpc_wire.connection import CLOSED, TAKEN_FRAME_BYTES, greeting, why_of
 from trtmesh.chassis.grpc_wire.frames import PREFACE, ConnectionFailed, FrameReader, Setting
 from trtmesh.chassis.grpc_wire.keepalive import give_up_unacknowledged
 from trtmesh.chassis.grpc_wire.output import Output
 
-_GREETING = PREFACE + greeting(Setting.ENABLE_PUSH, 0)
+_GREETING = PREFACE + greeting(Setting.ENABLE_PUSH, 0, WINDOW_BYTES)
 
 
 class Connection(connection.Connection[OpenedStreams]):
@@ -28,9 +36,12 @@ class Connection(connection.Connection[OpenedStreams]):
         self._most_message_bytes = most_message_bytes
         self._heard = asyncio.Event()
         self._problem = ""
+        self.connected = False
+        """Whether the server's system has answered."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        self.connected = True
         give_up_unacknowledged(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
@@ -40,13 +51,13 @@ class Connection(connection.Connection[OpenedStreams]):
 
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
-        self._refuse("it closed the connection" if error is None else str(error))
+        self._refuse(f"{self._address} closed the connection before it greeted")
 
     async def greeted(self) -> None:
         """Returns when the server has sent its settings. Raises Unavailable where none speaks HTTP/2 there."""
         await self._heard.wait()
         if self._problem:
-            raise Unavailable(f"{self._address} is no gRPC server: {self._problem}")
+            raise Unavailable(self._problem)
 
     def open(
         self, method: Method[Request, Response], deadline_seconds: float | None = None
@@ -61,7 +72,9 @@ class Connection(connection.Connection[OpenedStreams]):
         call = self.open(method, within_seconds)
         try:
             async with asyncio.timeout(within_seconds):
-                await call.write(request)
+                # A server may answer before it has taken all of a request.
+                with suppress(Ended):
+                    await call.write(request)
                 call.half_close()
                 answer = await call.read()
                 if answer is None or await call.read() is not None:
@@ -75,16 +88,20 @@ class Connection(connection.Connection[OpenedStreams]):
             call.cancel()
 
     def abort(self) -> None:
-        """Closes the connection at once, which cancels its calls on the server too."""
-        self._streams.lose("the connection was closed")
-        self._transport.abort()
+        """Closes the connection at once, which cancels its calls on the server too. Also where it is being made."""
+        if self.connected:
+            self._streams.lose(CLOSED)
+            self._transport.abort()
+            # uvloop forgets who waits for a connection when it is not wanted any more, and keeps the two together.
+            self.connection_lost(None)
+            self._transport.set_protocol(asyncio.Protocol())
 
     def _open(self, output: Output, peer: str) -> OpenedStreams:
         output.put(_GREETING)
         return OpenedStreams(output, peer, self._most_message_bytes)
 
     def _fail(self, error: ConnectionFailed) -> None:
-        self._refuse(str(error))
+        self._refuse(f"{self._address} is no gRPC server: {error}")
         self._streams.lose(f"it broke a rule of HTTP/2: {error}")
         self._streams.say_farewell(error.code, 0, str(error))
         self.close()
@@ -101,22 +118,30 @@ async def connected(
 ) -> AsyncIterator[Connection]:
     """A connection to `address`, a host and a port, that is closed in the end. Raises Unavailable where nothing greets
     there in time."""
-    host, _, port = address.rpartition(":")
-    loop = asyncio.get_running_loop()
-    made: Connection | None = None
+    made = Connection(address, most_message_bytes)
     try:
-        try:
-            async with asyncio.timeout(within_seconds):
-                _, made = await loop.create_connection(
-                    lambda: Connection(address, most_message_bytes), host.strip("[]"), int(port)
-                )
-                await made.greeted()
-        except TimeoutError:
-            raise Unavailable(f"{address} did not greet within {within_seconds:g} s") from None
-        except OSError as error:
-            why = os.strerror(error.errno) if error.errno else str(error)
-            raise Unavailable(f"cannot connect to {address}: {why}") from None
+        await _connect(made, address, within_seconds)
         yield made
     finally:
-        if made is not None:
-            made.abort()
+        made.abort()
+
+
+async def _connect(made: Connection, address: str, within_seconds: float) -> None:
+    host, _, port = address.rpartition(":")
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(within_seconds):
+            await loop.create_connection(lambda: made, host.strip("[]"), int(port))
+            await made.greeted()
+    except TimeoutError:
+        what = "greet" if made.connected else "answer"
+        raise Unavailable(f"{address} did not {what} within {within_seconds:g} s") from None
+    except (OSError, ValueError, OverflowError) as error:
+        raise Unavailable(f"cannot connect to {address}: {_why_refused(error)}") from None
+
+
+def _why_refused(error: Exception) -> str:
+    """asyncio and uvloop say it each in its own words; the system's are the same."""
+    if isinstance(error, OSError) and not isinstance(error, socket.gaierror) and error.errno:
+        return os.strerror(error.errno)
+    return why_of(error)

@@ -46,10 +46,9 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """What a response begins with."""
+    """What a response begins with: how its messages are compressed."""
 
     encoding: str
-    metadata: Metadata
 
 
 def request_head(path: str, authority: str, timeout: float | None) -> bytes:
@@ -82,7 +81,7 @@ def parse_head(fields: Iterable[tuple[bytes, bytes]]) -> ResponseHead | Status |
     kind = found.given.get("content-type", "")
     if not CONTENT_TYPE.match(kind):
         return Status(grpc.StatusCode.UNKNOWN, f"it answered with content-type {kind[:40]!r}")
-    return ResponseHead(found.given.get("grpc-encoding", "identity"), tuple(found.metadata))
+    return ResponseHead(found.given.get("grpc-encoding", "identity"))
 
 
 def parse_trailers(fields: Iterable[tuple[bytes, bytes]]) -> Status:
@@ -91,11 +90,10 @@ def parse_trailers(fields: Iterable[tuple[bytes, bytes]]) -> Status:
     return _status(found.given, found.metadata)
 
 
-def status_of_reset(code: ErrorCode, why: str) -> Status:
-    """What a call ended with that was reset, or whose connection is gone (NO_ERROR)."""
-    if code is ErrorCode.NO_ERROR:
-        return Status(grpc.StatusCode.UNAVAILABLE, why)
-    return Status(_OF_RESETS.get(code, grpc.StatusCode.INTERNAL), why)
+def status_of_reset(code: ErrorCode) -> Status:
+    """What a call ended with that its server reset."""
+    status = _OF_RESETS.get(code, grpc.StatusCode.INTERNAL)
+    return Status(status, f"the server reset the call: {code.name}")
 
 
 def _status(given: dict[str, str], metadata: list[tuple[str, str | bytes]]) -> Status:

@@ -48,7 +48,7 @@ class OpenedStreams(Streams[Call[Any, Any]]):
     def lose(self, why: str) -> None:
         """Ends every call, and lets none begin."""
         self._closed = self._closed or why
-        super().lose(why)
+        super().lose(self._closed)
 
     def _on_block(self, block: HeaderBlock) -> None:
         if block.stream % 2 == 0 or block.stream > self._last_stream:
@@ -61,7 +61,7 @@ class OpenedStreams(Streams[Call[Any, Any]]):
         self._closed = said
         for number, call in list(self._calls.items()):
             if number > last_stream:
-                call.lost(ErrorCode.REFUSED_STREAM, said)
+                call.lost(said)
 
     def _on_setting(self, name: int, value: int) -> None:
         if name == Setting.MAX_CONCURRENT_STREAMS:

@@ -2,8 +2,7 @@
 
 It takes the handlers and gives the context of grpc.aio, so whatever serves there serves here. Streams that get a small
 message every few milliseconds are what trtmesh is about, and grpc.aio spends most of a router's time on those
-(`bench/README.md`). An asyncio protocol takes the frames of HTTP/2 apart and puts them together; the hpack library
-reads headers.
+(`bench/README.md`).
 """
 
 from trtmesh.chassis.grpc_server.server import GrpcServer

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeAlias
 import grpc
 from trtmesh.chassis.grpc_server.headers import CallHead, response_head, trailers
 from trtmesh.chassis.grpc_wire.fields import Metadata, metadata_block
-from trtmesh.chassis.grpc_wire.frames import ErrorCode, reset
+from trtmesh.chassis.grpc_wire.frames import FIRST_WINDOW_BYTES, ErrorCode, reset
 from trtmesh.chassis.grpc_wire.input import Input
 from trtmesh.chassis.grpc_wire.messages import BadMessage, MessageReader
 from trtmesh.chassis.grpc_wire.output import Output, OutStream
@@ -39,7 +39,9 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         self._loop = asyncio.get_running_loop()
         self._handler = handler
         self._metadata = head.metadata
-        self._input = Input(MessageReader(head.encoding, most_message_bytes), grant)
+        self._input = Input(
+            MessageReader(head.encoding, most_message_bytes), FIRST_WINDOW_BYTES, grant
+        )
         self._output = output
         self._peer = peer
         self._most_bytes = most_message_bytes
@@ -74,11 +76,15 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
 
     def reset(self, code: ErrorCode) -> None:
         """Ends the call without a status: its client broke a rule."""
-        self.lost(code, "the client broke a rule")
+        self.was_reset(code)
         self._output.put(reset(self.stream.number, code))
 
-    def lost(self, code: ErrorCode, why: str) -> None:
-        """The client is gone, or has lost interest. A handler that was cancelled, or is done, is left to clean up."""
+    def lost(self, why: str) -> None:
+        """The client is gone."""
+        self.was_reset(ErrorCode.CANCEL)
+
+    def was_reset(self, code: ErrorCode) -> None:
+        """The client has lost interest. A handler that was cancelled, or is done, is left to clean up."""
         self._output.forget(self.stream)
         if not self._over:
             self._over = True

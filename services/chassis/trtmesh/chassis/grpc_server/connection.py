@@ -10,12 +10,18 @@ from trtmesh.chassis.grpc_server import streams
 from trtmesh.chassis.grpc_server.streams import ServedStreams
 from trtmesh.chassis.grpc_wire import connection
 from trtmesh.chassis.grpc_wire.connection import TAKEN_FRAME_BYTES, greeting
-from trtmesh.chassis.grpc_wire.frames import PREFACE, ConnectionFailed, FrameReader, Setting
+from trtmesh.chassis.grpc_wire.frames import (
+    FIRST_WINDOW_BYTES,
+    PREFACE,
+    ConnectionFailed,
+    FrameReader,
+    Setting,
+)
 from trtmesh.chassis.grpc_wire.output import Output
 
 log = logging.getLogger(__name__)
 
-_GREETING = greeting(Setting.MAX_CONCURRENT_STREAMS, streams.MOST_CALLS)
+_GREETING = greeting(Setting.MAX_CONCURRENT_STREAMS, streams.MOST_CALLS, FIRST_WINDOW_BYTES)
 
 _NOT_HTTP2 = (
     b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain\r\nConnection: close\r\n\r\n"

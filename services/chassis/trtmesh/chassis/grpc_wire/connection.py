@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from functools import partial
@@ -20,27 +19,28 @@ from trtmesh.chassis.grpc_wire.frames import (
     window_update,
 )
 from trtmesh.chassis.grpc_wire.header_blocks import HEADER_LIST_BYTES
-from trtmesh.chassis.grpc_wire.keepalive import Keepalive
+from trtmesh.chassis.grpc_wire.keepalive import ANSWER_SECONDS, SILENCE_SECONDS, Keepalive
 from trtmesh.chassis.grpc_wire.output import Output
 from trtmesh.chassis.grpc_wire.streams import WINDOW_BYTES, Streams
-
-log = logging.getLogger(__name__)
 
 TAKEN_FRAME_BYTES = 2**20
 
 FAREWELL_SECONDS = 0.5
 """How long a peer may take to read the last of what was sent."""
 
+CLOSED = "the connection was closed"
+
 _PING = frame(Kind.PING, 0, 0, bytes(8))
 
 S = TypeVar("S", bound=Streams[Any])
 
 
-def greeting(name: Setting, value: int) -> bytes:
-    """The settings that both sides send, and one that is this side's own."""
+def greeting(name: Setting, value: int, call_window_bytes: int) -> bytes:
+    """The settings that both sides send, and one that is this side's own; `call_window_bytes` is what the peer may send
+    ahead on each call."""
     values = {
         name: value,
-        Setting.INITIAL_WINDOW_SIZE: FIRST_WINDOW_BYTES,
+        Setting.INITIAL_WINDOW_SIZE: call_window_bytes,
         Setting.MAX_FRAME_SIZE: TAKEN_FRAME_BYTES,
         Setting.MAX_HEADER_LIST_SIZE: HEADER_LIST_BYTES,
     }
@@ -67,8 +67,9 @@ class Connection(asyncio.Protocol, ABC, Generic[S]):
         self._transport = cast(asyncio.Transport, transport)
         self._peer = _peer_of(transport)
         self._output = Output(self._loop, self._transport)
-        self._keepalive = Keepalive(partial(self._output.put, _PING), self._transport.abort)
         self._streams = self._open(self._output, self._peer)
+        ping = partial(self._output.put, _PING)
+        self._keepalive = Keepalive(ping, partial(give_up, self._streams, self._transport))
 
     def data_received(self, data: bytes) -> None:
         self._keepalive.heard()
@@ -83,7 +84,7 @@ class Connection(asyncio.Protocol, ABC, Generic[S]):
     def connection_lost(self, error: Exception | None) -> None:
         self._closed = True
         self._output.discard()
-        self._streams.lose(str(error or "the connection was closed"))
+        self._streams.lose(CLOSED if error is None else why_of(error))
         self._keepalive.close()
         if self._farewell is not None:
             self._farewell.cancel()
@@ -112,6 +113,17 @@ class Connection(asyncio.Protocol, ABC, Generic[S]):
     @abstractmethod
     def _fail(self, error: ConnectionFailed) -> None:
         """The peer broke a rule that concerns every call."""
+
+
+def give_up(streams: Streams[Any], transport: asyncio.Transport) -> None:
+    """Ends the connection of a peer that is silent."""
+    streams.lose(f"the peer answered nothing for {SILENCE_SECONDS + ANSWER_SECONDS:g} s")
+    transport.abort()
+
+
+def why_of(error: Exception) -> str:
+    """What an error of the system says, without its number."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def _peer_of(transport: asyncio.BaseTransport) -> str:

@@ -20,7 +20,7 @@ from trtmesh.chassis.grpc_wire.frames import (
 Fields = list[tuple[bytes, bytes]]
 
 HEADER_LIST_BYTES = 2**14
-"""What peers are told. A larger list is still decoded, and its call is told why it ends."""
+"""What peers are told. A larger list is still decoded; a server tells its call why it ends."""
 
 BLOCK_BYTES = 2**16
 """What ends the connection, for headers that are not decoded would spoil those that follow."""

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from trtmesh.chassis.grpc_wire.frames import FIRST_WINDOW_BYTES, ErrorCode, StreamFailed
+from trtmesh.chassis.grpc_wire.frames import ErrorCode, StreamFailed
 from trtmesh.chassis.grpc_wire.messages import MessageReader
 
 
@@ -17,10 +17,12 @@ class Input:
     at most a window and one message of the largest size are held.
     """
 
-    def __init__(self, reader: MessageReader, grant: Callable[[int], None]) -> None:
+    def __init__(
+        self, reader: MessageReader, window_bytes: int, grant: Callable[[int], None]
+    ) -> None:
         self._reader = reader
+        self._whole_window = self._window = window_bytes
         self._grant = grant
-        self._window = FIRST_WINDOW_BYTES
         self._messages: deque[bytes] = deque()
         self._arrived: asyncio.Future[None] | None = None
         self.ended = False
@@ -66,7 +68,7 @@ class Input:
         """Lets the peer send more, in steps of half a window."""
         if self._messages or self.ended:
             return
-        more = FIRST_WINDOW_BYTES + self._reader.missing - self._window
-        if more > FIRST_WINDOW_BYTES // 2:
+        more = self._whole_window + self._reader.missing - self._window
+        if more > self._whole_window // 2:
             self._window += more
             self._grant(more)

@@ -52,8 +52,11 @@ class Exchange(Protocol):
     def reset(self, code: ErrorCode) -> None:
         """Ends the call without a status: the peer broke a rule."""
 
-    def lost(self, code: ErrorCode, why: str) -> None:
-        """The peer is gone, or has ended the call at once."""
+    def was_reset(self, code: ErrorCode) -> None:
+        """The peer has ended the call at once."""
+
+    def lost(self, why: str) -> None:
+        """The peer is gone."""
 
 
 C = TypeVar("C", bound=Exchange)
@@ -83,7 +86,7 @@ class Streams(ABC, Generic[C]):
     def lose(self, why: str) -> None:
         """Ends every call: nobody is there to be told."""
         for call in list(self._calls.values()):
-            call.lost(ErrorCode.NO_ERROR, why)
+            call.lost(why)
 
     def take(self, received: Frame) -> None:
         """Acts on a frame. Raises ConnectionFailed."""
@@ -157,8 +160,7 @@ class Streams(ABC, Generic[C]):
     def _take_reset(self, received: Frame) -> None:
         _check_size(received, 4)
         if (call := self._known(received)) is not None:
-            code = error_code(received.payload)
-            call.lost(code, f"the peer reset the stream: {code.name}")
+            call.was_reset(_error_code(received.payload))
 
     def _take_settings(self, received: Frame) -> None:
         if received.flags & ACK:
@@ -196,11 +198,13 @@ class Streams(ABC, Generic[C]):
 
     def _take_go_away(self, received: Frame) -> None:
         payload = received.payload
-        if received.stream or len(payload) < 8:
+        if received.stream:
+            raise ConnectionFailed(ErrorCode.PROTOCOL_ERROR, "a farewell is of one stream")
+        if len(payload) < 8:
             raise ConnectionFailed(ErrorCode.FRAME_SIZE_ERROR, "a farewell is cut off")
         last_stream = int.from_bytes(payload[:4]) & MOST_WINDOW_BYTES
         why = payload[8:200].decode("utf-8", "replace")
-        self._on_go_away(last_stream, error_code(payload[4:8]), why)
+        self._on_go_away(last_stream, _error_code(payload[4:8]), why)
 
     def _take_window_update(self, received: Frame) -> None:
         _check_size(received, 4)
@@ -228,7 +232,7 @@ class Streams(ABC, Generic[C]):
     }
 
 
-def error_code(payload: bytes) -> ErrorCode:
+def _error_code(payload: bytes) -> ErrorCode:
     """The code of four bytes. One that is not known here counts as INTERNAL_ERROR (RFC 9113, section 7)."""
     try:
         return ErrorCode(int.from_bytes(payload))
