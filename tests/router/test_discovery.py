@@ -6,18 +6,15 @@ import asyncio
 import socket
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 from e2e.mesh import SIMULATED, StreamReader
 from processes import service_process
 from router.scripted import READY, ScriptedEngine, serving_engine, serving_router, until_states
-from trtmesh.chassis.errors import SettingsError
-from trtmesh.router.discovery import (
-    FORGET_AFTER_FAILED_RESOLUTIONS,
-    Discovery,
-    check_addresses,
-)
+from trtmesh.router import discovery
+from trtmesh.router.discovery import FORGET_AFTER_FAILED_RESOLUTIONS, Discovery
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 
@@ -30,6 +27,12 @@ class Names:
         self.slow: set[str] = set()
         self.answered = asyncio.Event()
         monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", self._resolve)
+
+    async def answer(self) -> None:
+        """Answers those that wait, and returns when whoever asked has heard."""
+        self.answered.set()
+        for _ in range(10):
+            await asyncio.sleep(0)
 
     async def _resolve(self, host: str, port: int, **_: Any) -> list[Any]:
         if host in self.slow:
@@ -59,6 +62,7 @@ class Seen:
 
     def __init__(self, *entries: str) -> None:
         self.told: list[str] = []
+        self.ever: list[str] = []
         self.discovery = Discovery(
             entries, 1.0, lambda a: self.told.append(f"+{a}"), lambda a: self.told.append(f"-{a}")
         )
@@ -67,6 +71,7 @@ class Seen:
         """Resolves once; what was told then."""
         self.told.clear()
         await self.discovery.resolve()
+        self.ever += self.told
         return self.told
 
 
@@ -111,14 +116,63 @@ async def test_a_name_that_takes_long_delays_no_other(names: Names) -> None:
     assert await seen.resolve() == ["+10.0.0.7:9000"]
 
 
+async def test_a_name_that_is_answered_between_two_rounds_joins(
+    names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "PATIENCE_SECONDS", 0)
+    seen = Seen("slow:9000")
+    names.answers["slow"] = ["10.0.0.7"]
+    names.slow.add("slow")
+    assert await seen.resolve() == []
+    await names.answer()
+    assert await seen.resolve() == ["+10.0.0.7:9000"]
+
+
+async def test_what_leaves_its_file_while_it_is_looked_up_neither_joins_nor_leaves(
+    names: Names, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(discovery, "PATIENCE_SECONDS", 0)
+    file = tmp_path / "replicas"
+    file.write_text("slow:9000\n")
+    seen = Seen(f"file:{file}")
+    names.answers["slow"] = ["10.0.0.7"]
+    names.slow.add("slow")
+    assert await seen.resolve() == []
+    file.write_text("# none\n")
+    await names.answer()
+    assert await seen.resolve() == []
+    assert await seen.resolve() == []
+    file.write_text("slow:9000\n")
+    await seen.resolve()
+    await names.answer()
+    await seen.resolve()
+    assert seen.ever == ["+10.0.0.7:9000"]
+
+
+async def test_a_name_that_left_its_file_and_fails_again_is_told_of_again(
+    names: Names, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    file = tmp_path / "replicas"
+    seen = Seen(f"file:{file}")
+    for lines in ("nobody:9000\n", "nobody:9000\n", "# none\n", "nobody:9000\n"):
+        file.write_text(lines)
+        assert await seen.resolve() == []
+    complaints = [record.getMessage() for record in caplog.records]
+    assert complaints == ["cannot resolve nobody:9000: [Errno -2] no such name"] * 2
+
+
+@pytest.mark.parametrize("line", ["nonsense", "file:/etc/hosts", "file:other:9000", "a b:9000"])
+async def test_a_file_that_is_wrong_keeps_its_replicas(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "replicas"
+    file.write_text("10.0.0.1:9000  # the first\n\n# nobody else\n")
+    seen = Seen(f"file:{file}")
+    assert await seen.resolve() == ["+10.0.0.1:9000"]
+    file.write_text(f"10.0.0.2:9000\n{line}\n")
+    assert await seen.resolve() == []
+
+
 async def test_localhost_resolves() -> None:
     assert await Seen("localhost:9000").resolve() in (["+127.0.0.1:9000"], ["+[::1]:9000"])
-
-
-@pytest.mark.parametrize("entry", ["host", "host:", ":1", "host:0", "host:65536", "host:x"])
-def test_what_is_no_address_is_refused(entry: str) -> None:
-    with pytest.raises(SettingsError, match="engines has the entry"):
-        check_addresses("engines", [entry])
 
 
 async def test_replicas_join_and_leave_a_running_router(names: Names) -> None:

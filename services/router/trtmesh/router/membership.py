@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trtmesh.chassis.errors import InvalidField, NotFound, SettingsError
-from trtmesh.router.discovery import check_addresses
+from trtmesh.chassis.errors import InvalidField, NotFound
+from trtmesh.router.addresses import Address
 from trtmesh.router.fleet import Fleet
 from trtmesh.router.worker import Worker
 
@@ -66,9 +66,9 @@ class Membership:
     def add(self, address: str) -> Worker:
         """Joins what an admin names. Raises InvalidField for what is no host:port."""
         try:
-            check_addresses("address", [address])
-        except SettingsError as error:
-            raise InvalidField(str(error)) from error
+            Address.parse(address)
+        except ValueError as error:
+            raise InvalidField(f"address {error}; an IPv6 host is in brackets") from error
         return self.join(address)
 
     def remove(self, name: str) -> int:

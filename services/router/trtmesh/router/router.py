@@ -11,11 +11,12 @@ from contextlib import suppress
 import grpc
 from trtmesh.chassis.admin_token import read_admin_token
 from trtmesh.chassis.service import Runtime
+from trtmesh.router.addresses import check_entries
 from trtmesh.router.admin_door import AdminDoor
 from trtmesh.router.admin_service import RouterAdminService
 from trtmesh.router.admission import Admission, AdmissionLimits, RateLimiter
 from trtmesh.router.client_stream import Credit
-from trtmesh.router.discovery import Discovery, check_addresses
+from trtmesh.router.discovery import Discovery
 from trtmesh.router.fleet import Fleet
 from trtmesh.router.kv_index import KvIndex
 from trtmesh.router.membership import Membership
@@ -45,8 +46,8 @@ class Router:
     """A router as the chassis runs it."""
 
     def __init__(self, settings: RouterSettings, runtime: Runtime) -> None:
-        check_addresses("engines", settings.engines)
-        check_addresses("tokenizers", settings.tokenizers)
+        check_entries("engines", settings.engines)
+        check_entries("tokenizers", settings.tokenizers)
         self._settings = settings
         self._runtime = runtime
         names = ("trtmesh.v1.MeshService",)
@@ -194,7 +195,8 @@ class Router:
         self._link(tokenizer)
 
     def _leave_tokenizer(self, address: str) -> None:
-        self._tokenizers.tokenizers[address].leaving = True
+        if (tokenizer := self._tokenizers.tokenizers.get(address)) is not None:
+            tokenizer.leaving = True
 
     def _make_worker(self, address: str) -> Worker:
         return Worker(
