@@ -362,6 +362,17 @@ async def test_words_and_flags_of_early_stopping(triton: Triton, backend: Record
     assert config.beam_search.early_stopping == pb.EARLY_STOPPING_FIRST_COMPLETE
 
 
+@pytest.mark.parametrize("asked", ["return_perf_metrics", "return_kv_cache_reuse_stats"])
+async def test_what_two_inputs_ask_for_one_need_not_repeat(
+    triton: Triton, backend: RecordingBackend, asked: str
+) -> None:
+    tensors = {"return_perf_metrics": False, "return_kv_cache_reuse_stats": False}
+    config = await seen_config(triton, backend, "tensorrt_llm", tensors)
+    assert not config.output.perf_metrics
+    config = await seen_config(triton, backend, "tensorrt_llm", tensors | {asked: True})
+    assert config.output.perf_metrics
+
+
 async def test_retention_ranges_are_joined(triton: Triton, backend: RecordingBackend) -> None:
     config = await seen_config(triton, backend, "tensorrt_llm", RANGES)
     first, second = config.kv_cache.token_ranges

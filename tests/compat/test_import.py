@@ -76,7 +76,11 @@ def test_every_value_is_told_and_what_it_became(tmp_path: Path) -> None:
         },
         "tensorrt_llm_bls": generating
         | text
-        | {"template": "tensorrt_llm_bls", "accumulate_tokens": True},
+        | {
+            "template": "tensorrt_llm_bls",
+            "steps": ["preprocessing", "tensorrt_llm", "postprocessing"],
+            "accumulate_tokens": True,
+        },
         "tensorrt_llm": generating | {"template": "tensorrt_llm", "logits_data_type": "FP16"},
         "preprocessing": {
             "template": "preprocessing",
@@ -145,9 +149,10 @@ def test_what_nobody_filled_in_is_unset(tmp_path: Path) -> None:
     assert "max_batch_size" not in models["ensemble"]
     # Triton's own default, for what a configuration does not say.
     assert models["ensemble"]["decoupled"] is False
-    told = [f for f in conversion.findings if f.what == "max_batch_size"]
-    assert {f.outcome for f in told} == {Outcome.UNSET}
-    assert len(told) == 5
+    for what, models_told in (("max_batch_size", 5), ("decoupled", 2)):
+        told = [f for f in conversion.findings if f.what.endswith(what)]
+        assert {f.outcome for f in told} == {Outcome.UNSET}
+        assert len(told) == models_told
 
 
 def test_models_under_other_names(tmp_path: Path) -> None:
@@ -162,7 +167,57 @@ def test_models_under_other_names(tmp_path: Path) -> None:
     assert models["ensemble"]["skip_special_tokens"] is False
     assert "skip_special_tokens" not in models["ensemble_chat"]
     assert models["llm"] == {"template": "llmapi", "decoupled": True}
+    steps = [f"{name}_chat" for name in ("preprocessing", "tensorrt_llm", "postprocessing")]
+    assert models["ensemble_chat"]["steps"] == steps
+    assert models["tensorrt_llm_bls_chat"]["steps"] == [
+        "preprocessing", "tensorrt_llm_chat", "postprocessing",
+    ]  # fmt: skip
     assert "models" not in conversion.sections["mesh"]
+
+
+KNOWN = """
+    gpt_model_type gpt_model_path encoder_model_path max_beam_width max_tokens_in_paged_kv_cache
+    kv_cache_free_gpu_mem_fraction cross_kv_cache_fraction kv_cache_host_memory_bytes kv_cache_onboard_blocks
+    enable_kv_cache_reuse max_attention_window_size sink_token_length batch_scheduler_policy exclude_input_in_output
+    cancellation_check_period_ms stats_check_period_ms recv_poll_period_ms iter_stats_max_iterations
+    request_stats_max_iterations normalize_log_probs enable_chunked_context gpu_device_ids participant_ids num_nodes
+    lora_cache_optimal_adapter_size lora_cache_max_adapter_size lora_cache_gpu_memory_fraction
+    lora_cache_host_memory_bytes lora_prefetch_dir decoding_mode lookahead_window_size lookahead_ngram_size
+    lookahead_verification_set_size medusa_choices eagle_choices executor_worker_path gpu_weights_percent
+    enable_context_fmha_fp32_acc multi_block_mode cuda_graph_mode cuda_graph_cache_size
+    speculative_decoding_fast_logits guided_decoding_backend tokenizer_dir xgrammar_tokenizer_info_path
+    FORCE_CPU_ONLY_INPUT_TENSORS enable_trt_overlap worker_path
+"""
+"""Parameters of `tensorrt_llm`."""
+
+
+def test_a_reason_for_each_parameter_that_there_is(tmp_path: Path) -> None:
+    directory = five_models(tmp_path / "models")
+    config = directory / "tensorrt_llm" / "config.pbtxt"
+    present = config.read_text()
+    with config.open("a") as file:
+        for key in (*KNOWN.split(), "made_up"):
+            if f'"{key}"' not in present:
+                value = '{ string_value: "1" }'
+                file.write(f'parameters: {{ key: "{key}" value: {value} }}\n')
+    unknown = [f.what for f in convert(directory).findings if "no model of Tensor" in f.text]
+    assert unknown == ["parameters.made_up"]
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("preprocessing", "add_special_tokens"), ("postprocessing", "skip_special_tokens")],
+)
+def test_special_tokens_are_there_unless_it_is_clear_that_they_are_not(
+    tmp_path: Path, model: str, name: str
+) -> None:
+    conversion = convert(five_models(tmp_path / "models", {name: "maybe"}))
+    assert conversion.sections["router"]["triton"]["models"][model][name] is True
+    outcome, words = finding(conversion, model, f"parameters.{name}")
+    assert (outcome, words.split(",")[0]) == (
+        Outcome.UNSUPPORTED,
+        "it is neither true nor false",
+    )
 
 
 def test_what_stands_on_something_missing_is_not_served(tmp_path: Path) -> None:
@@ -263,7 +318,13 @@ def test_the_disaggregated_model(tmp_path: Path) -> None:
     }
     replace(directory, "disaggregated_serving_bls", '"generation"', '"tensorrt_llm"')
     models = convert(directory).sections["router"]["triton"]["models"]
-    assert models["disaggregated_serving_bls"]["template"] == "disaggregated_serving_bls"
+    assert models["disaggregated_serving_bls"] == {
+        "template": "disaggregated_serving_bls",
+        "steps": ["tensorrt_llm"],
+        "decoupled": True,
+        "max_batch_size": 8,
+        "max_beam_width": 4,
+    }
 
 
 def test_arguments_of_the_llm_api(tmp_path: Path) -> None:
@@ -292,7 +353,7 @@ def test_arguments_of_the_llm_api(tmp_path: Path) -> None:
         (('backend: "tensorrtllm"', 'bakend: "tensorrtllm"'), r"config.pbtxt:2: .*bakend"),
         (("max_batch_size: 16", "max_batch_size: many"), r"config.pbtxt:3: .*many"),
         (('name: "tensorrt_llm"', 'name: "other"'), "name is 'other' but its directory"),
-        (('"inflight_fused_batching"', '"magic"'), "gpt_model_type is 'magic' but must be one of"),
+        (('"inflight_fused_batching"', '"magic"'), "Invalid gpt_model_type: .* is 'magic' but"),
         (('"8192"', '"lots"'), "max_tokens_in_paged_kv_cache is 'lots' but must be a whole number"),
         (('name: "tensorrt_llm"', "# " + "x" * 2**20), "is larger than 1048576 bytes"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -117,6 +119,29 @@ async def test_the_llmapi_model(triton: Triton, text: str) -> None:
     assert responses[-1].text == text
     assert responses[-1].outputs["cumulative_logprob"].dtype == np.float32
     assert responses[-1].outputs["cumulative_logprob"].item() < 0
+
+
+def counted(stack: Stack, family: str) -> dict[str, int]:
+    """The samples of a family of counters, by model."""
+    url = f"http://127.0.0.1:{stack.child('router-0')['metrics_port']}/metrics"
+    with urllib.request.urlopen(url) as answer:
+        lines = str(answer.read(), "utf-8")
+    found = re.findall(rf'^{family}{{model="(\w+)",.*}} (\d+)$', lines, re.MULTILINE)
+    return {model: int(value) for model, value in found}
+
+
+async def test_requests_count_for_the_models_that_the_repository_names(
+    stack: Stack, triton: Triton
+) -> None:
+    """A BLS has its core model's name in a parameter, and those of the others in its code."""
+    families = ("nv_inference_request_success", "nv_llm_output_token_len_count")
+    before = [counted(stack, family) for family in families]
+    await triton.infer("tensorrt_llm_bls_whole", ASK)
+    after = [counted(stack, family) for family in families]
+    grown = [{m for m in new if new[m] > old.get(m, 0)}
+             for old, new in zip(before, after, strict=True)]  # fmt: skip
+    core = "tensorrt_llm_whole"
+    assert grown == [{"tensorrt_llm_bls_whole", core, "preprocessing", "postprocessing"}, {core}]
 
 
 async def test_an_extra_id_holds_for_the_whole_prompt(triton: Triton) -> None:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 import pytest_asyncio
+from compat.test_metrics import inference, samples
 from compat.triton import Triton, joined, request
 from e2e.mesh import SIMULATED, WIDE_TOKENS, Mesh, running_mesh
 from tritonclient.utils import InferenceServerException
@@ -28,7 +29,7 @@ MODELS = {
     },
     "chat_bls": {"template": "tensorrt_llm_bls", "accumulate_tokens": True},
     "chat_core": {"template": "tensorrt_llm", "max_beam_width": 2},
-    "chat_disaggregated": {"template": "disaggregated_serving_bls"},
+    "chat_disaggregated": {"template": "disaggregated_serving_bls", "steps": ["chat_core"]},
     "chat_pre": {"template": "preprocessing", "add_special_tokens": False},
     "chat_post": {"template": "postprocessing", "skip_special_tokens": False},
     "chat_post_clean": {"template": "postprocessing"},
@@ -99,7 +100,7 @@ async def test_special_tokens_by_model(triton: Triton) -> None:
 
 
 async def test_the_disaggregated_model_serves_what_the_core_model_does(triton: Triton) -> None:
-    """A mesh decides by itself where a prompt is computed and where it is continued."""
+    """One engine computes a prompt and continues it."""
     tensors = {"input_ids": [7, 8], "input_lengths": 2, "request_output_len": 5, "streaming": True}
     core, whole = [
         [i for r in responses for i in r.outputs["output_ids"].ravel().tolist()]
@@ -127,6 +128,24 @@ async def test_the_disaggregated_model_chooses_its_phases_itself(triton: Triton)
     assert "chat_disaggregated" in response.error
 
 
+async def test_what_the_disaggregated_model_serves_counts_for_the_core_model(
+    mesh: Mesh, triton: Triton
+) -> None:
+    """It has no executor of its own, so nothing of one is told of it."""
+    key = 'nv_llm_output_token_len_count{model="chat_core",response_metric_type="total_output_tokens",version="1"}'
+    before = await samples(mesh)
+    tensors = {"input_ids": [7], "input_lengths": 1, "request_output_len": 5}
+    assert not (await triton.stream("chat_disaggregated", tensors))[-1].error
+    after = await samples(mesh)
+    assert int(after[key]) - int(before[key]) == 1
+    for model in ("chat_disaggregated", "chat_core"):
+        name = inference(model, "request_success")
+        assert int(after[name]) - int(before.get(name, 0)) == 1
+    own = [name for name in after if 'model="chat_disaggregated"' in name]
+    assert own
+    assert all(name.startswith("nv_inference_") for name in own)
+
+
 async def test_an_end_of_its_own(triton: Triton) -> None:
     tensors = {"input_ids": [7], "input_lengths": 1, "request_output_len": 5, "streaming": True}
     *data, last = await triton.stream("chat_disaggregated", tensors, empty_final=True)
@@ -152,6 +171,7 @@ async def test_a_stream_for_several_models(mesh: Mesh, triton: Triton) -> None:
         ('{"x": {"template": "nothing"}}', "--triton-models.x.template is 'nothing'"),
         ('{"x": {"template": "ensemble", "decupled": true}}', "--triton-models.x.decupled"),
         ('{"a/b": {"template": "ensemble"}}', "--triton-models.a/b"),
+        ('{"x": {"template": "llmapi", "steps": ["y"]}}', "a model of template llmapi has no steps"),
         ("ensemble", "--triton-models is 'ensemble'"),
     ],
 )

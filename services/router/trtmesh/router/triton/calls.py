@@ -225,8 +225,8 @@ def _apply_parameters(
         if phase != "context_and_generation":
             if model.template == "disaggregated_serving_bls":
                 raise InvalidRequest(
-                    f"parameter 'request_type' is {phase!r} but model '{model.name}' chooses the phases itself; leave"
-                    " it out"
+                    f"parameter 'request_type' is {phase!r} but model '{model.name}' computes and continues a"
+                    " prompt in one engine; leave it out"
                 )
             config.handoff.phase = PHASES[phase]
 

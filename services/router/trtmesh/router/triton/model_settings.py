@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from trtmesh.chassis.settings import Settings
 
 Template = Literal[
@@ -20,6 +20,13 @@ Template = Literal[
 ]
 """A model of TensorRT-LLM's Triton backend by the name that its template has there; `llmapi` is the other model that is
 called `tensorrt_llm` there."""
+
+DEFAULT_STEPS: Mapping[Template, tuple[str, ...]] = {
+    "ensemble": ("preprocessing", "tensorrt_llm", "postprocessing"),
+    "tensorrt_llm_bls": ("preprocessing", "tensorrt_llm", "postprocessing"),
+    "disaggregated_serving_bls": ("tensorrt_llm",),
+}
+"""Of the templates whose models ask others."""
 
 LogitsDataType = Literal["FP32", "FP16", "BF16"]
 MaxBatchSize = Annotated[int, Field(ge=1, le=65536)]
@@ -50,7 +57,16 @@ class TritonModelSettings(Settings):
     skip_special_tokens: bool | None = None
     """Whether texts leave special tokens out."""
     steps: tuple[str, ...] = ()
-    """Names of the models that an `ensemble` tells as its steps."""
+    """Names of the models that requests count for too: the steps that an ensemble tells, or the models that a BLS
+    asks."""
+
+    @field_validator("steps")
+    @classmethod
+    def _has_steps(cls, steps: tuple[str, ...], known: ValidationInfo) -> tuple[str, ...]:
+        template = known.data.get("template")
+        if steps and template is not None and template not in DEFAULT_STEPS:
+            raise ValueError(f"a model of template {template} has no steps")
+        return steps
 
 
 def _parse_json(value: object) -> object:

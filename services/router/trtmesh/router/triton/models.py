@@ -10,7 +10,12 @@ from tritonclient.grpc import model_config_pb2, service_pb2
 from trtmesh.router.settings import TritonSettings
 from trtmesh.router.triton.forms import FORMS, Kind
 from trtmesh.router.triton.inputs import InputSpec
-from trtmesh.router.triton.model_settings import LogitsDataType, Template, TritonModelSettings
+from trtmesh.router.triton.model_settings import (
+    DEFAULT_STEPS,
+    LogitsDataType,
+    Template,
+    TritonModelSettings,
+)
 from trtmesh.router.triton.tensors import TensorSpec
 
 MODEL_VERSION = "1"
@@ -44,7 +49,7 @@ class Model:
     add_special_tokens: bool
     skip_special_tokens: bool
     steps: tuple[str, ...]
-    """Models that an ensemble tells as its steps."""
+    """Models that its requests count for too; an ensemble tells them as its steps."""
 
     @property
     def is_ensemble(self) -> bool:
@@ -53,7 +58,7 @@ class Model:
     @property
     def is_core(self) -> bool:
         """Whether it generates by itself, where ensembles and BLS have other models do that."""
-        return self.kind is Kind.TOKENS or self.template == "llmapi"
+        return self.template in ("tensorrt_llm", "llmapi")
 
     @property
     def batch_dims(self) -> tuple[int, ...]:
@@ -78,7 +83,6 @@ FIVE_MODELS: tuple[Template, ...] = (
     "postprocessing",
 )
 """Served under the names of their templates where no models are configured."""
-DEFAULT_STEPS = ("preprocessing", "tensorrt_llm", "postprocessing")
 
 
 def triton_models(settings: TritonSettings) -> dict[str, Model]:
@@ -110,7 +114,7 @@ def _settle(name: str, own: TritonModelSettings, door: TritonSettings) -> Model:
         logits_data_type=logits_data_type,
         add_special_tokens=_own(own.add_special_tokens, door.add_special_tokens),
         skip_special_tokens=_own(own.skip_special_tokens, door.skip_special_tokens),
-        steps=own.steps or DEFAULT_STEPS,
+        steps=own.steps or DEFAULT_STEPS.get(own.template, ()),
     )
 
 

@@ -172,8 +172,6 @@ class Statistics:
         return answer
 
     def _steps_of(self, model: Model) -> Sequence[Model]:
-        if model.template not in ("ensemble", "tensorrt_llm_bls"):
-            return ()
         return [self._models[name] for name in model.steps if name in self._models]
 
     def _of(self, model: Model) -> Counts:

@@ -99,10 +99,7 @@ def _convert_model(
     draft.put((*own, "template"), model.template)
     if len(weights.distinct) > 1:
         draft.put((*own, "model"), directory.name)
-    if model.template == "ensemble":
-        steps = repository.steps_of(model)
-        subject = Subject(model.name, "ensemble_scheduling", ", ".join(steps))
-        draft.carry(subject, (*own, "steps"), steps)
+    _convert_steps(model, repository, draft)
     _convert_parameters(model, directory, draft)
     for name, value in arguments_of(model.engine_arguments):
         subject = Subject(model.name, f"{ENGINE_ARGUMENTS}: {name}", value)
@@ -111,6 +108,19 @@ def _convert_model(
         else:
             convert_argument(name, subject, draft)
     convert_fields(model, draft)
+
+
+def _convert_steps(model: RepositoryModel, repository: Repository, draft: Draft) -> None:
+    """The models that a request to this one counts for too."""
+    path = (*MODELS, model.name, "steps")
+    steps = repository.steps_of(model)
+    if model.template == "ensemble":
+        draft.carry(Subject(model.name, "ensemble_scheduling", ", ".join(steps)), path, steps)
+    elif model.template == "disaggregated_serving_bls":
+        # One engine does what both halves do, and the last one is what clients get.
+        draft.put(path, steps[-1:])
+    elif steps:
+        draft.put(path, steps)
 
 
 def _convert_parameters(model: RepositoryModel, directory: Path, draft: Draft) -> None:

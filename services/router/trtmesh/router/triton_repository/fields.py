@@ -91,9 +91,7 @@ def convert_fields(model: RepositoryModel, draft: Draft) -> None:
 
 def _convert_batch_size(model: RepositoryModel, draft: Draft) -> None:
     size = model.config.max_batch_size
-    if model.template == "llmapi" or (
-        not size and any(unfilled.field == "max_batch_size" for unfilled in model.file.unfilled)
-    ):
+    if model.template == "llmapi" or (not size and _is_unfilled(model, "max_batch_size")):
         return
     subject = Subject(model.name, "max_batch_size", str(size))
     if size > 0:
@@ -106,9 +104,18 @@ def _convert_decoupled(model: RepositoryModel, draft: Draft) -> None:
     """Of what generates; an ensemble is what its steps are, and model.yaml says it for llmapi."""
     if model.template not in ("tensorrt_llm", "tensorrt_llm_bls", "disaggregated_serving_bls"):
         return
+    path = (*MODELS, model.name, "decoupled")
     decoupled = model.config.model_transaction_policy.decoupled
-    subject = Subject(model.name, "model_transaction_policy.decoupled", str(decoupled).lower())
-    draft.carry(subject, (*MODELS, model.name, "decoupled"), decoupled)
+    if _is_unfilled(model, "decoupled"):
+        # Triton's default, which is not that of the door; told among what is unset.
+        draft.put(path, decoupled)
+    else:
+        subject = Subject(model.name, "model_transaction_policy.decoupled", str(decoupled).lower())
+        draft.carry(subject, path, decoupled)
+
+
+def _is_unfilled(model: RepositoryModel, field: str) -> bool:
+    return any(unfilled.field == field for unfilled in model.file.unfilled)
 
 
 def _convert_inputs(model: RepositoryModel, draft: Draft) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from trtmesh.chassis.errors import SettingsError
 from trtmesh.router.triton.model_settings import Template
 from trtmesh.router.triton_repository.findings import Draft, Subject
 from trtmesh.router.triton_repository.rules import (
+    FALSE,
+    MODELS,
     TORCH,
+    TRUE,
     Rule,
     engine,
     fraction,
@@ -20,13 +24,11 @@ from trtmesh.router.triton_repository.rules import (
     whole,
 )
 
-BATCHING = one_of(
-    {
-        "inflight_fused_batching": "inflight_fused_batching",
-        "inflight_batching": "inflight_fused_batching",
-        "V1": "V1",
-    }
-)
+BATCHING = {
+    "inflight_fused_batching": "inflight_fused_batching",
+    "inflight_batching": "inflight_fused_batching",
+    "V1": "V1",
+}
 POLICY = one_of(
     {"max_utilization": "max_utilization", "guaranteed_no_evict": "guaranteed_no_evict"}
 )
@@ -46,7 +48,10 @@ KERNELS = "it tunes TensorRT's kernels, which the embedded engine does not have;
 AT_ONCE = "nothing polls: cancels and stops act at once"
 ALWAYS_COUNTED = "metrics are always counted"
 ONE_PROCESS = "an engine is one process and needs no MPI; start more with mesh.engines"
-NO_HANDOFF = "the mesh moves what a prefill leaves behind by itself, and takes none from clients"
+ONE_ENGINE = "one engine computes a prompt and continues it"
+NO_HANDOFF = (
+    f"{ONE_ENGINE}, so nothing is handed over; requests that bring or ask for it are refused by name"
+)
 NO_CODE = "no code of a repository is loaded"
 NO_CANDIDATES = "one sequence is generated; a request for the best of several is refused"
 BROUGHT_BACK = (
@@ -67,6 +72,26 @@ def cache_fraction(subject: Subject, draft: Draft) -> None:
             subject,
             "no GPU was named, and on a CPU the cache takes 1 GiB; with --device cuda:0 the fraction is carried over",
         )
+
+
+def _batching(subject: Subject, draft: Draft) -> None:
+    if subject.value not in BATCHING:
+        # The first words are what scripts look for in the log of a server that did not start.
+        raise SettingsError(
+            f"Invalid gpt_model_type: model '{subject.model}': {subject.what} is {subject.value!r} but must be one of"
+            f" {', '.join(BATCHING)}"
+        )
+    draft.carry(subject, (*TORCH, "batching_type"), BATCHING[subject.value])
+
+
+def _special_tokens(subject: Subject, draft: Draft) -> None:
+    """True where the value says neither, as in Triton's models, which warn of it."""
+    name = subject.what.removeprefix("parameters.")
+    if subject.value.strip().lower() in TRUE | FALSE:
+        own(name, truth)(subject, draft)
+    else:
+        draft.put((*MODELS, subject.model, name), True)
+        draft.refuse(subject, "it is neither true nor false, and true holds, as in Triton")
 
 
 def _devices(subject: Subject, draft: Draft) -> None:
@@ -110,13 +135,13 @@ def _beam_width(subject: Subject, draft: Draft) -> None:
 
 CORE_PARAMETERS: Mapping[str, Rule] = {
     # The first ones decide what later ones mean.
-    "gpt_model_type": engine("batching_type", BATCHING),
-    "batching_strategy": engine("batching_type", BATCHING),
+    "gpt_model_type": _batching,
+    "batching_strategy": _batching,
     "gpu_device_ids": _devices,
     "gpt_model_path": replaced("the engine reads Hugging Face weights: see mesh.model"),
     "engine_dir": replaced("the engine reads Hugging Face weights: see mesh.model"),
     "encoder_model_path": unsupported(NO_ENCODER),
-    "cross_kvcache_fraction": unsupported(NO_ENCODER),
+    "cross_kv_cache_fraction": unsupported(NO_ENCODER),
     "max_beam_width": _beam_width,
     "decoding_mode": _decoding,
     "batch_scheduler_policy": _scheduler_policy,
@@ -174,8 +199,8 @@ CORE_PARAMETERS: Mapping[str, Rule] = {
 TEXT_PARAMETERS: Mapping[str, Rule] = {
     "tokenizer_dir": replaced("tokenizers are processes of their own: see mesh.model"),
     "tokenizer_type": replaced("the tokenizer's own files say what it is"),
-    "add_special_tokens": own("add_special_tokens", truth),
-    "skip_special_tokens": own("skip_special_tokens", truth),
+    "add_special_tokens": _special_tokens,
+    "skip_special_tokens": _special_tokens,
     "multimodal_model_path": unsupported(NO_VISION_TOWER),
     "max_num_images": unsupported(NO_VISION_TOWER),
     "hf_model_path": replaced("the model's own files are read: see mesh.model"),
@@ -191,14 +216,14 @@ PARAMETERS: Mapping[Template, Mapping[str, Rule]] = {
     "tensorrt_llm_bls": {
         "accumulate_tokens": own("accumulate_tokens", truth),
         "tensorrt_llm_model_name": replaced(
-            "it is served by the mesh itself, without asking another model"
+            "it is served by the mesh itself; requests count for this model too"
         ),
         "tensorrt_llm_draft_model_name": unsupported(NO_SPECULATION),
         "multimodal_encoders_name": unsupported(NO_PICTURES),
     },
     "disaggregated_serving_bls": {
-        "context_model_name": replaced("the mesh itself decides where a prompt is computed"),
-        "generation_model_name": replaced("the mesh itself decides where a prompt is continued"),
+        "context_model_name": replaced(ONE_ENGINE),
+        "generation_model_name": replaced(f"{ONE_ENGINE}; requests count for this model too"),
     },
     "llmapi": {"gpu_device_ids": _devices},
 }

@@ -11,7 +11,8 @@ from trtmesh.router.triton_repository.findings import Draft, Subject
 Rule = Callable[[Subject, Draft], None]
 """Decides about a value that is set."""
 
-TRUE, FALSE = frozenset({"true", "1", "yes", "t"}), frozenset({"false", "0", "no", "f"})
+TRUE = frozenset({"true", "t", "yes", "y", "1"})
+FALSE = frozenset({"false", "f", "no", "n", "0"})
 
 TORCH = ("engine", "torch")
 MODELS = ("router", "triton", "models")
