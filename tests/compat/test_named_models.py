@@ -171,7 +171,10 @@ async def test_a_stream_for_several_models(mesh: Mesh, triton: Triton) -> None:
         ('{"x": {"template": "nothing"}}', "--triton-models.x.template is 'nothing'"),
         ('{"x": {"template": "ensemble", "decupled": true}}', "--triton-models.x.decupled"),
         ('{"a/b": {"template": "ensemble"}}', "--triton-models.a/b"),
-        ('{"x": {"template": "llmapi", "steps": ["y"]}}', "a model of template llmapi has no steps"),
+        (
+            '{"x": {"template": "llmapi", "steps": ["y"]}}',
+            "a model of template llmapi has no steps",
+        ),
         ("ensemble", "--triton-models is 'ensemble'"),
     ],
 )

@@ -47,7 +47,7 @@ def truth(path: str) -> Put:
     def put(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
         message, name = _at(item, path)
         if tensor.scalar(row):
-            _set(message, name, True, tensor)
+            _set(message, name, tensor.scalar(row), tensor)
 
     return put
 

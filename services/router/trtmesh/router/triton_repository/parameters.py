@@ -49,9 +49,7 @@ AT_ONCE = "nothing polls: cancels and stops act at once"
 ALWAYS_COUNTED = "metrics are always counted"
 ONE_PROCESS = "an engine is one process and needs no MPI; start more with mesh.engines"
 ONE_ENGINE = "one engine computes a prompt and continues it"
-NO_HANDOFF = (
-    f"{ONE_ENGINE}, so nothing is handed over; requests that bring or ask for it are refused by name"
-)
+NO_HANDOFF = f"{ONE_ENGINE}, so nothing is handed over; requests that bring or ask for it are refused by name"
 NO_CODE = "no code of a repository is loaded"
 NO_CANDIDATES = "one sequence is generated; a request for the best of several is refused"
 BROUGHT_BACK = (
@@ -90,7 +88,7 @@ def _special_tokens(subject: Subject, draft: Draft) -> None:
     if subject.value.strip().lower() in TRUE | FALSE:
         own(name, truth)(subject, draft)
     else:
-        draft.put((*MODELS, subject.model, name), True)
+        draft.put((*MODELS, subject.model, name), value=True)
         draft.refuse(subject, "it is neither true nor false, and true holds, as in Triton")
 
 
