@@ -138,9 +138,7 @@ async def test_workers_are_added_drained_resumed_and_removed() -> None:
         assert (added.returncode, added.stdout) == (0, "worker h:1 is connecting\n")
         drained = await run("workers", "drain", "w", "--finish-seconds", "1.5", *flags)
         assert drained.returncode == 0
-        assert drained.stdout == (
-            "worker w at h:1 is draining\nsequences: 2 ended there, 3 moved\n"
-        )
+        assert drained.stdout == ("worker w at h:1 is draining\nsequences: 2 ended, 3 moved\n")
         resumed = await run("workers", "resume", "w", *flags, "--json")
         assert json.loads(resumed.stdout)["worker"]["state"] == "WORKER_STATE_READY"
         removed = await run("workers", "remove", "w", *flags)

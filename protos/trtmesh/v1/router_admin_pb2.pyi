@@ -279,7 +279,7 @@ class DrainWorkerRequest(google.protobuf.message.Message):
     WORKER_FIELD_NUMBER: builtins.int
     FINISH_MS_FIELD_NUMBER: builtins.int
     worker: builtins.str
-    """Name or address."""
+    """Address, or a name that no other worker has."""
     finish_ms: builtins.int
     """How long its sequences may finish there, in milliseconds, before the rest goes on elsewhere; 0 moves them at once.
     Unset means as long as they take.
@@ -307,11 +307,11 @@ class DrainWorkerResponse(google.protobuf.message.Message):
     MOVED_SEQUENCES_FIELD_NUMBER: builtins.int
     LEFT_SEQUENCES_FIELD_NUMBER: builtins.int
     finished_sequences: builtins.int
-    """Sequences that ended there."""
+    """Sequences that ended there, or before another worker took them."""
     moved_sequences: builtins.int
-    """Sequences that went on elsewhere."""
+    """Sequences that another worker took."""
     left_sequences: builtins.int
-    """Sequences that no other worker takes; they go on there, or move as soon as one does."""
+    """Sequences that no other worker took yet: they go on there, or elsewhere as soon as one does."""
     @property
     def worker(self) -> Global___Worker:
         """The worker."""
@@ -337,7 +337,7 @@ class ResumeWorkerRequest(google.protobuf.message.Message):
 
     WORKER_FIELD_NUMBER: builtins.int
     worker: builtins.str
-    """Name or address."""
+    """Address, or a name that no other worker has."""
     def __init__(
         self,
         *,
@@ -376,7 +376,7 @@ class RemoveWorkerRequest(google.protobuf.message.Message):
 
     WORKER_FIELD_NUMBER: builtins.int
     worker: builtins.str
-    """Name or address."""
+    """Address, or a name that no other worker has."""
     def __init__(
         self,
         *,
@@ -479,7 +479,7 @@ class LiveItem(google.protobuf.message.Message):
     batch_index: builtins.int
     """Position in the request."""
     stage: builtins.str
-    """Step of the story it is at: admit, encode, place, generate, over."""
+    """Step of the story it is at: admit, encode, place, paused, generate, over."""
     worker: builtins.str
     """Worker that it runs on."""
     prompt_tokens: builtins.int

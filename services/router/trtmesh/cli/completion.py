@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 
 import typer
@@ -36,7 +37,12 @@ async def _names(context: typer.Context, ask: Ask) -> Iterable[str]:
 
 async def _worker_names(admin: AdminClient) -> Iterable[str]:
     seen = await admin.list_workers()
-    return {worker.worker or worker.address for worker in seen.workers}
+    carriers = Counter(worker.worker for worker in seen.workers)
+    # A name that none or several have names no worker.
+    return {
+        worker.worker if worker.worker and carriers[worker.worker] == 1 else worker.address
+        for worker in seen.workers
+    }
 
 
 async def _request_ids(admin: AdminClient) -> Iterable[str]:

@@ -17,7 +17,11 @@ from trtmesh.v1 import router_admin_pb2 as pb
 workers = typer.Typer(name="workers", help="The workers of a router.", no_args_is_help=True)
 
 WorkerArgument = Annotated[
-    str, typer.Argument(help="Name or address of a worker.", autocompletion=complete_worker)
+    str,
+    typer.Argument(
+        help="Name or address of a worker; the address where several have the name.",
+        autocompletion=complete_worker,
+    ),
 ]
 
 
@@ -89,16 +93,14 @@ async def drain(
 ) -> int:
     """Place nothing more on a worker, and wait until what it ran has ended or gone on elsewhere.
 
-    Exit status: 0 nothing is left on it, 1 something is or the call failed, 2 wrong usage, 130 Ctrl-C.
+    Exit status: 0 all of it has, 1 some has not or the call failed, 2 wrong usage, 130 Ctrl-C.
     """
     response = await context.admin.drain_worker(worker, finish_seconds=finish_seconds)
     _show(context, response, response.worker)
     if not context.as_json:
-        put(
-            f"sequences: {response.finished_sequences} ended there, {response.moved_sequences} moved"
-        )
+        put(f"sequences: {response.finished_sequences} ended, {response.moved_sequences} moved")
     if response.left_sequences:
-        say(f"{response.left_sequences} sequences are left on it: no other worker takes them")
+        say(f"{response.left_sequences} sequences are left: no other worker takes them")
         return FAILED
     return OK
 
@@ -106,7 +108,7 @@ async def drain(
 @workers.command()
 @admin_command
 async def resume(context: Context, worker: WorkerArgument) -> int:
-    """Place items on a drained worker again."""
+    """Place items on a drained worker again. One that was removed comes back by `add`."""
     response = await context.admin.resume_worker(worker)
     _show(context, response, response.worker)
     return OK

@@ -76,7 +76,7 @@ class AdminClient(Connection):
         return await self._long(call)
 
     async def resume_worker(self, worker: str) -> pb.ResumeWorkerResponse:
-        """Places items on a drained worker again."""
+        """Places items on a drained worker again. One that was removed is NotFound; `add_worker` takes it back."""
         return await self._short(self._stub.ResumeWorker, pb.ResumeWorkerRequest(worker=worker))
 
     async def remove_worker(self, worker: str) -> pb.RemoveWorkerResponse:

@@ -148,11 +148,10 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
         self, request: pb.DrainWorkerRequest, context: _Context
     ) -> pb.DrainWorkerResponse:
         async with answering(context):
-            worker = self._members.find(request.worker)
             finish = request.finish_ms / 1000 if request.HasField("finish_ms") else None
-            drained = await self._members.drain(worker.address, finish)
+            drained = await self._members.drain(request.worker, finish)
             return pb.DrainWorkerResponse(
-                worker=_describe_worker(worker),
+                worker=_describe_worker(drained.worker),
                 finished_sequences=drained.finished,
                 moved_sequences=drained.moved,
                 left_sequences=drained.left,

@@ -121,6 +121,16 @@ class Fleet:
             worker.engine.model for worker in self.workers.values() if worker.engine.model
         )
 
+    def why_no_models(self) -> str:
+        """Why no model is known, and what to do about it."""
+        reasons = "; ".join(f"{worker.name}: {worker.unusable}" for worker in self.workers.values())
+        if not reasons:
+            return (
+                "this router knows no worker: none is configured (router.engines), or all were removed; add one with"
+                " `trtmesh workers add HOST:PORT`, or try again later"
+            )
+        return f"no worker that this router knows was ever ready ({reasons}); try again later"
+
     def set_policy(self, policy: str) -> str:
         """Changes how workers are chosen from now on; the policy until now. Raises InvalidField."""
         if policy not in POLICIES:

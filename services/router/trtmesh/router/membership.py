@@ -3,25 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from trtmesh.chassis.errors import InvalidField, NotFound
 from trtmesh.router.addresses import Address
 from trtmesh.router.fleet import Fleet
+from trtmesh.router.sequence import SequenceRun
 from trtmesh.router.worker import Worker
 
 POLL_SECONDS = 0.05
 """How often it is looked whether a draining worker is empty."""
 
+TAKEN_SECONDS = 1.0
+"""How long a drain waits, when nothing is on its worker any more, for others to take what left it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """What became of the sequences that a drained worker had."""
+    """What became of the sequences that a worker had when it was drained. Each is counted once."""
 
+    worker: Worker
     finished: int
+    """Ended on it, or before another worker took them."""
     moved: int
+    """Another worker took them."""
     left: int
+    """No other worker took them yet."""
+
+    @classmethod
+    def of(cls, worker: Worker, runs: Sequence[SequenceRun]) -> Drained:
+        moved = sum(run.address not in ("", worker.address) for run in runs)
+        left = sum(_has(worker, run) or run.waits_for_worker for run in runs)
+        return cls(worker, len(runs) - moved - left, moved, left)
+
+
+def _has(worker: Worker, run: SequenceRun) -> bool:
+    return run.assignment is not None and run.address == worker.address
 
 
 class Membership:
@@ -35,7 +53,7 @@ class Membership:
         self._link = link
 
     def find(self, name: str) -> Worker:
-        """The worker of that name or address. Raises NotFound."""
+        """The worker of that name or address. Raises NotFound, and InvalidField for a name that several have."""
         workers = self._fleet.workers
         if name in workers:
             return workers[name]
@@ -43,6 +61,11 @@ class Membership:
         if not found:
             known = ", ".join(sorted(worker.name for worker in workers.values())) or "none"
             raise NotFound(f"worker {name!r} is not known; workers are: {known}")
+        if len(found) > 1:
+            addresses = ", ".join(sorted(worker.address for worker in found))
+            raise InvalidField(
+                f"worker {name!r} is the name of several; name one by address: {addresses}"
+            )
         return found[0]
 
     def join(self, address: str) -> Worker:
@@ -78,6 +101,8 @@ class Membership:
         """
         worker = self.find(name)
         worker.leaving = True
+        # Whoever adds it again wants it to take items.
+        worker.drained = False
         before = len(worker.sequences)
         worker.evict("an admin removed it")
         return before - len(worker.sequences)
@@ -87,20 +112,25 @@ class Membership:
         moves the rest."""
         worker = self.find(name)
         worker.drained = True
-        before = len(worker.sequences)
+        runs = list(worker.sequences.values())
         loop = asyncio.get_running_loop()
         ends_at = float("inf") if finish_seconds is None else loop.time() + finish_seconds
         while worker.sequences and worker.drained and loop.time() < ends_at:  # noqa: ASYNC110 - any of them may end it
             await asyncio.sleep(POLL_SECONDS)
-        rest = len(worker.sequences)
-        if rest and worker.drained:
+        if worker.sequences and worker.drained:
             worker.evict("an admin drained it")
-        left = len(worker.sequences)
-        return Drained(before - rest, rest - left, left)
+        ends_at = loop.time() + TAKEN_SECONDS
+        while any(run.waits_for_worker for run in runs) and loop.time() < ends_at:  # noqa: ASYNC110 - items wait in many places
+            await asyncio.sleep(POLL_SECONDS)
+        return Drained.of(worker, runs)
 
     def resume(self, name: str) -> Worker:
-        """Takes a drain back."""
+        """Takes a drain back. Raises NotFound for a worker that leaves."""
         worker = self.find(name)
+        if worker.leaving:
+            raise NotFound(
+                f"worker {name!r} leaves: it was removed, or its address is gone; add {worker.address} to take it back"
+            )
         worker.drained = False
         worker.evict("")
         self._fleet.changed()

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 RECONNECT_SECONDS = 0.25
 REFUSED_RECONNECT_SECONDS = 2.0
 
-LEAVING = "its address is gone; it finishes what it has"
+LEAVING = "it was removed, or its address is gone; it finishes what it has"
 
 DRAINED = "an admin drains it"
 
@@ -56,7 +56,7 @@ class Replica(ABC):
 
     @property
     def leaving(self) -> bool:
-        """Whether its address is gone."""
+        """Whether it was removed or its address is gone."""
         return self._leaving
 
     @leaving.setter

@@ -198,17 +198,17 @@ class Requests:
         return live.stop(batch_indexes) if live else 0
 
     def served_model(self, name: str) -> str:
-        """The model of that name, or the only one for ''. Raises ModelNotFound or NoWorker."""
+        """The model of that name, or the only one for ''. Raises NoWorker where none is known, and ModelNotFound."""
         models = self._mesh.fleet.models()
         if name in models:
             return name
-        known = ", ".join(sorted(models)) or "none yet"
+        if not models:
+            raise NoWorker(self._mesh.fleet.why_no_models(), retry_after_ms=1000)
+        known = ", ".join(sorted(models))
         if name:
             raise ModelNotFound(f"model {name!r} is not served here; models are: {known}")
         if len(models) == 1:
             return next(iter(models))
-        if not models:
-            raise NoWorker("no worker was ever ready; try again later", retry_after_ms=1000)
         raise ModelNotFound(f"the request names no model but several are served: {known}")
 
     async def drain(self) -> None:

@@ -26,7 +26,7 @@ class SequenceRun:
     """
 
     __slots__ = (
-        "_decoded_at_loss", "_item", "_output", "assignment", "decode_handle", "decoded", "decoder",
+        "_decoded_at_loss", "_item", "_output", "address", "assignment", "decode_handle", "decoded", "decoder",
         "decoder_losses", "end", "error", "model", "moved", "over", "owner", "reason", "request_id", "sequence_index",
         "stop_text", "times", "token_ids",
     )  # fmt: skip
@@ -55,6 +55,8 @@ class SequenceRun:
         """Tokenizers in a row that were lost with it and decoded nothing of it."""
         self._decoded_at_loss = 0
         self.assignment: Assignment | None = None
+        self.address = ""
+        """Address of the worker that has it, or where it ended; '' when it left the one and no other took it."""
         self.moved = False
         self.token_ids: list[int] = []
         self.decoded = 0
@@ -146,7 +148,7 @@ class SequenceRun:
             return
         error = from_proto(end.error) if end.HasField("error") else None
         if assignment is not None and isinstance(error, MOVABLE):
-            self._lose(assignment.address, error)
+            self.on_worker_lost(error)
             return
         self.end = end
         self.error = error
@@ -158,25 +160,22 @@ class SequenceRun:
             self.decoder.finish(self)
 
     def on_worker_lost(self, error: TrtmeshError) -> None:
-        """The worker that has the sequence is gone."""
-        assignment, self.assignment = self.assignment, None
-        if assignment is not None and not self.over:
-            self._lose(assignment.address, error)
+        """The worker that has the sequence does not go on with it."""
+        address = self.address
+        if self._leave():
+            self.owner.on_lost(self, address, error)
 
     def assign(self, assignment: Assignment) -> None:
         """A worker takes the sequence, from its next token on."""
         self.moved = self.moved or bool(self.token_ids)
-        self.assignment = assignment
+        self.assignment, self.address = assignment, assignment.address
         self.times.on_assigned()
 
     def release(self) -> None:
         """Takes the sequence away from its worker, to go on elsewhere, unless it is whole already."""
-        if self.assignment is None:
-            return
-        self.assignment.release()
-        self.assignment = None
-        if not self.over and self.stop_text is not None and not self.is_beam:
-            self._settle()
+        if self.assignment is not None:
+            self.assignment.release()
+            self._leave()
 
     def stop(self, reason: pb.FinishReason.ValueType) -> None:
         """Ends the sequence early; what was generated is delivered."""
@@ -196,12 +195,17 @@ class SequenceRun:
             )
         )
 
-    def _lose(self, address: str, error: TrtmeshError) -> None:
+    def _leave(self) -> bool:
+        """No worker has the sequence any more; whether it is to go on elsewhere."""
+        self.assignment = None
+        if self.over:
+            return False
         if self.stop_text is not None and not self.is_beam:
             # The sequence is whole, whatever became of its worker; a beam might yet have been rewritten.
             self._settle()
-        else:
-            self.owner.on_lost(self, address, error)
+            return False
+        self.address = ""
+        return True
 
     def _restart(self) -> None:
         """Forgets everything; the next put, from offset 0, replaces what the client has."""
@@ -214,9 +218,7 @@ class SequenceRun:
 
     def on_text(self, token_count: int, text: str) -> None:
         """The text of the next `token_count` tokens; void after a stop text."""
-        if self.over or self.stop_text is not None:
-            return
-        if token_count or text:
+        if not self.over and self.stop_text is None and (token_count or text):
             self._deliver(token_count, text)
 
     def on_text_complete(self) -> None:
