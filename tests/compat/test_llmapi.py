@@ -43,6 +43,7 @@ def flag(value: bool = True) -> np.ndarray:
 
 ASK = {"text_input": text(PROMPT), "sampling_param_max_tokens": one(20)}
 STREAM = {"streaming": flag()}
+ADAPTER_BY_HALVES = "lora_id, lora_name, and lora_path must all be provided together"
 STOP = {"text_input": text(""), "stop": flag()}
 
 
@@ -169,12 +170,18 @@ async def test_a_stopped_request_ends_with_what_it_has(mesh: Mesh, triton: Trito
 @pytest.mark.parametrize(
     ("tensors", "complaint"),
     [
-        ({"lora_id": one(1, np.uint64)}, "lora.id not supported"),
+        ({"lora_id": one(1, np.uint64)}, ADAPTER_BY_HALVES),
+        ({"lora_name": text("a")}, ADAPTER_BY_HALVES),
+        ({"lora_name": text("a"), "lora_path": text("/a")}, ADAPTER_BY_HALVES),
+        (
+            {"lora_id": one(1, np.uint64), "lora_name": text("a")},
+            "lora_id, lora_name not supported by any worker of model demo",
+        ),
         (
             {"lora_id": one(1, np.uint64), "lora_name": text("a"), "lora_path": text("/a")},
             "no adapter from a path",
         ),
-        ({"image_url": text("https://example.org/a.png")}, "images"),
+        ({"image_url": text("https://example.org/a.png")}, "image_url not supported"),
         ({"sampling_param_best_of": one(2)}, "best_of"),
         ({"sampling_param_logits_post_processor_name": text("a")}, "logits_post_processor"),
         ({"sampling_param_max_tokens": one(0)}, "sampling_param_max_tokens must be"),

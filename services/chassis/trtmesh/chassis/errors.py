@@ -44,6 +44,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Self
 
 import grpc
 
@@ -58,6 +59,10 @@ class TrtmeshError(Exception):
         self.message = message
         self.worker = worker
         self.retry_after_ms = retry_after_ms
+
+    def reworded(self, message: str) -> Self:
+        """The same error with another message."""
+        return type(self)(message, worker=self.worker, retry_after_ms=self.retry_after_ms)
 
     @property
     def row(self) -> ErrorRow:

@@ -130,7 +130,7 @@ def refuse_unsupported(config: v.GenerationConfig, supported: Iterable[str], who
     unsupported = sorted(config.fields_set.difference(supported))
     if unsupported:
         raise UnsupportedField(
-            f"{who} does not support {', '.join(unsupported)}; leave the field unset or use another worker"
+            f"{who} does not support {', '.join(unsupported)}; leave it out or use another worker"
         )
 
 

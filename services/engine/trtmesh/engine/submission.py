@@ -82,5 +82,5 @@ def _check_logits(config: GenerationConfig, worker: Worker) -> None:
             if row > most:
                 raise InvalidField(
                     f"output.{name} come to {row} bytes a token, but a message of worker {worker.name} may have {most}"
-                    " of them (half of max_message_bytes); leave the field unset or raise the limit"
+                    " of them (half of max_message_bytes); leave it out or raise the limit"
                 )

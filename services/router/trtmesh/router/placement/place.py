@@ -44,7 +44,7 @@ def check_fields(fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> None
 def _unsupported(able: Sequence[WorkerSnapshot], query: PlacementQuery) -> UnsupportedField:
     fields = ", ".join(sorted(query.fields - able[0].supported_fields))
     return UnsupportedField(
-        f"{fields} not supported by any worker of model {query.model}; leave the field unset"
+        f"{fields} not supported by any worker of model {query.model}; leave it out"
     )
 
 

@@ -13,6 +13,7 @@ from trtmesh.router.triton.forms import Kind
 from trtmesh.router.triton.llmapi import LlmApiOutputs
 from trtmesh.router.triton.outputs import Block, OutputBuilder, RowOutput, SequenceOutput
 from trtmesh.router.triton.wire import Output
+from trtmesh.router.triton.wording import of_row
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
@@ -116,6 +117,7 @@ class Answers:
                 self._end(row, self._item_error(event.item_failed))
 
     def _end(self, row: RowOutput, error: TrtmeshError | None) -> None:
+        error = error and of_row(error, row.index, self._call)
         self._touched[row.index] = error
         self.error = self.error or error
         self._over.add(row.index)

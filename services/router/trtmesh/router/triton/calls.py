@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trtmesh.chassis.errors import InternalError, InvalidRequest, ModelNotFound
+from trtmesh.chassis.errors import InternalError, InvalidRequest, ModelNotFound, TrtmeshError
 from trtmesh.router.triton.forms import Kind
+from trtmesh.router.triton.llmapi_specs import check_adapter
 from trtmesh.router.triton.models import MODEL_VERSION, Model
+from trtmesh.router.triton.speculation import check_speculation
 from trtmesh.router.triton.tensors import InputTensor, check_complete, read_inputs
+from trtmesh.router.triton.wording import of_row
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
@@ -143,6 +146,10 @@ def to_request(call: Call) -> router_pb.GenerateRequest:
         )
     if call.model.kind is Kind.TOKENS and not PROMPT_INPUTS & call.inputs.keys():
         raise InternalError("input_ids or encoder_input_features is not present in the request")
+    if call.model.template == "tensorrt_llm_bls":
+        check_speculation(call)
+    if call.model.template == "llmapi":
+        check_adapter(call.inputs)
     request = router_pb.GenerateRequest(model=call.model.mesh_model)
     puts = [
         (spec.put, call.inputs[name])
@@ -152,9 +159,12 @@ def to_request(call: Call) -> router_pb.GenerateRequest:
     for row in range(call.batch_size):
         item = request.items.add()
         item.config.output.exclude_prompt = call.model.exclude_input_in_output
-        for put, tensor in puts:
-            put(item, tensor, row)
-        _settle(item, call)
+        try:
+            for put, tensor in puts:
+                put(item, tensor, row)
+            _settle(item, call)
+        except TrtmeshError as error:
+            raise of_row(error, row, call) from error
     return request
 
 

@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from trtmesh.chassis.error_wire import from_proto
 from trtmesh.chassis.errors import (
+    BackendFailed,
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
@@ -24,8 +26,10 @@ from trtmesh.router.triton.calls import Call, to_request
 from trtmesh.router.triton.llmapi import LlmApiOutputs
 from trtmesh.router.triton.outputs import OutputBuilder, RowOutput, SequenceOutput
 from trtmesh.router.triton.plain_text import PlainText
+from trtmesh.router.triton.speculation import without_draft_model
 from trtmesh.router.triton.statistics import Counting
 from trtmesh.router.triton.texts import Texts, TextsOf
+from trtmesh.router.triton.wording import in_tensors, of_request
 from trtmesh.v1 import router_pb2 as router_pb
 
 T = TypeVar("T")
@@ -92,17 +96,24 @@ class Generations:
             self._metrics.requests[outcome] += 1
 
     def _answers_of(self, call: Call, request: GenerationRequest) -> Answers | PlainText:
+        item_error = partial(self._item_error, call, request.request_id)
         if call.model.template == "llmapi":
-            return Answers(call, request, LlmApiOutputs(call), self._item_error)
+            return Answers(call, request, LlmApiOutputs(call), item_error)
         builder = OutputBuilder(call, request)
         searched = request.items[0].config.beam_search.beam_width > 1
         rewrites = searched or call.model.accumulate
         if call.streaming and builder.one_text_only and not rewrites:
-            return PlainText(self._item_error, final_alone=call.model.final_alone)
-        return Answers(call, request, builder, self._item_error)
+            return PlainText(item_error, final_alone=call.model.final_alone)
+        return Answers(call, request, builder, item_error)
 
-    def _item_error(self, failed: router_pb.ItemFailed) -> TrtmeshError:
-        error = from_proto(failed.error)
+    def _item_error(
+        self, call: Call, request_id: str, failed: router_pb.ItemFailed
+    ) -> TrtmeshError:
+        error = in_tensors(without_draft_model(from_proto(failed.error)), call)
+        if isinstance(error, BackendFailed) and call.model.template != "llmapi":
+            return error.reworded(
+                f"Executor failed process requestId {request_id} due to the following error: {error.message}"
+            )
         if isinstance(error, PromptTooLong):
             return InternalError(
                 f"Prompt length ({failed.usage.prompt_tokens}) exceeds maximum input length"
@@ -119,7 +130,11 @@ class Generations:
         ):
             # Triton takes any name, any number of times; the mesh then chooses one of its own.
             name = ""
-        return parse_request(to_request(call), name, self._max_items)
+        request = to_request(call)
+        try:
+            return parse_request(request, name, self._max_items)
+        except TrtmeshError as error:
+            raise of_request(error, call) from error
 
     @contextmanager
     def _known_as(self, name: str, live: LiveRequest) -> Iterator[None]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from trtmesh.chassis.errors import InvalidRequest, UnsupportedField
+from collections.abc import Mapping
+
+from trtmesh.chassis.errors import InternalError, InvalidRequest, UnsupportedField
 from trtmesh.router.triton import put
 from trtmesh.router.triton.inputs import ANY, ONE, InputSpec
 from trtmesh.router.triton.specs import PERF_OUTPUTS, TEXT_OUTPUT, out
@@ -10,6 +12,7 @@ from trtmesh.router.triton.tensors import InputTensor
 from trtmesh.v1 import router_pb2 as router_pb
 
 
+@put.sets("prompt.text")
 def _prompt(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
     texts = tensor.texts(row)
     if len(texts) != 1:
@@ -19,22 +22,34 @@ def _prompt(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None
     item.prompt.text = texts[0]
 
 
+@put.sets("sampling.best_of")
 def _candidates(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
     """One is what is generated anyway."""
     if tensor.scalar(row) != 1:
         put.value("sampling.best_of")(item, tensor, row)
 
 
+@put.sets("sampling.logits_post_processor")
 def _post_processor(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
     """An empty name means none."""
     if any(tensor.texts(row)):
         put.text("sampling.logits_post_processor")(item, tensor, row)
 
 
+@put.sets()
 def _adapter_path(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
     raise UnsupportedField(
-        f"input '{tensor.name}': this server reads no adapter from a path that a request names"
+        f"input '{tensor.name}': this server reads no adapter from a path that a request names; leave it out and name"
+        " an adapter with lora_id and lora_name"
     )
+
+
+def check_adapter(inputs: Mapping[str, InputTensor]) -> None:
+    """Raises InternalError where an adapter is named by halves. A request may leave the path out, which Triton's model
+    needs: adapters are known by id and name."""
+    given = {"lora_id", "lora_name", "lora_path"} & inputs.keys()
+    if given and not given >= {"lora_id", "lora_name"}:
+        raise InternalError("lora_id, lora_name, and lora_path must all be provided together")
 
 
 def _one(name: str, data_type: str, where: put.Put | None) -> InputSpec:

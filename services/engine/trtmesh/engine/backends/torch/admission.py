@@ -89,7 +89,7 @@ def _check_ids(item: Submission, vocabulary_size: int) -> None:
     if item.config.output.prompt_log_probs and max(item.token_ids) >= vocabulary_size:
         raise InvalidField(
             "output.prompt_log_probs is asked for, but the prompt has ids of prompt_tuning.embedding_table, which have"
-            " no log-probabilities; leave the field unset"
+            " no log-probabilities; leave it out"
         )
     for name, ids in _ids_of(item.config):
         highest = max(ids, default=0)

@@ -1,0 +1,209 @@
+"""Errors speak of what a Triton client sent: its tensors, its rows, and in Triton's own words where there are any."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from compat.conftest import FLAGS
+from compat.plain_http import PlainHttp
+from compat.triton import Triton
+from e2e.mesh import Mesh, running_mesh
+from trtmesh.chassis.errors import InvalidField, QueueFull
+from trtmesh.router.settings import TritonSettings
+from trtmesh.router.triton.calls import Call
+from trtmesh.router.triton.inputs import InputSpec
+from trtmesh.router.triton.models import triton_models
+from trtmesh.router.triton.wording import in_tensors, of_request
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+MODELS = triton_models(TritonSettings())
+TOKENS = {"input_ids": [5, 6], "input_lengths": 2, "request_output_len": 5}
+TEXT = {"text_input": "x", "max_tokens": 5}
+TABLE = np.ones((1, 2, 3), np.float16)
+NO_WORKER = "not supported by any worker of model demo; leave it out"
+PICTURE = np.ones((1, 1, 2, 2, 3), np.uint8)
+RANGES = {
+    "retention_token_range_starts": [0],
+    "retention_token_range_ends": [9],
+    "retention_token_range_priorities": [200],
+    "retention_token_range_durations_ms": [-1],
+}
+NO_DRAFT_MODEL = (
+    "cannot perform speculative decoding without draft model: num_draft_tokens " + NO_WORKER
+)
+CASES: list[tuple[str, Mapping[str, Any], str]] = [
+    ("tensorrt_llm", {"lora_task_id": 7}, "lora_task_id " + NO_WORKER),
+    ("ensemble", {"prompt_embedding_table": TABLE}, "prompt_embedding_table " + NO_WORKER),
+    ("ensemble", {"beam_width": 2, "length_penalty": 2.0}, "length_penalty " + NO_WORKER),
+    ("tensorrt_llm", {"beam_width": 2, "len_penalty": 2.0}, "len_penalty " + NO_WORKER),
+    (
+        "ensemble",
+        {"embedding_bias_words": "x", "embedding_bias_weights": 1.0},
+        "embedding_bias_words, embedding_bias_weights " + NO_WORKER,
+    ),
+    ("tensorrt_llm", {"runtime_top_p": 3.0}, "runtime_top_p is 3.0 but must be in [0, 1]"),
+    ("ensemble", {"top_p": 3.0}, "top_p is 3.0 but must be in [0, 1]"),
+    ("ensemble", {"min_tokens": 9}, "min_tokens is 9 but must be at most max_tokens, 5"),
+    ("tensorrt_llm", {"min_tokens": 9}, "is 9 but must be at most request_output_len, 5"),
+    ("tensorrt_llm", {"end_id": 60_000}, "end_id is 60000 but must be"),
+    ("tensorrt_llm", RANGES, "retention_token_range_priorities is 200 but must be in [0, 100]"),
+    ("tensorrt_llm_bls", {"image_bytes_input": PICTURE}, "image_bytes_input " + NO_WORKER),
+    ("tensorrt_llm_bls", {"num_draft_tokens": 4}, NO_DRAFT_MODEL),
+    (
+        "tensorrt_llm_bls",
+        {"num_draft_tokens": 4, "stream": True},
+        "streaming is not supported with speculative decoding",
+    ),
+    (
+        "tensorrt_llm_bls",
+        {"num_draft_tokens": 4, "return_context_logits": True},
+        "context logits are not supported with speculative decoding",
+    ),
+    (
+        "tensorrt_llm_bls",
+        {"num_draft_tokens": 4, "image_bytes_input": PICTURE},
+        "Multimodal and speculative decoding is not currently supported",
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "tensors", "text"), CASES)
+async def test_an_error_names_what_was_sent(
+    triton: Triton, model: str, tensors: Mapping[str, Any], text: str
+) -> None:
+    needed = TOKENS if model == "tensorrt_llm" else TEXT
+    response = (await triton.stream(model, needed | tensors))[-1]
+    assert text in response.error
+    assert "row" not in response.error
+
+
+async def test_a_request_parameter_is_named_too(triton: Triton) -> None:
+    (response,) = await triton.stream(
+        "tensorrt_llm", TOKENS, parameters={"request_type": "context_only"}
+    )
+    assert response.error == f"parameter 'request_type' {NO_WORKER}"
+
+
+def rows(**columns: list[Any]) -> dict[str, np.ndarray]:
+    types = {int: np.int32, str: np.object_, float: np.float32}
+    return {
+        name: np.array([[value] for value in values], types[type(values[0])])
+        for name, values in columns.items()
+    }
+
+
+THREE = {"text_input": ["a", "b", "c"], "max_tokens": [3, 3, 3]}
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"max_tokens": [3, 0, 3]}, "row 1: max_tokens must be a single value > 0, not 0"),
+        ({"top_p": [1.0, 1.0, 3.0]}, "row 2: top_p is 3.0 but must be in [0, 1]"),
+        ({"num_draft_tokens": [0, 2, 0]}, "Speculative decoding does not support batch size > 1."),
+    ],
+)
+async def test_what_is_wrong_with_one_row_is_said_of_it(
+    triton: Triton, more: dict[str, list[Any]], text: str
+) -> None:
+    (response,) = await triton.stream("tensorrt_llm_bls", rows(**THREE | more))
+    assert response.error == text
+
+
+@pytest.mark.parametrize("model", ["tensorrt_llm", "tensorrt_llm_bls"])
+async def test_the_others_come_where_one_row_is_refused_by_the_worker(
+    triton: Triton, model: str
+) -> None:
+    tensors = rows(**THREE | {"max_tokens": [3, 9000, 3]})
+    if model == "tensorrt_llm":
+        columns = {"input_ids": [5, 6, 7], "input_lengths": [1, 1, 1]}
+        tensors = rows(**columns, request_output_len=[3, 9000, 3])
+    responses = await triton.stream(model, tensors)
+    (error,) = [response.error for response in responses if response.error]
+    assert error.startswith("row 1: ")
+    asked = "request_output_len" if model == "tensorrt_llm" else "max_tokens"
+    assert f"{asked} asks for 9000 more" in error
+    whole = [response.number["batch_index"] for response in responses if response.outputs]
+    assert sorted(whole) == [0, 2]
+
+
+async def test_a_stacked_response_fails_with_the_row_that_did() -> None:
+    """And what the executor could not go on with is said as TensorRT-LLM says it."""
+    flags = (*FLAGS, "--simulated-fail-item", "2")
+    async with running_mesh(engine_flags=flags, router_flags=("--triton-decoupled", "")) as mesh:
+        triton = Triton(mesh.router.address)
+        (response,) = await triton.stream("ensemble", rows(**THREE), request_id="mine")
+        assert response.error.startswith("row ")
+        row, words = response.error.removeprefix("row ").split(": ", 1)
+        assert int(row) in range(3)
+        assert words == (
+            "Executor failed process requestId mine due to the following error: the item failed because"
+            " simulated.fail_item says so"
+        )
+        assert (await triton.infer("ensemble", rows(**THREE))).outputs["text_output"].size == 3
+        await triton.close()
+
+
+@pytest.mark.parametrize("missing", ["output_ids", "sequence_length"])
+async def test_the_core_model_needs_its_two_outputs(triton: Triton, missing: str) -> None:
+    left = {"output_ids", "sequence_length", "cum_log_probs"} - {missing}
+    (response,) = await triton.stream("tensorrt_llm", TOKENS, outputs=sorted(left))
+    assert response.error == f"{missing} tensor must be present in list of output tensors"
+
+
+async def test_http_sends_decoupled_models_elsewhere(mesh: Mesh) -> None:
+    async with PlainHttp(mesh.router.http_address) as http:
+        reply = await http.post("/v2/models/ensemble/infer", {"inputs": []})
+    assert (reply.status, reply.json) == (
+        501,
+        {"error": "HTTP end point doesn't support models with decoupled transaction policy"},
+    )
+
+
+def call(model: str, *, rows: int = 1, sent: Mapping[str, Any] | None = None) -> Call:
+    return Call(MODELS[model], "", sent or {}, rows, frozenset(), {})
+
+
+async def test_parts_of_fields_keep_what_they_say_of_them() -> None:
+    core = call("tensorrt_llm")
+    for own, theirs in (
+        ("kv_cache.token_ranges[3].token_end is 1", "retention_token_range_ends[3] is 1"),
+        ("kv_cache.token_ranges has 300", "retention_token_range_starts has 300"),
+        ("lora.weights.data_type is 0", "lora_weights.data_type is 0"),
+        ("10.0.0.1:80 has lora.weightsome", "10.0.0.1:80 has lora.weightsome"),
+        ("(sampling.top_k)", "(runtime_top_k)"),
+    ):
+        error = in_tensors(InvalidField(own), core)
+        assert (type(error), error.message) == (InvalidField, theirs)
+
+
+async def test_of_several_tensors_that_was_meant_which_was_sent() -> None:
+    error = InvalidField("sampling.top_p_min is 0")
+    for name in ("runtime_top_p_min", "runtime_top_k_min"):
+        assert in_tensors(error, call("tensorrt_llm", sent={name: None})).message == f"{name} is 0"
+
+
+async def test_an_error_stays_what_it_was() -> None:
+    error = of_request(QueueFull("items[1]: full", worker="w", retry_after_ms=5), call("ensemble"))
+    assert (type(error), error.message) == (QueueFull, "full")
+    assert (error.worker, error.retry_after_ms) == ("w", 5)
+    several = of_request(QueueFull("items[1]: full"), call("ensemble", rows=2))
+    assert several.message == "row 1: full"
+
+
+async def test_every_input_that_reaches_a_field_says_which() -> None:
+    models = triton_models(
+        TritonSettings.model_validate({"models": {"llmapi": {"template": "llmapi"}}})
+    )
+    for model in [*MODELS.values(), *models.values()]:
+        for spec in model.inputs.values():
+            if isinstance(spec, InputSpec) and spec.put and spec.name not in NO_FIELD:
+                assert spec.put.fields, spec.name
+
+
+NO_FIELD = {"lora_path", "lora_ckpt_source"}
+"""Refused by name."""
