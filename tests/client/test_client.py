@@ -30,6 +30,7 @@ from trtmesh.client import (
     ItemStarted,
     PromptDetails,
     SequenceFinished,
+    SequenceStarted,
     Tokens,
     Usage,
 )
@@ -115,7 +116,7 @@ async def test_every_event_kind_has_a_value(router: ScriptedRouter, client: Clie
     router.script = every_kind
     kinds = {type(event) async for event in client.generate(["x"])}
     assert kinds == {
-        Accepted, ItemStarted, PromptDetails, Tokens, SequenceFinished, ItemFinished, ItemFailed,
+        Accepted, ItemStarted, PromptDetails, SequenceStarted, Tokens, SequenceFinished, ItemFinished, ItemFailed,
     }  # fmt: skip
     assert len(kinds) == len(Event.DESCRIPTOR.oneofs_by_name["event"].fields)
 

@@ -14,15 +14,14 @@ from e2e.mesh import Mesh, running_mesh
 from trtmesh.chassis.errors import InvalidField, QueueFull
 from trtmesh.router.settings import TritonSettings
 from trtmesh.router.triton.calls import Call
-from trtmesh.router.triton.inputs import InputSpec
 from trtmesh.router.triton.models import triton_models
 from trtmesh.router.triton.wording import in_tensors, of_request
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 MODELS = triton_models(TritonSettings())
-TOKENS = {"input_ids": [5, 6], "input_lengths": 2, "request_output_len": 5}
-TEXT = {"text_input": "x", "max_tokens": 5}
+TOKENS: dict[str, Any] = {"input_ids": [5, 6], "input_lengths": 2, "request_output_len": 5}
+TEXT: dict[str, Any] = {"text_input": "x", "max_tokens": 5}
 TABLE = np.ones((1, 2, 3), np.float16)
 NO_WORKER = "not supported by any worker of model demo; leave it out"
 PICTURE = np.ones((1, 1, 2, 2, 3), np.uint8)
@@ -76,7 +75,7 @@ async def test_an_error_names_what_was_sent(
     triton: Triton, model: str, tensors: Mapping[str, Any], text: str
 ) -> None:
     needed = TOKENS if model == "tensorrt_llm" else TEXT
-    response = (await triton.stream(model, needed | tensors))[-1]
+    response = (await triton.stream(model, {**needed, **tensors}))[-1]
     assert text in response.error
     assert "row" not in response.error
 
@@ -96,7 +95,7 @@ def rows(**columns: list[Any]) -> dict[str, np.ndarray]:
     }
 
 
-THREE = {"text_input": ["a", "b", "c"], "max_tokens": [3, 3, 3]}
+THREE: dict[str, list[Any]] = {"text_input": ["a", "b", "c"], "max_tokens": [3, 3, 3]}
 
 
 @pytest.mark.parametrize(
@@ -110,7 +109,7 @@ THREE = {"text_input": ["a", "b", "c"], "max_tokens": [3, 3, 3]}
 async def test_what_is_wrong_with_one_row_is_said_of_it(
     triton: Triton, more: dict[str, list[Any]], text: str
 ) -> None:
-    (response,) = await triton.stream("tensorrt_llm_bls", rows(**THREE | more))
+    (response,) = await triton.stream("tensorrt_llm_bls", rows(**(THREE | more)))
     assert response.error == text
 
 
@@ -118,7 +117,7 @@ async def test_what_is_wrong_with_one_row_is_said_of_it(
 async def test_the_others_come_where_one_row_is_refused_by_the_worker(
     triton: Triton, model: str
 ) -> None:
-    tensors = rows(**THREE | {"max_tokens": [3, 9000, 3]})
+    tensors = rows(**(THREE | {"max_tokens": [3, 9000, 3]}))
     if model == "tensorrt_llm":
         columns = {"input_ids": [5, 6, 7], "input_lengths": [1, 1, 1]}
         tensors = rows(**columns, request_output_len=[3, 9000, 3])
@@ -201,7 +200,7 @@ async def test_every_input_that_reaches_a_field_says_which() -> None:
     )
     for model in [*MODELS.values(), *models.values()]:
         for spec in model.inputs.values():
-            if isinstance(spec, InputSpec) and spec.put and spec.name not in NO_FIELD:
+            if spec.put and spec.name not in NO_FIELD:
                 assert spec.put.fields, spec.name
 
 

@@ -287,6 +287,11 @@ async def test_perf_metrics(mesh: Mesh, triton: Triton) -> None:
     names = {field.name for field in pb.PerfMetrics.DESCRIPTOR.fields}
     assert all(names <= set(chunk.outputs) for chunk in chunks)
     last = {name: chunks[-1].number[name] for name in names}
+    # What the first token's coming makes known is told with it.
+    for name in ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns"):
+        assert {chunk.number[name] for chunk in chunks} == {last[name]} - {0}
+    assert chunks[0].number["kv_cache_reused_blocks"] == last["kv_cache_reused_blocks"] > 1
+    assert 0 < chunks[0].number["kv_cache_alloc_new_blocks"] <= last["kv_cache_alloc_new_blocks"]
     again = await native(mesh, "One more prompt" * 4, perf_metrics=True)
     assert again.perf_metrics
     for name in (name for name in names if not name.endswith("time_ns")):

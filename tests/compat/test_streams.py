@@ -137,6 +137,10 @@ async def test_token_ids_come_as_they_are_generated(mesh: Mesh, triton: Triton) 
     assert all(r.number["sequence_length"] == r.outputs["output_ids"].size for r in responses)
     assert responses[-1].number["num_output_tokens"] == 9
     assert responses[-1].number["last_token_time_ns"] > 0
+    # All but the last token's time is known with the first one.
+    known = ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns")
+    for name in (*known, "kv_cache_alloc_new_blocks", "kv_cache_alloc_total_blocks"):
+        assert {r.number[name] for r in responses} == {responses[-1].number[name]} - {0}
     assert responses[-1].final
 
 

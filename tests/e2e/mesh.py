@@ -211,7 +211,7 @@ class OrderCheck:
             return
         before = self.kinds.setdefault(event.batch_index, [])
         assert not {"ItemFinished", "ItemFailed"} & set(before), f"{kind} after the terminal event"
-        if kind in ("Tokens", "SequenceFinished", "PromptDetails"):
+        if kind in ("Tokens", "SequenceFinished", "PromptDetails", "SequenceStarted"):
             assert "ItemStarted" in before, f"{kind} before ItemStarted"
         if kind == "ItemStarted":
             assert not before, f"ItemStarted after {before}"

@@ -26,7 +26,9 @@ from trtmesh.engine.backend import (
     BlocksCleared,
     BlocksRemoved,
     BlocksStored,
+    PerfMetrics,
     PromptDetails,
+    SequenceStart,
     TokenDetails,
 )
 from trtmesh.engine.backends.simulated import SimulatedBackend, SimulatedSettings
@@ -163,12 +165,15 @@ class TestMultiplexing:
                 {key: [8]},
                 details=[TokenDetails(key, [-0.5], -0.5, [[(8, -0.5), (9, -1.5)]])],
                 prompts=[PromptDetails(key, 0, [-1.0, -2.0])],
+                starts=[SequenceStart(key, PerfMetrics(1, 2, 3))],
             )
             await stream.until(lambda: stream.steps)
             (details,) = stream.steps[0].details
             assert details.handle == 3
             assert list(details.details.top_log_probs[0].token_ids) == [8, 9]
             assert list(stream.steps[0].prompts[0].details.log_probs) == [-1.0, -2.0]
+            (start,) = stream.steps[0].starts
+            assert (start.handle, start.perf_metrics.first_token_time_ns) == (3, 3)
 
 
 class TestRefusedItems:

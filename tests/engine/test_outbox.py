@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trtmesh.chassis.errors import InvalidField, SlowClient
 from trtmesh.chassis.vocabulary import Tensor
-from trtmesh.engine.backend import PromptDetails, TokenDetails
+from trtmesh.engine.backend import PerfMetrics, PromptDetails, SequenceStart, TokenDetails
 from trtmesh.engine.metrics import EngineMetrics
 from trtmesh.engine.outbox import MAX_ANSWERS, MAX_KV_EVENTS, MAX_PARTS, MERGED_TOKENS, Outbox
 from trtmesh.engine.step_part import StepPart, merge, split
@@ -252,6 +252,7 @@ def with_logits(made: StepPart) -> StepPart:
         made.details.append(TokenDetails(handle, generation_logits=Tensor(1, (count, 2), data)))
         if not offset:
             made.prompts.append(PromptDetails(handle, context_logits=Tensor(1, (1, 2), b"p" * 8)))
+            made.starts.append(SequenceStart(handle, PerfMetrics(arrival_time_ns=handle + 1)))
     return made
 
 
@@ -270,6 +271,7 @@ def test_logits_are_cut_into_messages_and_none_is_lost(
     offsets: dict[int, int] = {}
     found: dict[int, list[int]] = {}
     prompts: set[int] = set()
+    starts: dict[int, int] = {}
 
     def read(response: epb.EngineServiceConnectResponse | None) -> None:
         reader.read(response)
@@ -278,7 +280,11 @@ def test_logits_are_cut_into_messages_and_none_is_lost(
             for prompt in event.step.prompts:
                 assert prompt.handle not in prompts
                 prompts.add(prompt.handle)
+            for start in event.step.starts:
+                assert start.handle not in starts
+                starts[start.handle] = start.perf_metrics.arrival_time_ns
             for each in event.step.details:
+                assert starts[each.handle] == each.handle + 1, "the start comes first"
                 raw = each.details.generation_logits.data
                 values = [raw[at : at + ROW_BYTES] for at in range(0, len(raw), ROW_BYTES)]
                 found.setdefault(each.handle, []).extend(

@@ -19,7 +19,14 @@ from trtmesh.chassis.errors import (
     TrtmeshError,
 )
 from trtmesh.chassis.vocabulary import GenerationConfig, KvCache, Output, Sampling, Stopping
-from trtmesh.engine.backend import BlocksRemoved, BlocksStored, SequenceEnd, StepOutput, Submission
+from trtmesh.engine.backend import (
+    BlocksRemoved,
+    BlocksStored,
+    PerfMetrics,
+    SequenceEnd,
+    StepOutput,
+    Submission,
+)
 from trtmesh.engine.backends.simulated import SimulatedBackend, SimulatedSettings
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -35,6 +42,7 @@ class Run:
     failures: list[BaseException] = field(default_factory=list)
     tokens: dict[int, list[int]] = field(default_factory=dict)
     offsets: dict[int, int] = field(default_factory=dict)
+    starts: dict[int, PerfMetrics] = field(default_factory=dict)
     ends: dict[int, SequenceEnd] = field(default_factory=dict)
     stored: dict[int, int] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -50,6 +58,9 @@ class Run:
             known = self.tokens.setdefault(key, [])
             assert offset == first + len(known)
             known += [next(ids) for _ in range(count)]
+        for start in output.starts:
+            assert len(self.tokens[start.key]) == 1, "not with the first token"
+            self.starts[start.key] = start.perf_metrics
         for end in output.ends:
             assert end.key not in self.ends
             self.ends[end.key] = end
@@ -301,6 +312,7 @@ class TestScheduling:
                 metrics.last_token_time_ns,
             )
             assert sorted(times) == list(times)
+            assert run.starts == {2: replace(metrics, last_token_time_ns=0)}
             assert metrics.kv_cache_reused_blocks == 1
             assert metrics.kv_cache_alloc_total_blocks == 3
 

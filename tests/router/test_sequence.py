@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trtmesh.chassis.error_wire import to_proto
@@ -269,11 +270,12 @@ async def test_an_abandoned_sequence_stops_its_worker_and_says_nothing_more() ->
 
 
 async def test_a_moved_sequence_tells_what_an_unmoved_one_would() -> None:
-    """Prompt data once, log-probabilities summed up over both workers, times that begin with the first."""
+    """Prompt data and start once, log-probabilities summed up over both workers, times that begin with the first."""
     client, owner = ClientStream(router_pb.GenerateEvent(), Turns()), OneItem()
     run = make_run(client, owner, text=False, log_probs=True, prompt_log_probs=True)
     run.assign(OneWorker())
     run.on_prompt(pb.PromptDetails(log_probs=[-3.0]))
+    run.on_start(pb.PerfMetrics(arrival_time_ns=1))
     run.on_tokens(0, [1, 2], pb.TokenDetails(log_probs=[-1.0, -2.0], cumulative_log_prob=-3.0))
     run.times.first_token = asyncio.get_running_loop().time()
     run.on_worker_lost(WorkerLost("gone", worker="w"))
@@ -281,6 +283,7 @@ async def test_a_moved_sequence_tells_what_an_unmoved_one_would() -> None:
     assert run.waits_for_worker
     run.assign(OneWorker())
     run.on_prompt(pb.PromptDetails(log_probs=[-3.0]))
+    run.on_start(pb.PerfMetrics(arrival_time_ns=2**62))
     run.on_tokens(1, [2, 3], pb.TokenDetails(log_probs=[-2.0, -4.0]))
     later = pb.PerfMetrics(
         arrival_time_ns=2**62, first_scheduled_time_ns=2**62, first_token_time_ns=2**62
@@ -297,10 +300,26 @@ async def test_a_moved_sequence_tells_what_an_unmoved_one_would() -> None:
     assert waiting
     response = as_response(waiting)
     kinds = [event.WhichOneof("event") for event in response.events[1:]]
-    assert kinds == ["prompt_details", "tokens"]
-    details = response.events[2].tokens.details
+    assert kinds == ["prompt_details", "sequence_started", "tokens"]
+    assert response.events[2].sequence_started.perf_metrics.arrival_time_ns == 1
+    details = response.events[3].tokens.details
     assert list(details.log_probs) == [-1.0, -2.0, -4.0]
     assert details.cumulative_log_prob == -7.0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_start_is_told_where_tokens_are_streamed(stream: bool) -> None:
+    client, owner = ClientStream(router_pb.GenerateEvent(), Turns()), OneItem()
+    run = make_run(client, owner, text=False, stream=stream)
+    run.assign(OneWorker())
+    run.on_start(pb.PerfMetrics(arrival_time_ns=1))
+    run.on_tokens(0, [1])
+    run.on_end(epb.SequenceEnd(reason=pb.FINISH_REASON_LENGTH))
+    client.close()
+    waiting = await client.take()
+    assert waiting
+    kinds = [event.WhichOneof("event") for event in as_response(waiting).events[1:]]
+    assert kinds == ["sequence_started", "tokens"][not stream :]
 
 
 async def test_a_sequence_without_a_worker_ends_as_it_is_told() -> None:

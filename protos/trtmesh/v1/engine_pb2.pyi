@@ -374,6 +374,31 @@ class Welcome(google.protobuf.message.Message):
 Global___Welcome: typing_extensions.TypeAlias = Welcome
 
 @typing.final
+class SequenceStart(google.protobuf.message.Message):
+    """What is known of a sequence with its first token."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: builtins.int
+    PERF_METRICS_FIELD_NUMBER: builtins.int
+    handle: builtins.int
+    """Handle of the sequence."""
+    @property
+    def perf_metrics(self) -> trtmesh.v1.generation_pb2.PerfMetrics:
+        """Times and KV figures until then; `last_token_time_ns` is 0."""
+
+    def __init__(
+        self,
+        *,
+        handle: builtins.int = ...,
+        perf_metrics: trtmesh.v1.generation_pb2.PerfMetrics | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["perf_metrics", b"perf_metrics"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["handle", b"handle", "perf_metrics", b"perf_metrics"]) -> None: ...
+
+Global___SequenceStart: typing_extensions.TypeAlias = SequenceStart
+
+@typing.final
 class SequenceEnd(google.protobuf.message.Message):
     """The end of a sequence: exactly one for every handle of a submit, after all its tokens."""
 
@@ -503,6 +528,7 @@ class Step(google.protobuf.message.Message):
     ENDS_FIELD_NUMBER: builtins.int
     DETAILS_FIELD_NUMBER: builtins.int
     PROMPTS_FIELD_NUMBER: builtins.int
+    STARTS_FIELD_NUMBER: builtins.int
     step_count: builtins.int
     """Engine steps since the worker started, up to and including this."""
     @property
@@ -535,6 +561,10 @@ class Step(google.protobuf.message.Message):
     def prompts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SequencePrompt]:
         """Optional data of prompts, where asked for."""
 
+    @property
+    def starts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SequenceStart]:
+        """Sequences whose first token on this worker is above, where PerfMetrics are asked for."""
+
     def __init__(
         self,
         *,
@@ -546,8 +576,9 @@ class Step(google.protobuf.message.Message):
         ends: collections.abc.Iterable[Global___SequenceEnd] | None = ...,
         details: collections.abc.Iterable[Global___SequenceDetails] | None = ...,
         prompts: collections.abc.Iterable[Global___SequencePrompt] | None = ...,
+        starts: collections.abc.Iterable[Global___SequenceStart] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["details", b"details", "ends", b"ends", "handles", b"handles", "prompts", b"prompts", "step_count", b"step_count", "token_counts", b"token_counts", "token_ids", b"token_ids", "token_offsets", b"token_offsets"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["details", b"details", "ends", b"ends", "handles", b"handles", "prompts", b"prompts", "starts", b"starts", "step_count", b"step_count", "token_counts", b"token_counts", "token_ids", b"token_ids", "token_offsets", b"token_offsets"]) -> None: ...
 
 Global___Step: typing_extensions.TypeAlias = Step
 

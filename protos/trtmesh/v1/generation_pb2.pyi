@@ -678,7 +678,7 @@ class OutputConfig(google.protobuf.message.Message):
     logits_data_type: Global___DataType.ValueType
     """Element type of returned logits: FP32, FP16 or BF16. Unset means FP32."""
     perf_metrics: builtins.bool
-    """Whether PerfMetrics come back with the end of each item."""
+    """Whether PerfMetrics come back with the end of each item and, where it is streamed, with the start of each sequence."""
     stream: builtins.bool
     """False makes one event per sequence, at its end, instead of one as tokens come. Unset means true."""
     normalize_log_probs: builtins.bool

@@ -177,6 +177,27 @@ class TokensGenerated(google.protobuf.message.Message):
 Global___TokensGenerated: typing_extensions.TypeAlias = TokensGenerated
 
 @typing.final
+class SequenceStarted(google.protobuf.message.Message):
+    """The first token of a sequence is known; sent before it, where PerfMetrics are asked for and the item is streamed."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PERF_METRICS_FIELD_NUMBER: builtins.int
+    @property
+    def perf_metrics(self) -> trtmesh.v1.generation_pb2.PerfMetrics:
+        """Times and KV figures until then; `last_token_time_ns` is 0. ItemFinished has them whole."""
+
+    def __init__(
+        self,
+        *,
+        perf_metrics: trtmesh.v1.generation_pb2.PerfMetrics | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["perf_metrics", b"perf_metrics"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["perf_metrics", b"perf_metrics"]) -> None: ...
+
+Global___SequenceStarted: typing_extensions.TypeAlias = SequenceStarted
+
+@typing.final
 class SequenceFinished(google.protobuf.message.Message):
     """One sequence ended, and so will its item when its other sequences have."""
 
@@ -298,6 +319,7 @@ class GenerateEvent(google.protobuf.message.Message):
     SEQUENCE_FINISHED_FIELD_NUMBER: builtins.int
     ITEM_FINISHED_FIELD_NUMBER: builtins.int
     ITEM_FAILED_FIELD_NUMBER: builtins.int
+    SEQUENCE_STARTED_FIELD_NUMBER: builtins.int
     batch_index: builtins.int
     """Position of the prompt in the request; 0 for `accepted`."""
     sequence_index: builtins.int
@@ -330,6 +352,10 @@ class GenerateEvent(google.protobuf.message.Message):
     def item_failed(self) -> Global___ItemFailed:
         """Terminal: the item failed."""
 
+    @property
+    def sequence_started(self) -> Global___SequenceStarted:
+        """A sequence has its first token."""
+
     def __init__(
         self,
         *,
@@ -342,10 +368,11 @@ class GenerateEvent(google.protobuf.message.Message):
         sequence_finished: Global___SequenceFinished | None = ...,
         item_finished: Global___ItemFinished | None = ...,
         item_failed: Global___ItemFailed | None = ...,
+        sequence_started: Global___SequenceStarted | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["accepted", b"accepted", "event", b"event", "item_failed", b"item_failed", "item_finished", b"item_finished", "item_started", b"item_started", "prompt_details", b"prompt_details", "sequence_finished", b"sequence_finished", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "batch_index", b"batch_index", "event", b"event", "item_failed", b"item_failed", "item_finished", b"item_finished", "item_started", b"item_started", "prompt_details", b"prompt_details", "sequence_finished", b"sequence_finished", "sequence_index", b"sequence_index", "tokens", b"tokens"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["accepted", "item_started", "prompt_details", "tokens", "sequence_finished", "item_finished", "item_failed"] | None: ...
+    def HasField(self, field_name: typing.Literal["accepted", b"accepted", "event", b"event", "item_failed", b"item_failed", "item_finished", b"item_finished", "item_started", b"item_started", "prompt_details", b"prompt_details", "sequence_finished", b"sequence_finished", "sequence_started", b"sequence_started", "tokens", b"tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "batch_index", b"batch_index", "event", b"event", "item_failed", b"item_failed", "item_finished", b"item_finished", "item_started", b"item_started", "prompt_details", b"prompt_details", "sequence_finished", b"sequence_finished", "sequence_index", b"sequence_index", "sequence_started", b"sequence_started", "tokens", b"tokens"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["accepted", "item_started", "prompt_details", "tokens", "sequence_finished", "item_finished", "item_failed", "sequence_started"] | None: ...
 
 Global___GenerateEvent: typing_extensions.TypeAlias = GenerateEvent
 

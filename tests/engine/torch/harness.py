@@ -15,6 +15,7 @@ from trtmesh.engine.backend import (
     Backend,
     BackendInfo,
     BackendStats,
+    PerfMetrics,
     PromptDetails,
     SequenceEnd,
     StepOutput,
@@ -34,6 +35,7 @@ class Stream:
     first_offset: int | None = None
     details: list[TokenDetails] = field(default_factory=list)
     prompts: list[PromptDetails] = field(default_factory=list)
+    start: PerfMetrics | None = None
     end: SequenceEnd | None = None
     blocks_used_at_end: int | None = None
 
@@ -154,6 +156,12 @@ class Harness:
             assert not stream.prompts or prompt.token_offset >= positions, "out of order"
             stream.prompts.append(prompt)
             assert prompt.key in output.keys or not stream.token_ids, "later than the first token"
+        for start in output.starts:
+            stream = self.streams[start.key]
+            assert start.key in output.keys, "not with a token"
+            assert len(stream.token_ids) == 1 or start.key in self.beams, "not with the first token"
+            assert stream.start is None, "a second start"
+            stream.start = start.perf_metrics
         for details in output.details:
             self.streams[details.key].details.append(details)
         for end in output.ends:

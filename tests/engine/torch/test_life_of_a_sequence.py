@@ -14,7 +14,7 @@ from engine.torch.harness import Harness, Stream, configure, running
 from oracle import tiny_models
 from trtmesh.chassis.errors import BackendFailed
 from trtmesh.chassis.vocabulary import GenerationConfig
-from trtmesh.engine.backend import SequenceEnd
+from trtmesh.engine.backend import PerfMetrics, SequenceEnd
 from trtmesh.v1 import generation_pb2 as pb
 
 LONG = configure(max_tokens=400, ignore_end_id=True)
@@ -226,6 +226,15 @@ async def test_perf_metrics_come_where_asked_for_and_are_in_order(llama: Path) -
         assert metrics.arrival_time_ns <= metrics.first_scheduled_time_ns
         assert metrics.first_scheduled_time_ns < metrics.first_token_time_ns
         assert metrics.first_token_time_ns < metrics.last_token_time_ns
+        assert silent.start is None
+        known = metrics.first_scheduled_time_ns, metrics.first_token_time_ns
+        # With the first token: the prompt's 10 tokens have KV, and there is no last one.
+        assert asking.start == PerfMetrics(
+            metrics.arrival_time_ns,
+            *known,
+            kv_cache_alloc_new_blocks=3,
+            kv_cache_alloc_total_blocks=3,
+        )
         # 10 prompt tokens and 19 of the 20 new ones have KV.
         assert metrics.kv_cache_alloc_total_blocks == 8
         assert end_of(asking).queue_seconds >= 0

@@ -73,6 +73,14 @@ class PerfMetrics:
 
 
 @dataclass(slots=True)
+class SequenceStart:
+    """What is known of one sequence with its first token, where metrics are asked for; of its last token nothing is."""
+
+    key: int
+    perf_metrics: PerfMetrics
+
+
+@dataclass(slots=True)
 class SequenceEnd:
     """The end of one sequence. `reason` is a generation_pb2.FinishReason; `error` is set exactly for ERROR."""
 
@@ -143,7 +151,8 @@ class StepOutput:
     """What one engine step made known, in parallel lists over the sequences that got tokens.
 
     `token_ids` holds the tokens of all of them, one after another; `token_offsets[i]` is the position of the first
-    of sequence i among its generated tokens. `ends` may name sequences that got no token in this step. With beam search
+    of sequence i among its generated tokens. `starts` names sequences among them whose first token here this is, where
+    metrics are asked for. `ends` may name sequences that got no token in this step. With beam search
     a sequence that did not only grow comes again whole, from offset 0, with its details.
     """
 
@@ -155,6 +164,7 @@ class StepOutput:
     ends: list[SequenceEnd] = field(default_factory=list)
     details: list[TokenDetails] = field(default_factory=list)
     prompts: list[PromptDetails] = field(default_factory=list)
+    starts: list[SequenceStart] = field(default_factory=list)
     kv_events: list[KvEvent] = field(default_factory=list)
 
 

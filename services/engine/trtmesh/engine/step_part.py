@@ -8,7 +8,7 @@ from itertools import accumulate, chain
 from typing import TypeVar
 
 from trtmesh.chassis.vocabulary import Tensor
-from trtmesh.engine.backend import PromptDetails, TokenDetails
+from trtmesh.engine.backend import PromptDetails, SequenceStart, TokenDetails
 
 T = TypeVar("T")
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 class StepPart:
     """The part of a step, or of several merged, that belongs to one stream; parallel lists as in engine.proto's Step.
 
-    `details` and `prompts` name their sequences by handle, in the field `key`.
+    `details`, `prompts` and `starts` name their sequences by handle, in the field `key`.
     """
 
     step_count: int
@@ -27,6 +27,7 @@ class StepPart:
     token_ids: list[int] = field(default_factory=list)
     details: list[TokenDetails] = field(default_factory=list)
     prompts: list[PromptDetails] = field(default_factory=list)
+    starts: list[SequenceStart] = field(default_factory=list)
 
     @property
     def tensor_bytes(self) -> int:
@@ -61,6 +62,8 @@ def split(part: StepPart, most_bytes: int) -> list[StepPart]:
                 [details[handle] for handle in handles if handle in details],
             )
         )
+    # No later than the tokens.
+    parts[0].starts = part.starts
     return parts
 
 
@@ -99,6 +102,7 @@ def merge(parts: Sequence[StepPart]) -> StepPart:
     else:
         merged = _merge_by_handle(parts)
     merged.prompts = [prompt for part in parts for prompt in part.prompts]
+    merged.starts = [start for part in parts for start in part.starts]
     return merged
 
 

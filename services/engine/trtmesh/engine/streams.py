@@ -149,6 +149,10 @@ class Streams:
             part = parts.setdefault(prompt.key >> HANDLE_BITS, StepPart(output.step_count))
             prompt.key &= HANDLE_MASK
             part.prompts.append(prompt)
+        for start in output.starts:
+            part = parts.setdefault(start.key >> HANDLE_BITS, StepPart(output.step_count))
+            start.key &= HANDLE_MASK
+            part.starts.append(start)
         for number, part in parts.items():
             stream = self._streams.get(number)
             if stream:

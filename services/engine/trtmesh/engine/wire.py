@@ -70,6 +70,8 @@ def fill_step(step: epb.Step, part: StepPart, ends: Sequence[epb.SequenceEnd]) -
         _fill_details(step.details.add(handle=details.key).details, details)
     for prompt in part.prompts:
         _fill_prompt(step.prompts.add(handle=prompt.key).details, prompt)
+    for start in part.starts:
+        _fill_metrics(step.starts.add(handle=start.key).perf_metrics, start.perf_metrics)
 
 
 def end_message(handle: int, end: SequenceEnd) -> epb.SequenceEnd:
@@ -85,8 +87,7 @@ def end_message(handle: int, end: SequenceEnd) -> epb.SequenceEnd:
         error=to_proto(end.error) if end.error else None,
     )
     if end.perf_metrics:
-        for name in _PERF_FIELDS:
-            setattr(message.perf_metrics, name, getattr(end.perf_metrics, name))
+        _fill_metrics(message.perf_metrics, end.perf_metrics)
     return message
 
 
@@ -123,6 +124,11 @@ def adapter_states(adapters: Iterable[AdapterInfo]) -> epb.AdapterStates:
             for adapter in adapters
         ]
     )
+
+
+def _fill_metrics(message: pb.PerfMetrics, metrics: PerfMetrics) -> None:
+    for name in _PERF_FIELDS:
+        setattr(message, name, getattr(metrics, name))
 
 
 def _fill_details(message: pb.TokenDetails, details: TokenDetails) -> None:

@@ -15,6 +15,7 @@ from trtmesh.client.events import (
     ItemStarted,
     PromptDetails,
     SequenceFinished,
+    SequenceStarted,
     Tokens,
     Usage,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "PromptTuningConfig",
     "SequenceFinished",
     "SequenceResult",
+    "SequenceStarted",
     "Tensor",
     "TokenIds",
     "Tokens",

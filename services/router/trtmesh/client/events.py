@@ -98,6 +98,15 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
+class SequenceStarted:
+    """A sequence has its first token, which comes next; where metrics are asked for and the item is streamed."""
+
+    batch_index: int
+    sequence_index: int
+    perf_metrics: pb.PerfMetrics
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceFinished:
     """One sequence of an item ended."""
 
@@ -133,7 +142,14 @@ class ItemFailed:
 
 
 Event = (
-    Accepted | ItemStarted | PromptDetails | Tokens | SequenceFinished | ItemFinished | ItemFailed
+    Accepted
+    | ItemStarted
+    | PromptDetails
+    | SequenceStarted
+    | Tokens
+    | SequenceFinished
+    | ItemFinished
+    | ItemFailed
 )
 
 
@@ -173,6 +189,12 @@ def _tokens(batch: int, sequence: int, message: router_pb2.TokensGenerated) -> T
     return Tokens(batch, sequence, message.token_offset, ids, message.text, details)
 
 
+def _sequence_started(
+    batch: int, sequence: int, message: router_pb2.SequenceStarted
+) -> SequenceStarted:
+    return SequenceStarted(batch, sequence, message.perf_metrics)
+
+
 def _sequence_finished(
     batch: int, sequence: int, message: router_pb2.SequenceFinished
 ) -> SequenceFinished:
@@ -207,6 +229,7 @@ _READERS: dict[str, Callable[[int, int, Any], Event]] = {
     "accepted": _accepted,
     "item_started": _item_started,
     "prompt_details": PromptDetails,
+    "sequence_started": _sequence_started,
     "tokens": _tokens,
     "sequence_finished": _sequence_finished,
     "item_finished": _item_finished,

@@ -15,6 +15,7 @@ from trtmesh.client.events import (
     ItemStarted,
     PromptDetails,
     SequenceFinished,
+    SequenceStarted,
     Tokens,
     Usage,
 )
@@ -135,13 +136,16 @@ class ItemResult:
                 self.started = event
             case PromptDetails():
                 self.prompt_chunks.append(event.details)
+            case SequenceStarted():
+                self.perf_metrics = event.perf_metrics
             case Tokens():
                 self._sequence(event.sequence_index).add(event)
             case SequenceFinished():
                 self._sequence(event.sequence_index).finished = event
             case ItemFinished():
                 self.reason, self.usage = event.reason, event.usage
-                self.perf_metrics = event.perf_metrics
+                if event.perf_metrics is not None:
+                    self.perf_metrics = event.perf_metrics
             case ItemFailed():
                 self.reason, self.usage = FinishReason.ERROR, event.usage
                 self.error = event.error

@@ -12,6 +12,7 @@ from trtmesh.client.events import (
     ItemStarted,
     PromptDetails,
     SequenceFinished,
+    SequenceStarted,
     Tokens,
     reason_number,
 )
@@ -38,6 +39,7 @@ class Progress:
         self._seed = 0
         self._started: set[int] = set()
         self._prompts: set[tuple[int, int]] = set()
+        self._sequences_started: set[tuple[int, int]] = set()
         self._sequences: dict[tuple[int, int], _Sequence] = {}
 
     def add(self, event: Event) -> bool:
@@ -56,6 +58,8 @@ class Progress:
                 return _added(self._started, event.batch_index)
             case PromptDetails():
                 return _added(self._prompts, key)
+            case SequenceStarted():
+                return _added(self._sequences_started, key)
             case Tokens():
                 return self._add_tokens(self._sequence(key), event)
             case SequenceFinished():

@@ -141,6 +141,11 @@ class SequenceRun:
         if not self.over:
             self._output.put_prompt(details)
 
+    def on_start(self, metrics: pb.PerfMetrics) -> None:
+        """The worker's first token of this sequence comes next; it is the first of all unless another had it before."""
+        if not (self.over or self.token_ids):
+            self._output.put_start(metrics)
+
     def on_end(self, end: engine_pb.SequenceEnd) -> None:
         """The worker's last word on this sequence."""
         assignment, self.assignment = self.assignment, None

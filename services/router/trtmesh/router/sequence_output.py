@@ -54,6 +54,17 @@ class SequenceOutput:
             )
             self._client.put(event)
 
+    def put_start(self, metrics: pb.PerfMetrics) -> None:
+        """Puts what is known of times and KV figures before the first token; unstreamed, the end tells all."""
+        if self._held_texts is None:
+            started = router_pb.SequenceStarted(perf_metrics=metrics)
+            event = router_pb.GenerateEvent(
+                batch_index=self._batch_index,
+                sequence_index=self._sequence_index,
+                sequence_started=started,
+            )
+            self._client.put(event)
+
     def deliver(self, token_ids: list[int], start: int, end: int, text: str) -> None:
         """Puts `token_ids[start:end]` and their text, or holds the text for the end where nothing is streamed."""
         if not self._wants_text:

@@ -45,11 +45,14 @@ class Steps:
         for prompt in step.prompts:
             if (run := sequences.get(prompt.handle)) is not None:
                 run.on_prompt(prompt.details)
+        for start in step.starts:
+            if (run := sequences.get(start.handle)) is not None:
+                run.on_start(start.perf_metrics)
         now = asyncio.get_running_loop().time()
         awaiting = self._guard.awaiting
         observe_tokens = self._metrics.observe_tokens
         token_ids = list(step.token_ids)
-        start = 0
+        position = 0
         for handle, offset, count in zip(
             step.handles, step.token_offsets, step.token_counts, strict=True
         ):
@@ -57,9 +60,9 @@ class Steps:
                 booking.started(now)
             run = sequences.get(handle)
             if run is not None:
-                run.on_tokens(offset, token_ids[start : start + count], details.get(handle))
+                run.on_tokens(offset, token_ids[position : position + count], details.get(handle))
                 observe_tokens(run, count, now)
-            start += count
+            position += count
         for end in step.ends:
             error = from_proto(end.error) if end.HasField("error") else None
             if (run := self._assignments.ended(end.handle, error, now)) is not None:

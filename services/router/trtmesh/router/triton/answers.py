@@ -100,6 +100,8 @@ class Answers:
             case "prompt_details":
                 if event.prompt_details.HasField("context_logits"):
                     row.context_logits.append(event.prompt_details.context_logits)
+            case "sequence_started":
+                row.perf_metrics = event.sequence_started.perf_metrics
             case "sequence_finished":
                 finished = event.sequence_finished
                 sequence = row.sequences[event.sequence_index]
@@ -110,7 +112,8 @@ class Answers:
                 if finished.HasField("cumulative_log_prob"):
                     sequence.cumulative_log_prob = finished.cumulative_log_prob
             case "item_finished":
-                row.perf_metrics = event.item_finished.perf_metrics
+                if event.item_finished.HasField("perf_metrics"):
+                    row.perf_metrics = event.item_finished.perf_metrics
                 ends = [sequence.finish_reason for sequence in row.sequences]
                 self._end(row, cut_off_error((event.item_finished.reason, *ends)))
             case "item_failed":
@@ -183,7 +186,7 @@ class Answers:
         """What came of a row since it was last told; of beams all, because any may be rewritten."""
         fresh = [sequence for sequence in row.sequences if sequence.fresh]
         if over and self._perf_metrics:
-            # They are known at the end only, so the end is told even if no token came with it.
+            # They are known whole at the end only, so the end is told even if no token came with it.
             fresh = fresh or row.sequences[-1:]
         if fresh and self._beams:
             answers = [self._answer([(row, row.sequences)])]

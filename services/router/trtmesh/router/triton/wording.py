@@ -6,7 +6,6 @@ import re
 from typing import TYPE_CHECKING
 
 from trtmesh.chassis.errors import TrtmeshError
-from trtmesh.router.triton.inputs import InputSpec
 
 if TYPE_CHECKING:
     from trtmesh.router.triton.calls import Call
@@ -39,10 +38,7 @@ def _tensors_by_field(call: Call) -> dict[str, str]:
     """Inputs of the model by the fields that they set: of several those that were sent."""
     sent_last = sorted(call.model.inputs.values(), key=lambda spec: spec.name in call.inputs)
     return {"handoff.phase": REQUEST_TYPE} | {
-        field: spec.name
-        for spec in sent_last
-        if isinstance(spec, InputSpec) and spec.put is not None
-        for field in spec.put.fields
+        field: spec.name for spec in sent_last if spec.put is not None for field in spec.put.fields
     }
 
 

@@ -14,7 +14,14 @@ from itertools import count
 
 from trtmesh.chassis.block_hashes import chain
 from trtmesh.chassis.errors import BackendFailed
-from trtmesh.engine.backend import BlocksRemoved, BlocksStored, KvEvent, SequenceEnd, StepOutput
+from trtmesh.engine.backend import (
+    BlocksRemoved,
+    BlocksStored,
+    KvEvent,
+    SequenceEnd,
+    SequenceStart,
+    StepOutput,
+)
 from trtmesh.engine.backends.simulated.batch import Batch
 from trtmesh.engine.backends.simulated.block_pool import BlockPool
 from trtmesh.engine.backends.simulated.sequence import Sequence
@@ -42,6 +49,7 @@ class Scheduler:
         self._joined: list[Sequence] = []
         self._by_key: dict[int, Sequence] = {}
         self._kv_events: list[KvEvent] = []
+        self._starts: list[SequenceStart] = []
         self._ends: list[SequenceEnd] = []
 
     @property
@@ -117,9 +125,17 @@ class Scheduler:
         self, keys: list[int], offsets: list[int], counts: list[int], token_ids: list[int]
     ) -> StepOutput:
         ends, self._ends = self._ends, []
+        starts, self._starts = self._starts, []
         kv_events, self._kv_events = self._kv_events, []
         return StepOutput(
-            self.step_count, keys, offsets, counts, token_ids, ends=ends, kv_events=kv_events
+            self.step_count,
+            keys,
+            offsets,
+            counts,
+            token_ids,
+            starts=starts,
+            ends=ends,
+            kv_events=kv_events,
         )
 
     def _admit(self) -> None:
@@ -163,6 +179,8 @@ class Scheduler:
             if sequence.fails:
                 error = BackendFailed("the item failed because simulated.fail_item says so")
                 self._end(sequence, pb.FINISH_REASON_ERROR, error=error)
+            elif sequence.wants_metrics:
+                self._starts.append(sequence.start())
 
     def _end(
         self,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 from trtmesh.chassis.block_hashes import chain, root_hash
 from trtmesh.chassis.errors import TrtmeshError
-from trtmesh.engine.backend import PerfMetrics, SequenceEnd, Submission
+from trtmesh.engine.backend import PerfMetrics, SequenceEnd, SequenceStart, Submission
 from trtmesh.engine.backends.simulated.endings import Ending, EndRule
 from trtmesh.engine.backends.simulated.tokens import CHUNK, TokenSource, stream_key
 
@@ -116,6 +117,10 @@ class Sequence:
             perf_metrics=self._perf_metrics() if self.wants_metrics else None,
             queue_seconds=max(0, queued_ns) / 1e9,
         )
+
+    def start(self) -> SequenceStart:
+        """What is known with the first token."""
+        return SequenceStart(self.key, replace(self._perf_metrics(), last_token_time_ns=0))
 
     def _perf_metrics(self) -> PerfMetrics:
         allocated = self.private_blocks + len(self.shared) - self.reused_blocks

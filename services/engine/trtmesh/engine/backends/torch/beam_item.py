@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trtmesh.chassis.errors import InvalidRequest, TrtmeshError
-from trtmesh.engine.backend import SequenceEnd, StepOutput, TokenDetails
+from trtmesh.engine.backend import SequenceEnd, SequenceStart, StepOutput, TokenDetails
 from trtmesh.engine.backends.torch.beam import Hypothesis, Search, Top
 from trtmesh.engine.backends.torch.sequence import Sequence
 from trtmesh.engine.backends.torch.stopping import End
@@ -105,6 +105,9 @@ class BeamItem:
                 continue
             offset = len(told) if tokens[: len(told)] == told else 0
             self._told[place] = tokens
+            if not told and self.first.config.output.perf_metrics:
+                start = SequenceStart(self.keys[place], self.first.times.metrics_at_start())
+                output.starts.append(start)
             output.keys.append(self.keys[place])
             output.token_offsets.append(offset)
             output.token_counts.append(len(tokens) - offset)

@@ -13,6 +13,7 @@ from trtmesh.chassis.vocabulary import GenerationConfig
 from trtmesh.engine.backend import (
     PerfMetrics,
     SequenceEnd,
+    SequenceStart,
     StepOutput,
     Submission,
     TokenDetails,
@@ -141,7 +142,10 @@ class Sequence:
         output.token_offsets.append(self.generated_tokens)
         output.token_counts.append(1)
         output.token_ids.append(token)
+        first = not self.times.first_token_ns
         self.append(token, now_ns)
+        if first and self.config.output.perf_metrics:
+            output.starts.append(SequenceStart(self.key, self.times.metrics_at_start()))
         if details:
             details.cumulative_log_prob = self.add_log_probs(details.log_probs)
             output.details.append(details)
@@ -206,6 +210,10 @@ class Times:
             kv_cache_reused_blocks=self.reused_blocks,
             kv_cache_alloc_total_blocks=self.new_blocks,
         )
+
+    def metrics_at_start(self) -> PerfMetrics:
+        """What is known with the first token."""
+        return replace(self.perf_metrics(), last_token_time_ns=0)
 
 
 def sequences_of(
