@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -159,6 +160,44 @@ async def test_a_name_that_left_its_file_and_fails_again_is_told_of_again(
         assert await seen.resolve() == []
     complaints = [record.getMessage() for record in caplog.records]
     assert complaints == ["cannot resolve nobody:9000: [Errno -2] no such name"] * 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_whoever_leaves_joined_before_and_in_the_end_all_is_told(
+    seed: int, names: Names, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(discovery, "PATIENCE_SECONDS", 0)
+    rng, file = random.Random(seed), tmp_path / "replicas"
+    hosts, addresses = ("a", "b", "c"), [f"10.0.0.{number}" for number in range(4)]
+    seen = Seen(f"file:{file}")
+    joined: set[str] = set()
+
+    async def resolve() -> None:
+        for each in await seen.resolve():
+            assert (each[0] == "+") == (each[1:] not in joined)
+            joined.symmetric_difference_update({each[1:]})
+
+    def choose() -> list[str]:
+        names.answers = {host: rng.sample(addresses, rng.randrange(3)) for host in hosts}
+        names.slow = set(rng.sample(hosts, rng.randrange(3)))
+        chosen = rng.sample(hosts, rng.randrange(4))
+        file.write_text("".join(f"{host}:1\n" for host in chosen))
+        return chosen
+
+    for _ in range(60):
+        chosen = choose()
+        names.answered.clear()
+        await resolve()
+        if rng.random() < 0.5:
+            await names.answer()
+    names.answers = {host: ["10.0.0.9", f"10.0.1.{ord(host)}"] for host in hosts}
+    await names.answer()
+    for _ in range(2):
+        await resolve()
+        await names.answer()
+    await resolve()
+    expected = {address for host in chosen for address in names.answers[host]}
+    assert joined == {f"{address}:1" for address in expected}
 
 
 @pytest.mark.parametrize("line", ["nonsense", "file:/etc/hosts", "file:other:9000", "a b:9000"])

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import typer
 from trtmesh.chassis.errors import StartupError, TrtmeshError
 from trtmesh.client import DEFAULT_ADMIN_ADDRESS, AdminClient, read_admin_token
+from trtmesh.v1 import router_admin_pb2 as pb
 
 PATIENCE_SECONDS = 1.0
 
@@ -36,12 +37,15 @@ async def _names(context: typer.Context, ask: Ask) -> Iterable[str]:
 
 
 async def _worker_names(admin: AdminClient) -> Iterable[str]:
-    seen = await admin.list_workers()
-    carriers = Counter(worker.worker for worker in seen.workers)
-    # A name that none or several have names no worker.
+    return names_of_workers((await admin.list_workers()).workers)
+
+
+def names_of_workers(workers: Sequence[pb.Worker]) -> set[str]:
+    """What names each worker alone: its name, or its address where it has none or shares it."""
+    carriers = Counter(worker.worker for worker in workers)
     return {
         worker.worker if worker.worker and carriers[worker.worker] == 1 else worker.address
-        for worker in seen.workers
+        for worker in workers
     }
 
 

@@ -1,0 +1,13 @@
+"""The names that a shell proposes."""
+
+from __future__ import annotations
+
+from trtmesh.cli.completion import names_of_workers
+from trtmesh.v1 import router_admin_pb2 as pb
+
+
+def test_each_worker_is_proposed_by_what_names_it_alone() -> None:
+    known = [("alone", "h:1"), ("shared", "h:2"), ("shared", "h:3"), ("", "h:4"), ("", "h:5")]
+    workers = [pb.Worker(worker=name, address=address) for name, address in known]
+    assert names_of_workers(workers) == {"alone", "h:2", "h:3", "h:4", "h:5"}
+    assert names_of_workers(workers[:2]) == {"alone", "shared"}
