@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 from router.scripted import (
     LENGTH,
     READY,
@@ -17,11 +19,14 @@ from router.scripted import (
     until_states,
 )
 from trtmesh.chassis.block_hashes import chain
-from trtmesh.chassis.errors import InvalidRequest
+from trtmesh.chassis.errors import InvalidRequest, QueueFull, QueueTimeout
+from trtmesh.chassis.service import run
 from trtmesh.cli.app import app
 from trtmesh.router.placement import POLICIES, PlacementQuery, WorkerSnapshot, place
 from trtmesh.router.placement.decision_log import DecisionRecord
-from trtmesh.router.replay import Arrival, FleetModel, Recorder, read_trace, replay
+from trtmesh.router.replay import Arrival, FleetModel, RecordedItem, Recorder, read_trace, replay
+from trtmesh.router.router import Router
+from trtmesh.router.settings import RouterSettings
 from typer.testing import CliRunner
 
 
@@ -165,6 +170,11 @@ def test_wrong_usage_has_status_2(tmp_path: Path, flags: tuple[str, str]) -> Non
     assert flags[0] in run.stderr
 
 
+def item(**known: Any) -> RecordedItem:
+    fields: dict[str, Any] = {"error": "", "prompt_tokens": 9, "new_tokens": 3, **known}
+    return RecordedItem("r", 0, "m", 1.0, **fields)
+
+
 def test_the_file_is_bounded_and_a_full_disk_stops_nothing(tmp_path: Path) -> None:
     fleet = [WorkerSnapshot("a:1", "a", "m", "", frozenset())]
     record = DecisionRecord(
@@ -172,19 +182,38 @@ def test_the_file_is_bounded_and_a_full_disk_stops_nothing(tmp_path: Path) -> No
     )
     recorder = Recorder(tmp_path / "trace.jsonl", 10_000)
     for _ in range(300):
-        recorder.note(
-            record, model="m", arrival_time=1.0, block_tokens=4, hashes=[1, 2], new_tokens=3
-        )
+        recorder.note(item(first=record, block_tokens=4, hashes=[1, 2]))
         recorder.flush()
         sizes = [file.stat().st_size for file in tmp_path.iterdir()]
         assert sum(sizes) < 2 * 10_000 + 1000
     assert len(sizes) == 2
     assert {a.prompt_tokens for a in read_trace(tmp_path / "trace.jsonl")} == {9}
-    assert (recorder.written, recorder.lost) == (300, 0)
-    lost = Recorder(tmp_path / "no such directory" / "trace.jsonl", 10_000)
-    lost.note(record, model="m", arrival_time=1.0, block_tokens=4, hashes=[], new_tokens=3)
-    lost.flush()
-    assert lost.lost == 1
+    assert counted(recorder) == (300, 0)
+    for file in tmp_path.iterdir():
+        file.unlink()
+    tmp_path.rmdir()
+    recorder.note(item())
+    recorder.flush()
+    assert counted(recorder) == (300, 1)
+
+
+def test_a_file_that_cannot_be_written_is_a_wrong_setting(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for file in (tmp_path, tmp_path / "none" / "trace.jsonl", Path("/dev/null")):
+        flags = ("--port", "0", "--engines", "127.0.0.1:1", "--record-file", str(file))
+        assert run(RouterSettings, Router, flags) == 2
+        (line,) = capfd.readouterr().err.splitlines()
+        assert "router.record_file" in line
+        assert str(file) in line
+
+
+def counted(registry: Recorder | CollectorRegistry) -> tuple[float, float]:
+    """Records that were written and that were lost."""
+    samples = {s.name: s.value for family in registry.collect() for s in family.samples}
+    names = [f"trtmesh_router_records_{word}_total" for word in ("written", "lost")]
+    written, lost = (samples[name] for name in names)
+    return written, lost
 
 
 async def test_a_router_records_what_can_be_replayed(tmp_path: Path) -> None:
@@ -208,3 +237,57 @@ async def test_a_router_records_what_can_be_replayed(tmp_path: Path) -> None:
     line = json.loads(file.read_text())
     assert (line["request_id"], line["worker"], line["policy"]) == ("r", "scripted", "auto")
     assert replay([arrival], "auto", FleetModel()).items == 1
+
+
+async def test_items_that_no_worker_took_are_recorded_too(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    engine = ScriptedEngine(supported_fields=["stopping.max_tokens"])
+    limits: dict[str, Any] = {"max_running_items": 1, "max_queued_items": 1, "queue_seconds": 0.05}
+    async with (
+        serving_engine(engine) as address,
+        serving_router([address], record_file=file, **limits) as client,
+    ):
+        await until_states(client, [READY], [])
+        options: dict[str, Any] = {"text": False, "max_tokens": 9}
+        running = asyncio.create_task(client.complete([[1]], **options))
+        (submit,) = await engine.submitted()
+        (queued,) = await client.complete([[1, 2]], request_id="queued", **options)
+        assert isinstance(queued.error, QueueTimeout)
+        with pytest.raises(QueueFull):
+            await client.complete([[1, 2, 3], "text"], request_id="refused", **options)
+        await engine.step((submit.handle, 0, [7, 8]), ends=[(submit.handle, LENGTH)])
+        await running
+        registry = client.registry
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert counted(registry) == (len(lines), 0)
+    told = {
+        (line["request_id"], line["batch_index"]): (
+            line["error"],
+            line["input_length"],
+            line["output_length"],
+            line.get("worker"),
+        )
+        for line in lines
+        if line["request_id"] in ("queued", "refused")
+    }
+    assert told == {
+        ("queued", 0): ("QUEUE_TIMEOUT", 2, None, None),
+        ("refused", 0): ("QUEUE_FULL", 3, None, None),
+        ("refused", 1): ("QUEUE_FULL", None, None, None),
+    }
+    arrivals = read_trace(file)
+    assert sorted((a.prompt_tokens, a.new_tokens, a.guessed) for a in arrivals) == [
+        (1, 2, False), (2, 2, True), (2, 2, True), (3, 2, True),
+    ]  # fmt: skip
+    replayed = CliRunner().invoke(app, ["replay", str(file), "--policy", "auto", "--json"])
+    assert json.loads(replayed.stdout)["items"] == 4
+    assert replayed.stderr.startswith("3 of 4 items")
+
+
+def test_what_no_worker_could_take_is_no_arrival(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "trace.jsonl", 10_000)
+    recorder.note(item())
+    recorder.note(item(error="PROMPT_EMPTY", prompt_tokens=None, new_tokens=None))
+    recorder.note(item(error="QUEUE_TIMEOUT", prompt_tokens=None, new_tokens=None))
+    recorder.flush()
+    assert [a.guessed for a in read_trace(tmp_path / "trace.jsonl")] == [False, True]

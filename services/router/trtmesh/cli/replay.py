@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from trtmesh.chassis.errors import TrtmeshError
-from trtmesh.cli.output import put, say_error
+from trtmesh.cli.output import put, say, say_error
 from trtmesh.cli.session import FAILED, USAGE
 from trtmesh.cli.tables import add_row, new_table, print_tables
 
@@ -77,6 +77,10 @@ def replay(
     except TrtmeshError as error:
         say_error(str(error))
         raise typer.Exit(FAILED) from error
+    if guessed := sum(arrival.guessed for arrival in arrivals):
+        say(
+            f"{guessed} of {len(arrivals)} items have lengths that nobody knows; the mean of the others is taken"
+        )
     fleet = FleetModel(
         workers=workers,
         prefill_tokens_per_second=prefill_tokens_per_second,

@@ -294,7 +294,11 @@ class ItemRun:
             run.abandon(pb.FINISH_REASON_CANCELLED)
         self._live.spend(self.generated_tokens)
         self._search.close(
-            self._mesh.recorder, self._live.arrival_time, self._encoded, self.generated_tokens
+            self._mesh.recorder,
+            self._live.arrival_time,
+            self._encoded,
+            self.generated_tokens,
+            self._events.error,
         )
         self._over = True
         self.stage = "over"

@@ -24,6 +24,8 @@ class ItemEvents:
         self._item = item
         self._client = client
         self._metrics = metrics
+        self.error = ""
+        """Reason word of what the item failed by."""
 
     def started(self, worker: str, seed: int, token_ids: Sequence[int], queue: float) -> None:
         """A worker takes the item, `queue` seconds after its request came."""
@@ -76,6 +78,7 @@ class ItemEvents:
         self._put_finished(reason, usage, None)
 
     def failed(self, error: TrtmeshError, usage: pb.Usage) -> None:
+        self.error = error.reason
         failed = router_pb.ItemFailed(error=to_proto(error), usage=usage)
         self._put(router_pb.GenerateEvent(item_failed=failed))
         self._metrics.failed[error.reason] += 1

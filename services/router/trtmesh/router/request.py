@@ -56,6 +56,11 @@ class ItemRequest:
         return self.config.stopping.bad_texts + self.config.sampling.embedding_bias_texts
 
     @property
+    def told_prompt_tokens(self) -> int | None:
+        """Tokens of the prompt as its client told them; None for a text, which somebody must encode to know."""
+        return None if self.prompt.token_ids is None else len(self.prompt.token_ids)
+
+    @property
     def worker_fields(self) -> frozenset[str]:
         """Fields that the worker must act on, under the names that the client used."""
         return self.config.fields_set - (ROUTER_FIELDS - IDS_OF_TEXTS.keys())

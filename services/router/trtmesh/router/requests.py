@@ -247,6 +247,8 @@ class Requests:
             return self._mesh.admission.take(model, items)
         except TrtmeshError as error:
             self._mesh.metrics.note_refusal(error.reason, api_key)
+            if self._mesh.recorder is not None:
+                self._mesh.recorder.note_refused(request, model, error)
             raise
 
 

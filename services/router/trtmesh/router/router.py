@@ -121,6 +121,8 @@ class Router:
         self._triton = self._triton_front() if settings.triton.enabled else None
         self._metrics.gauges = self._gauges
         runtime.registry.register(self._metrics)
+        if self._recorder is not None:
+            runtime.registry.register(self._recorder)
 
     def register(self, server: grpc.aio.Server) -> None:
         settings = self._settings

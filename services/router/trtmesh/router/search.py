@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trtmesh.chassis.errors import NoWorker, TrtmeshError, WorkerLost
@@ -11,7 +12,7 @@ from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.router.attempts import Attempts, Failures, nobody_goes_on
 from trtmesh.router.encoding import EncodedItem
 from trtmesh.router.fleet import Fleet, Identity, ItemToPlace, Placed
-from trtmesh.router.replay import Recorder
+from trtmesh.router.replay import RecordedItem, Recorder
 from trtmesh.router.request import ItemRequest
 from trtmesh.router.sequence import SequenceRun
 from trtmesh.router.siblings import Seat, Siblings
@@ -104,20 +105,38 @@ class Search:
         arrival_time: float,
         encoded: EncodedItem,
         new_tokens: int,
+        error: str,
     ) -> None:
-        """The item is over: nobody waits for it any more, and where it went first is recorded where that is wanted."""
+        """The item is over, failed by `error` or not: nobody waits for it any more, and that it came and where it went
+        first is recorded where that is wanted."""
         if self._seat is not None:
             self._seat.close()
-        if recorder is not None and self._first is not None:
-            block_tokens = self._first.worker.engine.tokens_per_block
-            recorder.note(
-                self._first.record,
+        if recorder is not None:
+            prompt_tokens = len(encoded.token_ids) or self._item.told_prompt_tokens
+            seen = RecordedItem(
+                request_id=self._request_id,
+                batch_index=self._item.batch_index,
                 model=self._model,
                 arrival_time=arrival_time,
-                block_tokens=block_tokens or 1,
-                hashes=encoded.blocks.hashes(block_tokens),
-                new_tokens=new_tokens,
+                error=error,
+                prompt_tokens=prompt_tokens,
             )
+            recorder.note(self._placed_record(seen, encoded, new_tokens))
+
+    def _placed_record(
+        self, seen: RecordedItem, encoded: EncodedItem, new_tokens: int
+    ) -> RecordedItem:
+        if self._first is None:
+            return seen
+        block_tokens = self._first.worker.engine.tokens_per_block
+        return replace(
+            seen,
+            prompt_tokens=self._first.record.decision.query.prompt_tokens,
+            new_tokens=new_tokens,
+            first=self._first.record,
+            block_tokens=block_tokens or 1,
+            hashes=encoded.blocks.hashes(block_tokens),
+        )
 
     def _to_place(
         self,

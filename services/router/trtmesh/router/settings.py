@@ -85,8 +85,8 @@ class RouterSettings(ServiceSettings):
     sibling_wait_seconds: Annotated[float, Field(ge=0, le=3600)] = 1.0
     """How long an item waits until what it shares with another item of its request is computed."""
     record_file: Path | None = None
-    """File that arrivals and placements are appended to, for `trtmesh replay`; unset records nothing. Prompts are not
-    written; hashes of their blocks are."""
+    """File that a line is appended to for each item that is over, for `trtmesh replay`; unset records nothing. Prompts
+    are not written; hashes of their blocks are."""
     record_max_bytes: Annotated[int, Field(ge=4096)] = 256 * 2**20
     """Size at which `record_file` is moved to `<record_file>.1`, which is replaced."""
     kv_index_blocks: Annotated[int, Field(ge=0, le=100_000_000)] = 1_000_000

@@ -1,7 +1,7 @@
 """What-if: traffic is recorded to a file, and replayed offline over a simulated fleet with the same placement code."""
 
-from trtmesh.router.replay.recorder import Recorder
+from trtmesh.router.replay.recorder import RecordedItem, Recorder
 from trtmesh.router.replay.simulation import FleetModel, Outcome, replay
 from trtmesh.router.replay.trace import Arrival, read_trace
 
-__all__ = ["Arrival", "FleetModel", "Outcome", "Recorder", "read_trace", "replay"]
+__all__ = ["Arrival", "FleetModel", "Outcome", "RecordedItem", "Recorder", "read_trace", "replay"]

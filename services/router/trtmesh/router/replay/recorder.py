@@ -7,9 +7,15 @@ import json
 import logging
 import time
 from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+from trtmesh.chassis.errors import SettingsError, TrtmeshError
 from trtmesh.router.placement.decision_log import DecisionRecord
+from trtmesh.router.request import GenerationRequest
 
 log = logging.getLogger(__name__)
 
@@ -18,14 +24,33 @@ MOST_WAITING = 20_000
 """Lines that wait to be written; beyond it the oldest are lost and counted."""
 
 
-class Recorder:
+@dataclass(frozen=True, slots=True)
+class RecordedItem:
+    """An item that is over. `arrival_time` is of the event loop's clock; `prompt_tokens` is None where nobody counted
+    them, `new_tokens` and `first` (its first placement) where no worker took it; `error` is the reason word of what it
+    failed by, '' where it did not."""
+
+    request_id: str
+    batch_index: int
+    model: str
+    arrival_time: float
+    error: str
+    prompt_tokens: int | None
+    new_tokens: int | None = None
+    first: DecisionRecord | None = None
+    block_tokens: int = 1
+    hashes: Sequence[int] = ()
+
+
+class Recorder(Collector):
     """One line for each item, when it is over. At `most_bytes` the file is moved to `<file>.1`, which is replaced, so
     that both together take at most twice as much.
 
-    Prompts are not written; the hashes of their blocks are.
+    Prompts are not written; the hashes of their blocks are. Raises SettingsError where the file cannot be written.
     """
 
     def __init__(self, file: Path, most_bytes: int) -> None:
+        _check_writable(file)
         self._file = file
         self._most_bytes = most_bytes
         self._waiting: deque[str] = deque(maxlen=MOST_WAITING)
@@ -33,35 +58,52 @@ class Recorder:
         self.lost = 0
         self.written = 0
 
-    def note(
-        self,
-        record: DecisionRecord,
-        *,
-        model: str,
-        arrival_time: float,
-        block_tokens: int,
-        hashes: list[int],
-        new_tokens: int,
-    ) -> None:
-        """An item is over; `arrival_time` is of the event loop's clock."""
+    def note(self, item: RecordedItem) -> None:
         if len(self._waiting) == MOST_WAITING:
             self.lost += 1
-        decision = record.decision
         line = {
-            "timestamp": round((arrival_time + self._to_unix) * 1000),
-            "input_length": decision.query.prompt_tokens,
-            "output_length": new_tokens,
-            "block_tokens": block_tokens,
-            "hash_ids": hashes,
-            "request_id": record.request_id,
-            "batch_index": record.batch_index,
-            "model": model,
-            "policy": decision.policy,
-            "worker": decision.chosen.worker,
-            "cause": record.cause,
-            "cached_tokens": decision.cached_tokens,
+            "timestamp": round((item.arrival_time + self._to_unix) * 1000),
+            "input_length": item.prompt_tokens,
+            "output_length": item.new_tokens,
+            "block_tokens": item.block_tokens,
+            "hash_ids": [*item.hashes],
+            "request_id": item.request_id,
+            "batch_index": item.batch_index,
+            "model": item.model,
+            "error": item.error,
         }
+        if item.first is not None:
+            decision = item.first.decision
+            line |= {
+                "policy": decision.policy,
+                "worker": decision.chosen.worker,
+                "cause": item.first.cause,
+                "cached_tokens": decision.cached_tokens,
+            }
         self._waiting.append(json.dumps(line))
+
+    def note_refused(self, request: GenerationRequest, model: str, error: TrtmeshError) -> None:
+        """Admission refused a request: it came with all of its items, and none was admitted."""
+        now = asyncio.get_running_loop().time()
+        for item in request.items:
+            self.note(
+                RecordedItem(
+                    request_id=request.request_id,
+                    batch_index=item.batch_index,
+                    model=model,
+                    arrival_time=now,
+                    error=error.reason,
+                    prompt_tokens=item.told_prompt_tokens,
+                )
+            )
+
+    def collect(self) -> Iterator[Metric]:
+        """What Prometheus scrapes; called from its own thread."""
+        for name, text, value in (
+            ("written", "Items written to the record file.", self.written),
+            ("lost", "Items that could not be written to the record file.", self.lost),
+        ):
+            yield CounterMetricFamily(f"trtmesh_router_records_{name}", text, value=value)
 
     async def run(self) -> None:
         """Writes for ever; what still waits when it is cancelled is written too."""
@@ -90,3 +132,16 @@ class Recorder:
     def _rotate(self) -> None:
         if self._file.exists() and self._file.stat().st_size >= self._most_bytes:
             self._file.replace(self._file.with_name(self._file.name + ".1"))
+
+
+def _check_writable(file: Path) -> None:
+    """Makes the file where there is none. Raises SettingsError."""
+    try:
+        if file.exists() and not file.is_file():
+            raise SettingsError(f"router.record_file is {str(file)!r}, which is no regular file")
+        with file.open("a"):
+            pass
+    except OSError as error:
+        raise SettingsError(
+            f"router.record_file is {str(file)!r}, which cannot be written: {error.strerror}"
+        ) from error
