@@ -1,9 +1,9 @@
 """A mesh under churn: workers and tokenizers die, freeze, drain and come back under mixed requests and cancels.
 
-Rounds of faults and requests follow one another until the time is up. After each round everything must come to rest:
-no permit, booking, handle, decode state, KV block or task is left in any process, and every item that nobody cancelled
-came to what it comes to without a fault. The routers live on, and the memory of the one that clients use must not keep
-growing after the warm-up.
+Rounds of faults and requests, each under a policy that is drawn, follow one another until the time is up. After each
+round everything must come to rest: no permit, booking, handle, decode state, KV block or task is left in any process,
+and every item that nobody cancelled came to what it comes to without a fault. The routers live on, and the memory of
+the one that clients use must not keep growing after the warm-up.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from chaos.faulty_mesh import FaultyMesh, Peer, faulty_mesh
 from chaos.fragile import contents
 from e2e.mesh import StreamReader, scrape
+from trtmesh.router.placement import POLICIES
 
 REQUESTS = 24
 FAULTS = 3
@@ -54,6 +55,7 @@ class Soak:
     draw: random.Random
     expected: dict[str, list[Any]] = field(default_factory=dict)
     faults: Counter[str] = field(default_factory=Counter)
+    policies: Counter[str] = field(default_factory=Counter)
     requests: int = 0
     cancelled: int = 0
     worst_seconds: float = 0.0
@@ -65,7 +67,10 @@ class Soak:
             self.expected[kind] = contents(await self.mesh.client.complete(PROMPTS, **options))
 
     async def round(self) -> None:
-        """Some faults beside some requests, and rest."""
+        """Some faults beside some requests under some policy, and rest."""
+        policy = self.draw.choice(sorted(POLICIES))
+        self.policies[policy] += 1
+        await self.mesh.set_policy(policy)
         # The first router is the one that is measured, from the beginning to the end.
         names = sorted(name for name in self.mesh.faults if "router" not in name)
         async with asyncio.TaskGroup() as group:
@@ -125,7 +130,7 @@ def growth_bytes(samples: list[Sample]) -> int:
 
 
 async def run(seconds: float, seed: int) -> int:
-    async with faulty_mesh("auto") as mesh:
+    async with faulty_mesh() as mesh:
         soak = Soak(mesh, random.Random(seed))
         await soak.learn()
         started = time.monotonic()
@@ -150,6 +155,7 @@ async def run(seconds: float, seed: int) -> int:
         "requests": soak.requests,
         "cancelled": soak.cancelled,
         "faults": dict(soak.faults),
+        "policies": dict(soak.policies),
         "worst_stall_ms": round(soak.worst_seconds * 1000),
         "resident_bytes": [samples[0].resident_bytes, samples[-1].resident_bytes],
         "tasks": [samples[0].tasks, samples[-1].tasks],

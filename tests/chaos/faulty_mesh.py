@@ -50,6 +50,8 @@ class Peer:
     """Held by the fault that it has."""
     most_tasks: float = math.inf
     """Tasks of the process when it is idle."""
+    policy: str = ""
+    """Of a router that was told another than its flags."""
 
     @property
     def address(self) -> str:
@@ -92,7 +94,7 @@ class FaultyMesh:
     def peers(self) -> list[Peer]:
         return [*self.engines, *self.tokenizers, *self.routers]
 
-    async def start(self, policy: str) -> None:
+    async def start(self) -> None:
         """Everything, until all is ready."""
         tokenizer = ("--model-dir", str(DEMO))
         started = [self._start("engine", (*ENGINE, "--worker", name)) for name in ("one", "two")]
@@ -103,7 +105,7 @@ class FaultyMesh:
             proxy = await self._stack.enter_async_context(proxy_to(peer.address))
             peer.proxies.append(proxy)
         links = ("--engines", _addresses(self.engines), "--tokenizers", _addresses(self.tokenizers))
-        flags = (*ROUTER, "--policy", policy, *links)
+        flags = (*ROUTER, *links)
         self.routers = await asyncio.gather(*(self._start("router", flags) for _ in range(2)))
         addresses = [router.address for router in self.routers]
         self.client = await self._stack.enter_async_context(Client(addresses, resume_seconds=60))
@@ -117,6 +119,13 @@ class FaultyMesh:
             tasks = (await scrape(peer.process))["trtmesh_tasks"]
             # gRPC has one more for a stream to a tokenizer that has had nothing to say yet.
             peer.most_tasks = tasks + len(self.tokenizers)
+
+    async def set_policy(self, policy: str) -> None:
+        """How both routers choose a worker from now on, and those that take their places."""
+        for router in self.routers:
+            async with AdminClient(router.process.admin_address) as admin:
+                await admin.set_policy(policy)
+            router.policy = policy
 
     async def settle(self) -> None:
         """Waits until everything is ready and nothing is in use anywhere, tasks included; says what is left if it
@@ -165,7 +174,8 @@ class FaultyMesh:
         await self._processes.pop(peer.process.pid).aclose()
         await asyncio.sleep(seconds)
         port = int(peer.address.rpartition(":")[2])
-        peer.process = await self._run(peer.service, peer.flags, port)
+        flags = (*peer.flags, "--policy", peer.policy) if peer.policy else peer.flags
+        peer.process = await self._run(peer.service, flags, port)
 
     async def _kill_engine(self, draw: random.Random) -> None:
         await self._end_one(self.engines, signal.SIGKILL, draw)
@@ -260,9 +270,9 @@ def _addresses(peers: list[Peer]) -> str:
 
 
 @asynccontextmanager
-async def faulty_mesh(policy: str) -> AsyncIterator[FaultyMesh]:
+async def faulty_mesh() -> AsyncIterator[FaultyMesh]:
     """A mesh that is ready, with all of its processes killed on the way out."""
     async with AsyncExitStack() as stack:
         mesh = FaultyMesh(stack)
-        await mesh.start(policy)
+        await mesh.start()
         yield mesh

@@ -1,8 +1,9 @@
-"""A mesh of two engines, each behind a proxy that fails when it is told to."""
+"""A mesh of two engines that die or freeze when they are told to, each behind a proxy that fails likewise."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 from chaos.proxy import Proxy, proxy_to
 from e2e.mesh import DEMO, Mesh, StreamReader, running_mesh, scrape
+from processes import ServiceProcess
 from trtmesh.client import ItemResult
 
 NAMES = ("one", "two")
@@ -18,21 +20,53 @@ NAMES = ("one", "two")
 
 @dataclass
 class Fragile:
-    """The mesh, and the proxy of each engine by the engine's name."""
+    """The mesh, and each engine and its proxy by the engine's name."""
 
     mesh: Mesh
+    engine_flags: Sequence[str]
+    engines: dict[str, ServiceProcess]
     proxies: dict[str, Proxy]
+
+    def begun_on(self, reader: StreamReader, name: str) -> list[int]:
+        """Items that the client was told to have begun on an engine, by their batch_index."""
+        return [
+            batch_index
+            for batch_index, item in enumerate(reader.items)
+            if item.started and item.started.worker == name
+        ]
 
     def proxy_of(self, reader: StreamReader, batch_index: int) -> Proxy:
         """The proxy of the engine that an item began on; of either, where it has not begun."""
         started = reader.items[batch_index].started
         return self.proxies[started.worker if started else NAMES[0]]
 
-    async def mend(self) -> None:
-        """Everything works again."""
-        for proxy in self.proxies.values():
+    def cut(self, name: str) -> None:
+        """Closes the connection to an engine and refuses others."""
+        self.proxies[name].cut()
+
+    def kill(self, name: str) -> None:
+        self.engines[name].signal(signal.SIGKILL)
+
+    def freeze(self, name: str) -> None:
+        self.engines[name].signal(signal.SIGSTOP)
+
+    async def moved_sequences(self) -> float:
+        """How many sequences went on elsewhere so far."""
+        return (await scrape(self.mesh.router)).get("trtmesh_router_moved_sequences_total", 0.0)
+
+    async def mend(self, *dead: str) -> None:
+        """Everything works again; the `dead` were killed, and others take their places and addresses."""
+        for name in dead:
+            await self.engines[name].wait()
+            port = int(self.engines[name].address.rpartition(":")[2])
+            self.engines[name] = await self.start_engine(name, port)
+        for name, proxy in self.proxies.items():
+            self.engines[name].signal(signal.SIGCONT)
             proxy.mend()
         await self.mesh.ready(workers=len(NAMES))
+
+    async def start_engine(self, name: str, port: int = 0) -> ServiceProcess:
+        return await self.mesh.start_engine(*self.engine_flags, "--worker", name, port=port)
 
     async def check_nothing_is_left(self) -> None:
         await self.mesh.idle()
@@ -46,23 +80,26 @@ async def fragile_mesh(
 ) -> AsyncIterator[Fragile]:
     """Two equal engines."""
     async with AsyncExitStack() as stack:
-        proxies: dict[str, Proxy] = {}
+        found: list[Fragile] = []
 
         async def start(mesh: Mesh) -> None:
-            engines = await asyncio.gather(
-                *(mesh.start_engine(*engine_flags, "--worker", name) for name in NAMES),
-                mesh.start_tokenizer(model_dir),
+            fragile = Fragile(mesh, engine_flags, {}, {})
+            found.append(fragile)
+            *engines, _ = await asyncio.gather(
+                *map(fragile.start_engine, NAMES), mesh.start_tokenizer(model_dir)
             )
-            for name, engine in zip(NAMES, engines, strict=False):
-                proxies[name] = await stack.enter_async_context(proxy_to(engine.address))
-            addresses = ",".join(proxy.address for proxy in proxies.values())
+            for name, engine in zip(NAMES, engines, strict=True):
+                fragile.engines[name] = engine
+                proxy = await stack.enter_async_context(proxy_to(engine.address))
+                fragile.proxies[name] = proxy
+            addresses = ",".join(proxy.address for proxy in fragile.proxies.values())
             # Nobody has to be patient here: both engines come back.
             flags = ("--engines", addresses, "--worker-recovery-seconds", "60")
             await mesh.start_router(*flags)
             await mesh.ready(workers=len(NAMES), tokenizers=1)
 
-        async with running_mesh(start=start) as mesh:
-            yield Fragile(mesh, proxies)
+        async with running_mesh(start=start):
+            yield found[0]
 
 
 def contents(items: Sequence[ItemResult]) -> list[Any]:

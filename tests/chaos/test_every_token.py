@@ -1,27 +1,35 @@
-"""An engine is lost at every token of a four-prompt request, under every policy, and the client does not notice."""
+"""An engine is lost at every token of every sequence of a four-prompt request, under every policy, and the client does
+not notice."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from chaos.fragile import Fragile, contents, fragile_mesh, log_probs
-from e2e.mesh import DEMO, SIMULATED, WIDE_TOKENS, StreamReader
+from chaos.fragile import NAMES, Fragile, contents, fragile_mesh
+from e2e.mesh import (
+    DEMO,
+    ENDLESS,
+    PATIENCE_SECONDS,
+    SIMULATED,
+    WIDE_TOKENS,
+    StreamReader,
+    check_beginning,
+)
+from trtmesh.client import ItemResult
 from trtmesh.router.placement import POLICIES
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PROMPTS = [f"the {number}. prompt begins like the others" for number in range(4)]
 TOKENS = 14
-GREEDY: dict[str, Any] = {"max_tokens": TOKENS}
-SAMPLED: dict[str, Any] = {
-    "max_tokens": TOKENS,
-    "temperature": 0.9,
-    "seed": 11,
-    "num_return_sequences": 2,
-}
+GREEDY: dict[str, Any] = {}
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 11, "num_return_sequences": 2}
+SEQUENCES = 2
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -30,37 +38,111 @@ async def simulated() -> AsyncIterator[Fragile]:
         yield fragile
 
 
-def reached(position: int) -> Any:
-    """Whether one of the items, another one each time, got to a position."""
-    return lambda reader: reader.tokens(position % len(PROMPTS)) >= position
-
-
-async def lose_at_every_token(fragile: Fragile, stride: int = 1, **options: Any) -> float:
-    """Cuts an engine off at each position in turn, or at every so many; the longest time that an item was without an
-    event."""
-    undisturbed = await fragile.mesh.client.complete(PROMPTS, **options)
+async def lose(
+    fragile: Fragile,
+    fault: str,
+    name: str,
+    position: int,
+    whole: Sequence[ItemResult],
+    **options: Any,
+) -> float:
+    """Loses an engine when all of its sequences have `position` tokens and none can be at its end; each of them must
+    move. Returns the longest time that an item was without an event."""
+    before = await fragile.moved_sequences()
+    reader = await begun(fragile, name, position, options)
+    try:
+        lost = fragile.begun_on(reader, name)
+        getattr(fragile, fault)(name)
+        await fragile.mesh.counted("moved_sequences", before + SEQUENCES * len(lost))
+        items = await reader.stopped_at(TOKENS, SEQUENCES)
+    finally:
+        await reader.cancel()
+    check_beginning(items, whole)
     # Equal up to how kernels round for another batch.
-    sums = pytest.approx(log_probs(undisturbed), abs=1e-2)
-    worst = 0.0
-    for position in range(0, options["max_tokens"] + 1, stride):
+    assert log_probs_of(items) == pytest.approx(log_probs_of(whole), abs=1e-2)
+    await fragile.mend(*[name] * (fault == "kill"))
+    return reader.worst_gap_seconds()
+
+
+async def begun(
+    fragile: Fragile, name: str, position: int, options: Mapping[str, Any]
+) -> StreamReader:
+    """A request of which an engine has items, all of whose sequences have come to `position`. A policy may give nothing
+    to an engine that was frozen a moment ago: then it is asked again."""
+
+    def reached(reader: StreamReader) -> bool:
+        lost = fragile.begun_on(reader, name)
+        if not all(item.started for item in reader.items):
+            return position == 0 and bool(lost)
+        return all(
+            len(reader.positions(index)) == SEQUENCES and min(reader.positions(index)) >= position
+            for index in lost
+        )
+
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while True:
+            reader = StreamReader(fragile.mesh.client, PROMPTS, **options, ignore_end_id=True)
+            await reader.until(reached)
+            if fragile.begun_on(reader, name):
+                return reader
+            await reader.cancel()
+
+
+def log_probs_of(items: Sequence[ItemResult]) -> list[float]:
+    """Those of the first tokens of every sequence."""
+    return [
+        value
+        for item in items
+        for sequence in item.sequences
+        for value in [
+            value
+            for chunk in sequence.chunks
+            if chunk.details is not None
+            for value in chunk.details.log_probs
+        ][:TOKENS]
+    ]
+
+
+async def undisturbed(fragile: Fragile, **options: Any) -> Sequence[ItemResult]:
+    """The first tokens of what the items are when nothing happens."""
+    return await fragile.mesh.client.complete(
+        PROMPTS, **options, max_tokens=TOKENS, ignore_end_id=True
+    )
+
+
+async def cut_at_the_end(fragile: Fragile, positions: Iterable[int], **options: Any) -> None:
+    """Cuts an engine off when hardly a token is left, so that it may have sent all of them."""
+    options["max_tokens"] = TOKENS
+    expected = await fragile.mesh.client.complete(PROMPTS, **options)
+    for position in positions:
         reader = StreamReader(fragile.mesh.client, PROMPTS, **options)
-        await reader.until(reached(position))
-        fragile.proxy_of(reader, position % len(PROMPTS)).cut()
+        index = position % len(PROMPTS)
+        await reader.until(lambda r, i=index, p=position: min(r.positions(i), default=0) >= p)  # type: ignore[misc]
+        fragile.proxy_of(reader, index).cut()
         items = await reader.result()
-        assert contents(items) == contents(undisturbed), position
-        assert log_probs(items) == sums, position
-        worst = max(worst, reader.worst_gap_seconds())
+        assert contents(items) == contents(expected), position
         await fragile.mend()
-    await fragile.check_nothing_is_left()
-    return worst
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-async def test_an_engine_is_cut_off(simulated: Fragile, policy: str) -> None:
+async def test_an_engine_is_lost(simulated: Fragile, policy: str) -> None:
+    """Either engine, at every position; cut off at most of them, killed and frozen at three, which are others under
+    each policy."""
     await simulated.mesh.admin.set_policy(policy)
-    worst = await lose_at_every_token(simulated, **GREEDY)
-    worst = max(worst, await lose_at_every_token(simulated, **SAMPLED))
-    print(f"{policy}: worst stall after a closed connection: {worst * 1000:.0f} ms")
+    whole = await undisturbed(simulated, **SAMPLED)
+    worst: defaultdict[str, float] = defaultdict(float)
+    for position in range(TOKENS):
+        special = position % len(POLICIES) == sorted(POLICIES).index(policy)
+        faults = ("kill", "freeze") if special else ("cut", "cut")
+        for name, fault in zip(NAMES, faults[:: 1 if position % 2 else -1], strict=True):
+            options = {**SAMPLED, "max_tokens": ENDLESS}
+            stall = await lose(simulated, fault, name, position, whole, **options)
+            worst[fault] = max(worst[fault], stall)
+    for fault, seconds in worst.items():
+        print(f"{policy}: worst stall after a {fault}: {seconds * 1000:.0f} ms")
+    for options in (GREEDY, SAMPLED):
+        await cut_at_the_end(simulated, range(TOKENS - 2, TOKENS + 1), **options)
+    await simulated.check_nothing_is_left()
 
 
 @pytest.mark.parametrize("to_target", [True, False], ids=["nothing is read", "nothing is heard"])
@@ -68,7 +150,7 @@ async def test_the_network_goes_silent(simulated: Fragile, to_target: bool) -> N
     options = {**SAMPLED, "max_tokens": 600, "ignore_end_id": True}
     expected = contents(await simulated.mesh.client.complete(PROMPTS, **options))
     reader = StreamReader(simulated.mesh.client, PROMPTS, **options)
-    await reader.until(reached(8))
+    await reader.until(lambda r: r.tokens() >= 8)
     frozen = simulated.proxy_of(reader, 0)
     frozen.freeze(to_target=to_target, from_target=not to_target)
     if to_target:
@@ -84,6 +166,11 @@ async def test_the_network_goes_silent(simulated: Fragile, to_target: bool) -> N
 
 async def test_a_model_is_cut_off() -> None:
     """The same with a real model, log-probabilities included."""
+    options = {**SAMPLED, "log_probs": True}
     async with fragile_mesh(("--backend", "torch", "--model-dir", str(DEMO))) as torch:
-        worst = await lose_at_every_token(torch, stride=6, **SAMPLED, log_probs=True)
-        print(f"torch: worst stall after a closed connection: {worst * 1000:.0f} ms")
+        whole = await undisturbed(torch, **options)
+        for policy, position, name in (("auto", 3, NAMES[0]), ("round_robin", 9, NAMES[1])):
+            await torch.mesh.admin.set_policy(policy)
+            worst = await lose(torch, "cut", name, position, whole, **options, max_tokens=400)
+            print(f"torch, {policy}: worst stall after a cut: {worst * 1000:.0f} ms")
+        await torch.check_nothing_is_left()

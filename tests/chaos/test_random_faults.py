@@ -12,6 +12,7 @@ import pytest_asyncio
 from chaos.faulty_mesh import FaultyMesh, faulty_mesh
 from chaos.fragile import contents
 from e2e.mesh import StreamReader
+from trtmesh.router.placement import POLICIES
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -30,7 +31,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def mesh() -> AsyncIterator[FaultyMesh]:
-    async with faulty_mesh("auto") as mesh:
+    async with faulty_mesh() as mesh:
         yield mesh
 
 
@@ -54,6 +55,9 @@ def request(draw: random.Random) -> tuple[list[str], dict[str, Any]]:
 
 async def test_nothing_is_lost(mesh: FaultyMesh, seed: int) -> None:
     draw = random.Random(seed)
+    policy = sorted(POLICIES)[seed % len(POLICIES)]
+    print(f"seed {seed}: policy {policy}")
+    await mesh.set_policy(policy)
     requests = [request(draw) for _ in range(REQUESTS)]
     expected = [contents(await mesh.client.complete(p, **options)) for p, options in requests]
     opens = sorted((draw.uniform(0, LAST_SECONDS), each) for each in range(REQUESTS))

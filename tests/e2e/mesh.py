@@ -111,6 +111,10 @@ class StreamReader:
         """How many tokens of an item are here, all sequences together."""
         return sum(map(_length, self.items[batch_index].sequences))
 
+    def positions(self, batch_index: int) -> list[int]:
+        """How many tokens of each sequence of an item are here, as far as one is known."""
+        return list(map(_length, self.items[batch_index].sequences))
+
     async def until(self, condition: Callable[[StreamReader], object]) -> None:
         """Waits until `condition` holds or the stream is over."""
         async with asyncio.timeout(PATIENCE_SECONDS), self._arrived:
