@@ -108,7 +108,7 @@ class OneWorker:
     def stop(self, reason: int) -> None:
         self.stops.append(reason)
 
-    def release(self) -> None:
+    def release(self, error: TrtmeshError | None) -> None:
         self.released = True
 
 

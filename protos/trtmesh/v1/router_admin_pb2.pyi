@@ -62,6 +62,34 @@ WORKER_STATE_REFUSED: WorkerState.ValueType  # 6
 """Connected but unusable; `problem` says why."""
 Global___WorkerState: typing_extensions.TypeAlias = WorkerState
 
+class _BreakerState:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _BreakerStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_BreakerState.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    BREAKER_STATE_UNSPECIFIED: _BreakerState.ValueType  # 0
+    """Never sent."""
+    BREAKER_STATE_CLOSED: _BreakerState.ValueType  # 1
+    """Takes items like any other."""
+    BREAKER_STATE_OPEN: _BreakerState.ValueType  # 2
+    """Takes items only where every other worker's is open too."""
+    BREAKER_STATE_HALF_OPEN: _BreakerState.ValueType  # 3
+    """Has rested: takes one item at a time, and the first token of one closes it."""
+
+class BreakerState(_BreakerState, metaclass=_BreakerStateEnumTypeWrapper):
+    """Whether a worker rests because items met faults on it before their first tokens."""
+
+BREAKER_STATE_UNSPECIFIED: BreakerState.ValueType  # 0
+"""Never sent."""
+BREAKER_STATE_CLOSED: BreakerState.ValueType  # 1
+"""Takes items like any other."""
+BREAKER_STATE_OPEN: BreakerState.ValueType  # 2
+"""Takes items only where every other worker's is open too."""
+BREAKER_STATE_HALF_OPEN: BreakerState.ValueType  # 3
+"""Has rested: takes one item at a time, and the first token of one closes it."""
+Global___BreakerState: typing_extensions.TypeAlias = BreakerState
+
 @typing.final
 class Worker(google.protobuf.message.Message):
     """One worker as the router sees it."""
@@ -75,6 +103,8 @@ class Worker(google.protobuf.message.Message):
     ENGINE_FIELD_NUMBER: builtins.int
     LOAD_FIELD_NUMBER: builtins.int
     ITEMS_FIELD_NUMBER: builtins.int
+    BREAKER_FIELD_NUMBER: builtins.int
+    FAULTS_FIELD_NUMBER: builtins.int
     worker: builtins.str
     """Name of the worker; empty until it was connected once."""
     address: builtins.str
@@ -82,9 +112,13 @@ class Worker(google.protobuf.message.Message):
     state: Global___WorkerState.ValueType
     """Its state."""
     problem: builtins.str
-    """Why it is not ready, in words."""
+    """Why it is not ready, or why its breaker is not closed, in words."""
     items: builtins.int
     """Items of this router on it."""
+    breaker: Global___BreakerState.ValueType
+    """Its breaker, which every router has its own of."""
+    faults: builtins.int
+    """Faults that it had in a row, each before an item's first token."""
     @property
     def engine(self) -> trtmesh.v1.engine_pb2.GetEngineResponse:
         """Its description."""
@@ -103,9 +137,11 @@ class Worker(google.protobuf.message.Message):
         engine: trtmesh.v1.engine_pb2.GetEngineResponse | None = ...,
         load: trtmesh.v1.engine_pb2.Load | None = ...,
         items: builtins.int = ...,
+        breaker: Global___BreakerState.ValueType = ...,
+        faults: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["engine", b"engine", "load", b"load"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "engine", b"engine", "items", b"items", "load", b"load", "problem", b"problem", "state", b"state", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "breaker", b"breaker", "engine", b"engine", "faults", b"faults", "items", b"items", "load", b"load", "problem", b"problem", "state", b"state", "worker", b"worker"]) -> None: ...
 
 Global___Worker: typing_extensions.TypeAlias = Worker
 

@@ -224,7 +224,7 @@ def test_the_breaker_rests_longer_each_time_and_lets_one_probe_through() -> None
     for _ in range(3):
         assert not breaker.is_open(now)
         now += 1
-        breaker.failed(now)
+        breaker.failed(now, WorkerLost("x"))
     rest = FIRST_REST_SECONDS
     for _ in range(8):
         assert breaker.is_open(now + rest - 0.01)
@@ -232,17 +232,25 @@ def test_the_breaker_rests_longer_each_time_and_lets_one_probe_through() -> None
         assert not breaker.is_open(now)
         breaker.dispatched(now)
         assert breaker.is_open(now), "a second item went along with the probe"
-        breaker.failed(now)
+        breaker.failed(now, WorkerLost("x"))
         rest = min(rest * 2, LONGEST_REST_SECONDS)
     breaker.dispatched(now + rest)
     breaker.succeeded()
     assert not breaker.is_open(now)
 
 
+def test_a_worker_that_never_recovers_rests_no_longer_than_the_longest() -> None:
+    breaker = Breaker()
+    for now in range(2000):
+        breaker.failed(float(now), WorkerLost("x"))
+    assert breaker.is_open(1999 + LONGEST_REST_SECONDS - 0.01)
+    assert not breaker.is_open(1999 + LONGEST_REST_SECONDS)
+
+
 def test_a_lost_stream_is_one_fault_however_many_items_it_carried() -> None:
     breaker = Breaker()
     for item in range(50):
-        breaker.failed(1.0 + item / 1000)
+        breaker.failed(1.0 + item / 1000, WorkerLost("x"))
     assert not breaker.is_open(1.1)
 
 

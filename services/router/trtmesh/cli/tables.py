@@ -33,7 +33,7 @@ def workers_table(workers: Iterable[pb.Worker]) -> Table:
             table,
             worker.worker or "?",
             worker.address,
-            state_word(worker.state),
+            worker_state(worker),
             engine.model,
             engine.backend,
             enum_word(WorkerRole, engine.role),
@@ -168,6 +168,14 @@ def print_tables(*tables: Table) -> None:
     console = Console()
     for table in tables:
         console.print(fitted(table, console), soft_wrap=True)
+
+
+def worker_state(worker: pb.Worker) -> str:
+    """Its state, and its breaker's where that keeps items away."""
+    state = state_word(worker.state)
+    if worker.breaker in (pb.BREAKER_STATE_UNSPECIFIED, pb.BREAKER_STATE_CLOSED):
+        return state
+    return f"{state}, breaker {enum_word(pb.BreakerState, worker.breaker)}"
 
 
 def state_word(state: int) -> str:

@@ -22,7 +22,7 @@ from trtmesh.cli.admin_command import Context, admin_command
 from trtmesh.cli.output import as_fields, printable, put
 from trtmesh.cli.rates import Rates, Sample, measure
 from trtmesh.cli.session import OK
-from trtmesh.cli.tables import add_row, fitted, new_table, stage_words, state_word
+from trtmesh.cli.tables import add_row, fitted, new_table, stage_words, worker_state
 from trtmesh.client import AdminClient
 
 Show = Callable[[Sample, Rates], None]
@@ -110,7 +110,7 @@ def _fleet(sample: Sample, rates: Rates) -> Table:
         add_row(
             table,
             worker.worker or worker.address,
-            state_word(worker.state),
+            worker_state(worker),
             worker.items,
             load.running_sequences,
             load.waiting_sequences,

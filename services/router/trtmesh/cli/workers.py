@@ -11,7 +11,7 @@ from trtmesh.cli.admin_command import Context, admin_command
 from trtmesh.cli.completion import complete_worker
 from trtmesh.cli.output import printable, put, put_json, say
 from trtmesh.cli.session import FAILED, OK
-from trtmesh.cli.tables import print_tables, state_word, workers_table
+from trtmesh.cli.tables import print_tables, worker_state, workers_table
 from trtmesh.v1 import router_admin_pb2 as pb
 
 workers = typer.Typer(name="workers", help="The workers of a router.", no_args_is_help=True)
@@ -60,9 +60,9 @@ async def watch(context: Context) -> int:
     return FAILED
 
 
-def _standing(seen: pb.WatchWorkersResponse) -> list[tuple[str, str, int, str]]:
+def _standing(seen: pb.WatchWorkersResponse) -> list[tuple[str, str, str, str]]:
     """What an operator watches for: loads change with every step."""
-    return [(w.worker, w.address, w.state, w.problem) for w in seen.workers]
+    return [(w.worker, w.address, worker_state(w), w.problem) for w in seen.workers]
 
 
 @workers.command()
@@ -136,4 +136,4 @@ def _show(
     else:
         name = f"{worker.worker} at {worker.address}" if worker.worker else worker.address
         problem = f": {worker.problem}" if worker.problem else ""
-        put(printable(f"worker {name} is {state_word(worker.state)}{problem}"))
+        put(printable(f"worker {name} is {worker_state(worker)}{problem}"))

@@ -198,14 +198,24 @@ def _state_of(replica: Replica, *, refused: bool) -> pb.WorkerState.ValueType:
     return replica.state
 
 
+_BREAKER_STATES = {
+    "closed": pb.BREAKER_STATE_CLOSED,
+    "open": pb.BREAKER_STATE_OPEN,
+    "half_open": pb.BREAKER_STATE_HALF_OPEN,
+}
+
+
 def _describe_worker(worker: Worker) -> pb.Worker:
     refused = worker.mismatch if worker.ready else ""
+    breaker = worker.guard.breaker
     return pb.Worker(
         worker=worker.engine.worker,
         address=worker.address,
         state=_state_of(worker, refused=bool(refused)),
-        problem=refused or worker.unusable,
+        problem=refused or worker.unusable or breaker.problem,
         engine=worker.engine,
         load=worker.load,
         items=len({run.owner for run in worker.sequences.values()}),
+        breaker=_BREAKER_STATES[breaker.state(asyncio.get_running_loop().time())],
+        faults=breaker.faults,
     )

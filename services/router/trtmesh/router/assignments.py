@@ -47,13 +47,14 @@ class Assignments:
         if handle in self.sequences:
             self._send(pb.EngineCommand(stop=pb.StopCommand(handles=[handle], reason=reason)))
 
-    def release(self, handle: int) -> None:
-        """Stops a sequence that goes on elsewhere. Its handle is free again when its end was heard."""
+    def release(self, handle: int, error: TrtmeshError | None) -> None:
+        """Stops a sequence that goes on elsewhere, because of `error` where the worker gave cause for it. Its handle is
+        free again when its end was heard."""
         self.stop(handle, generation_pb.FINISH_REASON_CANCELLED)
         if (run := self.sequences.pop(handle, None)) is not None:
             self._queued.discard(run)
             self.released.add(handle)
-            self._guard.leave(handle, asyncio.get_running_loop().time())
+            self._guard.leave(handle, asyncio.get_running_loop().time(), error)
 
     def ended(self, handle: int, error: TrtmeshError | None, now: float) -> SequenceRun | None:
         """The worker told the end of a sequence; None when it went on elsewhere before."""
@@ -116,5 +117,5 @@ class Handle:
     def stop(self, reason: generation_pb.FinishReason.ValueType) -> None:
         self._assignments.stop(self._number, reason)
 
-    def release(self) -> None:
-        self._assignments.release(self._number)
+    def release(self, error: TrtmeshError | None) -> None:
+        self._assignments.release(self._number, error)

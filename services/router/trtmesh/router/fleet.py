@@ -107,7 +107,7 @@ class Fleet:
         self._metrics = metrics
         self._turn = 0
         self._typical: dict[str, Typical] = {}
-        self._new_tokens = Ewma()
+        self._new_tokens: dict[str, Ewma] = {}
         self._change = asyncio.Event()
 
     @property
@@ -250,17 +250,23 @@ class Fleet:
                     cached[address] = min(blocks * size, most)
         return cached
 
-    def learn_new_tokens(self, tokens: int) -> None:
-        """An item generated so many."""
-        self._new_tokens.add(tokens)
+    def learn_new_tokens(self, model: str, tokens: float) -> None:
+        """An item generated so many tokens a sequence."""
+        self._new_tokens.setdefault(model, Ewma()).add(tokens)
 
     def refresh(self) -> None:
         """Brings up to date what changes with time: slow starts, breakers, what is typical of a model."""
-        for model in self.models():
-            rates = [w.guard.rates for w in self.workers.values() if w.engine.model == model]
-            self._typical[model] = typical_of(rates, self._new_tokens.value)
+        models = self.models()
+        for gone in self._new_tokens.keys() - models:
+            del self._new_tokens[gone]
+        self._typical = {model: self._typical_of(model) for model in models}
         for worker in self.workers.values():
             worker.touch()
+
+    def _typical_of(self, model: str) -> Typical:
+        rates = [w.guard.rates for w in self.workers.values() if w.engine.model == model]
+        learned = self._new_tokens.get(model)
+        return typical_of(rates, learned.value if learned else None)
 
     @property
     def hopeful(self) -> bool:

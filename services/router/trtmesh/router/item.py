@@ -201,19 +201,19 @@ class ItemRun:
                     self._dispatch(placed)
                     self._search.dispatched(placed)
 
-    def move(self, runs: Sequence[SequenceRun], address: str, why: str) -> bool:
+    def move(self, runs: Sequence[SequenceRun], address: str, error: TrtmeshError) -> bool:
         """Takes sequences away from a worker that is suspected of being dead, or shall be, if another one takes them.
 
         They stay where none does: the worker may be well, and whatever it still generates is wanted.
         """
         if self._stop_asked or self._over:
             return False
-        if not self._search.leave(self._encoded, self._runs, address, why):
+        if not self._search.leave(self._encoded, self._runs, address, error):
             return False
         for run in runs:
-            run.release()
+            run.release(error)
         self._mesh.metrics.moved["moved"] += len(runs)
-        log.info("item %d moves: %s", self.batch_index, why)
+        log.info("item %d moves: %s", self.batch_index, error.message)
         self._news.set()
         return True
 
@@ -271,7 +271,8 @@ class ItemRun:
 
     def _finish(self) -> None:
         self._events.finished(self._runs, self.usage())
-        self._mesh.fleet.learn_new_tokens(self.generated_tokens)
+        tokens = self.generated_tokens / len(self._runs)
+        self._mesh.fleet.learn_new_tokens(self._live.model, tokens)
 
     def _cancelled(self) -> None:
         """Cancelled by `stop` before it was dispatched, or because the client is gone."""

@@ -22,8 +22,9 @@ class Assignment(Protocol):
     def stop(self, reason: pb.FinishReason.ValueType) -> None:
         """Asks the worker to end the sequence, and to tell so."""
 
-    def release(self) -> None:
-        """Takes the sequence away from the worker: it is told to stop, and whatever it still says is dropped."""
+    def release(self, error: TrtmeshError | None) -> None:
+        """Takes the sequence away from the worker, because of `error` where the worker gave cause for it: it is told to
+        stop, and whatever it still says is dropped."""
 
 
 class Owner(Protocol):
@@ -35,8 +36,9 @@ class Owner(Protocol):
     def on_lost(self, run: SequenceRun, address: str, error: TrtmeshError) -> None:
         """The worker at `address` does not go on with a sequence that is not over. No worker has it now."""
 
-    def move(self, runs: Sequence[SequenceRun], address: str, why: str) -> bool:
-        """Takes sequences away from the worker at `address` if another one takes them now; tells whether it did."""
+    def move(self, runs: Sequence[SequenceRun], address: str, error: TrtmeshError) -> bool:
+        """Takes sequences away from the worker at `address` because of `error`, if another one takes them now; tells
+        whether it did."""
 
 
 class Decoder(Protocol):

@@ -286,6 +286,10 @@ class Router:
                 "Approximate memory of the KV index.",
                 self._fleet.kv_index.approximate_bytes,
             ),
+            "open_breakers": (
+                "Workers that rest, or are probed, because items met faults before their first tokens.",
+                sum(not w.guard.breaker.closed for w in [*workers]),
+            ),
             "ready_workers": ("Workers that take items.", sum(w.ready for w in [*workers])),
             "ready_tokenizers": ("Tokenizers that are ready.", sum(t.ready for t in [*tokenizers])),
         }

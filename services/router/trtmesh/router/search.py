@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trtmesh.chassis.errors import NoWorker, TrtmeshError, WorkerLost
+from trtmesh.chassis.errors import NoWorker, TrtmeshError
 from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.router.attempts import Attempts, Failures, nobody_goes_on
 from trtmesh.router.encoding import EncodedItem
@@ -61,11 +61,11 @@ class Search:
         return placed
 
     def leave(
-        self, encoded: EncodedItem, runs: Sequence[SequenceRun], address: str, why: str
+        self, encoded: EncodedItem, runs: Sequence[SequenceRun], address: str, error: TrtmeshError
     ) -> bool:
-        """Leaves out the worker at `address` because of `why`, if another one would take the item now."""
+        """Leaves out the worker at `address` because of `error`, if another one would take the item now."""
         tokens = sum(len(run.token_ids) for run in runs)
-        failures = self.attempts.moved_from(address, WorkerLost(why), tokens)
+        failures = self.attempts.moved_from(address, error, tokens)
         if not self._fleet.has_place(self._to_place(encoded, runs, failures)):
             return False
         self.attempts.move(failures, tokens)

@@ -176,10 +176,11 @@ class SequenceRun:
         self.assignment, self.address = assignment, assignment.address
         self.times.on_assigned()
 
-    def release(self) -> None:
-        """Takes the sequence away from its worker, to go on elsewhere, unless it is whole already."""
+    def release(self, error: TrtmeshError | None = None) -> None:
+        """Takes the sequence away from its worker, because of `error` where that gave cause for it, to go on elsewhere
+        unless it is whole already."""
         if self.assignment is not None:
-            self.assignment.release()
+            self.assignment.release(error)
             self._leave()
 
     def stop(self, reason: pb.FinishReason.ValueType) -> None:

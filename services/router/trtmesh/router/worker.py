@@ -6,7 +6,13 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from trtmesh.chassis.errors import InvalidRequest, WorkerLost
+from trtmesh.chassis.errors import (
+    Draining,
+    InvalidRequest,
+    QueueTimeout,
+    TrtmeshError,
+    WorkerLost,
+)
 from trtmesh.chassis.grpc_client import Call, Connection, Method
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.router.assignments import Assignments
@@ -68,8 +74,10 @@ class Worker(Replica):
         self._on_touch = on_touch
         self._deadlines = deadlines
         self._pulse = Pulse(deadlines)
-        self._moving = ""
-        self._evicted = ""
+        self._moving: TrtmeshError | None = None
+        self._evicted: TrtmeshError | None = None
+        self._generated_at = float("-inf")
+        """When a report first showed its latest generated tokens, whichever router's."""
         self._router_name = router_name
         self._tokenizers_known = tokenizers_known
         self._fingerprint_of = fingerprint_of
@@ -214,15 +222,17 @@ class Worker(Replica):
 
     def _on_load(self, load: pb.Load) -> None:
         self._pulse.on_load(load)
-        self.load = load
         now = asyncio.get_running_loop().time()
+        if load.generated_tokens > self.load.generated_tokens:
+            self._generated_at = now
+        self.load = load
         self.guard.take_report(report_of(load, now))
         if not load.waiting_sequences and not self._pulse.unread:
             self._assignments.none_queued(now)
         if self.ready and load.draining:
             self._become(admin_pb.WORKER_STATE_DRAINING, "draining")
         if load.draining and load.HasField("drain_ms") and load.drain_ms <= DRAIN_MARGIN_MS:
-            self.empty("it drains and has no time left")
+            self.empty(self._left("it drains and has no time left", Draining))
 
     async def _watch(self) -> None:
         """Notices when the worker makes no progress, and when it does again."""
@@ -234,9 +244,9 @@ class Worker(Replica):
     def _judge(self, problem: str) -> None:
         if problem and self.state in (READY, DRAINING):
             self._become(STALLED, problem)
-            self.empty(problem)
+            self.empty(self._left(problem, WorkerLost))
         elif not problem and self.state == STALLED:
-            self._moving = ""
+            self._moving = None
             self._become(DRAINING if self.load.draining else READY, "")
             self._on_change()
 
@@ -244,36 +254,47 @@ class Worker(Replica):
         """Moves single sequences that wait too long although the worker goes on."""
         now = asyncio.get_running_loop().time()
         for run in self._assignments.late(now, self._deadlines):
-            why = f"worker {self.name} kept sequence {run.sequence_index} waiting for too long"
             # If it was merely slow, the next worker may be no faster: so that an item does not begin again and again.
             run.times.patience *= 2
-            run.owner.move([run], self.address, why)
+            run.owner.move([run], self.address, self._late(run))
 
-    def empty(self, cause: str) -> None:
+    def _late(self, run: SequenceRun) -> TrtmeshError:
+        """Why a sequence that waited too long leaves. That it began and got no token is the worker's fault, as is a
+        queue behind which nothing is generated; a queue that others' tokens hold up is back-pressure."""
+        busy = not run.times.started and self._generated_at > run.times.assigned
+        return (QueueTimeout if busy else WorkerLost)(
+            f"worker {self.name} kept sequence {run.sequence_index} waiting for too long",
+            worker=self.name,
+        )
+
+    def _left(self, cause: str, kind: type[TrtmeshError]) -> TrtmeshError:
+        return kind(f"worker {self.name} is left: {cause}", worker=self.name)
+
+    def empty(self, error: TrtmeshError) -> None:
         """Moves everything to other workers, now and, what none of them takes, when one may; until it is well again."""
-        self._moving = cause
+        self._moving = error
         self.move_on()
 
     def evict(self, cause: str) -> None:
-        """Like `empty`, until `cause` is taken back with ''."""
-        self._evicted = cause
+        """Like `empty`, through no fault of the worker, until `cause` is taken back with ''."""
+        self._evicted = self._left(cause, Draining) if cause else None
         self.move_on()
 
     def move_on(self) -> None:
         """Moves what another worker takes now, where everything is to be moved."""
-        cause = self._evicted or self._moving
-        if not cause:
+        error = self._evicted or self._moving
+        if error is None:
             return
-        why = f"worker {self.name} is left: {cause}"
         for owner, runs in self._assignments.by_owner().items():
-            owner.move(runs, self.address, why)
+            owner.move(runs, self.address, error)
 
     def lost(self, problem: str) -> None:
         """Gives every sequence back to its item, which goes on elsewhere."""
         runs = self._assignments.clear()
-        self._moving = ""
+        self._moving = None
         error = WorkerLost(f"worker {self.name} was lost: {problem}", worker=self.name)
-        self.guard.lose(asyncio.get_running_loop().time(), error)
+        # Who drained said that the stream would end.
+        self.guard.lose(asyncio.get_running_loop().time(), None if self.load.draining else error)
         self._kv_feed.lost()
         self.load = pb.Load()
         for run in runs:

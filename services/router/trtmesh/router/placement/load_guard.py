@@ -114,8 +114,9 @@ class LoadGuard:
         if (booking := self._by_handle.pop(handle, None)) is not None:
             booking.leave(now, error)
 
-    def lose(self, now: float, error: TrtmeshError) -> None:
-        """The stream is lost: all sequences leave, and nothing is known of others' work there."""
+    def lose(self, now: float, error: TrtmeshError | None) -> None:
+        """The stream is lost, because of `error` where the worker is to blame: all sequences leave, and nothing
+        is known of others' work there."""
         self._report = Report(0.0)
         self._foreign_sequences = self._foreign_prompt_tokens = 0
         for handle in [*self._by_handle]:
@@ -203,6 +204,6 @@ class LoadGuard:
 
     def _on_ended_early(self, error: TrtmeshError | None, now: float) -> None:
         if error is not None and is_fault(error):
-            self.breaker.failed(now)
+            self.breaker.failed(now, error)
         else:
             self.breaker.ended_neutrally()

@@ -159,7 +159,7 @@ class Typical:
     prefill_rate: float | None = None
     step: Line | None = None
     new_tokens: float = FALLBACK_NEW_TOKENS
-    """Tokens that an item generates."""
+    """Tokens that a sequence generates."""
 
     @property
     def prefill_seconds(self) -> float:

@@ -1,0 +1,113 @@
+"""Scripted engines, a router of them, and what a test asks of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from router.scripted import (
+    LENGTH,
+    READY,
+    RouterClient,
+    ScriptedEngine,
+    eventually,
+    serving_engine,
+    serving_router,
+    until_states,
+)
+from trtmesh.chassis.error_wire import to_proto
+from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.client import ItemResult
+from trtmesh.v1 import engine_pb2 as epb
+from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import router_admin_pb2 as admin_pb
+
+FIELDS = [
+    "stopping.max_tokens", "sampling.seed", "sampling.temperature", "sampling.num_return_sequences",
+    "output.log_probs", "output.prompt_log_probs",
+]  # fmt: skip
+
+
+class Fleet:
+    """Scripted engines and a router of them."""
+
+    def __init__(self, engines: Sequence[ScriptedEngine], client: RouterClient) -> None:
+        self.engines = engines
+        self.client = client
+        self._asked: list[asyncio.Task[Any]] = []
+
+    def ask(self, *prompts: Any, **options: Any) -> asyncio.Task[list[ItemResult]]:
+        options = {"text": False, "max_tokens": 9} | options
+        asked: asyncio.Task[Any] = asyncio.create_task(self.client.complete(prompts, **options))
+        self._asked.append(asked)
+        return asked
+
+    def start(self, *prompts: Any, **options: Any) -> None:
+        """Asks for what the test does not wait for."""
+        self._asked.append(self.ask(*prompts, **options))
+
+    async def end(self) -> None:
+        for asked in self._asked:
+            asked.cancel()
+        await asyncio.gather(*self._asked, return_exceptions=True)
+
+    def serve(self, engine: ScriptedEngine) -> None:
+        """Lets an engine end every item with one token, as soon as it comes."""
+        self._asked.append(asyncio.create_task(_serve(engine)))
+
+    async def worker(self, engine: ScriptedEngine) -> admin_pb.Worker:
+        """An engine as the router sees it."""
+        seen = (await self.client.status()).workers
+        return next(each for each in seen if each.worker == engine.description.worker)
+
+    async def candidates(self, request_id: str) -> dict[str, admin_pb.PlacementCandidate]:
+        """The workers by name, as the latest placement for a request saw them."""
+        explained = await self.client.admin.explain(request_id)
+        return {each.worker: each for each in explained.placements[-1].candidates}
+
+    async def first(self) -> ScriptedEngine:
+        """The engine that has an item."""
+        await eventually(lambda: any(engine.submits for engine in self.engines))
+        return next(engine for engine in self.engines if engine.submits)
+
+    async def submitted(self, count: int) -> None:
+        """Waits until the engines were given so many items together."""
+        await eventually(lambda: sum(len(engine.submits) for engine in self.engines) >= count)
+
+    def other(self, engine: ScriptedEngine) -> ScriptedEngine:
+        return next(each for each in self.engines if each is not engine)
+
+
+async def _serve(engine: ScriptedEngine) -> None:
+    served = len(engine.submits)
+    while True:
+        for submit in (await engine.submitted(served + 1))[served:]:
+            await engine.step((submit.handle, 0, [7]), ends=[(submit.handle, LENGTH)])
+            served += 1
+
+
+@asynccontextmanager
+async def fleet(*engines: ScriptedEngine, **settings: Any) -> AsyncIterator[Fleet]:
+    engines = engines or tuple(
+        ScriptedEngine(worker=name, supported_fields=FIELDS) for name in ("one", "two")
+    )
+    async with AsyncExitStack() as stack:
+        addresses = [await stack.enter_async_context(serving_engine(e)) for e in engines]
+        settings = {"worker_recovery_seconds": 0.3, "stall_seconds": 60} | settings
+        client = await stack.enter_async_context(serving_router(addresses, **settings))
+        await until_states(client, [READY] * len(engines), [])
+        fleet = Fleet(engines, client)
+        try:
+            yield fleet
+        finally:
+            await fleet.end()
+
+
+def refusal(handle: int, error: TrtmeshError) -> epb.SequenceEnd:
+    return epb.SequenceEnd(
+        handle=handle,
+        reason=pb.FINISH_REASON_ERROR,
+        error=to_proto(error),
+    )

@@ -1,0 +1,167 @@
+"""What a placement is decided from reaches it: what workers tell, what was sent to them, what was learned of them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from router.scripted import (
+    LENGTH,
+    PATIENCE_SECONDS,
+    READY,
+    ScriptedEngine,
+    eventually,
+    until_states,
+)
+from router.scripted_fleet import FIELDS, Fleet, fleet
+from trtmesh.router.kv_index import recent
+from trtmesh.router.placement import load_guard
+from trtmesh.router.placement.rates import FALLBACK_NEW_TOKENS, FALLBACK_STEP_SECONDS
+from trtmesh.v1 import engine_pb2 as epb
+from trtmesh.v1 import router_admin_pb2 as admin_pb
+
+LOOKS = 100
+"""Placements that are looked at for what the router brings up to date every 0.1 s."""
+
+LOOK_SECONDS = 0.02
+
+
+def engines(*names: str, **description: Any) -> list[ScriptedEngine]:
+    return [ScriptedEngine(worker=name, supported_fields=FIELDS, **description) for name in names]
+
+
+async def told(on: Fleet, engine: ScriptedEngine, **load: int) -> None:
+    """Lets an engine report a load and returns when the router has read it."""
+    await engine.report(**load)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while True:
+            seen = (await on.worker(engine)).load
+            if all(getattr(seen, name) == value for name, value in load.items()):
+                return
+            await asyncio.sleep(0.005)
+
+
+async def test_load_reports_count() -> None:
+    async with fleet(policy="least_loaded", next_token_seconds=3600) as on:
+        busy, idle = on.engines
+        await told(on, busy, running_sequences=5)
+        for number in range(4):
+            on.start([5], request_id=f"r{number}")
+            await idle.submitted(number + 1)
+        seen = await on.candidates("r3")
+        assert {name: each.sequences for name, each in seen.items()} == {"one": 5, "two": 3}
+        assert not busy.submits
+
+
+async def test_rates_that_were_learned_are_used() -> None:
+    async with fleet(*engines("one"), next_token_seconds=3600) as on:
+        (engine,) = on.engines
+        on.serve(engine)
+        await told(on, engine, running_sequences=1, step_count=1)
+        await told(on, engine, step_count=1_000_001)
+        for number in range(LOOKS):
+            await on.ask([5], request_id=f"r{number}")
+            step_seconds = (await on.candidates(f"r{number}"))["one"].step_seconds
+            if step_seconds < FALLBACK_STEP_SECONDS / 10:
+                return
+            await asyncio.sleep(LOOK_SECONDS)
+        pytest.fail(f"a step is still thought to take {step_seconds} s")
+
+
+async def test_a_worker_that_joins_again_starts_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as long_ago:
+        long_ago.setattr(load_guard.LoadGuard, "joined", lambda *_: None)
+        async with fleet(policy="least_loaded", next_token_seconds=3600) as on:
+            long_ago.undo()
+            monkeypatch.setattr(load_guard, "SLOW_START_SECONDS", 3600.0)
+            one, two = on.engines
+            await two.hang_up()
+            await eventually(lambda: len(two.hellos) == 2)
+            await until_states(on.client, [READY, READY], [])
+            await told(on, one, running_sequences=50)
+            for number in range(6):
+                on.start([5])
+                await on.submitted(number + 1)
+            # As if the one that has nothing had as much to do as the other.
+            assert (len(one.submits), len(two.submits)) == (3, 3)
+
+
+async def test_siblings_beyond_the_cap_avoid_the_worker_of_those_before() -> None:
+    async with fleet(
+        *engines("one", "two", tokens_per_block=4),
+        policy="prefix_aware",
+        siblings_together=2,
+        sibling_wait_seconds=60,
+    ) as on:
+        on.start(*([*[5] * 12, tail] for tail in range(4)), request_id="r")
+        # The second and the fourth wait for those before them.
+        await on.submitted(2)
+        assert [len(engine.submits) for engine in on.engines] == [1, 1]
+        (leader,) = [engine for engine in on.engines if engine.submits[0].batch_index == 0]
+        seen = await on.candidates("r")
+        excluded = {name: each.excluded_by for name, each in seen.items()}
+        assert excluded == {
+            leader.description.worker: "it has enough siblings of the item",
+            on.other(leader).description.worker: "",
+        }
+
+
+async def test_what_was_just_sent_counts_as_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recent, "LIFE_SECONDS", 3600.0)
+    async with fleet(*engines("one", "two", tokens_per_block=4), policy="prefix_aware") as on:
+        on.start([5] * 9, request_id="before")
+        home = await on.first()
+        on.start([5] * 9, request_id="after")
+        await on.submitted(2)
+        seen = await on.candidates("after")
+        assert seen[home.description.worker].cached_tokens == 8
+        assert seen[on.other(home).description.worker].cached_tokens == 0
+        assert len(home.submits) == 2
+
+
+async def test_the_blocks_of_a_lost_worker_are_forgotten() -> None:
+    async with fleet(*engines("one", tokens_per_block=4)) as on:
+        (engine,) = on.engines
+        await eventually(lambda: any(c.HasField("kv_snapshot") for c in engine.commands))
+        stored = epb.KvEvent(stored=epb.KvBlocksStored(block_hashes=[1, 2, 3]))
+        snapshot = epb.KvEvents(epoch=1, events=[stored], snapshot=True)
+        await engine.send(epb.EngineEvent(kv_events=snapshot))
+        await eventually(lambda: on.client.gauge("kv_index_blocks") == 3)
+        engine.refusal = "stays away"
+        await engine.hang_up()
+        await until_states(on.client, [admin_pb.WORKER_STATE_REFUSED], [])
+        assert on.client.gauge("kv_index_blocks") == 0
+
+
+async def expected_tokens(on: Fleet, request_id: str, model: str, **options: Any) -> int:
+    """New tokens that an item is expected to generate, from the score of its worker."""
+    on.start([5], request_id=request_id, model=model, max_tokens=1000, **options)
+    engine = next(engine for engine in on.engines if engine.description.model == model)
+    await eventually(lambda: any(submit.request_id == request_id for submit in engine.submits))
+    seen = (await on.candidates(request_id))[engine.description.worker]
+    prompt_seconds = seen.wait_seconds + seen.prefill_seconds
+    return round((seen.score - prompt_seconds) / seen.step_seconds)
+
+
+async def test_the_length_of_sequences_is_learned_for_each_model() -> None:
+    one, two = engines("one", model="m")[0], engines("two", model="n")[0]
+    pair = {"num_return_sequences": 2, "temperature": 1.0, "seed": 1}
+    async with fleet(one, two, policy="power_of_two") as on:
+        asked = on.ask([5], model="m", max_tokens=1000, **pair)
+        (submit,) = await one.submitted()
+        first, second = submit.handle, submit.handle + 1
+        tokens = [7] * 300
+        await one.step(
+            (first, 0, tokens), (second, 0, tokens), ends=[(first, LENGTH), (second, LENGTH)]
+        )
+        assert (await asked)[0].usage.generated_tokens == 600
+        expected = 0
+        for number in range(LOOKS):
+            expected = await expected_tokens(on, f"m{number}", "m")
+            if expected != FALLBACK_NEW_TOKENS:
+                break
+            await asyncio.sleep(LOOK_SECONDS)
+        assert expected == 300
+        assert await expected_tokens(on, "pair", "m", **pair) == 600
+        assert await expected_tokens(on, "n", "n") == FALLBACK_NEW_TOKENS
