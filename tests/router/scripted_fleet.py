@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import count
 from typing import Any
 
 from router.scripted import (
@@ -57,6 +58,10 @@ class Fleet:
         """Lets an engine end every item with one token, as soon as it comes."""
         self._asked.append(asyncio.create_task(_serve(engine)))
 
+    def beat(self, engine: ScriptedEngine) -> None:
+        """Lets an engine say again and again that it makes steps and generates tokens."""
+        self._asked.append(asyncio.create_task(_beat(engine)))
+
     async def worker(self, engine: ScriptedEngine) -> admin_pb.Worker:
         """An engine as the router sees it."""
         seen = (await self.client.status()).workers
@@ -86,6 +91,12 @@ async def _serve(engine: ScriptedEngine) -> None:
         for submit in (await engine.submitted(served + 1))[served:]:
             await engine.step((submit.handle, 0, [7]), ends=[(submit.handle, LENGTH)])
             served += 1
+
+
+async def _beat(engine: ScriptedEngine) -> None:
+    for number in count(1):
+        await engine.report(step_count=number, running_sequences=1, generated_tokens=number)
+        await asyncio.sleep(0.02)
 
 
 @asynccontextmanager

@@ -20,6 +20,9 @@ HALF_OPEN = admin_pb.BREAKER_STATE_HALF_OPEN
 DRAINING = admin_pb.WORKER_STATE_DRAINING
 STALLED = admin_pb.WORKER_STATE_STALLED
 
+MOST_TRIED = 10
+"""Items that are sent to two workers until one of them rests."""
+
 
 @pytest.fixture
 def long_rest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,11 +52,12 @@ async def test_one_that_takes_items_and_gives_no_token_gets_none_for_a_while(
         sick = await on.first()
         well = on.other(sick)
         on.serve(well)
-        for number in count():
+        # It may even say that it generates something.
+        on.beat(sick)
+        for number in range(MOST_TRIED):
             assert (await on.ask([5], request_id=f"r{number}"))[0].error is None
             if (await on.worker(sick)).breaker != CLOSED:
                 break
-        assert 3 <= len(sick.submits) <= 5
         assert "waiting for too long" in await rests(on, sick)
         tried = len(sick.submits)
         for number in range(4):
