@@ -37,7 +37,26 @@ async def eventually(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.005)
 
 
-class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
+class Mortal:
+    """A peer of one stream that can die."""
+
+    _context: Context | None = None
+    _handler: asyncio.Task[Any] | None = None
+
+    def _began(self, context: Context) -> None:
+        """This task handles the stream from now on."""
+        self._context, self._handler = context, asyncio.current_task()
+
+    async def hang_up(self) -> None:
+        """Breaks the stream, as a process does that dies."""
+        assert self._context
+        assert self._handler
+        with suppress(grpc.aio.AbortError):
+            await self._context.abort(grpc.StatusCode.UNAVAILABLE, "the process died")
+        self._handler.cancel()
+
+
+class ScriptedEngine(Mortal, engine_pb2_grpc.EngineServiceServicer):
     """A worker whose steps a test writes."""
 
     def __init__(self, **description: Any) -> None:
@@ -54,7 +73,6 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
         self.hellos: list[epb.HelloCommand] = []
         self.submitted_at = 0.0
         self._writing = asyncio.Lock()
-        self._context: Context | None = None
 
     @property
     def submits(self) -> list[epb.SubmitCommand]:
@@ -78,7 +96,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
         self.hellos.append(opening.commands[0].hello)
         if self.refusal:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.refusal)
-        self._context = context
+        self._began(context)
         await self.send(epb.EngineEvent(welcome=epb.Welcome(engine=self.description)))
         reporting = asyncio.create_task(self._report_steadily())
         try:
@@ -89,12 +107,6 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
         finally:
             reporting.cancel()
             await asyncio.gather(reporting, return_exceptions=True)
-
-    async def hang_up(self) -> None:
-        """Breaks the stream, as a process does that dies."""
-        assert self._context
-        with suppress(grpc.aio.AbortError):
-            await self._context.abort(grpc.StatusCode.UNAVAILABLE, "the process died")
 
     async def _report_steadily(self) -> None:
         while True:
@@ -130,7 +142,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
         await self.send(epb.EngineEvent(load=epb.Load(**self._load)))
 
 
-class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
+class ScriptedTokenizer(Mortal, tokenizer_pb2_grpc.TokenizerServiceServicer):
     """A tokenizer of one letter a token, chr(id), whose answers a test may hold back."""
 
     def __init__(self, **description: Any) -> None:
@@ -148,7 +160,6 @@ class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self.forgets_a_text = False
         self.broken = 0
         """Streams that broke on a token."""
-        self._context: Context | None = None
         self.answering = asyncio.Event()
         self.answering.set()
 
@@ -169,17 +180,11 @@ class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
 
     async def Connect(self, request_iterator: Any, context: Context) -> None:  # type: ignore[override]
         self.streams += 1
-        self._context = context
+        self._began(context)
         async for request in request_iterator:
             self.commands += request.commands
             for command in request.commands:
                 await self._handle(command, context)
-
-    async def hang_up(self) -> None:
-        """Breaks the stream, as a process does that dies."""
-        assert self._context
-        with suppress(grpc.aio.AbortError):
-            await self._context.abort(grpc.StatusCode.UNAVAILABLE, "the process died")
 
     async def _handle(self, command: tpb.TokenizerCommand, context: Context) -> None:
         event = tpb.TokenizerEvent()
