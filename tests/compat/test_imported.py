@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
@@ -11,8 +12,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from cli.commands import Stack, running_stack, trtmesh
+from compat.plain_http import PlainHttp
 from compat.repository import five_models, llmapi
-from compat.triton import Triton, joined
+from compat.triton import SyncStream, Triton, joined
 from e2e.mesh import DEMO, DEMO_VOCABULARY
 from tritonclient.utils import InferenceServerException
 from trtmesh.client import Client
@@ -22,6 +24,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = "def fibonacci(n):"
 TOKENS = 8
 ASK = {"text_input": PROMPT, "max_tokens": TOKENS}
+ENDLESS = {"max_tokens": 1900, "end_id": -1}
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +201,27 @@ async def test_the_command_line_client_asks_the_llmapi_model(stack: Stack, text:
     lines = infer(stack, "--model", "llm", "--max-tokens", str(TOKENS), "--log-probs", PROMPT)
     assert "\n".join(lines).startswith(text)
     assert lines[-1].startswith("cumulative_logprob [1]: -")
+
+
+async def test_a_full_queue_of_an_engine_is_said_as_triton_says_it(tmp_path: Path) -> None:
+    """What scripts look for that send too much to see themselves refused."""
+    directory = five_models(tmp_path / "models", {"max_queue_size": "1"})
+    flags = ("--port", "0", "--backend", "torch", "--model", str(DEMO))
+    env = {"TRTMESH_ENGINE_TORCH_MAX_BATCH_SIZE": "1"}
+    with running_stack(*flags, "--triton-model-repo", str(directory), env=env) as stack:
+        stream = SyncStream(stack.wait_ready())
+        for name in ("running", "waiting", "refused"):
+            stream.send("ensemble", ASK | ENDLESS | {"stream": True}, request_id=name)
+        while not (response := await asyncio.to_thread(stream.next)).error:
+            pass
+        async with PlainHttp(stack.child("router-0")["http_address"]) as http:
+            reply = await http.post("/v2/models/tensorrt_llm_bls/generate", ASK)
+        assert reply.status == 503
+        for told in (response.error, reply.json["error"]):
+            assert "Exceeds maximum queue size" in told
+            assert "Maximum queue size of 1 has been reached, please try again later" in told
+        stream.cancel()
+        stream.close()
 
 
 async def test_two_models_of_the_mesh(tmp_path: Path) -> None:

@@ -146,6 +146,16 @@ class Unavailable(TrtmeshError):
 class QueueFull(Unavailable):
     """The queue is at its limit."""
 
+    @classmethod
+    def of(cls, most: int, holds: str, *, retry_after_ms: int | None = None) -> QueueFull:
+        """`holds` says what is in the queue. Around it are the words by which clients of Triton, and those of
+        TensorRT-LLM, know that they should come back."""
+        return cls(
+            f"Exceeds maximum queue size: {holds}. Maximum queue size of {most} has been reached, please try again"
+            " later",
+            retry_after_ms=retry_after_ms,
+        )
+
 
 class QueueTimeout(Unavailable):
     """The item waited too long in the queue."""

@@ -261,9 +261,10 @@ class TokenizerPool:
             )
 
     def _queue_full(self) -> QueueFull:
-        return QueueFull(
-            f"Exceeds maximum queue size: {self._limits.queued} texts wait for a tokenizer (max_queued_encodes);"
-            " try again later, or start more tokenizers",
+        most = self._limits.queued
+        return QueueFull.of(
+            most,
+            f"{most} texts wait for a tokenizer (max_queued_encodes); start more tokenizers",
             retry_after_ms=RETRY_MS,
         )
 

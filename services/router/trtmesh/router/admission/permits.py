@@ -75,11 +75,11 @@ class ModelQueue:
         limits = self._limits
         most = limits.max_running_items + limits.max_queued_items
         if self.items + items > most:
-            raise QueueFull(
-                f"Exceeds maximum queue size: model {self._model} has {self.running} items running and"
-                f" {self.queued} queued, {items} asked; {limits.max_running_items} may run"
-                f" (max_running_items) and {limits.max_queued_items} wait (max_queued_items)."
-                f" {_reached(limits.max_queued_items)}",
+            raise QueueFull.of(
+                limits.max_queued_items,
+                f"model {self._model} has {self.running} items running and {self.queued} queued, {items} asked;"
+                f" {limits.max_running_items} may run (max_running_items) and {limits.max_queued_items} wait"
+                " (max_queued_items)",
                 retry_after_ms=self.retry_after_ms(self.items + items - most),
             )
 
@@ -156,16 +156,11 @@ class Admission:
             self._queues[model] = ModelQueue(self, model, self._limits)
         queue = self._queues[model]
         if self.live_items + items > self._limits.max_items:
-            raise QueueFull(
-                f"Exceeds maximum queue size: {self.live_items} items live, {items} asked,"
-                f" {self._limits.max_items} allowed (max_items). {_reached(self._limits.max_items)}",
+            raise QueueFull.of(
+                self._limits.max_items,
+                f"{self.live_items} items live, {items} asked, {self._limits.max_items} allowed (max_items)",
                 retry_after_ms=queue.retry_after_ms(items),
             )
         queue.check(items)
         self.live_items += items
         return queue.take(items)
-
-
-def _reached(most: int) -> str:
-    """What clients of TensorRT-LLM look for in a refusal."""
-    return f"Maximum queue size of {most} has been reached, please try again later"

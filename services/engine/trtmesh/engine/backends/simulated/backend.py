@@ -173,9 +173,10 @@ class SimulatedBackend:
         if refuse_after is not None and self._items >= refuse_after:
             raise QueueFull("the queue is full because simulated.refuse_after_items says so")
         if queued > settings.max_queue_size + max(0, scheduler.free_places):
-            raise QueueFull(
-                f"{scheduler.waiting_sequences} sequences wait and at most {settings.max_queue_size} may;"
-                " try again later or elsewhere"
+            most = settings.max_queue_size
+            raise QueueFull.of(
+                most,
+                f"{scheduler.waiting_sequences} sequences wait and at most {most} may (max_queue_size)",
             )
         return limit
 

@@ -119,9 +119,11 @@ class TorchBackend:
             asked = max(len(item.keys), item.config.beam_search.beam_width)
             if present + asked > self._settings.max_queue_size + self._settings.max_batch_size:
                 waiting = max(0, present - len(scheduler.running))
-                raise QueueFull(
-                    f"{waiting} sequences wait and at most {self._settings.max_queue_size} may beyond those with a"
-                    " place in the batch; try again later or elsewhere"
+                most = self._settings.max_queue_size
+                raise QueueFull.of(
+                    most,
+                    f"{waiting} sequences wait and at most {most} may (max_queue_size) beyond those with a place in the"
+                    " batch",
                 )
             lanes = self._lane_keys(item)
             sequences = sequences_of(item, lanes or item.keys, rule, token_rules)
