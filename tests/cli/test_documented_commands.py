@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from cli.commands import Stack, running_stack, trtmesh
+from e2e.mesh import DEMO
 from trtmesh.cli.app import app
 
 REPOSITORY = Path(__file__).parents[2]
@@ -43,3 +46,22 @@ def test_a_command_line_is_understood(line: str) -> None:
         context = command.context_class(command, info_name=command.name, parent=context)
         _, command, words = command.resolve_command(context, words)
     assert command.make_context(command.name, words, parent=context).params
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    """What a reader has who followed the page: the demo model, computed."""
+    with running_stack("--port", "0", "--backend", "torch", "--model", str(DEMO)) as stack:
+        stack.wait_ready()
+        yield stack
+
+
+@pytest.mark.parametrize(
+    "line", [line for line in commands_of("docs/triton.md") if line.startswith("triton infer ")]
+)
+def test_a_question_of_the_page_is_answered(stack: Stack, line: str) -> None:
+    words = shlex.split(line, comments=True)
+    result = trtmesh(*words, env={"TRTMESH_ROUTER": stack.wait_ready()})
+    assert (result.returncode, result.stderr) == (0, "")
+    if "--generation-logits" in words:
+        assert re.search(r"^generation_logits \[1, 2, \d+, \d+\]", result.stdout, re.MULTILINE)

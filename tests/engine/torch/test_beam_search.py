@@ -14,8 +14,9 @@ from engine.torch.harness import Harness, Stream, configure, running
 from oracle import tiny_models
 from oracle.beams import STOPPING, TOKENS, Beams, expected
 from transformers import PreTrainedModel
-from trtmesh.chassis.errors import InvalidField, OutOfBlocks, TrtmeshError, UnsupportedField
+from trtmesh.chassis.errors import InvalidField, OutOfBlocks, TrtmeshError
 from trtmesh.chassis.vocabulary import GenerationConfig
+from trtmesh.engine.backends.torch.beam import Beside
 from trtmesh.engine.backends.torch.beam_item import BeamItem
 from trtmesh.engine.backends.torch.sequence import Sequence
 from trtmesh.engine.backends.torch.stopping import EndRule
@@ -127,15 +128,15 @@ def test_a_row_of_other_tokens_than_those_of_now_is_not_taken() -> None:
     rule = EndRule(config.stopping, (), 2, 20)
     lanes = [Sequence(n, config, 0, 0, [5, 6], 2, rule, TokenRules(config)) for n in range(2)]
     item = BeamItem([0, 1], lanes)
-    row = torch.zeros(8).log_softmax(dim=0)
+    row, nothing = torch.zeros(8).log_softmax(dim=0), Beside([])
     for lane in lanes:
         lane.slot, lane.num_computed = 1, 2
-    assert not item.take(lanes[0], row, [])
+    assert not item.take(lanes[0], row, nothing)
     # It is paused and starts again with a token more, as far as its row can know.
     lanes[0].tokens.append(7)
     lanes[0].num_computed = 3
-    assert not item.take(lanes[1], row, [])
-    assert item.take(lanes[0], row, [])
+    assert not item.take(lanes[1], row, nothing)
+    assert item.take(lanes[0], row, nothing)
 
 
 def test_a_row_that_waits_keeps_no_other_of_its_step() -> None:
@@ -144,7 +145,7 @@ def test_a_row_that_waits_keeps_no_other_of_its_step() -> None:
     lanes = [Sequence(n, config, 0, 0, [5, 6], 2, rule, TokenRules(config)) for n in range(2)]
     item = BeamItem([0, 1], lanes)
     lanes[0].slot, lanes[0].num_computed = 1, 2
-    assert not item.take(lanes[0], torch.zeros(50, 8).log_softmax(dim=1)[3], [])
+    assert not item.take(lanes[0], torch.zeros(50, 8).log_softmax(dim=1)[3], Beside([]))
     assert item._rows[0].log_probs.untyped_storage().nbytes() == 8 * 4
 
 
@@ -171,6 +172,53 @@ async def test_the_alternatives_belong_to_the_tokens(llama: Path) -> None:
             assert [[token for token, _ in top] for top in tops] == tokens.tolist()
             for top, row in zip(tops, values.tolist(), strict=True):
                 assert [value for _, value in top] == pytest.approx(row, abs=1e-3)
+
+
+def logits_of(stream: Stream) -> torch.Tensor:
+    """[tokens, vocabulary]"""
+    tensors = [d.generation_logits for d in stream.details if d.generation_logits]
+    return torch.cat([torch.frombuffer(bytearray(t.data), dtype=torch.float32).view(t.shape)
+                      for t in tensors])  # fmt: skip
+
+
+async def test_logits_belong_to_the_tokens_and_come_once(llama: Path) -> None:
+    """Of each beam the model's own, whatever changes their ranks, though beams change places on the way."""
+    model, prompt = tiny_models.reference_model(llama), tiny_models.prompts(2)[1]
+    asked: dict[str, Any] = {"generation_logits": True, "repetition_penalty": 1.3, "end_id": 5}
+    async with running(llama) as engine:
+        plain = await engine.ended(
+            engine.submit(prompt, beams(3, **asked | {"generation_logits": False}))
+        )
+        for log_probs in (True, False):
+            keys = engine.submit(prompt, beams(3, **asked | {"log_probs": log_probs}))
+            streams = await engine.ended(keys)
+            assert [s.token_ids for s in streams] == [s.token_ids for s in plain]
+            assert sum(bool(set(keys) & set(output.keys)) for output in engine.outputs) == 1
+            for stream in streams:
+                ids = torch.tensor([[*prompt, *stream.token_ids]])
+                with torch.inference_mode():
+                    theirs = model(ids).logits[0, len(prompt) - 1 : -1]
+                assert torch.allclose(logits_of(stream), theirs, atol=1e-3)
+                (details,) = stream.details
+                assert len(details.log_probs) == (len(stream.token_ids) if log_probs else 0)
+
+
+async def test_a_search_with_logits_that_is_stopped_tells_what_it_found(llama: Path) -> None:
+    prompt = tiny_models.prompts(2)[1]
+    config = beams(2, ignore_end_id=True, max_tokens=400, generation_logits=True)
+    async with running(llama) as engine:
+        with engine.gate.held():
+            early = engine.submit(prompt, config)
+            engine.backend.stop(early, pb.FINISH_REASON_STOPPED)
+        assert not any(stream.token_ids for stream in await engine.ended(early))
+        late, steps = engine.submit(prompt, config), len(engine.outputs)
+        await engine.until(lambda: len(engine.outputs) > steps + 8)
+        engine.backend.stop(late, pb.FINISH_REASON_STOPPED)
+        for stream in await engine.ended(late):
+            assert stream.end
+            assert stream.end.reason == pb.FINISH_REASON_STOPPED
+            assert stream.end.generated_tokens == len(stream.token_ids) > 0
+            assert len(logits_of(stream)) == len(stream.token_ids)
 
 
 async def test_adjusted_logits_are_ranked(llama: Path) -> None:
@@ -229,7 +277,11 @@ REFUSALS: list[tuple[dict[str, Any], type[TrtmeshError], str]] = [
     ({"top_k": 5}, InvalidField, r"sampling\.top_k is 5"),
     ({"top_p": 0.5}, InvalidField, r"sampling\.top_p is 0\.5"),
     ({"min_p": 0.5}, InvalidField, r"sampling\.min_p"),
-    ({"generation_logits": True}, UnsupportedField, r"output\.generation_logits"),
+    (
+        {"max_tokens": 60, "generation_logits": True},
+        InvalidField,
+        "of 240 tokens .*max_logits_bytes",
+    ),
     ({"normalize_log_probs": False}, InvalidField, r"output\.normalize_log_probs"),
     ({"width": 17}, InvalidField, r"beam_width is 17 .* 16"),
     ({"max_tokens": 200}, OutOfBlocks, "each of 4 beams needs more KV blocks"),
@@ -240,7 +292,7 @@ REFUSALS: list[tuple[dict[str, Any], type[TrtmeshError], str]] = [
 async def test_what_a_search_cannot_do_is_refused(
     values: dict[str, Any], kind: type[TrtmeshError], words: str, llama: Path
 ) -> None:
-    async with running(llama, kv_cache_tokens=512) as engine:
+    async with running(llama, kv_cache_tokens=512, max_logits_bytes=40_000) as engine:
         with pytest.raises(kind, match=words):
             engine.submit([5], beams(**{"width": 4, **values}))
         harmless = {"top_k": 1, "top_p": 0.0, "temperature": 1.0}

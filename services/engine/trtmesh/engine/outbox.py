@@ -32,7 +32,7 @@ class Outbox:
 
     Steps need credit: at most `unacknowledged_steps` of them are on the way. Everything else does not, so the load
     is reported however slow the router is. Waiting output is bounded by the tokens of the stream's sequences. Logits
-    are large, so a message carries at most `most_tensor_bytes` of them, or those of one sequence.
+    are large, so a message carries at most `most_tensor_bytes` of them, or those of one token.
     """
 
     def __init__(

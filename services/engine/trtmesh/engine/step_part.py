@@ -38,33 +38,76 @@ class StepPart:
 
 
 def split(part: StepPart, most_bytes: int) -> list[StepPart]:
-    """Parts that together are `part`, in order; none has logits of more than `most_bytes` unless one sequence has."""
+    """Parts that together are `part`, in order; none has logits of more than `most_bytes` unless one token has, or one
+    run of a prompt."""
     if part.tensor_bytes <= most_bytes:
         return [part]
     parts = [
         StepPart(part.step_count, prompts=run)
         for run in _runs(part.prompts, map(_prompt_bytes, part.prompts), most_bytes)
     ]
-    details = {each.key: each for each in part.details}
-    ends = accumulate(part.token_counts)
-    rows = list(zip(part.handles, part.token_offsets, part.token_counts, ends, strict=True))
-    sizes = [_detail_bytes(details[row[0]]) if row[0] in details else 0 for row in rows]
-    for run in _runs(rows, sizes, most_bytes):
-        handles = [handle for handle, _, _, _ in run]
-        first = run[0][3] - run[0][2]
-        parts.append(
-            StepPart(
-                part.step_count,
-                handles,
-                [offset for _, offset, _, _ in run],
-                [count for _, _, count, _ in run],
-                part.token_ids[first : run[-1][3]],
-                [details[handle] for handle in handles if handle in details],
-            )
-        )
+    rows = [piece for row in _rows_of(part) for piece in row.pieces(most_bytes)]
+    runs = _runs(rows, (row.tensor_bytes for row in rows), most_bytes)
+    parts += [_part_of(part.step_count, run) for run in runs]
     # No later than the tokens.
     parts[0].starts = part.starts
     return parts
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """The tokens of one sequence in a part, and their data."""
+
+    handle: int
+    offset: int
+    token_ids: list[int]
+    details: TokenDetails | None
+
+    @property
+    def tensor_bytes(self) -> int:
+        return _detail_bytes(self.details) if self.details else 0
+
+    def pieces(self, most_bytes: int) -> list[_Row]:
+        """The row in pieces of at most so many bytes of logits each, or of one token."""
+        count, size = len(self.token_ids), self.tensor_bytes
+        if size <= most_bytes or count == 1:
+            return [self]
+        step = max(1, most_bytes * count // size)
+        return [self._piece(at, min(at + step, count)) for at in range(0, count, step)]
+
+    def _piece(self, first: int, end: int) -> _Row:
+        assert self.details
+        details = replace(
+            self.details,
+            log_probs=self.details.log_probs[first:end],
+            # The sum goes with the last token.
+            cumulative_log_prob=(
+                self.details.cumulative_log_prob if end == len(self.token_ids) else None
+            ),
+            top_log_probs=self.details.top_log_probs[first:end],
+            generation_logits=_sliced(self.details.generation_logits, first, end),
+        )
+        return _Row(self.handle, self.offset + first, self.token_ids[first:end], details)
+
+
+def _rows_of(part: StepPart) -> Iterator[_Row]:
+    details = {each.key: each for each in part.details}
+    ends = accumulate(part.token_counts)
+    for handle, offset, count, end in zip(
+        part.handles, part.token_offsets, part.token_counts, ends, strict=True
+    ):
+        yield _Row(handle, offset, part.token_ids[end - count : end], details.get(handle))
+
+
+def _part_of(step_count: int, rows: Sequence[_Row]) -> StepPart:
+    return StepPart(
+        step_count,
+        [row.handle for row in rows],
+        [row.offset for row in rows],
+        [len(row.token_ids) for row in rows],
+        [token for row in rows for token in row.token_ids],
+        [row.details for row in rows if row.details],
+    )
 
 
 def _runs(values: Iterable[T], sizes: Iterable[int], most: int) -> Iterator[list[T]]:
@@ -181,15 +224,16 @@ def _cut(details: TokenDetails, count: int) -> TokenDetails:
         log_probs=details.log_probs[:count],
         cumulative_log_prob=None,
         top_log_probs=details.top_log_probs[:count],
-        generation_logits=_rows(details.generation_logits, count),
+        generation_logits=_sliced(details.generation_logits, 0, count),
     )
 
 
-def _rows(tensor: Tensor | None, count: int) -> Tensor | None:
-    if tensor is None or not count:
+def _sliced(tensor: Tensor | None, first: int, end: int) -> Tensor | None:
+    if tensor is None or first == end:
         return None
     size = len(tensor.data) // tensor.shape[0]
-    return replace(tensor, shape=(count, *tensor.shape[1:]), data=tensor.data[: count * size])
+    data = tensor.data[first * size : end * size]
+    return replace(tensor, shape=(end - first, *tensor.shape[1:]), data=data)
 
 
 def _joined(earlier: TokenDetails, later: TokenDetails) -> TokenDetails:

@@ -11,7 +11,6 @@ from trtmesh.chassis.errors import (
     PromptEmpty,
     PromptTooLong,
     TokenOutOfVocabulary,
-    UnsupportedField,
 )
 from trtmesh.chassis.parsing import ELEMENT_BYTES, refuse_unsupported
 from trtmesh.chassis.vocabulary import GenerationConfig, KvCache, PromptTuning
@@ -135,7 +134,8 @@ def _check_logits(
     if output.context_logits:
         wanted.append(("output.context_logits", prompt_tokens, "shorten the prompt"))
     if output.generation_logits:
-        rows = (limit - prompt_tokens) * len(item.keys)
+        # A search has them of all its beams until it is over, whichever come back then.
+        rows = (limit - prompt_tokens) * max(len(item.keys), item.config.beam_search.beam_width)
         wanted.append(("output.generation_logits", rows, "lower stopping.max_tokens"))
     for name, rows, remedy in wanted:
         if rows * row_bytes > most_bytes:
@@ -169,11 +169,6 @@ def _check_beams(item: Submission, info: BackendInfo) -> None:
                 f"{name} is {value!r}, which means nothing with beam_search.beam_width {width}: beams are ranked, not"
                 " drawn; leave it unset"
             )
-    if output.generation_logits:
-        raise UnsupportedField(
-            f"output.generation_logits is not supported with beam_search.beam_width {width}, whose sequences are told"
-            " anew whenever they change; ask for log_probs"
-        )
 
 
 def _limit(item: Submission, prompt_tokens: int, info: BackendInfo) -> int:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trtmesh.chassis.vocabulary import BeamSearch
+from trtmesh.chassis.vocabulary import Tensor as TensorValue
 from trtmesh.engine.backends.torch.stopping import End
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -29,6 +30,17 @@ if TYPE_CHECKING:
 
 Top = list[tuple[int, float]]
 """Ids and log-probabilities, likeliest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What is told of a token beside it, as far as it was asked for."""
+
+    top: Top
+    """The likeliest alternatives."""
+    logits: TensorValue | None = None
+    """The model's own, [1, vocabulary]."""
+
 
 MOST_EXPONENT = 700.0
 """Of e: no length and no penalty makes a score infinite."""
@@ -44,8 +56,8 @@ class Hypothesis:
     """Sum of the log-probabilities."""
     end: End | None = None
     """How it ended; None while it runs."""
-    tops: list[Top] = field(default_factory=list)
-    """The likeliest alternatives at each token, as far as they were asked for."""
+    beside: list[Beside] = field(default_factory=list)
+    """What was asked for of each token; empty where nothing was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +112,9 @@ class Search:
         return sorted([*self.complete, *self.running], key=self.score, reverse=True)[: self.width]
 
     def advance(
-        self, log_probs: Tensor, end_after: EndAfter, tops: Sequence[Top] | None = None
+        self, log_probs: Tensor, end_after: EndAfter, beside: Sequence[Beside] = ()
     ) -> list[int]:
-        """One step. `log_probs` are [running beams, vocabulary], `tops` what each beam had for alternatives.
+        """One step. `log_probs` are [running beams, vocabulary]; `beside` is what is told of each beam's next token.
 
         Returns which beam each beam now running continues.
         """
@@ -115,8 +127,8 @@ class Search:
             if end is None and len(chosen) < self.width:
                 chosen.append(candidate)
             elif end is not None and place < self.width:
-                complete.append(_follow(before, candidate, tops, end))
-        self.running = [_follow(before, candidate, tops) for candidate in chosen]
+                complete.append(_follow(before, candidate, beside, end))
+        self.running = [_follow(before, candidate, beside) for candidate in chosen]
         ranked = sorted([*self.complete, *complete], key=self.score, reverse=True)
         self.complete = ranked[: self.width]
         return [candidate.parent for candidate in chosen]
@@ -139,14 +151,15 @@ class Search:
         return sorted(found, key=lambda each: (-each.rank, each.parent, each.token))
 
     def _normalised(self, total: float, length: int) -> float:
-        exponent = self._length_penalty * math.log(length)
+        # Before the first step there is one sequence without a token, to be ranked with no other.
+        exponent = self._length_penalty * math.log(max(1, length))
         return total * math.exp(-max(-MOST_EXPONENT, min(MOST_EXPONENT, exponent)))
 
 
 def _follow(
     beams: Sequence[Hypothesis],
     candidate: _Candidate,
-    tops: Sequence[Top] | None,
+    beside: Sequence[Beside],
     end: End | None = None,
 ) -> Hypothesis:
     beam = beams[candidate.parent]
@@ -155,5 +168,5 @@ def _follow(
         [*beam.log_probs, candidate.log_prob],
         beam.total + candidate.log_prob,
         end,
-        [*beam.tops, tops[candidate.parent]] if tops else [],
+        [*beam.beside, beside[candidate.parent]] if beside else [],
     )

@@ -6,8 +6,9 @@ keeps its lane, and a further beam that grew from it takes over a lane whose own
 then, and the last one is copied. All lanes have equally many tokens, so this never needs a block more.
 
 What is told is how the best sequences stand, best first. One that only grew is told by its new tokens; any other is
-told again from its first, which replaces what was told. The search depends on nothing but the item, so where it has
-to begin again, on another worker, it comes to the same.
+told again from its first, which replaces what was told. With logits, which are too large for that, everything is told
+once, when the search is over or broken off. The search depends on nothing but the item, so where it has to begin
+again, on another worker, it comes to the same.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trtmesh.chassis.errors import InvalidRequest, TrtmeshError
+from trtmesh.chassis.vocabulary import Tensor as TensorValue
 from trtmesh.engine.backend import SequenceEnd, SequenceStart, StepOutput, TokenDetails
-from trtmesh.engine.backends.torch.beam import Hypothesis, Search, Top
+from trtmesh.engine.backends.torch.beam import Beside, Hypothesis, Search
 from trtmesh.engine.backends.torch.sequence import Sequence
 from trtmesh.engine.backends.torch.stopping import End
 from trtmesh.v1 import generation_pb2 as pb
@@ -35,7 +37,7 @@ class _Row:
 
     length: int
     log_probs: Tensor
-    top: Top
+    beside: Beside
 
 
 class BeamItem:
@@ -66,16 +68,16 @@ class BeamItem:
     def over(self) -> bool:
         return self._search.over
 
-    def take(self, lane: Sequence, log_probs: Tensor, top: Top) -> bool:
-        """Takes what comes after a lane's tokens, [vocabulary], and the likeliest of it as far as they are asked for.
+    def take(self, lane: Sequence, log_probs: Tensor, beside: Beside) -> bool:
+        """Takes what comes after a lane's tokens, [vocabulary], and what is told of it.
 
         Returns whether that of every lane is there now.
         """
-        self._rows[lane.key] = _Row(lane.length, log_probs, top)
+        self._rows[lane.key] = _Row(lane.length, log_probs, beside)
         if all(map(self._is_there, self.lanes)):
             return True
         # Kept for as long as a lane is paused; a view would keep the rows of the whole step.
-        self._rows[lane.key] = _Row(lane.length, log_probs.clone(), top)
+        self._rows[lane.key] = _Row(lane.length, log_probs.clone(), beside)
         return False
 
     def _is_there(self, lane: Sequence) -> bool:
@@ -91,14 +93,19 @@ class BeamItem:
         log_probs = rows[0].log_probs.new_empty((len(rows), len(rows[0].log_probs)))
         for place, row in enumerate(rows):
             log_probs[place] = row.log_probs
-        parents = self._search.advance(log_probs, self._end_after, [row.top for row in rows])
+        parents = self._search.advance(log_probs, self._end_after, [row.beside for row in rows])
         times = self.first.times
         times.first_token_ns = times.first_token_ns or now_ns
         times.last_token_ns = now_ns
         return [] if self.over else self._place(parents)
 
     def tell(self, output: StepOutput) -> None:
-        """Adds what changed of the sequences that come back."""
+        """Adds what changed of the sequences that come back in a step."""
+        if self.over or not self.first.token_rules.output.generation_logits:
+            self.tell_all(output)
+
+    def tell_all(self, output: StepOutput) -> None:
+        """Adds what was not told of the sequences that come back."""
         for place, beam in enumerate(self._search.best()[: len(self.keys)]):
             told, tokens = self._told[place], beam.tokens
             if told == tokens:
@@ -112,7 +119,7 @@ class BeamItem:
             output.token_offsets.append(offset)
             output.token_counts.append(len(tokens) - offset)
             output.token_ids += tokens[offset:]
-            if self.first.token_rules.wants_log_probs:
+            if self.first.token_rules.wants_details:
                 output.details.append(self._details(self.keys[place], beam, offset))
 
     def ends(self) -> list[SequenceEnd]:
@@ -177,9 +184,14 @@ class BeamItem:
         lane.history = None
 
     def _details(self, key: int, beam: Hypothesis, offset: int) -> TokenDetails:
-        details = TokenDetails(key, beam.log_probs[offset:], beam.total)
-        if self.first.token_rules.output.top_log_probs:
-            details.top_log_probs = beam.tops[offset:]
+        rules, details = self.first.token_rules, TokenDetails(key)
+        if rules.wants_log_probs:
+            details.log_probs = beam.log_probs[offset:]
+            details.cumulative_log_prob = beam.total
+        if rules.output.top_log_probs:
+            details.top_log_probs = [beside.top for beside in beam.beside[offset:]]
+        if rules.output.generation_logits:
+            details.generation_logits = _stacked(beam.beside[offset:])
         return details
 
     def _end(
@@ -199,3 +211,10 @@ class BeamItem:
             generated_tokens=generated_tokens,
             cumulative_log_prob=total if rules.wants_log_probs else None,
         )
+
+
+def _stacked(beside: SequenceOf[Beside]) -> TensorValue:
+    """The logits of all, [tokens, vocabulary]."""
+    rows = [each.logits for each in beside if each.logits is not None]
+    shape = (len(rows), *rows[0].shape[1:])
+    return replace(rows[0], shape=shape, data=b"".join(row.data for row in rows))

@@ -18,7 +18,7 @@ from trtmesh.engine.backends.torch.forwards import Forwards
 from trtmesh.engine.backends.torch.kvcache import KvCache
 from trtmesh.engine.backends.torch.prompt_table import Embedding, PromptTable
 from trtmesh.engine.backends.torch.readers import reader_for
-from trtmesh.engine.backends.torch.sampling import Choice, choose, most_likely, search_log_probs
+from trtmesh.engine.backends.torch.sampling import Choice, choose, search_log_probs, told_beside
 from trtmesh.engine.backends.torch.scheduler import Scheduler
 from trtmesh.engine.backends.torch.sequence import Sequence
 from trtmesh.v1 import generation_pb2 as pb
@@ -38,7 +38,8 @@ class Engine:
         self.generated_tokens = 0
         self._forwards = forwards
         self._cache = cache
-        self._ends: list[SequenceEnd] = []
+        # What became known between steps: ends, and of searches what these had yet to tell.
+        self._between = StepOutput(0)
         self._deadlines = Deadlines(self._lives)
         # Under the keys of their sequences that come back, and under those of their lanes.
         self._searches: dict[int, BeamItem] = {}
@@ -98,6 +99,7 @@ class Engine:
             search = self._searches.get(key)
             sequence = self.scheduler.find(key)
             if search:
+                search.tell_all(self._between)
                 self._end_search(search, search.broken_off(reason))
             elif sequence:
                 self._end(sequence, reason)
@@ -117,7 +119,7 @@ class Engine:
 
     def take_ends(self) -> StepOutput | None:
         """What ended between steps, if anything did."""
-        return self._output() if self._ends else None
+        return self._output(self._begin_output()) if self._between.ends else None
 
     def step(self) -> StepOutput:
         """Computes one step and tells what it made known. Raises BackendFailed once the model was found broken."""
@@ -131,7 +133,7 @@ class Engine:
             if self._lives(chunk.sequence):
                 self._blame(chunk.sequence, failure)
         self.step_count += 1
-        output = StepOutput(self.step_count)
+        output = self._begin_output()
         self._read(chunks, output)
         for completing, logits in forward.results:
             if logits is None:
@@ -144,9 +146,15 @@ class Engine:
                 self._continue([completing[row].sequence for row in rows], logits, output)
         return self._output(output)
 
-    def _output(self, output: StepOutput | None = None) -> StepOutput:
-        output = output or StepOutput(self.step_count)
-        output.ends, self._ends = self._ends, []
+    def _begin_output(self) -> StepOutput:
+        """Of what became known between steps; what ends from here on joins it in `_output`."""
+        output, self._between = self._between, StepOutput(0)
+        output.step_count = self.step_count
+        return output
+
+    def _output(self, output: StepOutput) -> StepOutput:
+        output.ends += self._between.ends
+        self._between = StepOutput(0)
         output.kv_events = self.scheduler.pool.take_events()
         return output
 
@@ -202,8 +210,8 @@ class Engine:
                 self._blame(lane, failures[row])
                 continue
             try:
-                top = most_likely(log_probs[row], lane.token_rules.output.top_log_probs)
-                if not item.take(lane, log_probs[row], top):
+                beside = told_beside(lane, log_probs[row], logits[row : row + 1])
+                if not item.take(lane, log_probs[row], beside):
                     continue
                 pairs = item.advance(time.time_ns())
             except Exception as error:  # noqa: BLE001 - it ends this item alone
@@ -257,7 +265,7 @@ class Engine:
     def _end(self, sequence: Sequence, reason: int, stop_token_ids: tuple[int, ...] = ()) -> None:
         end = sequence.end(reason, stop_token_ids)
         self.scheduler.remove(sequence)
-        self._ends.append(end)
+        self._between.ends.append(end)
 
     def _end_search(
         self, item: BeamItem, ends: list[SequenceEnd], *, content_is_good: bool = True
@@ -267,7 +275,7 @@ class Engine:
         for lane in item.lanes:
             del self._lanes[lane.key]
             self.scheduler.remove(lane, content_is_good=content_is_good)
-        self._ends += ends
+        self._between.ends += ends
 
     def _give_up(self, sequence: Sequence, what: str, error: Exception) -> None:
         """Ends a sequence that `what` is true of because of `error`."""
@@ -282,4 +290,4 @@ class Engine:
             return
         end = sequence.end(pb.FINISH_REASON_ERROR, error=error)
         self.scheduler.remove(sequence, content_is_good=False)
-        self._ends.append(end)
+        self._between.ends.append(end)

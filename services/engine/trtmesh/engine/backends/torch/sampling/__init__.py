@@ -15,7 +15,7 @@ float64 so that nothing is added to that. With half-precision weights such ties 
 """
 
 from trtmesh.engine.backends.torch.sampling.choice import Choice, choose, search_log_probs
-from trtmesh.engine.backends.torch.sampling.details import most_likely
+from trtmesh.engine.backends.torch.sampling.details import most_likely, told_beside
 from trtmesh.engine.backends.torch.sampling.filters import filtered_weights
 
-__all__ = ["Choice", "choose", "filtered_weights", "most_likely", "search_log_probs"]
+__all__ = ["Choice", "choose", "filtered_weights", "most_likely", "search_log_probs", "told_beside"]

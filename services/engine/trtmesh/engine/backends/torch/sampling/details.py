@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from trtmesh.chassis.vocabulary import Tensor as TensorValue
 from trtmesh.engine.backend import TokenDetails
+from trtmesh.engine.backends.torch.beam import Beside
 from trtmesh.engine.backends.torch.sampling.filters import filtered_weights
 from trtmesh.engine.backends.torch.sequence import Sequence
 from trtmesh.v1 import generation_pb2 as pb
@@ -45,6 +46,14 @@ def token_details(
                 logits[row : row + 1], output.logits_data_type
             )
     return details
+
+
+def told_beside(lane: Sequence, log_probs: Tensor, logits: Tensor) -> Beside:
+    """What a lane of a beam search asks for of its next token, from `log_probs` [vocabulary] and `logits`
+    [1, vocabulary]."""
+    output = lane.token_rules.output
+    told = tensor_of(logits, output.logits_data_type) if output.generation_logits else None
+    return Beside(most_likely(log_probs, output.top_log_probs), told)
 
 
 def most_likely(log_probs: Tensor, count: int) -> TopLogProbs:
