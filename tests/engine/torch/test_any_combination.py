@@ -198,6 +198,8 @@ class Maker:
             "diversity_rate": dice.uniform(0, 1),
             "num_return_sequences": dice.randint(1, 2),
             "temperature": dice.uniform(0.5, 2),
+            "generation_logits": True,
+            "logits_data_type": dice.choice(list(DTYPES)),
         }
         values = {name: value for name, value in options.items() if dice.random() < 0.4}
         return values | {"beam_width": dice.randint(2, 4)}
