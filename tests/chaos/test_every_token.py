@@ -3,9 +3,8 @@ not notice."""
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from chaos.fragile import NAMES, Fragile, contents, fragile_mesh
 from e2e.mesh import (
     DEMO,
     ENDLESS,
-    PATIENCE_SECONDS,
     SIMULATED,
     WIDE_TOKENS,
     StreamReader,
@@ -46,13 +44,32 @@ async def lose(
     whole: Sequence[ItemResult],
     **options: Any,
 ) -> float:
-    """Loses an engine when all of its sequences have `position` tokens and none can be at its end; each of them must
-    move. Returns the longest time that an item was without an event."""
+    """Loses the engine of a name, or the other one where the policy gave all items to that, when all of its sequences
+    have `position` tokens and none can be at its end; each of them must move. Returns the longest time that an item was
+    without an event."""
     before = await fragile.moved_sequences()
-    reader = await begun(fragile, name, position, options)
+    reader = StreamReader(fragile.mesh.client, PROMPTS, **options, ignore_end_id=True)
+
+    def chosen(reader: StreamReader) -> str:
+        """The engine to lose, '' before it is known."""
+        if fragile.begun_on(reader, name):
+            return name
+        (other,) = set(NAMES) - {name}
+        return other if all(item.started for item in reader.items) else ""
+
+    def reached(reader: StreamReader) -> bool:
+        if position == 0:
+            return bool(chosen(reader))
+        return all(item.started for item in reader.items) and all(
+            len(reader.positions(index)) == SEQUENCES and min(reader.positions(index)) >= position
+            for index in fragile.begun_on(reader, chosen(reader))
+        )
+
     try:
-        lost = fragile.begun_on(reader, name)
-        getattr(fragile, fault)(name)
+        await reader.until(reached)
+        victim = chosen(reader)
+        lost = fragile.begun_on(reader, victim)
+        getattr(fragile, fault)(victim)
         await fragile.mesh.counted("moved_sequences", before + SEQUENCES * len(lost))
         items = await reader.stopped_at(TOKENS, SEQUENCES)
     finally:
@@ -60,32 +77,8 @@ async def lose(
     check_beginning(items, whole)
     # Equal up to how kernels round for another batch.
     assert log_probs_of(items) == pytest.approx(log_probs_of(whole), abs=1e-2)
-    await fragile.mend(*[name] * (fault == "kill"))
+    await fragile.mend(*[victim] * (fault == "kill"))
     return reader.worst_gap_seconds()
-
-
-async def begun(
-    fragile: Fragile, name: str, position: int, options: Mapping[str, Any]
-) -> StreamReader:
-    """A request of which an engine has items, all of whose sequences have come to `position`. A policy may give nothing
-    to an engine that was frozen a moment ago: then it is asked again."""
-
-    def reached(reader: StreamReader) -> bool:
-        lost = fragile.begun_on(reader, name)
-        if not all(item.started for item in reader.items):
-            return position == 0 and bool(lost)
-        return all(
-            len(reader.positions(index)) == SEQUENCES and min(reader.positions(index)) >= position
-            for index in lost
-        )
-
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while True:
-            reader = StreamReader(fragile.mesh.client, PROMPTS, **options, ignore_end_id=True)
-            await reader.until(reached)
-            if fragile.begun_on(reader, name):
-                return reader
-            await reader.cancel()
 
 
 def log_probs_of(items: Sequence[ItemResult]) -> list[float]:
