@@ -6,13 +6,7 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from trtmesh.chassis.errors import (
-    Draining,
-    InvalidRequest,
-    QueueTimeout,
-    TrtmeshError,
-    WorkerLost,
-)
+from trtmesh.chassis.errors import Draining, InvalidRequest, QueueTimeout, TrtmeshError, WorkerLost
 from trtmesh.chassis.grpc_client import Call, Connection, Method
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.router.assignments import Assignments
