@@ -13,8 +13,8 @@ from typing import Any
 from cli.commands import running, trtmesh
 from processes import service_process
 from trtmesh.chassis.grpc_server import GrpcServer
+from trtmesh.v1 import generation_pb2, router_admin_pb2_grpc
 from trtmesh.v1 import router_admin_pb2 as pb
-from trtmesh.v1 import router_admin_pb2_grpc
 
 MESSAGE_BYTES = 64 * 2**20
 
@@ -102,6 +102,10 @@ class ScriptedAdmin(router_admin_pb2_grpc.RouterAdminServiceServicer):
         self.asked.append(request)
         return pb.RemoveWorkerResponse(moved_sequences=4)
 
+    async def Explain(self, request: Any, context: Any) -> pb.ExplainResponse:
+        usages = [generation_pb2.Usage(prompt_tokens=2), generation_pb2.Usage(prompt_tokens=3)]
+        return pb.ExplainResponse(usages=usages, usage_batch_indexes=[1, 4])
+
     async def WatchWorkers(self, request: Any, context: Any) -> AsyncIterator[Any]:
         try:
             for state in (pb.WORKER_STATE_CONNECTING, READY):
@@ -182,8 +186,17 @@ async def test_watching_ends_when_the_router_is_stuck() -> None:
             assert "gave no answer for 3 s" in "".join(watch.err)
 
 
-async def test_what_a_router_does_not_serve_is_said() -> None:
+async def test_items_of_a_request_that_went_on_here_keep_their_numbers() -> None:
     async with scripted() as (_, address):
         result = await run("explain", "r", "--admin", address)
+        assert result.stdout.splitlines() == [
+            "item 1 so far: 2 prompt tokens, 0 new",
+            "item 4 so far: 3 prompt tokens, 0 new",
+        ]
+
+
+async def test_what_a_router_does_not_serve_is_said() -> None:
+    async with scripted() as (_, address):
+        result = await run("requests", "list", "--admin", address)
         assert result.returncode == 1
         assert "UNSUPPORTED_CALL" in result.stderr

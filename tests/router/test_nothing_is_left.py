@@ -22,8 +22,8 @@ from router.scripted import (
 from trtmesh.client import ItemResult
 from trtmesh.router.client_stream import ClientStream
 from trtmesh.router.item import ItemRun
+from trtmesh.router.live_request import LiveRequest
 from trtmesh.router.placement.load_guard import Booking
-from trtmesh.router.requests import LiveRequest
 from trtmesh.router.sequence import SequenceRun
 
 OF_A_REQUEST = (Booking, ClientStream, ItemRun, LiveRequest, SequenceRun)

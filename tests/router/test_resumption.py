@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from contextlib import AsyncExitStack
 
 import grpc
@@ -17,6 +18,7 @@ from router.scripted import (
     serving_tokenizer,
     until_states,
 )
+from trtmesh.chassis.errors import InvalidField
 from trtmesh.router.request import parse_request
 from trtmesh.router.resumption import parse_received
 from trtmesh.v1 import generation_pb2 as pb
@@ -41,6 +43,38 @@ def test_beams_of_which_not_all_are_over_begin_again_together(finished: int) -> 
     message = router_pb.ResumeRequest(request=request, received=received)
     known = parse_received(message, parse_request(request, "", 10)).sequences
     assert len(known) == (3 if finished == 3 else 0)
+
+
+@pytest.mark.parametrize(
+    ("offset", "message"),
+    [
+        (
+            router_pb.SequenceOffset(finished=True, reason=99),  # type: ignore[arg-type]
+            "reason is 99 but must be a FinishReason",
+        ),
+        (router_pb.SequenceOffset(finished=True), "reason is not set but must be"),
+        (
+            router_pb.SequenceOffset(token_ids=[5], reason=pb.FINISH_REASON_LENGTH),
+            "reason is set but `finished` is not",
+        ),
+        (
+            router_pb.SequenceOffset(token_ids=[5] * 4),
+            "token_ids has 4 tokens but must have at most 3",
+        ),
+    ],
+)
+def test_what_no_client_can_have_received_is_refused(
+    offset: router_pb.SequenceOffset, message: str
+) -> None:
+    request = router_pb.GenerateRequest(request_id="r")
+    request.items.add().prompt.token_ids.ids.append(1)
+    request.config.stopping.max_tokens = 3
+    resume = router_pb.ResumeRequest(request=request, received=[offset])
+    with pytest.raises(InvalidField, match=re.escape(f"received[0].{message}")):
+        parse_received(resume, parse_request(request, "", 10))
+    offset.CopyFrom(router_pb.SequenceOffset(token_ids=[5] * 3))
+    resume = router_pb.ResumeRequest(request=request, received=[offset])
+    assert parse_received(resume, parse_request(request, "", 10)).has(0)
 
 
 async def test_what_is_stopped_before_it_goes_on_ends_where_the_client_has_it() -> None:

@@ -1029,20 +1029,26 @@ class ExplainResponse(google.protobuf.message.Message):
 
     PLACEMENTS_FIELD_NUMBER: builtins.int
     USAGES_FIELD_NUMBER: builtins.int
+    USAGE_BATCH_INDEXES_FIELD_NUMBER: builtins.int
     @property
     def placements(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Placement]:
         """Its placements in order."""
 
     @property
     def usages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[trtmesh.v1.generation_pb2.Usage]:
-        """Usage of its items so far."""
+        """Usage so far of those of its items that are live here."""
+
+    @property
+    def usage_batch_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The batch_index of each of `usages`."""
 
     def __init__(
         self,
         *,
         placements: collections.abc.Iterable[Global___Placement] | None = ...,
         usages: collections.abc.Iterable[trtmesh.v1.generation_pb2.Usage] | None = ...,
+        usage_batch_indexes: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["placements", b"placements", "usages", b"usages"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["placements", b"placements", "usage_batch_indexes", b"usage_batch_indexes", "usages", b"usages"]) -> None: ...
 
 Global___ExplainResponse: typing_extensions.TypeAlias = ExplainResponse

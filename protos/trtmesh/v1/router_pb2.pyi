@@ -457,12 +457,12 @@ class SequenceOffset(google.protobuf.message.Message):
     finished: builtins.bool
     """Whether its SequenceFinished was received."""
     reason: trtmesh.v1.generation_pb2.FinishReason.ValueType
-    """Reason of its SequenceFinished."""
+    """Reason of its SequenceFinished; set exactly when `finished` is."""
     cumulative_log_prob: builtins.float
     """Sum of the log-probabilities as last received, where asked for."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Token ids received so far."""
+        """Token ids received so far; at most the item's max_tokens."""
 
     def __init__(
         self,

@@ -84,9 +84,10 @@ class MeshServiceServicer(object):
 
     def Resume(self, request, context):
         """Continues a request whose router was lost behind what was received of it. `accepted` and `item_started` come again;
-        tokens and ends that were received do not. Where the request is still live here, its old stream ends and this one
-        takes its place. Fails with INVALID_ARGUMENT where it cannot go on exactly, such as for drawn tokens without the
-        seed of the draws.
+        tokens and ends that were received do not. Where all items are finished, `accepted` is all that comes. Where the
+        request is still live here, its old stream ends once this one is admitted, which takes its place; with another API
+        key than that of the live one it fails with ALREADY_EXISTS. Fails with INVALID_ARGUMENT where it cannot go on
+        exactly, such as for drawn tokens without the seed of the draws.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

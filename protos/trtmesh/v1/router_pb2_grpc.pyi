@@ -127,9 +127,10 @@ class MeshServiceStub(typing.Generic[_MeshServiceGenerateType, _MeshServiceStopT
 
     Resume: _MeshServiceResumeType
     """Continues a request whose router was lost behind what was received of it. `accepted` and `item_started` come again;
-    tokens and ends that were received do not. Where the request is still live here, its old stream ends and this one
-    takes its place. Fails with INVALID_ARGUMENT where it cannot go on exactly, such as for drawn tokens without the
-    seed of the draws.
+    tokens and ends that were received do not. Where all items are finished, `accepted` is all that comes. Where the
+    request is still live here, its old stream ends once this one is admitted, which takes its place; with another API
+    key than that of the live one it fails with ALREADY_EXISTS. Fails with INVALID_ARGUMENT where it cannot go on
+    exactly, such as for drawn tokens without the seed of the draws.
     """
 
 MeshServiceAsyncStub: typing_extensions.TypeAlias = MeshServiceStub[
@@ -184,9 +185,10 @@ class MeshServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[trtmesh.v1.router_pb2.ResumeResponse], collections.abc.AsyncIterator[trtmesh.v1.router_pb2.ResumeResponse]]:
         """Continues a request whose router was lost behind what was received of it. `accepted` and `item_started` come again;
-        tokens and ends that were received do not. Where the request is still live here, its old stream ends and this one
-        takes its place. Fails with INVALID_ARGUMENT where it cannot go on exactly, such as for drawn tokens without the
-        seed of the draws.
+        tokens and ends that were received do not. Where all items are finished, `accepted` is all that comes. Where the
+        request is still live here, its old stream ends once this one is admitted, which takes its place; with another API
+        key than that of the live one it fails with ALREADY_EXISTS. Fails with INVALID_ARGUMENT where it cannot go on
+        exactly, such as for drawn tokens without the seed of the draws.
         """
 
 def add_MeshServiceServicer_to_server(servicer: MeshServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

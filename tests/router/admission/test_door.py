@@ -14,11 +14,12 @@ from router.scripted import (
     READY,
     RouterClient,
     ScriptedEngine,
+    eventually,
     serving_engine,
     serving_router,
     until_states,
 )
-from trtmesh.chassis.errors import QueueFull, QueueTimeout
+from trtmesh.chassis.errors import InvalidField, QueueFull, QueueTimeout, RateLimited
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 from trtmesh.v1 import router_pb2_grpc
@@ -70,6 +71,27 @@ async def test_an_item_that_waited_too_long_says_so() -> None:
         assert item.error.retry_after_ms
         await finish(engine, 0)
         await running
+
+
+async def test_a_request_that_never_fits_is_refused_for_good() -> None:
+    async with door(max_running_items=1, max_queued_items=2) as (_, client):
+        with pytest.raises(InvalidField, match="items has 4 prompts but model m takes at most 3"):
+            await client.complete([[1]] * 4, text=False, max_tokens=9)
+
+
+async def test_tokens_are_taken_with_each_step() -> None:
+    async with door(key_tokens_per_second=1e-6, key_burst_tokens=10) as (engine, client):
+        streaming = call(client, [1] * 5)
+        (submit,) = await engine.submitted()
+        second = call(client, [2])
+        await engine.submitted(2)
+        await engine.step((submit.handle, 0, [7] * 5))
+        await eventually(lambda: client.gauge("tokens_out_total") == 5)
+        with pytest.raises(RateLimited):
+            await call(client, [3])
+        await finish(engine, 1)
+        await engine.step((submit.handle, 5, [7]), ends=[(submit.handle, LENGTH)])
+        await asyncio.gather(streaming, second)
 
 
 async def test_a_key_without_tokens_left_is_refused_with_a_hint() -> None:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trtmesh.chassis.errors import QueueFull, QueueTimeout
+from trtmesh.chassis.errors import InvalidField, QueueFull, QueueTimeout
 from trtmesh.router.admission import Admission, AdmissionLimits, Permit
 
 
@@ -22,7 +22,7 @@ def admission(
     st.integers(1, 4),
     st.lists(
         st.tuples(
-            st.sampled_from(["come", "come", "end", "cancel"]),
+            st.sampled_from(["come", "come", "come", "end", "cancel", "expire"]),
             st.integers(0, 30),
             st.integers(-2, 2),
         ),
@@ -36,9 +36,18 @@ def test_who_runs_is_who_should(running: int, actions: list[tuple[str, int, int]
 async def compare(running: int, actions: list[tuple[str, int, int]]) -> None:
     """Against a model: two lists, one of which is sorted by priority and arrival."""
     tested = admission(running, queued=1000)
+    loop, passed = asyncio.get_running_loop(), 0.0
+    time = loop.time
+    loop.time = lambda: time() + passed  # type: ignore[method-assign]
     tasks: dict[Permit, asyncio.Task[None]] = {}
     should_run: list[Permit] = []
     should_wait: list[tuple[int, int, Permit]] = []
+
+    async def wait(permit: Permit, priority: int) -> None:
+        try:
+            await permit.admitted(priority)
+        except QueueTimeout:
+            permit.give_back()
 
     def refill() -> None:
         should_wait.sort(key=lambda entry: entry[:2])
@@ -49,7 +58,7 @@ async def compare(running: int, actions: list[tuple[str, int, int]]) -> None:
         everyone = [*should_run, *(entry[2] for entry in should_wait)]
         if action == "come":
             (permit,) = tested.take("m", 1)
-            tasks[permit] = asyncio.create_task(permit.admitted(priority))
+            tasks[permit] = asyncio.create_task(wait(permit, priority))
             should_wait.append((-priority, number, permit))
         elif action == "end" and should_run:
             permit = should_run.pop(pick % len(should_run))
@@ -61,6 +70,9 @@ async def compare(running: int, actions: list[tuple[str, int, int]]) -> None:
             permit.give_back()
             should_run = [p for p in should_run if p is not permit]
             should_wait = [entry for entry in should_wait if entry[2] is not permit]
+        elif action == "expire":
+            passed += 61.0
+            should_wait.clear()
         refill()
         for _ in range(3):
             await asyncio.sleep(0)
@@ -69,6 +81,9 @@ async def compare(running: int, actions: list[tuple[str, int, int]]) -> None:
         )
         assert tested.live_items == len(should_run) + len(should_wait)
         assert tested.queued_items == len(should_wait)
+        # Of items that are over, the queue keeps no more than of those that wait.
+        entries = [len(queue._waiting) for queue in tested._queues.values()]
+        assert sum(entries) <= 2 * len(should_wait)
     for permit, task in tasks.items():
         task.cancel()
         permit.give_back()
@@ -95,6 +110,42 @@ async def test_all_models_together_are_bounded_too() -> None:
     with pytest.raises(QueueFull, match=r"Exceeds maximum queue size.*6 allowed"):
         tested.take("other", 3)
     assert tested.live_items == 4
+
+
+@pytest.mark.parametrize("limits", [{"running": 2, "queued": 3}, {"items": 5}])
+async def test_what_can_never_fit_is_not_to_be_tried_again(limits: dict[str, int]) -> None:
+    tested = admission(**({"running": 50, "queued": 50} | limits))
+    with pytest.raises(
+        InvalidField, match=r"items has 6 prompts but .* split the request"
+    ) as refused:
+        tested.take("m", 6)
+    assert refused.value.retry_after_ms is None
+    assert "try again" not in refused.value.message
+    assert len(tested.take("m", 5)) == 5
+
+
+async def test_a_call_takes_over_the_places_of_the_one_that_ends_for_it() -> None:
+    tested = admission(running=2, queued=1, items=3)
+    former = tested.take("m", 3)
+    for permit in former[:2]:
+        await permit.admitted(0)
+    with pytest.raises(QueueFull):
+        tested.take("m", 3)
+    assert [permit.running for permit in former] == [True, True, False]
+    latter = tested.take("m", 3, former)
+    waiting = asyncio.create_task(latter[2].admitted(0))
+    for permit in latter[:2]:
+        await permit.admitted(0)
+    for permit in former:
+        permit.give_back()
+    await asyncio.sleep(0)
+    assert [permit.running for permit in latter] == [True, True, False]
+    assert (tested.live_items, tested.queued_items) == (3, 1)
+    latter[0].give_back()
+    await waiting
+    for permit in latter:
+        permit.give_back()
+    assert (tested.live_items, tested.queued_items) == (0, 0)
 
 
 async def test_waiting_ends() -> None:

@@ -4,38 +4,73 @@ from __future__ import annotations
 
 import pytest
 from trtmesh.chassis.errors import RateLimited
-from trtmesh.router.admission import RateLimiter, key_name
+from trtmesh.router.admission import Bucket, Charge, RateLimiter, key_name
 from trtmesh.router.admission.rate_limit import ANONYMOUS, MOST_KEYS
+
+
+def bucket_of(limiter: RateLimiter, key: str = "k") -> Bucket:
+    bucket = limiter.bucket_of(key, 0.0)
+    assert bucket is not None
+    return bucket
 
 
 def test_a_key_that_used_up_its_tokens_waits_until_they_came_again() -> None:
     limiter = RateLimiter(100.0, 1000)
-    limiter.check("k", 0.0)
-    limiter.spend("k", 1500, 0.0)
+    bucket = bucket_of(limiter)
+    bucket.check(0.0)
+    bucket.spend(1500, 0.0)
     with pytest.raises(RateLimited) as refused:
-        limiter.check("k", 1.0)
+        bucket_of(limiter).check(1.0)
     assert refused.value.retry_after_ms
     seconds = refused.value.retry_after_ms / 1000
     assert 4.0 <= seconds <= 4.1
-    limiter.check("other", 1.0)
-    limiter.check("k", 1.0 + seconds)
+    bucket_of(limiter, "other").check(1.0)
+    bucket.check(1.0 + seconds)
 
 
 def test_a_bucket_holds_no_more_than_a_burst() -> None:
-    limiter = RateLimiter(100.0, 1000)
-    limiter.spend("k", 1, 0.0)
-    limiter.spend("k", 1000, 3600.0)
+    bucket = bucket_of(RateLimiter(100.0, 1000))
+    bucket.spend(1, 0.0)
+    bucket.spend(1000, 3600.0)
     with pytest.raises(RateLimited):
-        limiter.check("k", 3600.0)
+        bucket.check(3600.0)
+
+
+def test_what_goes_on_may_be_a_burst_in_debt() -> None:
+    bucket = bucket_of(RateLimiter(1.0, 10))
+    bucket.spend(19, 0.0)
+    bucket.check(0.0, in_debt=True)
+    bucket.spend(3, 0.0)
+    with pytest.raises(RateLimited) as refused:
+        bucket.check(0.0, in_debt=True)
+    assert refused.value.retry_after_ms == 3001
+    bucket.check(3.001, in_debt=True)
+
+
+@pytest.mark.parametrize(
+    ("received", "lengths", "taken"),
+    [(0, [1, 2, 5], 5), (3, [3, 4, 6], 3), (0, [4, 1, 2, 4, 6], 6), (0, [4, 3, 3], 4)],
+    ids=["grows", "goes on", "rewritten", "cut at a stop text"],
+)
+def test_each_token_of_a_sequence_is_taken_once(
+    received: int, lengths: list[int], taken: int
+) -> None:
+    bucket = bucket_of(RateLimiter(1.0, 100))
+    charge = Charge(bucket, received)
+    for length in lengths:
+        charge.up_to(length, 0.0)
+    bucket.spend(100 - taken - 1, 0.0)
+    bucket.check(0.0)
+    bucket.spend(1, 0.0)
+    with pytest.raises(RateLimited):
+        bucket.check(0.0)
 
 
 def test_no_rate_limits_nothing_and_keys_are_bounded() -> None:
-    free = RateLimiter(None, 1)
-    free.spend("k", 10**9, 0.0)
-    free.check("k", 0.0)
+    assert RateLimiter(None, 1).bucket_of("k", 0.0) is None
     limiter = RateLimiter(1.0, 10)
     for number in range(MOST_KEYS + 100):
-        limiter.spend(str(number), 100, 0.0)
+        limiter.bucket_of(str(number), 0.0)
     assert len(limiter._buckets) == MOST_KEYS
 
 

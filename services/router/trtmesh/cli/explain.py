@@ -31,7 +31,7 @@ async def explain(
     for placement in response.placements:
         put(_headline(placement))
         print_tables(candidates_table(placement.candidates))
-    for batch_index, usage in enumerate(response.usages):
+    for batch_index, usage in zip(response.usage_batch_indexes, response.usages, strict=True):
         put(
             f"item {batch_index} so far: {usage.prompt_tokens} prompt tokens,"
             f" {usage.generated_tokens} new"

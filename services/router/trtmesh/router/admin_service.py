@@ -97,9 +97,11 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
                     f"no decision for request {wanted!r} is known; the router keeps the latest"
                     f" {self._fleet.decisions.most} (explained_decisions)"
                 )
+            items = live.items if live else ()
             return pb.ExplainResponse(
                 placements=map(describe_decision, records),
-                usages=[item.usage() for item in live.items] if live else (),
+                usages=[item.usage() for item in items],
+                usage_batch_indexes=[item.batch_index for item in items],
             )
 
     def _worker_name(self, address: str) -> str:

@@ -143,8 +143,9 @@ class ClientStream:
         self._append(WaitingEvent(event, event.ByteSize()))
 
     def close(self) -> None:
-        """Says that nothing more comes; `take` gives what is left and then None."""
+        """Says that nothing more comes; `take` gives what is left, be it the opening event alone, and then None."""
         self._closed = True
+        self._followed = bool(self._entries)
         self._wake()
 
     async def take(self) -> Sequence[Waiting] | None:

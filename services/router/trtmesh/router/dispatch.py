@@ -13,7 +13,7 @@ from trtmesh.v1 import engine_pb2 as engine_pb
 from trtmesh.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:
-    from trtmesh.router.requests import LiveRequest
+    from trtmesh.router.live_request import LiveRequest
 
 Submit = tuple[list[SequenceRun], engine_pb.SubmitCommand]
 

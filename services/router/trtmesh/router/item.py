@@ -30,7 +30,7 @@ from trtmesh.router.sequence import SequenceRun
 from trtmesh.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:
-    from trtmesh.router.requests import LiveRequest
+    from trtmesh.router.live_request import LiveRequest
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +139,8 @@ class ItemRun:
             self._item, self._mesh.tokenizers, self._live.model, self._live.request_id
         )
         self.encode_seconds = self._live.age_seconds() - began
-        self._live.spend(self.prompt_tokens)
+        if not self._received.has(self.batch_index):
+            self._live.spend(self.prompt_tokens)
 
     def _go_on_behind_received(self) -> None:
         """Opens the sequences of an item that began on another router; others are opened when they are placed."""
@@ -293,7 +294,6 @@ class ItemRun:
         """Stops whatever still runs; nothing to do for an item that came to its end."""
         for run in self._runs:
             run.abandon(pb.FINISH_REASON_CANCELLED)
-        self._live.spend(self.generated_tokens)
         self._search.close(
             self._mesh.recorder,
             self._live.arrival_time,

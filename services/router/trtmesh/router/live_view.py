@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 from trtmesh.router.item import ItemRun
-from trtmesh.router.requests import LiveRequest
+from trtmesh.router.live_request import LiveRequest
 from trtmesh.router.sequence import SequenceRun
 from trtmesh.v1 import generation_pb2
 from trtmesh.v1 import router_admin_pb2 as pb

@@ -12,9 +12,10 @@ import grpc
 from trtmesh.chassis.rpc import answering, request_id_of
 from trtmesh.router.admission import key_name
 from trtmesh.router.client_stream import as_response
+from trtmesh.router.live_request import LiveRequest
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.request import parse_request
-from trtmesh.router.requests import LiveRequest, Requests
+from trtmesh.router.requests import Requests
 from trtmesh.router.resumption import parse_received
 from trtmesh.v1 import router_pb2 as pb
 from trtmesh.v1 import router_pb2_grpc
@@ -65,10 +66,9 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
             async with answering(context, request.request.request_id):
                 valid = parse_request(request.request, "", self._max_items)
                 received = parse_received(request, valid)
-                await self._requests.take_over(valid.request_id)
                 key = key_name(_metadata_of(context))
                 remaining = context.time_remaining()
-                async with self._requests.open(valid, remaining, key, received) as live:
+                async with self._requests.resume(valid, received, remaining, key) as live:
                     outcome.word = "cancelled"
                     self._metrics.resumed += 1
                     await self._forward(live, write)

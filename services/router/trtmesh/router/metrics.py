@@ -124,7 +124,9 @@ class RouterMetrics(Collector):
             ("cause",),
             self.moved,
         )
-        finished = {_reason_word(reason): count for reason, count in self.finished.copy().items()}
+        finished: Counter[str] = Counter()
+        for reason, count in self.finished.copy().items():
+            finished[_reason_word(reason)] += count
         yield _labelled("items_finished", "Items that finished, by reason.", ("reason",), finished)
         for name, (text, level) in self.gauges().items():
             yield GaugeMetricFamily(PREFIX + name, text, value=level)
@@ -143,6 +145,9 @@ def _labelled(
 
 
 def _reason_word(reason: int) -> str:
+    if reason not in pb.FinishReason.values():
+        # A worker may be newer than this router.
+        return "unknown"
     return (
         pb.FinishReason.Name(pb.FinishReason.ValueType(reason))
         .removeprefix("FINISH_REASON_")

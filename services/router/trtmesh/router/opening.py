@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from trtmesh.router.admission import Charge
 from trtmesh.router.partners import Owner
 from trtmesh.router.request import ItemRequest
 from trtmesh.router.resumption import ReceivedSequence
 from trtmesh.router.sequence import SequenceRun
 
 if TYPE_CHECKING:
-    from trtmesh.router.requests import LiveRequest
+    from trtmesh.router.live_request import LiveRequest
 
 
 def open_sequences(
@@ -46,6 +47,8 @@ def _open(
     )
     if received is not None:
         run.go_on_behind(received)
+    if live.bucket is not None:
+        run.charge = Charge(live.bucket, len(run.token_ids))
     if not run.over and (item.config.output.text or item.config.stopping.stop_texts):
         live.mesh.tokenizers.attach(run)
     return run

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 
 from trtmesh.chassis.errors import (
@@ -17,132 +15,12 @@ from trtmesh.chassis.errors import (
     TrtmeshError,
     Unavailable,
 )
-from trtmesh.router.admission import Admission, Permit, RateLimiter
+from trtmesh.router.admission import Permit
 from trtmesh.router.admission.rate_limit import ANONYMOUS
-from trtmesh.router.client_stream import ClientStream
-from trtmesh.router.fleet import Fleet
-from trtmesh.router.item import ItemRun
-from trtmesh.router.metrics import RouterMetrics
-from trtmesh.router.pace import Pace, PaceRules
-from trtmesh.router.replay import Recorder
+from trtmesh.router.live_request import Admitted, LiveRequest, Mesh
+from trtmesh.router.pace import PaceRules
 from trtmesh.router.request import GenerationRequest
 from trtmesh.router.resumption import NOTHING, Received
-from trtmesh.router.siblings import SiblingRules, Siblings
-from trtmesh.router.tokenizer_pool import TokenizerPool
-from trtmesh.router.turns import Turns
-from trtmesh.v1 import router_pb2 as router_pb
-
-
-@dataclass(frozen=True, slots=True)
-class Retry:
-    """How long an item looks for a worker."""
-
-    most_attempts: int
-    recovery_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Mesh:
-    """What every request needs."""
-
-    fleet: Fleet
-    tokenizers: TokenizerPool
-    admission: Admission
-    rate_limiter: RateLimiter
-    metrics: RouterMetrics
-    turns: Turns
-    retry: Retry
-    siblings: SiblingRules
-    recorder: Recorder | None = None
-
-
-class LiveRequest:
-    """One request while its RPC runs."""
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        request: GenerationRequest,
-        model: str,
-        remaining_seconds: float | None,
-        permits: Sequence[Permit],
-        api_key: str,
-        received: Received,
-        pace: PaceRules,
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        self.mesh = mesh
-        self.request_id = request.request_id
-        self.model = model
-        self.api_key = api_key
-        self.drawn_seed = secrets.randbits(64)
-        accepted = router_pb.RequestAccepted(
-            request_id=request.request_id, model=model, seed=self.drawn_seed
-        )
-        opening = router_pb.GenerateEvent(accepted=accepted)
-        self.client = ClientStream(opening, mesh.turns, pace.credit)
-        self.pace = Pace(pace, self.client, mesh.metrics, self._on_pace, self.end)
-        self.client.watcher = self.pace
-        self.arrival_time = loop.time()
-        self.siblings = Siblings(mesh.siblings)
-        self.ended: TrtmeshError | None = None
-        """Why this router ended the call, where it did."""
-        self.gone = asyncio.Event()
-        self._deadline = None if remaining_seconds is None else loop.time() + remaining_seconds
-        self._handler = asyncio.current_task()
-        self.items = [
-            ItemRun(self, item, permit, received)
-            for item, permit in zip(received.rest_of(request), permits, strict=True)
-        ]
-        self._items_over = 0
-        if not self.items:
-            self.client.close()
-
-    def age_seconds(self) -> float:
-        return asyncio.get_running_loop().time() - self.arrival_time
-
-    def spend(self, tokens: int) -> None:
-        """Takes tokens from those that the caller's API key may use."""
-        now = asyncio.get_running_loop().time()
-        self.mesh.rate_limiter.spend(self.api_key, tokens, now)
-
-    def remaining_ms(self) -> int | None:
-        """Time until the client's deadline, at least 1; None when it has none."""
-        if self._deadline is None:
-            return None
-        remaining = self._deadline - asyncio.get_running_loop().time()
-        return min(max(1, int(remaining * 1000)), 2**32 - 1)
-
-    def stop(self, batch_indexes: Collection[int]) -> int:
-        """Stops some items, or all when none is named; how many were live."""
-        chosen = [
-            item for item in self.items if not batch_indexes or item.batch_index in batch_indexes
-        ]
-        return sum(item.stop() for item in chosen)
-
-    def dissolve(self) -> None:
-        """Nothing of the request happens any more: lets go of its parts, which know each other and would wait for the
-        collector of cycles, which comes rarely."""
-        self.client.watcher = None
-        for item in self.items:
-            item.dissolve()
-        self.items = []
-        self.ended = self._handler = None
-
-    def _on_pace(self) -> None:
-        for item in self.items:
-            item.on_pace()
-
-    def on_item_over(self) -> None:
-        self._items_over += 1
-        if self._items_over == len(self.items):
-            self.client.close()
-
-    def end(self, error: TrtmeshError) -> None:
-        """Ends the call with an error, also where its handler is stuck in a write because the client does not read."""
-        if self.ended is None and self._handler is not None:
-            self.ended = error
-            self._handler.cancel()
 
 
 class Requests:
@@ -162,19 +40,52 @@ class Requests:
         request: GenerationRequest,
         remaining_seconds: float | None,
         api_key: str = ANONYMOUS,
-        received: Received = NOTHING,
     ) -> AsyncIterator[LiveRequest]:
-        """Runs what was not received of a request's items while inside; leaving stops those that are not over.
-        `api_key` is the name of the caller's API key, never the key."""
-        model = self.served_model(request.model)
-        permits = self._admit(request, len(received.rest_of(request)), model, api_key)
-        live = LiveRequest(
-            self._mesh, request, model, remaining_seconds, permits, api_key, received, self._pace
-        )
+        """Runs a request's items while inside; leaving stops those that are not over. `api_key` is the name of the
+        caller's API key, never the key."""
+        if request.request_id in self.live:
+            raise AlreadyExists(
+                f"request {request.request_id!r} is live; choose another request_id"
+            )
+        admitted = self._admit(request, NOTHING, api_key)
+        async with self._run(request, admitted, NOTHING, remaining_seconds) as live:
+            yield live
+
+    @asynccontextmanager
+    async def resume(
+        self,
+        request: GenerationRequest,
+        received: Received,
+        remaining_seconds: float | None,
+        api_key: str = ANONYMOUS,
+    ) -> AsyncIterator[LiveRequest]:
+        """Likewise, what was not received of a request. Its call that is live here ends once this one is admitted, and
+        goes on where it is not."""
+        former = self._former_call(request.request_id, api_key)
+        admitted = self._admit(request, received, api_key, former)
+        try:
+            await self._end_former_calls(request.request_id, api_key)
+        except BaseException:
+            # Its client may be gone meanwhile.
+            for permit in admitted.permits:
+                permit.give_back()
+            raise
+        async with self._run(request, admitted, received, remaining_seconds) as live:
+            yield live
+
+    @asynccontextmanager
+    async def _run(
+        self,
+        request: GenerationRequest,
+        admitted: Admitted,
+        received: Received,
+        remaining_seconds: float | None,
+    ) -> AsyncIterator[LiveRequest]:
+        live = LiveRequest(self._mesh, request, admitted, received, remaining_seconds, self._pace)
         self.live[request.request_id] = live
         self._empty.clear()
         tasks = [asyncio.create_task(item.live()) for item in live.items]
-        for task, permit in zip(tasks, permits, strict=True):
+        for task, permit in zip(tasks, admitted.permits, strict=True):
             # A callback, because a task that is cancelled before its first step runs nothing of its own.
             task.add_done_callback(partial(_give_back, permit))
         try:
@@ -214,7 +125,9 @@ class Requests:
     async def drain(self) -> None:
         """Refuses new requests and waits until none is live."""
         self._draining = True
-        await self._empty.wait()
+        while self.live:
+            # One that ends may make way for another call of the same request.
+            await self._empty.wait()
 
     def end_slow_clients(self) -> None:
         """Ends requests whose clients let too much wait, or wait too long."""
@@ -222,34 +135,54 @@ class Requests:
         for live in self.live.values():
             live.pace.judge(now)
 
-    async def take_over(self, request_id: str) -> None:
-        """Ends the call of a live request whose client comes back with another one."""
-        if (live := self.live.get(request_id)) is not None:
-            live.end(Unavailable(f"request {request_id!r} goes on in another call"))
-            await live.gone.wait()
-
     def send_away(self) -> None:
         """Ends the calls of all live requests; their clients may go on elsewhere."""
         for live in self.live.values():
             live.end(Draining("this router stops; resume the request on another"))
 
+    def _former_call(self, request_id: str, api_key: str) -> LiveRequest | None:
+        """The live call of a request whose client comes back with another one. Raises AlreadyExists where it belongs to
+        somebody else."""
+        live = self.live.get(request_id)
+        if live is not None and live.api_key != api_key:
+            raise AlreadyExists(
+                f"request {request_id!r} is live with another API key; choose another request_id"
+            )
+        return live
+
+    async def _end_former_calls(self, request_id: str, api_key: str) -> None:
+        while (former := self._former_call(request_id, api_key)) is not None:
+            former.end(Unavailable(f"request {request_id!r} goes on in another call"))
+            await former.gone.wait()
+
     def _admit(
-        self, request: GenerationRequest, items: int, model: str, api_key: str
-    ) -> list[Permit]:
+        self,
+        request: GenerationRequest,
+        received: Received,
+        api_key: str,
+        former: LiveRequest | None = None,
+    ) -> Admitted:
+        """Lets a request in, in the place of its `former` call where that ends for it, or says why not."""
+        model = self.served_model(request.model)
         if self._draining:
             raise Draining("this router is draining; send the request to another", retry_after_ms=0)
-        if request.request_id in self.live:
-            raise AlreadyExists(
-                f"request {request.request_id!r} is live; choose another request_id"
-            )
+        if former is not None and former.ended is not None:
+            # Another call has its place.
+            former = None
+        now = asyncio.get_running_loop().time()
+        bucket = self._mesh.rate_limiter.bucket_of(api_key, now)
         try:
-            self._mesh.rate_limiter.check(api_key, asyncio.get_running_loop().time())
-            return self._mesh.admission.take(model, items)
+            if bucket is not None and former is None:
+                bucket.check(now, in_debt=received.anything)
+            items = len(received.rest_of(request))
+            leaving = former.permits if former else ()
+            permits = self._mesh.admission.take(model, items, leaving)
         except TrtmeshError as error:
             self._mesh.metrics.note_refusal(error.reason, api_key)
             if self._mesh.recorder is not None:
                 self._mesh.recorder.note_refused(request, model, error)
             raise
+        return Admitted(model, permits, api_key, bucket)
 
 
 def _give_back(permit: Permit, task: asyncio.Task[None]) -> None:

@@ -27,6 +27,11 @@ class Received:
     sequences: Mapping[tuple[int, int], ReceivedSequence] = field(default_factory=dict)
     finished_items: frozenset[int] = frozenset()
 
+    @property
+    def anything(self) -> bool:
+        """Whether the client has something of the request."""
+        return bool(self.sequences or self.finished_items)
+
     def has(self, batch_index: int) -> bool:
         """Whether the client has something of an item that is not over."""
         return any(index == batch_index for index, _ in self.sequences)
@@ -82,6 +87,15 @@ def _parse(name: str, offset: router_pb.SequenceOffset, item: ItemRequest) -> Re
     config = item.config
     if offset.finished and not offset.reason:
         raise InvalidField(f"{name}.reason is not set but must be, as the sequence is finished")
+    if offset.reason and not offset.finished:
+        raise InvalidField(f"{name}.reason is set but `finished` is not; set both or none")
+    if offset.reason not in pb.FinishReason.values():
+        raise InvalidField.of(f"{name}.reason", offset.reason, "a FinishReason of this release")
+    most = config.stopping.max_tokens
+    if most is not None and len(offset.token_ids) > most:
+        raise InvalidField(
+            f"{name}.token_ids has {len(offset.token_ids)} tokens but must have at most {most}, the item's max_tokens"
+        )
     has_sum = offset.HasField("cumulative_log_prob")
     if offset.token_ids and not offset.finished:
         if config.sampling.seed is None and not config.sampling.greedy:

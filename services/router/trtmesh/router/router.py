@@ -19,6 +19,7 @@ from trtmesh.router.client_stream import Credit
 from trtmesh.router.discovery import Discovery
 from trtmesh.router.fleet import Fleet
 from trtmesh.router.kv_index import KvIndex
+from trtmesh.router.live_request import Mesh, Retry
 from trtmesh.router.membership import Membership
 from trtmesh.router.mesh_service import MeshService
 from trtmesh.router.metrics import RouterMetrics
@@ -27,7 +28,7 @@ from trtmesh.router.placement.decision_log import DecisionLog
 from trtmesh.router.pulse import Deadlines
 from trtmesh.router.replay import Recorder
 from trtmesh.router.replica import LinkSettings, Replica
-from trtmesh.router.requests import Mesh, Requests, Retry
+from trtmesh.router.requests import Requests
 from trtmesh.router.settings import RouterSettings
 from trtmesh.router.siblings import SiblingRules
 from trtmesh.router.tokenizer import Tokenizer

@@ -18,7 +18,7 @@ from trtmesh.router.sequence import SequenceRun
 from trtmesh.router.siblings import Seat, Siblings
 
 if TYPE_CHECKING:
-    from trtmesh.router.requests import Retry
+    from trtmesh.router.live_request import Retry
     from trtmesh.router.worker import Worker
 
 REPEAT_SECONDS = 0.1

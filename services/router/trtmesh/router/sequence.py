@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trtmesh.chassis.error_wire import from_proto, to_proto
 from trtmesh.chassis.errors import Draining, QueueFull, StreamIncomplete, TrtmeshError, WorkerLost
+from trtmesh.router.admission import Charge
 from trtmesh.router.client_stream import ClientStream
 from trtmesh.router.partners import Assignment, Decoder, Owner
 from trtmesh.router.request import ItemRequest
@@ -26,9 +27,9 @@ class SequenceRun:
     """
 
     __slots__ = (
-        "_decoded_at_loss", "_item", "_output", "address", "assignment", "decode_handle", "decoded", "decoder",
-        "decoder_losses", "end", "error", "model", "moved", "over", "owner", "reason", "request_id", "sequence_index",
-        "stop_text", "times", "token_ids",
+        "_decoded_at_loss", "_item", "_output", "address", "assignment", "charge", "decode_handle", "decoded",
+        "decoder", "decoder_losses", "end", "error", "model", "moved", "over", "owner", "reason", "request_id",
+        "sequence_index", "stop_text", "times", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -49,6 +50,7 @@ class SequenceRun:
         self.model = model
         self.times = SequenceTimes(arrival_time)
         self.owner = owner
+        self.charge: Charge | None = None
         self.decoder: Decoder | None = None
         self.decode_handle = 0
         self.decoder_losses = 0

@@ -94,7 +94,8 @@ class RouterSettings(ServiceSettings):
     resolve_seconds: Annotated[float, Field(gt=0, le=3600)] = 2.0
     """How often host names are resolved and files of addresses read again."""
     max_items: Annotated[int, Field(ge=1, le=1_000_000)] = 8192
-    """Most live items; a request that would exceed it is refused with QUEUE_FULL."""
+    """Most live items; a request that would exceed it is refused with QUEUE_FULL, one that alone has more with
+    INVALID_FIELD."""
     max_running_items: Annotated[int, Field(ge=1, le=1_000_000)] = 8192
     """Most items of one model that are worked on at once; more wait in its queue, by priority and arrival."""
     max_queued_items: Annotated[int, Field(ge=0, le=1_000_000)] = 8192
@@ -107,9 +108,9 @@ class RouterSettings(ServiceSettings):
     max_queued_encodes: Annotated[int, Field(ge=1, le=1_000_000)] = 8192
     """Most texts of one model that wait; one more ends its item with QUEUE_FULL."""
     key_tokens_per_second: Annotated[float, Field(gt=0)] | None = None
-    """Tokens, of prompts and generated, that each API key may use a second; unset limits nothing."""
+    """Tokens, of prompts and generated, that each API key may use a second at this router; unset limits nothing."""
     key_burst_tokens: Annotated[int, Field(ge=1)] = 100_000
-    """Tokens that an API key may use at once after it used none for a while."""
+    """Tokens that an API key may use at once, likewise, after it used none for a while."""
     max_items_per_request: Annotated[int, Field(ge=1, le=65536)] = 1024
     """Most prompts of one request."""
     client_buffer_tokens: Annotated[int, Field(ge=1)] = 65_536

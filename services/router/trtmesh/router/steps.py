@@ -62,6 +62,8 @@ class Steps:
             if run is not None:
                 run.on_tokens(offset, token_ids[position : position + count], details.get(handle))
                 observe_tokens(run, count, now)
+                if run.charge is not None:
+                    run.charge.up_to(len(run.token_ids), now)
             position += count
         for end in step.ends:
             error = from_proto(end.error) if end.HasField("error") else None

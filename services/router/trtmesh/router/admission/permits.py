@@ -2,17 +2,18 @@
 
 An item with a permit runs or waits in its model's queue. A request whose items would not fit is refused as a whole and
 at once; afterwards each item waits for itself. Whoever waits goes by priority and then by arrival, and nobody who comes
-later passes a queue that is not empty.
+later passes a queue that is not empty. A call that takes the place of another one takes over the places of its items.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from trtmesh.chassis.errors import QueueFull, QueueTimeout
+from trtmesh.chassis.errors import InvalidField, QueueFull, QueueTimeout
 from trtmesh.router.placement.rates import Ewma
 
 SHORTEST_RETRY_MS, LONGEST_RETRY_MS = 100, 60_000
@@ -32,23 +33,28 @@ class AdmissionLimits:
 class Permit:
     """An item's right to exist, and from `admitted` on to run. Given back once; what is given back again is ignored."""
 
-    __slots__ = ("_queue", "running", "valid", "waiter")
+    __slots__ = ("queue", "running", "valid", "waiter")
 
     def __init__(self, queue: ModelQueue) -> None:
-        self._queue = queue
+        self.queue = queue
         self.valid = True
         self.running = False
         self.waiter: asyncio.Future[None] | None = None
 
     async def admitted(self, priority: int) -> None:
         """Returns when the item may run. Raises QueueTimeout when that takes too long."""
-        await self._queue.wait(self, priority)
+        await self.queue.wait(self, priority)
 
     def give_back(self) -> None:
         """The item is over."""
         if self.valid:
             self.valid = False
-            self._queue.leave(self)
+            self.queue.leave(self)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is in the queue for its item's sake, which is not over, nor about to be."""
+        return self.valid and not self.running and not (self.waiter and self.waiter.done())
 
 
 class ModelQueue:
@@ -70,24 +76,36 @@ class ModelQueue:
         """Items that have a permit and do not run."""
         return self.items - self.running
 
-    def check(self, items: int) -> None:
-        """Raises QueueFull when so many more do not fit."""
+    def check(self, items: int, freed: int) -> None:
+        """Raises QueueFull when so many more do not fit once `freed` are gone, InvalidField when they never will."""
         limits = self._limits
         most = limits.max_running_items + limits.max_queued_items
-        if self.items + items > most:
+        if items > most:
+            raise InvalidField(
+                f"items has {items} prompts but model {self._model} takes at most {most} at once:"
+                f" {limits.max_running_items} run (max_running_items) and {limits.max_queued_items} wait"
+                " (max_queued_items); split the request"
+            )
+        if self.items - freed + items > most:
             raise QueueFull.of(
                 limits.max_queued_items,
                 f"model {self._model} has {self.running} items running and {self.queued} queued, {items} asked;"
                 f" {limits.max_running_items} may run (max_running_items) and {limits.max_queued_items} wait"
                 " (max_queued_items)",
-                retry_after_ms=self.retry_after_ms(self.items + items - most),
+                retry_after_ms=self.retry_after_ms(self.items - freed + items - most),
             )
 
-    def take(self, items: int) -> list[Permit]:
+    def take(self, items: int, leaving: Sequence[Permit]) -> list[Permit]:
         self.items += items
-        return [Permit(self) for _ in range(items)]
+        permits = [Permit(self) for _ in range(items)]
+        running = [permit for permit in leaving if permit.running]
+        for permit, former in zip(permits, running, strict=False):
+            permit.running, former.running = True, False
+        return permits
 
     async def wait(self, permit: Permit, priority: int) -> None:
+        if permit.running:
+            return
         heapq.heappush(self._waiting, (-priority, self._arrivals, permit))
         self._arrivals += 1
         self._grant()
@@ -122,13 +140,16 @@ class ModelQueue:
     def _grant(self) -> None:
         while self._waiting and self.running < self._limits.max_running_items:
             permit = heapq.heappop(self._waiting)[2]
-            if not permit.valid or (permit.waiter is not None and permit.waiter.done()):
-                # Its item is over, or about to be.
+            if not permit.waits:
                 continue
             permit.running = True
             self.running += 1
             if permit.waiter is not None:
                 permit.waiter.set_result(None)
+        if len(self._waiting) > 2 * self.queued:
+            # Most are of items that are over. Whoever waits has a permit and does not run, so at most `queued` stay.
+            self._waiting = [entry for entry in self._waiting if entry[2].waits]
+            heapq.heapify(self._waiting)
 
     def _note_end(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -149,18 +170,27 @@ class Admission:
     def queued_items(self) -> int:
         return sum(queue.queued for queue in self._queues.values())
 
-    def take(self, model: str, items: int) -> list[Permit]:
-        """A permit for each item of a request. Raises QueueFull when they would be too many."""
+    def take(self, model: str, items: int, leaving: Sequence[Permit] = ()) -> list[Permit]:
+        """A permit for each item of a request. Raises QueueFull when they would be too many, InvalidField when they
+        always will be. `leaving` are permits of a call that ends for this one: they do not count, and those that run
+        hand their places on."""
         if model not in self._queues:
             # Models are those that workers serve, so they are few.
             self._queues[model] = ModelQueue(self, model, self._limits)
         queue = self._queues[model]
-        if self.live_items + items > self._limits.max_items:
+        leaving = [permit for permit in leaving if permit.valid and permit.queue is queue]
+        freed = len(leaving)
+        if items > self._limits.max_items:
+            raise InvalidField(
+                f"items has {items} prompts but the router takes at most {self._limits.max_items} (max_items) at once;"
+                " split the request"
+            )
+        if self.live_items - freed + items > self._limits.max_items:
             raise QueueFull.of(
                 self._limits.max_items,
                 f"{self.live_items} items live, {items} asked, {self._limits.max_items} allowed (max_items)",
                 retry_after_ms=queue.retry_after_ms(items),
             )
-        queue.check(items)
+        queue.check(items, freed)
         self.live_items += items
-        return queue.take(items)
+        return queue.take(items, leaving)

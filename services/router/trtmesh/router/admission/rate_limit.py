@@ -1,7 +1,8 @@
 """Token rates of API keys: a bucket for each key that prompt and generated tokens are taken from.
 
-What an item will generate is not known when it comes, so tokens are taken when they are counted and a bucket may fall
-below zero; until it is filled again its key is refused. Keys themselves are kept nowhere, only their hashes.
+What an item will generate is not known when it comes, so tokens are taken when they are counted, those of a prompt when
+it is encoded and the others with each step, and a bucket may fall below zero; until it is filled again its key is
+refused. Keys themselves are kept nowhere, only their hashes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from hashlib import blake2b
 from trtmesh.chassis.errors import RateLimited
 
 MOST_KEYS = 10_000
-"""Buckets that are remembered; one that is forgotten begins full again."""
+"""Buckets that are remembered, those of the latest requests; one that is forgotten begins full again."""
 
 ANONYMOUS = "anonymous"
 
@@ -27,36 +28,74 @@ def key_name(metadata: dict[str, str]) -> str:
     return blake2b(key.encode(), digest_size=6).hexdigest() if key else ANONYMOUS
 
 
-class RateLimiter:
-    """The buckets. Times are seconds of one clock; a rate of None limits nothing."""
+class Bucket:
+    """The tokens that one API key may use. Times are seconds of one clock."""
 
-    def __init__(self, tokens_per_second: float | None, burst_tokens: int) -> None:
-        self._rate = tokens_per_second
-        self._burst = float(burst_tokens)
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+    __slots__ = ("_at", "_burst", "_key", "_level", "_rate")
 
-    def check(self, key: str, now: float) -> None:
-        """Raises RateLimited, with the time until the bucket is above zero, when the key used up its tokens."""
-        if self._rate is None:
-            return
-        level = self._level(key, now)
-        if level <= 0:
-            seconds = (1 - level) / self._rate
+    def __init__(self, key: str, rate: float, burst: float, now: float) -> None:
+        self._key = key
+        self._rate = rate
+        self._burst = self._level = burst
+        self._at = now
+
+    def check(self, now: float, *, in_debt: bool = False) -> None:
+        """Raises RateLimited, with the time until that is over, when the bucket is not above zero; `in_debt` asks only
+        whether it is less than a whole burst below."""
+        lowest = -self._burst if in_debt else 0.0
+        missing = lowest - self._level_at(now)
+        if missing >= 0:
+            seconds = (1 + missing) / self._rate
             raise RateLimited(
-                f"API key {key} used up its {self._rate:g} tokens a second (key_tokens_per_second);"
+                f"API key {self._key} used up its {self._rate:g} tokens a second (key_tokens_per_second);"
                 f" try again in {seconds:.1f} s",
                 retry_after_ms=int(seconds * 1000) + 1,
             )
 
-    def spend(self, key: str, tokens: int, now: float) -> None:
+    def spend(self, tokens: int, now: float) -> None:
         """Takes tokens that were counted."""
-        if self._rate is None or not tokens:
-            return
-        self._buckets[key] = (self._level(key, now) - tokens, now)
-        self._buckets.move_to_end(key)
-        if len(self._buckets) > MOST_KEYS:
-            self._buckets.popitem(last=False)
+        self._level = self._level_at(now) - tokens
+        self._at = now
 
-    def _level(self, key: str, now: float) -> float:
-        level, at = self._buckets.get(key, (self._burst, now))
-        return min(self._burst, level + (now - at) * (self._rate or 0.0))
+    def _level_at(self, now: float) -> float:
+        return min(self._burst, self._level + (now - self._at) * self._rate)
+
+
+class Charge:
+    """What of one sequence was taken from a bucket."""
+
+    __slots__ = ("_bucket", "_tokens")
+
+    def __init__(self, bucket: Bucket, tokens: int) -> None:
+        """`tokens` of the sequence are not taken: its client had them before."""
+        self._bucket = bucket
+        self._tokens = tokens
+
+    def up_to(self, tokens: int, now: float) -> None:
+        """The sequence has `tokens` now. Those of a beam that is rewritten count once."""
+        fresh = tokens - self._tokens
+        if fresh > 0:
+            self._tokens = tokens
+            self._bucket.spend(fresh, now)
+
+
+class RateLimiter:
+    """The buckets of this router; a rate of None limits nothing."""
+
+    def __init__(self, tokens_per_second: float | None, burst_tokens: int) -> None:
+        self._rate = tokens_per_second
+        self._burst = float(burst_tokens)
+        self._buckets: OrderedDict[str, Bucket] = OrderedDict()
+
+    def bucket_of(self, key: str, now: float) -> Bucket | None:
+        """The bucket of a key, which is full where none is remembered; None where nothing is limited."""
+        if self._rate is None:
+            return None
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            bucket = self._buckets[key] = Bucket(key, self._rate, self._burst, now)
+            if len(self._buckets) > MOST_KEYS:
+                self._buckets.popitem(last=False)
+        else:
+            self._buckets.move_to_end(key)
+        return bucket

@@ -18,9 +18,10 @@ from trtmesh.chassis.errors import (
     PromptTooLong,
     TrtmeshError,
 )
+from trtmesh.router.live_request import LiveRequest
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.request import MAX_REQUEST_ID_LENGTH, GenerationRequest, parse_request
-from trtmesh.router.requests import LiveRequest, Requests
+from trtmesh.router.requests import Requests
 from trtmesh.router.triton.answers import Answer, Answers
 from trtmesh.router.triton.calls import Call, to_request
 from trtmesh.router.triton.llmapi import LlmApiOutputs

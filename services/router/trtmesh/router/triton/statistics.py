@@ -22,7 +22,7 @@ from trtmesh.chassis.errors import (
     WorkerLost,
 )
 from trtmesh.router.item import ItemRun
-from trtmesh.router.requests import LiveRequest
+from trtmesh.router.live_request import LiveRequest
 from trtmesh.router.triton.answers import Answers
 from trtmesh.router.triton.calls import Call
 from trtmesh.router.triton.forms import Kind
