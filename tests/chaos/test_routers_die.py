@@ -291,4 +291,5 @@ async def test_what_was_finished_is_not_told_again(mesh: Mesh) -> None:
     kinds = [e.WhichOneof("event") async for r in stub.Resume(resume) for e in r.events]
     assert kinds == ["accepted", "item_finished"]
     resume.finished_items.append(0)
-    assert [r async for r in stub.Resume(resume)] == []
+    kinds = [e.WhichOneof("event") async for r in stub.Resume(resume) for e in r.events]
+    assert kinds == ["accepted"]

@@ -42,8 +42,9 @@ class Bucket:
     def check(self, now: float, *, in_debt: bool = False) -> None:
         """Raises RateLimited, with the time until that is over, when the bucket is not above zero; `in_debt` asks only
         whether it is less than a whole burst below."""
+        self._fill(now)
         lowest = -self._burst if in_debt else 0.0
-        missing = lowest - self._level_at(now)
+        missing = lowest - self._level
         if missing >= 0:
             seconds = (1 + missing) / self._rate
             raise RateLimited(
@@ -54,11 +55,14 @@ class Bucket:
 
     def spend(self, tokens: int, now: float) -> None:
         """Takes tokens that were counted."""
-        self._level = self._level_at(now) - tokens
-        self._at = now
+        if now != self._at:
+            # Not so for all but the first sequence of a step.
+            self._fill(now)
+        self._level -= tokens
 
-    def _level_at(self, now: float) -> float:
-        return min(self._burst, self._level + (now - self._at) * self._rate)
+    def _fill(self, now: float) -> None:
+        self._level = min(self._burst, self._level + (now - self._at) * self._rate)
+        self._at = now
 
 
 class Charge:
