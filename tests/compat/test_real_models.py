@@ -135,11 +135,12 @@ async def test_stop_words_across_tokens_and_chunks(
 async def test_bad_words(mesh: Mesh, triton: Triton, folder: Path) -> None:
     plain = await native(mesh)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    # A word with a space before it, as the tokenizer writes every word that stands alone.
+    # Training gives the tokenizer other words each time: one that the model said, and that is written as it was said.
+    said = [plain.token_ids[at : at + size] for size in (1, 2, 3) for at in range(TOKENS - size)]
     word = next(
         text
-        for text in (decode([token_id], folder) for token_id in plain.token_ids)
-        if tokenizer.encode(text, add_special_tokens=False).ids in [[i] for i in plain.token_ids]
+        for ids in said
+        if tokenizer.encode(text := decode(ids, folder), add_special_tokens=False).ids == [*ids]
     )
     words = ["fox", word]
     steered = await native(mesh, bad_texts=words)
