@@ -144,6 +144,26 @@ def test_a_worker_that_was_slow_for_a_moment_counts_as_any_other_once_nothing_mo
     assert seen[-1] == (1.0, 1.0)
 
 
+def test_nothing_is_learned_from_a_time_in_which_somebody_was_frozen() -> None:
+    rates = Rates()
+    at, steps = 0.0, 0
+
+    def report(seconds: float) -> None:
+        nonlocal at, steps
+        before = Report(at, step_count=steps, running_sequences=4)
+        at, steps = at + seconds, steps + 10
+        rates.learn(before, Report(at, step_count=steps, running_sequences=4))
+
+    for _ in range(10):
+        report(0.1)
+    report(2.0)
+    assert rates.sums is not None
+    assert rates.sums[1] == pytest.approx(0.01)
+    for _ in range(100):
+        report(2.0)
+    assert rates.sums[1] == pytest.approx(0.2), "a pace that stays is the usual one"
+
+
 def test_a_prompt_that_found_the_worker_idle_tells_the_prefill_rate() -> None:
     tested = guard()
     short = tested.book(10, 1, 0.0)

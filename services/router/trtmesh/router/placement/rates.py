@@ -25,6 +25,10 @@ FADING_SECONDS = 5.0
 """Time without a sample after which half as much is made of how a worker differs from the fleet. Without this one that
 was slow for a moment, as with its first prompt, would get nothing any more, and so never show that it is not."""
 
+HELD_UP = 5.0
+"""How many times longer than usual two reports may be apart for what lies between them to be learned from. Reports keep
+their pace whatever a step takes; where they do not, somebody was frozen, or the network was."""
+
 SNAP = 1.5
 """A worker that is faster or slower than the fleet by less than this factor counts as equal to it. Measured rates are
 never quite equal, and without this the worker that was measured fastest would get every item that finds the fleet idle;
@@ -75,6 +79,7 @@ class Rates:
         self._prefill_trust = 1.0
         self._step_trust = 1.0
         """How much is made of a difference to the fleet: 1 with a sample, then less and less."""
+        self._interval = Ewma()
         self._sequences = Ewma()
         self._seconds = Ewma()
         self._squares = Ewma()
@@ -88,7 +93,7 @@ class Rates:
         fading = 0.5 ** (seconds / FADING_SECONDS)
         self._prefill_trust *= fading
         self._step_trust *= fading
-        if steps <= 0:
+        if self._held_up(seconds) or steps <= 0:
             return
         computed = after.computed_prompt_tokens - before.computed_prompt_tokens
         if before.pending_prompt_tokens and after.pending_prompt_tokens and computed > 0:
@@ -101,6 +106,12 @@ class Rates:
             self._seconds.add(seconds / steps)
             self._squares.add(running * running)
             self._products.add(running * seconds / steps)
+
+    def _held_up(self, seconds: float) -> bool:
+        most = HELD_UP * (self._interval.value or seconds)
+        # A pace that has really changed becomes the usual one after a few reports.
+        self._interval.add(min(seconds, most))
+        return seconds > most
 
     @property
     def sums(self) -> tuple[float, float, float, float] | None:
