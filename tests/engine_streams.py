@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+from trtmesh.chassis.error_wire import REASON_METADATA_KEY
+from trtmesh.chassis.grpc_client import Call, Method, connected
+from trtmesh.chassis.grpc_client.call import Ended
 from trtmesh.chassis.grpc_server import GrpcServer
 from trtmesh.chassis.health import Health
 from trtmesh.chassis.service import SCHEMA_REVISION, Runtime
@@ -16,7 +19,6 @@ from trtmesh.engine.backend import Backend
 from trtmesh.engine.service import EngineService
 from trtmesh.engine.settings import EngineSettings
 from trtmesh.v1 import engine_pb2 as epb
-from trtmesh.v1 import engine_pb2_grpc
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import kv_transfer_pb2 as transfer
 
@@ -24,6 +26,12 @@ PATIENCE_SECONDS = 60.0
 """How long a test waits for what must happen; no test depends on how soon it does."""
 
 MESSAGE_BYTES = 64 * 2**20
+
+CONNECT = Method(
+    "/trtmesh.v1.EngineService/Connect",
+    epb.EngineServiceConnectRequest,
+    epb.EngineServiceConnectResponse.FromString,
+)
 
 
 @dataclass
@@ -73,7 +81,12 @@ class Received:
 class RouterStream:
     """A router's end. Checks on every step what must hold for any step."""
 
-    def __init__(self, call: Any, *, acknowledging: bool) -> None:
+    def __init__(
+        self,
+        call: Call[epb.EngineServiceConnectRequest, epb.EngineServiceConnectResponse],
+        *,
+        acknowledging: bool,
+    ) -> None:
         self.call = call
         self.acknowledging = acknowledging
         self.received: dict[int, Received] = {}
@@ -87,8 +100,10 @@ class RouterStream:
     async def send(self, *commands: epb.EngineCommand) -> None:
         try:
             await self.call.write(epb.EngineServiceConnectRequest(commands=commands))
+        except Ended as error:
+            raise StreamFailed(grpc.StatusCode.OK, error.message, "") from error
         except grpc.aio.AioRpcError as error:
-            raise await self._failed() from error
+            raise StreamFailed.of(error) from error
 
     async def acknowledge(self, received_steps: int | None = None) -> None:
         count = len(self.steps) if received_steps is None else received_steps
@@ -100,8 +115,8 @@ class RouterStream:
             async with asyncio.timeout(PATIENCE_SECONDS):
                 response = await self.call.read()
         except grpc.aio.AioRpcError as error:
-            raise await self._failed() from error
-        if response is grpc.aio.EOF:
+            raise StreamFailed.of(error) from error
+        if response is None:
             return False
         for event in response.events:
             self._take(event)
@@ -135,13 +150,6 @@ class RouterStream:
         except StreamFailed as failure:
             return failure
         raise AssertionError("the stream ended well")
-
-    async def _failed(self) -> StreamFailed:
-        """The call's status; a write into an ended stream fails with less than that."""
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            code, details = await self.call.code(), await self.call.details()
-            trailing = dict(await self.call.trailing_metadata() or ())
-        return StreamFailed(code, details or "", str(trailing.get("trtmesh-error-reason", "")))
 
     def _take(self, event: epb.EngineEvent) -> None:
         match event.WhichOneof("event"):
@@ -193,12 +201,17 @@ class StreamFailed(Exception):
         self.details = details
         self.reason = reason
 
+    @classmethod
+    def of(cls, error: grpc.aio.AioRpcError) -> StreamFailed:
+        reason = dict(error.trailing_metadata()).get(REASON_METADATA_KEY, "")
+        return cls(error.code(), error.details() or "", str(reason))
+
 
 @asynccontextmanager
 async def raw_stream(address: str) -> AsyncIterator[RouterStream]:
     """A stream without hello."""
-    async with grpc.aio.insecure_channel(address) as channel:
-        call = engine_pb2_grpc.EngineServiceStub(channel).Connect()
+    async with connected(address, MESSAGE_BYTES, PATIENCE_SECONDS) as connection:
+        call = connection.open(CONNECT)
         stream = RouterStream(call, acknowledging=True)
         try:
             yield stream

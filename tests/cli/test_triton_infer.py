@@ -114,7 +114,7 @@ def test_a_request_that_fails_spares_the_others(router: str) -> None:
         (("--model", "tensorrt_llm", "one"), 2, "takes token ids: --ids"),
         (("--ids", "5", "--model", "ensemble"), 2, "takes texts"),
         (("--model", "nothing", "one"), 1, "Request for unknown model: 'nothing' is not found"),
-        (("--log-probs", "one"), 1, "output.log_probs not supported"),
+        (("--log-probs", "one"), 1, "return_log_probs not supported"),
         (("--url", "127.0.0.1:1", "one"), 1, "--url names another"),
     ],
 )

@@ -373,7 +373,7 @@ class TestStopping:
                 if way == "cancel":
                     stream.call.cancel()
                 elif way == "half_close":
-                    await stream.call.done_writing()
+                    stream.call.half_close()
                     while await stream.receive():
                         pass
             await eventually(lambda: engine.service.metrics.open_streams == 0)
