@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 SCHEMA_REVISION = 1
 """Revision of trtmesh.v1 that this code speaks; it grows with every change that an old peer would misread."""
 
-STOP_SECONDS = 4.0
+STOP_SECONDS = 3.0
 """How long a service may take to release everything: a thread may be deep in loading a model, or stuck in a device."""
 
 

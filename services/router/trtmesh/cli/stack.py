@@ -18,7 +18,7 @@ from trtmesh.cli.restarts import RestartBudget
 from trtmesh.client import AdminClient
 from trtmesh.v1.router_admin_pb2 import WORKER_STATE_CONNECTING
 
-KILL_AFTER_SECONDS = 8.0
+KILL_AFTER_SECONDS = 5.0
 """How long a process may outlast its own grace period before it is killed."""
 
 

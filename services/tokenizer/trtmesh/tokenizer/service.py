@@ -22,7 +22,7 @@ from trtmesh.v1 import tokenizer_pb2_grpc as pb_grpc
 
 log = logging.getLogger(__name__)
 
-FAREWELL_SECONDS = 2.0
+FAREWELL_SECONDS = 1.0
 """How long streams may take at the end to send what waits."""
 
 
