@@ -1,18 +1,45 @@
-"""Addresses to listen on: how they are written and taken, and why one cannot be."""
+"""Addresses: how they are written and read, how one is taken to listen on, and why one cannot be."""
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 from collections.abc import Sequence
-from typing import Any
+from ipaddress import IPv6Address
+from typing import Any, NamedTuple
 
 import grpc
 from trtmesh.chassis.errors import PortInUse, SettingsError, StartupError
 
+_NAME = re.compile(r"[\w.-]+")
+_PORT = re.compile(r"[0-9]{1,5}")
+
 _AddressInfo = tuple[int, int, int, str, tuple[Any, ...]]
 """What getaddrinfo tells of an address."""
+
+
+class Address(NamedTuple):
+    """What is connected to: a name or an IP address, the latter without brackets, and a port."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Raises ValueError for what is not host:port; an IPv6 address is in brackets."""
+        host, _, port = text.rpartition(":")
+        if host.startswith("[") and host.endswith("]"):
+            host, good = host[1:-1], _is_ipv6(host[1:-1])
+        else:
+            good = _NAME.fullmatch(host) is not None
+        if not good or not _PORT.fullmatch(port) or not 0 < int(port) < 65536:
+            raise ValueError(f"{text!r} is not host:port")
+        return cls(host, int(port))
+
+    def __str__(self) -> str:
+        return f"{bracketed(self.host)}:{self.port}"
 
 
 def bracketed(host: str) -> str:
@@ -82,6 +109,14 @@ def why_not_bound(purpose: str, host: str, port: int) -> StartupError:
             return SettingsError(f"{where}: host {host!r} is no address of this machine")
         return SettingsError(f"{where}: {error.strerror}")
     return PortInUse(f"{where}: another process used the port a moment ago")
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        IPv6Address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from trtmesh.router.addresses import FILE, Address
+from trtmesh.chassis.addresses import Address
+from trtmesh.router.addresses import FILE
 
 log = logging.getLogger(__name__)
 

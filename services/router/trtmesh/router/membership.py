@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from trtmesh.chassis.addresses import Address
 from trtmesh.chassis.errors import InvalidField, NotFound
-from trtmesh.router.addresses import Address
 from trtmesh.router.fleet import Fleet
 from trtmesh.router.sequence import SequenceRun
 from trtmesh.router.worker import Worker

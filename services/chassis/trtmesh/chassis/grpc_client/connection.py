@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
+from trtmesh.chassis.addresses import Address
 from trtmesh.chassis.errors import Unavailable
 from trtmesh.chassis.grpc_client.call import (
     WINDOW_BYTES,
@@ -127,16 +128,16 @@ async def connected(
 
 
 async def _connect(made: Connection, address: str, within_seconds: float) -> None:
-    host, _, port = address.rpartition(":")
     loop = asyncio.get_running_loop()
     try:
+        host, port = Address.parse(address)
         async with asyncio.timeout(within_seconds):
-            await loop.create_connection(lambda: made, host.strip("[]"), int(port))
+            await loop.create_connection(lambda: made, host, port)
             await made.greeted()
     except TimeoutError:
         what = "greet" if made.connected else "answer"
         raise Unavailable(f"{address} did not {what} within {within_seconds:g} s") from None
-    except (OSError, ValueError, OverflowError) as error:
+    except (OSError, ValueError) as error:
         raise Unavailable(f"cannot connect to {address}: {_why_refused(error)}") from None
 
 
