@@ -27,9 +27,9 @@ PATIENCE_SECONDS = 60.0
 
 MESSAGE_BYTES = 64 * 2**20
 
-CONNECT = Method(
+CONNECT: Method[epb.EngineServiceConnectRequest, epb.EngineServiceConnectResponse] = Method(
     "/trtmesh.v1.EngineService/Connect",
-    epb.EngineServiceConnectRequest,
+    epb.EngineServiceConnectRequest.SerializeToString,
     epb.EngineServiceConnectResponse.FromString,
 )
 

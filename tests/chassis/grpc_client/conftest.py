@@ -32,16 +32,9 @@ def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.Abstrac
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
-class Text(bytes):
-    """A message that is its own bytes."""
-
-    def SerializeToString(self) -> bytes:
-        return bytes(self)
-
-
-def method(name: str) -> Method[Text, bytes]:
-    """One of the example's methods."""
-    return Method(f"/example.Service/{name}", Text, bytes)
+def method(name: str) -> Method[bytes, bytes]:
+    """One of the example's methods; its messages are plain bytes."""
+    return Method(f"/example.Service/{name}", bytes, bytes)
 
 
 @pytest_asyncio.fixture(params=["ours", "grpc.aio"])

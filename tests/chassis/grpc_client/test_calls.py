@@ -12,7 +12,6 @@ from chassis.grpc_client.conftest import (
     GREETINGS_OF_NONE,
     PATIENCE_SECONDS,
     Peer,
-    Text,
     method,
 )
 from chassis.grpc_server.conftest import MOST_BYTES, Example
@@ -21,7 +20,7 @@ from trtmesh.chassis.grpc_client import Connection, Method, connected
 
 
 async def ask(connection: Connection, name: str, text: bytes) -> bytes:
-    return await connection.ask(method(name), Text(text), PATIENCE_SECONDS)
+    return await connection.ask(method(name), text, PATIENCE_SECONDS)
 
 
 @pytest.mark.parametrize("size", [0, 1, 16_000, 70_000, 5 * 2**20])
@@ -53,7 +52,7 @@ async def test_a_method_that_nobody_serves(connection: Connection) -> None:
 async def test_what_is_written_and_read_in_turn(connection: Connection) -> None:
     call = connection.open(method("Chat"))
     for number in range(500):
-        await call.write(Text(b"message %d" % number))
+        await call.write(b"message %d" % number)
         assert await call.read() == (b"message %d" % number)[::-1]
     call.half_close()
     assert await call.read() is None
@@ -62,7 +61,7 @@ async def test_what_is_written_and_read_in_turn(connection: Connection) -> None:
 async def test_what_is_written_ahead(connection: Connection) -> None:
     call = connection.open(method("Join"))
     for number in range(50):
-        await call.write(Text(bytes((number,)) * 50_000))
+        await call.write(bytes((number,)) * 50_000)
     call.half_close()
     joined = await call.read()
     assert joined == b"".join(bytes((number,)) * 50_000 for number in range(50))
@@ -71,7 +70,7 @@ async def test_what_is_written_ahead(connection: Connection) -> None:
 
 async def test_more_than_the_windows_arrives_in_order(connection: Connection) -> None:
     call = connection.open(method("Many"))
-    await call.write(Text(b"300,100000"))
+    await call.write(b"300,100000")
     call.half_close()
     received = [message async for message in call]
     assert received == [bytes((number % 251,)) * 100_000 for number in range(300)]
@@ -81,7 +80,7 @@ async def test_a_server_waits_for_a_reader_that_does_not_read(
     connection: Connection, example: Example
 ) -> None:
     call = connection.open(method("Many"))
-    await call.write(Text(b"3000,10000"))
+    await call.write(b"3000,10000")
     # Another call on the same connection goes on meanwhile.
     for _ in range(20):
         assert await ask(connection, "Echo", b"beside") == b"beside"
@@ -96,13 +95,13 @@ async def test_a_read_that_is_cancelled_loses_nothing(connection: Connection) ->
     await asyncio.sleep(0)
     reading.cancel()
     await asyncio.wait([reading])
-    await call.write(Text(b"ab"))
+    await call.write(b"ab")
     assert await call.read() == b"ba"
 
 
 async def test_a_cancelled_call_ends_its_handler(connection: Connection, example: Example) -> None:
     call = connection.open(method("Wait"))
-    await call.write(Text(b""))
+    await call.write(b"")
     await example.waiting.wait()
     call.cancel()
     await asyncio.wait_for(example.cancelled.wait(), PATIENCE_SECONDS)
@@ -114,7 +113,7 @@ async def test_a_cancelled_call_ends_its_handler(connection: Connection, example
 async def test_a_connection_that_is_left_ends_its_calls(example: Example) -> None:
     async with connected(example.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
         call = connection.open(method("Wait"))
-        await call.write(Text(b""))
+        await call.write(b"")
         await example.waiting.wait()
         reading = asyncio.create_task(call.read())
         await asyncio.sleep(0)
@@ -127,7 +126,7 @@ async def test_a_connection_that_is_left_ends_its_calls(example: Example) -> Non
 
 async def test_an_answer_that_comes_too_late(connection: Connection) -> None:
     with pytest.raises((Unavailable, grpc.aio.AioRpcError), match=r"not answered|Deadline"):
-        await connection.ask(method("Wait"), Text(b""), 0.2)
+        await connection.ask(method("Wait"), b"", 0.2)
     assert await ask(connection, "Echo", b"still here") == b"still here"
 
 
@@ -138,7 +137,7 @@ async def test_who_writes_to_an_ended_call_is_told_its_end(connection: Connectio
     ):
         name = "Fail" if text else "First"
         call = connection.open(method(name))
-        await call.write(Text(text))
+        await call.write(text)
         if text:
             with pytest.raises(error, match=words):
                 await call.read()
@@ -146,7 +145,7 @@ async def test_who_writes_to_an_ended_call_is_told_its_end(connection: Connectio
             assert await call.read() == b""
             assert await call.read() is None
         with pytest.raises(error, match=words):
-            await call.write(Text(b"late"))
+            await call.write(b"late")
 
 
 async def test_a_write_that_waits_is_told_the_end(connection: Connection, example: Example) -> None:
@@ -154,7 +153,7 @@ async def test_a_write_that_waits_is_told_the_end(connection: Connection, exampl
 
     async def write() -> None:
         while True:
-            await call.write(Text(bytes(2 * 2**20)))
+            await call.write(bytes(2 * 2**20))
 
     writing = asyncio.create_task(write())
     await example.waiting.wait()
@@ -184,15 +183,15 @@ async def test_a_message_that_cannot_be_read(connection: Connection) -> None:
     def refuse(data: bytes) -> bytes:
         raise ValueError("no such thing")
 
-    broken = Method("/example.Service/Echo", Text, refuse)
+    broken = Method("/example.Service/Echo", bytes, refuse)
     with pytest.raises(grpc.aio.AioRpcError, match="no such thing"):
-        await connection.ask(broken, Text(b""), PATIENCE_SECONDS)
+        await connection.ask(broken, b"", PATIENCE_SECONDS)
     assert await ask(connection, "Echo", b"still here") == b"still here"
 
 
 async def test_a_server_that_stops_ends_what_runs(connection: Connection, example: Example) -> None:
     call = connection.open(method("Wait"))
-    await call.write(Text(b""))
+    await call.write(b"")
     await example.waiting.wait()
     await example.server.stop(grace=None)
     with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from chassis.grpc_client.conftest import HEAD, PATIENCE_SECONDS, Peer, Text, headers, method
+from chassis.grpc_client.conftest import HEAD, PATIENCE_SECONDS, Peer, headers, method
 from chassis.grpc_server.conftest import MOST_BYTES
 from chassis.grpc_server.wire import Breach, Wire, message
 from trtmesh.chassis.errors import Unavailable
@@ -36,7 +36,7 @@ def code_of(connection_or_call: pytest.ExceptionInfo[grpc.aio.AioRpcError]) -> g
 
 async def echo(connection: Connection, wire: Wire, stream: int) -> None:
     """Checks that the connection is used."""
-    asking = asyncio.create_task(connection.ask(method("Echo"), Text(b"x"), PATIENCE_SECONDS))
+    asking = asyncio.create_task(connection.ask(method("Echo"), b"x", PATIENCE_SECONDS))
     await wire.next(Kind.DATA, stream=stream)
     wire.send(headers(wire, stream, HEAD), wire.data(stream, b"y", 0))
     wire.send(headers(wire, stream, OK, END_STREAM))
@@ -47,7 +47,7 @@ async def test_what_a_call_says(peer: Peer) -> None:
     async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
         wire = await peer.wire()
         call = connection.open(method("Echo"), deadline_seconds=2.5)
-        await call.write(Text(b"abc"))
+        await call.write(b"abc")
         call.half_close()
         said = wire.fields(await wire.next(Kind.HEADERS, stream=1))
         assert said[":path"] == "/example.Service/Echo"
@@ -106,7 +106,7 @@ async def test_a_server_that_breaks_a_rule_of_connections(
     async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
         wire = await peer.wire()
         call = connection.open(method("Wait"))
-        await call.write(Text(b""))
+        await call.write(b"")
         await wire.next(Kind.DATA, stream=1)
         wire.send(wire.made(said))
         with pytest.raises(grpc.aio.AioRpcError, match="broke a rule of HTTP/2") as caught:
@@ -225,7 +225,7 @@ async def test_what_ends_one_call(
     async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
         wire = await peer.wire()
         call = connection.open(method("Echo"))
-        await call.write(Text(b""))
+        await call.write(b"")
         await wire.next(Kind.DATA, stream=1)
         frames = wire.made(said)
         wire.send(frames)
@@ -310,7 +310,7 @@ async def test_no_more_is_sent_than_the_windows_take(peer: Peer) -> None:
     async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
         wire = await peer.wire()
         call = connection.open(method("Join"))
-        writing = asyncio.create_task(call.write(Text(b"x" * 20)))
+        writing = asyncio.create_task(call.write(b"x" * 20))
         assert (await wire.next(Kind.DATA)).payload == message(b"x" * 20)[:10]
         wire.send(frame(Kind.PING, 0, 0, bytes(8)))
         await wire.next(Kind.PING)
@@ -327,7 +327,7 @@ async def test_a_write_that_waits_for_a_window_is_told_the_end(peer: Peer) -> No
     async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
         wire = await peer.wire()
         call = connection.open(method("Join"))
-        writing = asyncio.create_task(call.write(Text(b"x" * 20)))
+        writing = asyncio.create_task(call.write(b"x" * 20))
         await wire.next(Kind.DATA)
         wire.send(headers(wire, 1, HEAD | {"grpc-status": "9", "grpc-message": "no"}, END_STREAM))
         with pytest.raises(grpc.aio.AioRpcError, match="no") as caught:
@@ -392,7 +392,7 @@ def _drawn(draw: random.Random, wire: Wire) -> bytes:
     return draw.choice(frames)
 
 
-async def _read_all(call: Call[Text, bytes]) -> None:
+async def _read_all(call: Call[bytes, bytes]) -> None:
     async for _ in call:
         pass
 
@@ -400,7 +400,7 @@ async def _read_all(call: Call[Text, bytes]) -> None:
 async def test_a_question_is_told_with_its_deadline_and_taken_back(peer: Peer) -> None:
     async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
         wire = await peer.wire()
-        asking = asyncio.create_task(connection.ask(method("Echo"), Text(b""), 0.25))
+        asking = asyncio.create_task(connection.ask(method("Echo"), b"", 0.25))
         said = wire.fields(await wire.next(Kind.HEADERS, stream=1))
         assert said["grpc-timeout"] == "250m"
         with pytest.raises(Unavailable, match="not answered within"):
@@ -411,7 +411,7 @@ async def test_a_question_is_told_with_its_deadline_and_taken_back(peer: Peer) -
 async def test_a_question_has_one_answer(peer: Peer) -> None:
     async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
         wire = await peer.wire()
-        asking = asyncio.create_task(connection.ask(method("Echo"), Text(b""), PATIENCE_SECONDS))
+        asking = asyncio.create_task(connection.ask(method("Echo"), b"", PATIENCE_SECONDS))
         await wire.next(Kind.HEADERS, stream=1)
         wire.send(headers(wire, 1, HEAD), wire.data(1, b"one", 0), wire.data(1, b"two", 0))
         with pytest.raises(Unavailable, match="one message"):
@@ -423,7 +423,7 @@ async def test_a_question_has_one_answer(peer: Peer) -> None:
 async def test_an_answer_before_the_whole_question(peer: Peer) -> None:
     async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
         wire = await peer.wire()
-        text = Text(b"x" * 100)
+        text = b"x" * 100
         asking = asyncio.create_task(connection.ask(method("Echo"), text, PATIENCE_SECONDS))
         await wire.next(Kind.DATA, stream=1)
         wire.send(headers(wire, 1, HEAD), wire.data(1, b"early", 0))
@@ -437,10 +437,10 @@ async def test_what_a_cancelled_write_left_is_sent_first(peer: Peer) -> None:
     async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
         wire = await peer.wire()
         call = connection.open(method("Join"))
-        first = asyncio.create_task(call.write(Text(b"a" * 20)))
+        first = asyncio.create_task(call.write(b"a" * 20))
         body = (await wire.next(Kind.DATA)).payload
         first.cancel()
-        second = asyncio.create_task(call.write(Text(b"b" * 20)))
+        second = asyncio.create_task(call.write(b"b" * 20))
         wire.send(window_update(1, 1000))
         while len(body) < 50:
             body += (await wire.next(Kind.DATA)).payload
@@ -454,7 +454,7 @@ async def test_who_closed_for_writing_writes_no_more(peer: Peer) -> None:
         call.half_close()
         call.half_close()
         with pytest.raises(grpc.aio.UsageError, match="closed for writing"):
-            await call.write(Text(b""))
+            await call.write(b"")
         wire = await peer.wire()
         assert (await wire.next(Kind.DATA, Kind.RST_STREAM)).flags == END_STREAM
         wire.send(frame(Kind.PING, 0, 0, bytes(8)))

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from chassis.grpc_client.conftest import PATIENCE_SECONDS, Text, method
+from chassis.grpc_client.conftest import PATIENCE_SECONDS, method
 from chassis.grpc_server.conftest import MOST_BYTES, Example
 from trtmesh.chassis.grpc_client import Call, Connection, connected
 
@@ -27,12 +27,12 @@ def alive(kind: type) -> list[Any]:
 
 
 async def _answered(connection: Connection, example: Example) -> None:
-    await connection.ask(method("Echo"), Text(b""), PATIENCE_SECONDS)
+    await connection.ask(method("Echo"), b"", PATIENCE_SECONDS)
 
 
 async def _failed(connection: Connection, example: Example) -> None:
     try:
-        await connection.ask(method("Fail"), Text(b"x"), PATIENCE_SECONDS)
+        await connection.ask(method("Fail"), b"x", PATIENCE_SECONDS)
     except grpc.aio.AioRpcError:
         return
     raise AssertionError("it fails")
@@ -40,7 +40,7 @@ async def _failed(connection: Connection, example: Example) -> None:
 
 async def _cancelled(connection: Connection, example: Example) -> None:
     call = connection.open(method("Wait"))
-    await call.write(Text(b""))
+    await call.write(b"")
     await example.waiting.wait()
     call.cancel()
 

@@ -23,15 +23,15 @@ UNANSWERED_DECODES = 2
 
 DESCRIBE_SECONDS = 5.0
 
-GET_TOKENIZER = Method(
+GET_TOKENIZER: Method[pb.GetTokenizerRequest, pb.GetTokenizerResponse] = Method(
     "/trtmesh.v1.TokenizerService/GetTokenizer",
-    pb.GetTokenizerRequest,
+    pb.GetTokenizerRequest.SerializeToString,
     pb.GetTokenizerResponse.FromString,
 )
 
-CONNECT = Method(
+CONNECT: Method[pb.TokenizerServiceConnectRequest, pb.TokenizerServiceConnectResponse] = Method(
     "/trtmesh.v1.TokenizerService/Connect",
-    pb.TokenizerServiceConnectRequest,
+    pb.TokenizerServiceConnectRequest.SerializeToString,
     pb.TokenizerServiceConnectResponse.FromString,
 )
 

@@ -37,9 +37,9 @@ READY, STALLED, DRAINING = (
 MESSAGE_OVERHEAD_BYTES = 256
 """What a message has beside the one large command in it."""
 
-CONNECT = Method(
+CONNECT: Method[pb.EngineServiceConnectRequest, pb.EngineServiceConnectResponse] = Method(
     "/trtmesh.v1.EngineService/Connect",
-    pb.EngineServiceConnectRequest,
+    pb.EngineServiceConnectRequest.SerializeToString,
     pb.EngineServiceConnectResponse.FromString,
 )
 

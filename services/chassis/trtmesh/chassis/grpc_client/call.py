@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import grpc
 from trtmesh.chassis.errors import Unavailable
@@ -25,23 +25,16 @@ class Ended(Unavailable):
     """The server ended a call, with OK, before it took a message."""
 
 
-class Message(Protocol):
-    """A message of protobuf."""
-
-    def SerializeToString(self) -> bytes:
-        """Its bytes."""
-
-
-Request = TypeVar("Request", bound=Message)
+Request = TypeVar("Request")
 Response = TypeVar("Response")
 
 
 @dataclass(frozen=True, slots=True)
 class Method(Generic[Request, Response]):
-    """What is called: `/package.Service/Method`, the type it is asked with, and how its answers are read."""
+    """What is called: `/package.Service/Method`, how its requests are written, and how its answers are read."""
 
     path: str
-    request: type[Request]
+    serialise: Callable[[Request], bytes]
     parse: Callable[[bytes], Response]
 
 
@@ -72,7 +65,7 @@ class Call(Generic[Request, Response]):
     async def write(self, request: Request) -> None:
         """Sends a message; returns when the server's windows took all of it. Raises AioRpcError, or Ended where the
         call has ended with OK."""
-        data = request.SerializeToString()
+        data = self._method.serialise(request)
         if len(data) > self._most_bytes:
             raise _as_error(
                 Status(
