@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+from leaks import without_collector
 from router.scripted import (
     LENGTH,
     READY,
@@ -30,11 +31,9 @@ OF_A_REQUEST = (Booking, ClientStream, ItemRun, LiveRequest, SequenceRun)
 
 
 @pytest.fixture(autouse=True)
-def without_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+def _no_collector() -> Iterator[None]:
+    with without_collector():
+        yield
 
 
 def left() -> Counter[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -11,19 +10,14 @@ import grpc
 import pytest
 from chassis.grpc_client.conftest import PATIENCE_SECONDS, method
 from chassis.grpc_server.conftest import MOST_BYTES, Example
+from leaks import alive, without_collector
 from trtmesh.chassis.grpc_client import Call, Connection, connected
 
 
 @pytest.fixture(autouse=True)
 def _no_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-def alive(kind: type) -> list[Any]:
-    return [each for each in gc.get_objects() if type(each) is kind]
+    with without_collector():
+        yield
 
 
 async def _answered(connection: Connection, example: Example) -> None:

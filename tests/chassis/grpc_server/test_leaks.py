@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
 
 import pytest
 from chassis.grpc_server.conftest import Example
 from chassis.grpc_server.wire import Wire, wired
+from leaks import alive, without_collector
 from trtmesh.chassis.grpc_server import call
 from trtmesh.chassis.grpc_server.call import Call
 from trtmesh.chassis.grpc_server.connection import Connection
@@ -28,14 +27,8 @@ from trtmesh.chassis.grpc_wire.frames import (
 def _no_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # Records of logs keep what they tell of, for a test's report.
     monkeypatch.setattr(call.log, "disabled", True)
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-def alive(kind: type) -> list[Any]:
-    return [each for each in gc.get_objects() if type(each) is kind]
+    with without_collector():
+        yield
 
 
 async def _answered(wire: Wire, example: Example) -> None:
