@@ -47,7 +47,7 @@ class Fleet:
 
     def start(self, *prompts: Any, **options: Any) -> None:
         """Asks for what the test does not wait for."""
-        self._asked.append(self.ask(*prompts, **options))
+        _ = self.ask(*prompts, **options)
 
     async def end(self) -> None:
         for asked in self._asked:
