@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -32,6 +34,18 @@ OK = {"grpc-status": "0"}
 
 def code_of(connection_or_call: pytest.ExceptionInfo[grpc.aio.AioRpcError]) -> grpc.StatusCode:
     return connection_or_call.value.code()
+
+
+@asynccontextmanager
+async def called(
+    peer: Peer, name: str
+) -> AsyncIterator[tuple[Connection, Wire, Call[bytes, bytes]]]:
+    """A connection, the server's end of it, and a call whose headers have arrived there."""
+    async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
+        wire = await peer.wire()
+        call = connection.open(method(name))
+        await wire.next(Kind.HEADERS, stream=1)
+        yield connection, wire, call
 
 
 async def echo(connection: Connection, wire: Wire, stream: int) -> None:
@@ -103,9 +117,7 @@ ENDS_CONNECTION: dict[str, tuple[Breach, ErrorCode]] = {
 async def test_a_server_that_breaks_a_rule_of_connections(
     peer: Peer, said: Breach, code: ErrorCode
 ) -> None:
-    async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
-        wire = await peer.wire()
-        call = connection.open(method("Wait"))
+    async with called(peer, "Wait") as (connection, wire, call):
         await call.write(b"")
         await wire.next(Kind.DATA, stream=1)
         wire.send(wire.made(said))
@@ -222,9 +234,7 @@ ENDS_CALL: dict[str, tuple[Breach, grpc.StatusCode, str]] = {
 async def test_what_ends_one_call(
     peer: Peer, said: Breach, status: grpc.StatusCode, words: str
 ) -> None:
-    async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
-        wire = await peer.wire()
-        call = connection.open(method("Echo"))
+    async with called(peer, "Echo") as (connection, wire, call):
         await call.write(b"")
         await wire.next(Kind.DATA, stream=1)
         frames = wire.made(said)
@@ -239,10 +249,7 @@ async def test_what_ends_one_call(
 
 
 async def test_messages_before_an_error_are_read_first(peer: Peer) -> None:
-    async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
-        wire = await peer.wire()
-        call = connection.open(method("Echo"))
-        await wire.next(Kind.HEADERS, stream=1)
+    async with called(peer, "Echo") as (_, wire, call):
         wire.send(headers(wire, 1, {":status": "103"}), headers(wire, 1, HEAD))
         wire.send(wire.data(1, b"first", 0), wire.data(1, b"second", 0))
         wire.send(headers(wire, 1, {"grpc-status": "14", "grpc-message": "gone"}, END_STREAM))
@@ -253,10 +260,7 @@ async def test_messages_before_an_error_are_read_first(peer: Peer) -> None:
 
 
 async def test_a_connection_that_ends_amid_a_message(peer: Peer) -> None:
-    async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
-        wire = await peer.wire()
-        call = connection.open(method("Echo"))
-        await wire.next(Kind.HEADERS, stream=1)
+    async with called(peer, "Echo") as (_, wire, call):
         wire.send(headers(wire, 1, HEAD), frame(Kind.DATA, 0, 1, message(b"abc")[:-1]))
         peer.closed.set()
         with pytest.raises(grpc.aio.AioRpcError, match="closed") as caught:
@@ -265,9 +269,8 @@ async def test_a_connection_that_ends_amid_a_message(peer: Peer) -> None:
 
 
 async def test_a_farewell_ends_what_it_says_and_nothing_else(peer: Peer) -> None:
-    async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
-        wire = await peer.wire()
-        first, second = (connection.open(method("Echo")) for _ in range(2))
+    async with called(peer, "Echo") as (connection, wire, first):
+        second = connection.open(method("Echo"))
         await wire.next(Kind.HEADERS, stream=3)
         wire.send(go_away(1, ErrorCode.NO_ERROR, "it stops"))
         with pytest.raises(grpc.aio.AioRpcError, match="it stops") as caught:
@@ -282,10 +285,7 @@ async def test_a_farewell_ends_what_it_says_and_nothing_else(peer: Peer) -> None
 
 
 async def test_who_is_cut_off_behind_a_farewell_is_told_its_reason(peer: Peer) -> None:
-    async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
-        wire = await peer.wire()
-        call = connection.open(method("Wait"))
-        await wire.next(Kind.HEADERS, stream=1)
+    async with called(peer, "Wait") as (_, wire, call):
         wire.send(go_away(1, ErrorCode.ENHANCE_YOUR_CALM, "too many pings"))
         peer.closed.set()
         with pytest.raises(grpc.aio.AioRpcError, match="ENHANCE_YOUR_CALM: too many pings"):
@@ -307,9 +307,7 @@ async def test_no_more_calls_than_the_server_takes(peer: Peer) -> None:
 
 @pytest.mark.parametrize("peer", [settings({Setting.INITIAL_WINDOW_SIZE: 10})], indirect=True)
 async def test_no_more_is_sent_than_the_windows_take(peer: Peer) -> None:
-    async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
-        wire = await peer.wire()
-        call = connection.open(method("Join"))
+    async with called(peer, "Join") as (_, wire, call):
         writing = asyncio.create_task(call.write(b"x" * 20))
         assert (await wire.next(Kind.DATA)).payload == message(b"x" * 20)[:10]
         wire.send(frame(Kind.PING, 0, 0, bytes(8)))
@@ -324,9 +322,7 @@ async def test_no_more_is_sent_than_the_windows_take(peer: Peer) -> None:
 
 @pytest.mark.parametrize("peer", [settings({Setting.INITIAL_WINDOW_SIZE: 10})], indirect=True)
 async def test_a_write_that_waits_for_a_window_is_told_the_end(peer: Peer) -> None:
-    async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
-        wire = await peer.wire()
-        call = connection.open(method("Join"))
+    async with called(peer, "Join") as (_, wire, call):
         writing = asyncio.create_task(call.write(b"x" * 20))
         await wire.next(Kind.DATA)
         wire.send(headers(wire, 1, HEAD | {"grpc-status": "9", "grpc-message": "no"}, END_STREAM))
@@ -434,9 +430,7 @@ async def test_an_answer_before_the_whole_question(peer: Peer) -> None:
 
 @pytest.mark.parametrize("peer", [settings({Setting.INITIAL_WINDOW_SIZE: 10})], indirect=True)
 async def test_what_a_cancelled_write_left_is_sent_first(peer: Peer) -> None:
-    async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
-        wire = await peer.wire()
-        call = connection.open(method("Join"))
+    async with called(peer, "Join") as (_, wire, call):
         first = asyncio.create_task(call.write(b"a" * 20))
         body = (await wire.next(Kind.DATA)).payload
         first.cancel()
@@ -462,10 +456,7 @@ async def test_who_closed_for_writing_writes_no_more(peer: Peer) -> None:
 
 
 async def test_a_link_carries_more_than_the_usual_window_in_a_round_trip(peer: Peer) -> None:
-    async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
-        wire = await peer.wire()
-        call = connection.open(method("Many"))
-        await wire.next(Kind.HEADERS)
+    async with called(peer, "Many") as (_, wire, call):
         wire.send(headers(wire, 1, HEAD), *(wire.data(1, bytes(100_000), 0) for _ in range(20)))
         wire.send(headers(wire, 1, OK, END_STREAM))
         assert [len(each) async for each in call] == [100_000] * 20
