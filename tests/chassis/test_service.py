@@ -209,6 +209,7 @@ async def test_the_end_of_standard_input_stops(tmp_path: Path) -> None:
         (("--port", "x"), 2, "flag --port is 'x'"),
         (("--host", "192.0.2.1"), 2, "192.0.2.1:0: host '192.0.2.1' is no address of this machine"),
         (("--host", "no.such.invalid"), 2, "host 'no.such.invalid' is no address and no name"),
+        (("--host", "a" * 64), 2, f"host '{'a' * 64}' is no address and no name"),
     ],
 )
 async def test_failed_starts_have_a_status_and_a_message(

@@ -124,7 +124,12 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _resolve(host: str, port: int) -> Sequence[_AddressInfo]:
-    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    """Raises OSError where a host stands for no address."""
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except UnicodeError as error:
+        # Python looks at the labels of a name before it asks anybody.
+        raise socket.gaierror(socket.EAI_NONAME, str(error)) from error
 
 
 def _listener(info: _AddressInfo, port: int) -> socket.socket:
