@@ -59,20 +59,8 @@ def value(path: str) -> Put:
     return put
 
 
-def truth(path: str) -> Put:
-    """One truth value of several that may ask for the same; false asks for nothing."""
-
-    @sets(path)
-    def put(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
-        message, name = _at(item, path)
-        if tensor.scalar(row):
-            _set(message, name, tensor.scalar(row), tensor)
-
-    return put
-
-
 def positive(path: str) -> Put:
-    """One number that means nothing unless it is above 0."""
+    """One number, or truth value, that asks for nothing unless it is above 0; so several may ask for the same."""
 
     @sets(path)
     def put(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
