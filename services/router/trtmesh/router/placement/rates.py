@@ -93,7 +93,8 @@ class Rates:
         fading = 0.5 ** (seconds / FADING_SECONDS)
         self._prefill_trust *= fading
         self._step_trust *= fading
-        if self._held_up(seconds) or steps <= 0:
+        held_up = self._note_interval(seconds)
+        if held_up or steps <= 0:
             return
         computed = after.computed_prompt_tokens - before.computed_prompt_tokens
         if before.pending_prompt_tokens and after.pending_prompt_tokens and computed > 0:
@@ -107,7 +108,8 @@ class Rates:
             self._squares.add(running * running)
             self._products.add(running * seconds / steps)
 
-    def _held_up(self, seconds: float) -> bool:
+    def _note_interval(self, seconds: float) -> bool:
+        """Learns the pace of reports, and tells whether this one was held up."""
         most = HELD_UP * (self._interval.value or seconds)
         # A pace that has really changed becomes the usual one after a few reports.
         self._interval.add(min(seconds, most))
