@@ -123,10 +123,10 @@ class ItemRun:
 
     def usage(self) -> pb.Usage:
         """What it consumed so far."""
-        ends = [run.end for run in self._runs if run.end is not None]
+        cached = [run.end.cached_prompt_tokens for run in self._runs if run.end is not None]
         return pb.Usage(
-            prompt_tokens=len(self._encoded.token_ids),
-            cached_prompt_tokens=max((end.cached_prompt_tokens for end in ends), default=0),
+            prompt_tokens=self.prompt_tokens,
+            cached_prompt_tokens=max(cached, default=0),
             generated_tokens=self.generated_tokens,
         )
 

@@ -125,7 +125,12 @@ class SequenceRun:
             return
         known = len(self.token_ids) - token_offset
         if known < 0:
-            self.fail(_gap(self, token_offset))
+            self.fail(
+                StreamIncomplete(
+                    f"the worker sent token {token_offset} of sequence {self.sequence_index} but"
+                    f" {len(self.token_ids)} was next"
+                )
+            )
             return
         fresh = token_ids[known:] if known else token_ids
         if not fresh:
@@ -196,12 +201,9 @@ class SequenceRun:
 
     def give_up(self, error: TrtmeshError) -> None:
         """Ends a sequence that no worker has with an error, behind all its tokens."""
-        count = len(self.token_ids)
-        self.on_end(
-            engine_pb.SequenceEnd(
-                reason=pb.FINISH_REASON_ERROR, generated_tokens=count, error=to_proto(error)
-            )
-        )
+        end = engine_pb.SequenceEnd(reason=pb.FINISH_REASON_ERROR, error=to_proto(error))
+        end.generated_tokens = len(self.token_ids)
+        self.on_end(end)
 
     def _leave(self) -> bool:
         """No worker has the sequence any more; whether it is to go on elsewhere."""
@@ -259,14 +261,16 @@ class SequenceRun:
         """Ends the sequence with an error."""
         if not self.over:
             self.error = error
-            self._dismiss_worker(pb.FINISH_REASON_CANCELLED)
+            if self.assignment is not None:
+                self.assignment.stop(pb.FINISH_REASON_CANCELLED)
             self._settle()
 
     def abandon(self, reason: pb.FinishReason.ValueType) -> None:
         """Ends the sequence because nobody waits for it any more: nothing is put, the worker stops."""
         if not self.over:
             self.over = True
-            self._dismiss_worker(reason)
+            if self.assignment is not None:
+                self.assignment.stop(reason)
             if self.decoder is not None:
                 self.decoder.drop(self)
 
@@ -277,10 +281,6 @@ class SequenceRun:
         self.abandon(reason)
         self.reason = reason
         return True
-
-    def _dismiss_worker(self, reason: pb.FinishReason.ValueType) -> None:
-        if self.assignment is not None:
-            self.assignment.stop(reason)
 
     def _deliver(self, token_count: int, text: str) -> None:
         start = self.decoded
@@ -298,10 +298,3 @@ class SequenceRun:
         elif self.end is not None:
             self.reason = self.end.reason
         self.owner.on_settled(self)
-
-
-def _gap(sequence: SequenceRun, token_offset: int) -> TrtmeshError:
-    return StreamIncomplete(
-        f"the worker sent token {token_offset} of sequence {sequence.sequence_index} but"
-        f" {len(sequence.token_ids)} was next"
-    )
