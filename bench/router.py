@@ -3,7 +3,8 @@
 * `placement_us`: one decision over 64 workers with a prompt of 1,000 tokens, in this process, by policy; and as the
   router itself measured it while 2,000 streams ran.
 * `policies`: the same requests, each with one of many long prefixes, under round_robin, prefix_aware and auto: share of
-  prompt tokens reused, against an oracle for which every prefix that any worker was ever sent is a hit; and TTFT.
+  prompt tokens reused, against an oracle for which every prefix that any worker was ever sent is a hit; and TTFT. And
+  under prefix_aware through two routers, each of which gets every request's twin at the same time.
 * `throughput`: tokens a second of 2,000 streams through one router process and through two.
 
 The workers live in one process (`_simulated_fleet.py`), each with its own server and port.
@@ -24,7 +25,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,20 +69,10 @@ def routers(engines: str, count: int, policy: str) -> Iterator[list[dict[str, An
     """Router processes over the same workers; yields what they announced, once they are ready."""
     children: list[subprocess.Popen[str]] = []
     try:
-        flags = (
-            "--port",
-            "0",
-            "--admin-port",
-            "0",
-            "--http-port",
-            "none",
-            "--metrics-port",
-            "0",
-            "--policy",
-            policy,
-        )
+        flags = ("--port", "0", "--admin-port", "0", "--http-port", "none", "--metrics-port", "0")
         started: list[Any] = [
-            _start(children, "router", *flags, "--engines", engines) for _ in range(count)
+            _start(children, "router", *flags, "--policy", policy, "--engines", engines)
+            for _ in range(count)
         ]
         for each in started:
             _wait_until_serving(each["address"])
@@ -208,21 +199,30 @@ def router_placement_us(router: dict[str, Any]) -> float:
     return round(min(bound for bound, total in buckets.items() if total >= half) * 1e6, 1)
 
 
-async def shared_prefixes(engines: str, policy: str, requests: int, salt: int) -> Figures:
-    """Requests with shared prefixes at a steady rate; prompts differ from those of any other run by `salt`."""
+async def shared_prefixes(
+    engines: str, policy: str, requests: int, salt: int, count: int = 1
+) -> Figures:
+    """Requests with shared prefixes at a steady rate, through several routers as many with one prefix at the same time,
+    one a router; prompts differ from those of any other run by `salt`."""
     generator = random.Random(7)
-    chosen = [generator.randrange(PREFIXES) for _ in range(requests)]
+    chosen = [generator.randrange(PREFIXES) for _ in range(requests // count)]
+    requests = len(chosen) * count
     tokens = PREFIX_BLOCKS * BLOCK_TOKENS
-    with routers(engines, 1, policy) as (router,):
-        async with grpc.aio.insecure_channel(router["address"]) as channel:
-            generate: Any = channel.unary_stream("/trtmesh.v1.MeshService/Generate")
-            tasks = []
-            started = time.perf_counter()
-            for number, prefix in enumerate(chosen):
-                tail = [20_000 + (number + n) % 10_000 for n in range(TAIL_TOKENS)]
-                prompt = [1 + salt * PREFIXES + prefix] * tokens + tail
-                tasks.append(asyncio.create_task(ask(generate, request_of(prompt, 8))))
-                await asyncio.sleep(max(0.0, started + (number + 1) / 150 - time.perf_counter()))
+    with routers(engines, count, policy) as started:
+        async with AsyncExitStack() as stack:
+            generates: list[Any] = []
+            for router in started:
+                channel = grpc.aio.insecure_channel(router["address"])
+                await stack.enter_async_context(channel)
+                generates.append(channel.unary_stream("/trtmesh.v1.MeshService/Generate"))
+            tasks: list[asyncio.Task[Seen]] = []
+            begun = time.perf_counter()
+            for prefix in chosen:
+                for generate in generates:
+                    tail = [20_000 + (len(tasks) + n) % 10_000 for n in range(TAIL_TOKENS)]
+                    prompt = [1 + salt * PREFIXES + prefix] * tokens + tail
+                    tasks.append(asyncio.create_task(ask(generate, request_of(prompt, 8))))
+                await asyncio.sleep(max(0.0, begun + len(tasks) / 150 - time.perf_counter()))
             seen = await asyncio.gather(*tasks)
     prompt_tokens = requests * (tokens + TAIL_TOKENS)
     oracle = (requests - len(set(chosen))) * tokens / prompt_tokens
@@ -270,6 +270,9 @@ async def main(arguments: argparse.Namespace) -> None:
             figures = await shared_prefixes(engines, policy, arguments.requests, salt)
             print(f"{policy}: {json.dumps(figures)}", file=sys.stderr)
             result["policies"][policy] = figures
+        figures = await shared_prefixes(engines, "prefix_aware", arguments.requests, 3, count=2)
+        print(f"prefix_aware, two routers: {json.dumps(figures)}", file=sys.stderr)
+        result["policies"]["prefix_aware_of_two_routers"] = figures
     base = result["policies"]["round_robin"]["ttft_mean_ms"]
     for policy in ("prefix_aware", "auto"):
         aware = result["policies"][policy]

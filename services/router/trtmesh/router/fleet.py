@@ -206,11 +206,13 @@ class Fleet:
     ) -> PlacementQuery:
         typical = self._typical.get(item.model, UNKNOWN)
         new_tokens = min(typical.new_tokens, item.max_tokens or typical.new_tokens)
+        sizes = self._block_sizes(item.model, fleet)
         return PlacementQuery(
             model=item.model,
             fields=item.fields,
             prompt_tokens=item.prompt_tokens,
-            cached_tokens=self._cached_tokens(item, fleet, now),
+            cached_tokens=self._cached_tokens(item, sizes, now),
+            prefix=next(iter(item.blocks.hashes(min(sizes, default=0))), None),
             new_tokens=round(new_tokens * item.sequences),
             exclude=item.exclude,
             avoid=item.avoid,
@@ -233,18 +235,18 @@ class Fleet:
             return None
         return siblings.lead(hashes)
 
-    def _cached_tokens(
-        self, item: ItemToPlace, fleet: Sequence[WorkerSnapshot], now: float
-    ) -> dict[str, int]:
-        """Prompt tokens whose KV each worker has, as far as the policy cares."""
+    def _block_sizes(self, model: str, fleet: Sequence[WorkerSnapshot]) -> set[int]:
+        """Tokens of a block on the workers that tell of theirs; none where the policy does not care."""
         if not POLICIES[self.policy].looks_at_prefixes:
-            return {}
+            return set()
+        return {worker.tokens_per_block for worker in fleet if worker.model == model} - {0}
+
+    def _cached_tokens(self, item: ItemToPlace, sizes: set[int], now: float) -> dict[str, int]:
+        """Prompt tokens whose KV each worker has."""
         most = item.prompt_tokens - 1
         cached = {}
-        sizes = {worker.tokens_per_block for worker in fleet}
         for size in sizes:
-            found = self.kv_index.match(item.blocks.hashes(size), now) if size else {}
-            for address, blocks in found.items():
+            for address, blocks in self.kv_index.match(item.blocks.hashes(size), now).items():
                 if len(sizes) == 1 or self._snapshots[address].tokens_per_block == size:
                     # The last token is always computed, for its logits.
                     cached[address] = min(blocks * size, most)

@@ -20,12 +20,9 @@ def place(policy: str, fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -
     rules = POLICIES[policy]
     seen = lift_cold(fleet, eligible)
     shortlist = rules.shortlist(eligible, seen, query)
-    costs = rules.costs([seen[index] for index in shortlist], query)
-    turns = [fleet[index].last_turn for index in shortlist]
-    # Of equals in both the first: where the policy drew, that is chance.
-    _, _, position = min(zip(costs, turns, range(len(shortlist)), strict=True))
-    chosen = shortlist[position]
-    return Decision(policy, fleet[chosen], query, fleet)
+    candidates = [seen[index] for index in shortlist]
+    position = rules.pick(candidates, rules.costs(candidates, query), query)
+    return Decision(policy, fleet[shortlist[position]], query, fleet)
 
 
 def check_fields(fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> None:

@@ -1,8 +1,8 @@
 """The policies: how each scores the workers that can take an item, and which of these it looks at.
 
-A policy is two pure functions. `shortlist` may narrow the choice down to some of the eligible; `costs` gives each of
-these a score, lower is better. The lowest score wins, and of equals the one whose last turn is longest ago. The
-predicted cost of an item on a worker, in seconds:
+A policy is three pure functions. `shortlist` may narrow the choice down to some of the eligible; `costs` gives each of
+these a score, lower is better; `pick` takes the lowest, and of equals the one whose last turn is longest ago, unless
+the policy has a better reason to prefer one. The predicted cost of an item on a worker, in seconds:
 
     wait + uncached prompt tokens * prefill + new tokens * step + pressure
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from trtmesh.router.placement.rendezvous import highest
 from trtmesh.router.placement.snapshot import PlacementQuery, WorkerSnapshot
 
 Fleet = Sequence[WorkerSnapshot]
@@ -25,6 +26,11 @@ Indexes = list[int]
 SPILL_RATIO, SPILL_SEQUENCES = 1.5, 8
 """`prefix_aware` leaves a worker that has the prefix when it has more sequences than both the mean times the ratio
 and the mean plus the number: a prefix that is hot spreads to another worker."""
+
+NEARLY_EQUAL = 0.25
+"""`prefix_aware` gives a prefix that nobody has to the worker that rendezvous hashing names among those that cost at
+most this share of computing the prompt more than the best: routers that do not know yet of what the others sent then
+compute it once and not once each."""
 
 HOLDERS = 2
 SAMPLES = 2
@@ -38,6 +44,7 @@ class Policy:
 
     costs: Callable[[Fleet, PlacementQuery], list[float]]
     shortlist: Callable[[Indexes, Fleet, PlacementQuery], Indexes]
+    pick: Callable[[Fleet, list[float], PlacementQuery], int]
     looks_at_prefixes: bool = False
 
 
@@ -98,10 +105,30 @@ def _holders_and_sample(eligible: Indexes, fleet: Fleet, query: PlacementQuery) 
     return [*holders[:HOLDERS], *sample]
 
 
+def _lowest(fleet: Fleet, costs: list[float], query: PlacementQuery) -> int:
+    turns = [worker.last_turn for worker in fleet]
+    # Of equals in both the first: where the policy drew, that is chance.
+    return min(zip(costs, turns, range(len(fleet)), strict=True))[2]
+
+
+def _lowest_or_rendezvous(fleet: Fleet, costs: list[float], query: PlacementQuery) -> int:
+    index = _lowest(fleet, costs, query)
+    best = fleet[index]
+    if query.prefix is None or best.address in query.cached_tokens:
+        return index
+    most = costs[index] + NEARLY_EQUAL * query.prompt_tokens * best.prefill_seconds
+    near = {
+        w.address: n for n, (w, cost) in enumerate(zip(fleet, costs, strict=True)) if cost <= most
+    }
+    return near[highest(near, query.prefix)]
+
+
 POLICIES: dict[str, Policy] = {
-    "round_robin": Policy(_equal, _all),
-    "least_loaded": Policy(_sequences, _all),
-    "power_of_two": Policy(predicted_seconds, _pair),
-    "prefix_aware": Policy(predicted_seconds, _longest_prefix, looks_at_prefixes=True),
-    "auto": Policy(predicted_seconds, _holders_and_sample, looks_at_prefixes=True),
+    "round_robin": Policy(_equal, _all, _lowest),
+    "least_loaded": Policy(_sequences, _all, _lowest),
+    "power_of_two": Policy(predicted_seconds, _pair, _lowest),
+    "prefix_aware": Policy(
+        predicted_seconds, _longest_prefix, _lowest_or_rendezvous, looks_at_prefixes=True
+    ),
+    "auto": Policy(predicted_seconds, _holders_and_sample, _lowest, looks_at_prefixes=True),
 }

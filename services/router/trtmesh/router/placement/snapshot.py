@@ -54,6 +54,8 @@ class PlacementQuery:
     """Tokens that it is expected to generate."""
     cached_tokens: Mapping[str, int] = field(default_factory=dict)
     """Prompt tokens whose KV a worker has, by address; a worker that is not listed has none."""
+    prefix: int | None = None
+    """Name of the prompt's first block; None where it has none or nobody reuses its KV."""
     exclude: Mapping[str, str] = field(default_factory=dict)
     """Addresses of workers that must not take it, such as those that just failed it, and why."""
     avoid: frozenset[str] = frozenset()

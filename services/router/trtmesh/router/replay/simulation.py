@@ -143,6 +143,7 @@ class _Simulation:
             prompt_tokens=arrival.prompt_tokens,
             new_tokens=round(self._typical.new_tokens),
             cached_tokens={a: min(n * arrival.block_tokens, most) for a, n in found.items()},
+            prefix=arrival.blocks[0] if prefixes and arrival.blocks else None,
             draw=self._random.getrandbits(32),
         )
         decision = place(self._policy, [self._snapshot(w) for w in self._workers.values()], query)
