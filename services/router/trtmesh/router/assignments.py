@@ -102,20 +102,23 @@ class Assignments:
 
 
 class Handle:
-    """A sequence's assignment to a worker."""
+    """A sequence's assignment to a worker, which is asked to end it once, whoever asks how often."""
 
-    __slots__ = ("_assignments", "_number")
+    __slots__ = ("_assignments", "_number", "_stopping")
 
     def __init__(self, assignments: Assignments, number: int) -> None:
         self._assignments = assignments
         self._number = number
+        self._stopping = False
 
     @property
     def address(self) -> str:
         return self._assignments.address
 
     def stop(self, reason: generation_pb.FinishReason.ValueType) -> None:
-        self._assignments.stop(self._number, reason)
+        if not self._stopping:
+            self._stopping = True
+            self._assignments.stop(self._number, reason)
 
     def release(self, error: TrtmeshError | None) -> None:
         self._assignments.release(self._number, error)
