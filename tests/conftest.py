@@ -5,9 +5,16 @@ The environment is nobody's: what a developer or a CI has set reaches no process
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr
+from io import StringIO
 
+import pytest
 from hypothesis import HealthCheck, settings
+from log_lines import LogLine, log_lines
+from trtmesh.chassis.logs import set_up_logs
 
 FOREIGN = (
     # Settings of the services and of the command.
@@ -36,3 +43,15 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("same examples every time")
+
+
+@pytest.fixture
+def logged() -> Iterator[Callable[[], list[LogLine]]]:
+    """Gives what this process has logged so far, as a service would have written it."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    with redirect_stderr(StringIO()) as written:
+        set_up_logs("test", "info", "json")
+    yield lambda: log_lines(written.getvalue())
+    root.handlers[:] = handlers
+    root.setLevel(level)

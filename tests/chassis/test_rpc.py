@@ -10,10 +10,12 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from log_lines import LogLine
 from trtmesh.chassis.error_wire import REASON_METADATA_KEY
-from trtmesh.chassis.errors import QueueFull
+from trtmesh.chassis.errors import ModelNotFound, QueueFull
 from trtmesh.chassis.grpc_server import GrpcServer
 from trtmesh.chassis.health import Health
+from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.chassis.rpc import REQUEST_ID_METADATA_KEY, answering, request_id_of
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -69,6 +71,18 @@ async def test_a_defect_becomes_internal_and_is_logged(caplog: pytest.LogCapture
     assert dict(error.trailing_metadata())[REASON_METADATA_KEY] == "INTERNAL"
     assert "unforeseen" in caplog.text
     assert "ZeroDivisionError" in caplog.text
+
+
+async def test_a_request_id_that_becomes_known_late_is_that_of_the_refusal(
+    logged: Callable[[], list[LogLine]],
+) -> None:
+    async def body(context: Any) -> bytes:
+        rebind_request_id("r-drawn")
+        rebind_request_id("")
+        raise ModelNotFound("nobody serves it")
+
+    await failure(body)
+    assert logged() == [LogLine("r-drawn", "call refused: MODEL_NOT_FOUND: nobody serves it")]
 
 
 async def test_an_abort_of_the_handlers_own_passes() -> None:

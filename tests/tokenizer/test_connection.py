@@ -6,12 +6,13 @@ import asyncio
 import random
 import re
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from log_lines import LogLine
 from tokenizer.serving import (
     Link,
     Server,
@@ -27,6 +28,7 @@ from tokenizer.tokenizers_zoo import CORPUS
 from tokenizers import Tokenizer
 from trtmesh.tokenizer.connection import Connection
 from trtmesh.tokenizer.encoder import EncodeRequest, Outcome, encode_batch
+from trtmesh.tokenizer.sequence import DecodeSequence
 from trtmesh.v1 import tokenizer_pb2 as pb
 
 FAMILIES = ["byte_level_bpe", "llama2_bpe", "unigram_byte_fallback", "word_piece"]
@@ -223,6 +225,27 @@ async def test_an_id_outside_the_vocabulary_fails_its_handle_alone(
     assert server.metric("open_decode_states") == 1
     await link.send(close_decode(1), open_decode(1))
     assert list((await link.decode(decode({1: [hello]}))).texts) == ["H"]
+
+
+async def test_a_defect_fails_its_handle_alone_and_is_logged_under_its_request(
+    link: Link, monkeypatch: pytest.MonkeyPatch, logged: Callable[[], list[LogLine]]
+) -> None:
+    push = DecodeSequence.push
+
+    def fault(sequence: DecodeSequence, token_ids: list[int]) -> Any:
+        if sequence.request_id == "r-1":
+            raise ZeroDivisionError("by zero")
+        return push(sequence, token_ids)
+
+    monkeypatch.setattr(DecodeSequence, "push", fault)
+    await link.send(open_decode(1, request_id="r-1"), open_decode(2, request_id="r-2"))
+    assert reasons(await link.decode(decode({1: [5], 2: [5]}))) == {1: "INTERNAL"}
+    assert logged() == [
+        LogLine("r-1", "decoding failed for an unforeseen reason"),
+        LogLine(
+            "r-1", "decode handle 1 failed: INTERNAL: decoding failed: ZeroDivisionError: by zero"
+        ),
+    ]
 
 
 async def test_a_bad_delivered_id_is_told_by_the_next_decode(link: Link) -> None:

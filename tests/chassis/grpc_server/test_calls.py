@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 import pytest
 from chassis.grpc_server.conftest import MOST_BYTES, Example
+from log_lines import LogLine
+from trtmesh.chassis.rpc import REQUEST_ID_METADATA_KEY
 
 LIMITS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 SERVICE = "/example.Service/"
@@ -106,14 +108,15 @@ async def test_a_status_with_its_details_reaches_the_client(example: Example, de
 
 
 async def test_a_defect_is_told_and_logged(
-    example: Example, caplog: pytest.LogCaptureFixture
+    example: Example, logged: Callable[[], list[LogLine]]
 ) -> None:
     async with channel_to(example) as channel:
-        error = await refused(channel.unary_unary(SERVICE + "Fail")(b"defect"))
+        metadata = ((REQUEST_ID_METADATA_KEY, "r-1"),)
+        error = await refused(channel.unary_unary(SERVICE + "Fail")(b"defect", metadata=metadata))
         assert error.code() is grpc.StatusCode.UNKNOWN
         assert error.details() == "ZeroDivisionError: by zero"
         assert await channel.unary_unary(SERVICE + "Echo")(b"on") == b"on"
-    assert "unforeseen" in caplog.text
+    assert logged() == [LogLine("r-1", "a call failed for an unforeseen reason")]
 
 
 async def test_a_handler_may_set_a_status_and_fail(example: Example) -> None:

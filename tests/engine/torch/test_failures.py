@@ -19,6 +19,7 @@ import torch
 from engine.test_process import NOT_SERVING, SERVING, health_watch
 from engine.torch.harness import Harness, configure, running
 from engine_streams import router_stream, submit
+from log_lines import LogLine
 from oracle import tiny_models
 from processes import service_process
 from trtmesh.chassis.errors import BackendFailed, WorkerLost
@@ -164,6 +165,22 @@ async def test_a_fault_after_the_model_ends_that_item_alone(
         assert all_is_free(engine)
         monkeypatch.undo()
         assert await engine.run(PROMPTS[:2], config) == expected[:2]
+
+
+async def test_lines_about_a_failed_item_have_its_request_id(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, logged: Callable[[], list[LogLine]]
+) -> None:
+    async with running(llama, kv_cache_tokens=512) as engine:
+        engine.submit([5], SHORT)
+        with raising(engine, refuse_marked):
+            await engine.ended([*engine.submit([7, MARKED], SHORT)])
+        without_an_end(monkeypatch)
+        await engine.ended([*engine.submit([MARKED], SHORT, batch_index=2)])
+    about_one = [line for line in logged() if line.message.startswith("item")]
+    assert about_one == [
+        LogLine("request-1", "item 0 fails alone too"),
+        LogLine("request-2", "item 2: a token could not be appended"),
+    ]
 
 
 async def test_inputs_that_fail_one_after_another_do_not_end_the_engine(llama: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +15,18 @@ import pytest
 import torch
 from engine.torch.conftest import ModelDir
 from engine.torch.harness import SECONDS, Harness, configure, running
+from log_lines import LogLine
 from oracle import tiny_models
 from transformers import PreTrainedModel
-from trtmesh.chassis.errors import InvalidField, QueueFull, TokenOutOfVocabulary, TrtmeshError
+from trtmesh.chassis.errors import (
+    BackendFailed,
+    InvalidField,
+    QueueFull,
+    TokenOutOfVocabulary,
+    TrtmeshError,
+)
 from trtmesh.chassis.vocabulary import GenerationConfig, PromptTuning, Tensor
-from trtmesh.engine.backends.torch.prompt_table import PromptTable
+from trtmesh.engine.backends.torch.prompt_table import Embedding, PromptTable
 from trtmesh.v1 import generation_pb2 as pb
 
 VOCABULARY = tiny_models.VOCABULARY_SIZE
@@ -349,6 +356,21 @@ async def test_values_that_are_no_numbers_end_the_item(values: dict[str, Any], l
             assert "embedding_table holds values that are not finite" in stream.end.error.message
         assert len((await engine.run([[5]], GREEDY))[0]) == TOKENS
         await no_table_is_held(engine)
+
+
+async def test_a_defect_of_the_reading_ends_the_item_and_is_logged_under_its_request(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, logged: Callable[[], list[LogLine]]
+) -> None:
+    def fault(_: Embedding, asked: PromptTuning) -> PromptTable:
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr(Embedding, "read", fault)
+    async with running(llama) as engine:
+        keys = engine.submit([VOCABULARY], tuned(tensor_of(random_table(2, 0))))
+        (stream,) = await engine.ended(keys)
+        assert stream.end
+        assert isinstance(stream.end.error, BackendFailed)
+    assert logged() == [LogLine("request-0", "a prompt table could not be read")]
 
 
 async def test_the_tables_of_all_items_have_bounded_memory(llama: Path) -> None:

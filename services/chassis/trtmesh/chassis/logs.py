@@ -25,6 +25,13 @@ def request_id_bound(request_id: str) -> Iterator[None]:
         _request_id.reset(token)
 
 
+def rebind_request_id(request_id: str) -> None:
+    """Puts `request_id`, which became known, in the place of what the innermost `request_id_bound` of this task put;
+    does nothing where it is ''."""
+    if request_id:
+        _request_id.set(request_id)
+
+
 class _AddRequestId(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         record.request_id = _request_id.get()

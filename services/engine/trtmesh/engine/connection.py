@@ -19,6 +19,7 @@ from trtmesh.chassis.errors import (
     TrtmeshError,
     UnsupportedCall,
 )
+from trtmesh.chassis.logs import request_id_bound
 from trtmesh.engine.backend import SequenceEnd
 from trtmesh.engine.outbox import MOST_TENSOR_BYTES, Outbox
 from trtmesh.engine.step_part import StepPart
@@ -189,7 +190,8 @@ class Connection:
             return
         except Exception as error:
             # Broad on purpose: a defect of the backend costs this item alone.
-            log.exception("the backend could not take item %s", command.request_id)
+            with request_id_bound(command.request_id):
+                log.exception("the backend could not take item %d", command.batch_index)
             self._refuse(handles, command, BackendFailed(f"{type(error).__name__}: {error}"))
             return
         prompt_tokens = len(item.token_ids) - item.emitted_tokens
@@ -232,7 +234,8 @@ class Connection:
         """Answers for an item that was not taken."""
         error.worker = error.worker or self._worker.name
         self._worker.metrics.errors[error.reason] += 1
-        log.info("item %s[%d] refused: %s", command.request_id, command.batch_index, error.message)
+        with request_id_bound(command.request_id):
+            log.info("item %d refused: %s", command.batch_index, error.message)
         prompt_tokens = max(0, len(command.token_ids) - command.emitted_tokens)
         for handle in handles:
             self.outbox.put_end(

@@ -10,11 +10,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from trtmesh.chassis.errors import InternalError, NoWorker, TrtmeshError
+from trtmesh.chassis.errors import NoWorker, TrtmeshError
 from trtmesh.chassis.logs import request_id_bound
 from trtmesh.router.admission import Permit
 from trtmesh.router.attempts import too_many_losses
@@ -32,8 +31,6 @@ from trtmesh.v1 import generation_pb2 as pb
 if TYPE_CHECKING:
     from trtmesh.router.live_request import LiveRequest
 
-log = logging.getLogger(__name__)
-
 
 class ItemRun:
     """One live item."""
@@ -43,7 +40,7 @@ class ItemRun:
     ) -> None:
         self._permit = permit
         self._live = live
-        self._events = ItemEvents(item, live.client, live.mesh.metrics)
+        self._events = ItemEvents(item, live)
         self._mesh = live.mesh
         self._item = item
         self._received = received
@@ -81,11 +78,8 @@ class ItemRun:
                 self._events.failed(error, self.usage())
             except asyncio.CancelledError:
                 self._cancelled()
-            except Exception as error:
-                # Broad on purpose: a defect met by one item must end that item alone, and visibly.
-                log.exception("item %d failed for an unforeseen reason", self._item.batch_index)
-                unforeseen = InternalError(f"{type(error).__name__}: {error}")
-                self._events.failed(unforeseen, self.usage())
+            except Exception as error:  # noqa: BLE001 - a defect that one item meets ends that item alone, visibly
+                self._events.broke(error, self.usage())
             finally:
                 self._abandon()
 
@@ -213,8 +207,7 @@ class ItemRun:
             return False
         for run in runs:
             run.release(error)
-        self._mesh.metrics.moved["moved"] += len(runs)
-        log.info("item %d moves: %s", self.batch_index, error.message)
+        self._events.moved(len(runs), error)
         self._news.set()
         return True
 
@@ -266,8 +259,7 @@ class ItemRun:
         elif not self._search.attempts.note(address, error, self.generated_tokens):
             run.give_up(too_many_losses(self._search.attempts.fruitless, error))
         else:
-            self._mesh.metrics.moved[error.reason.lower()] += 1
-            log.info("item %d looks for another worker: %s", self.batch_index, error.message)
+            self._events.lost(error)
             self._news.set()
 
     def _finish(self) -> None:

@@ -1,29 +1,36 @@
-"""What the client of an item hears of it beside its tokens, and what is counted with that."""
+"""What the client of an item hears of it beside its tokens, and what is counted and logged with that."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from trtmesh.chassis.error_wire import to_proto
-from trtmesh.chassis.errors import TrtmeshError
-from trtmesh.router.client_stream import ClientStream
-from trtmesh.router.metrics import RouterMetrics
+from trtmesh.chassis.errors import InternalError, TrtmeshError
+from trtmesh.chassis.logs import request_id_bound
 from trtmesh.router.request import ItemRequest
 from trtmesh.router.sequence import SequenceRun
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
+if TYPE_CHECKING:
+    from trtmesh.router.live_request import LiveRequest
+
 log = logging.getLogger(__name__)
 
 
 class ItemEvents:
-    """Puts the events of one item to its client."""
+    """Puts the events of one item to its client.
 
-    def __init__(self, item: ItemRequest, client: ClientStream, metrics: RouterMetrics) -> None:
+    Workers are lost in tasks that are no request's, so what is logged of that names the request by itself.
+    """
+
+    def __init__(self, item: ItemRequest, live: LiveRequest) -> None:
         self._item = item
-        self._client = client
-        self._metrics = metrics
+        self._request_id = live.request_id
+        self._client = live.client
+        self._metrics = live.mesh.metrics
         self.error = ""
         """Reason word of what the item failed by."""
 
@@ -76,6 +83,25 @@ class ItemEvents:
             if run.cut_off(reason):
                 self.sequence_finished(run)
         self._put_finished(reason, usage, None)
+
+    def moved(self, sequences: int, error: TrtmeshError) -> None:
+        """So many sequences leave their worker, because of `error`, for one that has a place for them."""
+        self._metrics.moved["moved"] += sequences
+        with request_id_bound(self._request_id):
+            log.info("item %d moves: %s", self._item.batch_index, error.message)
+
+    def lost(self, error: TrtmeshError) -> None:
+        """A worker does not go on with a sequence."""
+        self._metrics.moved[error.reason.lower()] += 1
+        with request_id_bound(self._request_id):
+            log.info("item %d looks for another worker: %s", self._item.batch_index, error.message)
+
+    def broke(self, defect: Exception, usage: pb.Usage) -> None:
+        """The item met a defect."""
+        log.error(
+            "item %d failed for an unforeseen reason", self._item.batch_index, exc_info=defect
+        )
+        self.failed(InternalError(f"{type(defect).__name__}: {defect}"), usage)
 
     def failed(self, error: TrtmeshError, usage: pb.Usage) -> None:
         self.error = error.reason

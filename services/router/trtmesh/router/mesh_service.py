@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.chassis.rpc import answering, request_id_of
 from trtmesh.router.admission import key_name
 from trtmesh.router.client_stream import as_response
@@ -47,6 +48,7 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
         with self._counting() as outcome:
             async with answering(context, request.request_id):
                 valid = parse_request(request, request_id_of(context), self._max_items)
+                rebind_request_id(valid.request_id)
                 key = key_name(_metadata_of(context))
                 async with self._requests.open(valid, context.time_remaining(), key) as live:
                     outcome.word = "cancelled"

@@ -138,7 +138,8 @@ class DecodeStates:
             else:
                 text, stop = sequence.push(token_ids)
         except Exception as error:  # noqa: BLE001 - see _known
-            self._fail(handle, _known(error))
+            with request_id_bound(sequence.request_id):
+                self._fail(handle, _known(error))
         else:
             if stop is not None:
                 answer.stops.add(

@@ -14,6 +14,8 @@ from trtmesh.chassis.grpc_wire.frames import FIRST_WINDOW_BYTES, ErrorCode, rese
 from trtmesh.chassis.grpc_wire.input import Input
 from trtmesh.chassis.grpc_wire.messages import BadMessage, MessageReader
 from trtmesh.chassis.grpc_wire.output import Output, OutStream
+from trtmesh.chassis.logs import request_id_bound
+from trtmesh.chassis.rpc import request_id_of
 
 log = logging.getLogger(__name__)
 
@@ -191,7 +193,8 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
             except Exception as error:
                 # Broad on purpose: a defect must reach the caller as a status, not as a broken connection.
                 if self._code is grpc.StatusCode.OK:
-                    log.exception("a call failed for an unforeseen reason")
+                    with request_id_bound(request_id_of(self)):
+                        log.exception("a call failed for an unforeseen reason")
                     self.set_code(grpc.StatusCode.UNKNOWN)
                     self.set_details(f"{type(error).__name__}: {error}")
                 self._end(self._code, self._details)

@@ -18,6 +18,7 @@ from trtmesh.chassis.errors import (
     PromptTooLong,
     TrtmeshError,
 )
+from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.live_request import LiveRequest
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.request import MAX_REQUEST_ID_LENGTH, GenerationRequest, parse_request
@@ -81,6 +82,7 @@ class Generations:
         outcome = "refused"
         try:
             request = self._validate(call)
+            rebind_request_id(request.request_id)
             answers = self._answers_of(call, request)
             limit = TimeLimit(call.timeout_seconds)
             async with self._requests.open(

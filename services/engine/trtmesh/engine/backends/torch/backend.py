@@ -128,13 +128,15 @@ class TorchBackend:
             lanes = self._lane_keys(item)
             sequences = sequences_of(item, lanes or item.keys, rule, token_rules)
             if item.config.prompt_tuning:
-                self._have_table_read(item.config.prompt_tuning, sequences)
+                self._have_table_read(item.request_id, item.config.prompt_tuning, sequences)
             self._incoming_sequences += len(sequences)
             self._incoming_tokens += len(sequences) * len(item.token_ids)
             self._inbox.append(Add(sequences, BeamItem(item.keys, sequences) if lanes else None))
             self._wake.notify()
 
-    def _have_table_read(self, asked: PromptTuning, sequences: list[Sequence]) -> None:
+    def _have_table_read(
+        self, request_id: str, asked: PromptTuning, sequences: list[Sequence]
+    ) -> None:
         """The sequences must be in the inbox before `_wake` is let go of. Raises QueueFull or InvalidField."""
         assert self._tables is not None
 
@@ -143,7 +145,7 @@ class TorchBackend:
                 self._inbox.append(Prepared(sequences, table))
                 self._wake.notify()
 
-        lease = self._tables.read(asked, len(sequences), done)
+        lease = self._tables.read(request_id, asked, len(sequences), done)
         for sequence in sequences:
             sequence.table_lease = lease
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 from trtmesh.chassis.errors import BackendFailed, TrtmeshError
+from trtmesh.chassis.logs import request_id_bound
 from trtmesh.engine.backend import SequenceEnd, StepOutput
 from trtmesh.engine.backends.torch.beam_item import BeamItem
 from trtmesh.engine.backends.torch.chunk import Chunk
@@ -279,7 +280,8 @@ class Engine:
 
     def _give_up(self, sequence: Sequence, what: str, error: Exception) -> None:
         """Ends a sequence that `what` is true of because of `error`."""
-        log.error(what, exc_info=error)
+        with request_id_bound(sequence.request_id):
+            log.error("item %d: %s", sequence.batch_index, what, exc_info=error)
         self._blame(sequence, BackendFailed(f"{what}: {error}"))
 
     def _fail(self, sequence: Sequence, error: TrtmeshError) -> None:

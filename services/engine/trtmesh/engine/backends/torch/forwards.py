@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 from trtmesh.chassis.errors import BackendFailed
+from trtmesh.chassis.logs import request_id_bound
 from trtmesh.engine.backends.torch.chunk import Chunk
 from trtmesh.engine.backends.torch.runner import Runner
 
@@ -52,7 +53,10 @@ class Forwards:
         for chunk in chunks:
             try:
                 forward.results.append(self._runner.compute([chunk]))
-            except Exception as error:  # noqa: BLE001 - whatever it is, it ends this sequence alone
+            except Exception as error:
+                # Broad on purpose: whatever it is, it ends this sequence alone.
+                with request_id_bound(chunk.sequence.request_id):
+                    log.exception("item %d fails alone too", chunk.sequence.batch_index)
                 forward.failures.append((chunk, BackendFailed(f"the model failed: {error}")))
             else:
                 forward.computed.append(chunk)

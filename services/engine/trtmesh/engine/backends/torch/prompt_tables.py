@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from trtmesh.chassis.errors import BackendFailed, InvalidField, QueueFull, TrtmeshError
+from trtmesh.chassis.logs import request_id_bound
 from trtmesh.chassis.vocabulary import PromptTuning
 
 if TYPE_CHECKING:
@@ -61,8 +62,9 @@ class PromptTables:
     def held_bytes(self) -> int:
         return self._held_bytes
 
-    def read(self, asked: PromptTuning, holders: int, done: Done) -> Lease:
-        """Has a table read that `Embedding.check` found good; `holders` sequences will hold what comes of it.
+    def read(self, request_id: str, asked: PromptTuning, holders: int, done: Done) -> Lease:
+        """Has a table of a request read that `Embedding.check` found good; `holders` sequences will hold what comes of
+        it.
 
         Raises QueueFull where there is no memory for it now, InvalidField where there never is.
         """
@@ -81,14 +83,14 @@ class PromptTables:
             self._held_bytes += size
         # The reading is a holder too.
         lease = Lease(size, holders + 1, self._free)
-        self._thread.submit(self._read, asked, lease, done)
+        self._thread.submit(self._read, request_id, asked, lease, done)
         return lease
 
     def close(self) -> None:
         """Returns when nothing is read any more; what had not begun never is."""
         self._thread.shutdown(cancel_futures=True)
 
-    def _read(self, asked: PromptTuning, lease: Lease, done: Done) -> None:
+    def _read(self, request_id: str, asked: PromptTuning, lease: Lease, done: Done) -> None:
         if not lease.is_wanted:
             lease.give_back()
             return
@@ -98,7 +100,8 @@ class PromptTables:
         except TrtmeshError as error:
             table = error
         except Exception as error:
-            log.exception("a prompt table could not be read")
+            with request_id_bound(request_id):
+                log.exception("a prompt table could not be read")
             table = BackendFailed(f"the prompt table could not be read: {error}")
         # Before anybody may see the item end, so that nothing is counted by then.
         lease.give_back()

@@ -47,6 +47,8 @@ class Sequence:
     """Tokens that came with the item: the prompt and what was generated elsewhere."""
     rule: EndRule
     token_rules: TokenRules
+    request_id: str = ""
+    """That of its item, for the log; '' where none asked for it."""
     deadline: float | None = None
     leader: Sequence | None = None
     """Sequence with the same prompt, which computes it; this one begins with a copy of its KV."""
@@ -237,6 +239,7 @@ def sequences_of(
             submitted_tokens=len(item.token_ids),
             rule=rule,
             token_rules=token_rules,
+            request_id=item.request_id,
             deadline=item.deadline,
             leader=sequences[0] if sequences else None,
             root=root,

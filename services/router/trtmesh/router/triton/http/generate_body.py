@@ -6,9 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tritonclient.grpc import service_pb2 as kserve
 from trtmesh.chassis.errors import InvalidRequest
-from trtmesh.router.triton.http.infer_body import response_parameters, set_parameter, text_of
+from trtmesh.router.triton.http.infer_body import begin_request, response_parameters, set_parameter
 from trtmesh.router.triton.http.json_tensors import BINARY_ONLY, flatten, raw_data, values
 from trtmesh.router.triton.models import MODEL_VERSION, Model
 from trtmesh.router.triton.tensors import TensorSpec
@@ -20,7 +19,7 @@ NESTED = "parameters"
 
 def read_generate(model: Model, message: Mapping[str, Any]) -> Any:
     """The ModelInferRequest that the JSON object asks for. Raises InvalidRequest."""
-    request = kserve.ModelInferRequest(model_name=model.name, id=text_of(message, "id", ""))
+    request = begin_request(model, message)
     _read_keys(request, model, {k: v for k, v in message.items() if k not in ("id", NESTED)})
     nested = message.get(NESTED, {})
     if not isinstance(nested, dict):

@@ -9,6 +9,7 @@ from typing import Any
 
 from tritonclient.grpc import service_pb2 as kserve
 from trtmesh.chassis.errors import InvalidRequest
+from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.triton.http.bodies import parse_json, to_json
 from trtmesh.router.triton.http.json_tensors import flatten, raw_data, values
 from trtmesh.router.triton.models import MODEL_VERSION, Model
@@ -30,12 +31,19 @@ class BinaryOutputs:
         return self.named.get(str(name), self.default)
 
 
+def begin_request(model: Model, message: Mapping[str, Any]) -> Any:
+    """A ModelInferRequest with nothing but its id, which what is logged has from here on. Raises InvalidRequest."""
+    request = kserve.ModelInferRequest(model_name=model.name, id=text_of(message, "id", ""))
+    rebind_request_id(request.id)
+    return request
+
+
 def read_infer(model: Model, body: bytes, header_length: str | None) -> tuple[Any, BinaryOutputs]:
     """The ModelInferRequest of a body whose JSON is `header_length` bytes long, all of it where that is None. Raises
     InvalidRequest."""
     length = _header_length(model, header_length, len(body))
     message = parse_json(body[:length])
-    request = kserve.ModelInferRequest(model_name=model.name, id=text_of(message, "id", ""))
+    request = begin_request(model, message)
     binary = BinaryOutputs()
     for name, value in _objects(message, "parameters").items():
         if name == "binary_data_output":

@@ -8,7 +8,6 @@ from typing import Any
 
 from aiohttp import hdrs, web
 from trtmesh.chassis.errors import InternalError, SlowClient, TrtmeshError, UnsupportedCall
-from trtmesh.chassis.logs import request_id_bound
 from trtmesh.router.admission import key_name
 from trtmesh.router.triton.answers import Answer
 from trtmesh.router.triton.generations import Caller
@@ -71,16 +70,15 @@ class Inference:
             elif not answer.only_end:
                 await events.send(generate_response(model, asked.id, answer.outputs))
 
-        with request_id_bound(asked.id):
-            try:
-                await self._server.serve(model, asked, _caller_of(request), send)
-            except SlowClient:
+        try:
+            await self._server.serve(model, asked, _caller_of(request), send)
+        except SlowClient:
+            raise
+        except TrtmeshError as error:
+            if not events.begun:
                 raise
-            except TrtmeshError as error:
-                if not events.begun:
-                    raise
-                await events.fail(error)
-            return await events.end()
+            await events.fail(error)
+        return await events.end()
 
     async def _only_response(
         self, request: web.Request, model: Model, asked: Any
@@ -97,8 +95,7 @@ class Inference:
                 raise _not_one_response()
             responses.append(answer.outputs)
 
-        with request_id_bound(asked.id):
-            await self._server.serve(model, asked, _caller_of(request), collect)
+        await self._server.serve(model, asked, _caller_of(request), collect)
         if not responses:
             raise _not_one_response()
         return responses[0]
