@@ -60,7 +60,9 @@ compose-test: images $(INSTALLED_DEV)  ## Scale, kill, cut off and restart conta
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 14) else \
 	    "trtmesh needs Python 3.11 to 3.13, but $(PYTHON) is %d.%d; name another: make PYTHON=python3.12" % v[:2])'
-	$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
+	@echo "Making .venv ..."
+	@trap 'rm -rf .venv; exit 130' INT TERM HUP; $(PYTHON) -c 'import signal, sys, venv; \
+	    signal.signal(signal.SIGINT, signal.SIG_DFL); venv.main([".venv"])' || { rm -rf .venv; exit 1; }
 
 $(INSTALLED): $(BIN)/python pyproject.toml constraints.txt
 	@echo "Installing into .venv (the first time takes a few minutes) ..."
