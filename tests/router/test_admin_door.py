@@ -77,8 +77,8 @@ async def test_every_call_without_the_token_is_refused(
     assert SECRET not in caplog.text
 
 
-async def test_the_token_opens_every_call(guarded: RouterClient) -> None:
-    token = AdminToken.of(SECRET)
+@pytest.mark.parametrize("token", [AdminToken.of(SECRET), f"{SECRET}\n"])
+async def test_the_token_opens_every_call(guarded: RouterClient, token: AdminToken | str) -> None:
     async with AdminClient(guarded.admin.address, token=token) as admin:
         assert not [e for e in await every_call(admin) if isinstance(e, Unauthenticated)]
         assert (await admin.get_policy()).policy == "auto"

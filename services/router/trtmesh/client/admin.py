@@ -26,7 +26,8 @@ class AdminClient(Connection):
             for worker in (await admin.list_workers()).workers:
                 ...
 
-    `token` is shown where the router asks for one. Every call raises an error of `trtmesh.chassis.errors` when it
+    `token`, a text or what `read_admin_token` found, is shown where the router asks for one; SettingsError says what no
+    token can be. Every call raises an error of `trtmesh.chassis.errors` when it
     fails, and DeadlineExceeded when the router gives no sign for `timeout_seconds`.
     """
 
@@ -34,7 +35,7 @@ class AdminClient(Connection):
         self,
         address: str = DEFAULT_ADMIN_ADDRESS,
         *,
-        token: AdminToken | None = None,
+        token: AdminToken | str | None = None,
         timeout_seconds: float = 10.0,
         max_message_bytes: int = 64 * 2**20,
     ) -> None:
@@ -43,7 +44,9 @@ class AdminClient(Connection):
             address, max_message_bytes=max_message_bytes, connect_seconds=2 * timeout_seconds
         )
         self._timeout_seconds = timeout_seconds
-        self._metadata = (token.metadata,) if token else ()
+        if isinstance(token, str):
+            token = AdminToken.of(token)
+        self._metadata = () if token is None else (token.metadata,)
 
     async def list_workers(self) -> pb.ListWorkersResponse:
         """The workers and tokenizers that the router sees."""
