@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
+import textwrap
 
 from cli.commands import FREE_PORTS, running, trtmesh
 
@@ -24,6 +27,10 @@ def test_it_goes_on_serving_until_ctrl_c() -> None:
         result = trtmesh("generate", "--router", router, "--max-tokens", "2", "hi")
         assert result.returncode == 0, result.stderr
         assert len(demo.descendants()) == 4
+        demo.wait_for("asyncio.run(main())")
+        printed = "".join(demo.out).partition("From Python")[2].partition("\n")[2]
+        program = [sys.executable, "-c", textwrap.dedent(printed)]
+        subprocess.run(program, check=True, capture_output=True)
         demo.signal(signal.SIGINT)
         assert demo.wait() == 0
         assert demo.left_nothing()

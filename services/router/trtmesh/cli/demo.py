@@ -66,14 +66,19 @@ def _say_how_to_go_on(router: str, admin: str) -> None:
         f"""
 The stack keeps serving until Ctrl-C. From another terminal:
 
-    .venv/bin/trtmesh generate --router {router} 'def fibonacci(n):' 'class Stack:'
+    .venv/bin/trtmesh generate --router {router} --max-tokens 96 'def fibonacci(n):' 'class Stack:'
     .venv/bin/trtmesh status --admin {admin}
 
-From Python:
+From Python, with .venv/bin/python:
 
+    import asyncio
     from trtmesh.client import Client
-    async with Client("{router}") as client:
-        for item in await client.complete(["def fibonacci(n):"], max_tokens=32):
-            print(item.text)
+
+    async def main():
+        async with Client("{router}") as client:
+            for item in await client.complete(["def fibonacci(n):"], max_tokens=32):
+                print(item.text)
+
+    asyncio.run(main())
 """
     )

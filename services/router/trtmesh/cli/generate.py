@@ -30,7 +30,10 @@ def generate(
     ],
     router: RouterOption = DEFAULT_ADDRESS,
     model: Annotated[str, typer.Option(help="Model; unset means the only one.")] = "",
-    max_tokens: Annotated[int | None, typer.Option(help="Most new tokens.")] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="Most new tokens; unset means what the model's length allows."),
+    ] = None,
     min_tokens: Annotated[int | None, typer.Option(help="Fewest new tokens.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Keep the k most likely tokens.")] = None,

@@ -12,6 +12,7 @@ from trtmesh.cli.session import run
 from trtmesh.cli.stack import Stack
 from trtmesh.cli.supervisor import supervise
 
+GENERATE_ARGUMENTS = "--max-tokens 96 'def fibonacci(n):'"
 CURL_BODY = '{"text_input": "def fibonacci(n):", "max_tokens": 32}'
 
 
@@ -36,7 +37,7 @@ async def _serve(stack: Stack) -> int:
         ready |= {"http": stack.http_address} if stack.http_address else {}
         put(json.dumps({"event": "ready", **ready}))
     else:
-        put(f"ready: trtmesh generate --router {stack.router_address} 'def fibonacci(n):'")
+        put(f"ready: trtmesh generate --router {stack.router_address} {GENERATE_ARGUMENTS}")
         put(f"       trtmesh status --admin {stack.admin_address}")
         if stack.http_address:
             put(f"       curl -d '{CURL_BODY}' {stack.http_address}/v2/models/ensemble/generate")
