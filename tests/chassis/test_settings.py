@@ -183,3 +183,10 @@ def test_help_shows_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--cache-blocks" in text
     assert "100 % of them" in text
     assert "(default 10)" in text
+
+
+def test_help_tells_the_words_that_a_setting_may_be(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert "(one of debug, info, warning, error; default info)" in text

@@ -115,6 +115,7 @@ def test_a_second_ctrl_c_ends_everything_at_once() -> None:
         with running("generate", *arguments) as request:
             request.wait_for('"tokens"')
             stack.signal(signal.SIGINT)
+            stack.wait_for("waiting for 1 request to finish, 3600 s at most")
             stack.wait_for("drain: draining")
             stack.signal(signal.SIGINT)
             assert stack.wait() == 130
@@ -173,6 +174,7 @@ def test_a_taken_default_port_is_replaced_and_said() -> None:
             router = stack.wait_ready()
             assert not router.endswith(":8001")
             stack.wait_for("port 8001 is in use")
+            assert not any("error" in line for line in stack.err)
             assert trtmesh("status", "--admin", stack.admin).returncode == 0
 
 
@@ -204,6 +206,7 @@ def test_a_stack_without_http_and_metrics() -> None:
     [
         (("--engines", "0"), 2, "--engines"),
         (("--backend", "magic"), 2, "--backend"),
+        (("--policy", "nonsense"), 2, "--policy"),
         (("--model", "/nowhere/at/all"), 4, "/nowhere/at/all"),
         (("--nonsense", "1"), 2, "--nonsense"),
         (("--config", "/nowhere.yaml"), 2, "/nowhere.yaml"),
@@ -225,6 +228,15 @@ def test_an_unknown_field_of_the_file_is_named(tmp_path: Path) -> None:
     result = trtmesh("up", "--config", str(file))
     assert result.returncode == 2
     assert "engine.bakend" in result.stderr
+
+
+def test_a_wrong_setting_of_a_router_is_told_before_models_are_loaded(tmp_path: Path) -> None:
+    file = tmp_path / "mesh.yaml"
+    file.write_text("router: {polcy: auto}\n")
+    with running_stack("--port", "0", "--config", str(file), env=SLOW_LOAD) as stack:
+        assert stack.wait() == 2
+        assert stack.left_nothing()
+        assert "router.polcy" in stack.err[-1]
 
 
 def test_logs_may_go_to_files(tmp_path: Path) -> None:

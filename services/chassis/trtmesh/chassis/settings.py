@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
@@ -45,6 +46,9 @@ def none_word(value: object) -> object:
 
 OptionalPort = Annotated[Port | None, BeforeValidator(none_word)]
 """A TCP port, or None; a flag or a variable says `none`."""
+
+Policy = Literal["round_robin", "least_loaded", "power_of_two", "prefix_aware", "auto"]
+"""How a router chooses a worker; here because a stack takes the setting too."""
 
 
 class Settings(BaseModel):
@@ -116,6 +120,26 @@ def iterate_leaves(
             yield (*prefix, name), info
 
 
+def help_of(info: FieldInfo) -> str:
+    """What `--help` says of a field: its description, the words that it may be where they are given, its default."""
+    words = _words(info.annotation)
+    notes = [f"one of {', '.join(words)}"] if words else []
+    default = None if info.is_required() else info.get_default(call_default_factory=True)
+    if default not in (None, "", (), {}):
+        notes.append(f"default {default}")
+    text = (info.description or "").replace("\n", " ")
+    return f"{text} ({'; '.join(notes)})" if notes else text
+
+
+def _words(kind: object) -> list[str]:
+    """The values of a Literal, or of one that may be unset."""
+    if get_origin(kind) is Literal:
+        return [str(word) for word in get_args(kind)]
+    if get_origin(kind) in (Union, UnionType):
+        return [word for part in get_args(kind) for word in _words(part)]
+    return []
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise SettingsError(f"{message}; `{self.prog} --help` lists the flags")
@@ -127,17 +151,11 @@ def _flag_layer(
     parser = _Parser(prog=f"python -m trtmesh.{cls.section}", allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", help="YAML file with this section")
     for path, info in leaves.items():
-        default = (
-            ""
-            if info.is_required()
-            else f" (default {info.get_default(call_default_factory=True)})"
-        )
-        text = (info.description or "").replace("\n", " ").replace("%", "%%")
         parser.add_argument(
             _flag(path),
             dest=".".join(path),
             metavar="VALUE",
-            help=text + default.replace("%", "%%"),
+            help=help_of(info).replace("%", "%%"),
         )
     given = vars(parser.parse_args(argv))
     config_file = given.pop("config")

@@ -78,6 +78,11 @@ class Child:
     def running(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
+    @property
+    def served(self) -> bool:
+        """Whether it served since it was last started, so that it may have something to finish."""
+        return self._served
+
     async def start(self) -> None:
         """Returns when the process listens. A later start takes the ports that it had."""
         self._last_lines.clear()

@@ -12,8 +12,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import typer
 from pydantic import Field
-from pydantic.fields import FieldInfo
-from trtmesh.chassis.settings import CommaList, OptionalPort, Port, ServiceSettings, load_settings
+from trtmesh.chassis.settings import (
+    CommaList,
+    OptionalPort,
+    Policy,
+    Port,
+    ServiceSettings,
+    help_of,
+    load_settings,
+)
 
 Replicas = Annotated[int, Field(ge=1, le=64)]
 
@@ -51,7 +58,7 @@ class MeshSettings(ServiceSettings):
     """Port of the first engine, the next ones following; 0 takes free ones."""
     tokenizer_port: Port = 0
     """Port of the first tokenizer, the next ones following; 0 takes free ones."""
-    policy: str | None = None
+    policy: Policy | None = None
     """Placement policy; unset leaves it to the router's own settings."""
     log_dir: Path | None = None
     """Directory for one log file a process; unset logs to standard error."""
@@ -97,7 +104,7 @@ def takes_mesh_flags(command: Callable[..., None]) -> Callable[..., None]:
     _, *own = inspect.signature(command, eval_str=True).parameters.values()
     own_parameters = [parameter.name for parameter in own]
     config = _option("config", "YAML file with the sections mesh, router, tokenizer and engine.")
-    fields = [_option(name, _help(info)) for name, info in MeshSettings.model_fields.items()]
+    fields = [_option(name, help_of(info)) for name, info in MeshSettings.model_fields.items()]
     signature = inspect.Signature([config, *fields, *own])
     functools.update_wrapper(with_flags, command, assigned=("__name__", "__doc__", "__module__"))
     with_flags.__annotations__ = {n: p.annotation for n, p in signature.parameters.items()}
@@ -111,11 +118,6 @@ def _option(name: str, text: str) -> inspect.Parameter:
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
     )
-
-
-def _help(info: FieldInfo) -> str:
-    default = "" if info.default is None else f" (default {info.default})"
-    return f"{info.description}{default}"
 
 
 def _flag(name: str) -> str:

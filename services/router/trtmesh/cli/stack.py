@@ -9,7 +9,7 @@ from contextlib import aclosing, suppress
 from typing import Any, NoReturn
 
 from trtmesh.chassis.addresses import port_is_taken
-from trtmesh.chassis.errors import PortInUse, StartupError, Unavailable
+from trtmesh.chassis.errors import PortInUse, StartupError, TrtmeshError, Unavailable
 from trtmesh.cli.child import Child, ChildEnded, Log, while_alive
 from trtmesh.cli.mesh_settings import MeshSettings
 from trtmesh.cli.output import say
@@ -21,6 +21,8 @@ from trtmesh.v1.router_admin_pb2 import WORKER_STATE_CONNECTING
 KILL_AFTER_SECONDS = 5.0
 """How long a process may outlast its own grace period before it is killed."""
 
+COUNT_SECONDS = 0.5
+"""How long a router may take to say how much it has to finish."""
 
 PORT_USES = {
     "port": "",
@@ -75,7 +77,8 @@ class Stack:
         self.tokenizers = self._children(self._plan.tokenizers())
         self.engines = self._children(self._plan.engines())
         peers = (*self.tokenizers, *self.engines)
-        await while_alive(peers, _all(_start_and_load(child) for child in peers))
+        await while_alive(peers, _all(child.start() for child in peers))
+        # While models load, so that a setting of the routers that is wrong is told at once.
         self.routers = self._children(
             self._plan.routers(
                 [child.address for child in self.tokenizers],
@@ -83,21 +86,20 @@ class Stack:
             )
         )
         await while_alive(peers, self._start_routers())
+        await while_alive(self.children, self._become_ready())
 
     async def _start_routers(self) -> None:
         first, *others = self.routers
         await self._start_first_router(first)
         await _all(child.start() for child in others)
-        await _all(child.wait_serving() for child in self.routers)
-        await _all(while_alive((child,), self._meet_peers(child)) for child in self.routers)
+
+    async def _become_ready(self) -> None:
+        await _all(child.wait_serving() for child in self.children)
+        await _all(self._meet_peers(child) for child in self.routers)
 
     async def _meet_peers(self, router: Child) -> None:
         """Returns when a router knows every tokenizer and engine. It serves with one of each, but not every model."""
-        client = AdminClient(
-            router.local_admin_address,
-            token=self._plan.admin_token(),
-            timeout_seconds=self.settings.start_seconds,
-        )
+        client = self._admin_client(router, self.settings.start_seconds)
         # A router that ends is started again, or ends the command.
         with suppress(Unavailable):
             async with client as admin, aclosing(admin.watch_workers()) as lists:
@@ -112,22 +114,31 @@ class Stack:
 
     async def _start_first_router(self, router: Child) -> None:
         """On the default ports, or on free ones where those are in use and nobody asked for them."""
+        self._leave_taken_ports(router)
         while True:
             try:
                 return await router.start()
             except ChildEnded as error:
-                if error.exit_status != PortInUse.exit_status or not self._leave_taken_port(router):
+                # Another process was faster.
+                if error.exit_status != PortInUse.exit_status or not self._leave_taken_ports(
+                    router
+                ):
                     raise
 
-    def _leave_taken_port(self, router: Child) -> bool:
-        """Takes a free port in the place of a default one that is in use; False when none is."""
-        for name, port in router.ports.items():
-            host = LOOPBACK if name == "admin_port" else self.settings.host
-            if port and not self.settings.asks_for(name) and port_is_taken(host, port):
-                say(f"port {port} is in use: the router takes a free one{PORT_USES[name]}")
-                router.ports[name] = 0
-                return True
-        return False
+    def _leave_taken_ports(self, router: Child) -> bool:
+        """Takes free ports in the place of default ones that are in use; False when none is."""
+        taken = [
+            name for name, port in router.ports.items() if port and self._may_leave(name, port)
+        ]
+        for name in taken:
+            port = router.ports[name]
+            say(f"port {port} is in use: the router takes a free one{PORT_USES[name]}")
+            router.ports[name] = 0
+        return bool(taken)
+
+    def _may_leave(self, name: str, port: int) -> bool:
+        host = LOOPBACK if name == "admin_port" else self.settings.host
+        return not self.settings.asks_for(name) and port_is_taken(host, port)
 
     async def keep_alive(self) -> NoReturn:
         """Starts every process that ends again, for ever."""
@@ -149,8 +160,28 @@ class Stack:
 
     async def stop(self) -> None:
         """Ends routers, then engines, then tokenizers, so that each can finish with those it needs."""
+        if live := sum(await asyncio.gather(*map(self._count_live, self.routers))):
+            what = "1 request" if live == 1 else f"{live} requests"
+            say(f"waiting for {what} to finish, {self.settings.grace_seconds:g} s at most")
         for group in (self.routers, self.engines, self.tokenizers):
             await self._stop_group([child for child in group if child.running])
+
+    async def _count_live(self, router: Child) -> int:
+        """Requests that a router will finish first; 0 where it does not say."""
+        if not (router.running and router.served):
+            return 0
+        try:
+            async with self._admin_client(router, COUNT_SECONDS) as admin:
+                return (await admin.list_requests(limit=1)).live_requests
+        except (TrtmeshError, StartupError):
+            return 0
+
+    def _admin_client(self, router: Child, timeout_seconds: float) -> AdminClient:
+        return AdminClient(
+            router.local_admin_address,
+            token=self._plan.admin_token(),
+            timeout_seconds=timeout_seconds,
+        )
 
     async def _stop_group(self, group: Sequence[Child]) -> None:
         for child in group:

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field
 from trtmesh.chassis.settings import (
     CommaList,
     OptionalPort,
+    Policy,
     Port,
     ServiceSettings,
     Settings,
@@ -17,7 +18,6 @@ from trtmesh.chassis.settings import (
 from trtmesh.router.pace import AtLimit
 from trtmesh.router.triton.model_settings import LogitsDataType, MaxBatchSize, TritonModels
 
-Policy = Literal["round_robin", "least_loaded", "power_of_two", "prefix_aware", "auto"]
 DecoupledTemplate = Literal[
     "ensemble", "tensorrt_llm", "tensorrt_llm_bls", "disaggregated_serving_bls"
 ]
