@@ -97,7 +97,7 @@ async def test_a_client_that_never_reads(limit: str) -> None:
             items=[router_pb2.GenerateItem(prompt=pb.Prompt(text="endless"))] * 4,
             config=pb.GenerationConfig(stopping=pb.StoppingConfig(max_tokens=50_000_000)),
         )
-        async with grpc.aio.insecure_channel(mesh.router.address) as channel:
+        async with grpc.aio.insecure_channel(mesh.router.address, FIXED_WINDOW) as channel:
             call = router_pb2_grpc.MeshServiceStub(channel).Generate(request)
             # Counted, because the request may be over before anybody looks.
             await mesh.counted("tokens_out", 150 + 1)
