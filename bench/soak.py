@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -228,8 +228,8 @@ def sizes(root: object) -> dict[str, int]:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, Mapping | list | set | frozenset) or hasattr(value, "popleft"):
-            found[path] = len(value)  # type: ignore[arg-type]
+        if isinstance(value, Mapping | list | set | frozenset | deque):
+            found[path] = len(value)
         elif type(value).__module__.startswith("trtmesh."):
             todo += [(f"{path}.{name}", each) for name, each in _attributes(value)]
     return found

@@ -110,6 +110,7 @@ async def cut_at_the_end(fragile: Fragile, positions: Iterable[int], **options: 
     for position in positions:
         reader = StreamReader(fragile.mesh.client, PROMPTS, **options)
         index = position % len(PROMPTS)
+        # mypy infers no lambda with defaults, which bind the variables of the loop.
         await reader.until(lambda r, i=index, p=position: min(r.positions(i), default=0) >= p)  # type: ignore[misc]
         fragile.proxy_of(reader, index).cut()
         items = await reader.result()

@@ -31,10 +31,11 @@ async def test_an_engine_is_cut_off(torch: Fragile, options: dict[str, Any], str
     undisturbed = await torch.mesh.client.complete(PROMPTS, **options)
     for index, position in enumerate((0, TOKENS // 2)):
         reader = StreamReader(torch.mesh.client, PROMPTS, **options)
-        if stream:
-            await reader.until(lambda r, i=index, p=position: r.tokens(i) > p)  # type: ignore[misc]
-        else:
-            await reader.until(lambda r, i=index: r.items[i].started)  # type: ignore[misc]
+
+        def far_enough(r: StreamReader, index: int = index, position: int = position) -> bool:
+            return r.tokens(index) > position if stream else r.items[index].started is not None
+
+        await reader.until(far_enough)
         torch.proxy_of(reader, index).cut()
         items = await reader.result()
         assert contents(items) == contents(undisturbed), position

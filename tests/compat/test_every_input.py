@@ -309,6 +309,7 @@ async def mesh(backend: RecordingBackend) -> AsyncIterator[Mesh]:
 
         async def start(mesh: Mesh) -> None:
             await mesh.start_tokenizer()
+            # Of an engine the router needs an address, which one in this process has too.
             mesh.engines.append(engine)  # type: ignore[arg-type]
             await mesh.start_router("--triton-models", json.dumps(CONFIGURED))
             await mesh.ready(1, 1)

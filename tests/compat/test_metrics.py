@@ -180,13 +180,12 @@ async def test_lengths_of_prompts_and_outputs(mesh: Mesh, triton: Triton) -> Non
         before = await samples(mesh)
         await triton.infer("tensorrt_llm", tensors)
         found = await samples(mesh)
-        return tuple(
-            {
-                word: count - lengths_of(before, way)[word]
-                for word, count in lengths_of(found, way).items()
-            }
-            for way in ("input", "output")
-        )  # type: ignore[return-value]
+
+        def gained(way: str) -> dict[str, int]:
+            earlier = lengths_of(before, way)
+            return {word: n - earlier[word] for word, n in lengths_of(found, way).items()}
+
+        return gained("input"), gained("output")
 
     prompts, outputs = await observed(
         {"input_ids": [5] * 10, "input_lengths": 10, "request_output_len": 51}

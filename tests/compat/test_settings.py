@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,11 +63,11 @@ async def test_rows_and_sequences_accumulate_their_own_texts(mesh: Mesh, triton:
     for row, (prompt, tokens) in enumerate(zip(prompts, (8, TOKENS), strict=True)):
         own = [response for response in responses if response.number["batch_index"] == row]
         grows(own, await native_text(mesh, prompt, tokens))
-    options = {"num_return_sequences": 2, "top_k": 40, "seed": 3}
+    options: dict[str, Any] = {"num_return_sequences": 2, "top_k": 40, "seed": 3}
     responses = await triton.stream(
         "tensorrt_llm_bls", {"text_input": "x", "max_tokens": TOKENS, "stream": True, **options}
     )
-    (item,) = await mesh.client.complete(["x"], max_tokens=TOKENS, **options)  # type: ignore[arg-type]
+    (item,) = await mesh.client.complete(["x"], max_tokens=TOKENS, **options)
     for index, sequence in enumerate(item.sequences):
         own = [response for response in responses if response.number["sequence_index"] == index]
         grows(own, sequence.text)

@@ -147,7 +147,8 @@ def test_a_model_has_the_tensors_of_the_contract(model: str) -> None:
 
 @pytest.mark.parametrize("data_type", ["FP32", "FP16", "BF16"])
 def test_logits_have_the_type_of_the_setting(data_type: str) -> None:
-    model = triton_models(TritonSettings(logits_data_type=data_type))["ensemble"]  # type: ignore[arg-type]
+    settings = TritonSettings.model_validate({"logits_data_type": data_type})
+    model = triton_models(settings)["ensemble"]
     assert model.outputs["context_logits"].data_type == data_type
     assert model.outputs["generation_logits"].data_type == data_type
     request = kserve.ModelInferRequest(model_name="ensemble")

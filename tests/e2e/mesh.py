@@ -17,7 +17,16 @@ import grpc
 from processes import ServiceProcess, service_process
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
-from trtmesh.client import Accepted, AdminClient, Client, Event, FinishReason, ItemResult
+from trtmesh.client import (
+    Accepted,
+    AdminClient,
+    Client,
+    Event,
+    FinishReason,
+    ItemResult,
+    SequenceFinished,
+    Tokens,
+)
 from trtmesh.client.results import Results, SequenceResult
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
@@ -221,15 +230,14 @@ class OrderCheck:
             assert not before, f"ItemStarted after {before}"
         before.append(kind)
         key = (event.batch_index, event.sequence_index)
-        if kind == "Tokens":
+        if isinstance(event, Tokens):
             known = self._offsets.get(key, 0)
-            if self.rewrites and event.token_offset == 0:  # type: ignore[union-attr]
+            if self.rewrites and event.token_offset == 0:
                 known = 0
-            assert event.token_offset == known, f"{key}: {event.token_offset} after {known}"  # type: ignore[union-attr]
-            self._offsets[key] = known + len(event.token_ids)  # type: ignore[union-attr]
-        if kind == "SequenceFinished":
-            generated = event.generated_tokens  # type: ignore[union-attr]
-            assert generated == self._offsets.get(key, 0)
+            assert event.token_offset == known, f"{key}: {event.token_offset} after {known}"
+            self._offsets[key] = known + len(event.token_ids)
+        if isinstance(event, SequenceFinished):
+            assert event.generated_tokens == self._offsets.get(key, 0)
             self._offsets[key] = 2**62
         if kind == "ItemFinished":
             ended = [n for (b, _), n in self._offsets.items() if b == event.batch_index]

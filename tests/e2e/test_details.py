@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -116,10 +117,10 @@ async def test_normalised_log_probs_reach_the_client(torch_mesh: Mesh) -> None:
 
 
 async def test_bias_texts_and_bad_texts_steer_the_model(torch_mesh: Mesh, folder: Path) -> None:
-    shape = {"max_tokens": NEW_TOKENS, "ignore_end_id": True}
+    shape: dict[str, Any] = {"max_tokens": NEW_TOKENS, "ignore_end_id": True}
     prompt = ids_of(folder, PROMPT)
     model = tiny_models.reference_model(folder)
-    (plain,) = await torch_mesh.client.complete([PROMPT], **shape)  # type: ignore[arg-type]
+    (plain,) = await torch_mesh.client.complete([PROMPT], **shape)
     assert list(plain.token_ids) == tiny_models.greedy(model, prompt, NEW_TOKENS)
     quick, dog = ids_of(folder, " quick"), ids_of(folder, "dog")
     bias = {(token,): 4.0 * quick.count(token) for token in quick}
@@ -130,22 +131,22 @@ async def test_bias_texts_and_bad_texts_steer_the_model(torch_mesh: Mesh, folder
         embedding_bias_texts=[" quick"],
         embedding_bias_token_ids=[dog],
         embedding_bias_weights=[4.0, 3.0],
-        **shape,  # type: ignore[arg-type]
+        **shape,
     )
     expected = tiny_models.greedy(model, prompt, NEW_TOKENS, sequence_bias=bias)
     assert list(biased.token_ids) == expected
     # A text of several ids: the model may begin it but not end it.
     word = "over the"
-    strong = {"embedding_bias_texts": [word], "embedding_bias_weights": [50.0]}
-    (tempted,) = await torch_mesh.client.complete([PROMPT], **strong, **shape)  # type: ignore[arg-type]
+    strong: dict[str, Any] = {"embedding_bias_texts": [word], "embedding_bias_weights": [50.0]}
+    (tempted,) = await torch_mesh.client.complete([PROMPT], **strong, **shape)
     ids = ids_of(folder, word)
     assert len(ids) > 1
     both = {(token,): 50.0 * ids.count(token) for token in ids}
     (steered,) = await torch_mesh.client.complete(
         [PROMPT],
         bad_texts=[word],
-        **strong,  # type: ignore[arg-type]
-        **shape,  # type: ignore[arg-type]
+        **strong,
+        **shape,
     )
     assert list(steered.token_ids) == tiny_models.greedy(
         model, prompt, NEW_TOKENS, sequence_bias=both, bad_words_ids=[ids]
@@ -159,8 +160,8 @@ async def test_all_perf_metrics_and_the_prompt_come_where_asked_for(
     torch_mesh: Mesh, folder: Path
 ) -> None:
     prompt = "A prompt that no other test of this file sends " * 3
-    shape = {"max_tokens": 5, "ignore_end_id": True, "perf_metrics": True}
-    (item,) = await torch_mesh.client.complete([prompt], exclude_prompt=False, **shape)  # type: ignore[arg-type]
+    shape: dict[str, Any] = {"max_tokens": 5, "ignore_end_id": True, "perf_metrics": True}
+    (item,) = await torch_mesh.client.complete([prompt], exclude_prompt=False, **shape)
     assert item.started
     ids = ids_of(folder, prompt)
     assert list(item.started.prompt_token_ids) == ids
@@ -176,7 +177,7 @@ async def test_all_perf_metrics_and_the_prompt_come_where_asked_for(
     assert metrics.kv_cache_reused_blocks == 0
     assert metrics.acceptance_rate == 0
     assert (metrics.total_draft_tokens, metrics.total_accepted_draft_tokens) == (0, 0)
-    (again,) = await torch_mesh.client.complete([prompt], **shape)  # type: ignore[arg-type]
+    (again,) = await torch_mesh.client.complete([prompt], **shape)
     assert again.started
     assert again.started.prompt_token_ids == ()
     assert again.perf_metrics

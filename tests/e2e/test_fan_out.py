@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Mapping, Sequence
 
 import pytest
-from e2e.mesh import DEMO_VOCABULARY, Mesh, decode, eventually
+from e2e.mesh import DEMO_VOCABULARY, Mesh, decode, eventually, scrape
 from trtmesh.chassis.errors import (
     AlreadyExists,
     InvalidField,
@@ -22,6 +23,7 @@ from trtmesh.client import (
     FinishReason,
     GenerateItem,
     GenerationConfig,
+    ItemResult,
     Prompt,
     PromptLike,
     PromptTuningConfig,
@@ -38,8 +40,10 @@ MOST_TOKENS = 8000
 
 async def test_items_are_independent(mesh: Mesh) -> None:
     prompts = [f"prompt number {index}" for index in range(64)]
+    before = await scrape(mesh.router)
     reader = mesh.open(prompts, max_tokens=TOKENS)
     items = await reader.result()
+    check_metrics(before, await scrape(mesh.router), items)
     alone = await asyncio.gather(
         *(mesh.client.complete([prompt], max_tokens=TOKENS) for prompt in prompts[:8])
     )
@@ -53,6 +57,29 @@ async def test_items_are_independent(mesh: Mesh) -> None:
         assert item.text == decode(item.token_ids)
     assert len({item.token_ids for item in items}) == 64
     await mesh.idle()
+
+
+def check_metrics(
+    before: Mapping[str, float], after: Mapping[str, float], items: Sequence[ItemResult]
+) -> None:
+    """The router has counted and measured these items, of one sequence each, and nothing else."""
+
+    def gained(name: str) -> float:
+        name = f"trtmesh_router_{name}"
+        return after[name] - before.get(name, 0.0)
+
+    prompt_tokens = sum(item.usage.prompt_tokens for item in items)
+    generated_tokens = sum(item.usage.generated_tokens for item in items)
+    for name in ("time_to_first_token_seconds", "queue_seconds"):
+        assert gained(f"{name}_count") == len(items)
+    assert gained("time_to_first_token_seconds_sum") > gained("queue_seconds_sum") > 0
+    # Tokens that arrive together are one observation.
+    assert 0 < gained("inter_token_seconds_count") <= generated_tokens - len(items)
+    assert gained("inter_token_seconds_sum") > 0
+    assert gained("prompt_tokens_per_item_count") == len(items)
+    assert gained("prompt_tokens_per_item_sum") == gained("tokens_in_total") == prompt_tokens
+    assert gained("generated_tokens_per_item_count") == len(items)
+    assert gained("generated_tokens_per_item_sum") == gained("tokens_out_total") == generated_tokens
 
 
 BROKEN: dict[str, tuple[PromptLike, type[TrtmeshError], str]] = {
@@ -175,6 +202,7 @@ async def test_stop_as_soon_as_the_request_is_known(mesh: Mesh) -> None:
     """Whatever stage an item is at, it ends with one terminal event."""
     for number in range(40):
         reader = mesh.open(["x", [5, 6]], request_id=f"soon {number}", max_tokens=MOST_TOKENS)
+        # mypy infers no lambda with defaults, which bind the variables of the loop.
         await eventually(lambda name=f"soon {number}": mesh.client.stop(name))  # type: ignore[misc]
         assert {item.reason for item in await reader.result()} == {FinishReason.STOPPED}
     await mesh.idle()

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 from e2e.mesh import PATIENT, SIMULATED, Mesh, eventually, running_mesh, scrape
+from processes import ServiceProcess
 from trtmesh.client import Client, GenerateItem, ItemResult, Prompt, TokenIds
 from trtmesh.client.options import build_config
 
@@ -15,19 +16,23 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 BLOCK = 32
 """Tokens of a block of the simulated backend."""
+FLAGS = (*PATIENT, "--policy", "prefix_aware")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def mesh() -> AsyncIterator[Mesh]:
-    """Three engines and two routers; the router that `mesh.client` asks first is the first."""
-    flags = (*PATIENT, "--policy", "prefix_aware")
+    """Three engines and a router."""
     async with running_mesh(
-        tokenizers=0, engines=3, engine_flags=SIMULATED, router_flags=flags
+        tokenizers=0, engines=3, engine_flags=SIMULATED, router_flags=FLAGS
     ) as mesh:
-        mesh.other = await mesh.start(  # type: ignore[attr-defined]
-            "router", "--port", "0", "--engines", ",".join(e.address for e in mesh.engines), *flags
-        )
         yield mesh
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def other(mesh: Mesh) -> ServiceProcess:
+    """A second router over the same engines."""
+    engines = ",".join(engine.address for engine in mesh.engines)
+    return await mesh.start("router", "--port", "0", "--engines", engines, *FLAGS)
 
 
 def prompt(prefix: int, tail: int, blocks: int = 4) -> list[int]:
@@ -59,9 +64,8 @@ async def test_equal_prefixes_meet_on_the_worker_that_has_them(mesh: Mesh) -> No
     await mesh.idle()
 
 
-async def test_two_routers_over_the_same_workers_agree(mesh: Mesh) -> None:
+async def test_two_routers_over_the_same_workers_agree(mesh: Mesh, other: ServiceProcess) -> None:
     homes = [worker_of(await place(mesh.client, prompt(p, 0))) for p in range(10, 16)]
-    other = mesh.other  # type: ignore[attr-defined]
 
     async def agree() -> bool:
         first, second = await scrape(mesh.router), await scrape(other)

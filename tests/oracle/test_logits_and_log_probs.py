@@ -98,7 +98,8 @@ async def test_everything_of_prompts_and_tokens(
             for prompt, stream in zip(PROMPTS, await engine.ended(keys), strict=True):
                 check_prompt(llama, prompt, stream, top=2)
                 check_tokens(llama, prompt, stream)
-                assert all(p.context_logits.shape[0] <= 3 for p in stream.prompts)  # type: ignore[union-attr]
+                given = [prompt.context_logits for prompt in stream.prompts]
+                assert all(logits is not None and logits.shape[0] <= 3 for logits in given)
         reusing = engine.submit(PROMPTS[1], configure(max_tokens=2))
         (stream,) = await engine.ended(reusing)
         assert stream.prompts == []

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,30 +89,30 @@ async def test_greedy_ids_and_texts(family: str, tmp_path: Path) -> None:
 
 async def sampled_streams_do_not_depend_on_companions(mesh: Mesh, prompts: Sequence[str]) -> None:
     """A seed decides a stream, alone and among 16 others."""
-    sampled = {
+    sampled: dict[str, Any] = {
         "max_tokens": SAMPLED_TOKENS,
         "ignore_end_id": True,
         "temperature": 1.0,
         "top_p": 0.9,
     }
-    (alone,) = await mesh.client.complete([prompts[0]], seed=7, **sampled)  # type: ignore[arg-type]
-    (other,) = await mesh.client.complete([prompts[0]], seed=8, **sampled)  # type: ignore[arg-type]
+    (alone,) = await mesh.client.complete([prompts[0]], seed=7, **sampled)
+    (other,) = await mesh.client.complete([prompts[0]], seed=8, **sampled)
     assert alone.token_ids != other.token_ids
     among = await asyncio.gather(
-        mesh.client.complete([prompts[0]], seed=7, **sampled),  # type: ignore[arg-type]
+        mesh.client.complete([prompts[0]], seed=7, **sampled),
         *(
-            mesh.client.complete([prompt], seed=seed, **sampled)  # type: ignore[arg-type]
+            mesh.client.complete([prompt], seed=seed, **sampled)
             for seed, prompt in enumerate(prompts[1:], 100)
         ),
     )
     assert among[0][0].token_ids == alone.token_ids
     assert among[0][0].text == alone.text
-    (unseeded,) = await mesh.client.complete([prompts[0]], **sampled)  # type: ignore[arg-type]
+    (unseeded,) = await mesh.client.complete([prompts[0]], **sampled)
     assert unseeded.started
     (again,) = await mesh.client.complete(
         [prompts[0]],
         seed=unseeded.started.seed,
-        **sampled,  # type: ignore[arg-type]
+        **sampled,
     )
     assert again.token_ids == unseeded.token_ids
 

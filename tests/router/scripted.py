@@ -91,6 +91,7 @@ class ScriptedEngine(Mortal, engine_pb2_grpc.EngineServiceServicer):
     async def GetEngine(self, request: Any, context: Context) -> epb.GetEngineResponse:
         return self.description
 
+    # mypy-protobuf knows only generators; a coroutine that writes is the other form that grpc.aio accepts.
     async def Connect(self, request_iterator: Any, context: Context) -> None:  # type: ignore[override]
         opening = await context.read()
         self.hellos.append(opening.commands[0].hello)
@@ -178,6 +179,7 @@ class ScriptedTokenizer(Mortal, tokenizer_pb2_grpc.TokenizerServiceServicer):
     async def GetTokenizer(self, request: Any, context: Context) -> tpb.GetTokenizerResponse:
         return self.description
 
+    # mypy-protobuf knows only generators; a coroutine that writes is the other form that grpc.aio accepts.
     async def Connect(self, request_iterator: Any, context: Context) -> None:  # type: ignore[override]
         self.streams += 1
         self._began(context)

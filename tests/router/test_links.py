@@ -263,13 +263,17 @@ async def test_a_tokenizer_that_is_lost_now_and_then_costs_a_sequence_nothing() 
     async with scene(tokenizer=tokenizer, max_attempts=2) as on:
         asked = on.ask("a", max_tokens=9)
         (submit,) = await on.engine.submitted()
-        for token_id in range(65, 69):
+
+        async def lose_one_with(token_id: int) -> None:
             tokenizer.breaks_on_token = token_id
             await on.engine.step((submit.handle, token_id - 65, [token_id]))
-            await eventually(lambda count=token_id - 64: tokenizer.broken == count)  # type: ignore[misc]
+            await eventually(lambda: tokenizer.broken == token_id - 64)
             tokenizer.breaks_on_token = None
             # Once more on the next stream, where it is decoded.
-            await eventually(lambda token=token_id: times_asked(tokenizer, token) == 2)  # type: ignore[misc]
+            await eventually(lambda: times_asked(tokenizer, token_id) == 2)
+
+        for token_id in range(65, 69):
+            await lose_one_with(token_id)
         await on.engine.step(ends=[(submit.handle, LENGTH)])
         assert (await asked)[0].text == "ABCD."
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from leaks import without_collector
@@ -50,9 +50,9 @@ async def test_however_a_request_ends() -> None:
     ):
         await until_states(client, [READY], [READY])
 
-        def ask(*prompts: str) -> asyncio.Task[list[ItemResult]]:
+        def ask(*prompts: str) -> asyncio.Task[Sequence[ItemResult]]:
             asked = client.complete(prompts, max_tokens=9, request_id=prompts[0])
-            return asyncio.create_task(asked)  # type: ignore[arg-type]
+            return asyncio.create_task(asked)
 
         asked = ask("whole", "another")
         submits = await engine.submitted(2)

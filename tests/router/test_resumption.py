@@ -49,6 +49,7 @@ def test_beams_of_which_not_all_are_over_begin_again_together(finished: int) -> 
     ("offset", "message"),
     [
         (
+            # A number that the enum does not have.
             router_pb.SequenceOffset(finished=True, reason=99),  # type: ignore[arg-type]
             "reason is 99 but must be a FinishReason",
         ),

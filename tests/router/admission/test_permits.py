@@ -38,6 +38,7 @@ async def compare(running: int, actions: list[tuple[str, int, int]]) -> None:
     tested = admission(running, queued=1000)
     loop, passed = asyncio.get_running_loop(), 0.0
     time = loop.time
+    # Only this loop's clock goes ahead, and only as long as the loop lives.
     loop.time = lambda: time() + passed  # type: ignore[method-assign]
     tasks: dict[Permit, asyncio.Task[None]] = {}
     should_run: list[Permit] = []

@@ -131,8 +131,10 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
     merged = dict(below)
     for key, value in above.items():
         known = merged.get(key)
-        both = isinstance(known, Mapping) and isinstance(value, Mapping)
-        merged[key] = _merged(known, value) if both else value  # type: ignore[arg-type]
+        if isinstance(known, Mapping) and isinstance(value, Mapping):
+            merged[key] = _merged(known, value)
+        else:
+            merged[key] = value
     return merged
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from trtmesh.client.events import (
     Accepted,
@@ -18,6 +19,8 @@ from trtmesh.client.events import (
 )
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2
+
+K = TypeVar("K")
 
 
 @dataclass(slots=True)
@@ -133,8 +136,8 @@ class Progress:
         return offset
 
 
-def _added(known: set[int] | set[tuple[int, int]], key: object) -> bool:
+def _added(known: set[K], key: K) -> bool:
     """Adds a key; False when it was there."""
     new = key not in known
-    known.add(key)  # type: ignore[arg-type]
+    known.add(key)
     return new

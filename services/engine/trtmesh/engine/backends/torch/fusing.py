@@ -32,13 +32,13 @@ CLOSE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 """Most that a fused layer may differ by, as a share of the largest value: rounding."""
 
 
-def _codes(*kinds: type) -> set[tuple[Any, ...]]:
+def _codes(*kinds: type[nn.Module]) -> set[tuple[Any, ...]]:
     return {_code(kind) for kind in kinds}
 
 
-def _code(kind: type) -> tuple[Any, ...]:
+def _code(kind: type[nn.Module]) -> tuple[Any, ...]:
     """What a module's forward does, but for what its names mean."""
-    forward: Any = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
+    forward: Any = inspect.unwrap(kind.forward)
     code = forward.__code__
     return code.co_code, code.co_names, code.co_varnames
 
@@ -75,11 +75,11 @@ def fuse_layers(model: Any) -> None:
 def is_plain(model: Any) -> bool:
     """Whether a model, its layers fused, is nothing but embeddings, these layers, a norm and a head, one after another,
     with the same positions for all."""
-    body = getattr(model, "model", None)
+    body: Any = getattr(model, "model", None)
     return (
         _code(type(model)) in MODELS
         and _code(type(body)) in BODIES
-        and all(type(layer) is FusedLayer for layer in body.layers)  # type: ignore[union-attr]
+        and all(type(layer) is FusedLayer for layer in body.layers)
     )
 
 

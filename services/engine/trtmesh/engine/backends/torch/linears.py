@@ -29,7 +29,7 @@ Maker = Callable[[Tensor, Tensor | None], nn.Module]
 
 def pack_linears(model: nn.Module) -> None:
     """Replaces the linear layers of a model on a CPU by those that compute the same faster."""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]  # torch gives it no types
         return
     makers: dict[torch.dtype, Maker] = {torch.float32: float32_linear}
     if not lacks_instructions(torch.bfloat16):

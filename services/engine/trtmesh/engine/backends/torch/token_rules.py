@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence as SequenceOf
 from functools import cached_property
 
@@ -49,13 +49,13 @@ class TokenRules:
     def bias(self) -> tuple[Ids, NDArray[np.float32]]:
         """Ids and what is added to their logits; an id occurs once."""
         sampling = self.sampling
-        weights = Counter[int]()
+        weights: defaultdict[int, float] = defaultdict(float)
         # The weights of texts come first, but here texts are ids already.
         for ids, weight in zip(
             sampling.embedding_bias_token_ids, sampling.embedding_bias_weights, strict=True
         ):
             for token in ids:
-                weights[token] += weight  # type: ignore[assignment]
+                weights[token] += weight
         if not sampling.embedding_bias:
             ids_only = np.fromiter(weights, np.int64, len(weights))
             return ids_only, _finite_above(np.fromiter(weights.values(), float, len(weights)))
