@@ -153,6 +153,7 @@ def test_what_nobody_filled_in_is_unset(tmp_path: Path) -> None:
         told = [f for f in conversion.findings if f.what.endswith(what)]
         assert {f.outcome for f in told} == {Outcome.UNSET}
         assert len(told) == models_told
+        assert all(("false" in f.text) == (what == "decoupled") for f in told)
 
 
 def test_models_under_other_names(tmp_path: Path) -> None:

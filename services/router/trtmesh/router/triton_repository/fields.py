@@ -69,6 +69,10 @@ REFUSED_INPUTS: Mapping[str, Sequence[str]] = {
 """Beginnings of the names of inputs that are declared but refused by name, by the reason."""
 
 
+GENERATING = ("tensorrt_llm", "tensorrt_llm_bls", "disaggregated_serving_bls")
+"""Templates whose configuration says whether they answer with streams."""
+
+
 def refusal(name: str) -> str:
     """Why a request that has this input is refused by name; '' when it is not."""
     return next((r for r, begins in REFUSED_INPUTS.items() if name.startswith(tuple(begins))), "")
@@ -86,7 +90,11 @@ def convert_fields(model: RepositoryModel, draft: Draft) -> None:
     _convert_decoupled(model, draft)
     _convert_batch_size(model, draft)
     for unfilled in model.file.unfilled:
-        draft.leave(Subject(model.name, unfilled.field or "an element", unfilled.key))
+        subject = Subject(model.name, unfilled.field or "an element", unfilled.key)
+        if unfilled.field == "decoupled" and model.template in GENERATING:
+            draft.leave(subject, "it is false, as where a configuration of Triton does not say it")
+        else:
+            draft.leave(subject)
 
 
 def _convert_batch_size(model: RepositoryModel, draft: Draft) -> None:
@@ -102,12 +110,12 @@ def _convert_batch_size(model: RepositoryModel, draft: Draft) -> None:
 
 def _convert_decoupled(model: RepositoryModel, draft: Draft) -> None:
     """Of what generates; an ensemble is what its steps are, and model.yaml says it for llmapi."""
-    if model.template not in ("tensorrt_llm", "tensorrt_llm_bls", "disaggregated_serving_bls"):
+    if model.template not in GENERATING:
         return
     path = (*MODELS, model.name, "decoupled")
     decoupled = model.config.model_transaction_policy.decoupled
     if _is_unfilled(model, "decoupled"):
-        # Triton's default, which is not that of the door; told among what is unset.
+        # Triton's default, which is not that of the door; told with what is unset.
         draft.put(path, decoupled)
     else:
         subject = Subject(model.name, "model_transaction_policy.decoupled", str(decoupled).lower())

@@ -72,8 +72,8 @@ class Draft:
     def refuse(self, subject: Subject, reason: str) -> None:
         self._add(subject, Outcome.UNSUPPORTED, reason)
 
-    def leave(self, subject: Subject) -> None:
-        self._add(subject, Outcome.UNSET, "the default holds")
+    def leave(self, subject: Subject, text: str = "the default holds") -> None:
+        self._add(subject, Outcome.UNSET, text)
 
     def put(self, path: Sequence[str], value: Any) -> None:
         """Sets a setting without a finding."""
