@@ -1,9 +1,11 @@
-"""The commands that the pages tell users to type are commands."""
+"""The commands and programs that the pages tell users to type do what they say."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,11 @@ import pytest
 import typer
 from cli.commands import Stack, running_stack, trtmesh
 from e2e.mesh import DEMO
+from trtmesh.chassis.settings import load_settings
 from trtmesh.cli.app import app
+from trtmesh.engine.settings import EngineSettings
+from trtmesh.router.settings import RouterSettings
+from trtmesh.tokenizer.settings import TokenizerSettings
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = {"README.md": 15, "docs/triton.md": 9, "deploy/README.md": 1}
@@ -48,12 +54,39 @@ def test_a_command_line_is_understood(line: str) -> None:
     assert command.make_context(command.name, words, parent=context).params
 
 
+SETTINGS = {each.section: each for each in (EngineSettings, RouterSettings, TokenizerSettings)}
+SERVICE_PAGES = ("README.md", *(f"services/{name}/README.md" for name in SETTINGS))
+
+
+@pytest.mark.parametrize("page", SERVICE_PAGES)
+def test_a_service_takes_what_a_page_tells_it(page: str) -> None:
+    text = (REPOSITORY / page).read_text(encoding="utf-8")
+    lines = re.findall(r"^\W*python -m trtmesh\.(\w+) (--.*)", text, re.MULTILINE)
+    assert lines
+    for service, flags in lines:
+        words = shlex.split(flags, comments=True)
+        assert load_settings(SETTINGS[service], words, {}).section == service
+
+
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
     """What a reader has who followed the page: the demo model, computed."""
     with running_stack("--port", "0", "--backend", "torch", "--model", str(DEMO)) as stack:
         stack.wait_ready()
         yield stack
+
+
+@pytest.mark.parametrize(
+    "program",
+    re.findall(r"```python\n(.*?)```", (REPOSITORY / "README.md").read_text("utf-8"), re.DOTALL),
+)
+def test_a_program_of_the_page_runs(stack: Stack, program: str) -> None:
+    """As it stands, but for the stack's ports."""
+    own = program.replace("127.0.0.1:8001", stack.wait_ready())
+    own = own.replace("127.0.0.1:8003", stack.admin)
+    assert own != program
+    result = subprocess.run([sys.executable, "-c", own], check=True, capture_output=True, text=True)
+    assert result.stdout
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def test_what_the_import_prints(tmp_path: Path) -> None:
     file = tmp_path / "mesh.yaml"
     result = trtmesh("import-triton", str(directory), "--model", str(DEMO), "--output", str(file))
     assert result.returncode == 0, result.stderr
-    printed = result.stdout.replace(str(DEMO), "/hf/llama").replace(str(file), "mesh.yaml")
+    printed = result.stdout.replace(str(DEMO), "/hf/llama").replace(str(file), "triton.yaml")
     (told,) = [block for _, block in BLOCKS if block.startswith("ensemble:")]
     for line in told.splitlines():
         if line.startswith("  unset"):
