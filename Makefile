@@ -1,12 +1,14 @@
 # PYTHON is any Python 3.11 to 3.13; PIP_ARGS goes to every `pip install`.
 PYTHON ?= python3
 PIP_ARGS ?=
-# What builds images and runs containers; BUILD_ARGS goes to every build, TAG to every image. For podman:
+# What builds images and runs containers; BUILD_ARGS goes to every build, TAG to every image, and CONTEXT is the
+# repository they are built from. For podman:
 # CONTAINER_ENGINE=podman COMPOSE=podman-compose.
 CONTAINER_ENGINE ?= docker
 COMPOSE ?= $(CONTAINER_ENGINE) compose
 BUILD_ARGS ?=
 TAG ?= latest
+CONTEXT ?= .
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input install \
@@ -47,15 +49,16 @@ chaos: $(INSTALLED_DEV)  ## Run random faults against a mesh, SEEDS=0-99 or one 
 
 images:  ## Build the images of the three services and print their sizes
 	@for service in router tokenizer engine; do \
-	    $(CONTAINER_ENGINE) build $(BUILD_ARGS) -t localhost/trtmesh/$$service:$(TAG) -f deploy/$$service.Dockerfile . || exit 1; \
+	    $(CONTAINER_ENGINE) build $(BUILD_ARGS) -t localhost/trtmesh/$$service:$(TAG) -f $(CONTEXT)/deploy/$$service.Dockerfile $(CONTEXT) || exit 1; \
 	done
 	@$(CONTAINER_ENGINE) images --filter reference='localhost/trtmesh/*' --format '{{.Repository}}:{{.Tag}} {{.Size}}'
 
 compose-up: images  ## Start the stack of deploy/docker-compose.yml, one container a service
 	$(COMPOSE) -f deploy/docker-compose.yml up -d --no-build
 
-compose-test: images $(INSTALLED_DEV)  ## Scale, kill, cut off and restart containers of the stack under load
-	CONTAINER_ENGINE="$(CONTAINER_ENGINE)" COMPOSE="$(COMPOSE)" $(BIN)/pytest -s -m containers tests/deploy
+compose-test: $(INSTALLED_DEV)  ## Build the images; scale, kill, cut off and restart containers of the stack under load
+	CONTAINER_ENGINE="$(CONTAINER_ENGINE)" COMPOSE="$(COMPOSE)" BUILD_ARGS="$(BUILD_ARGS)" \
+	    $(BIN)/pytest -s -m containers --durations=0 --durations-min=1 tests/deploy
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 14) else \

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from trtmesh.chassis.errors import Unavailable
 from trtmesh.client import Client, ItemResult
@@ -15,82 +16,132 @@ from trtmesh.client.results import Results
 PROMPTS = [f"def {name}(items):\n    " for name in ("total", "largest", "join", "count")]
 MAX_TOKENS = 96
 
+PATIENCE_SECONDS = 120.0
+"""How long every lane has to finish a request: a stream that hangs ends the test and not the day."""
+
+
+class Refused(Exception):
+    """A router turned a request away, or was not there, before the stream had begun."""
+
 
 async def ask(client: Client, prompts: Sequence[str]) -> Sequence[ItemResult]:
     return await client.complete(prompts, max_tokens=MAX_TOKENS, ignore_end_id=True)
 
 
-async def watch(client: Client, prompt: str, load: Load) -> ItemResult:
-    """What one prompt came to; notes the longest silence of its stream."""
-    results = Results(1)
-    last = time.monotonic()
-    events = client.generate([prompt], max_tokens=MAX_TOKENS, ignore_end_id=True)
-    async with aclosing(events):
-        async for event in events:
-            now = time.monotonic()
-            load.worst_gap_seconds, last = max(load.worst_gap_seconds, now - last), now
-            results.add(event)
-    (item,) = results.items
-    return item
+@dataclass
+class Lane:
+    """One request after another. It ends by itself only when one goes wrong."""
+
+    client: Client
+    prompt: str
+    right: ItemResult
+    may_be_refused: bool
+    finished: int = 0
+    refused: int = 0
+    worst_gap_seconds: float = 0.0
+
+    async def run(self) -> NoReturn:
+        while True:
+            try:
+                item = await self._stream()
+            except Refused:
+                if not self.may_be_refused:
+                    raise
+                self.refused += 1
+                await asyncio.sleep(0.1)
+            else:
+                assert item.error is None, item.error
+                assert (item.token_ids, item.text) == (self.right.token_ids, self.right.text)
+                self.finished += 1
+
+    async def _stream(self) -> ItemResult:
+        """What one request came to; notes the longest silence of its stream."""
+        results = Results(1)
+        begun, last = False, time.monotonic()
+        events = self.client.generate([self.prompt], max_tokens=MAX_TOKENS, ignore_end_id=True)
+        try:
+            async with aclosing(events):
+                async for event in events:
+                    begun, now = True, time.monotonic()
+                    self.worst_gap_seconds = max(self.worst_gap_seconds, now - last)
+                    last = now
+                    results.add(event)
+        except Unavailable as error:
+            if begun:
+                raise
+            raise Refused(f"{type(error).__name__}: {error}") from error
+        (item,) = results.items
+        return item
 
 
 @dataclass
 class Load:
-    """What the streams saw. `faults` must stay empty."""
+    """What the streams saw."""
 
-    finished: int = 0
-    refused: int = 0
-    worst_gap_seconds: float = 0.0
+    lanes: Sequence[Lane]
     faults: list[str] = field(default_factory=list)
+    """What ended a lane, which nothing may; known when the load is over."""
 
+    @property
+    def finished(self) -> int:
+        return sum(lane.finished for lane in self.lanes)
 
-async def _lane(
-    client: Client, prompt: str, right: ItemResult, load: Load, router_restarts: bool
-) -> None:
-    while True:
-        try:
-            item = await watch(client, prompt, load)
-        except Unavailable as error:
-            # A router that drains refuses new requests, and one that starts anew is away: clients ask again.
-            if not router_restarts:
-                load.faults.append(f"{type(error).__name__}: {error}")
-                return
-            load.refused += 1
-            await asyncio.sleep(0.1)
-            continue
-        if item.error is not None:
-            load.faults.append(f"{item.error.reason}: {item.error.message}")
-        elif (item.token_ids, item.text) != (right.token_ids, right.text):
-            load.faults.append(f"{prompt!r} gave {item.token_ids}, not {right.token_ids}")
-        load.finished += 1
+    @property
+    def refused(self) -> int:
+        return sum(lane.refused for lane in self.lanes)
+
+    @property
+    def worst_gap_seconds(self) -> float:
+        return max(lane.worst_gap_seconds for lane in self.lanes)
 
 
 @asynccontextmanager
 async def steady_load(
-    addresses: str | Sequence[str], streams: int, *, router_restarts: bool = False
+    addresses: str | Sequence[str], streams: int, *, may_be_refused: bool = False
 ) -> AsyncIterator[Load]:
-    """Keeps `streams` requests going while inside; afterwards every lane has finished what it had."""
-    load = Load()
+    """Keeps `streams` requests going while inside, and lets each end that was under way when it is left.
+
+    A router that drains turns new requests away, and one that starts anew is not there: where `may_be_refused`, such
+    a request is made again. A stream that has begun must become whole.
+    """
     async with Client(addresses) as client:
         right = await ask(client, PROMPTS)
-        lanes = [
-            asyncio.create_task(
-                _lane(client, PROMPTS[index % 4], right[index % 4], load, router_restarts)
-            )
-            for index in range(streams)
-        ]
+        assert [len(item.token_ids) for item in right] == [MAX_TOKENS] * len(PROMPTS), right
+        numbers = [index % len(PROMPTS) for index in range(streams)]
+        load = Load([Lane(client, PROMPTS[n], right[n], may_be_refused) for n in numbers])
+        tasks = [asyncio.create_task(lane.run()) for lane in load.lanes]
         try:
-            await _rounds(load, streams)
+            await _finish_one_more_each(load, tasks)
             yield load
-            await _rounds(load, streams)
+            await _finish_one_more_each(load, tasks)
         finally:
-            for lane in lanes:
-                lane.cancel()
-            await asyncio.gather(*lanes, return_exceptions=True)
+            load.faults += await _faults(tasks)
 
 
-async def _rounds(load: Load, count: int) -> None:
-    """Waits until `count` more requests are finished, or one went wrong."""
-    enough = load.finished + count
-    while load.finished < enough and not load.faults:  # noqa: ASYNC110 - a look now and then is enough
-        await asyncio.sleep(0.05)
+async def _finish_one_more_each(load: Load, tasks: Sequence[asyncio.Task[NoReturn]]) -> None:
+    """Waits until every lane has finished another request, or one lane has ended."""
+    before = [lane.finished for lane in load.lanes]
+
+    def unfinished() -> int:
+        return sum(lane.finished == count for lane, count in zip(load.lanes, before, strict=True))
+
+    try:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while unfinished() and not any(task.done() for task in tasks):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+    except TimeoutError:
+        raise AssertionError(
+            f"{unfinished()} of {len(tasks)} streams did not finish within {PATIENCE_SECONDS:g} s"
+        ) from None
+
+
+async def _faults(tasks: Sequence[asyncio.Task[NoReturn]]) -> list[str]:
+    """Ends the lanes; returns what else had ended, or now ends, one of them."""
+    # `cancel` asks nothing of a task that is over.
+    cancelled = [task.cancel() for task in tasks]
+    ends = await asyncio.gather(*tasks, return_exceptions=True)
+    return [
+        f"{type(end).__name__}: {end}"
+        for asked, end in zip(cancelled, ends, strict=True)
+        if not (asked and isinstance(end, asyncio.CancelledError))
+    ]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -13,26 +13,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from deploy.images import ROOT, TAG, compose_command, container_engine
+from trtmesh.chassis.errors import Unavailable
+from trtmesh.client import Client
+
 COMPOSE_FILE = ROOT / "deploy" / "docker-compose.yml"
-PROJECT = "trtmesh-test"
 VARIABLES = {"tokenizer": "TOKENIZERS", "engine": "ENGINES", "simulated": "SIMULATED"}
+READY_SECONDS = 180.0
+MEMORY_GIB = {"router": 1, "tokenizer": 2, "engine": 3}
+"""Limits unlike those that the compose file has by itself."""
 
-
-def container_engine() -> str:
-    """The program that runs containers: $CONTAINER_ENGINE, else docker, else podman; '' where there is none."""
-    names = (os.environ.get("CONTAINER_ENGINE", ""), "docker", "podman")
-    return next((name for name in names if name and shutil.which(name)), "")
-
-
-def why_not() -> str:
-    """Why containers cannot run here; '' when they can."""
-    engine = container_engine()
-    if not engine:
-        return "neither docker nor podman is installed"
-    asked = subprocess.run([engine, "info"], capture_output=True, text=True, check=False)
-    return "" if asked.returncode == 0 else f"{engine} info failed: {asked.stderr.strip()[-200:]}"
+STOP_SECONDS = 40
+"""When a container that was asked to stop is killed; as `stop_grace_period` of the compose file."""
 
 
 def free_port() -> int:
@@ -54,6 +48,9 @@ class Container:
 class ComposeStack:
     """One project of compose, with ports of its own."""
 
+    project: str = "trtmesh-test"
+    model_dir: Path = ROOT / "models" / "demo"
+    model_name: str = "model"
     engine: str = field(default_factory=container_engine)
     ports: dict[str, int] = field(
         default_factory=lambda: {
@@ -85,15 +82,28 @@ class ComposeStack:
         for service, count in self.scales.items():
             # Docker has stopped them by now; podman-compose only ever adds.
             for container in self.containers(service)[count:]:
-                self._run(self.engine, "stop", "--time", "40", container.id)
+                self.stop(container)
                 self.remove(container)
 
+    async def until_it_answers(self) -> None:
+        """Waits until the router serves the model."""
+        try:
+            async with asyncio.timeout(READY_SECONDS), Client(self.address) as client:
+                while True:
+                    try:
+                        await client.complete(["x"], model=self.model_name, max_tokens=1)
+                    except Unavailable:
+                        await asyncio.sleep(0.5)
+                    else:
+                        return
+        except TimeoutError:
+            raise AssertionError(f"it did not answer in time:\n{self.logs()}") from None
+
     def compose(self, *arguments: str) -> str:
-        command = shlex.split(os.environ.get("COMPOSE", "docker compose"))
         return self._run(
-            *command,
+            *compose_command(),
             "--project-name",
-            PROJECT,
+            self.project,
             "--file",
             str(COMPOSE_FILE),
             *(f"--profile={profile}" for profile in self.profiles),
@@ -102,45 +112,74 @@ class ComposeStack:
 
     def containers(self, service: str) -> list[Container]:
         """The running containers of a service, oldest first."""
-        labels = {"com.docker.compose.project": PROJECT, "com.docker.compose.service": service}
+        labels = {"com.docker.compose.project": self.project, "com.docker.compose.service": service}
         filters = [f"--filter=label={name}={value}" for name, value in labels.items()]
         ids = self._run(self.engine, "ps", "--quiet", *filters).split()
-        found = [json.loads(self._run(self.engine, "inspect", one))[0] for one in ids]
-        found.sort(key=lambda one: str(one["Created"]))
+        found = sorted(map(self.inspect, ids), key=lambda one: str(one["Created"]))
         return [Container(one["Id"], int(one["State"]["Pid"])) for one in found]
 
+    def inspect(self, container_id: str) -> dict[str, Any]:
+        """All that the container engine knows of a container, running or not."""
+        (known,) = json.loads(self._run(self.engine, "inspect", container_id))
+        return dict(known)
+
     def crash(self, container: Container) -> None:
-        """SIGKILL to the service itself, as the kernel does it when memory is out."""
-        os.kill(container.pid, signal.SIGKILL)
+        """SIGKILL to the service itself, as the kernel does it when memory is out.
+
+        A container engine that is asked for it takes the container for stopped by its operator, and the restart policy
+        does not act. It is asked where the process is not ours to kill, or runs on another machine, as on a Mac.
+        """
+        try:
+            ours = b"trtmesh." in Path(f"/proc/{container.pid}/cmdline").read_bytes()
+            if ours:
+                os.kill(container.pid, signal.SIGKILL)
+        except (FileNotFoundError, PermissionError):
+            ours = False
+        if not ours:
+            self._run(self.engine, "kill", "--signal", "KILL", container.id)
 
     def disconnect(self, container: Container) -> None:
         self._run(
-            self.engine, "network", "disconnect", "--force", f"{PROJECT}_default", container.id
+            self.engine, "network", "disconnect", "--force", f"{self.project}_default", container.id
         )
 
     def remove(self, container: Container) -> None:
         self._run(self.engine, "rm", "--force", container.id)
 
+    def stop(self, container: Container) -> None:
+        """SIGTERM, after which the service must drain and end by itself, before the container engine kills it."""
+        self._run(self.engine, "stop", "--time", str(STOP_SECONDS), container.id)
+        status = self.inspect(container.id)["State"]["ExitCode"]
+        if status != 0:
+            log = self._run(self.engine, "logs", "--tail", "20", container.id)
+            raise AssertionError(f"asked to stop, it ended with {status} instead of 0:\n{log}")
+
     def restart(self, container: Container) -> None:
-        """SIGTERM, its grace period, and a new start."""
-        self._run(self.engine, "restart", "--time", "40", container.id)
+        self.stop(container)
+        self._run(self.engine, "start", container.id)
 
     def inside(self, service: str, *command: str) -> subprocess.CompletedProcess[str]:
         """Runs a program in the image of a service."""
-        image = f"localhost/trtmesh/{service}:latest"
+        image = f"localhost/trtmesh/{service}:{TAG}"
         arguments = ["run", "--rm", "--network=none", f"--entrypoint={command[0]}", image]
         return subprocess.run(
             [self.engine, *arguments, *command[1:]], capture_output=True, text=True, check=False
         )
 
+    def execute(self, container: Container, *command: str) -> subprocess.CompletedProcess[str]:
+        """Runs a program inside a running container."""
+        return subprocess.run(
+            [self.engine, "exec", container.id, *command],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
     def health(self, container: Container) -> str:
         """What the image's own check says of a running container; '' when it is healthy."""
-        image = json.loads(self._run(self.engine, "inspect", container.id))[0]["Config"]
-        kind, *check = image["Healthcheck"]["Test"]
+        kind, *check = self.inspect(container.id)["Config"]["Healthcheck"]["Test"]
         assert kind == "CMD"
-        done = subprocess.run(
-            [self.engine, "exec", container.id, *check], capture_output=True, text=True, check=False
-        )
+        done = self.execute(container, *check)
         return "" if done.returncode == 0 else done.stdout + done.stderr
 
     def logs(self) -> str:
@@ -165,13 +204,16 @@ class ComposeStack:
     def _environment(self) -> Mapping[str, str]:
         # podman-compose heeds a single --scale, so the numbers go in as variables.
         scales = {VARIABLES[service]: count for service, count in self.scales.items()}
-        return {**os.environ, **{name: str(value) for name, value in (self.ports | scales).items()}}
+        images = {"REGISTRY": "localhost/", "TAG": TAG}
+        model = {"MODEL_DIR": self.model_dir, "MODEL_NAME": self.model_name}
+        memory = {f"{service.upper()}_MEMORY": f"{most}g" for service, most in MEMORY_GIB.items()}
+        variables = self.ports | scales | images | model | memory
+        return {**os.environ, **{name: str(value) for name, value in variables.items()}}
 
 
 @contextmanager
-def compose_stack() -> Iterator[ComposeStack]:
+def running(stack: ComposeStack) -> Iterator[ComposeStack]:
     """One router, one tokenizer and one engine; nothing is left afterwards."""
-    stack = ComposeStack()
     try:
         stack.up(tokenizer=1, engine=1, simulated=0)
         yield stack

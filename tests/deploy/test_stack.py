@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 import urllib.request
@@ -14,9 +15,9 @@ from pathlib import Path
 import grpc
 import pytest
 from deploy.load import PROMPTS, Load, ask, steady_load
-from deploy.stack import ComposeStack
+from deploy.stack import MEMORY_GIB, ComposeStack, running
 from prometheus_client.parser import text_string_to_metric_families
-from trtmesh.chassis.errors import Unavailable
+from trtmesh.chassis.errors import ModelNotFound, Unavailable
 from trtmesh.client import AdminClient, Client
 from trtmesh.client.options import build_config, build_items
 from trtmesh.v1 import router_admin_pb2 as admin_pb
@@ -97,11 +98,12 @@ async def under_load(
     act: Callable[[AdminClient], Awaitable[None]],
     *,
     addresses: Sequence[str] = (),
-    router_restarts: bool = False,
+    streams: int = STREAMS,
+    may_be_refused: bool = False,
 ) -> None:
     """Does something to the stack while streams go on; every one of them must be whole."""
     async with (
-        steady_load(addresses or stack.address, STREAMS, router_restarts=router_restarts) as load,
+        steady_load(addresses or stack.address, streams, may_be_refused=may_be_refused) as load,
         AdminClient(stack.admin_address) as admin,
     ):
         await act(admin)
@@ -150,6 +152,65 @@ async def test_the_router_image_has_neither_torch_nor_transformers(stack: Compos
             assert "ModuleNotFoundError" in done.stderr, (service, module, done.stderr)
         assert stack.inside(service, "id", "-u").stdout.strip() == "10001"
     print("\nimages: each has its own service alone, and runs without root")
+
+
+async def test_containers_are_confined_as_the_compose_file_says(stack: ComposeStack) -> None:
+    for service, memory in MEMORY_GIB.items():
+        (container,) = stack.containers(service)
+        known = stack.inspect(container.id)
+        host = known["HostConfig"]
+        assert host["ReadonlyRootfs"], service
+        assert host["Memory"] == memory * 2**30, service
+        assert host["RestartPolicy"]["Name"] == "unless-stopped", service
+        assert "no-new-privileges" in str(host["SecurityOpt"]), service
+        assert known["Config"]["User"] == "10001", service
+        # Not only asked for, but so: no privileges, no writing but to memory, nothing published but by the router.
+        written = stack.execute(container, "touch", "/app/file")
+        assert "Read-only file system" in written.stderr, service
+        assert stack.execute(container, "touch", "/tmp/file").returncode == 0, service
+        assert stack.execute(container, "id", "-u").stdout.strip() == "10001", service
+        ports = [port for port, outside in known["NetworkSettings"]["Ports"].items() if outside]
+        assert bool(ports) == (service == "router"), (service, ports)
+    print("\nrouter, tokenizer, engine: limits, policies and privileges as told")
+
+
+async def test_a_model_of_ones_own_is_served(stack: ComposeStack, tmp_path: Path) -> None:
+    """In a stack of its own beside the other."""
+    copy = shutil.copytree(stack.model_dir, tmp_path / "mine")
+    own = ComposeStack(project="trtmesh-test-model", model_dir=copy, model_name="mine")
+    with running(own):
+        await own.until_it_answers()
+        for service in ("tokenizer", "engine"):
+            (container,) = own.containers(service)
+            assert str(copy) in [m["Source"] for m in own.inspect(container.id)["Mounts"]]
+        async with Client(own.address) as client, Client(stack.address) as demo:
+            (item,) = await client.complete(PROMPTS[:1], model="mine", max_tokens=16)
+            (known,) = await demo.complete(PROMPTS[:1], model="model", max_tokens=16)
+            assert item.error is None
+            assert item.token_ids == known.token_ids
+            with pytest.raises(ModelNotFound):
+                await client.complete(PROMPTS[:1], model="model", max_tokens=16)
+    print("\nMODEL_DIR and MODEL_NAME: served under its own name alone")
+
+
+async def test_engines_of_a_model_are_scaled_and_killed_under_load(stack: ComposeStack) -> None:
+    async def act(admin: AdminClient) -> None:
+        await asyncio.to_thread(stack.up, engine=2)
+        await until_ready(admin, 2, 1)
+        await asyncio.to_thread(stack.up, engine=1)
+        await until_ready(admin, 1, 1)
+        await asyncio.to_thread(stack.up, engine=2)
+        await until_ready(admin, 2, 1)
+        stack.crash(stack.containers("engine")[0])
+        await asyncio.sleep(5)
+        await asyncio.to_thread(stack.up, engine=2)
+        await until_ready(admin, 2, 1)
+        await asyncio.to_thread(stack.up, engine=1)
+        await until_ready(admin, 1, 1)
+
+    await under_load(
+        stack, "the demo model: engine 1-2-1, and kill -9 of one of two", act, streams=8
+    )
 
 
 async def test_engines_give_way_to_simulated_ones(stack: ComposeStack) -> None:
@@ -210,7 +271,7 @@ async def test_a_rolling_restart_costs_no_token(stack: ComposeStack, service: st
         await asyncio.to_thread(stack.up, simulated=1, tokenizer=1)
 
     await under_load(
-        stack, f"rolling restart of every {service}", act, router_restarts=service == "router"
+        stack, f"rolling restart of every {service}", act, may_be_refused=service == "router"
     )
 
 

@@ -1,0 +1,139 @@
+"""The steady load sees what goes wrong with a stream, and takes nothing else for a fault."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+import pytest_asyncio
+from deploy.load import steady_load
+from e2e.mesh import PATIENT, SIMULATED, Mesh, eventually, running_mesh
+from processes import ServiceProcess
+from trtmesh.chassis.errors import Unavailable
+from trtmesh.client import Client
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+STREAMS = 8
+GENERATE = "/trtmesh.v1.MeshService/Generate"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def mesh() -> AsyncIterator[Mesh]:
+    async with running_mesh(engine_flags=SIMULATED, router_flags=PATIENT) as mesh:
+        yield mesh
+
+
+class Unreliable:
+    """Stands before a router, and from some moment on leaves every third of its streams in the middle."""
+
+    def __init__(self, router: grpc.aio.Channel) -> None:
+        self._generate: grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
+        self._generate = router.unary_stream(GENERATE)
+        self._begun = 0
+        self.leaves_by: grpc.StatusCode | None = None
+        """OK ends the stream as if all were told; UNKNOWN stays and tells nothing more."""
+
+    async def generate(
+        self, request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]
+    ) -> AsyncIterator[bytes]:
+        self._begun += 1
+        leaves = self._begun % 3 == 0
+        told = 0
+        async for response in self._generate(request):
+            told += 1
+            if leaves and told > 5 and self.leaves_by is not None:
+                if self.leaves_by is grpc.StatusCode.UNKNOWN:
+                    await asyncio.Event().wait()
+                if self.leaves_by is not grpc.StatusCode.OK:
+                    await context.abort(self.leaves_by, "left")
+                return
+            yield response
+
+
+@asynccontextmanager
+async def unreliable(mesh: Mesh) -> AsyncIterator[tuple[Unreliable, str]]:
+    proxy = Unreliable(mesh.channel)
+    _, service, method = GENERATE.split("/")
+    handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]]
+    handlers = {method: grpc.unary_stream_rpc_method_handler(proxy.generate)}
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield proxy, f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
+async def another_router(mesh: Mesh, address: str = "127.0.0.1:0") -> ServiceProcess:
+    links = ("--engines", mesh.engines[0].address, "--tokenizers", mesh.tokenizers[0].address)
+    router = await mesh.start("router", *links, "--port", address.split(":")[1], *PATIENT)
+
+    async def serves() -> bool:
+        try:
+            await client.complete(["ready?"], max_tokens=1)
+        except Unavailable:
+            return False
+        return True
+
+    async with Client(router.address) as client:
+        await eventually(serves)
+    return router
+
+
+@pytest.mark.parametrize(
+    ("leaves_by", "fault"),
+    [
+        (grpc.StatusCode.INTERNAL, "InternalError"),
+        (grpc.StatusCode.UNAVAILABLE, "Unavailable"),
+        (grpc.StatusCode.OK, "StreamIncomplete"),
+    ],
+)
+async def test_a_stream_that_breaks_off_is_a_fault(
+    mesh: Mesh, leaves_by: grpc.StatusCode, fault: str
+) -> None:
+    async with unreliable(mesh) as (router, address):
+        async with steady_load(address, STREAMS, may_be_refused=True) as seen:
+            router.leaves_by = leaves_by
+        assert seen.faults
+        assert {told.split(":")[0] for told in seen.faults} == {fault}
+
+
+async def test_a_stream_that_hangs_is_not_left_out(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with unreliable(mesh) as (router, address):
+        with pytest.raises(AssertionError, match="streams did not finish within 2 s"):  # noqa: PT012
+            async with steady_load(address, STREAMS):
+                router.leaves_by = grpc.StatusCode.UNKNOWN
+                monkeypatch.setattr("deploy.load.PATIENCE_SECONDS", 2.0)
+
+
+async def test_a_router_that_drains_costs_no_stream(mesh: Mesh) -> None:
+    router = await another_router(mesh)
+    async with steady_load(router.address, STREAMS, may_be_refused=True) as seen:
+        assert await router.stop() == 0
+        await another_router(mesh, router.address)
+    assert seen.faults == []
+
+
+async def test_a_router_that_does_not_drain_costs_its_streams(mesh: Mesh) -> None:
+    router = await another_router(mesh)
+    async with steady_load(router.address, STREAMS, may_be_refused=True) as seen:
+        router.signal(signal.SIGKILL)
+        await router.wait()
+        await another_router(mesh, router.address)
+    assert "Unavailable" in {told.split(":")[0] for told in seen.faults}
+
+
+async def test_a_refused_request_is_a_fault_where_nothing_refuses(mesh: Mesh) -> None:
+    router = await another_router(mesh)
+    async with steady_load(router.address, STREAMS) as seen:
+        assert await router.stop() == 0
+    assert {told.split(":")[0] for told in seen.faults} == {"Refused"}
