@@ -24,8 +24,10 @@ class Refused(Exception):
     """A router turned a request away, or was not there, before the stream had begun."""
 
 
-async def ask(client: Client, prompts: Sequence[str]) -> Sequence[ItemResult]:
-    return await client.complete(prompts, max_tokens=MAX_TOKENS, ignore_end_id=True)
+async def ask(
+    client: Client, prompts: Sequence[str], tokens: int = MAX_TOKENS
+) -> Sequence[ItemResult]:
+    return await client.complete(prompts, max_tokens=tokens, ignore_end_id=True)
 
 
 @dataclass
@@ -58,7 +60,8 @@ class Lane:
         """What one request came to; notes the longest silence of its stream."""
         results = Results(1)
         begun, last = False, time.monotonic()
-        events = self.client.generate([self.prompt], max_tokens=MAX_TOKENS, ignore_end_id=True)
+        tokens = len(self.right.token_ids)
+        events = self.client.generate([self.prompt], max_tokens=tokens, ignore_end_id=True)
         try:
             async with aclosing(events):
                 async for event in events:
@@ -97,16 +100,20 @@ class Load:
 
 @asynccontextmanager
 async def steady_load(
-    addresses: str | Sequence[str], streams: int, *, may_be_refused: bool = False
+    addresses: str | Sequence[str],
+    streams: int,
+    *,
+    tokens: int = MAX_TOKENS,
+    may_be_refused: bool = False,
 ) -> AsyncIterator[Load]:
-    """Keeps `streams` requests going while inside, and lets each end that was under way when it is left.
+    """Keeps `streams` requests of `tokens` each going while inside, and lets each end that was under way when it is left.
 
     A router that drains turns new requests away, and one that starts anew is not there: where `may_be_refused`, such
     a request is made again. A stream that has begun must become whole.
     """
     async with Client(addresses) as client:
-        right = await ask(client, PROMPTS)
-        assert [len(item.token_ids) for item in right] == [MAX_TOKENS] * len(PROMPTS), right
+        right = await ask(client, PROMPTS, tokens)
+        assert [len(item.token_ids) for item in right] == [tokens] * len(PROMPTS), right
         numbers = [index % len(PROMPTS) for index in range(streams)]
         load = Load([Lane(client, PROMPTS[n], right[n], may_be_refused) for n in numbers])
         tasks = [asyncio.create_task(lane.run()) for lane in load.lanes]
