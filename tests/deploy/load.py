@@ -106,7 +106,7 @@ async def steady_load(
     tokens: int = MAX_TOKENS,
     may_be_refused: bool = False,
 ) -> AsyncIterator[Load]:
-    """Keeps `streams` requests of `tokens` each going while inside, and lets each end that was under way when it is left.
+    """Keeps `streams` requests of `tokens` each going while inside; those under way when it is left end too.
 
     A router that drains turns new requests away, and one that starts anew is not there: where `may_be_refused`, such
     a request is made again. A stream that has begun must become whole.
