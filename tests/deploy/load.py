@@ -24,10 +24,11 @@ class Refused(Exception):
     """A router turned a request away, or was not there, before the stream had begun."""
 
 
-async def ask(
-    client: Client, prompts: Sequence[str], tokens: int = MAX_TOKENS
-) -> Sequence[ItemResult]:
-    return await client.complete(prompts, max_tokens=tokens, ignore_end_id=True)
+async def ask(client: Client, prompt: str, tokens: int = MAX_TOKENS) -> ItemResult:
+    (item,) = await client.complete([prompt], max_tokens=tokens, ignore_end_id=True)
+    assert item.error is None, item.error
+    assert len(item.token_ids) == tokens
+    return item
 
 
 @dataclass
@@ -38,6 +39,8 @@ class Lane:
     prompt: str
     right: ItemResult
     may_be_refused: bool
+    begun: bool = False
+    """Whether the stream under way has told something."""
     finished: int = 0
     refused: int = 0
     worst_gap_seconds: float = 0.0
@@ -59,18 +62,18 @@ class Lane:
     async def _stream(self) -> ItemResult:
         """What one request came to; notes the longest silence of its stream."""
         results = Results(1)
-        begun, last = False, time.monotonic()
+        self.begun, last = False, time.monotonic()
         tokens = len(self.right.token_ids)
         events = self.client.generate([self.prompt], max_tokens=tokens, ignore_end_id=True)
         try:
             async with aclosing(events):
                 async for event in events:
-                    begun, now = True, time.monotonic()
+                    self.begun, now = True, time.monotonic()
                     self.worst_gap_seconds = max(self.worst_gap_seconds, now - last)
                     last = now
                     results.add(event)
         except Unavailable as error:
-            if begun:
+            if self.begun:
                 raise
             raise Refused(f"{type(error).__name__}: {error}") from error
         (item,) = results.items
@@ -106,14 +109,15 @@ async def steady_load(
     tokens: int = MAX_TOKENS,
     may_be_refused: bool = False,
 ) -> AsyncIterator[Load]:
-    """Keeps `streams` requests of `tokens` each going while inside; those under way when it is left end too.
+    """Keeps `streams` requests of at most `tokens` going while inside; those under way when it is left end too.
 
     A router that drains turns new requests away, and one that starts anew is not there: where `may_be_refused`, such
     a request is made again. A stream that has begun must become whole.
     """
     async with Client(addresses) as client:
-        right = await ask(client, PROMPTS, tokens)
-        assert [len(item.token_ids) for item in right] == [tokens] * len(PROMPTS), right
+        # Of unlike lengths, so that they do not begin and end all at once.
+        lengths = [tokens - number * tokens // 8 for number in range(len(PROMPTS))]
+        right = [await ask(client, *asked) for asked in zip(PROMPTS, lengths, strict=True)]
         numbers = [index % len(PROMPTS) for index in range(streams)]
         load = Load([Lane(client, PROMPTS[n], right[n], may_be_refused) for n in numbers])
         tasks = [asyncio.create_task(lane.run()) for lane in load.lanes]

@@ -125,7 +125,12 @@ async def test_a_router_that_drains_costs_no_stream(mesh: Mesh) -> None:
 
 async def test_a_router_that_does_not_drain_costs_its_streams(mesh: Mesh) -> None:
     router = await another_router(mesh)
-    async with steady_load(router.address, STREAMS, may_be_refused=True) as seen:
+    async with steady_load(router.address, STREAMS, tokens=400, may_be_refused=True) as seen:
+
+        async def all_begun() -> bool:
+            return all(lane.begun for lane in seen.lanes)
+
+        await eventually(all_begun)
         router.signal(signal.SIGKILL)
         await router.wait()
         await another_router(mesh, router.address)

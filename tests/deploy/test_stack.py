@@ -69,7 +69,7 @@ async def add_second_router(stack: ComposeStack) -> None:
     async with asyncio.timeout(CHANGE_SECONDS), Client(stack.second_address) as client:
         while True:
             try:
-                await ask(client, PROMPTS[:1])
+                await ask(client, PROMPTS[0])
             except Unavailable:
                 await asyncio.sleep(0.2)
             else:
@@ -325,12 +325,11 @@ async def test_the_command_of_this_machine_administers_the_stack(stack: ComposeS
         done = await asyncio.to_thread(trtmesh, stack, "workers", act, worker["address"])
         assert done.returncode == 0, done.stderr
     async with Client(stack.address) as client:
-        (item,) = await ask(client, PROMPTS[:1])
-    assert item.error is None
+        await ask(client, PROMPTS[0])
     print(f"\nworkers list, drain and resume from outside: {worker['worker']}")
 
 
 async def test_the_stack_still_gives_the_same_tokens(stack: ComposeStack) -> None:
     async with Client(stack.address) as client:
-        first, second = await ask(client, PROMPTS), await ask(client, PROMPTS)
+        first, second = [[await ask(client, prompt) for prompt in PROMPTS] for _ in range(2)]
     assert [item.token_ids for item in first] == [item.token_ids for item in second]
