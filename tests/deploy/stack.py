@@ -111,11 +111,11 @@ class ComposeStack:
         )
 
     def containers(self, service: str) -> list[Container]:
-        """The running containers of a service, oldest first."""
+        """The running containers of a service, by their numbers: compose starts the lowest that is missing."""
         labels = {"com.docker.compose.project": self.project, "com.docker.compose.service": service}
         filters = [f"--filter=label={name}={value}" for name, value in labels.items()]
         ids = self._run(self.engine, "ps", "--quiet", *filters).split()
-        found = sorted(map(self.inspect, ids), key=lambda one: str(one["Created"]))
+        found = sorted(map(self.inspect, ids), key=_number)
         return [Container(one["Id"], int(one["State"]["Pid"])) for one in found]
 
     def inspect(self, container_id: str) -> dict[str, Any]:
@@ -209,6 +209,10 @@ class ComposeStack:
         memory = {f"{service.upper()}_MEMORY": f"{most}g" for service, most in MEMORY_GIB.items()}
         variables = self.ports | scales | images | model | memory
         return {**os.environ, **{name: str(value) for name, value in variables.items()}}
+
+
+def _number(known: Mapping[str, Any]) -> int:
+    return int(known["Config"]["Labels"]["com.docker.compose.container-number"])
 
 
 @contextmanager
