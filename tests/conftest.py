@@ -29,6 +29,8 @@ FOREIGN = (
 for name in [*os.environ]:
     if name.lower().startswith(tuple(map(str.lower, FOREIGN))):
         del os.environ[name]
+# Engines that each take all cores wait for each other in loops.
+os.environ["OMP_NUM_THREADS"] = "1"
 # A terminal of a test can do what any can, whatever the tests were started from.
 os.environ["TERM"] = "xterm"
 

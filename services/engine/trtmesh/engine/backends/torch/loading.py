@@ -36,7 +36,8 @@ DATA_TYPES = {
 
 def load_engine(model_dir: Path, settings: TorchSettings) -> tuple[Engine, BackendInfo]:
     """Raises ModelUnusable with the reason."""
-    torch.set_num_threads(settings.threads or physical_cores())
+    if settings.threads or "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(settings.threads or physical_cores())
     device = torch.device(settings.device)
     files = weight_files(model_dir)
     model = load_model(model_dir, settings.dtype, device, weight_copies=settings.weight_copies)

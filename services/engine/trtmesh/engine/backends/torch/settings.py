@@ -22,7 +22,7 @@ class TorchSettings(Settings):
     device: str = "cpu"
     """Device in PyTorch's words, such as cpu or cuda:0."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Threads of one CPU operation; 0 takes the physical cores."""
+    """Threads of one CPU operation; 0 takes OMP_NUM_THREADS where it is set, and else the physical cores."""
 
     kv_cache_tokens: Annotated[int, Field(ge=0, le=2**40)] = 0
     """Most tokens that the KV cache holds; 0 sets no limit. The least limit counts; with none set it is 1 GiB on a CPU
