@@ -10,31 +10,21 @@ import grpc
 import pytest
 import pytest_asyncio
 import uvloop
+from chassis.grpc_client.scripted_server import PATIENCE_SECONDS, Peer
 from chassis.grpc_server.conftest import MOST_BYTES, Example, serving
-from chassis.grpc_server.wire import Wire
-from trtmesh.chassis.grpc_client import Connection, Method, connected
+from trtmesh.chassis.grpc_client import Connection, connected
 from trtmesh.chassis.grpc_server import GrpcServer
 from trtmesh.chassis.grpc_wire.frames import (
-    END_HEADERS,
-    PREFACE,
     Kind,
     Setting,
     frame,
-    parse_settings,
     settings,
 )
-
-PATIENCE_SECONDS = 30.0
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Services run on uvloop, whose transports are other ones."""
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
-
-
-def method(name: str) -> Method[bytes, bytes]:
-    """One of the example's methods; its messages are plain bytes."""
-    return Method(f"/example.Service/{name}", bytes, bytes)
 
 
 @pytest_asyncio.fixture(params=["ours", "grpc.aio"])
@@ -53,30 +43,6 @@ async def connection(example: Example) -> AsyncIterator[Connection]:
         yield connection
 
 
-class Peer:
-    """A server whose frames a test writes; it serves one connection."""
-
-    def __init__(self, greeting: bytes) -> None:
-        self._greeting = greeting
-        self._accepted: asyncio.Future[Wire] = asyncio.get_running_loop().create_future()
-        self.address = ""
-        self.closed = asyncio.Event()
-
-    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(self._greeting)
-        self._accepted.set_result(Wire(reader, writer))
-        await self.closed.wait()
-        writer.close()
-
-    async def wire(self) -> Wire:
-        """The connection, behind what every client begins with."""
-        wire = await self._accepted
-        assert await wire.reader.readexactly(len(PREFACE)) == PREFACE
-        said = dict(parse_settings(await wire.next(Kind.SETTINGS)))
-        assert said[Setting.ENABLE_PUSH] == 0
-        return wire
-
-
 @pytest_asyncio.fixture
 async def peer(request: pytest.FixtureRequest) -> AsyncIterator[Peer]:
     """Parametrised indirectly with what it says first; else it greets."""
@@ -92,13 +58,6 @@ async def peer(request: pytest.FixtureRequest) -> AsyncIterator[Peer]:
         await server.wait_closed()
 
 
-def headers(wire: Wire, stream: int, fields: Mapping[str, str], flags: int = 0) -> bytes:
-    """A HEADERS frame of a response."""
-    block = bytes(wire.encoder.encode(list(fields.items())))
-    return frame(Kind.HEADERS, END_HEADERS | flags, stream, block)
-
-
-HEAD = {":status": "200", "content-type": "application/grpc"}
 GREETINGS_OF_NONE = {
     "HTTP/1.1": (b"HTTP/1.1 400 Bad Request\r\n\r\n", "is no gRPC server"),
     "another frame": (frame(Kind.PING, 0, 0, bytes(8)), "settings must come first"),

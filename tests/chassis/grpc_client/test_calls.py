@@ -8,12 +8,8 @@ from typing import Any
 
 import grpc
 import pytest
-from chassis.grpc_client.conftest import (
-    GREETINGS_OF_NONE,
-    PATIENCE_SECONDS,
-    Peer,
-    method,
-)
+from chassis.grpc_client.conftest import GREETINGS_OF_NONE
+from chassis.grpc_client.scripted_server import PATIENCE_SECONDS, Peer, method
 from chassis.grpc_server.conftest import MOST_BYTES, Example
 from trtmesh.chassis.errors import Unavailable
 from trtmesh.chassis.grpc_client import Connection, Method, connected
@@ -74,29 +70,6 @@ async def test_more_than_the_windows_arrives_in_order(connection: Connection) ->
     call.half_close()
     received = [message async for message in call]
     assert received == [bytes((number % 251,)) * 100_000 for number in range(300)]
-
-
-async def test_a_server_waits_for_a_reader_that_does_not_read(
-    connection: Connection, example: Example
-) -> None:
-    call = connection.open(method("Many"))
-    await call.write(b"3000,10000")
-    # Another call on the same connection goes on meanwhile.
-    for _ in range(20):
-        assert await ask(connection, "Echo", b"beside") == b"beside"
-    assert example.written < 3000
-    received = [message async for message in call]
-    assert len(received) == 3000
-
-
-async def test_a_read_that_is_cancelled_loses_nothing(connection: Connection) -> None:
-    call = connection.open(method("Chat"))
-    reading = asyncio.create_task(call.read())
-    await asyncio.sleep(0)
-    reading.cancel()
-    await asyncio.wait([reading])
-    await call.write(b"ab")
-    assert await call.read() == b"ba"
 
 
 async def test_a_cancelled_call_ends_its_handler(connection: Connection, example: Example) -> None:

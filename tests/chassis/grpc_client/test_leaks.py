@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from chassis.grpc_client.conftest import PATIENCE_SECONDS, method
+from chassis.grpc_client.scripted_server import PATIENCE_SECONDS, method
 from chassis.grpc_server.conftest import MOST_BYTES, Example
 from leaks import alive, without_collector
 from trtmesh.chassis.grpc_client import Call, Connection, connected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -34,6 +35,12 @@ class Example:
     def host_and_port(self) -> tuple[str, int]:
         host, _, port = self.address.rpartition(":")
         return host, int(port)
+
+    def hold_unread(self, size: int) -> None:
+        """Lets the system hold about so many bytes for a client that does not read, of those that come from now on."""
+        for server in self.server._servers:
+            for listener in server.sockets:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
 
     async def echo(self, request: bytes, context: Any) -> bytes:
         self.contexts.append(context)

@@ -41,6 +41,16 @@ REQUEST: Mapping[str, str | None] = {
 }
 
 
+OPEN = 1
+"""A client's first stream."""
+
+
+def raw_settings(*values: tuple[int, int]) -> bytes:
+    """A SETTINGS frame whose names and values may be wrong."""
+    payload = b"".join(n.to_bytes(2) + v.to_bytes(4) for n, v in values)
+    return frame(Kind.SETTINGS, 0, 0, payload)
+
+
 def message(body: bytes, *, compressed: bool = False) -> bytes:
     """A gRPC message with its prefix."""
     return bytes((compressed,)) + len(body).to_bytes(4) + body
