@@ -37,10 +37,13 @@ class Example:
         return host, int(port)
 
     def hold_unread(self, size: int) -> None:
-        """Lets the system hold about so many bytes for a client that does not read, of those that come from now on."""
+        """Lets the system hold about so many bytes for a client that comes from now on and does not read, and hold them
+        for ever: it is not the system that gives the client up."""
         for server in self.server._servers:
             for listener in server.sockets:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
+                if hasattr(socket, "TCP_USER_TIMEOUT"):
+                    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
 
     async def echo(self, request: bytes, context: Any) -> bytes:
         self.contexts.append(context)
