@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from chaos.faulty_mesh import FaultyMesh, Peer, faulty_mesh
 from chaos.fragile import contents
 from e2e.mesh import StreamReader, scrape
+from trtmesh.client import Client
 from trtmesh.router.placement import POLICIES
 
 REQUESTS = 24
@@ -52,6 +53,7 @@ class Soak:
     """What happened so far."""
 
     mesh: FaultyMesh
+    client: Client
     draw: random.Random
     expected: dict[str, list[Any]] = field(default_factory=dict)
     faults: Counter[str] = field(default_factory=Counter)
@@ -64,13 +66,13 @@ class Soak:
     async def learn(self) -> None:
         """What each kind of request comes to when nothing happens."""
         for kind, options in KINDS.items():
-            self.expected[kind] = contents(await self.mesh.client.complete(PROMPTS, **options))
+            self.expected[kind] = contents(await self.client.complete(PROMPTS, **options))
 
     async def round(self) -> None:
         """Some faults beside some requests under some policy, and rest."""
         policy = self.draw.choice(sorted(POLICIES))
         self.policies[policy] += 1
-        await self.mesh.set_policy(policy)
+        await self.mesh.set_policies([policy] * len(self.mesh.routers))
         # The first router is the one that is measured, from the beginning to the end.
         names = sorted(name for name in self.mesh.faults if "router" not in name)
         async with asyncio.TaskGroup() as group:
@@ -89,7 +91,7 @@ class Soak:
         await asyncio.sleep(self.draw.uniform(0, ROUND_SECONDS))
         kind, cancels = self.draw.choice(list(KINDS)), self.draw.random() < 0.3
         self.requests += 1
-        reader = StreamReader(self.mesh.client, PROMPTS, **KINDS[kind])
+        reader = StreamReader(self.client, PROMPTS, **KINDS[kind])
         try:
             if cancels:
                 self.cancelled += 1
@@ -130,8 +132,8 @@ def growth_bytes(samples: list[Sample]) -> int:
 
 
 async def run(seconds: float, seed: int) -> int:
-    async with faulty_mesh() as mesh:
-        soak = Soak(mesh, random.Random(seed))
+    async with faulty_mesh() as mesh, mesh.client(0) as client:
+        soak = Soak(mesh, client, random.Random(seed))
         await soak.learn()
         started = time.monotonic()
         samples = []

@@ -3,9 +3,13 @@ counting references."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+PATIENCE_SECONDS = 60.0
 
 
 @contextmanager
@@ -19,6 +23,16 @@ def without_collector() -> Iterator[None]:
         gc.enable()
 
 
-def alive(kind: type) -> list[object]:
-    """The objects of just this type."""
-    return [each for each in gc.get_objects() if type(each) is kind]
+def alive(*kinds: type) -> Counter[str]:
+    """How many objects there are of just these types, by name."""
+    return Counter(type(each).__name__ for each in gc.get_objects() if type(each) in kinds)
+
+
+async def gone(*kinds: type) -> None:
+    """Returns when there is no object of just these types; what frees them may be on its way through a socket."""
+    try:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while alive(*kinds):  # noqa: ASYNC110 - freeing sets no event
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        raise AssertionError(f"still there: {dict(alive(*kinds))}") from None

@@ -7,7 +7,7 @@ import asyncio
 import math
 import random
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -73,7 +73,6 @@ class FaultyMesh:
         self.routers: list[Peer] = []
         self._routers_lock = asyncio.Lock()
         """One router is left at any time."""
-        self.client: Client
         self.faults: Mapping[str, Callable[[random.Random], Awaitable[None]]] = {
             "kill an engine": self._kill_engine,
             "freeze an engine": self._freeze_engine,
@@ -107,8 +106,6 @@ class FaultyMesh:
         links = ("--engines", _addresses(self.engines), "--tokenizers", _addresses(self.tokenizers))
         flags = (*ROUTER, *links)
         self.routers = await asyncio.gather(*(self._start("router", flags) for _ in range(2)))
-        addresses = [router.address for router in self.routers]
-        self.client = await self._stack.enter_async_context(Client(addresses, resume_seconds=60))
         await self.settle()
         # What is built with the first call is there from now on.
         for router in self.routers:
@@ -120,9 +117,14 @@ class FaultyMesh:
             # gRPC has one more for a stream to a tokenizer that has had nothing to say yet.
             peer.most_tasks = tasks + len(self.tokenizers)
 
-    async def set_policy(self, policy: str) -> None:
-        """How both routers choose a worker from now on, and those that take their places."""
-        for router in self.routers:
+    def client(self, first: int) -> Client:
+        """A client that begins with one of the routers."""
+        addresses = [router.address for router in self.routers]
+        return Client([*addresses[first:], *addresses[:first]], resume_seconds=60)
+
+    async def set_policies(self, policies: Sequence[str]) -> None:
+        """How each router chooses a worker from now on, and those that take its place."""
+        for router, policy in zip(self.routers, policies, strict=True):
             async with AdminClient(router.process.admin_address) as admin:
                 await admin.set_policy(policy)
             router.policy = policy

@@ -45,8 +45,8 @@ async def lose(
     **options: Any,
 ) -> float:
     """Loses the engine of a name, or the other one where the policy gave all items to that, when all of its sequences
-    have `position` tokens and none can be at its end; each of them must move. Returns the longest time that an item was
-    without an event."""
+    have `position` tokens or more and none can be at its end; each of them must move. Returns the longest time that an
+    item was without an event."""
     before = await fragile.moved_sequences()
     reader = StreamReader(fragile.mesh.client, PROMPTS, **options, ignore_end_id=True)
 
@@ -120,8 +120,8 @@ async def cut_at_the_end(fragile: Fragile, positions: Iterable[int], **options: 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 async def test_an_engine_is_lost(simulated: Fragile, policy: str) -> None:
-    """Either engine, at every position; cut off at most of them, killed and frozen at three, which are others under
-    each policy."""
+    """Either engine, at every position or what is told at once with it; killed and frozen at every fifth, which is
+    another one under each policy, and cut off at the others."""
     await simulated.mesh.admin.set_policy(policy)
     whole = await undisturbed(simulated, **SAMPLED)
     worst: defaultdict[str, float] = defaultdict(float)

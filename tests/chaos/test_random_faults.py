@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,11 +12,13 @@ import pytest_asyncio
 from chaos.faulty_mesh import FaultyMesh, faulty_mesh
 from chaos.fragile import contents
 from e2e.mesh import StreamReader
+from trtmesh.client import Client
 from trtmesh.router.placement import POLICIES
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SEEDS = "0-2"
+ROUTERS = 2
 REQUESTS = 6
 FAULTS = 6
 LAST_SECONDS = 2.0
@@ -24,9 +26,14 @@ LAST_SECONDS = 2.0
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    asked: str = metafunc.config.getoption("--seeds", default=None) or SEEDS
+    if "seed" in metafunc.fixturenames:
+        asked: str = metafunc.config.getoption("--seeds", default=None) or SEEDS
+        metafunc.parametrize("seed", seeds(asked))
+
+
+def seeds(asked: str) -> range:
     first, _, last = asked.partition("-")
-    metafunc.parametrize("seed", range(int(first), int(last or first) + 1))
+    return range(int(first), int(last or first) + 1)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -53,13 +60,32 @@ def request(draw: random.Random) -> tuple[list[str], dict[str, Any]]:
     return prompts, options
 
 
+def policies_of(seed: int) -> list[str]:
+    """One of each router; those of the next seed are the next ones."""
+    names = sorted(POLICIES)
+    return [names[(ROUTERS * seed + router) % len(names)] for router in range(ROUTERS)]
+
+
+async def test_the_seeds_of_every_run_try_every_policy() -> None:
+    assert {policy for seed in seeds(SEEDS) for policy in policies_of(seed)} == set(POLICIES)
+
+
 async def test_nothing_is_lost(mesh: FaultyMesh, seed: int) -> None:
     draw = random.Random(seed)
-    policy = sorted(POLICIES)[seed % len(POLICIES)]
-    print(f"seed {seed}: policy {policy}")
-    await mesh.set_policy(policy)
+    policies = policies_of(seed)
+    print(f"seed {seed}: policies {' and '.join(policies)}")
+    await mesh.set_policies(policies)
+    async with mesh.client(0) as one, mesh.client(1) as other:
+        await suffer(mesh, seed, draw, [one, other])
+    await mesh.settle()
+
+
+async def suffer(
+    mesh: FaultyMesh, seed: int, draw: random.Random, clients: Sequence[Client]
+) -> None:
+    """Requests of either client, and faults, all drawn before the first begins."""
     requests = [request(draw) for _ in range(REQUESTS)]
-    expected = [contents(await mesh.client.complete(p, **options)) for p, options in requests]
+    expected = [contents(await clients[0].complete(p, **options)) for p, options in requests]
     opens = sorted((draw.uniform(0, LAST_SECONDS), each) for each in range(REQUESTS))
     faults = sorted(
         (draw.uniform(0, LAST_SECONDS), draw.choice(sorted(mesh.faults)), draw.getrandbits(32))
@@ -69,7 +95,7 @@ async def test_nothing_is_lost(mesh: FaultyMesh, seed: int) -> None:
     async def open_later(seconds: float, number: int) -> float:
         await asyncio.sleep(seconds)
         prompts, options = requests[number]
-        reader = StreamReader(mesh.client, prompts, **options)
+        reader = StreamReader(clients[number % len(clients)], prompts, **options)
         try:
             assert contents(await reader.result()) == expected[number], requests[number]
         finally:
@@ -86,4 +112,3 @@ async def test_nothing_is_lost(mesh: FaultyMesh, seed: int) -> None:
         tasks = [group.create_task(suffer_later(*fault)) for fault in faults]
         tasks += [group.create_task(open_later(*each)) for each in opens]
     print(f"seed {seed}: worst stall {max(task.result() for task in tasks) * 1000:.0f} ms")
-    await mesh.settle()

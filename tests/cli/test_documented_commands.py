@@ -96,5 +96,6 @@ def test_a_question_of_the_page_is_answered(stack: Stack, line: str) -> None:
     words = shlex.split(line, comments=True)
     result = trtmesh(*words, env={"TRTMESH_ROUTER": stack.wait_ready()})
     assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.strip()
     if "--generation-logits" in words:
         assert re.search(r"^generation_logits \[1, 2, \d+, \d+\]", result.stdout, re.MULTILINE)

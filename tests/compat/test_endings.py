@@ -127,7 +127,9 @@ async def test_a_deadline_ends_a_stream(mesh: Mesh, triton: Triton) -> None:
     """The worker has the deadline too and may act a moment earlier: what it cut off never looks complete."""
     random_ = random.Random(5)
 
-    async def run_out_of_time() -> None:
+    async def run_out_of_time() -> bool:
+        """Whether a server was told of it."""
+
         async def requests() -> Any:
             yield request("ensemble", LONG)
 
@@ -138,13 +140,15 @@ async def test_a_deadline_ends_a_stream(mesh: Mesh, triton: Triton) -> None:
             errors = [str(error) async for _, error in results if error is not None]
         except grpc.aio.AioRpcError as error:
             if error.details() == NEVER_SENT:
-                return
+                return False
             code = error.code()
         if code is not grpc.StatusCode.DEADLINE_EXCEEDED:
             assert code is grpc.StatusCode.OK
             assert "the deadline of the call passed" in errors[-1]
+        return True
 
-    await asyncio.gather(*(run_out_of_time() for _ in range(40)))
+    told = await asyncio.gather(*(run_out_of_time() for _ in range(40)))
+    assert sum(told) >= 20
     await mesh.idle()
 
 

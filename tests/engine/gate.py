@@ -19,7 +19,9 @@ class Gate:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """A block, without an await, in which a backend gets no further than its next delivery."""
+        """A block in which a backend gets no further than its next delivery. It may await where a backend delivers on a
+        thread of its own; one that delivers on the event loop's would wait there for the block, and the block for it.
+        """
         self._open.clear()
         try:
             yield

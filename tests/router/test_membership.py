@@ -18,11 +18,9 @@ from router.scripted import (
     serving_router,
     until_states,
 )
-from trtmesh.chassis.error_wire import to_proto
+from router.scripted_fleet import refusal
 from trtmesh.chassis.errors import Draining, InvalidField, NotFound, NoWorker
 from trtmesh.router import membership
-from trtmesh.v1 import engine_pb2 as epb
-from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 DRAINING = admin_pb.WORKER_STATE_DRAINING
@@ -50,15 +48,8 @@ class Fleet:
 
     async def refuse_rest(self) -> None:
         """The worker tells that it does not go on with what it still has."""
-        ends = [
-            epb.SequenceEnd(
-                handle=submit.handle,
-                reason=pb.FINISH_REASON_ERROR,
-                error=to_proto(Draining("it stops")),
-            )
-            for submit in self.one.submits[1:]
-        ]
-        await self.one.step(ends=ends)
+        rest = self.one.submits[1:]
+        await self.one.step(ends=[refusal(each.handle, Draining("it stops")) for each in rest])
 
     async def die(self) -> None:
         await self.one.hang_up()

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import pytest
-from leaks import without_collector
+from leaks import gone, without_collector
 from router.scripted import (
     LENGTH,
     READY,
@@ -36,10 +34,6 @@ def _no_collector() -> Iterator[None]:
         yield
 
 
-def left() -> Counter[str]:
-    return Counter(type(each).__name__ for each in gc.get_objects() if type(each) in OF_A_REQUEST)
-
-
 async def test_however_a_request_ends() -> None:
     engine = ScriptedEngine(supported_fields=["stopping.max_tokens"])
     tokenizer = ScriptedTokenizer()
@@ -60,7 +54,7 @@ async def test_however_a_request_ends() -> None:
         await engine.step(*((submit.handle, 0, [65]) for submit in submits), ends=ends)
         assert [item.text for item in await asked] == ["A.", "A."]
         del asked
-        await eventually(lambda: not left())
+        await gone(*OF_A_REQUEST)
 
         asked = ask("cancelled")
         submit = (await engine.submitted(3))[-1]
@@ -69,7 +63,7 @@ async def test_however_a_request_ends() -> None:
         await asyncio.gather(asked, return_exceptions=True)
         await eventually(lambda: engine.stops)
         await engine.step(ends=[(submit.handle, LENGTH)])
-        await eventually(lambda: not left())
+        await gone(*OF_A_REQUEST)
 
         asked = ask("stopped")
         await engine.submitted(4)
@@ -77,7 +71,7 @@ async def test_however_a_request_ends() -> None:
         await eventually(lambda: len(engine.stops) == 2)
         await engine.step(ends=[(engine.stops[-1][0], LENGTH)])
         await asked
-        await eventually(lambda: not left())
+        await gone(*OF_A_REQUEST)
 
         asked = ask("lost")
         await engine.submitted(5)
@@ -85,7 +79,7 @@ async def test_however_a_request_ends() -> None:
         submit = (await engine.submitted(6))[-1]
         await engine.step((submit.handle, 0, [65]), ends=[(submit.handle, LENGTH)])
         assert (await asked)[0].text == "A."
-        await eventually(lambda: not left())
+        await gone(*OF_A_REQUEST)
 
         tokenizer.breaks_on_token = 67
         asked = ask("failed")
@@ -94,4 +88,4 @@ async def test_however_a_request_ends() -> None:
         assert (await asked)[0].error
         await eventually(lambda: len(engine.stops) == 3)
         await engine.step(ends=[(submit.handle, LENGTH)])
-        await eventually(lambda: not left())
+        await gone(*OF_A_REQUEST)

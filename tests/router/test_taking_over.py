@@ -51,6 +51,11 @@ class Call:
     async def end(self) -> str:
         return await self._reading
 
+    async def leave(self) -> None:
+        """Cancels what runs of it, and waits for its end."""
+        self.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+
     def tokens(self) -> list[int]:
         return [token for event in self.events for token in event.tokens.token_ids]
 
@@ -62,6 +67,16 @@ class Door:
         self.engine = engine
         self.client = client
         self._stub = router_pb2_grpc.MeshServiceStub(client._routers[0].channel)
+        self._calls: list[Call] = []
+
+    async def leave(self) -> None:
+        """Ends the calls that are live, as a test that failed leaves them."""
+        for call in self._calls:
+            await call.leave()
+
+    def _call(self, responses: Any) -> Call:
+        self._calls.append(Call(responses))
+        return self._calls[-1]
 
     @staticmethod
     def request(
@@ -76,7 +91,7 @@ class Door:
         return request
 
     def generate(self, request: router_pb.GenerateRequest, key: str = "k") -> Call:
-        return Call(self._stub.Generate(request, metadata=(("x-api-key", key),)))
+        return self._call(self._stub.Generate(request, metadata=(("x-api-key", key),)))
 
     def resume(
         self,
@@ -89,7 +104,7 @@ class Door:
         resume = router_pb.ResumeRequest(
             request=request, received=received, finished_items=finished_items
         )
-        return Call(self._stub.Resume(resume, metadata=(("x-api-key", key),)))
+        return self._call(self._stub.Resume(resume, metadata=(("x-api-key", key),)))
 
     async def finish(self, number: int, offset: int = 0) -> None:
         """The worker's last token for what was submitted as `number`."""
@@ -108,8 +123,12 @@ async def door(**settings: Any) -> AsyncIterator[Door]:
     engine = ScriptedEngine(supported_fields=["stopping.max_tokens", "sampling.seed"])
     async with serving_engine(engine) as address, serving_router([address], **settings) as client:
         await until_states(client, [READY], [])
-        yield Door(engine, client)
-        await eventually(lambda: not any(map(client.gauge, GAUGES)))
+        door = Door(engine, client)
+        try:
+            yield door
+            await eventually(lambda: not any(map(client.gauge, GAUGES)))
+        finally:
+            await door.leave()
 
 
 async def test_a_call_goes_on_where_another_one_is_not_admitted() -> None:
@@ -171,6 +190,7 @@ async def test_of_several_calls_that_take_over_the_last_one_has_the_request() ->
             "UNAVAILABLE: request 'r' goes on in another call"
         }
         (last,) = ends.keys() - over
+        assert ends[last] is calls[-1]
         await eventually(lambda: ends[last].events)
         for number, submit in enumerate(router.engine.submits[:-1]):
             assert submit.request_id == "r"

@@ -1,10 +1,17 @@
-"""Small real tokenizers of every family, trained on a few lines, saved as model directories."""
+"""Small real tokenizers of every family, made of a few lines, saved as model directories.
+
+Each is the same in every process. Trainers go through tables that have another order in each, so they get what ties
+would turn on: the alphabet, and with it the ids, in order.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from tokenizers import (
     AddedToken,
@@ -55,12 +62,17 @@ def llama2_bpe() -> Tokenizer:
     trained = Tokenizer(models.BPE())
     prepend = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     trained.normalizer = normalizers.Sequence(prepend)
-    trained.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=300, limit_alphabet=60, show_progress=False)
+    counted = Counter(sorted("".join(CORPUS).replace(" ", "▁")))
+    letters = [letter for letter, _ in counted.most_common(60)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        initial_alphabet=letters,
+        limit_alphabet=len(letters),
+        show_progress=False,
     )
-    model = json.loads(trained.to_str())["model"]
-    tokens = ["<unk>", *SPECIALS, *BYTES, *sorted(model["vocab"], key=model["vocab"].get)]
-    vocabulary = {token: position for position, token in enumerate(tokens)}
+    trained.train_from_iterator(CORPUS, trainer)
+    model = model_of(trained)
+    vocabulary = numbered(["<unk>", *SPECIALS, *BYTES, *model["vocab"]])
     merges = [tuple(merge) for merge in model["merges"]]
     tokenizer = Tokenizer(
         models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
@@ -83,18 +95,11 @@ def llama2_bpe() -> Tokenizer:
 
 def unigram_byte_fallback() -> Tokenizer:
     """SentencePiece Unigram with byte fallback and Metaspace."""
-    trained = Tokenizer(models.Unigram())
-    trained.pre_tokenizer = pre_tokenizers.Metaspace()
-    trained.train_from_iterator(
-        CORPUS,
-        trainers.UnigramTrainer(vocab_size=400, unk_token="<unk>", show_progress=False),
-    )
-    pieces = json.loads(trained.to_str())["model"]["vocab"]
     vocabulary = [("<unk>", 0.0), *((token, 0.0) for token in SPECIALS + BYTES)]
     # Letters beyond the first plane of the corpus are left to the bytes.
-    vocabulary += [(t, s) for t, s in pieces if t != "<unk>" and all(ord(c) < 0x3000 for c in t)]
+    vocabulary += [(t, s) for t, s in unigram_pieces() if all(ord(c) < 0x3000 for c in t)]
     tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=0, byte_fallback=True))
-    tokenizer.pre_tokenizer = trained.pre_tokenizer
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
     tokenizer.add_special_tokens(SPECIALS)
     return with_added_tokens(tokenizer)
@@ -102,28 +107,39 @@ def unigram_byte_fallback() -> Tokenizer:
 
 def unigram_metaspace() -> Tokenizer:
     """T5, XLM-R: Unigram without byte fallback."""
-    tokenizer = Tokenizer(models.Unigram())
+    specials = ["<unk>", *SPECIALS]
+    vocabulary = [*((token, 0.0) for token in specials), *unigram_pieces()]
+    tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=0))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(
-        vocab_size=400, unk_token="<unk>", special_tokens=["<unk>", *SPECIALS], show_progress=False
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_special_tokens(specials)
     return with_added_tokens(tokenizer)
 
 
 def word_piece() -> Tokenizer:
     """BERT, with the clean-up of spaces before punctuation."""
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer(strip_accents=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=True)
+    trained = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    trained.normalizer = normalizers.BertNormalizer(strip_accents=False)
+    trained.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    specials = ["[UNK]", "[CLS]", "[SEP]", *SPECIALS]
+    words = [
+        word
+        for line in CORPUS
+        for word, _ in trained.pre_tokenizer.pre_tokenize_str(
+            trained.normalizer.normalize_str(line)
+        )
+    ]
+    inner = sorted({f"##{letter}" for word in words for letter in word[1:]})
     trainer = trainers.WordPieceTrainer(
-        vocab_size=400,
-        special_tokens=["[UNK]", "[CLS]", "[SEP]", *SPECIALS],
-        show_progress=False,
+        vocab_size=400, special_tokens=specials + inner, show_progress=False
     )
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    trained.train_from_iterator(CORPUS, trainer)
+    vocabulary = numbered(model_of(trained)["vocab"])
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = trained.normalizer
+    tokenizer.pre_tokenizer = trained.pre_tokenizer
+    tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=True)
+    tokenizer.add_special_tokens(specials)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
@@ -134,16 +150,22 @@ def word_piece() -> Tokenizer:
 
 def word_end_bpe() -> Tokenizer:
     """GPT, CLIP: a suffix marks the end of a word, and the last token is decoded unlike the others."""
-    tokenizer = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")
+    trained = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
+    trained.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    last = sorted({f"{word[-1]}</w>" for line in CORPUS for word in line.split()})
     trainer = trainers.BpeTrainer(
         vocab_size=400,
-        special_tokens=SPECIALS,
+        special_tokens=SPECIALS + last,
         end_of_word_suffix="</w>",
         show_progress=False,
     )
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    trained.train_from_iterator(CORPUS, trainer)
+    model = model_of(trained)
+    merges = [tuple(merge) for merge in model["merges"]]
+    tokenizer = Tokenizer(models.BPE(numbered(model["vocab"]), merges, end_of_word_suffix="</w>"))
+    tokenizer.pre_tokenizer = trained.pre_tokenizer
+    tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")
+    tokenizer.add_special_tokens(SPECIALS)
     return with_added_tokens(tokenizer)
 
 
@@ -161,6 +183,36 @@ def unstreamable() -> Tokenizer:
         [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Replace(Regex(".*z"), "z")]
     )
     return tokenizer
+
+
+def unigram_pieces() -> list[tuple[str, float]]:
+    """Letters, and the parts of words that make up most of the corpus, with the logarithms of their shares.
+
+    It is what a trainer of Unigram begins with; it goes on with sums whose order, and with it their last bits, nobody
+    fixes.
+    """
+    words = [w for line in CORPUS for w, _ in pre_tokenizers.Metaspace().pre_tokenize_str(line)]
+    counts = Counter(
+        word[begin:end]
+        for word in words
+        for begin in range(len(word))
+        for end in range(begin + 1, len(word) + 1)
+    )
+    longer = [part for part, count in counts.items() if len(part) > 1 and count > 1]
+    longer.sort(key=lambda part: (-counts[part] * len(part), part))
+    pieces = [*sorted(part for part in counts if len(part) == 1), *longer][:400]
+    whole = sum(counts[piece] for piece in pieces)
+    return [(piece, math.log(counts[piece] / whole)) for piece in pieces]
+
+
+def model_of(trained: Tokenizer) -> dict[str, Any]:
+    """The model as a tokenizer.json has it, its vocabulary by ids."""
+    model: dict[str, Any] = json.loads(trained.to_str())["model"]
+    return model | {"vocab": sorted(model["vocab"], key=model["vocab"].get)}
+
+
+def numbered(tokens: Iterable[str]) -> dict[str, int]:
+    return {token: number for number, token in enumerate(tokens)}
 
 
 def with_added_tokens(tokenizer: Tokenizer) -> Tokenizer:

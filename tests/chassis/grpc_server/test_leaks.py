@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 from chassis.grpc_server.conftest import Example
 from chassis.grpc_server.wire import Wire, wired
-from leaks import alive, without_collector
+from leaks import gone, without_collector
 from trtmesh.chassis.grpc_server import call
 from trtmesh.chassis.grpc_server.call import Call
 from trtmesh.chassis.grpc_server.connection import Connection
@@ -141,14 +140,5 @@ async def test_calls_and_connections_that_are_over_are_freed(
         if end is not _lost:
             wire.send(frame(Kind.PING, 0, 0, bytes(8)))
             await wire.next(Kind.PING)
-            await _gone(Call)
-    await _gone(Call)
-    await _gone(Connection)
-
-
-async def _gone(kind: type) -> None:
-    for _ in range(200):
-        if not alive(kind):
-            return
-        await asyncio.sleep(0.01)
-    pytest.fail(f"{len(alive(kind))} of {kind} are alive")
+            await gone(Call)
+    await gone(Call, Connection)
