@@ -20,6 +20,5 @@ async def mesh() -> AsyncIterator[Mesh]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def triton(mesh: Mesh) -> AsyncIterator[Triton]:
-    triton = Triton(mesh.router.address)
-    yield triton
-    await triton.close()
+    async with Triton(mesh.router.address) as triton:
+        yield triton

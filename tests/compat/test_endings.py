@@ -30,6 +30,7 @@ GENERATED = "trtmesh_engine_generated_tokens_total"
 LONG = {"text_input": "long", "max_tokens": 8000, "stream": True}
 NEVER_SENT = "Internal error from Core"
 """What grpc.aio's client says where the deadline passes before it has written the request; no server is told of it."""
+FULL = "Exceeds maximum queue size"
 ENDLESS = {"input_ids": [5], "input_lengths": 1, "request_output_len": 8000}
 
 
@@ -62,42 +63,41 @@ async def test_an_error_on_a_stream_names_its_request(mesh: Mesh) -> None:
 
 
 async def test_the_latest_request_of_a_name_is_stopped(mesh: Mesh) -> None:
-    first, second = SyncStream(mesh.router.address), SyncStream(mesh.router.address)
-    for stream in (first, second):
-        stream.send("ensemble", LONG, request_id="same")
-        await asyncio.to_thread(stream.next)
-    stopper = SyncStream(mesh.router.address)
-    stopper.send("ensemble", {"stop": True}, request_id="same")
-    await asyncio.to_thread(stopper.half_close)
-    responses = await asyncio.to_thread(second.half_close)
-    assert responses[-1].final
-    assert not any(response.error for response in responses)
-    assert (await mesh.gauges())["live_requests"] == 1
-    first.cancel()
-    for stream in (first, second, stopper):
-        stream.close()
+    with (
+        SyncStream(mesh.router.address) as first,
+        SyncStream(mesh.router.address) as second,
+        SyncStream(mesh.router.address) as stopper,
+    ):
+        for stream in (first, second):
+            stream.send("ensemble", LONG, request_id="same")
+            await asyncio.to_thread(stream.next)
+        stopper.send("ensemble", {"stop": True}, request_id="same")
+        await asyncio.to_thread(stopper.half_close)
+        responses = await asyncio.to_thread(second.half_close)
+        assert responses[-1].final
+        assert not any(response.error for response in responses)
+        assert (await mesh.gauges())["live_requests"] == 1
     await mesh.idle()
 
 
 async def test_stopped_is_what_was_generated_until_then(mesh: Mesh) -> None:
     """One response that is no error, with the tokens so far: how `--stop-after-ms` of upstream's client is used."""
     before = (await scrape(mesh.engines[0]))[GENERATED]
-    stream = SyncStream(mesh.router.address)
-    stream.send("tensorrt_llm", ENDLESS, request_id="whole")
+    with SyncStream(mesh.router.address) as stream:
+        stream.send("tensorrt_llm", ENDLESS, request_id="whole")
 
-    async def running() -> bool:
-        return (await scrape(mesh.engines[0]))[GENERATED] > before
+        async def running() -> bool:
+            return (await scrape(mesh.engines[0]))[GENERATED] > before
 
-    await eventually(running)
-    empty, told = None, None
-    stream.send("tensorrt_llm", ENDLESS | {"stop": True}, request_id="whole")
-    for response in await asyncio.to_thread(stream.half_close):
-        assert response.final
-        if response.outputs:
-            told = response
-        else:
-            empty = response
-    stream.close()
+        await eventually(running)
+        empty, told = None, None
+        stream.send("tensorrt_llm", ENDLESS | {"stop": True}, request_id="whole")
+        for response in await asyncio.to_thread(stream.half_close):
+            assert response.final
+            if response.outputs:
+                told = response
+            else:
+                empty = response
     assert empty
     assert told
     ids = told.outputs["output_ids"].ravel().tolist()
@@ -155,17 +155,15 @@ async def test_a_deadline_ends_a_stream(mesh: Mesh, triton: Triton) -> None:
 async def test_requests_by_bls_run_beside_each_other(mesh: Mesh) -> None:
     """Not one after another: all have begun before any is over."""
     names = {str(index) for index in range(24)}
-    stream = SyncStream(mesh.router.address)
-    for name in names:
-        more = {"request_id": name, "enable_empty_final_response": True}
-        stream.send("tensorrt_llm_bls", LONG, **more)
-    begun: set[str] = set()
-    while begun != names:
-        response = await asyncio.to_thread(stream.next)
-        assert not response.final
-        begun.add(response.request_id)
-    stream.cancel()
-    stream.close()
+    with SyncStream(mesh.router.address) as stream:
+        for name in names:
+            more = {"request_id": name, "enable_empty_final_response": True}
+            stream.send("tensorrt_llm_bls", LONG, **more)
+        begun: set[str] = set()
+        while begun != names:
+            response = await asyncio.to_thread(stream.next)
+            assert not response.final
+            begun.add(response.request_id)
     await mesh.idle()
 
 
@@ -231,26 +229,25 @@ async def test_a_full_queue_is_said_as_triton_says_it() -> None:
         "--triton-decoupled",
         "ensemble",
     )
-    async with running_mesh(router_flags=limits) as mesh:
-        triton = Triton(mesh.router.address)
-        stream = SyncStream(mesh.router.address)
-        for name in ("running", "waiting", "refused"):
-            stream.send("ensemble", LONG, request_id=name)
-        while not (response := await asyncio.to_thread(stream.next)).error:
-            pass
-        assert "Exceeds maximum queue size" in response.error
-        with pytest.raises(InferenceServerException, match="Exceeds maximum queue size") as caught:
-            await triton.infer("tensorrt_llm_bls", {"text_input": "x", "max_tokens": 3})
-        assert caught.value.status() == "StatusCode.UNAVAILABLE"
-        async with PlainHttp(mesh.router.http_address) as http:
+    async with (
+        running_mesh(router_flags=limits) as mesh,
+        Triton(mesh.router.address) as triton,
+        PlainHttp(mesh.router.http_address) as http,
+    ):
+        with SyncStream(mesh.router.address) as stream:
+            for name in ("running", "waiting", "refused"):
+                stream.send("ensemble", LONG, request_id=name)
+            while not (response := await asyncio.to_thread(stream.next)).error:
+                pass
+            assert FULL in response.error
+            with pytest.raises(InferenceServerException, match=FULL) as caught:
+                await triton.infer("tensorrt_llm_bls", {"text_input": "x", "max_tokens": 3})
+            assert caught.value.status() == "StatusCode.UNAVAILABLE"
             body = {"text_input": "x", "max_tokens": 3}
             reply = await http.post("/v2/models/tensorrt_llm_bls/generate", body)
-        assert reply.status == 503
-        for words in ("Exceeds maximum queue size", "Maximum queue size of 1 has been reached"):
-            assert words in reply.json["error"]
-        stream.cancel()
-        stream.close()
-        await triton.close()
+            assert reply.status == 503
+            for words in (FULL, "Maximum queue size of 1 has been reached"):
+                assert words in reply.json["error"]
         await mesh.idle()
 
 

@@ -133,8 +133,10 @@ async def test_the_others_come_where_one_row_is_refused_by_the_worker(
 async def test_a_stacked_response_fails_with_the_row_that_did() -> None:
     """And what the executor could not go on with is said as TensorRT-LLM says it."""
     flags = (*FLAGS, "--simulated-fail-item", "2")
-    async with running_mesh(engine_flags=flags, router_flags=("--triton-decoupled", "")) as mesh:
-        triton = Triton(mesh.router.address)
+    async with (
+        running_mesh(engine_flags=flags, router_flags=("--triton-decoupled", "")) as mesh,
+        Triton(mesh.router.address) as triton,
+    ):
         (response,) = await triton.stream("ensemble", rows(**THREE), request_id="mine")
         assert response.error.startswith("row ")
         row, words = response.error.removeprefix("row ").split(": ", 1)
@@ -144,7 +146,6 @@ async def test_a_stacked_response_fails_with_the_row_that_did() -> None:
             " simulated.fail_item says so"
         )
         assert (await triton.infer("ensemble", rows(**THREE))).outputs["text_output"].size == 3
-        await triton.close()
 
 
 @pytest.mark.parametrize("missing", ["output_ids", "sequence_length"])

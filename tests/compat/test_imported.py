@@ -42,9 +42,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def triton(stack: Stack) -> AsyncIterator[Triton]:
-    triton = Triton(stack.wait_ready())
-    yield triton
-    await triton.close()
+    async with Triton(stack.wait_ready()) as triton:
+        yield triton
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -208,8 +207,10 @@ async def test_a_full_queue_of_an_engine_is_said_as_triton_says_it(tmp_path: Pat
     directory = five_models(tmp_path / "models", {"max_queue_size": "1"})
     flags = ("--port", "0", "--backend", "torch", "--model", str(DEMO))
     env = {"TRTMESH_ENGINE_TORCH_MAX_BATCH_SIZE": "1"}
-    with running_stack(*flags, "--triton-model-repo", str(directory), env=env) as stack:
-        stream = SyncStream(stack.wait_ready())
+    with (
+        running_stack(*flags, "--triton-model-repo", str(directory), env=env) as stack,
+        SyncStream(stack.wait_ready()) as stream,
+    ):
         for name in ("running", "waiting", "refused"):
             stream.send("ensemble", ASK | ENDLESS | {"stream": True}, request_id=name)
         while not (response := await asyncio.to_thread(stream.next)).error:
@@ -220,8 +221,6 @@ async def test_a_full_queue_of_an_engine_is_said_as_triton_says_it(tmp_path: Pat
         for told in (response.error, reply.json["error"]):
             assert "Exceeds maximum queue size" in told
             assert "Maximum queue size of 1 has been reached, please try again later" in told
-        stream.cancel()
-        stream.close()
 
 
 async def test_two_models_of_the_mesh(tmp_path: Path) -> None:
@@ -244,12 +243,10 @@ async def test_two_models_of_the_mesh(tmp_path: Path) -> None:
     with running_stack("--port", "0", "--config", str(config), env=env) as stack:
         router = stack.wait_ready()
         assert len(stack.children) == 5
-        triton = Triton(router)
-        tensors = ASK | {"stream": True}
-        first = joined(await triton.stream("ensemble", tensors))
-        second = joined(await triton.stream("ensemble_b", tensors))
-        await triton.close()
-        async with Client(router) as client:
+        async with Triton(router) as triton, Client(router) as client:
+            tensors = ASK | {"stream": True}
+            first = joined(await triton.stream("ensemble", tensors))
+            second = joined(await triton.stream("ensemble_b", tensors))
             for model, own in (("one", first), ("two", second)):
                 (item,) = await client.complete([PROMPT], model=model, max_tokens=TOKENS)
                 assert item.text == own

@@ -154,12 +154,11 @@ async def test_a_stop_request_is_answered_as_cancelled(mesh: Mesh, triton: Trito
 
 async def test_a_stopped_request_ends_with_what_it_has(mesh: Mesh, triton: Triton) -> None:
     ask = {"text_input": text(PROMPT), "sampling_param_max_tokens": one(8000)}
-    stream = SyncStream(mesh.router.address)
-    stream.send("streaming", ask | STREAM | {"return_finish_reason": flag()}, request_id="long")
-    assert (await asyncio.to_thread(stream.next)).outputs
-    stream.send("streaming", STOP, request_id="long")
-    responses = await asyncio.to_thread(stream.half_close)
-    stream.close()
+    with SyncStream(mesh.router.address) as stream:
+        stream.send("streaming", ask | STREAM | {"return_finish_reason": flag()}, request_id="long")
+        assert (await asyncio.to_thread(stream.next)).outputs
+        stream.send("streaming", STOP, request_id="long")
+        responses = await asyncio.to_thread(stream.half_close)
     errors = [response for response in responses if response.error]
     assert [error.error for error in errors] == ["Request cancelled by client"]
     last: Response = next(response for response in responses if response.final)

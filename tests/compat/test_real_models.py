@@ -314,10 +314,9 @@ async def test_ids_beyond_the_vocabulary_end_their_request_alone(triton: Triton)
     "tensors", [{}, LOGITS, BEAMS, {"num_return_sequences": 3, "top_k": 20, "seed": 1}]
 )
 async def test_cancelled_requests_leave_nothing(mesh: Mesh, tensors: dict[str, Any]) -> None:
-    stream = SyncStream(mesh.router.address)
-    for _ in range(3):
-        stream.send("ensemble", ask(**tensors, max_tokens=400, stream=True))
-    assert not (await asyncio.to_thread(stream.next)).error
-    stream.cancel()
-    stream.close()
+    with SyncStream(mesh.router.address) as stream:
+        for _ in range(3):
+            stream.send("ensemble", ask(**tensors, max_tokens=400, stream=True))
+        assert not (await asyncio.to_thread(stream.next)).error
+        stream.cancel()
     await mesh.idle()

@@ -51,13 +51,12 @@ async def test_not_streaming_gives_one_response_with_the_prompt(mesh: Mesh, trit
 
 async def test_the_synchronous_client(mesh: Mesh) -> None:
     """Many requests on one stream, closed for writing before their responses are here."""
-    stream = SyncStream(mesh.router.address)
-    prompts = [f"prompt {index}" for index in range(8)]
-    for prompt in prompts:
-        tensors = {"text_input": prompt, "max_tokens": TOKENS, "stream": True}
-        stream.send("ensemble", tensors, request_id=prompt)
-    responses = await asyncio.to_thread(stream.half_close)
-    stream.close()
+    with SyncStream(mesh.router.address) as stream:
+        prompts = [f"prompt {index}" for index in range(8)]
+        for prompt in prompts:
+            tensors = {"text_input": prompt, "max_tokens": TOKENS, "stream": True}
+            stream.send("ensemble", tensors, request_id=prompt)
+        responses = await asyncio.to_thread(stream.half_close)
     for prompt in prompts:
         own = [response for response in responses if response.request_id == prompt]
         assert joined(own) == await native_text(mesh, prompt)
@@ -167,17 +166,16 @@ async def test_a_request_is_stopped_by_its_name(mesh: Mesh, model: str, stopper:
         if model == "tensorrt_llm"
         else {"text_input": "long", "max_tokens": 8000, "stream": True}
     )
-    stream = SyncStream(mesh.router.address)
-    stream.send(model, prompt, request_id="long", enable_empty_final_response=True)
-    first = await asyncio.to_thread(stream.next)
-    assert first.outputs
-    assert not first.final
-    if stopper == "own" and model != "tensorrt_llm":
-        stream.send(model, {"stop": True}, request_id="long")
-    else:
-        stream.send("tensorrt_llm", STOP_IDS, request_id="long")
-    responses = await asyncio.to_thread(stream.half_close)
-    stream.close()
+    with SyncStream(mesh.router.address) as stream:
+        stream.send(model, prompt, request_id="long", enable_empty_final_response=True)
+        first = await asyncio.to_thread(stream.next)
+        assert first.outputs
+        assert not first.final
+        if stopper == "own" and model != "tensorrt_llm":
+            stream.send(model, {"stop": True}, request_id="long")
+        else:
+            stream.send("tensorrt_llm", STOP_IDS, request_id="long")
+        responses = await asyncio.to_thread(stream.half_close)
     assert not any(response.error for response in responses)
     # The stop's own answer is empty; the stopped request ends as if it had come to its end.
     finals = [response for response in responses if response.final]
@@ -201,13 +199,12 @@ async def test_equal_names_are_no_error(mesh: Mesh, triton: Triton) -> None:
 
 
 async def test_cancelling_a_stream_ends_all_its_requests(mesh: Mesh) -> None:
-    stream = SyncStream(mesh.router.address)
-    for index in range(5):
-        tensors = {"text_input": f"long {index}", "max_tokens": 8000, "stream": True}
-        stream.send("ensemble", tensors)
-    await asyncio.to_thread(stream.next)
-    await asyncio.to_thread(stream.cancel)
-    stream.close()
+    with SyncStream(mesh.router.address) as stream:
+        for index in range(5):
+            tensors = {"text_input": f"long {index}", "max_tokens": 8000, "stream": True}
+            stream.send("ensemble", tensors)
+        await asyncio.to_thread(stream.next)
+        await asyncio.to_thread(stream.cancel)
     await mesh.idle()
 
 
@@ -220,9 +217,8 @@ async def test_a_timeout_ends_a_request_and_leaves_nothing(mesh: Mesh, triton: T
 
 async def test_the_first_error_ends_a_stream_that_asks_for_it(mesh: Mesh) -> None:
     """The metadata `triton_grpc_error` makes errors statuses."""
-    stream = SyncStream(mesh.router.address, headers={"triton_grpc_error": "true"})
-    stream.send("nothing", {"text_input": "x"})
-    response = await asyncio.to_thread(stream.next)
-    stream.close()
+    with SyncStream(mesh.router.address, headers={"triton_grpc_error": "true"}) as stream:
+        stream.send("nothing", {"text_input": "x"})
+        response = await asyncio.to_thread(stream.next)
     assert response.error.startswith("[StatusCode.NOT_FOUND]")
     assert "Request for unknown model: 'nothing' is not found" in response.error

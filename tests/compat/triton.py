@@ -6,7 +6,7 @@ import asyncio
 import queue
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import tritonclient.grpc as sync_grpc
@@ -143,7 +143,10 @@ class Triton:
         finally:
             results.cancel()
 
-    async def close(self) -> None:
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
         await self.client.close()
 
 
@@ -152,12 +155,20 @@ def _response(result: Any, error: Any) -> Response:
 
 
 class SyncStream:
-    """The synchronous client's stream: callbacks in a thread, as upstream's scripts use it."""
+    """The synchronous client's stream: callbacks in a thread, as upstream's scripts use it. What is not over at the end
+    of its block is cancelled."""
 
     def __init__(self, address: str, headers: Mapping[str, str] | None = None) -> None:
         self.client = sync_grpc.InferenceServerClient(address)
         self.responses: queue.Queue[Response] = queue.Queue()
         self.client.start_stream(callback=self._on_response, headers=headers)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.cancel()
+        self.client.close()
 
     def _on_response(self, result: Any, error: Any) -> None:
         self.responses.put(_response(result, error))
@@ -179,20 +190,14 @@ class SyncStream:
     def cancel(self) -> None:
         self.client.stop_stream(cancel_requests=True)
 
-    def close(self) -> None:
-        self.client.close()
-
 
 def sync_stream(
     address: str, model: str, tensors: Mapping[str, Any], **more: Any
 ) -> list[Response]:
     """All responses of one inference, by the synchronous client."""
-    stream = SyncStream(address)
-    try:
+    with SyncStream(address) as stream:
         stream.send(model, tensors, **more)
         return stream.half_close()
-    finally:
-        stream.close()
 
 
 def joined(responses: Sequence[Response]) -> str:
