@@ -88,6 +88,14 @@ async def one_token_then_silence(
     await asyncio.Event().wait()
 
 
+async def one_token_and_no_time_left(
+    request: router_pb2.GenerateRequest, context: Any
+) -> AsyncIterator[router_pb2.GenerateResponse]:
+    yield response(accepted(request), tokens(0, 0, [1], "a"))
+    # As gRPC ends a call whose time is up.
+    await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+
+
 async def test_batches_of_events_come_out_flat_and_in_order(
     router: ScriptedRouter, client: Client
 ) -> None:
@@ -288,8 +296,20 @@ async def test_the_deadline_reaches_the_router(router: ScriptedRouter, client: C
 
 async def test_a_deadline_that_passes_raises(router: ScriptedRouter, client: Client) -> None:
     router.script = one_token_then_silence
-    with pytest.raises(DeadlineExceeded):
-        await client.complete(["x"], timeout_seconds=0.2)
+    with pytest.raises(DeadlineExceeded, match=r"^request late .* within its timeout of 0.2 s: "):
+        await client.complete(["x"], request_id="late", timeout_seconds=0.2)
+
+
+async def test_a_deadline_that_the_router_notices_first_is_told_in_the_same_words(
+    router: ScriptedRouter, client: Client
+) -> None:
+    router.script = one_token_and_no_time_left
+    told = (
+        "request late was not complete within its timeout of 300 s: 2 of its 2 items had not ended;"
+        " allow more time, or ask for fewer tokens"
+    )
+    with pytest.raises(DeadlineExceeded, match=f"^{told}$"):
+        await client.complete(["x", "y"], request_id="late", timeout_seconds=300)
 
 
 async def test_a_request_id_is_drawn_when_none_is_given(

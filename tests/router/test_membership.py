@@ -167,3 +167,18 @@ async def test_a_router_without_workers_says_why_and_what_to_do(model: str) -> N
         await client.admin.add_worker("127.0.0.1:1")
         with pytest.raises(NoWorker, match=r"was ever ready \(127\.0\.0\.1:1: .*; try again"):
             await client.complete([[5]], model=model, text=False)
+
+
+async def test_workers_are_listed_by_name_and_its_numbers() -> None:
+    names = ["engine-10", "other", "engine-9", "engine-2", "engine-2"]
+    async with AsyncExitStack() as stack:
+        serving = [serving_engine(scripted(name)) for name in names]
+        addresses = [await stack.enter_async_context(engine) for engine in serving]
+        client = await stack.enter_async_context(serving_router(addresses))
+        await until_states(client, [READY] * len(names), [])
+        listed = (await client.status()).workers
+        ordered = ["engine-2", "engine-2", "engine-9", "engine-10", "other"]
+        assert [worker.worker for worker in listed] == ordered
+        assert [worker.address for worker in listed[:2]] == sorted(
+            addresses[3:], key=lambda address: int(address.rpartition(":")[2])
+        )

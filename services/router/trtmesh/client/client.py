@@ -11,7 +11,7 @@ from typing import Any, Self, Unpack
 
 import grpc
 from trtmesh.chassis.channels import GREETING_SECONDS
-from trtmesh.chassis.errors import InvalidField, StreamIncomplete, Unavailable
+from trtmesh.chassis.errors import DeadlineExceeded, InvalidField, StreamIncomplete, Unavailable
 from trtmesh.client.connection import CONNECT_SECONDS, Connection, typed_errors
 from trtmesh.client.events import Event, events_of
 from trtmesh.client.options import Options, PromptLike, build_config, build_items
@@ -152,6 +152,10 @@ class Client:
             except Unavailable:
                 if loop.time() >= patience:
                     raise
+            except DeadlineExceeded as error:
+                if timeout_seconds is None:
+                    raise
+                raise _too_late(progress, timeout_seconds) from error
             else:
                 return
             self._current = router = (router + 1) % len(self.addresses)
@@ -245,3 +249,17 @@ class Client:
             return False
         home = self._homes[request_id]
         return home is None or home in stopped.silent
+
+
+def _too_late(progress: Progress, timeout_seconds: float) -> DeadlineExceeded:
+    """What a caller hears whose time is up, whoever noticed it first."""
+    request = progress.request
+    state = (
+        f"{len(progress.unfinished)} of its {len(request.items)} items had not ended"
+        if progress.accepted
+        else "no router had accepted it"
+    )
+    return DeadlineExceeded(
+        f"request {request.request_id} was not complete within its timeout of {timeout_seconds:g} s: {state};"
+        " allow more time, or ask for fewer tokens"
+    )

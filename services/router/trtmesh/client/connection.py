@@ -67,6 +67,9 @@ def typed_errors() -> Iterator[None]:
             )
         )
         details = error.details() or error.code().name
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not reason:
+            # No router's words but gRPC's own, such as "Stream removed (Deadline Exceeded)".
+            details = "the call had no answer, or no end, within its timeout; allow more time"
         raise from_status(error.code(), reason, details, retry) from error
     except asyncio.CancelledError as error:
         # Closing the client cancels its calls, and grpc.aio raises this in tasks that nobody cancelled.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -109,7 +110,9 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
         return worker.name if worker else address
 
     def _describe_workers(self) -> list[pb.Worker]:
-        return [_describe_worker(worker) for worker in self._fleet.workers.values()]
+        """By name, where `engine-10` comes behind `engine-9`."""
+        described = map(_describe_worker, self._fleet.workers.values())
+        return sorted(described, key=lambda w: (_numbered(w.worker), _numbered(w.address)))
 
     def _describe_tokenizers(self) -> list[pb.TokenizerReplica]:
         tokenizers = self._tokenizers.tokenizers.values()
@@ -205,6 +208,11 @@ _BREAKER_STATES = {
     "open": pb.BREAKER_STATE_OPEN,
     "half_open": pb.BREAKER_STATE_HALF_OPEN,
 }
+
+
+def _numbered(name: str) -> list[int | str]:
+    """What sorts names by the numbers in them: texts at even places, numbers at odd ones."""
+    return [int(part) if place % 2 else part for place, part in enumerate(re.split(r"(\d+)", name))]
 
 
 def _describe_worker(worker: Worker) -> pb.Worker:
