@@ -16,10 +16,9 @@ from trtmesh.client import AdminClient, Client
 from trtmesh.router.router import Router
 from trtmesh.router.settings import RouterSettings
 from trtmesh.v1 import engine_pb2 as epb
-from trtmesh.v1 import engine_pb2_grpc, tokenizer_pb2_grpc
+from trtmesh.v1 import engine_pb2_grpc
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_admin_pb2 as admin_pb
-from trtmesh.v1 import tokenizer_pb2 as tpb
 
 PATIENCE_SECONDS = 120.0
 
@@ -143,79 +142,6 @@ class ScriptedEngine(Mortal, engine_pb2_grpc.EngineServiceServicer):
         await self.send(epb.EngineEvent(load=epb.Load(**self._load)))
 
 
-class ScriptedTokenizer(Mortal, tokenizer_pb2_grpc.TokenizerServiceServicer):
-    """A tokenizer of one letter a token, chr(id), whose answers a test may hold back."""
-
-    def __init__(self, **description: Any) -> None:
-        values: dict[str, Any] = {
-            "model": "m",
-            "fingerprint": "f1",
-            "vocabulary_size": 128,
-            "schema_revision": SCHEMA_REVISION,
-        }
-        self.description = tpb.GetTokenizerResponse(**values | description)
-        self.commands: list[tpb.TokenizerCommand] = []
-        self.streams = 0
-        self.breaks_on_encode = False
-        self.breaks_on_token: int | None = None
-        self.forgets_a_text = False
-        self.broken = 0
-        """Streams that broke on a token."""
-        self.answering = asyncio.Event()
-        self.answering.set()
-
-    @property
-    def encodes(self) -> list[tpb.EncodeCommand]:
-        return [c.encode for c in self.commands if c.HasField("encode")]
-
-    @property
-    def decodes(self) -> list[tpb.DecodeCommand]:
-        return [c.decode for c in self.commands if c.HasField("decode")]
-
-    @property
-    def cancelled(self) -> list[int]:
-        return [handle for c in self.commands for handle in c.cancel_encode.handles]
-
-    async def GetTokenizer(self, request: Any, context: Context) -> tpb.GetTokenizerResponse:
-        return self.description
-
-    # mypy-protobuf knows only generators; a coroutine that writes is the other form that grpc.aio accepts.
-    async def Connect(self, request_iterator: Any, context: Context) -> None:  # type: ignore[override]
-        self.streams += 1
-        self._began(context)
-        async for request in request_iterator:
-            self.commands += request.commands
-            for command in request.commands:
-                await self._handle(command, context)
-
-    async def _handle(self, command: tpb.TokenizerCommand, context: Context) -> None:
-        event = tpb.TokenizerEvent()
-        if command.HasField("encode"):
-            if self.breaks_on_encode:
-                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "message too large")
-            event.encoded.handle = command.encode.handle
-            event.encoded.token_ids.extend(map(ord, command.encode.text))
-            for word in command.encode.words:
-                event.encoded.words.add(ids=map(ord, word))
-        elif command.HasField("decode"):
-            decode = command.decode
-            if self.breaks_on_token in decode.token_ids:
-                self.broken += 1
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "the process died")
-            ids = iter(decode.token_ids)
-            event.decoded.handles.extend(decode.handles)
-            for handle, count in zip(decode.handles, decode.token_counts, strict=True):
-                text = "".join(chr(next(ids)) for _ in range(count))
-                # What is held back to the end shows whether the end was waited for.
-                event.decoded.texts.append(text + "." * (handle in decode.finished_handles))
-            if self.forgets_a_text:
-                del event.decoded.texts[-1]
-        else:
-            return
-        await self.answering.wait()
-        await context.write(tpb.TokenizerServiceConnectResponse(events=[event]))
-
-
 @asynccontextmanager
 async def serving(add: Callable[[Any, grpc.aio.Server], None], peer: Any) -> AsyncIterator[str]:
     """Serves a scripted peer; yields its address."""
@@ -231,10 +157,6 @@ async def serving(add: Callable[[Any, grpc.aio.Server], None], peer: Any) -> Asy
 
 def serving_engine(engine: ScriptedEngine) -> Any:
     return serving(engine_pb2_grpc.add_EngineServiceServicer_to_server, engine)
-
-
-def serving_tokenizer(tokenizer: ScriptedTokenizer) -> Any:
-    return serving(tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server, tokenizer)
 
 
 class RouterClient(Client):

@@ -14,13 +14,12 @@ from router.scripted import (
     READY,
     RouterClient,
     ScriptedEngine,
-    ScriptedTokenizer,
     eventually,
     serving_engine,
     serving_router,
-    serving_tokenizer,
     until_states,
 )
+from router.scripted_tokenizer import ScriptedTokenizer, serving_tokenizer
 from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.errors import (
     BackendFailed,

@@ -11,13 +11,12 @@ from router.scripted import (
     LENGTH,
     READY,
     ScriptedEngine,
-    ScriptedTokenizer,
     eventually,
     serving_engine,
     serving_router,
-    serving_tokenizer,
     until_states,
 )
+from router.scripted_tokenizer import ScriptedTokenizer, serving_tokenizer
 from trtmesh.client import ItemResult
 from trtmesh.router.client_stream import ClientStream
 from trtmesh.router.item import ItemRun

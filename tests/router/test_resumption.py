@@ -11,13 +11,12 @@ import pytest
 from router.scripted import (
     READY,
     ScriptedEngine,
-    ScriptedTokenizer,
     eventually,
     serving_engine,
     serving_router,
-    serving_tokenizer,
     until_states,
 )
+from router.scripted_tokenizer import ScriptedTokenizer, serving_tokenizer
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.router.request import parse_request
 from trtmesh.router.resumption import parse_received
