@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 import pytest
+from log_lines import LogLine
 from router.scripted import (
     LENGTH,
     PATIENCE_SECONDS,
@@ -20,6 +21,7 @@ from router.scripted import (
 )
 from router.scripted_fleet import refusal
 from trtmesh.chassis.errors import Draining, InvalidField, NotFound, NoWorker
+from trtmesh.chassis.logs import request_id_bound
 from trtmesh.router import membership
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
@@ -167,6 +169,19 @@ async def test_a_router_without_workers_says_why_and_what_to_do(model: str) -> N
         await client.admin.add_worker("127.0.0.1:1")
         with pytest.raises(NoWorker, match=r"was ever ready \(127\.0\.0\.1:1: .*; try again"):
             await client.complete([[5]], model=model, text=False)
+
+
+async def test_what_is_logged_of_a_link_is_of_no_request(
+    logged: Callable[[], list[LogLine]],
+) -> None:
+    """Not even of the admin's who added the worker, in whose call the link began."""
+    engine = scripted("one")
+    async with serving_engine(engine) as address:
+        with request_id_bound("r-admin"):
+            async with serving_router([address]) as client:
+                await until_states(client, [READY], [])
+    (ready,) = [line for line in logged() if line.message == f"{address} is ready"]
+    assert ready.request_id == "-"
 
 
 async def test_workers_are_listed_by_name_and_its_numbers() -> None:

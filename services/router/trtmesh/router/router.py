@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
+from contextvars import Context
 
 import grpc
 from trtmesh.chassis.admin_token import read_admin_token
@@ -216,7 +217,8 @@ class Router:
         )
 
     def _link(self, replica: Replica) -> None:
-        self._links[replica] = asyncio.create_task(replica.run())
+        # Not in the context of an admin's call that added it: what a link logs is of no request.
+        self._links[replica] = asyncio.create_task(replica.run(), context=Context())
 
     def _forget_replicas(self) -> None:
         """Lets go of replicas whose address is gone, once nothing is on them: an address goes when its replica begins
