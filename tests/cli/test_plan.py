@@ -5,10 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from trtmesh.chassis.cores import physical_cores
 from trtmesh.chassis.errors import ModelUnusable, SettingsError
 from trtmesh.cli.mesh_settings import MeshSettings, config_file_of, load_mesh_settings
 from trtmesh.cli.overruled import refuse_overruled
-from trtmesh.cli.plan import Plan, demo_model, physical_cores
+from trtmesh.cli.plan import Plan, demo_model
 
 REPOSITORY = Path(__file__).parents[2]
 

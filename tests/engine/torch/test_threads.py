@@ -7,15 +7,16 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from e2e.mesh import DEMO
-from trtmesh.engine.backends.torch.loading import physical_cores
+from trtmesh.chassis.cores import physical_cores
+from trtmesh.engine.backends.torch.loading import load_engine
+from trtmesh.engine.backends.torch.settings import TorchSettings
 
 PRINTS_THREADS = """
 import torch
-from pathlib import Path
-from trtmesh.engine.backends.torch.loading import load_engine
-from trtmesh.engine.backends.torch.settings import TorchSettings
-load_engine(Path("{model_dir}"), TorchSettings(threads={threads}))
+from trtmesh.engine.backends.torch.threads import take_threads
+take_threads({threads})
 print(torch.get_num_threads())
 """
 
@@ -28,8 +29,17 @@ def test_what_is_taken(setting: int, variable: str | None, taken: int) -> None:
     environment = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
     if variable is not None:
         environment["OMP_NUM_THREADS"] = variable
-    code = PRINTS_THREADS.format(model_dir=DEMO, threads=setting)
+    code = PRINTS_THREADS.format(threads=setting)
     told = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert told.stdout.split() == [str(taken)]
+
+
+def test_an_engine_takes_what_its_settings_say() -> None:
+    before = torch.get_num_threads()
+    try:
+        load_engine(DEMO, TorchSettings(threads=before + 1, kv_cache_tokens=4096))
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from trtmesh.chassis.admin_token import AdminToken, read_admin_token
 from trtmesh.chassis.config_file import read_config_file
+from trtmesh.chassis.cores import physical_cores
 from trtmesh.chassis.errors import ModelUnusable, SettingsError
 from trtmesh.cli.mesh_settings import MeshSettings
 from trtmesh.cli.overruled import has_own, refuse_overruled
@@ -166,12 +167,3 @@ def demo_model() -> Path:
     raise ModelUnusable(
         "there is no demo model beside the installed package; name a model directory with --model"
     )
-
-
-def physical_cores() -> int:
-    """Physical cores that this process may use; hyperthreads of one core count once."""
-    cores = set()
-    for cpu in os.sched_getaffinity(0):
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        cores.add(siblings.read_text() if siblings.is_file() else cpu)
-    return len(cores)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -24,6 +23,7 @@ from trtmesh.engine.backends.torch.scheduler import Scheduler
 from trtmesh.engine.backends.torch.self_check import check_model
 from trtmesh.engine.backends.torch.settings import TorchSettings
 from trtmesh.engine.backends.torch.sizing import Sizes, size
+from trtmesh.engine.backends.torch.threads import take_threads
 from trtmesh.engine.backends.torch.weights import model_fingerprint, weight_files
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -36,8 +36,7 @@ DATA_TYPES = {
 
 def load_engine(model_dir: Path, settings: TorchSettings) -> tuple[Engine, BackendInfo]:
     """Raises ModelUnusable with the reason."""
-    if settings.threads or "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(settings.threads or physical_cores())
+    take_threads(settings.threads)
     device = torch.device(settings.device)
     files = weight_files(model_dir)
     model = load_model(model_dir, settings.dtype, device, weight_copies=settings.weight_copies)
@@ -68,15 +67,6 @@ def load_engine(model_dir: Path, settings: TorchSettings) -> tuple[Engine, Backe
         static_batching=settings.batching_type == "V1",
     )
     return engine, info
-
-
-def physical_cores() -> int:
-    """Cores that this process may run on; two threads of a core count once."""
-    siblings = set()
-    for cpu in os.sched_getaffinity(0):
-        file = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        siblings.add(file.read_text() if file.is_file() else str(cpu))
-    return len(siblings)
 
 
 def _engine(settings: TorchSettings, model: Model, sizes: Sizes, device: torch.device) -> Engine:
