@@ -212,7 +212,9 @@ _BREAKER_STATES = {
 
 def _numbered(name: str) -> list[int | str]:
     """What sorts names by the numbers in them: texts at even places, numbers at odd ones."""
-    return [int(part) if place % 2 else part for place, part in enumerate(re.split(r"(\d+)", name))]
+    return [
+        int(part) if place % 2 else part for place, part in enumerate(re.split(r"(\d{1,18})", name))
+    ]
 
 
 def _describe_worker(worker: Worker) -> pb.Worker:
