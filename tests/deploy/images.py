@@ -54,9 +54,9 @@ def build_images() -> None:
 def kept_files() -> Iterator[Path]:
     """The repository as a clone of it would be, with changes that are not committed yet, but nothing that is untracked.
 
-    What has no history, such as a release, is taken as it is.
+    What has no history, such as a release, is taken as it is, and so is everything where git is not installed.
     """
-    if not (ROOT / ".git").exists():
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
         yield ROOT
         return
     listed = subprocess.run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -22,6 +23,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 def test_untracked_files_are_left_out(repository: Path) -> None:
     for command in ("init", "add ."):
         subprocess.run(["git", "-C", str(repository), *command.split()], check=True)
@@ -32,6 +34,13 @@ def test_untracked_files_are_left_out(repository: Path) -> None:
 
 
 def test_a_release_is_taken_as_it_is(repository: Path) -> None:
+    with kept_files() as context:
+        assert files(context) == {"services/kept.py": "as added"}
+
+
+def test_without_git_everything_is_taken(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (repository / ".git").mkdir()
+    monkeypatch.setenv("PATH", "")
     with kept_files() as context:
         assert files(context) == {"services/kept.py": "as added"}
 
