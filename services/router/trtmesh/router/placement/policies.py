@@ -1,8 +1,8 @@
 """The policies: how each scores the workers that can take an item, and which of these it looks at.
 
 A policy is three pure functions. `shortlist` may narrow the choice down to some of the eligible; `costs` gives each of
-these a score, lower is better; `pick` takes the lowest, and of equals the one whose last turn is longest ago, unless
-the policy has a better reason to prefer one. The predicted cost of an item on a worker, in seconds:
+these a score, lower is better; `pick` takes the lowest, and of equals the one whose last turn is longest ago, or of a
+prefix that nobody has the one that rendezvous hashing names. The predicted cost of an item on a worker, in seconds:
 
     wait + uncached prompt tokens * prefill + new tokens * step + pressure
 
@@ -26,11 +26,6 @@ Indexes = list[int]
 SPILL_RATIO, SPILL_SEQUENCES = 1.5, 8
 """`prefix_aware` leaves a worker that has the prefix when it has more sequences than both the mean times the ratio
 and the mean plus the number: a prefix that is hot spreads to another worker."""
-
-NEARLY_EQUAL = 0.25
-"""`prefix_aware` gives a prefix that nobody has to the worker that rendezvous hashing names among those that cost at
-most this share of computing the prompt more than the best: routers that do not know yet of what the others sent then
-compute it once and not once each."""
 
 HOLDERS = 2
 SAMPLES = 2
@@ -113,14 +108,11 @@ def _lowest(fleet: Fleet, costs: list[float], query: PlacementQuery) -> int:
 
 def _lowest_or_rendezvous(fleet: Fleet, costs: list[float], query: PlacementQuery) -> int:
     index = _lowest(fleet, costs, query)
-    best = fleet[index]
-    if query.prefix is None or best.address in query.cached_tokens:
+    if query.prefix is None or fleet[index].address in query.cached_tokens:
         return index
-    most = costs[index] + NEARLY_EQUAL * query.prompt_tokens * best.prefill_seconds
-    near = {
-        w.address: n for n, (w, cost) in enumerate(zip(fleet, costs, strict=True)) if cost <= most
-    }
-    return near[highest(near, query.prefix)]
+    # Routers that do not know yet of what the others sent compute a new prefix once then, and not once each.
+    equals = {fleet[n].address: n for n, cost in enumerate(costs) if cost == costs[index]}
+    return equals[highest(equals, query.prefix)]
 
 
 POLICIES: dict[str, Policy] = {
