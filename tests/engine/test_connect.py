@@ -370,6 +370,8 @@ class TestStopping:
             async with router_stream(engine.address) as stream:
                 await stream.send(*(submit(handle, 100) for handle in range(20)))
                 await stream.until(lambda: stream.loads and stream.loads[-1].used_blocks)
+                busy = stream.loads[-1].busy_seconds
+                await stream.until(lambda: stream.loads[-1].busy_seconds > busy)
                 if way == "cancel":
                     stream.call.cancel()
                 elif way == "half_close":
@@ -474,6 +476,7 @@ class TestLoadAndKvEvents:
             assert stream.loads[-1] == stream.loads[-2]
             assert stream.loads[-1].step_count == 50
             assert stream.loads[-1].generated_tokens == 50
+            assert stream.loads[-1].busy_seconds > 0
 
     async def test_kv_events_are_numbered_and_reach_every_stream(self) -> None:
         backend = RecordingBackend()

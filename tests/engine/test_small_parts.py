@@ -128,8 +128,10 @@ class TestMetrics:
     def test_ends_are_counted_by_reason(self) -> None:
         metrics = EngineMetrics()
         metrics.submitted([1, 2], 10, now=0.0)
-        metrics.ended(SequenceEnd(1, pb.FINISH_REASON_LENGTH, 10, 4, 1, queue_seconds=0.2))
-        metrics.ended(SequenceEnd(2, pb.FINISH_REASON_ERROR, 10, 0, 0, error=QueueFull("full")))
+        metrics.ended(SequenceEnd(1, pb.FINISH_REASON_LENGTH, 10, 4, 1, queue_seconds=0.2), 1.0)
+        metrics.ended(
+            SequenceEnd(2, pb.FINISH_REASON_ERROR, 10, 0, 0, error=QueueFull("full")), 1.0
+        )
         values = self.scrape(metrics)
         assert values['trtmesh_engine_sequences_finished_total{reason="length"}'] == 1
         assert values['trtmesh_engine_sequences_finished_total{reason="error"}'] == 1
@@ -139,6 +141,21 @@ class TestMetrics:
         # An ended sequence no longer awaits its first token.
         metrics.stepped(StepOutput(1, [1], [0], [1], [5]), now=1.0)
         assert self.scrape(metrics)["trtmesh_engine_time_to_first_token_seconds_count"] == 0
+
+    def test_a_worker_is_busy_from_the_first_sequence_it_has_to_the_last(self) -> None:
+        metrics = EngineMetrics()
+        assert metrics.busy_seconds(9.0) == 0
+        metrics.submitted([1, 2], 10, now=10.0)
+        metrics.submitted([3], 10, now=11.0)
+        assert metrics.busy_seconds(12.5) == 2.5
+        for key, now in ((2, 13.0), (1, 14.0), (3, 15.0)):
+            metrics.ended(SequenceEnd(key, pb.FINISH_REASON_LENGTH, 10, 4, 1), now)
+        assert metrics.live_sequences == 0
+        assert metrics.busy_seconds(100.0) == 5
+        metrics.submitted([4], 10, now=200.0)
+        assert metrics.busy_seconds(201.0) == 6
+        metrics.ended(SequenceEnd(4, pb.FINISH_REASON_LENGTH, 10, 4, 1), 203.0)
+        assert self.scrape(metrics)["trtmesh_engine_busy_seconds_total"] == 8
 
     def test_the_last_stats_are_shown(self) -> None:
         metrics = EngineMetrics()

@@ -31,7 +31,7 @@ def engines(*names: str, **description: Any) -> list[ScriptedEngine]:
     return [ScriptedEngine(worker=name, supported_fields=FIELDS, **description) for name in names]
 
 
-async def told(on: Fleet, engine: ScriptedEngine, **load: int) -> None:
+async def told(on: Fleet, engine: ScriptedEngine, **load: float) -> None:
     """Lets an engine report a load and returns when the router has read it."""
     await engine.report(**load)
     async with asyncio.timeout(PATIENCE_SECONDS):
@@ -59,7 +59,7 @@ async def test_rates_that_were_learned_are_used() -> None:
         (engine,) = on.engines
         on.serve(engine)
         await told(on, engine, running_sequences=1, step_count=1)
-        await told(on, engine, step_count=1_000_001)
+        await told(on, engine, step_count=1_000_001, busy_seconds=1.0)
         for number in range(LOOKS):
             await on.ask([5], request_id=f"r{number}")
             step_seconds = (await on.candidates(f"r{number}"))["one"].step_seconds

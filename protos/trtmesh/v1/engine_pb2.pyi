@@ -612,6 +612,7 @@ class Load(google.protobuf.message.Message):
     HOST_MEMORY_BYTES_FIELD_NUMBER: builtins.int
     DEVICE_MEMORY_BYTES_FIELD_NUMBER: builtins.int
     PINNED_MEMORY_BYTES_FIELD_NUMBER: builtins.int
+    BUSY_SECONDS_FIELD_NUMBER: builtins.int
     step_count: builtins.int
     """Engine steps since the worker started."""
     running_sequences: builtins.int
@@ -656,6 +657,8 @@ class Load(google.protobuf.message.Message):
     """Memory that the backend holds on its devices, in bytes."""
     pinned_memory_bytes: builtins.int
     """Pinned memory of the host that the backend holds, in bytes; part of `host_memory_bytes`."""
+    busy_seconds: builtins.float
+    """Time since the worker started in which it had sequences, in seconds."""
     def __init__(
         self,
         *,
@@ -681,9 +684,10 @@ class Load(google.protobuf.message.Message):
         host_memory_bytes: builtins.int = ...,
         device_memory_bytes: builtins.int = ...,
         pinned_memory_bytes: builtins.int = ...,
+        busy_seconds: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_drain_ms", b"_drain_ms", "_received_items", b"_received_items", "drain_ms", b"drain_ms", "received_items", b"received_items"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_drain_ms", b"_drain_ms", "_received_items", b"_received_items", "computed_prompt_tokens", b"computed_prompt_tokens", "device_memory_bytes", b"device_memory_bytes", "drain_ms", b"drain_ms", "draining", b"draining", "free_blocks", b"free_blocks", "generated_tokens", b"generated_tokens", "host_blocks", b"host_blocks", "host_memory_bytes", b"host_memory_bytes", "new_blocks", b"new_blocks", "paused_sequences", b"paused_sequences", "pending_prompt_tokens", b"pending_prompt_tokens", "pinned_memory_bytes", b"pinned_memory_bytes", "preemptions", b"preemptions", "received_items", b"received_items", "reused_blocks", b"reused_blocks", "reused_prompt_tokens", b"reused_prompt_tokens", "running_sequences", b"running_sequences", "step_count", b"step_count", "total_blocks", b"total_blocks", "used_blocks", b"used_blocks", "used_host_blocks", b"used_host_blocks", "waiting_sequences", b"waiting_sequences"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_drain_ms", b"_drain_ms", "_received_items", b"_received_items", "busy_seconds", b"busy_seconds", "computed_prompt_tokens", b"computed_prompt_tokens", "device_memory_bytes", b"device_memory_bytes", "drain_ms", b"drain_ms", "draining", b"draining", "free_blocks", b"free_blocks", "generated_tokens", b"generated_tokens", "host_blocks", b"host_blocks", "host_memory_bytes", b"host_memory_bytes", "new_blocks", b"new_blocks", "paused_sequences", b"paused_sequences", "pending_prompt_tokens", b"pending_prompt_tokens", "pinned_memory_bytes", b"pinned_memory_bytes", "preemptions", b"preemptions", "received_items", b"received_items", "reused_blocks", b"reused_blocks", "reused_prompt_tokens", b"reused_prompt_tokens", "running_sequences", b"running_sequences", "step_count", b"step_count", "total_blocks", b"total_blocks", "used_blocks", b"used_blocks", "used_host_blocks", b"used_host_blocks", "waiting_sequences", b"waiting_sequences"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_drain_ms", b"_drain_ms"]) -> typing.Literal["drain_ms"] | None: ...
     @typing.overload

@@ -14,7 +14,14 @@ from trtmesh.chassis.errors import (
 )
 from trtmesh.router.placement.breaker import FIRST_REST_SECONDS, LONGEST_REST_SECONDS, Breaker
 from trtmesh.router.placement.load_guard import Booking, LoadGuard
-from trtmesh.router.placement.rates import Line, Rates, Report, Typical, typical_of
+from trtmesh.router.placement.rates import (
+    MOST_RATE,
+    Line,
+    Rates,
+    Report,
+    Typical,
+    typical_of,
+)
 
 
 def guard() -> LoadGuard:
@@ -100,6 +107,7 @@ def test_rates_are_learned_from_reports() -> None:
     for second in range(1, 30):
         after = Report(
             float(second),
+            busy_seconds=float(second),
             step_count=second * 10,
             running_sequences=1,
             pending_prompt_tokens=9000,
@@ -116,13 +124,43 @@ def test_step_time_is_learned_as_a_line_over_the_batch() -> None:
     step, now = 0, 0.0
     for number in range(200):
         running = 1 + number % 32
-        before = Report(now, step_count=step, running_sequences=running)
+        before = Report(now, now, step, running)
         now += 10 * (0.010 + 0.0005 * running)
         step += 10
-        rates.learn(before, Report(now, step_count=step, running_sequences=running))
+        rates.learn(before, Report(now, now, step, running))
     for running in (1, 16, 64):
         typical = typical_of([rates, Rates()], None)
         assert typical.step_seconds(running) == pytest.approx(0.010 + 0.0005 * running, rel=0.02)
+
+
+@given(st.lists(st.tuples(st.floats(0.01, 5), st.integers(1, 20)), min_size=1))
+def test_a_worker_that_has_little_to_do_is_not_thought_slow(
+    reports: list[tuple[float, int]],
+) -> None:
+    # Short requests come and go between two reports, and most of the time there is none.
+    rates, before = Rates(), Report(0.0, running_sequences=1)
+    for idle_seconds, steps in reports:
+        after = Report(
+            before.at + idle_seconds + 0.02 * steps,
+            before.busy_seconds + 0.02 * steps,
+            before.step_count + steps,
+            running_sequences=1,
+        )
+        rates.learn(before, after)
+        before = after
+    assert typical_of([rates], None).step_seconds(1) == pytest.approx(0.02)
+
+
+def test_what_single_sequences_take_says_nothing_of_many() -> None:
+    rates, before = Rates(), Report(0.0, running_sequences=1)
+    for running, step_seconds in ((1, 0.02), (1, 0.019), (2, 0.04), (1, 0.021)) * 5:
+        after = Report(
+            before.at + 1, before.busy_seconds + step_seconds, before.step_count + 1, running
+        )
+        rates.learn(before, after)
+        before = after
+    typical = typical_of([rates], None)
+    assert typical.step_seconds(2) == pytest.approx(typical.step_seconds(1), rel=0.25)
 
 
 def test_a_worker_that_was_slow_for_a_moment_counts_as_any_other_once_nothing_more_is_learned() -> (
@@ -130,7 +168,7 @@ def test_a_worker_that_was_slow_for_a_moment_counts_as_any_other_once_nothing_mo
 ):
     slow, others = Rates(), [Rates() for _ in range(3)]
     for rates, step_seconds in ((slow, 0.1), *((each, 0.01) for each in others)):
-        busy = Report(1.0, step_count=10, running_sequences=4)
+        busy = Report(1.0, busy_seconds=10 * step_seconds, step_count=10, running_sequences=4)
         rates.learn(Report(1.0 - 10 * step_seconds, running_sequences=4), busy)
         rates.learn_first_token(1000, 100 * step_seconds)
     typical = typical_of([slow, *others], None)
@@ -150,9 +188,9 @@ def test_nothing_is_learned_from_a_time_in_which_somebody_was_frozen() -> None:
 
     def report(seconds: float) -> None:
         nonlocal at, steps
-        before = Report(at, step_count=steps, running_sequences=4)
+        before = Report(at, at, steps, running_sequences=4)
         at, steps = at + seconds, steps + 10
-        rates.learn(before, Report(at, step_count=steps, running_sequences=4))
+        rates.learn(before, Report(at, at, steps, running_sequences=4))
 
     for _ in range(10):
         report(0.1)
@@ -175,6 +213,46 @@ def test_a_prompt_that_found_the_worker_idle_tells_the_prefill_rate() -> None:
     long.started(12.0)
     behind.started(14.0)
     assert tested.rates.prefill_rate.value == pytest.approx(500)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rate"),
+    [(0.0, MOST_RATE), (0.001, 2e6), (0.1, 20_000), (0.16, 12_500), (1.1, 1000)],
+)
+def test_a_step_counts_for_at_most_half_of_the_time_to_a_first_token(
+    seconds: float, rate: float
+) -> None:
+    rates = Rates()
+    rates.learn(
+        Report(1.0, running_sequences=1),
+        Report(2.0, busy_seconds=1.0, step_count=10, running_sequences=1),
+    )
+    rates.learn_first_token(1000, seconds)
+    assert rates.prefill_rate.value == pytest.approx(rate)
+
+
+def test_one_worker_whose_rate_is_out_of_all_bounds_changes_nothing_for_the_others() -> None:
+    rates = [Rates() for _ in range(5)]
+    for each, rate in zip(rates, (900, 1000, 1000, 1100, MOST_RATE), strict=True):
+        each.prefill_rate.add(rate)
+    typical = typical_of(rates, None)
+    assert typical.prefill_rate == 1000
+    assert [each.relative_prefill(typical) for each in rates[:4]] == [1.0] * 4
+
+
+def test_the_first_report_of_a_stream_is_compared_with_none() -> None:
+    tested = guard()
+    for _ in range(2):
+        # The clock of the event loop counts from the start of the machine.
+        for number in range(1, 4):
+            at = 1e6 + number / 10
+            tested.take_report(Report(at, number / 10, number, running_sequences=1))
+        assert tested.rates.sums is not None
+        held_up = Report(at + 5.0, 5.0, 4, running_sequences=1)
+        tested.take_report(held_up)
+        assert tested.rates.sums[1] == pytest.approx(0.1), "the pace of reports was not known"
+        tested.lose(at, None)
+        tested.rates = Rates()
 
 
 def test_another_process_at_the_same_address_is_learned_anew() -> None:

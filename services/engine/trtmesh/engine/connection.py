@@ -126,8 +126,7 @@ class Connection:
         item.live -= 1
         if item.timer and not item.live:
             item.timer.cancel()
-        self._worker.metrics.live_sequences -= 1
-        self._worker.metrics.ended(end)
+        self._worker.metrics.ended(end, time.monotonic())
         if end.error and not end.error.worker:
             end.error.worker = self._worker.name
         if self._open:
@@ -197,7 +196,6 @@ class Connection:
         prompt_tokens = len(item.token_ids) - item.emitted_tokens
         live = _Item(prompt_tokens, len(handles))
         self._live.update(dict.fromkeys(handles, live))
-        self._worker.metrics.live_sequences += len(handles)
         now = time.monotonic()
         self._worker.metrics.submitted(item.keys, prompt_tokens, now)
         if item.deadline is not None:

@@ -3,8 +3,9 @@ Prometheus' form when it is scraped, so that counting costs no time per token.""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -52,9 +53,14 @@ class EngineMetrics(Collector):
         self.errors: Counter[str] = Counter()
         self._awaiting_first: dict[int, float] = {}
         self._last_tokens_at = 0.0
+        self._busy: tuple[float, float | None] = (0.0, None)
+        """Time until sequences were taken last, and since when there are some. One object, for it is scraped too."""
 
-    def submitted(self, keys: Iterable[int], prompt_tokens: int, now: float) -> None:
-        """An item was taken."""
+    def submitted(self, keys: Collection[int], prompt_tokens: int, now: float) -> None:
+        """An item was taken at `now`, in seconds of `time.monotonic()`."""
+        if not self.live_sequences:
+            self._busy = (self._busy[0], now)
+        self.live_sequences += len(keys)
         self.prompt_tokens += prompt_tokens
         self._awaiting_first.update(dict.fromkeys(keys, now))
 
@@ -73,14 +79,22 @@ class EngineMetrics(Collector):
             self.inter_token.observe(now - self._last_tokens_at, going_on)
         self._last_tokens_at = now
 
-    def ended(self, end: SequenceEnd) -> None:
-        """A sequence that the backend had taken ended."""
+    def ended(self, end: SequenceEnd, now: float) -> None:
+        """A sequence that the backend had taken ended at `now`."""
+        self.live_sequences -= 1
+        if not self.live_sequences:
+            self._busy = (self.busy_seconds(now), None)
         self._awaiting_first.pop(end.key, None)
         self.finished[end.reason] += 1
         self.cached_prompt_tokens += end.cached_prompt_tokens
         self.queue.observe(end.queue_seconds)
         if end.error:
             self.errors[end.error.reason] += 1
+
+    def busy_seconds(self, now: float) -> float:
+        """How long, until `now`, there were sequences to compute."""
+        before, since = self._busy
+        return before if since is None else before + now - since
 
     def collect(self) -> Iterator[Metric]:
         """What Prometheus scrapes; called from its own thread."""
@@ -96,6 +110,11 @@ class EngineMetrics(Collector):
         stats = self.stats
         plain = (
             ("steps", "Engine steps.", stats.step_count if stats else 0),
+            (
+                "busy_seconds",
+                "Time with sequences to compute.",
+                self.busy_seconds(time.monotonic()),
+            ),
             ("prompt_tokens", "Prompt tokens of the items taken.", self.prompt_tokens),
             ("cached_prompt_tokens", "Prompt tokens that were reused.", self.cached_prompt_tokens),
             (

@@ -40,6 +40,7 @@ class Worker:
     def load(self) -> epb.Load:
         """What routers are told of it now."""
         load = load_message(self.backend.stats(), draining=self.draining)
+        load.busy_seconds = self.metrics.busy_seconds(time.monotonic())
         load.host_memory_bytes = resident_bytes()
         if self.drain_ends_at is not None:
             load.drain_ms = max(0, int((self.drain_ends_at - time.monotonic()) * 1000))

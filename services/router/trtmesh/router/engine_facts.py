@@ -25,6 +25,7 @@ def report_of(load: pb.Load, now: float) -> Report:
     """A load report that arrived at `now`."""
     return Report(
         at=now,
+        busy_seconds=load.busy_seconds,
         step_count=load.step_count,
         running_sequences=load.running_sequences,
         waiting_sequences=load.waiting_sequences,

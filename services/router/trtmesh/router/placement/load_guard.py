@@ -23,6 +23,9 @@ PRESSURE_SECONDS, MOST_PRESSURE = 0.15, 0.99
 """Penalty of k / (1 - k) for a share k of KV blocks in use, as in SMG's expected wait."""
 
 
+_NO_REPORT = Report(0.0)
+
+
 class Booking:
     """The place of an item's sequences on a worker, from before their dispatch until the last one has left."""
 
@@ -90,7 +93,7 @@ class LoadGuard:
 
     def __init__(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change
-        self._report = Report(0.0)
+        self._report = _NO_REPORT
         self._joined_at = float("-inf")
         self._foreign_sequences = 0
         self._foreign_prompt_tokens = 0
@@ -117,7 +120,7 @@ class LoadGuard:
     def lose(self, now: float, error: TrtmeshError | None) -> None:
         """The stream is lost, because of `error` where the worker is to blame: all sequences leave, and nothing
         is known of others' work there."""
-        self._report = Report(0.0)
+        self._report = _NO_REPORT
         self._foreign_sequences = self._foreign_prompt_tokens = 0
         for handle in [*self._by_handle]:
             self.leave(handle, now, error)
@@ -153,7 +156,7 @@ class LoadGuard:
         if report.step_count < self._report.step_count:
             # Another process: what was learned of the one before may not hold.
             self.rates = Rates()
-        else:
+        elif self._report is not _NO_REPORT:
             self.rates.learn(self._report, report)
         self._report = report
         self._foreign_sequences = max(0, report.sequences - self.booked_sequences)

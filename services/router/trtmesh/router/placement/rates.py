@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 
 SMOOTHING = 0.2
 """Weight of a new sample in an exponentially weighted mean."""
@@ -25,6 +25,11 @@ FADING_SECONDS = 5.0
 """Time without a sample after which half as much is made of how a worker differs from the fleet. Without this one that
 was slow for a moment, as with its first prompt, would get nothing any more, and so never show that it is not."""
 
+HALVING_VARIANCE = 1.0
+"""Variance of the number of sequences at which half of a measured slope of the step time counts: ridge regression
+(Hoerl and Kennard, 1970). Where the number hardly varies the slope is noise, and a prompt whose prefix a worker has
+would go elsewhere for the sake of a single sequence that runs there."""
+
 HELD_UP = 5.0
 """How many times longer than usual two reports may be apart for what lies between them to be learned from. Reports keep
 their pace whatever a step takes; where they do not, somebody was frozen, or the network was."""
@@ -40,6 +45,8 @@ class Report:
     """What a load report says that rates and waits are made from, and when it arrived, in seconds of a clock."""
 
     at: float
+    busy_seconds: float = 0.0
+    """How long it had something to compute, by its own clock; like the counts it only grows."""
     step_count: int = 0
     running_sequences: int = 0
     waiting_sequences: int = 0
@@ -68,10 +75,11 @@ class Ewma:
 class Rates:
     """What was learned of one worker.
 
-    * prefill rate: prompt tokens computed between two reports that both had some waiting; and, for a prompt that found
-      the worker idle, its tokens over the time to its first token less one step.
-    * step time, as a line over the number of running sequences: time between two busy reports over the steps made, by
-      exponentially weighted least squares.
+    * prefill rate: prompt tokens computed between two reports that both had some waiting, over the time that the worker
+      was busy; and, for a prompt that found the worker idle, its tokens over the time to its first token less one step.
+    * step time, as a line over the number of running sequences: what a worker was busy between two reports over the
+      steps made, by exponentially weighted least squares. Between short requests a worker has nothing to do, and all
+      the time between the reports would be several times too long.
     """
 
     def __init__(self) -> None:
@@ -94,19 +102,20 @@ class Rates:
         self._prefill_trust *= fading
         self._step_trust *= fading
         held_up = self._note_interval(seconds)
-        if held_up or steps <= 0:
+        busy = after.busy_seconds - before.busy_seconds
+        if held_up or steps <= 0 or busy <= 0:
             return
         computed = after.computed_prompt_tokens - before.computed_prompt_tokens
         if before.pending_prompt_tokens and after.pending_prompt_tokens and computed > 0:
-            self._learn_prefill(min(computed / seconds, MOST_RATE))
+            self._learn_prefill(min(computed / busy, MOST_RATE))
         elif before.running_sequences and after.running_sequences and computed == 0:
             # A step that also computes prompts takes longer, and that is the prefill's time.
             running = (before.running_sequences + after.running_sequences) / 2
             self._step_trust = 1.0
             self._sequences.add(running)
-            self._seconds.add(seconds / steps)
+            self._seconds.add(busy / steps)
             self._squares.add(running * running)
-            self._products.add(running * seconds / steps)
+            self._products.add(running * busy / steps)
 
     def _note_interval(self, seconds: float) -> bool:
         """Learns the pace of reports, and tells whether this one was held up."""
@@ -132,8 +141,10 @@ class Rates:
     def learn_first_token(self, prompt_tokens: int, seconds: float) -> None:
         """A prompt that found the worker idle had `prompt_tokens` computed and its first token after `seconds`."""
         if prompt_tokens >= LEAST_PROMPT_TOKENS:
-            spent = max(seconds - (self._seconds.value or 0.0), prompt_tokens / MOST_RATE)
-            self._learn_prefill(prompt_tokens / spent)
+            # What a step takes is known roughly. Where it is most of what was seen, next to nothing would be left, and
+            # the rate would have no bounds.
+            spent = max(seconds - (self._seconds.value or 0.0), seconds / 2)
+            self._learn_prefill(prompt_tokens / max(spent, prompt_tokens / MOST_RATE))
 
     def _learn_prefill(self, rate: float) -> None:
         self._prefill_trust = 1.0
@@ -187,7 +198,7 @@ def typical_of(workers: Sequence[Rates], new_tokens: float | None) -> Typical:
     """What is typical of workers, from what was learned of each."""
     rates = [value for w in workers if (value := w.prefill_rate.value) is not None]
     return Typical(
-        fmean(rates) if rates else None,
+        median(rates) if rates else None,
         _line([sums for w in workers if (sums := w.sums) is not None]),
         FALLBACK_NEW_TOKENS if new_tokens is None else new_tokens,
     )
@@ -199,7 +210,7 @@ def _line(sums: Sequence[tuple[float, float, float, float]]) -> Line | None:
         return None
     sequences, seconds, squares, products = (fmean(column) for column in zip(*sums, strict=True))
     variance = squares - sequences * sequences
-    slope = (products - sequences * seconds) / variance if variance > 1e-6 * squares else 0.0
+    slope = (products - sequences * seconds) / (variance + HALVING_VARIANCE)
     # A step never gets shorter with more sequences, and never costs more a sequence than all of it.
     return Line(seconds, min(max(slope, 0.0), seconds / max(sequences, 1.0)), sequences)
 

@@ -91,6 +91,7 @@ class _Worker:
     items: int = 0
     computed: int = 0
     steps: float = 0.0
+    busy_seconds: float = 0.0
 
 
 def replay(
@@ -248,10 +249,12 @@ class _Simulation:
             if now - worker.reported_at >= self._model.report_seconds:
                 if worker.running:
                     worker.steps += (now - worker.reported_at) / self._step(worker)
+                    worker.busy_seconds += now - worker.reported_at
                 worker.reported_at = now
                 worker.guard.take_report(
                     Report(
                         at=now,
+                        busy_seconds=worker.busy_seconds,
                         step_count=int(worker.steps),
                         running_sequences=worker.running,
                         waiting_sequences=len(worker.waiting),
