@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -151,6 +153,26 @@ def test_a_worker_that_has_little_to_do_is_not_thought_slow(
     assert typical_of([rates], None).step_seconds(1) == pytest.approx(0.02)
 
 
+def test_steps_that_are_longer_than_reports_are_apart_count_whole() -> None:
+    decode, prefill = Rates(), Rates()
+    for rates, chunk in ((decode, 0), (prefill, 512)):
+        reports = [
+            Report(
+                number / 10,
+                number / 10,
+                number // 5,
+                running_sequences=1,
+                pending_prompt_tokens=chunk,
+                computed_prompt_tokens=number // 5 * chunk,
+            )
+            for number in range(50)
+        ]
+        for before, after in pairwise(reports):
+            rates.learn(before, after)
+    assert typical_of([decode], None).step_seconds(1) == pytest.approx(0.5)
+    assert prefill.prefill_rate.value == pytest.approx(1024)
+
+
 def test_what_single_sequences_take_says_nothing_of_many() -> None:
     rates, before = Rates(), Report(0.0, running_sequences=1)
     for running, step_seconds in ((1, 0.02), (1, 0.019), (2, 0.04), (1, 0.021)) * 5:
@@ -253,6 +275,18 @@ def test_the_first_report_of_a_stream_is_compared_with_none() -> None:
         assert tested.rates.sums[1] == pytest.approx(0.1), "the pace of reports was not known"
         tested.lose(at, None)
         tested.rates = Rates()
+
+
+def test_a_step_that_is_not_seen_to_end_is_not_learned_from() -> None:
+    tested = guard()
+    for at in (1.0, 1.1):
+        tested.take_report(Report(at, 1.0, 10, running_sequences=1))
+    tested.lose(1.2, None)
+    for number in range(3):
+        at = 5 + number / 10
+        tested.take_report(Report(at, 50 + number / 10, 11 + number, running_sequences=1))
+    assert tested.rates.sums is not None
+    assert tested.rates.sums[1] == pytest.approx(0.1)
 
 
 def test_another_process_at_the_same_address_is_learned_anew() -> None:

@@ -97,6 +97,22 @@ def test_equal_workers_share_what_has_no_prefix_in_common(policy: str, workers: 
     assert min(shares) > 0.7 * 1500 / workers
 
 
+def test_long_prompts_among_short_ones_do_not_mislead_those_who_look_at_the_load() -> None:
+    dice = Random(1)
+    seconds, arrivals = 0.0, []
+    for number in range(1500):
+        seconds += dice.expovariate(96)
+        tokens = min(16_000, max(32, int(600 * dice.lognormvariate(0, 1))))
+        blocks = tuple(number * 1000 + block for block in range(tokens // 32))
+        arrivals.append(Arrival(seconds, tokens, dice.randint(32, 256), 32, blocks))
+    fleet = FleetModel(workers=16)
+    worst = {
+        policy: sorted(replay(arrivals, policy, fleet).first_token_seconds)[-15]
+        for policy in ("round_robin", "prefix_aware", "auto")
+    }
+    assert max(worst["prefix_aware"], worst["auto"]) < 0.75 * worst["round_robin"]
+
+
 def test_caches_are_bounded() -> None:
     small = FleetModel(workers=2, cache_tokens=1024)
     large = FleetModel(workers=2)

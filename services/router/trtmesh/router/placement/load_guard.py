@@ -121,6 +121,7 @@ class LoadGuard:
         """The stream is lost, because of `error` where the worker is to blame: all sequences leave, and nothing
         is known of others' work there."""
         self._report = _NO_REPORT
+        self.rates.break_off()
         self._foreign_sequences = self._foreign_prompt_tokens = 0
         for handle in [*self._by_handle]:
             self.leave(handle, now, error)

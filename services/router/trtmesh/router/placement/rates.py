@@ -80,6 +80,8 @@ class Rates:
     * step time, as a line over the number of running sequences: what a worker was busy between two reports over the
       steps made, by exponentially weighted least squares. Between short requests a worker has nothing to do, and all
       the time between the reports would be several times too long.
+
+    A step may be longer than reports are apart, and counts from the report that saw it begin.
     """
 
     def __init__(self) -> None:
@@ -87,6 +89,8 @@ class Rates:
         self._prefill_trust = 1.0
         self._step_trust = 1.0
         """How much is made of a difference to the fleet: 1 with a sample, then less and less."""
+        self._begun: Report | None = None
+        """The last report before a step that has not ended yet."""
         self._interval = Ewma()
         self._sequences = Ewma()
         self._seconds = Ewma()
@@ -95,15 +99,27 @@ class Rates:
 
     def learn(self, before: Report, after: Report) -> None:
         """Two successive reports of one process."""
-        seconds, steps = after.at - before.at, after.step_count - before.step_count
+        seconds = after.at - before.at
         if seconds <= 0:
             return
         fading = 0.5 ** (seconds / FADING_SECONDS)
         self._prefill_trust *= fading
         self._step_trust *= fading
-        held_up = self._note_interval(seconds)
-        busy = after.busy_seconds - before.busy_seconds
-        if held_up or steps <= 0 or busy <= 0:
+        begun, self._begun = self._begun or before, None
+        if self._note_interval(seconds):
+            return
+        if after.step_count == before.step_count:
+            self._begun = begun
+        else:
+            self._learn_steps(begun, after)
+
+    def break_off(self) -> None:
+        """The step that is under way is not seen to end, and the next report may be that of another process."""
+        self._begun = None
+
+    def _learn_steps(self, before: Report, after: Report) -> None:
+        steps, busy = after.step_count - before.step_count, after.busy_seconds - before.busy_seconds
+        if busy <= 0:
             return
         computed = after.computed_prompt_tokens - before.computed_prompt_tokens
         if before.pending_prompt_tokens and after.pending_prompt_tokens and computed > 0:

@@ -86,7 +86,7 @@ class _Worker:
     waiting: deque[_Running] = field(default_factory=deque)
     running: int = 0
     prefill_free_at: float = 0.0
-    pending_tokens: int = 0
+    waiting_tokens: int = 0
     reported_at: float = 0.0
     items: int = 0
     computed: int = 0
@@ -154,7 +154,7 @@ class _Simulation:
         if prefixes:
             self._index.expect(worker.address, arrival.blocks, now)
         worker.items += 1
-        worker.pending_tokens += arrival.prompt_tokens
+        worker.waiting_tokens += arrival.prompt_tokens
         worker.waiting.append(_Running(arrival, booking))
         self._admit(worker, now)
 
@@ -190,6 +190,7 @@ class _Simulation:
     def _admit(self, worker: _Worker, now: float) -> None:
         while worker.waiting and worker.running < self._model.max_batch_size:
             item = worker.waiting.popleft()
+            worker.waiting_tokens -= item.arrival.prompt_tokens
             worker.running += 1
             reused = self._reuse(worker, item.arrival)
             computed = item.arrival.prompt_tokens - reused
@@ -213,7 +214,6 @@ class _Simulation:
     def _first_token(self, worker: _Worker, item: _Running, now: float) -> None:
         arrival = item.arrival
         item.booking.started(now)
-        worker.pending_tokens -= arrival.prompt_tokens
         self._first.append(now - arrival.seconds)
         self._store(worker, arrival)
         seconds = max(0, arrival.new_tokens - 1) * self._step(worker)
@@ -251,6 +251,8 @@ class _Simulation:
                     worker.steps += (now - worker.reported_at) / self._step(worker)
                     worker.busy_seconds += now - worker.reported_at
                 worker.reported_at = now
+                rate = self._model.prefill_tokens_per_second
+                uncomputed = round(max(0.0, worker.prefill_free_at - now) * rate)
                 worker.guard.take_report(
                     Report(
                         at=now,
@@ -258,8 +260,8 @@ class _Simulation:
                         step_count=int(worker.steps),
                         running_sequences=worker.running,
                         waiting_sequences=len(worker.waiting),
-                        pending_prompt_tokens=worker.pending_tokens,
-                        computed_prompt_tokens=worker.computed,
+                        pending_prompt_tokens=worker.waiting_tokens + uncomputed,
+                        computed_prompt_tokens=worker.computed - uncomputed,
                     )
                 )
         if now - self._typical_at >= self._model.report_seconds:
