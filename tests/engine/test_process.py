@@ -219,7 +219,8 @@ async def test_metrics_are_served_and_return_to_zero() -> None:
             while True:
                 values = await asyncio.to_thread(metrics_of, process)
                 gauges = ("open_streams", "live_sequences", "used_blocks", "running_sequences")
-                if not any(values[f"trtmesh_engine_{gauge}"] for gauge in gauges):
+                busy = values["trtmesh_engine_busy_seconds_total"]
+                if busy and not any(values[f"trtmesh_engine_{gauge}"] for gauge in gauges):
                     break
         assert values['trtmesh_engine_sequences_finished_total{reason="cancelled"}'] == 1
 

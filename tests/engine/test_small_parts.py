@@ -155,13 +155,15 @@ class TestMetrics:
         metrics.submitted([4], 10, now=200.0)
         assert metrics.busy_seconds(201.0) == 6
         metrics.ended(SequenceEnd(4, pb.FINISH_REASON_LENGTH, 10, 4, 1), 203.0)
-        assert self.scrape(metrics)["trtmesh_engine_busy_seconds_total"] == 8
+        assert metrics.busy_seconds(300.0) == 8
 
     def test_the_last_stats_are_shown(self) -> None:
         metrics = EngineMetrics()
         assert self.scrape(metrics)["trtmesh_engine_total_blocks"] == 0
         metrics.stats = replace(IDLE, step_count=9, used_blocks=3, free_blocks=97)
+        metrics.told_busy_seconds = 1.5
         values = self.scrape(metrics)
         assert values["trtmesh_engine_steps_total"] == 9
+        assert values["trtmesh_engine_busy_seconds_total"] == 1.5
         assert values["trtmesh_engine_used_blocks"] == 3
         assert values["trtmesh_engine_free_blocks"] == 97

@@ -3,7 +3,6 @@ Prometheus' form when it is scraped, so that counting costs no time per token.""
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Collection, Iterator
 
@@ -53,13 +52,14 @@ class EngineMetrics(Collector):
         self.errors: Counter[str] = Counter()
         self._awaiting_first: dict[int, float] = {}
         self._last_tokens_at = 0.0
-        self._busy: tuple[float, float | None] = (0.0, None)
-        """Time until sequences were taken last, and since when there are some. One object, for it is scraped too."""
+        self._busy_before = self._busy_since = 0.0
+        self.told_busy_seconds = 0.0
+        """What the last load report said; what is scraped, on another thread, must not go back."""
 
     def submitted(self, keys: Collection[int], prompt_tokens: int, now: float) -> None:
         """An item was taken at `now`, in seconds of `time.monotonic()`."""
         if not self.live_sequences:
-            self._busy = (self._busy[0], now)
+            self._busy_since = now
         self.live_sequences += len(keys)
         self.prompt_tokens += prompt_tokens
         self._awaiting_first.update(dict.fromkeys(keys, now))
@@ -81,9 +81,9 @@ class EngineMetrics(Collector):
 
     def ended(self, end: SequenceEnd, now: float) -> None:
         """A sequence that the backend had taken ended at `now`."""
+        if self.live_sequences == 1:
+            self._busy_before = self.busy_seconds(now)
         self.live_sequences -= 1
-        if not self.live_sequences:
-            self._busy = (self.busy_seconds(now), None)
         self._awaiting_first.pop(end.key, None)
         self.finished[end.reason] += 1
         self.cached_prompt_tokens += end.cached_prompt_tokens
@@ -93,8 +93,8 @@ class EngineMetrics(Collector):
 
     def busy_seconds(self, now: float) -> float:
         """How long, until `now`, there were sequences to compute."""
-        before, since = self._busy
-        return before if since is None else before + now - since
+        running = now - self._busy_since if self.live_sequences else 0.0
+        return self._busy_before + running
 
     def collect(self) -> Iterator[Metric]:
         """What Prometheus scrapes; called from its own thread."""
@@ -110,11 +110,7 @@ class EngineMetrics(Collector):
         stats = self.stats
         plain = (
             ("steps", "Engine steps.", stats.step_count if stats else 0),
-            (
-                "busy_seconds",
-                "Time with sequences to compute.",
-                self.busy_seconds(time.monotonic()),
-            ),
+            ("busy_seconds", "Time with sequences to compute.", self.told_busy_seconds),
             ("prompt_tokens", "Prompt tokens of the items taken.", self.prompt_tokens),
             ("cached_prompt_tokens", "Prompt tokens that were reused.", self.cached_prompt_tokens),
             (

@@ -149,8 +149,10 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
 
     def _tell(self, stats: BackendStats) -> None:
         worker = self._loaded()
+        load = worker.load()
         self.metrics.stats = stats
-        self._streams.tell_load(worker.load())
+        self.metrics.told_busy_seconds = load.busy_seconds
+        self._streams.tell_load(load)
         self.metrics.unacknowledged_steps = sum(s.unacknowledged_steps for s in self._streams)
 
     def _on_failure(self, error: BaseException) -> None:
