@@ -58,9 +58,9 @@ async def test_rates_that_were_learned_are_used() -> None:
     async with fleet(*engines("one"), next_token_seconds=3600) as on:
         (engine,) = on.engines
         on.serve(engine)
-        await told(on, engine, running_sequences=1, step_count=1)
-        await told(on, engine, step_count=1_000_001, busy_seconds=1.0)
-        for number in range(LOOKS):
+        for number in range(1, LOOKS):
+            steps = number * 1_000_000
+            await told(on, engine, running_sequences=1, step_count=steps, busy_seconds=number)
             await on.ask([5], request_id=f"r{number}")
             step_seconds = (await on.candidates(f"r{number}"))["one"].step_seconds
             if step_seconds < FALLBACK_STEP_SECONDS / 10:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -28,6 +29,14 @@ from trtmesh.router.placement.rates import (
 
 def guard() -> LoadGuard:
     return LoadGuard(lambda: None)
+
+
+def learn_between(rates: Rates, before: Report, after: Report) -> None:
+    """What two reports tell, the first of which saw a step end."""
+    earlier = replace(before, at=2 * before.at - after.at, step_count=before.step_count - 1)
+    rates.break_off()
+    rates.learn(earlier, before)
+    rates.learn(before, after)
 
 
 ACTIONS = st.lists(
@@ -109,7 +118,8 @@ def test_rates_are_learned_from_reports() -> None:
     for second in range(1, 30):
         after = Report(
             float(second),
-            busy_seconds=float(second),
+            # Half of the time it had nothing to do.
+            busy_seconds=second / 2,
             step_count=second * 10,
             running_sequences=1,
             pending_prompt_tokens=9000,
@@ -117,7 +127,17 @@ def test_rates_are_learned_from_reports() -> None:
         )
         rates.learn(before, after)
         before = after
-    assert rates.prefill_rate.value == pytest.approx(500)
+    assert rates.prefill_rate.value == pytest.approx(1000)
+    assert rates.sums is None
+
+
+def test_a_worker_that_does_not_say_how_long_it_was_busy_is_not_learned_of() -> None:
+    rates = Rates()
+    for number in range(1, 9):
+        rates.learn(
+            Report(number, step_count=number, running_sequences=1),
+            Report(number + 1, step_count=number + 1, running_sequences=1),
+        )
     assert rates.sums is None
 
 
@@ -129,7 +149,7 @@ def test_step_time_is_learned_as_a_line_over_the_batch() -> None:
         before = Report(now, now, step, running)
         now += 10 * (0.010 + 0.0005 * running)
         step += 10
-        rates.learn(before, Report(now, now, step, running))
+        learn_between(rates, before, Report(now, now, step, running))
     for running in (1, 16, 64):
         typical = typical_of([rates, Rates()], None)
         assert typical.step_seconds(running) == pytest.approx(0.010 + 0.0005 * running, rel=0.02)
@@ -173,6 +193,50 @@ def test_steps_that_are_longer_than_reports_are_apart_count_whole() -> None:
     assert prefill.prefill_rate.value == pytest.approx(1024)
 
 
+def test_a_step_that_was_not_seen_to_begin_is_not_learned_from() -> None:
+    reports = [
+        Report(
+            number / 10,
+            number / 10,
+            # The first step ends behind the first report, and the router misses much of the fourth.
+            (number + 9) // 10,
+            waiting_sequences=1,
+            pending_prompt_tokens=9,
+            computed_prompt_tokens=(number + 9) // 10 * 8192,
+        )
+        for number in (*range(31), *range(39, 60))
+    ]
+    rates = Rates()
+    for before, after in pairwise(reports):
+        rates.learn(before, after)
+        assert rates.prefill_rate.value in (None, pytest.approx(8192))
+    assert rates.prefill_rate.value is not None
+
+
+def test_a_worker_that_stands_still_for_a_moment_is_not_as_slow_as_that() -> None:
+    rates = Rates()
+    steps = [*range(0, 51, 5), *[50] * 20, 51]
+    reports = [Report(n / 10, n / 10, count, running_sequences=1) for n, count in enumerate(steps)]
+    for before, after in pairwise(reports):
+        rates.learn(before, after)
+    assert typical_of([rates], None).step_seconds(1) < 0.04
+
+
+def test_what_was_cancelled_is_not_taken_for_what_comes_later() -> None:
+    rates = Rates()
+    reports = [
+        Report(0.0, 0.0, 9, running_sequences=64),
+        Report(0.1, 0.1, 10, running_sequences=64),
+        *(Report(number / 10, 0.15, 10) for number in range(2, 40)),
+        Report(4.0, 0.2, 11, running_sequences=1),
+        Report(4.1, 0.3, 13, running_sequences=1),
+    ]
+    for before, after in pairwise(reports):
+        rates.learn(before, after)
+    assert rates.sums is not None
+    assert rates.sums[:2] == pytest.approx((1, 0.05))
+
+
 def test_what_single_sequences_take_says_nothing_of_many() -> None:
     rates, before = Rates(), Report(0.0, running_sequences=1)
     for running, step_seconds in ((1, 0.02), (1, 0.019), (2, 0.04), (1, 0.021)) * 5:
@@ -191,7 +255,7 @@ def test_a_worker_that_was_slow_for_a_moment_counts_as_any_other_once_nothing_mo
     slow, others = Rates(), [Rates() for _ in range(3)]
     for rates, step_seconds in ((slow, 0.1), *((each, 0.01) for each in others)):
         busy = Report(1.0, busy_seconds=10 * step_seconds, step_count=10, running_sequences=4)
-        rates.learn(Report(1.0 - 10 * step_seconds, running_sequences=4), busy)
+        learn_between(rates, Report(1.0 - 10 * step_seconds, running_sequences=4), busy)
         rates.learn_first_token(1000, 100 * step_seconds)
     typical = typical_of([slow, *others], None)
     assert slow.relative_step(typical) > 2
@@ -217,6 +281,8 @@ def test_nothing_is_learned_from_a_time_in_which_somebody_was_frozen() -> None:
     for _ in range(10):
         report(0.1)
     report(2.0)
+    report(0.1)
+    report(0.1)
     assert rates.sums is not None
     assert rates.sums[1] == pytest.approx(0.01)
     for _ in range(100):
@@ -245,7 +311,8 @@ def test_a_step_counts_for_at_most_half_of_the_time_to_a_first_token(
     seconds: float, rate: float
 ) -> None:
     rates = Rates()
-    rates.learn(
+    learn_between(
+        rates,
         Report(1.0, running_sequences=1),
         Report(2.0, busy_seconds=1.0, step_count=10, running_sequences=1),
     )
@@ -279,8 +346,8 @@ def test_the_first_report_of_a_stream_is_compared_with_none() -> None:
 
 def test_a_step_that_is_not_seen_to_end_is_not_learned_from() -> None:
     tested = guard()
-    for at in (1.0, 1.1):
-        tested.take_report(Report(at, 1.0, 10, running_sequences=1))
+    for at, steps in ((0.9, 9), (1.0, 10), (1.1, 10)):
+        tested.take_report(Report(at, at, steps, running_sequences=1))
     tested.lose(1.2, None)
     for number in range(3):
         at = 5 + number / 10
@@ -295,6 +362,11 @@ def test_another_process_at_the_same_address_is_learned_anew() -> None:
     tested.take_report(Report(1.0, step_count=50))
     assert tested.rates.prefill_rate.value == 100
     tested.take_report(Report(2.0, step_count=3))
+    assert tested.rates.prefill_rate.value is None
+    # One that was started anew is heard of on a stream of its own.
+    tested.rates.prefill_rate.add(100)
+    tested.lose(3.0, None)
+    tested.take_report(Report(4.0, step_count=2))
     assert tested.rates.prefill_rate.value is None
 
 

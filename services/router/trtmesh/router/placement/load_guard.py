@@ -94,6 +94,8 @@ class LoadGuard:
     def __init__(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change
         self._report = _NO_REPORT
+        self._steps = 0
+        """Those of the process that reported last, on whichever stream."""
         self._joined_at = float("-inf")
         self._foreign_sequences = 0
         self._foreign_prompt_tokens = 0
@@ -154,12 +156,12 @@ class LoadGuard:
 
     def take_report(self, report: Report) -> None:
         """A load report arrived."""
-        if report.step_count < self._report.step_count:
+        if report.step_count < self._steps:
             # Another process: what was learned of the one before may not hold.
             self.rates = Rates()
         elif self._report is not _NO_REPORT:
             self.rates.learn(self._report, report)
-        self._report = report
+        self._report, self._steps = report, report.step_count
         self._foreign_sequences = max(0, report.sequences - self.booked_sequences)
         self._foreign_prompt_tokens = max(
             0, report.pending_prompt_tokens - self.booked_prompt_tokens

@@ -32,7 +32,8 @@ would go elsewhere for the sake of a single sequence that runs there."""
 
 HELD_UP = 5.0
 """How many times longer than usual two reports may be apart for what lies between them to be learned from. Reports keep
-their pace whatever a step takes; where they do not, somebody was frozen, or the network was."""
+their pace whatever a step takes; where they do not, somebody was frozen, or the network was. And how many times as long
+as usual a step counts at most."""
 
 SNAP = 1.5
 """A worker that is faster or slower than the fleet by less than this factor counts as equal to it. Measured rates are
@@ -81,7 +82,8 @@ class Rates:
       steps made, by exponentially weighted least squares. Between short requests a worker has nothing to do, and all
       the time between the reports would be several times too long.
 
-    A step may be longer than reports are apart, and counts from the report that saw it begin.
+    Steps are counted from a report that saw one end, or the worker with nothing to do: any other may lie in the middle
+    of a step, which can be many reports long.
     """
 
     def __init__(self) -> None:
@@ -89,8 +91,8 @@ class Rates:
         self._prefill_trust = 1.0
         self._step_trust = 1.0
         """How much is made of a difference to the fleet: 1 with a sample, then less and less."""
-        self._begun: Report | None = None
-        """The last report before a step that has not ended yet."""
+        self._since: Report | None = None
+        """What the next steps are counted from; None where the last report may lie in the middle of a step."""
         self._interval = Ewma()
         self._sequences = Ewma()
         self._seconds = Ewma()
@@ -105,17 +107,16 @@ class Rates:
         fading = 0.5 ** (seconds / FADING_SECONDS)
         self._prefill_trust *= fading
         self._step_trust *= fading
-        begun, self._begun = self._begun or before, None
         if self._note_interval(seconds):
-            return
-        if after.step_count == before.step_count:
-            self._begun = begun
-        else:
-            self._learn_steps(begun, after)
+            self._since = None
+        elif after.step_count != before.step_count or not after.sequences:
+            if self._since is not None:
+                self._learn_steps(self._since, after)
+            self._since = after
 
     def break_off(self) -> None:
-        """The step that is under way is not seen to end, and the next report may be that of another process."""
-        self._begun = None
+        """The end of the step that is under way is not seen."""
+        self._since = None
 
     def _learn_steps(self, before: Report, after: Report) -> None:
         steps, busy = after.step_count - before.step_count, after.busy_seconds - before.busy_seconds
@@ -127,11 +128,13 @@ class Rates:
         elif before.running_sequences and after.running_sequences and computed == 0:
             # A step that also computes prompts takes longer, and that is the prefill's time.
             running = (before.running_sequences + after.running_sequences) / 2
+            # A worker that stood still for a moment, which reports do not show, is not that slow.
+            step = min(busy / steps, HELD_UP * (self._seconds.value or busy / steps))
             self._step_trust = 1.0
             self._sequences.add(running)
-            self._seconds.add(busy / steps)
+            self._seconds.add(step)
             self._squares.add(running * running)
-            self._products.add(running * busy / steps)
+            self._products.add(running * step)
 
     def _note_interval(self, seconds: float) -> bool:
         """Learns the pace of reports, and tells whether this one was held up."""

@@ -4,8 +4,8 @@ Placement is the router's own code: the load guard, the KV index, the learned ra
 an engine: prompts one after another at a prefill rate, less what the worker has cached; sequences beside each other,
 each token a step, whose length grows with their number; an LRU cache of blocks; a load report at a steady pace.
 
-Not in it: siblings of a request that wait for each other, slow start, the breaker, limits of admission, sequences
-beyond an item's first, and workers that are lost or differ.
+Not in it: steps that take longer for a chunk of a prompt, siblings of a request that wait for each other, slow start,
+the breaker, limits of admission, sequences beyond an item's first, and workers that are lost or differ.
 """
 
 from __future__ import annotations
