@@ -14,7 +14,7 @@ import sys
 
 import grpc
 import uvloop
-from trtmesh.chassis.grpc_server import GrpcServer
+from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.health import Health
 from trtmesh.chassis.service import Runtime
 from trtmesh.chassis.settings import load_settings

@@ -10,9 +10,9 @@ from typing import Any
 
 import grpc
 from trtmesh.chassis.error_wire import REASON_METADATA_KEY
-from trtmesh.chassis.grpc_client import Call, Method, connected
-from trtmesh.chassis.grpc_client.call import Ended
-from trtmesh.chassis.grpc_server import GrpcServer
+from trtmesh.chassis.grpc.client import Call, Method, connected
+from trtmesh.chassis.grpc.client.call import Ended
+from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.health import Health
 from trtmesh.chassis.service import SCHEMA_REVISION, Runtime
 from trtmesh.engine.backend import Backend

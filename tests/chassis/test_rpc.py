@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from log_lines import LogLine
 from trtmesh.chassis.error_wire import REASON_METADATA_KEY
 from trtmesh.chassis.errors import ModelNotFound, QueueFull
-from trtmesh.chassis.grpc_server import GrpcServer
+from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.health import Health
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.chassis.rpc import REQUEST_ID_METADATA_KEY, answering, request_id_of

@@ -12,7 +12,7 @@ from typing import Any
 
 from cli.commands import running, trtmesh
 from processes import service_process
-from trtmesh.chassis.grpc_server import GrpcServer
+from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.v1 import generation_pb2, router_admin_pb2_grpc
 from trtmesh.v1 import router_admin_pb2 as pb
 

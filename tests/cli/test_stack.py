@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from trtmesh.chassis.grpc_server import GrpcServer
+from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.cli.child import Child
 from trtmesh.cli.mesh_settings import MeshSettings
 from trtmesh.cli.plan import Plan, ProcessPlan

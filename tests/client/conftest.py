@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from client.scripted import ScriptedRouter
-from trtmesh.chassis.grpc_server import GrpcServer
+from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.client import Client
 from trtmesh.v1 import router_pb2_grpc
 

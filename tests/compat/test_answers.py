@@ -9,15 +9,15 @@ from dataclasses import replace
 import pytest
 from tritonclient.grpc import service_pb2 as kserve
 from trtmesh.chassis.errors import DeadlineExceeded, InternalError, TrtmeshError
-from trtmesh.router.client_stream import Waiting, WaitingEvent, WaitingTokens
-from trtmesh.router.request import parse_request
+from trtmesh.router.doors.triton.answers import Answers
+from trtmesh.router.doors.triton.calls import Call, read_call, to_request
+from trtmesh.router.doors.triton.models import Model, triton_models
+from trtmesh.router.doors.triton.outputs import OutputBuilder
+from trtmesh.router.doors.triton.plain_text import PlainText
+from trtmesh.router.doors.triton.wire import Output, ResponseWriter, text_data
 from trtmesh.router.settings import TritonSettings
-from trtmesh.router.triton.answers import Answers
-from trtmesh.router.triton.calls import Call, read_call, to_request
-from trtmesh.router.triton.models import Model, triton_models
-from trtmesh.router.triton.outputs import OutputBuilder
-from trtmesh.router.triton.plain_text import PlainText
-from trtmesh.router.triton.wire import Output, ResponseWriter, text_data
+from trtmesh.router.streams.client_stream import Waiting, WaitingEvent, WaitingTokens
+from trtmesh.router.values.request import parse_request
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 

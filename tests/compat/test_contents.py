@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from tritonclient.grpc import service_pb2 as kserve
 from trtmesh.chassis.errors import InvalidRequest
+from trtmesh.router.doors.triton.calls import read_call, to_request
+from trtmesh.router.doors.triton.models import triton_models
 from trtmesh.router.settings import TritonSettings
-from trtmesh.router.triton.calls import read_call, to_request
-from trtmesh.router.triton.models import triton_models
 
 ENSEMBLE = triton_models(TritonSettings())["ensemble"]
 RAW = {

@@ -9,9 +9,9 @@ import yaml
 from cli.commands import trtmesh
 from compat.repository import five_models
 from e2e.mesh import DEMO
+from trtmesh.cli.triton_import.fields import refusal
+from trtmesh.router.doors.triton.models import triton_models
 from trtmesh.router.settings import TritonSettings
-from trtmesh.router.triton.models import triton_models
-from trtmesh.router.triton_repository.fields import refusal
 
 PAGE = (Path(__file__).parents[2] / "docs" / "triton.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", PAGE, re.DOTALL)

@@ -15,13 +15,13 @@ from e2e.mesh import Mesh, eventually, running_mesh, scrape
 from tritonclient.grpc import service_pb2 as kserve
 from tritonclient.utils import InferenceServerException
 from trtmesh.chassis.errors import InvalidRequest, TrtmeshError
-from trtmesh.router.client_stream import WaitingEvent, WaitingTokens
-from trtmesh.router.request import parse_request
+from trtmesh.router.doors.triton.answers import Answer, Answers
+from trtmesh.router.doors.triton.calls import read_call, to_request
+from trtmesh.router.doors.triton.models import triton_models
+from trtmesh.router.doors.triton.outputs import OutputBuilder
 from trtmesh.router.settings import TritonSettings
-from trtmesh.router.triton.answers import Answer, Answers
-from trtmesh.router.triton.calls import read_call, to_request
-from trtmesh.router.triton.models import triton_models
-from trtmesh.router.triton.outputs import OutputBuilder
+from trtmesh.router.streams.client_stream import WaitingEvent, WaitingTokens
+from trtmesh.router.values.request import parse_request
 from trtmesh.v1 import router_pb2 as router_pb
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -17,11 +17,11 @@ from compat.test_every_input import MODELS as CASES
 from e2e.mesh import DEMO
 from trtmesh.chassis.errors import ModelUnusable, SettingsError
 from trtmesh.chassis.settings import load_settings
+from trtmesh.cli.triton_import import Conversion, Outcome, convert_repository
+from trtmesh.cli.triton_import.fields import refusal
 from trtmesh.engine.backends.torch.fields import SUPPORTED_FIELDS
 from trtmesh.engine.settings import EngineSettings
 from trtmesh.router.settings import RouterSettings
-from trtmesh.router.triton_repository import Conversion, Outcome, convert_repository
-from trtmesh.router.triton_repository.fields import refusal
 
 
 def convert(directory: Path, *models: str, device: str = "") -> Conversion:

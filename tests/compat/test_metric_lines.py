@@ -20,13 +20,13 @@ from trtmesh.chassis.errors import (
     SlowClient,
     WorkerLost,
 )
+from trtmesh.router.doors.triton.engine_metrics import EngineFigures, engine_families
+from trtmesh.router.doors.triton.exposition import Sample, family, number
+from trtmesh.router.doors.triton.metrics import TritonMetrics
+from trtmesh.router.doors.triton.models import triton_models
+from trtmesh.router.doors.triton.statistics import FAILURE_REASONS, Statistics, failure_reason
+from trtmesh.router.doors.triton.token_lengths import Lengths
 from trtmesh.router.settings import TritonSettings
-from trtmesh.router.triton.engine_metrics import EngineFigures, engine_families
-from trtmesh.router.triton.exposition import Sample, family, number
-from trtmesh.router.triton.metrics import TritonMetrics
-from trtmesh.router.triton.models import triton_models
-from trtmesh.router.triton.statistics import FAILURE_REASONS, Statistics, failure_reason
-from trtmesh.router.triton.token_lengths import Lengths
 
 BUSY = EngineFigures(
     max_batch_size=16,

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import grpc
 from prometheus_client import CollectorRegistry
-from trtmesh.chassis.grpc_server import GrpcServer
+from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.health import Health
 from trtmesh.chassis.service import SCHEMA_REVISION, Runtime
 from trtmesh.client import AdminClient, Client

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 from trtmesh.chassis.channels import channel_options
-from trtmesh.chassis.grpc_server import GrpcServer
+from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.service import Runtime
 from trtmesh.tokenizer.service import TokenizerService
 from trtmesh.tokenizer.settings import TokenizerSettings

@@ -19,7 +19,7 @@ from trtmesh.cli.output import printable, put, say, say_error
 from trtmesh.cli.session import FAILED, OK
 
 if TYPE_CHECKING:
-    from trtmesh.router.triton_repository import Conversion, Finding
+    from trtmesh.cli.triton_import import Conversion, Finding
 
 STANDARD_OUTPUT = "-"
 
@@ -89,7 +89,7 @@ def imported_repository(flags: Flags) -> Iterator[Flags]:
 
 def _convert(repository: Path, models: Mapping[str, Path], device: str = "") -> Conversion:
     # The messages of a model repository come with numpy, which other commands start without.
-    from trtmesh.router.triton_repository import convert_repository
+    from trtmesh.cli.triton_import import convert_repository
 
     return convert_repository(repository, models, device)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from trtmesh.chassis.metrics import TOKEN_BUCKETS, Histogram
-from trtmesh.router.sequence import SequenceRun
+from trtmesh.router.streams.sequence import SequenceRun
 from trtmesh.v1 import generation_pb2 as pb
 
 PREFIX = "trtmesh_router_"

@@ -12,32 +12,32 @@ from contextvars import Context
 import grpc
 from trtmesh.chassis.admin_token import read_admin_token
 from trtmesh.chassis.service import Runtime
-from trtmesh.router.addresses import check_entries
-from trtmesh.router.admin_door import AdminDoor
-from trtmesh.router.admin_service import RouterAdminService
 from trtmesh.router.admission import Admission, AdmissionLimits, RateLimiter
-from trtmesh.router.client_stream import Credit
-from trtmesh.router.discovery import Discovery
-from trtmesh.router.fleet import Fleet
+from trtmesh.router.doors.admin.door import AdminDoor
+from trtmesh.router.doors.admin.service import RouterAdminService
+from trtmesh.router.doors.native import MeshService
+from trtmesh.router.doors.triton.door import SERVICE_NAME
+from trtmesh.router.doors.triton.front import TritonFront
+from trtmesh.router.fleet.addresses import check_entries
+from trtmesh.router.fleet.discovery import Discovery
+from trtmesh.router.fleet.fleet import Fleet
+from trtmesh.router.fleet.membership import Membership
+from trtmesh.router.fleet.pulse import Deadlines
+from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.kv_index import KvIndex
-from trtmesh.router.live_request import Mesh, Retry
-from trtmesh.router.membership import Membership
-from trtmesh.router.mesh_service import MeshService
+from trtmesh.router.links.replica import LinkSettings, Replica
 from trtmesh.router.metrics import RouterMetrics
-from trtmesh.router.pace import PaceRules
 from trtmesh.router.placement.decision_log import DecisionLog
-from trtmesh.router.pulse import Deadlines
 from trtmesh.router.replay import Recorder
-from trtmesh.router.replica import LinkSettings, Replica
-from trtmesh.router.requests import Requests
+from trtmesh.router.requests.live_request import Mesh, Retry
+from trtmesh.router.requests.requests import Requests
+from trtmesh.router.requests.siblings import SiblingRules
 from trtmesh.router.settings import RouterSettings
-from trtmesh.router.siblings import SiblingRules
-from trtmesh.router.tokenizer import Tokenizer
-from trtmesh.router.tokenizer_pool import EncodeLimits, TokenizerPool
-from trtmesh.router.triton.door import SERVICE_NAME
-from trtmesh.router.triton.front import TritonFront
-from trtmesh.router.turns import Turns
-from trtmesh.router.worker import Worker
+from trtmesh.router.streams.client_stream import Credit
+from trtmesh.router.streams.pace import PaceRules
+from trtmesh.router.streams.turns import Turns
+from trtmesh.router.tokenizers.pool import EncodeLimits, TokenizerPool
+from trtmesh.router.tokenizers.tokenizer import Tokenizer
 from trtmesh.v1 import router_pb2_grpc
 
 WATCH_SECONDS = 0.1

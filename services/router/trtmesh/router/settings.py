@@ -15,8 +15,8 @@ from trtmesh.chassis.settings import (
     Settings,
     split_commas,
 )
-from trtmesh.router.pace import AtLimit
-from trtmesh.router.triton.model_settings import LogitsDataType, MaxBatchSize, TritonModels
+from trtmesh.router.doors.triton.model_settings import LogitsDataType, MaxBatchSize, TritonModels
+from trtmesh.router.streams.pace import AtLimit
 
 DecoupledTemplate = Literal[
     "ensemble", "tensorrt_llm", "tensorrt_llm_bls", "disaggregated_serving_bls"

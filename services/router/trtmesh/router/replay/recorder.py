@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 from trtmesh.chassis.errors import SettingsError, TrtmeshError
 from trtmesh.router.placement.decision_log import DecisionRecord
-from trtmesh.router.request import GenerationRequest
+from trtmesh.router.values.request import GenerationRequest
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,265 @@
+"""What the fields of a configuration besides its parameters become."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+from trtmesh.cli.triton_import.findings import Draft, Subject
+from trtmesh.cli.triton_import.parameters import (
+    NO_ADAPTERS,
+    NO_CANDIDATES,
+    NO_CODE,
+    NO_ENCODER,
+    NO_GRAMMARS,
+    NO_HANDOFF,
+    NO_PICTURES,
+    NO_SPECULATION,
+)
+from trtmesh.cli.triton_import.references import CORES
+from trtmesh.cli.triton_import.repository import VERSION, RepositoryModel
+from trtmesh.cli.triton_import.rules import MODELS, TORCH
+from trtmesh.router.doors.triton.forms import FORMS
+from trtmesh.router.doors.triton.tensors import TensorSpec
+
+LOGITS = ("context_logits", "generation_logits")
+SHOWN = 60
+"""Characters of a value that are shown."""
+
+LOOKED_AT = frozenset(
+    {"name", "backend", "platform", "parameters", "ensemble_scheduling", "max_batch_size"}
+    | {"model_transaction_policy"}
+)
+"""Fields that are decided about elsewhere."""
+OTHER_FIELDS: Mapping[str, str] = {
+    "optimization": "it tunes Triton's own execution, of which nothing is left here",
+    "model_warmup": "an engine computes once before it serves, whatever the configuration says",
+    "response_cache": "answers are not cached; engines keep the KV of prompts",
+    "sequence_batching": "no model keeps state between requests",
+    "metric_tags": "metrics have the labels of the mesh",
+    "batch_input": "the models batch by themselves",
+    "batch_output": "the models batch by themselves",
+    "model_repository_agents": "nothing of a repository is executed",
+    "cc_model_filenames": "nothing of a repository is executed",
+    "default_model_filename": "nothing of a repository is executed",
+    "runtime": "nothing of a repository is executed",
+    "model_operations": "nothing of a repository is executed",
+}
+"""Fields that nothing takes up, with the reason."""
+
+
+REFUSED_INPUTS: Mapping[str, Sequence[str]] = {
+    NO_PICTURES: ("image", "IMAGE", "video", "VIDEO", "multimodal_", "mrope_"),
+    NO_ENCODER: (
+        "encoder_",
+        "decoder_",
+        "DECODER_",
+        "cross_attention_mask",
+        "skip_cross_attn_blocks",
+    ),
+    NO_ADAPTERS: ("lora_",),
+    NO_GRAMMARS: ("guided_decoding_",),
+    NO_SPECULATION: ("draft_", "num_draft_tokens", "use_draft_logits", "lookahead_"),
+    NO_HANDOFF: ("context_phase_params",),
+    NO_CODE: ("sampling_param_logits_post_processor_name",),
+    NO_CANDIDATES: ("sampling_param_best_of",),
+}
+"""Beginnings of the names of inputs that are declared but refused by name, by the reason."""
+
+
+GENERATING = ("tensorrt_llm", "tensorrt_llm_bls", "disaggregated_serving_bls")
+"""Templates whose configuration says whether they answer with streams."""
+
+
+def refusal(name: str) -> str:
+    """Why a request that has this input is refused by name; '' when it is not."""
+    return next((r for r, begins in REFUSED_INPUTS.items() if name.startswith(tuple(begins))), "")
+
+
+def convert_fields(model: RepositoryModel, draft: Draft) -> None:
+    """Decides about every field that is set but parameters, name, backend and platform."""
+    config = model.config
+    for field, value in config.ListFields():
+        if (convert := CONVERTED.get(field.name)) is not None:
+            convert(model, draft)
+        elif field.name not in LOOKED_AT:
+            reason = OTHER_FIELDS.get(field.name, "it has no counterpart")
+            draft.refuse(Subject(model.name, field.name, _shown(value)), reason)
+    _convert_decoupled(model, draft)
+    _convert_batch_size(model, draft)
+    for unfilled in model.file.unfilled:
+        subject = Subject(model.name, unfilled.field or "an element", unfilled.key)
+        if unfilled.field == "decoupled" and model.template in GENERATING:
+            draft.leave(subject, "it is false, as where a configuration of Triton does not say it")
+        else:
+            draft.leave(subject)
+
+
+def _convert_batch_size(model: RepositoryModel, draft: Draft) -> None:
+    size = model.config.max_batch_size
+    if model.template == "llmapi" or (not size and _is_unfilled(model, "max_batch_size")):
+        return
+    subject = Subject(model.name, "max_batch_size", str(size))
+    if size > 0:
+        draft.carry(subject, (*MODELS, model.name, "max_batch_size"), size)
+    else:
+        draft.refuse(subject, "tensors have a batch dimension here, as in TensorRT-LLM's template")
+
+
+def _convert_decoupled(model: RepositoryModel, draft: Draft) -> None:
+    """Of what generates; an ensemble is what its steps are, and model.yaml says it for llmapi."""
+    if model.template not in GENERATING:
+        return
+    path = (*MODELS, model.name, "decoupled")
+    decoupled = model.config.model_transaction_policy.decoupled
+    if _is_unfilled(model, "decoupled"):
+        # Triton's default, which is not that of the door; told with what is unset.
+        draft.put(path, decoupled)
+    else:
+        subject = Subject(model.name, "model_transaction_policy.decoupled", str(decoupled).lower())
+        draft.carry(subject, path, decoupled)
+
+
+def _is_unfilled(model: RepositoryModel, field: str) -> bool:
+    return any(unfilled.field == field for unfilled in model.file.unfilled)
+
+
+def _convert_inputs(model: RepositoryModel, draft: Draft) -> None:
+    assert model.template is not None
+    _convert_tensors("input", model, model.config.input, FORMS[model.template].inputs, draft)
+
+
+def _convert_outputs(model: RepositoryModel, draft: Draft) -> None:
+    assert model.template is not None
+    outputs = model.config.output
+    served = FORMS[model.template].all_outputs()
+    _convert_tensors("output", model, outputs, served, draft)
+    for name in LOGITS:
+        types = {_data_type(out) for out in outputs if out.name == name} - {""}
+        for data_type in types & {"FP16", "BF16"}:
+            path = (*MODELS, model.name, "logits_data_type")
+            draft.carry(Subject(model.name, f"output.{name}.data_type", data_type), path, data_type)
+
+
+def _convert_tensors(
+    what: str,
+    model: RepositoryModel,
+    declared: Iterable[Any],
+    served: Iterable[TensorSpec],
+    draft: Draft,
+) -> None:
+    """Tensors that are served alike are told in one sum, those that are refused for one reason together."""
+    specs = {spec.name: spec for spec in served}
+    alike = 0
+    refused: dict[str, list[str]] = {}
+    for tensor in {each.name: each for each in declared}.values():
+        subject = Subject(model.name, f"{what}.{tensor.name}", _data_type(tensor))
+        spec = specs.get(tensor.name)
+        if spec is None:
+            draft.refuse(
+                subject, f"the model has no such {what} here; a request that has it is refused"
+            )
+        elif subject.value not in ("", *spec.data_types) and tensor.name not in LOGITS:
+            draft.refuse(subject, f"it is {spec.data_type} here; another type is refused")
+        elif what == "input" and (reason := refusal(tensor.name)):
+            refused.setdefault(reason, []).append(tensor.name)
+        else:
+            alike += 1
+    for reason, names in refused.items():
+        draft.refuse(Subject(model.name, what, ", ".join(names)), reason)
+    draft.count(Subject(model.name, what, f"{alike} tensors"), "as declared")
+
+
+def _data_type(tensor: Any) -> str:
+    """KServe's name of a data type; '' where it was never filled in."""
+    if tensor.data_type == model_config_pb2.TYPE_INVALID:
+        return ""
+    name = model_config_pb2.DataType.Name(tensor.data_type).removeprefix("TYPE_")
+    return "BYTES" if name == "STRING" else str(name)
+
+
+def _convert_instances(model: RepositoryModel, draft: Draft) -> None:
+    count = sum(group.count or 1 for group in model.config.instance_group)
+    subject = Subject(model.name, "instance_group", f"count {count}")
+    if model.template in CORES and count > 1:
+        draft.carry(subject, ("mesh", "engines"), count)
+    elif model.template in CORES:
+        draft.replace(
+            subject,
+            "mesh.engines says how many engines there are, one unless it is set; on the CPU unless --device or"
+            " gpu_device_ids names a GPU",
+        )
+    else:
+        draft.replace(subject, "one router serves any number of requests at once")
+
+
+def _convert_batching(model: RepositoryModel, draft: Draft) -> None:
+    batching = model.config.dynamic_batching
+
+    def subject(name: str, value: object) -> Subject:
+        return Subject(model.name, f"dynamic_batching.{name}", _shown(value))
+
+    for field, value in batching.ListFields():
+        match field.name:
+            case "preferred_batch_size" | "max_queue_delay_microseconds":
+                text = "a request joins the batch at the engine's next step"
+                draft.replace(subject(field.name, value), text)
+            case "priority_levels" | "default_priority_level":
+                text = "the request parameter `priority` takes any level, the lower the earlier"
+                draft.replace(subject(field.name, value), text)
+            case "default_queue_policy":
+                _convert_queue_policy(model, value, draft)
+            case _:
+                reason = "responses come as they are ready, in one queue by priority and arrival"
+                draft.refuse(subject(field.name, value), reason)
+
+
+def _convert_queue_policy(model: RepositoryModel, policy: Any, draft: Draft) -> None:
+    for field, value in policy.ListFields():
+        name = f"dynamic_batching.default_queue_policy.{field.name}"
+        subject = Subject(model.name, name, _shown(value))
+        match field.name:
+            case "max_queue_size" if model.template == "tensorrt_llm":
+                draft.carry(subject, (*TORCH, "max_queue_size"), value)
+            case "default_timeout_microseconds" if model.template == "tensorrt_llm":
+                draft.carry(subject, ("router", "queue_seconds"), value / 1e6)
+            case "max_queue_size":
+                draft.replace(
+                    subject, "tokenizers have bounded queues: tokenizer.max_queued_encodes"
+                )
+            case _:
+                draft.refuse(subject, "a request that waits too long ends with an error")
+
+
+def _convert_versions(model: RepositoryModel, draft: Draft) -> None:
+    policy = model.config.version_policy
+    if policy.HasField("specific") and list(policy.specific.versions) != [int(VERSION)]:
+        subject = Subject(model.name, "version_policy", _shown(policy))
+        draft.refuse(subject, f"models have one version, {VERSION}")
+    else:
+        draft.replace(
+            Subject(model.name, "version_policy", _shown(policy)),
+            f"models have one version, {VERSION}",
+        )
+
+
+CONVERTED: Mapping[str, Callable[[RepositoryModel, Draft], None]] = {
+    "input": _convert_inputs,
+    "output": _convert_outputs,
+    "instance_group": _convert_instances,
+    "dynamic_batching": _convert_batching,
+    "version_policy": _convert_versions,
+}
+
+
+def _shown(value: Any) -> str:
+    """A value in one short line."""
+    if hasattr(value, "ListFields"):
+        text = text_format.MessageToString(value, as_one_line=True)
+    elif hasattr(value, "add"):
+        text = f"{len(value)} entries"
+    else:
+        text = str(value)
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."

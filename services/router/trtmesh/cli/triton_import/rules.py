@@ -1,0 +1,100 @@
+"""What may become of a value, as small functions that the tables of parameters are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trtmesh.chassis.errors import SettingsError
+from trtmesh.cli.triton_import.findings import Draft, Subject
+
+Rule = Callable[[Subject, Draft], None]
+"""Decides about a value that is set."""
+
+TRUE = frozenset({"true", "t", "yes", "y", "1"})
+FALSE = frozenset({"false", "f", "no", "n", "0"})
+
+TORCH = ("engine", "torch")
+MODELS = ("router", "triton", "models")
+
+
+def whole(subject: Subject) -> int:
+    try:
+        return int(subject.value)
+    except ValueError:
+        raise _wrong(subject, "a whole number") from None
+
+
+def fraction(subject: Subject) -> float:
+    try:
+        return float(subject.value)
+    except ValueError:
+        raise _wrong(subject, "a number") from None
+
+
+def truth(subject: Subject) -> bool:
+    word = subject.value.strip().lower()
+    if word not in TRUE | FALSE:
+        raise _wrong(subject, "true or false")
+    return word in TRUE
+
+
+def one_of(words: Mapping[str, Any]) -> Callable[[Subject], Any]:
+    """What each word means; None is what is not supported."""
+
+    def read(subject: Subject) -> Any:
+        if subject.value not in words:
+            raise _wrong(subject, f"one of {', '.join(words)}")
+        return words[subject.value]
+
+    return read
+
+
+def engine(name: str, read: Callable[[Subject], Any]) -> Rule:
+    """A setting of the embedded engine."""
+
+    def rule(subject: Subject, draft: Draft) -> None:
+        draft.carry(subject, (*TORCH, name), read(subject))
+
+    return rule
+
+
+def own(name: str, read: Callable[[Subject], Any]) -> Rule:
+    """A setting of the Triton model itself."""
+
+    def rule(subject: Subject, draft: Draft) -> None:
+        draft.carry(subject, (*MODELS, subject.model, name), read(subject))
+
+    return rule
+
+
+def replaced(text: str) -> Rule:
+    def rule(subject: Subject, draft: Draft) -> None:
+        draft.replace(subject, text)
+
+    return rule
+
+
+def unsupported(reason: str) -> Rule:
+    def rule(subject: Subject, draft: Draft) -> None:
+        draft.refuse(subject, reason)
+
+    return rule
+
+
+def only(read: Callable[[Subject], Any], *, value: Any, text: str, reason: str) -> Rule:
+    """One value that holds anyway, as the text says; any other is not supported, for the reason."""
+
+    def rule(subject: Subject, draft: Draft) -> None:
+        if read(subject) == value:
+            draft.replace(subject, text)
+        else:
+            draft.refuse(subject, reason)
+
+    return rule
+
+
+def _wrong(subject: Subject, limit: str) -> SettingsError:
+    return SettingsError(
+        f"model '{subject.model}': {subject.what} is {subject.value!r} but must be {limit}"
+    )

@@ -1,0 +1,233 @@
+"""RouterAdminService over what the router knows. Calls that this release does not serve say so."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from itertools import islice
+from typing import Any, NoReturn
+
+import grpc
+from trtmesh.chassis.errors import NotFound, UnsupportedCall
+from trtmesh.chassis.rpc import answering
+from trtmesh.router.doors.admin.explanation import describe_decision
+from trtmesh.router.doors.admin.live_view import describe_requests
+from trtmesh.router.fleet.fleet import Fleet
+from trtmesh.router.fleet.membership import Membership
+from trtmesh.router.fleet.worker import Worker
+from trtmesh.router.links.replica import Replica
+from trtmesh.router.placement import POLICIES
+from trtmesh.router.requests.requests import Requests
+from trtmesh.router.tokenizers.pool import TokenizerPool
+from trtmesh.router.tokenizers.tokenizer import Tokenizer
+from trtmesh.v1 import router_admin_pb2 as pb
+from trtmesh.v1 import router_admin_pb2_grpc
+
+WATCH_SECONDS = 0.25
+"""How often it is looked whether the workers that somebody watches changed."""
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
+    """The admin's view of a router."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        members: Membership,
+        tokenizers: TokenizerPool,
+        requests: Requests,
+    ) -> None:
+        self._fleet = fleet
+        self._members = members
+        self._tokenizers = tokenizers
+        self._requests = requests
+
+    async def ListWorkers(
+        self, request: pb.ListWorkersRequest, context: _Context
+    ) -> pb.ListWorkersResponse:
+        async with answering(context):
+            return pb.ListWorkersResponse(
+                workers=self._describe_workers(),
+                tokenizers=self._describe_tokenizers(),
+                policy=self._fleet.policy,
+                live_requests=len(self._requests.live),
+            )
+
+    async def ListRequests(
+        self, request: pb.ListRequestsRequest, context: _Context
+    ) -> pb.ListRequestsResponse:
+        async with answering(context):
+            live = self._requests.live
+            if request.request_id:
+                told = [live[request.request_id]] if request.request_id in live else []
+            else:
+                told = list(islice(live.values(), request.limit or None))
+            return pb.ListRequestsResponse(
+                requests=await describe_requests(told, self._worker_name), live_requests=len(live)
+            )
+
+    async def StopRequest(
+        self, request: pb.StopRequestRequest, context: _Context
+    ) -> pb.StopRequestResponse:
+        async with answering(context, request.stop.request_id):
+            stop = request.stop
+            stopped = self._requests.stop(stop.request_id, frozenset(stop.batch_indexes))
+            return pb.StopRequestResponse(stopped_items=stopped)
+
+    async def GetPolicy(
+        self, request: pb.GetPolicyRequest, context: _Context
+    ) -> pb.GetPolicyResponse:
+        async with answering(context):
+            return pb.GetPolicyResponse(policy=self._fleet.policy, available=sorted(POLICIES))
+
+    async def SetPolicy(
+        self, request: pb.SetPolicyRequest, context: _Context
+    ) -> pb.SetPolicyResponse:
+        async with answering(context):
+            return pb.SetPolicyResponse(previous=self._fleet.set_policy(request.policy))
+
+    async def Explain(self, request: pb.ExplainRequest, context: _Context) -> pb.ExplainResponse:
+        async with answering(context):
+            wanted = request.request_id
+            records = self._fleet.decisions.of_request(wanted)
+            live = self._requests.live.get(wanted)
+            if not records and live is None:
+                raise NotFound(
+                    f"no decision for request {wanted!r} is known; the router keeps the latest"
+                    f" {self._fleet.decisions.most} (explained_decisions)"
+                )
+            items = live.items if live else ()
+            return pb.ExplainResponse(
+                placements=map(describe_decision, records),
+                usages=[item.usage() for item in items],
+                usage_batch_indexes=[item.batch_index for item in items],
+            )
+
+    def _worker_name(self, address: str) -> str:
+        worker = self._fleet.workers.get(address)
+        return worker.name if worker else address
+
+    def _describe_workers(self) -> list[pb.Worker]:
+        """By name, where `engine-10` comes behind `engine-9`."""
+        described = map(_describe_worker, self._fleet.workers.values())
+        return sorted(described, key=lambda w: (_numbered(w.worker), _numbered(w.address)))
+
+    def _describe_tokenizers(self) -> list[pb.TokenizerReplica]:
+        tokenizers = self._tokenizers.tokenizers.values()
+        return [self._describe_tokenizer(tokenizer) for tokenizer in tokenizers]
+
+    def _describe_tokenizer(self, tokenizer: Tokenizer) -> pb.TokenizerReplica:
+        problem = self._tokenizers.problem(tokenizer)
+        return pb.TokenizerReplica(
+            address=tokenizer.address,
+            state=_state_of(tokenizer, refused=tokenizer.ready and bool(problem)),
+            problem=problem,
+            fingerprint=tokenizer.description.fingerprint,
+            model=tokenizer.description.model,
+            sequences=len(tokenizer.runs),
+        )
+
+    # mypy-protobuf knows only generators; a coroutine that writes is the other form that grpc.aio accepts.
+    async def WatchWorkers(self, request: pb.WatchWorkersRequest, context: _Context) -> None:  # type: ignore[override]
+        async with answering(context):
+            told = None
+            while True:
+                now = pb.WatchWorkersResponse(
+                    workers=self._describe_workers(), tokenizers=self._describe_tokenizers()
+                )
+                if now != told:
+                    await context.write(now)
+                    told = now
+                await asyncio.sleep(WATCH_SECONDS)
+
+    async def AddWorker(
+        self, request: pb.AddWorkerRequest, context: _Context
+    ) -> pb.AddWorkerResponse:
+        async with answering(context):
+            worker = self._members.add(request.address)
+            return pb.AddWorkerResponse(worker=_describe_worker(worker))
+
+    async def DrainWorker(
+        self, request: pb.DrainWorkerRequest, context: _Context
+    ) -> pb.DrainWorkerResponse:
+        async with answering(context):
+            finish = request.finish_ms / 1000 if request.HasField("finish_ms") else None
+            drained = await self._members.drain(request.worker, finish)
+            return pb.DrainWorkerResponse(
+                worker=_describe_worker(drained.worker),
+                finished_sequences=drained.finished,
+                moved_sequences=drained.moved,
+                left_sequences=drained.left,
+            )
+
+    async def ResumeWorker(
+        self, request: pb.ResumeWorkerRequest, context: _Context
+    ) -> pb.ResumeWorkerResponse:
+        async with answering(context):
+            worker = self._members.resume(request.worker)
+            return pb.ResumeWorkerResponse(worker=_describe_worker(worker))
+
+    async def RemoveWorker(
+        self, request: pb.RemoveWorkerRequest, context: _Context
+    ) -> pb.RemoveWorkerResponse:
+        async with answering(context):
+            moved = self._members.remove(request.worker)
+            return pb.RemoveWorkerResponse(moved_sequences=moved)
+
+    async def ListAdapters(self, request: pb.ListAdaptersRequest, context: _Context) -> NoReturn:
+        await _refuse("ListAdapters", context)
+
+    async def AddAdapter(self, request: pb.AddAdapterRequest, context: _Context) -> NoReturn:
+        await _refuse("AddAdapter", context)
+
+    async def RemoveAdapter(self, request: pb.RemoveAdapterRequest, context: _Context) -> NoReturn:
+        await _refuse("RemoveAdapter", context)
+
+    async def PinAdapter(self, request: pb.PinAdapterRequest, context: _Context) -> NoReturn:
+        await _refuse("PinAdapter", context)
+
+
+async def _refuse(call: str, context: _Context) -> NoReturn:
+    async with answering(context):
+        raise UnsupportedCall(f"{call} is not served by this release")
+    raise RuntimeError("unreachable: answering re-raises")
+
+
+def _state_of(replica: Replica, *, refused: bool) -> pb.WorkerState.ValueType:
+    if refused:
+        return pb.WORKER_STATE_REFUSED
+    if (replica.leaving or replica.drained) and replica.state == pb.WORKER_STATE_READY:
+        return pb.WORKER_STATE_DRAINING
+    return replica.state
+
+
+_BREAKER_STATES = {
+    "closed": pb.BREAKER_STATE_CLOSED,
+    "open": pb.BREAKER_STATE_OPEN,
+    "half_open": pb.BREAKER_STATE_HALF_OPEN,
+}
+
+
+def _numbered(name: str) -> list[int | str]:
+    """What sorts names by the numbers in them: texts at even places, numbers at odd ones."""
+    return [
+        int(part) if place % 2 else part for place, part in enumerate(re.split(r"(\d{1,18})", name))
+    ]
+
+
+def _describe_worker(worker: Worker) -> pb.Worker:
+    refused = worker.mismatch if worker.ready else ""
+    breaker = worker.guard.breaker
+    return pb.Worker(
+        worker=worker.engine.worker,
+        address=worker.address,
+        state=_state_of(worker, refused=bool(refused)),
+        problem=refused or worker.unusable or breaker.problem,
+        engine=worker.engine,
+        load=worker.load,
+        items=len({run.owner for run in worker.sequences.values()}),
+        breaker=_BREAKER_STATES[breaker.state(asyncio.get_running_loop().time())],
+        faults=breaker.faults,
+    )

@@ -1,0 +1,202 @@
+"""From the events of a request to its responses: when there is one, and which is the last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from trtmesh.chassis.errors import DeadlineExceeded, InternalError, TrtmeshError
+from trtmesh.router.doors.triton.calls import Call
+from trtmesh.router.doors.triton.forms import Kind
+from trtmesh.router.doors.triton.llmapi import LlmApiOutputs
+from trtmesh.router.doors.triton.outputs import Block, OutputBuilder, RowOutput, SequenceOutput
+from trtmesh.router.doors.triton.wire import Output
+from trtmesh.router.doors.triton.wording import of_row
+from trtmesh.router.streams.client_stream import Waiting, WaitingTokens
+from trtmesh.router.values.request import GenerationRequest
+from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import router_pb2 as router_pb
+
+
+class Answer(NamedTuple):
+    """One response. `only_end` is one that says nothing but that it was the last."""
+
+    outputs: Sequence[Output] = ()
+    error: TrtmeshError | None = None
+    final: bool = False
+    only_end: bool = False
+
+
+ItemError = Callable[[router_pb.ItemFailed], TrtmeshError]
+"""The error of a failed item as Triton's clients know it."""
+
+
+def cut_off_error(reasons: Iterable[int]) -> TrtmeshError | None:
+    """The error of an item whose sequences ended for `reasons`, None where they came to ends of their own.
+
+    Whoever hears of it still reads, so it was cancelled by the worker, which has the deadline of the call too. No
+    output of these models could say so, and a text that was cut off must not look like a whole one.
+    """
+    if pb.FINISH_REASON_CANCELLED not in reasons:
+        return None
+    return DeadlineExceeded("the deadline of the call passed before the request was complete")
+
+
+class Answers:
+    """Collects what happens to a request and says what there is to respond."""
+
+    def __init__(
+        self,
+        call: Call,
+        request: GenerationRequest,
+        builder: OutputBuilder | LlmApiOutputs,
+        item_error: ItemError,
+    ) -> None:
+        self._call = call
+        self._item_error = item_error
+        self._builder = builder
+        self.rows = [
+            RowOutput(index, [SequenceOutput(s) for s in range(item.config.sequences)])
+            for index, item in enumerate(request.items)
+        ]
+        first = request.items[0].config
+        self._beams = first.beam_search.beam_width > 1
+        self._perf_metrics = first.output.perf_metrics
+        if call.streaming and call.model.accumulate and self._beams:
+            raise InternalError("Accumulation of tokens is only implemented for beam width = 1")
+        self._with_prompt = {
+            index
+            for index, item in enumerate(request.items)
+            if call.model.kind is Kind.TEXT and not item.config.output.exclude_prompt
+        }
+        """Rows whose text has the prompt before it."""
+        self._cumulative = self._beams or call.model.accumulate
+        self._touched: dict[int, TrtmeshError | None] = {}
+        self._over: set[int] = set()
+        self._newly_over: set[int] = set()
+        self.error: TrtmeshError | None = None
+        """Of the first row that failed."""
+
+    @property
+    def all_over(self) -> bool:
+        return len(self._over) == len(self.rows)
+
+    def see(self, waiting: Sequence[Waiting]) -> None:
+        """Takes what happened."""
+        for entry in waiting:
+            if isinstance(entry, WaitingTokens):
+                index = entry.batch_index
+                self.rows[index].sequences[entry.sequence_index].add(entry)
+                self._touched.setdefault(index, None)
+            else:
+                self._see_other(entry.event)
+
+    def _see_other(self, event: router_pb.GenerateEvent) -> None:
+        row = self.rows[event.batch_index]
+        match event.WhichOneof("event"):
+            case "item_started":
+                row.prompt_tokens = event.item_started.prompt_tokens
+                row.prompt_ids = list(event.item_started.prompt_token_ids)
+            case "prompt_details":
+                if event.prompt_details.HasField("context_logits"):
+                    row.context_logits.append(event.prompt_details.context_logits)
+            case "sequence_started":
+                row.perf_metrics = event.sequence_started.perf_metrics
+            case "sequence_finished":
+                finished = event.sequence_finished
+                sequence = row.sequences[event.sequence_index]
+                sequence.handoff_state = finished.handoff_state
+                sequence.finish_reason = finished.reason
+                if finished.HasField("stop_text"):
+                    sequence.stop_text = finished.stop_text
+                if finished.HasField("cumulative_log_prob"):
+                    sequence.cumulative_log_prob = finished.cumulative_log_prob
+            case "item_finished":
+                if event.item_finished.HasField("perf_metrics"):
+                    row.perf_metrics = event.item_finished.perf_metrics
+                ends = [sequence.finish_reason for sequence in row.sequences]
+                self._end(row, cut_off_error((event.item_finished.reason, *ends)))
+            case "item_failed":
+                self._end(row, self._item_error(event.item_failed))
+
+    def _end(self, row: RowOutput, error: TrtmeshError | None) -> None:
+        error = error and of_row(error, row.index, self._call)
+        self._touched[row.index] = error
+        self.error = self.error or error
+        self._over.add(row.index)
+        self._newly_over.add(row.index)
+
+    def texts_to_complete(self) -> list[tuple[RowOutput, SequenceOutput]]:
+        """Sequences whose text is still to get the prompt's before it, with their rows."""
+        rows = [
+            self.rows[index]
+            for index in self._newly_over & self._with_prompt
+            if self._touched[index] is None
+        ]
+        return [(row, sequence) for row in rows for sequence in row.sequences]
+
+    def take(self) -> list[Answer]:
+        """The responses that are due now; the last one of the request is final."""
+        if not self._call.model.decoupled:
+            return self._stacked()
+        tell = self._tell_fresh if self._call.streaming else self._tell_whole
+        answers: list[Answer] = []
+        for index, error in self._touched.items():
+            answers += tell(self.rows[index], over=index in self._newly_over and error is None)
+            if error is not None:
+                answers.append(Answer(error=error))
+        self._touched.clear()
+        self._newly_over.clear()
+        if self.all_over:
+            answers = self._marked(answers)
+        return answers
+
+    def _marked(self, answers: list[Answer]) -> list[Answer]:
+        """The last answers, with the sign that they are."""
+        if self._call.model.final_alone:
+            return [*answers, Answer(final=True, only_end=True)]
+        if not answers:
+            # The end came alone; clients that see no empty responses must see this one.
+            row = self.rows[-1]
+            answers = [self._answer([(row, row.sequences if self._beams else row.sequences[-1:])])]
+        *others, last = answers
+        return [*others, Answer(last.outputs, last.error, final=True)]
+
+    def _stacked(self) -> list[Answer]:
+        """One response of all rows, when all are over."""
+        # Those that have their whole texts wait with them for the others.
+        self._newly_over.clear()
+        if not self.all_over:
+            return []
+        errors = [error for error in self._touched.values() if error is not None]
+        if errors:
+            return [Answer(error=errors[0], final=True)]
+        block = [(row, row.sequences) for row in self.rows]
+        return [Answer(self._builder.build(block), final=True)]
+
+    def _tell_whole(self, row: RowOutput, *, over: bool) -> list[Answer]:
+        """All of a row when it is over: its beams together, other sequences one by one."""
+        if not over:
+            return []
+        if self._beams:
+            return [self._answer([(row, row.sequences)])]
+        return [self._answer([(row, [sequence])]) for sequence in row.sequences]
+
+    def _tell_fresh(self, row: RowOutput, *, over: bool) -> list[Answer]:
+        """What came of a row since it was last told; of beams all, because any may be rewritten."""
+        fresh = [sequence for sequence in row.sequences if sequence.fresh]
+        if over and self._perf_metrics:
+            # They are known whole at the end only, so the end is told even if no token came with it.
+            fresh = fresh or row.sequences[-1:]
+        if fresh and self._beams:
+            answers = [self._answer([(row, row.sequences)])]
+        else:
+            answers = [self._answer([(row, [sequence])]) for sequence in fresh]
+        for sequence in fresh:
+            sequence.fresh = False
+            if not self._cumulative:
+                sequence.clear()
+        return answers
+
+    def _answer(self, block: Block) -> Answer:
+        return Answer(self._builder.build(block))

@@ -1,0 +1,236 @@
+"""GRPCInferenceService, as Triton's clients know it: on the port of the native API, over the same requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from google.protobuf.message_factory import GetMessageClass
+from tritonclient.grpc import service_pb2 as kserve
+from trtmesh.chassis.errors import (
+    InternalError,
+    SlowClient,
+    TrtmeshError,
+    UnsupportedCall,
+)
+from trtmesh.chassis.logs import request_id_bound
+from trtmesh.chassis.rpc import answering
+from trtmesh.chassis.tasks import until_first_ends
+from trtmesh.router.admission import key_name
+from trtmesh.router.doors.triton.answers import Answer
+from trtmesh.router.doors.triton.generations import Caller
+from trtmesh.router.doors.triton.server import TritonServer
+from trtmesh.router.doors.triton.wire import ResponseWriter
+
+log = logging.getLogger(__name__)
+
+SERVICE_NAME = "inference.GRPCInferenceService"
+EXTENSIONS = ("model_configuration", "model_repository", "statistics")
+MOST_REQUESTS_OF_A_STREAM = 4096
+"""Requests of one stream that run at once; further ones are not read before some of these are over."""
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class TritonDoor:
+    """Serves the Triton models."""
+
+    def __init__(self, server: TritonServer) -> None:
+        self._server = server
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Adds the methods that are served; all others answer UNIMPLEMENTED."""
+        methods = {}
+        service = kserve.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+        for method in service.methods:
+            handler = getattr(self, method.name, None)
+            if handler is not None:
+                methods[method.name] = _handler(method, handler)
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE_NAME, methods),)
+        )
+
+    async def ServerLive(self, request: Any, context: _Context) -> Any:
+        return kserve.ServerLiveResponse(live=True)
+
+    async def ServerReady(self, request: Any, context: _Context) -> Any:
+        return kserve.ServerReadyResponse(ready=self._server.is_ready())
+
+    async def ModelReady(self, request: Any, context: _Context) -> Any:
+        ready = self._server.is_model_ready(request.name, request.version)
+        return kserve.ModelReadyResponse(ready=ready)
+
+    async def ServerMetadata(self, request: Any, context: _Context) -> Any:
+        return self._server.describe(EXTENSIONS)
+
+    async def ModelMetadata(self, request: Any, context: _Context) -> Any:
+        async with answering(context):
+            return self._server.describe_model(request.name, request.version)
+
+    async def ModelConfig(self, request: Any, context: _Context) -> Any:
+        async with answering(context):
+            config = self._server.configuration(request.name, request.version)
+            return kserve.ModelConfigResponse(config=config)
+
+    async def ModelStatistics(self, request: Any, context: _Context) -> Any:
+        async with answering(context):
+            return self._server.statistics(request.name, request.version)
+
+    async def RepositoryIndex(self, request: Any, context: _Context) -> Any:
+        return self._server.repository_index(only_ready=request.ready)
+
+    async def TraceSetting(self, request: Any, context: _Context) -> Any:
+        async with answering(context):
+            return self._server.change_trace_settings(request.settings)
+
+    async def LogSettings(self, request: Any, context: _Context) -> Any:
+        async with answering(context):
+            return self._server.change_log_settings(request.settings)
+
+    async def ModelInfer(self, request: Any, context: _Context) -> bytes:
+        """One request, one response."""
+        async with answering(context, request.id):
+            model = self._server.find_model(request.model_name, request.model_version)
+            if model.decoupled:
+                raise UnsupportedCall(
+                    "ModelInfer RPC doesn't support models with decoupled transaction policy"
+                )
+            answers: list[Answer] = []
+
+            async def collect(answer: Answer) -> None:
+                if answer.error is not None:
+                    raise answer.error
+                answers.append(answer)
+
+            await self._server.serve(model, request, _caller_of(context), collect)
+            (answer,) = answers
+            return ResponseWriter(model.name, request.id).unary(answer.outputs)
+        raise AssertionError("answering ends the call")
+
+    async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: _Context) -> None:
+        """Any number of requests, which run beside each other; all are finished when the client has sent its last."""
+        metadata = _metadata_of(context)
+        async with answering(context):
+            stream = _InferStream(
+                self._server, context, errors_end_it=metadata.get("triton_grpc_error") == "true"
+            )
+            await stream.live(requests)
+
+
+class _InferStream:
+    """One ModelStreamInfer call."""
+
+    def __init__(self, server: TritonServer, context: _Context, *, errors_end_it: bool) -> None:
+        self._server = server
+        self._context = context
+        self._errors_end_it = errors_end_it
+        self._writing = asyncio.Lock()
+        self._cut_off = False
+        """Whether a write was cancelled on its way: nothing can be written behind it, so the stream must end."""
+        self._room = asyncio.Semaphore(MOST_REQUESTS_OF_A_STREAM)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def live(self, requests: AsyncIterator[Any]) -> None:
+        """Serves until the client has sent its last request and all are over, or until one failure ends it all."""
+        try:
+            await until_first_ends(self._serve_all(requests), self._failure)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve_all(self, requests: AsyncIterator[Any]) -> None:
+        async for request in requests:
+            await self._room.acquire()
+            task = asyncio.create_task(self._serve_one(request))
+            self._tasks.add(task)
+            task.add_done_callback(self._on_done)
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._room.release()
+        if (
+            not task.cancelled()
+            and (error := task.exception()) is not None
+            and not self._failure.done()
+        ):
+            self._failure.set_exception(error)
+
+    async def _serve_one(self, request: Any) -> None:
+        """One request; its errors are responses and end nothing else, except that a client does not read."""
+        writer = ResponseWriter(request.model_name, request.id)
+        parameter = request.parameters.get("triton_enable_empty_final_response")
+        empty_final = parameter is not None and parameter.bool_param
+
+        async def send(answer: Answer) -> None:
+            if answer.error is not None:
+                await self._write_error(writer, answer.error, final=answer.final)
+            elif empty_final or not answer.only_end:
+                await self._write(writer.streamed(answer.outputs, final=answer.final))
+
+        with request_id_bound(request.id):
+            try:
+                model = self._server.find_model(request.model_name, request.model_version)
+                await self._server.serve(model, request, _caller_of(self._context), send)
+            except SlowClient:
+                raise
+            except TrtmeshError as error:
+                await self._write_error(writer, error, final=True)
+            except Exception as error:
+                # Broad on purpose: a defect met by one request must end that request alone, and visibly.
+                log.exception("a request failed for an unforeseen reason")
+                defect = InternalError(f"{type(error).__name__}: {error}")
+                await self._write_error(writer, defect, final=True)
+
+    async def _write_error(
+        self, writer: ResponseWriter, error: TrtmeshError, *, final: bool
+    ) -> None:
+        log.info("request refused: %s: %s", error.reason, error.message)
+        if self._errors_end_it or self._cut_off:
+            raise error
+        await self._write(writer.failed(error.message, final=final))
+
+    async def _write(self, message: bytes) -> None:
+        # One write at a time is what a stream takes.
+        async with self._writing:
+            if self._cut_off:
+                raise asyncio.CancelledError
+            try:
+                await self._context.write(message)
+            except asyncio.CancelledError:
+                self._cut_off = True
+                raise
+
+
+def _metadata_of(context: _Context) -> dict[str, str]:
+    given = context.invocation_metadata() or ()
+    return {key: value for key, value in given if isinstance(value, str)}
+
+
+def _caller_of(context: _Context) -> Caller:
+    return Caller(key_name(_metadata_of(context)), context.time_remaining())
+
+
+def _handler(method: Any, handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
+    """A method of the service; responses may be messages or bytes that are ready to be sent."""
+    make = (
+        grpc.stream_stream_rpc_method_handler
+        if method.client_streaming
+        else grpc.unary_unary_rpc_method_handler
+    )
+    return make(
+        handler,
+        request_deserializer=GetMessageClass(method.input_type).FromString,
+        response_serializer=_serialise,
+    )
+
+
+def _serialise(response: Any) -> bytes:
+    data: bytes = response if isinstance(response, bytes) else response.SerializeToString()
+    return data

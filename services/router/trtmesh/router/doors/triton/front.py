@@ -1,0 +1,75 @@
+"""Everything of Triton that a router serves: the models, the doors to them, and their metrics."""
+
+from __future__ import annotations
+
+import grpc
+from trtmesh.chassis.service import Runtime
+from trtmesh.router.doors.triton.door import TritonDoor
+from trtmesh.router.doors.triton.engine_metrics import EngineFigures, engine_figures
+from trtmesh.router.doors.triton.generations import Generations
+from trtmesh.router.doors.triton.http.door import HttpDoor, HttpLimits
+from trtmesh.router.doors.triton.models import Model
+from trtmesh.router.doors.triton.server import TritonServer
+from trtmesh.router.doors.triton.texts import TextsOf
+from trtmesh.router.fleet.fleet import Fleet
+from trtmesh.router.metrics import RouterMetrics
+from trtmesh.router.requests.requests import Requests
+from trtmesh.router.settings import RouterSettings
+from trtmesh.router.streams.turns import Turns
+from trtmesh.router.tokenizers.pool import TokenizerPool
+
+
+class TritonFront:
+    """Call order: `register`, `open`, `close`. Without HTTP the last two do nothing."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        runtime: Runtime,
+        fleet: Fleet,
+        tokenizers: TokenizerPool,
+        requests: Requests,
+        metrics: RouterMetrics,
+        turns: Turns,
+    ) -> None:
+        self._settings = settings
+        self._runtime = runtime
+        self._fleet = fleet
+        texts_of = TextsOf(tokenizers, turns, requests.served_model)
+        most_items = settings.max_items_per_request
+        generations = Generations(requests, texts_of, metrics, most_items, self._longest_prompt)
+        server = TritonServer(
+            settings.triton, generations, texts_of, is_ready=lambda: not runtime.health.problems
+        )
+        self._door = TritonDoor(server)
+        limits = HttpLimits(settings.max_message_bytes, settings.http_receive_seconds)
+        self._http = None if settings.http_port is None else HttpDoor(server, limits)
+        runtime.more_metrics = server.metrics(self._engine_figures).text
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Adds the gRPC methods and takes the address for HTTP. Raises StartupError."""
+        self._door.register(server)
+        if self._http is not None:
+            assert self._settings.http_port is not None
+            address = self._http.listen(self._settings.host, self._settings.http_port)
+            self._runtime.addresses["http_address"] = address
+
+    async def open(self) -> None:
+        if self._http is not None:
+            await self._http.open()
+
+    async def close(self) -> None:
+        if self._http is not None:
+            await self._http.close()
+
+    def _longest_prompt(self) -> int:
+        """Most tokens of a prompt, with at least one new token behind it."""
+        workers = self._fleet.workers.values()
+        return max((w.engine.max_sequence_tokens for w in workers), default=1) - 1
+
+    def _engine_figures(self, model: Model) -> EngineFigures:
+        """Of the workers behind a model; asked for in the thread of the metrics."""
+        workers = [worker for worker in [*self._fleet.workers.values()] if worker.engine.model]
+        names = {worker.engine.model for worker in workers}
+        served = model.mesh_model or (names.pop() if len(names) == 1 else "")
+        return engine_figures(worker for worker in workers if worker.engine.model == served)

@@ -1,0 +1,189 @@
+"""Triton's HTTP endpoints: on a port of their own, over the same models and requests as GRPCInferenceService."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from aiohttp import web
+from tritonclient.grpc import service_pb2 as kserve
+from trtmesh.chassis.addresses import bind
+from trtmesh.chassis.errors import InvalidRequest, UnsupportedCall
+from trtmesh.router.doors.triton.http.bodies import json_response, read_json
+from trtmesh.router.doors.triton.http.errors import answering
+from trtmesh.router.doors.triton.http.inference import Inference
+from trtmesh.router.doors.triton.http.json_messages import as_json
+from trtmesh.router.doors.triton.server import TritonServer
+
+log = logging.getLogger(__name__)
+
+EXTENSIONS = (
+    *("binary_tensor_data", "generate", "logging", "model_configuration", "model_repository"),
+    *("parameters", "statistics"),
+)
+IDLE_SECONDS = 75.0
+"""How long a connection may be without a request, or with the head of one that does not end."""
+CLOSE_SECONDS = 0.5
+"""What is left to requests once the process stops, like that of the gRPC server."""
+LINGER_SECONDS = 2.0
+"""How long a client that was answered early may go on sending before its connection is closed."""
+WAITING_CONNECTIONS = 1024
+"""Connections that may wait to be accepted."""
+MODEL = "/v2/models/{model}"
+VERSION = "/versions/{version:[0-9]+}"
+ELSEWHERE = {
+    "/v2/systemsharedmemory{rest:.*}": "shared memory",
+    "/v2/cudasharedmemory{rest:.*}": "shared memory",
+    "/v2/repository/models/{rest:.*}": "loading and unloading of models",
+}
+"""What Triton does and this server does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """Limits of one request."""
+
+    body_bytes: int
+    receive_seconds: float
+
+
+class HttpDoor:
+    """Serves from `open` to `close`. A client that disconnects cancels what it asked for."""
+
+    def __init__(self, server: TritonServer, limits: HttpLimits) -> None:
+        self._server = server
+        self._limits = limits
+        app = web.Application(middlewares=[answering], client_max_size=limits.body_bytes)
+        self._add_routes(app, Inference(server, limits.receive_seconds))
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            auto_decompress=False,
+            handler_cancellation=True,
+            lingering_time=LINGER_SECONDS,
+            keepalive_timeout=IDLE_SECONDS,
+            shutdown_timeout=CLOSE_SECONDS,
+        )
+        self._socket: socket.socket | None = None
+
+    def listen(self, host: str, port: int) -> str:
+        """Takes the address and returns it. Raises StartupError."""
+        self._socket, address = bind(host, port, "listen for HTTP")
+        log.info("listening for HTTP on %s", address)
+        return address
+
+    async def open(self) -> None:
+        """Answers from now on."""
+        assert self._socket is not None
+        await self._runner.setup()
+        await web.SockSite(self._runner, self._socket, backlog=WAITING_CONNECTIONS).start()
+
+    async def close(self) -> None:
+        await self._runner.cleanup()
+        if self._socket is not None:
+            self._socket.close()
+
+    def _add_routes(self, app: web.Application, inference: Inference) -> None:
+        get, post = app.router.add_get, app.router.add_post
+        get("/v2/health/live", self._live)
+        get("/v2/health/ready", self._ready)
+        get("/v2", self._metadata)
+        get("/v2/models/stats", self._statistics)
+        get("/v2/logging", self._log_settings)
+        post("/v2/logging", self._log_settings)
+        post("/v2/repository/index", self._repository_index)
+        for path in ("/v2/trace/setting", MODEL + "/trace/setting"):
+            get(path, self._trace_settings)
+            post(path, self._trace_settings)
+        for model in (MODEL, MODEL + VERSION):
+            get(model, self._model_metadata)
+            get(model + "/ready", self._model_ready)
+            get(model + "/config", self._model_configuration)
+            get(model + "/stats", self._statistics)
+            post(model + "/infer", inference.infer)
+            post(model + "/generate", inference.generate)
+            post(model + "/generate_stream", inference.generate_stream)
+        for path, what in ELSEWHERE.items():
+            app.router.add_route("*", path, _unsupported(what))
+
+    async def _live(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        return _yes_or_no(self._server.is_ready())
+
+    async def _model_ready(self, request: web.Request) -> web.Response:
+        return _yes_or_no(self._server.is_model_ready(*model_of(request)))
+
+    async def _metadata(self, request: web.Request) -> web.Response:
+        return json_response(as_json(self._server.describe(EXTENSIONS)))
+
+    async def _model_metadata(self, request: web.Request) -> web.Response:
+        return json_response(as_json(self._server.describe_model(*model_of(request))))
+
+    async def _model_configuration(self, request: web.Request) -> web.Response:
+        return json_response(as_json(self._server.configuration(*model_of(request))))
+
+    async def _statistics(self, request: web.Request) -> web.Response:
+        return json_response(as_json(self._server.statistics(*model_of(request))))
+
+    async def _repository_index(self, request: web.Request) -> web.Response:
+        asked = await read_json(request, self._limits.receive_seconds)
+        only_ready = asked.get("ready", False)
+        if not isinstance(only_ready, bool):
+            raise InvalidRequest("Unable to parse 'ready': it must be true or false")
+        index = self._server.repository_index(only_ready=only_ready)
+        told = [as_json(model) for model in index.models]
+        return json_response([{k: text for k, text in model.items() if text} for model in told])
+
+    async def _trace_settings(self, request: web.Request) -> web.Response:
+        if name := request.match_info.get("model"):
+            self._server.find_model(name, "")
+        asked = await read_json(request, self._limits.receive_seconds)
+        settings = self._server.change_trace_settings(asked).settings
+        return json_response({name: list(settings[name].value) for name in settings})
+
+    async def _log_settings(self, request: web.Request) -> web.Response:
+        asked = kserve.LogSettingsRequest()
+        given = await read_json(request, self._limits.receive_seconds)
+        for name, value in given.items():
+            _set_log_setting(asked.settings[name], name, value)
+        settings = self._server.change_log_settings(asked.settings).settings
+        return json_response({name: _only_value(settings[name]) for name in settings})
+
+
+def model_of(request: web.Request) -> tuple[str, str]:
+    """Name and version of the model in the path; '' where it has none."""
+    return request.match_info.get("model", ""), request.match_info.get("version", "")
+
+
+def _yes_or_no(yes: bool) -> web.Response:  # noqa: FBT001 - the one thing it says
+    """Triton's health answers: a status and nothing else."""
+    return web.Response(status=HTTPStatus.OK if yes else HTTPStatus.BAD_REQUEST)
+
+
+def _unsupported(what: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    async def refuse(_: web.Request) -> web.StreamResponse:
+        raise UnsupportedCall(f"this server does not serve {what}")
+
+    return refuse
+
+
+def _set_log_setting(setting: Any, name: str, value: Any) -> None:
+    match value:
+        case bool():
+            setting.bool_param = value
+        case int() if 0 <= value < 2**32:
+            setting.uint32_param = value
+        case str():
+            setting.string_param = value
+        case _:
+            raise InvalidRequest(f"log setting '{name}' must be a number, a truth value or a text")
+
+
+def _only_value(setting: Any) -> Any:
+    return getattr(setting, setting.WhichOneof("parameter_choice"))

@@ -1,0 +1,86 @@
+"""Bodies of `generate` and `generate_stream`: plain JSON, whose keys are inputs of the model or request parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trtmesh.chassis.errors import InvalidRequest
+from trtmesh.router.doors.triton.http.infer_body import (
+    begin_request,
+    response_parameters,
+    set_parameter,
+)
+from trtmesh.router.doors.triton.http.json_tensors import BINARY_ONLY, flatten, raw_data, values
+from trtmesh.router.doors.triton.models import MODEL_VERSION, Model
+from trtmesh.router.doors.triton.tensors import TensorSpec
+from trtmesh.router.doors.triton.wire import Output
+
+NESTED = "parameters"
+"""The key of an object whose keys count like those beside it."""
+
+
+def read_generate(model: Model, message: Mapping[str, Any]) -> Any:
+    """The ModelInferRequest that the JSON object asks for. Raises InvalidRequest."""
+    request = begin_request(model, message)
+    _read_keys(request, model, {k: v for k, v in message.items() if k not in ("id", NESTED)})
+    nested = message.get(NESTED, {})
+    if not isinstance(nested, dict):
+        raise InvalidRequest(f"Expected JSON object for keyword: '{NESTED}'")
+    _read_keys(request, model, nested)
+    return request
+
+
+def generate_response(model: Model, request_id: str, outputs: Sequence[Output]) -> dict[str, Any]:
+    """A response: a value by output, a list of them where an output has not exactly one."""
+    message = response_parameters(model)
+    for output in outputs:
+        elements = values(output)
+        message[output.name] = elements[0] if len(elements) == 1 else elements
+    if request_id:
+        message["id"] = request_id
+    message |= {"model_name": model.name, "model_version": MODEL_VERSION}
+    return dict(sorted(message.items()))
+
+
+def _read_keys(request: Any, model: Model, message: Mapping[str, Any]) -> None:
+    for key, value in message.items():
+        spec = model.inputs.get(key)
+        if spec is None:
+            set_parameter(request, key, value)
+        else:
+            _add_input(request, spec, flatten(value), model.batch_dims)
+
+
+def _add_input(
+    request: Any, spec: TensorSpec, elements: Sequence[Any], batch_dims: Sequence[int]
+) -> None:
+    data_type = _data_type(spec, elements)
+    shape = _shape(spec, len(elements), batch_dims)
+    request.inputs.add(name=spec.name, datatype=data_type, shape=shape)
+    request.raw_input_contents.append(raw_data(spec.name, data_type, elements))
+
+
+def _data_type(spec: TensorSpec, elements: Sequence[Any]) -> str:
+    """The first type of the input that JSON can write and that the elements have."""
+    able = [data_type for data_type in spec.data_types if data_type not in BINARY_ONLY]
+    if "BOOL" in able and elements and all(type(element) is bool for element in elements):
+        return "BOOL"
+    return able[0] if able else spec.data_type
+
+
+def _shape(spec: TensorSpec, count: int, batch_dims: Sequence[int]) -> list[int]:
+    """The shape of `count` elements that come without one: fixed extents as they are, the innermost open one takes what
+    is left and the others are 1. So three texts for an input of one text are a batch. Raises InvalidRequest."""
+    shape = [*batch_dims, *spec.dims]
+    fixed = math.prod(extent for extent in shape if extent > 0)
+    left, rest = divmod(count, fixed)
+    for index in reversed(range(len(shape))):
+        if shape[index] == -1:
+            shape[index], left = left, 1
+    if rest or left != 1:
+        raise InvalidRequest(
+            f"The schema can not convert input '{spec.name}' to tensor with proper shape"
+        )
+    return shape

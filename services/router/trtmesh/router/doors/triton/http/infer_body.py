@@ -1,0 +1,226 @@
+"""Bodies of `infer`: JSON, with the data of tensors in it or, by the binary tensor data extension, behind it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tritonclient.grpc import service_pb2 as kserve
+from trtmesh.chassis.errors import InvalidRequest
+from trtmesh.chassis.logs import rebind_request_id
+from trtmesh.router.doors.triton.http.bodies import parse_json, to_json
+from trtmesh.router.doors.triton.http.json_tensors import flatten, raw_data, values
+from trtmesh.router.doors.triton.models import MODEL_VERSION, Model
+from trtmesh.router.doors.triton.wire import Output
+
+HEADER_LENGTH = "Inference-Header-Content-Length"
+RESERVED_PREFIX = "triton_"
+BINARY_SIZE = "binary_data_size"
+
+
+@dataclass(slots=True)
+class BinaryOutputs:
+    """Which outputs the caller wants as binary data."""
+
+    default: bool = False
+    named: dict[str, bool] = field(default_factory=dict)
+
+    def __contains__(self, name: object) -> bool:
+        return self.named.get(str(name), self.default)
+
+
+def begin_request(model: Model, message: Mapping[str, Any]) -> Any:
+    """A ModelInferRequest with nothing but its id, which what is logged has from here on. Raises InvalidRequest."""
+    request = kserve.ModelInferRequest(model_name=model.name, id=text_of(message, "id", ""))
+    rebind_request_id(request.id)
+    return request
+
+
+def read_infer(model: Model, body: bytes, header_length: str | None) -> tuple[Any, BinaryOutputs]:
+    """The ModelInferRequest of a body whose JSON is `header_length` bytes long, all of it where that is None. Raises
+    InvalidRequest."""
+    length = _header_length(model, header_length, len(body))
+    message = parse_json(body[:length])
+    request = begin_request(model, message)
+    binary = BinaryOutputs()
+    for name, value in _objects(message, "parameters").items():
+        if name == "binary_data_output":
+            binary.default = value is True
+        else:
+            set_parameter(request, name, value)
+    rest = memoryview(body)[length:]
+    for given in _list(message, "inputs"):
+        rest = _read_input(request, given, rest)
+    if rest:
+        raise InvalidRequest(
+            f"unexpected additional input data for model '{model.name}': {len(rest)} bytes belong to no input"
+        )
+    for wanted in _list(message, "outputs"):
+        _read_output(request, wanted, binary)
+    return request, binary
+
+
+def write_infer(
+    model: Model, request_id: str, outputs: Sequence[Output], binary: BinaryOutputs
+) -> tuple[bytes, int | None]:
+    """The body of a response, and the length of its JSON where binary data stand behind that."""
+    told = []
+    data: list[bytes] = []
+    for output in outputs:
+        described: dict[str, Any] = {
+            "name": output.name,
+            "datatype": output.data_type,
+            "shape": list(output.shape),
+        }
+        if output.name in binary:
+            described["parameters"] = {BINARY_SIZE: len(output.data)}
+            data.append(output.data)
+        else:
+            described["data"] = values(output)
+        told.append(described)
+    message: dict[str, Any] = {"id": request_id} if request_id else {}
+    message |= {"model_name": model.name, "model_version": MODEL_VERSION}
+    if parameters := response_parameters(model):
+        message["parameters"] = parameters
+    head = to_json(message | {"outputs": told})
+    return b"".join((head, *data)), len(head) if data else None
+
+
+def response_parameters(model: Model) -> dict[str, Any]:
+    """What Triton's ensembles say of a sequence in each response, though there is none."""
+    return (
+        {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
+        if model.is_ensemble
+        else {}
+    )
+
+
+def set_parameter(request: Any, name: str, value: Any) -> None:
+    """Sets a parameter of a ModelInferRequest. Raises InvalidRequest."""
+    if name.startswith(RESERVED_PREFIX):
+        raise InvalidRequest(
+            f"parameter '{name}': parameter keys starting with '{RESERVED_PREFIX}' are reserved for Triton usage and"
+            " should not be specified."
+        )
+    if not _put(request.parameters[name], value):
+        raise InvalidRequest(
+            f"parameter '{name}' has invalid type. It should be either 'int', 'bool', 'double', or 'string'."
+        )
+
+
+def _put(parameter: Any, value: Any) -> bool:
+    """Sets an InferParameter; False where it has no place for the value."""
+    match value:
+        case bool():
+            parameter.bool_param = value
+        case int() if -(2**63) <= value < 2**63:
+            parameter.int64_param = value
+        case float():
+            parameter.double_param = value
+        case str():
+            parameter.string_param = value
+        case _:
+            return False
+    return True
+
+
+def text_of(message: Mapping[str, Any], key: str, default: str | None = None) -> str:
+    """A text of a JSON object. Raises InvalidRequest."""
+    value = message.get(key, default)
+    if not isinstance(value, str):
+        raise InvalidRequest(f"Unable to parse '{key}': it must be a text")
+    return value
+
+
+def _header_length(model: Model, given: str | None, body_length: int) -> int:
+    if given is None:
+        return body_length
+    if not given.isascii() or not given.isdecimal():
+        raise InvalidRequest(f"Unable to parse {HEADER_LENGTH}, got: {given}")
+    length = int(given)
+    if length == 0:
+        # Then the body is the data of the only input; the models here have several.
+        raise InvalidRequest(
+            f"Raw request must only have 1 input (found 1) to be deduced but got {len(model.inputs)} inputs in"
+            f" '{model.name}' model configuration"
+        )
+    if length > body_length:
+        raise InvalidRequest(
+            f"inference header size should be in range (0, {body_length}], got: {length}"
+        )
+    return length
+
+
+def _read_input(request: Any, given: Any, rest: memoryview) -> memoryview:
+    """Adds an input, with data from `rest` where it is binary; returns what is left of that."""
+    if not isinstance(given, dict):
+        raise InvalidRequest("Unable to parse 'inputs': each must be a JSON object")
+    name, data_type = text_of(given, "name"), text_of(given, "datatype")
+    shape = given.get("shape")
+    if not isinstance(shape, list) or not all(type(n) is int and abs(n) < 2**31 for n in shape):
+        raise InvalidRequest(f"Unable to parse 'shape': input '{name}' must have a list of numbers")
+    tensor = request.inputs.add(name=name, datatype=data_type, shape=shape)
+    parameters = _objects(given, "parameters")
+    _check_one_content(given, parameters)
+    for key, value in parameters.items():
+        if key != BINARY_SIZE and not _put(tensor.parameters[key], value):
+            raise InvalidRequest(f"parameter '{key}' of input '{name}' has invalid type.")
+    if "data" in given:
+        elements = flatten(given["data"])
+        if len(elements) != math.prod(shape):
+            raise InvalidRequest(
+                f"Unable to parse 'data': Shape does not match true shape of 'data' field: input '{name}' has"
+                f" {len(elements)} elements but shape {shape}"
+            )
+        request.raw_input_contents.append(raw_data(name, data_type, elements))
+        return rest
+    size = parameters.get(BINARY_SIZE, 0)
+    if type(size) is not int or size < 0:
+        raise InvalidRequest(f"Unable to parse '{BINARY_SIZE}' of input '{name}'")
+    if size > len(rest):
+        raise InvalidRequest(
+            f"unexpected size for input '{name}', expecting {size - len(rest)} additional bytes for model"
+            f" '{request.model_name}'"
+        )
+    request.raw_input_contents.append(bytes(rest[:size]))
+    return rest[size:]
+
+
+def _check_one_content(given: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
+    places = ["'data'"] if "data" in given else []
+    places += [f"'{key}'" for key in (BINARY_SIZE, "shared_memory_region") if key in parameters]
+    if len(places) != 1:
+        raise InvalidRequest(
+            f"Input must set only one of the following fields: 'data', '{BINARY_SIZE}' in 'parameters',"
+            " 'shared_memory_region' in 'parameters'. But"
+            f" {'set ' + ' '.join(places) if places else 'no field is set'}"
+        )
+
+
+def _read_output(request: Any, wanted: Any, binary: BinaryOutputs) -> None:
+    if not isinstance(wanted, dict):
+        raise InvalidRequest("Unable to parse 'outputs': each must be a JSON object")
+    output = request.outputs.add(name=text_of(wanted, "name"))
+    for key, value in _objects(wanted, "parameters").items():
+        if key == "binary_data":
+            binary.named[output.name] = value is True
+        elif not _put(output.parameters[key], value):
+            raise InvalidRequest(f"parameter '{key}' of output '{output.name}' has invalid type.")
+    # Naming an output without the parameter asks for JSON, whatever the default is.
+    binary.named.setdefault(output.name, False)
+
+
+def _objects(message: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = message.get(key, {})
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"Unable to parse '{key}': it must be a JSON object")
+    return value
+
+
+def _list(message: Mapping[str, Any], key: str) -> Sequence[Any]:
+    value = message.get(key, [])
+    if not isinstance(value, list):
+        raise InvalidRequest(f"Unable to parse '{key}': it must be a list")
+    return value

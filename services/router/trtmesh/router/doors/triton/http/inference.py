@@ -1,0 +1,166 @@
+"""`infer`, `generate` and `generate_stream`: one ModelInferRequest each, served as it would be over gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any
+
+from aiohttp import hdrs, web
+from trtmesh.chassis.errors import InternalError, SlowClient, TrtmeshError, UnsupportedCall
+from trtmesh.router.admission import key_name
+from trtmesh.router.doors.triton.answers import Answer
+from trtmesh.router.doors.triton.generations import Caller
+from trtmesh.router.doors.triton.http.bodies import json_response, read_body, read_json, to_json
+from trtmesh.router.doors.triton.http.errors import error_headers
+from trtmesh.router.doors.triton.http.generate_body import generate_response, read_generate
+from trtmesh.router.doors.triton.http.infer_body import HEADER_LENGTH, read_infer, write_infer
+from trtmesh.router.doors.triton.models import Model
+from trtmesh.router.doors.triton.server import TritonServer
+from trtmesh.router.doors.triton.wire import Output
+
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+COMPRESSIONS = {
+    coding.value: coding for coding in (web.ContentCoding.gzip, web.ContentCoding.deflate)
+}
+
+
+class Inference:
+    """The endpoints that run models."""
+
+    def __init__(self, server: TritonServer, receive_seconds: float) -> None:
+        self._server = server
+        self._receive_seconds = receive_seconds
+
+    async def infer(self, request: web.Request) -> web.Response:
+        """One response, as JSON and binary tensors."""
+        model = self._model_of(request)
+        if model.decoupled:
+            raise UnsupportedCall(
+                "HTTP end point doesn't support models with decoupled transaction policy"
+            )
+        body = await read_body(request, self._receive_seconds)
+        asked, binary = read_infer(model, body, request.headers.get(HEADER_LENGTH))
+        outputs = await self._only_response(request, model, asked)
+        data, header_length = write_infer(model, asked.id, outputs, binary)
+        response = web.Response(body=data, content_type="application/json")
+        if header_length is not None:
+            response.content_type = "application/octet-stream"
+            response.headers[HEADER_LENGTH] = str(header_length)
+        if (coding := _coding_of(request)) is not None:
+            response.enable_compression(coding)
+        return response
+
+    async def generate(self, request: web.Request) -> web.Response:
+        """One response, as plain JSON."""
+        model = self._model_of(request)
+        asked = read_generate(model, await read_json(request, self._receive_seconds))
+        outputs = await self._only_response(request, model, asked)
+        return json_response(generate_response(model, asked.id, outputs))
+
+    async def generate_stream(self, request: web.Request) -> web.StreamResponse:
+        """Responses as server-sent events, each as soon as there is something to tell."""
+        model = self._model_of(request)
+        asked = read_generate(model, await read_json(request, self._receive_seconds))
+        events = _EventStream(request)
+
+        async def send(answer: Answer) -> None:
+            if answer.error is not None:
+                await events.fail(answer.error)
+            elif not answer.only_end:
+                await events.send(generate_response(model, asked.id, answer.outputs))
+
+        try:
+            await self._server.serve(model, asked, _caller_of(request), send)
+        except SlowClient:
+            raise
+        except TrtmeshError as error:
+            if not events.begun:
+                raise
+            await events.fail(error)
+        return await events.end()
+
+    async def _only_response(
+        self, request: web.Request, model: Model, asked: Any
+    ) -> Sequence[Output]:
+        """The outputs of a request that has exactly one response. Raises TrtmeshError."""
+        responses: list[Sequence[Output]] = []
+
+        async def collect(answer: Answer) -> None:
+            if answer.error is not None:
+                raise answer.error
+            if answer.only_end:
+                return
+            if responses:
+                raise _not_one_response()
+            responses.append(answer.outputs)
+
+        await self._server.serve(model, asked, _caller_of(request), collect)
+        if not responses:
+            raise _not_one_response()
+        return responses[0]
+
+    def _model_of(self, request: web.Request) -> Model:
+        path = request.match_info
+        return self._server.find_model(path["model"], path.get("version", ""))
+
+
+class _EventStream:
+    """A response of server-sent events. Its status is that of the first."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self._response: web.StreamResponse | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether the status is sent."""
+        return self._response is not None
+
+    async def send(self, message: dict[str, Any]) -> None:
+        response = await self._begin(HTTPStatus.OK, {})
+        await response.write(b"data: " + to_json(message) + b"\n\n")
+
+    async def fail(self, error: TrtmeshError) -> None:
+        """An event that says what went wrong."""
+        response = await self._begin(error.row.http, error_headers(error))
+        await response.write(b"data: " + to_json({"error": error.message}) + b"\n\n")
+
+    async def end(self) -> web.StreamResponse:
+        response = await self._begin(HTTPStatus.OK, {})
+        await response.write_eof()
+        return response
+
+    async def _begin(self, status: int, headers: dict[str, str]) -> web.StreamResponse:
+        if self._response is None:
+            headers |= {hdrs.CONTENT_TYPE: EVENT_STREAM, hdrs.CACHE_CONTROL: "no-cache"}
+            response = web.StreamResponse(status=status, headers=headers)
+            await response.prepare(self._request)
+            self._response = response
+        return self._response
+
+
+def _not_one_response() -> InternalError:
+    return InternalError(
+        "generate expects model to produce exactly 1 response, use generate stream for model that generates various"
+        " number of responses"
+    )
+
+
+def _caller_of(request: web.Request) -> Caller:
+    headers = {name.lower(): value for name, value in request.headers.items()}
+    return Caller(key_name(headers), remaining_seconds=None)
+
+
+def _coding_of(request: web.Request) -> web.ContentCoding | None:
+    """The compression of the response that the client would like best of those served."""
+    best, best_weight = None, 0.0
+    for part in request.headers.get(hdrs.ACCEPT_ENCODING, "").split(","):
+        name, _, weight = part.partition(";q=")
+        try:
+            wanted = float(weight) if weight else 1.0
+        except ValueError:
+            continue
+        if wanted > best_weight and name.strip().lower() in (*COMPRESSIONS, "identity"):
+            best, best_weight = COMPRESSIONS.get(name.strip().lower()), wanted
+    return best

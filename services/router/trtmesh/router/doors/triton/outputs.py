@@ -1,0 +1,240 @@
+"""What came of a request, as output tensors."""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from trtmesh.router.doors.triton.calls import Call
+from trtmesh.router.doors.triton.forms import Kind
+from trtmesh.router.doors.triton.specs import PERF_OUTPUTS
+from trtmesh.router.doors.triton.tensors import ELEMENT_CODES, MESH_DATA_TYPES
+from trtmesh.router.doors.triton.wire import Output, text_data
+from trtmesh.router.streams.client_stream import WaitingTokens
+from trtmesh.router.values.request import GenerationRequest
+from trtmesh.v1 import generation_pb2 as pb
+
+TEXT_OUTPUT = "text_output"
+PAD_ID = -1
+PAD_LOG_PROB = -1.0
+"""What stands behind a row that is shorter than others of its tensor, as in Triton's C++ backend."""
+
+KSERVE_DATA_TYPES = {number: name for name, number in MESH_DATA_TYPES.items()}
+PERF_CODES = {spec.name: ELEMENT_CODES[spec.data_type] for spec in PERF_OUTPUTS}
+
+
+@dataclass(slots=True)
+class SequenceOutput:
+    """What is to be told of one sequence: all of it, or what came since it was last told."""
+
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    logits: list[pb.Tensor] = field(default_factory=list)
+    cumulative_log_prob: float = 0.0
+    generated: int = 0
+    handoff_state: bytes = b""
+    fresh: bool = False
+    finish_reason: int = pb.FINISH_REASON_UNSPECIFIED
+    stop_text: str | None = None
+    """The stop text that cut the text, which then may be shorter than the text of its ids."""
+
+    def add(self, tokens: WaitingTokens) -> None:
+        """Takes new tokens, or the whole of a rewritten beam."""
+        if tokens.token_offset < self.generated:
+            self.clear()
+        self.generated = tokens.end
+        self.token_ids += tokens.token_ids
+        self.texts += tokens.texts
+        if tokens.details is not None:
+            self._add_details(tokens.details)
+        self.fresh = True
+
+    def clear(self) -> None:
+        """Forgets what was told."""
+        self.token_ids.clear()
+        self.texts.clear()
+        self.log_probs.clear()
+        self.logits.clear()
+        self.fresh = False
+
+    def _add_details(self, details: pb.TokenDetails) -> None:
+        self.log_probs += details.log_probs
+        if details.HasField("cumulative_log_prob"):
+            self.cumulative_log_prob = details.cumulative_log_prob
+        if details.HasField("generation_logits"):
+            self.logits.append(details.generation_logits)
+
+
+@dataclass(slots=True)
+class RowOutput:
+    """What is to be told of one row of the batch."""
+
+    index: int
+    sequences: list[SequenceOutput]
+    prompt_ids: Sequence[int] = ()
+    prompt_tokens: int = 0
+    context_logits: list[pb.Tensor] = field(default_factory=list)
+    perf_metrics: pb.PerfMetrics = field(default_factory=pb.PerfMetrics)
+
+
+Block = Sequence[tuple[RowOutput, Sequence[SequenceOutput]]]
+"""Rows of one response, each with equally many sequences."""
+
+
+class OutputBuilder:
+    """Makes the tensors that one request asked for."""
+
+    def __init__(self, call: Call, request: GenerationRequest) -> None:
+        output = request.items[0].config.output
+        self._text = call.model.kind is Kind.TEXT
+        self._batch_index = call.batch_size > 1 and call.model.decoupled
+        config = request.items[0].config
+        self._sequence_index = (
+            config.sampling.num_return_sequences > 1
+            and config.beam_search.beam_width == 1
+            and call.model.decoupled
+        )
+        self._log_probs = output.log_probs
+        self._context_logits = output.context_logits
+        self._generation_logits = output.generation_logits
+        self._perf_metrics = output.perf_metrics
+        self._input_tokens = call.flag("return_num_input_tokens")
+        self._output_tokens = call.flag("return_num_output_tokens")
+        self._more = any(
+            (
+                self._batch_index,
+                self._sequence_index,
+                self._log_probs,
+                self._context_logits,
+                self._generation_logits,
+                self._perf_metrics,
+                self._input_tokens,
+                self._output_tokens,
+                not self._text,
+            )
+        )
+        self._requested = call.requested
+
+    @property
+    def one_text_only(self) -> bool:
+        """Whether every response of a stream that is neither searched nor accumulated is the text that is new in it."""
+        return self._text and not self._more and self._requested <= {TEXT_OUTPUT}
+
+    def build(self, block: Block) -> list[Output]:
+        """The outputs of one response."""
+        outputs = [_text(block)] if self._text else _tokens(block)
+        if self._more:
+            outputs += self._optional(block)
+        if self._requested:
+            return [output for output in outputs if output.name in self._requested]
+        return outputs
+
+    def _optional(self, block: Block) -> Iterable[Output]:
+        rows = [row for row, _ in block]
+        if self._log_probs:
+            yield _floats(
+                "cum_log_probs", [[s.cumulative_log_prob for s in row] for _, row in block]
+            )
+            yield _log_probs(block)
+        if self._context_logits:
+            yield _stack("context_logits", [_joined(row.context_logits) for row in rows])
+        if self._generation_logits:
+            sequences = [sequence for _, row in block for sequence in row]
+            logits = _stack("generation_logits", [_joined(s.logits) for s in sequences])
+            shape = (len(rows), len(sequences) // len(rows), *logits.shape[1:])
+            yield Output(logits.name, logits.data_type, shape, logits.data)
+        if self._batch_index:
+            yield _numbers("batch_index", "i", [row.index for row in rows])
+        if self._sequence_index:
+            yield _numbers("sequence_index", "i", [row[0].index for _, row in block])
+        if self._perf_metrics:
+            for name, code in PERF_CODES.items():
+                yield _numbers(name, code, [getattr(row.perf_metrics, name) for row in rows])
+        if self._input_tokens:
+            yield _numbers("num_input_tokens", "i", [row.prompt_tokens for row in rows])
+        if self._output_tokens:
+            counts = [sum(s.generated for s in row) for _, row in block]
+            yield _numbers("num_output_tokens", "i", counts)
+        state = block[0][1][0].handoff_state
+        if state:
+            yield Output("context_phase_params", "UINT8", (1, len(state)), state)
+
+
+def _text(block: Block) -> Output:
+    texts = ["".join(s.texts) for _, sequences in block for s in sequences]
+    return Output(TEXT_OUTPUT, "BYTES", (len(texts),), text_data(texts))
+
+
+def _tokens(block: Block) -> list[Output]:
+    """Ids behind those of the prompt where it is part of the output, and how many there are."""
+    rows = [[*row.prompt_ids, *s.token_ids] for row, sequences in block for s in sequences]
+    longest = max(map(len, rows))
+    ids = array("i")
+    for row in rows:
+        ids.extend(row)
+        ids.extend([PAD_ID] * (longest - len(row)))
+    shape = (len(block), len(rows) // len(block))
+    lengths = array("i", map(len, rows))
+    return [
+        Output("output_ids", "INT32", (*shape, longest), ids.tobytes()),
+        Output("sequence_length", "INT32", shape, lengths.tobytes()),
+    ]
+
+
+def _log_probs(block: Block) -> Output:
+    rows = [s.log_probs for _, sequences in block for s in sequences]
+    longest = max(map(len, rows))
+    padded = array("f")
+    for row in rows:
+        padded.extend(row)
+        padded.extend([PAD_LOG_PROB] * (longest - len(row)))
+    shape = (len(block), len(rows) // len(block), longest)
+    return Output("output_log_probs", "FP32", shape, padded.tobytes())
+
+
+def _floats(name: str, rows: Sequence[Sequence[float]]) -> Output:
+    data = array("f", [number for row in rows for number in row])
+    return Output(name, "FP32", (len(rows), len(rows[0])), data.tobytes())
+
+
+def _numbers(name: str, code: str, numbers: Sequence[float]) -> Output:
+    """One number a row."""
+    data_type = next(name for name, known in ELEMENT_CODES.items() if known == code)
+    return Output(
+        name, data_type, (len(numbers), 1), struct.pack(f"<{len(numbers)}{code}", *numbers)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """[rows, columns] of one data type."""
+
+    data_type: str
+    rows: int
+    columns: int
+    data: bytes
+
+
+def _joined(parts: Sequence[pb.Tensor]) -> _Matrix:
+    """Arrays of the same columns, one below the other."""
+    if not parts:
+        return _Matrix("", 0, 0, b"")
+    return _Matrix(
+        KSERVE_DATA_TYPES[parts[0].data_type],
+        sum(part.shape[0] for part in parts),
+        parts[0].shape[1],
+        b"".join(part.data for part in parts),
+    )
+
+
+def _stack(name: str, matrices: Sequence[_Matrix]) -> Output:
+    """[matrices, rows, columns]; matrices with fewer rows are filled up with zeros."""
+    longest = max(matrix.rows for matrix in matrices)
+    known = next((matrix for matrix in matrices if matrix.rows), _Matrix("FP32", 0, 0, b""))
+    size = len(known.data) // known.rows if known.rows else 0
+    data = b"".join(matrix.data.ljust(longest * size, b"\0") for matrix in matrices)
+    return Output(name, known.data_type, (len(matrices), longest, known.columns), data)

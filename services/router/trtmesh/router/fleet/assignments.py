@@ -1,0 +1,124 @@
+"""The sequences that one worker has, by the handles that both sides know them by."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.router.fleet.pulse import Deadlines
+from trtmesh.router.placement.load_guard import Booking, LoadGuard
+from trtmesh.router.streams.partners import Owner
+from trtmesh.router.streams.sequence import SequenceRun
+from trtmesh.v1 import engine_pb2 as pb
+from trtmesh.v1 import generation_pb2 as generation_pb
+
+HANDLES = 2**32
+
+
+class Assignments:
+    """Hands out handles and takes them back; what is in use here counts in the worker's load guard."""
+
+    def __init__(
+        self, address: str, guard: LoadGuard, send: Callable[[pb.EngineCommand], None]
+    ) -> None:
+        self.address = address
+        self._guard = guard
+        self._send = send
+        self._next_handle = 0
+        self._queued: set[SequenceRun] = set()
+        """Sequences that may still wait in the worker's queue."""
+        self.sequences: dict[int, SequenceRun] = {}
+        self.released: set[int] = set()
+        """Handles of sequences that went on elsewhere and whose ends are still to come."""
+
+    def assign(self, runs: Sequence[SequenceRun], booking: Booking) -> int:
+        """Gives successive handles to sequences for which `booking` was taken; the first of them."""
+        first = self._free_handles(len(runs))
+        self._guard.assign(range(first, first + len(runs)), booking)
+        for handle, run in enumerate(runs, first):
+            self.sequences[handle] = run
+            run.assign(Handle(self, handle))
+            self._queued.add(run)
+        return first
+
+    def stop(self, handle: int, reason: generation_pb.FinishReason.ValueType) -> None:
+        """Asks for the end of a sequence."""
+        if handle in self.sequences:
+            self._send(pb.EngineCommand(stop=pb.StopCommand(handles=[handle], reason=reason)))
+
+    def release(self, handle: int, error: TrtmeshError | None) -> None:
+        """Stops a sequence that goes on elsewhere, because of `error` where the worker gave cause for it. Its handle is
+        free again when its end was heard."""
+        self.stop(handle, generation_pb.FINISH_REASON_CANCELLED)
+        if (run := self.sequences.pop(handle, None)) is not None:
+            self._queued.discard(run)
+            self.released.add(handle)
+            self._guard.leave(handle, asyncio.get_running_loop().time(), error)
+
+    def ended(self, handle: int, error: TrtmeshError | None, now: float) -> SequenceRun | None:
+        """The worker told the end of a sequence; None when it went on elsewhere before."""
+        run = self.sequences.pop(handle, None)
+        if run is None:
+            self.released.discard(handle)
+            return None
+        self._guard.leave(handle, now, error)
+        self._queued.discard(run)
+        return run
+
+    def none_queued(self, now: float) -> None:
+        """The worker's queue is empty: all that was sent until now has started."""
+        for run in self._queued:
+            run.times.started = now
+        self._queued.clear()
+
+    def late(self, now: float, deadlines: Deadlines) -> list[SequenceRun]:
+        """Sequences that wait for longer than they may."""
+        return [run for run in self.sequences.values() if run.times.is_late(now, deadlines)]
+
+    def by_owner(self) -> Mapping[Owner, list[SequenceRun]]:
+        """All sequences, those of one item together."""
+        by_owner: dict[Owner, list[SequenceRun]] = {}
+        for run in self.sequences.values():
+            by_owner.setdefault(run.owner, []).append(run)
+        return by_owner
+
+    def clear(self) -> list[SequenceRun]:
+        """The worker is gone, and every handle with it; the sequences that it had."""
+        runs = list(self.sequences.values())
+        self.sequences.clear()
+        self.released.clear()
+        self._queued.clear()
+        return runs
+
+    def _free_handles(self, count: int) -> int:
+        """The first of `count` successive handles that are not in use."""
+        while True:
+            first = self._next_handle if self._next_handle + count <= HANDLES else 0
+            self._next_handle = first + count
+            handles = range(first, first + count)
+            if not any(h in self.sequences or h in self.released for h in handles):
+                return first
+
+
+class Handle:
+    """A sequence's assignment to a worker, which is asked to end it once, whoever asks how often."""
+
+    __slots__ = ("_assignments", "_number", "_stopping")
+
+    def __init__(self, assignments: Assignments, number: int) -> None:
+        self._assignments = assignments
+        self._number = number
+        self._stopping = False
+
+    @property
+    def address(self) -> str:
+        return self._assignments.address
+
+    def stop(self, reason: generation_pb.FinishReason.ValueType) -> None:
+        if not self._stopping:
+            self._stopping = True
+            self._assignments.stop(self._number, reason)
+
+    def release(self, error: TrtmeshError | None) -> None:
+        self._assignments.release(self._number, error)

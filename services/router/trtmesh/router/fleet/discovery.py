@@ -1,0 +1,163 @@
+"""Where replicas come from: host:port entries, each of which may resolve to several addresses, and files of them."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from trtmesh.chassis.addresses import Address
+from trtmesh.router.fleet.addresses import FILE
+
+log = logging.getLogger(__name__)
+
+FORGET_AFTER_FAILED_RESOLUTIONS = 15
+"""A name that stops resolving keeps its replicas this many rounds: a hiccup of DNS must not end streams."""
+
+PATIENCE_SECONDS = 1.0
+"""How long a round waits for a name."""
+
+LARGEST_FILE = 2**20
+
+
+class Discovery:
+    """Keeps a set of addresses current and tells of every one that comes or goes.
+
+    An address is told to go only after it was told to come, and never twice in a row. What is kept of an entry, its
+    lookup included, goes with the entry.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[str],
+        interval_seconds: float,
+        on_join: Callable[[str], object],
+        on_leave: Callable[[str], object],
+    ) -> None:
+        self._entries = entries
+        self._interval = interval_seconds
+        self._on_join = on_join
+        self._on_leave = on_leave
+        self._found: dict[str, frozenset[str]] = {}
+        """The addresses of each entry."""
+        self._told: set[str] = set()
+        """The addresses that joined and did not leave."""
+        self._lookups: dict[str, asyncio.Task[frozenset[str]]] = {}
+        self._failures: dict[str, int] = {}
+        self._files: dict[str, list[str]] = {}
+        self._file_problems: dict[str, str] = {}
+
+    async def follow(self) -> None:
+        """Resolves for ever."""
+        try:
+            while True:
+                await self.resolve()
+                await asyncio.sleep(self._interval)
+        finally:
+            for lookup in self._lookups.values():
+                lookup.cancel()
+
+    async def resolve(self) -> None:
+        """Resolves every entry once and tells what changed."""
+        entries = frozenset(await self._spelt_out())
+        self._forget_all_but(entries)
+        await self._look_up(entries)
+        self._tell()
+
+    def _forget_all_but(self, entries: frozenset[str]) -> None:
+        for entry in self._lookups.keys() - entries:
+            self._lookups.pop(entry).cancel()
+        for kept in (self._found, self._failures):
+            for entry in kept.keys() - entries:
+                del kept[entry]
+
+    async def _look_up(self, entries: frozenset[str]) -> None:
+        """Looks every entry up. One that takes long is taken note of in a later round and delays no other: a name that
+        does not exist may keep a server of names busy for many seconds."""
+        for entry in entries - self._lookups.keys():
+            self._lookups[entry] = asyncio.create_task(_addresses_of(entry))
+        if self._lookups:
+            await asyncio.wait(self._lookups.values(), timeout=PATIENCE_SECONDS)
+        for entry, lookup in [*self._lookups.items()]:
+            if lookup.done():
+                del self._lookups[entry]
+                self._take_note(entry, lookup)
+
+    def _take_note(self, entry: str, lookup: asyncio.Task[frozenset[str]]) -> None:
+        try:
+            self._found[entry] = lookup.result()
+        except (OSError, UnicodeError) as error:
+            self._note_failure(entry, error)
+        else:
+            self._failures.pop(entry, None)
+
+    def _note_failure(self, entry: str, error: Exception) -> None:
+        failures = self._failures[entry] = self._failures.get(entry, 0) + 1
+        if failures == 1:
+            log.warning("cannot resolve %s: %s", entry, error)
+        if failures >= FORGET_AFTER_FAILED_RESOLUTIONS:
+            self._found.pop(entry, None)
+
+    def _tell(self) -> None:
+        known = frozenset().union(*self._found.values())
+        for address in sorted(known - self._told):
+            self._told.add(address)
+            self._on_join(address)
+        for address in sorted(self._told - known):
+            self._told.remove(address)
+            self._on_leave(address)
+
+    async def _spelt_out(self) -> list[str]:
+        """The entries, with what files say now in their place. What cannot be read says what it said before."""
+        entries: list[str] = []
+        for entry in self._entries:
+            if entry.startswith(FILE):
+                entries += await self._read(entry.removeprefix(FILE))
+            else:
+                entries.append(entry)
+        return entries
+
+    async def _read(self, path: str) -> list[str]:
+        try:
+            lines = await asyncio.to_thread(_addresses_in, path)
+        except (OSError, ValueError) as error:
+            if self._file_problems.get(path) != str(error):
+                log.warning("cannot use %s: %s", path, error)
+            self._file_problems[path] = str(error)
+        else:
+            self._file_problems.pop(path, None)
+            self._files[path] = lines
+        return self._files.get(path, [])
+
+
+async def _addresses_of(entry: str) -> frozenset[str]:
+    """The addresses that an entry stands for. Raises OSError or UnicodeError where its name does not resolve."""
+    host, port = Address.parse(entry)
+    with suppress(ValueError):
+        ipaddress.ip_address(host)
+        return frozenset((entry,))
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    # One family only: a host with an IPv4 and an IPv6 address is one replica, not two.
+    family = min(family for family, *_ in found)
+    return frozenset(
+        str(Address(str(address[0]), int(address[1])))
+        for kind, *_, address in found
+        if kind == family
+    )
+
+
+def _addresses_in(path: str) -> list[str]:
+    """The lines of a file, without comments and blank lines. Raises OSError, or ValueError for what is no host:port."""
+    with Path(path).open(encoding="utf-8") as file:
+        text = file.read(LARGEST_FILE + 1)
+    if len(text) > LARGEST_FILE:
+        raise ValueError(f"it has more than {LARGEST_FILE} characters")
+    stripped = (line.partition("#")[0].strip() for line in text.splitlines())
+    lines = [line for line in stripped if line]
+    for line in lines:
+        Address.parse(line)
+    return lines

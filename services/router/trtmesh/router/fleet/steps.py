@@ -1,0 +1,78 @@
+"""From a worker's steps to the sequences whose tokens they carry."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from trtmesh.chassis.error_wire import from_proto
+from trtmesh.router.fleet.assignments import Assignments
+from trtmesh.router.metrics import RouterMetrics
+from trtmesh.router.placement.load_guard import LoadGuard
+from trtmesh.v1 import engine_pb2 as pb
+
+UNACKNOWLEDGED_STEPS = 4
+"""Steps on their way at once. Few: what waits at the worker merges, what is on its way adds latency under load."""
+
+ACKNOWLEDGE_EVERY = 2
+"""A write costs as much as handling several tokens, so every second step is acknowledged, with the one before it."""
+
+
+class Steps:
+    """Reads the steps of one worker and acknowledges them."""
+
+    def __init__(
+        self,
+        assignments: Assignments,
+        guard: LoadGuard,
+        metrics: RouterMetrics,
+        send: Callable[[pb.EngineCommand], None],
+    ) -> None:
+        self._assignments = assignments
+        self._guard = guard
+        self._metrics = metrics
+        self._send = send
+        self._received = 0
+
+    def opened(self) -> None:
+        """The worker's stream is a new one, on which nothing was received."""
+        self._received = 0
+
+    def take(self, step: pb.Step) -> None:
+        """Hands each sequence its tokens. This runs once for every token: no per-token objects, no logging."""
+        sequences = self._assignments.sequences
+        details = {each.handle: each.details for each in step.details} if step.details else {}
+        for prompt in step.prompts:
+            if (run := sequences.get(prompt.handle)) is not None:
+                run.on_prompt(prompt.details)
+        for start in step.starts:
+            if (run := sequences.get(start.handle)) is not None:
+                run.on_start(start.perf_metrics)
+        now = asyncio.get_running_loop().time()
+        awaiting = self._guard.awaiting
+        observe_tokens = self._metrics.observe_tokens
+        token_ids = list(step.token_ids)
+        position = 0
+        for handle, offset, count in zip(
+            step.handles, step.token_offsets, step.token_counts, strict=True
+        ):
+            if awaiting and (booking := awaiting.pop(handle, None)) is not None:
+                booking.started(now)
+            run = sequences.get(handle)
+            if run is not None:
+                run.on_tokens(offset, token_ids[position : position + count], details.get(handle))
+                observe_tokens(run, count, now)
+                if run.charge is not None:
+                    run.charge.up_to(len(run.token_ids), now)
+            position += count
+        for end in step.ends:
+            error = from_proto(end.error) if end.HasField("error") else None
+            if (run := self._assignments.ended(end.handle, error, now)) is not None:
+                run.on_end(end)
+        self._acknowledge()
+
+    def _acknowledge(self) -> None:
+        self._received += 1
+        if self._received % ACKNOWLEDGE_EVERY == 0:
+            acknowledge = pb.AcknowledgeCommand(received_steps=self._received)
+            self._send(pb.EngineCommand(acknowledge=acknowledge))

@@ -1,0 +1,295 @@
+"""A worker: one engine process, the one stream to it, and the sequences on that stream."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from trtmesh.chassis.errors import Draining, InvalidRequest, QueueTimeout, TrtmeshError, WorkerLost
+from trtmesh.chassis.grpc.client import Call, Connection, Method
+from trtmesh.chassis.service import SCHEMA_REVISION
+from trtmesh.router.fleet.assignments import Assignments
+from trtmesh.router.fleet.engine_facts import mismatch_of, report_of
+from trtmesh.router.fleet.pulse import TICK_SECONDS, Deadlines, Pulse
+from trtmesh.router.fleet.steps import UNACKNOWLEDGED_STEPS, Steps
+from trtmesh.router.kv_index import KvFeed, KvIndex
+from trtmesh.router.links.outbox import Outbox
+from trtmesh.router.links.replica import DRAINED, LEAVING, LinkSettings, Replica
+from trtmesh.router.metrics import RouterMetrics
+from trtmesh.router.placement import WorkerSnapshot
+from trtmesh.router.placement.load_guard import Booking, LoadGuard
+from trtmesh.router.placement.rates import Typical
+from trtmesh.router.streams.sequence import SequenceRun
+from trtmesh.router.values.request import with_texts
+from trtmesh.v1 import engine_pb2 as pb
+from trtmesh.v1 import router_admin_pb2 as admin_pb
+
+DRAIN_MARGIN_MS = 1000
+"""What is left of a draining worker's grace when its items are moved instead of being cut off."""
+
+READY, STALLED, DRAINING = (
+    admin_pb.WORKER_STATE_READY,
+    admin_pb.WORKER_STATE_STALLED,
+    admin_pb.WORKER_STATE_DRAINING,
+)
+
+MESSAGE_OVERHEAD_BYTES = 256
+"""What a message has beside the one large command in it."""
+
+CONNECT: Method[pb.EngineServiceConnectRequest, pb.EngineServiceConnectResponse] = Method(
+    "/trtmesh.v1.EngineService/Connect",
+    pb.EngineServiceConnectRequest.SerializeToString,
+    pb.EngineServiceConnectResponse.FromString,
+)
+
+_Call = Call[pb.EngineServiceConnectRequest, pb.EngineServiceConnectResponse]
+
+
+class Worker(Replica):
+    """One engine process as this router sees it."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        settings: LinkSettings,
+        router_name: str,
+        tokenizers_known: Callable[[], Awaitable[None]],
+        fingerprint_of: Callable[[str], str],
+        metrics: RouterMetrics,
+        deadlines: Deadlines,
+        kv_index: KvIndex,
+        on_change: Callable[[], None],
+        on_touch: Callable[[Worker], None],
+    ) -> None:
+        super().__init__(address, settings)
+        self._on_change = on_change
+        self._on_touch = on_touch
+        self._deadlines = deadlines
+        self._pulse = Pulse(deadlines)
+        self._moving: TrtmeshError | None = None
+        self._evicted: TrtmeshError | None = None
+        self._generated_at = float("-inf")
+        """When a report first showed its latest generated tokens, whichever router's."""
+        self._router_name = router_name
+        self._tokenizers_known = tokenizers_known
+        self._fingerprint_of = fingerprint_of
+        self.engine = pb.GetEngineResponse()
+        self.load = pb.Load()
+        self.last_turn = 0
+        """Number of the placement that chose it last."""
+        self.guard = LoadGuard(self.touch)
+        self._assignments = Assignments(address, self.guard, self._send)
+        self._steps = Steps(self._assignments, self.guard, metrics, self._send)
+        self._kv_feed = KvFeed(kv_index, address, self._ask_for_kv_snapshot)
+        self._supported: frozenset[str] = frozenset()
+        self._outbox: Outbox[pb.EngineCommand] = Outbox()
+
+    @property
+    def name(self) -> str:
+        return self.engine.worker or self.address
+
+    @property
+    def sequences(self) -> Mapping[int, SequenceRun]:
+        """What it has, by handle."""
+        return self._assignments.sequences
+
+    @property
+    def handles(self) -> int:
+        """Handles in use, those among them whose sequences went on elsewhere."""
+        return len(self._assignments.sequences) + len(self._assignments.released)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.sequences)
+
+    @property
+    def expecting(self) -> bool:
+        """Always: a worker reports its load at a steady pace, whatever happens."""
+        return True
+
+    @property
+    def unusable(self) -> str:
+        """Why it takes no items; '' when it does."""
+        if self.ready:
+            return self.mismatch
+        return self.problem or (DRAINED if self.drained else LEAVING)
+
+    def touch(self) -> None:
+        """What a placement needs to know changed."""
+        self._on_touch(self)
+
+    def snapshot(self, typical: Typical) -> WorkerSnapshot:
+        """What a placement needs to know, with everything dispatched until this moment; void with the next `touch`."""
+        guard, now = self.guard, asyncio.get_running_loop().time()
+        return WorkerSnapshot(
+            address=self.address,
+            worker=self.name,
+            model=self.engine.model,
+            problem=self.unusable,
+            supported_fields=self._supported,
+            max_sequence_tokens=self.engine.max_sequence_tokens or sys.maxsize,
+            tokens_per_block=self.engine.tokens_per_block,
+            last_turn=self.last_turn,
+            sequences=guard.sequences,
+            wait_seconds=guard.wait_seconds(typical, self.engine.max_batch_size),
+            prefill_seconds=guard.prefill_seconds(typical),
+            step_seconds=guard.step_seconds(typical),
+            pressure_seconds=guard.pressure_seconds,
+            warmth=guard.warmth(now),
+            breaker_open=guard.breaker.is_open(now),
+        )
+
+    def submit(
+        self, runs: Sequence[SequenceRun], command: pb.SubmitCommand, booking: Booking
+    ) -> None:
+        """Starts sequences of one item, for which `booking` was taken; `command.handle` is filled in here. Raises
+        InvalidRequest for an item that no message can hold, which would otherwise break the stream of all others."""
+        size, most = command.ByteSize(), self._settings.max_message_bytes - MESSAGE_OVERHEAD_BYTES
+        if size > most:
+            raise InvalidRequest(
+                f"the item takes {size} bytes on its way to worker {self.name} but may have at most {most}"
+                " (max_message_bytes); send a shorter prompt or less data"
+            )
+        command.handle = self._assignments.assign(runs, booking)
+        self._outbox.put(pb.EngineCommand(submit=command), size)
+        self._pulse.submitted()
+
+    def _send(self, command: pb.EngineCommand) -> None:
+        self._outbox.put(command)
+
+    def _ask_for_kv_snapshot(self) -> None:
+        self._outbox.put(pb.EngineCommand(kv_snapshot=pb.KvSnapshotCommand()))
+
+    async def talk(self, connection: Connection) -> None:
+        await self._tokenizers_known()
+        self._outbox = Outbox()
+        self._steps.opened()
+        call = connection.open(CONNECT)
+        try:
+            await self._talk_unless_silent(self._read(call), self._write(call), self._watch())
+        finally:
+            call.cancel()
+
+    async def _write(self, call: _Call) -> None:
+        hello = pb.HelloCommand(
+            router=self._router_name,
+            schema_revision=SCHEMA_REVISION,
+            tokenizer_fingerprint=self._fingerprint_of(self.engine.model),
+            unacknowledged_steps=UNACKNOWLEDGED_STEPS,
+        )
+        await call.write(pb.EngineServiceConnectRequest(commands=[pb.EngineCommand(hello=hello)]))
+        while True:
+            await call.write(pb.EngineServiceConnectRequest(commands=await self._outbox.take()))
+
+    async def _read(self, call: _Call) -> None:
+        async for response in call:
+            self._heard()
+            self._pulse.heard()
+            for event in response.events:
+                match event.WhichOneof("event"):
+                    case "step":
+                        self._steps.take(event.step)
+                    case "load":
+                        self._on_load(event.load)
+                    case "kv_events":
+                        self._kv_feed.take(event.kv_events)
+                    case "welcome":
+                        self._on_welcome(event.welcome.engine)
+
+    def _on_welcome(self, engine: pb.GetEngineResponse) -> None:
+        self.engine = engine
+        self._supported = with_texts(engine.supported_fields)
+        if engine.tokens_per_block:
+            self._kv_feed.opened()
+        self.guard.joined(asyncio.get_running_loop().time())
+        self._pulse = Pulse(self._deadlines, engine.load_interval_ms / 1000)
+        self._become(admin_pb.WORKER_STATE_READY, "")
+        self._on_change()
+
+    @property
+    def mismatch(self) -> str:
+        """Why the worker cannot serve this router: its role, or a tokenizer that is not the one this router encodes
+        with; '' when it can."""
+        return mismatch_of(self.engine, self._fingerprint_of(self.engine.model))
+
+    def _on_load(self, load: pb.Load) -> None:
+        self._pulse.on_load(load)
+        now = asyncio.get_running_loop().time()
+        if load.generated_tokens > self.load.generated_tokens:
+            self._generated_at = now
+        self.load = load
+        self.guard.take_report(report_of(load, now))
+        if not load.waiting_sequences and not self._pulse.unread:
+            self._assignments.none_queued(now)
+        if self.ready and load.draining:
+            self._become(admin_pb.WORKER_STATE_DRAINING, "draining")
+        if load.draining and load.HasField("drain_ms") and load.drain_ms <= DRAIN_MARGIN_MS:
+            self.empty(self._left("it drains and has no time left", Draining))
+
+    async def _watch(self) -> None:
+        """Notices when the worker makes no progress, and when it does again."""
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            self._judge(self._pulse.tick())
+            self._move_late()
+
+    def _judge(self, problem: str) -> None:
+        if problem and self.state in (READY, DRAINING):
+            self._become(STALLED, problem)
+            self.empty(self._left(problem, WorkerLost))
+        elif not problem and self.state == STALLED:
+            self._moving = None
+            self._become(DRAINING if self.load.draining else READY, "")
+            self._on_change()
+
+    def _move_late(self) -> None:
+        """Moves single sequences that wait too long although the worker goes on."""
+        now = asyncio.get_running_loop().time()
+        for run in self._assignments.late(now, self._deadlines):
+            # If it was merely slow, the next worker may be no faster: so that an item does not begin again and again.
+            run.times.patience *= 2
+            run.owner.move([run], self.address, self._late(run))
+
+    def _late(self, run: SequenceRun) -> TrtmeshError:
+        """Why a sequence that waited too long leaves. That it began and got no token is the worker's fault, as is a
+        queue behind which nothing is generated; a queue that others' tokens hold up is back-pressure."""
+        busy = not run.times.started and self._generated_at > run.times.assigned
+        return (QueueTimeout if busy else WorkerLost)(
+            f"worker {self.name} kept sequence {run.sequence_index} waiting for too long",
+            worker=self.name,
+        )
+
+    def _left(self, cause: str, kind: type[TrtmeshError]) -> TrtmeshError:
+        return kind(f"worker {self.name} is left: {cause}", worker=self.name)
+
+    def empty(self, error: TrtmeshError) -> None:
+        """Moves everything to other workers, now and, what none of them takes, when one may; until it is well again."""
+        self._moving = error
+        self.move_on()
+
+    def evict(self, cause: str) -> None:
+        """Like `empty`, through no fault of the worker, until `cause` is taken back with ''."""
+        self._evicted = self._left(cause, Draining) if cause else None
+        self.move_on()
+
+    def move_on(self) -> None:
+        """Moves what another worker takes now, where everything is to be moved."""
+        error = self._evicted or self._moving
+        if error is None:
+            return
+        for owner, runs in self._assignments.by_owner().items():
+            owner.move(runs, self.address, error)
+
+    def lost(self, problem: str) -> None:
+        """Gives every sequence back to its item, which goes on elsewhere."""
+        runs = self._assignments.clear()
+        self._moving = None
+        error = WorkerLost(f"worker {self.name} was lost: {problem}", worker=self.name)
+        # Who drained said that the stream would end.
+        self.guard.lose(asyncio.get_running_loop().time(), None if self.load.draining else error)
+        self._kv_feed.lost()
+        self.load = pb.Load()
+        for run in runs:
+            run.on_worker_lost(error)

@@ -1,0 +1,166 @@
+"""The life of a connection to another process: connect, talk, lose, try again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from trtmesh.chassis.channels import GREETING_SECONDS
+from trtmesh.chassis.error_wire import REASON_METADATA_KEY, from_status
+from trtmesh.chassis.errors import Mismatch, TrtmeshError, Unavailable
+from trtmesh.chassis.grpc.client import Connection, connected
+from trtmesh.chassis.grpc.client.call import ENDED
+from trtmesh.chassis.tasks import until_first_ends
+from trtmesh.v1 import router_admin_pb2 as admin_pb
+
+log = logging.getLogger(__name__)
+
+RECONNECT_SECONDS = 0.25
+REFUSED_RECONNECT_SECONDS = 2.0
+
+LEAVING = "it was removed, or its address is gone; it finishes what it has"
+
+DRAINED = "an admin drains it"
+
+SILENCE_CHECKS = 10
+"""How often, within the longest silence, it is looked whether a peer is silent."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSettings:
+    """What every link to another process is told."""
+
+    max_message_bytes: int
+    silence_seconds: float
+
+
+class Replica(ABC):
+    """One tokenizer or worker by address, with a state for people and for placement.
+
+    `run` owns the connection and the stream; both end with it.
+    """
+
+    def __init__(self, address: str, settings: LinkSettings) -> None:
+        self.address = address
+        self.state = admin_pb.WORKER_STATE_CONNECTING
+        self.problem = "connecting"
+        self._leaving = False
+        self._drained = False
+        self._settings = settings
+        self._heard_at = 0.0
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it was removed or its address is gone."""
+        return self._leaving
+
+    @leaving.setter
+    def leaving(self, leaving: bool) -> None:
+        self._leaving = leaving
+        self.touch()
+
+    @property
+    def drained(self) -> bool:
+        """Whether an admin wants nothing placed on it."""
+        return self._drained
+
+    @drained.setter
+    def drained(self, drained: bool) -> None:
+        self._drained = drained
+        self.touch()
+
+    @abstractmethod
+    def touch(self) -> None:
+        """Whether it takes anything may have changed."""
+
+    @property
+    def ready(self) -> bool:
+        return self.state == admin_pb.WORKER_STATE_READY and not (self.leaving or self.drained)
+
+    @property
+    @abstractmethod
+    def busy(self) -> bool:
+        """Whether anything of this router is on it."""
+
+    async def run(self) -> None:
+        """Keeps a stream open for ever; cancelled when the replica leaves the fleet."""
+        try:
+            while True:
+                await self._talk_once()
+                refused = self.state == admin_pb.WORKER_STATE_REFUSED
+                await asyncio.sleep(REFUSED_RECONNECT_SECONDS if refused else RECONNECT_SECONDS)
+        finally:
+            self._become(admin_pb.WORKER_STATE_GONE, "removed")
+
+    async def _talk_once(self) -> None:
+        state, problem = admin_pb.WORKER_STATE_CONNECTING, ENDED
+        most_bytes = self._settings.max_message_bytes
+        try:
+            async with connected(self.address, most_bytes, GREETING_SECONDS) as connection:
+                await self.talk(connection)
+        except Mismatch as error:
+            state, problem = admin_pb.WORKER_STATE_REFUSED, error.message
+        except TrtmeshError as error:
+            problem = error.message
+        except grpc.aio.AioRpcError as error:
+            problem = _describe(error)
+            if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
+                state = admin_pb.WORKER_STATE_REFUSED
+        except asyncio.CancelledError:
+            self.lost("it was removed from the fleet")
+            raise
+        except Exception as error:
+            # Broad on purpose: a defect in handling one replica must not end the router's link to it for ever.
+            log.exception("link to %s failed", self.address)
+            problem = f"{type(error).__name__}: {error}"
+        self._become(state, problem)
+        self.lost(problem)
+
+    @property
+    @abstractmethod
+    def expecting(self) -> bool:
+        """Whether the peer owes a message, so that its silence means that it is gone, stuck or cut off."""
+
+    def _heard(self) -> None:
+        """The peer sent something, or owes something from now on."""
+        self._heard_at = asyncio.get_running_loop().time()
+
+    async def _talk_unless_silent(self, *halves: Coroutine[Any, Any, None]) -> None:
+        """Runs the halves of a stream until one of them ends or the peer is silent for too long."""
+        self._heard()
+        await until_first_ends(*halves, self._watch_silence())
+
+    async def _watch_silence(self) -> None:
+        loop, longest = asyncio.get_running_loop(), self._settings.silence_seconds
+        while True:
+            await asyncio.sleep(longest / SILENCE_CHECKS)
+            if self.expecting and loop.time() - self._heard_at > longest:
+                raise Unavailable(f"it was silent for {longest:g} s")
+
+    def _become(self, state: admin_pb.WorkerState.ValueType, problem: str) -> None:
+        if (state, problem) != (self.state, self.problem):
+            name = admin_pb.WorkerState.Name(state).removeprefix("WORKER_STATE_").lower()
+            log.info("%s is %s%s", self.address, name, f": {problem}" if problem else "")
+        self.state, self.problem = state, problem
+        self.touch()
+
+    @abstractmethod
+    async def talk(self, connection: Connection) -> None:
+        """Opens the stream and handles it until it ends; calls `_become` when the replica is ready."""
+
+    @abstractmethod
+    def lost(self, problem: str) -> None:
+        """Gives up everything that was on the stream."""
+
+
+def _describe(error: grpc.aio.AioRpcError) -> str:
+    metadata = dict(error.trailing_metadata() or ())
+    known = from_status(
+        error.code(), str(metadata.get(REASON_METADATA_KEY, "")), error.details() or ""
+    )
+    return f"{error.code().name}: {known.message or known.reason}"

@@ -1,0 +1,125 @@
+"""What the client of an item hears of it beside its tokens, and what is counted and logged with that."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from trtmesh.chassis.error_wire import to_proto
+from trtmesh.chassis.errors import InternalError, TrtmeshError
+from trtmesh.chassis.logs import request_id_bound
+from trtmesh.router.streams.sequence import SequenceRun
+from trtmesh.router.values.request import ItemRequest
+from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import router_pb2 as router_pb
+
+if TYPE_CHECKING:
+    from trtmesh.router.requests.live_request import LiveRequest
+
+log = logging.getLogger(__name__)
+
+
+class ItemEvents:
+    """Puts the events of one item to its client.
+
+    Workers are lost in tasks that are no request's, so what is logged of that names the request by itself.
+    """
+
+    def __init__(self, item: ItemRequest, live: LiveRequest) -> None:
+        self._item = item
+        self._request_id = live.request_id
+        self._client = live.client
+        self._metrics = live.mesh.metrics
+        self.error = ""
+        """Reason word of what the item failed by."""
+
+    def started(self, worker: str, seed: int, token_ids: Sequence[int], queue: float) -> None:
+        """A worker takes the item, `queue` seconds after its request came."""
+        self._metrics.tokens_in += len(token_ids)
+        self._metrics.queue.observe(queue)
+        self._metrics.prompt_tokens.observe(len(token_ids))
+        echo = () if self._item.config.output.exclude_prompt else token_ids
+        started = router_pb.ItemStarted(
+            seed=seed,
+            prompt_tokens=len(token_ids),
+            worker=worker,
+            prompt_token_ids=echo,
+        )
+        self._put(router_pb.GenerateEvent(item_started=started))
+
+    def sequence_finished(self, run: SequenceRun) -> None:
+        finished = router_pb.SequenceFinished(
+            reason=run.reason, generated_tokens=len(run.token_ids), stop_text=run.stop_text
+        )
+        if run.end is not None and run.stop_text is None:
+            finished.stop_token_ids.extend(run.end.stop_token_ids)
+            if run.end.HasField("handoff"):
+                finished.handoff_state = run.end.handoff.SerializeToString()
+            if (log_prob := run.cumulative_log_prob) is not None:
+                finished.cumulative_log_prob = log_prob
+        event = router_pb.GenerateEvent(
+            sequence_index=run.sequence_index, sequence_finished=finished
+        )
+        self._put(event)
+
+    def finished(self, runs: Sequence[SequenceRun], usage: pb.Usage) -> None:
+        """All sequences came to their ends."""
+        perf_metrics = None
+        for run in runs:
+            if run.end is not None and run.end.HasField("perf_metrics"):
+                perf_metrics = run.end.perf_metrics
+        self._put_finished(runs[-1].reason, usage, perf_metrics)
+        self._metrics.generated_tokens.observe(usage.generated_tokens)
+
+    def cut_off(
+        self,
+        runs: Sequence[SequenceRun],
+        reason: pb.FinishReason.ValueType,
+        usage: pb.Usage,
+    ) -> None:
+        """The item was stopped before it was dispatched, or its client is gone."""
+        for run in runs:
+            if run.cut_off(reason):
+                self.sequence_finished(run)
+        self._put_finished(reason, usage, None)
+
+    def moved(self, sequences: int, error: TrtmeshError) -> None:
+        """So many sequences leave their worker, because of `error`, for one that has a place for them."""
+        self._metrics.moved["moved"] += sequences
+        with request_id_bound(self._request_id):
+            log.info("item %d moves: %s", self._item.batch_index, error.message)
+
+    def lost(self, error: TrtmeshError) -> None:
+        """A worker does not go on with a sequence."""
+        self._metrics.moved[error.reason.lower()] += 1
+        with request_id_bound(self._request_id):
+            log.info("item %d looks for another worker: %s", self._item.batch_index, error.message)
+
+    def broke(self, defect: Exception, usage: pb.Usage) -> None:
+        """The item met a defect."""
+        log.error(
+            "item %d failed for an unforeseen reason", self._item.batch_index, exc_info=defect
+        )
+        self.failed(InternalError(f"{type(defect).__name__}: {defect}"), usage)
+
+    def failed(self, error: TrtmeshError, usage: pb.Usage) -> None:
+        self.error = error.reason
+        failed = router_pb.ItemFailed(error=to_proto(error), usage=usage)
+        self._put(router_pb.GenerateEvent(item_failed=failed))
+        self._metrics.failed[error.reason] += 1
+        log.info("item %d failed: %s: %s", self._item.batch_index, error.reason, error.message)
+
+    def _put_finished(
+        self,
+        reason: pb.FinishReason.ValueType,
+        usage: pb.Usage,
+        perf_metrics: pb.PerfMetrics | None,
+    ) -> None:
+        finished = router_pb.ItemFinished(reason=reason, usage=usage, perf_metrics=perf_metrics)
+        self._put(router_pb.GenerateEvent(item_finished=finished))
+        self._metrics.finished[reason] += 1
+
+    def _put(self, event: router_pb.GenerateEvent) -> None:
+        event.batch_index = self._item.batch_index
+        self._client.put(event)

@@ -1,0 +1,190 @@
+"""The live requests of a router: opened by an RPC, found by name, ended with their RPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+from functools import partial
+
+from trtmesh.chassis.errors import (
+    AlreadyExists,
+    Draining,
+    ModelNotFound,
+    NoWorker,
+    TrtmeshError,
+    Unavailable,
+)
+from trtmesh.router.admission import Permit
+from trtmesh.router.admission.rate_limit import ANONYMOUS
+from trtmesh.router.requests.live_request import Admitted, LiveRequest, Mesh
+from trtmesh.router.streams.pace import PaceRules
+from trtmesh.router.values.request import GenerationRequest
+from trtmesh.router.values.resumption import NOTHING, Received
+
+
+class Requests:
+    """All live requests."""
+
+    def __init__(self, mesh: Mesh, pace: PaceRules) -> None:
+        self._mesh = mesh
+        self._pace = pace
+        self._draining = False
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self.live: dict[str, LiveRequest] = {}
+
+    @asynccontextmanager
+    async def open(
+        self,
+        request: GenerationRequest,
+        remaining_seconds: float | None,
+        api_key: str = ANONYMOUS,
+    ) -> AsyncIterator[LiveRequest]:
+        """Runs a request's items while inside; leaving stops those that are not over. `api_key` is the name of the
+        caller's API key, never the key."""
+        if request.request_id in self.live:
+            raise AlreadyExists(
+                f"request {request.request_id!r} is live; choose another request_id"
+            )
+        admitted = self._admit(request, NOTHING, api_key)
+        async with self._run(request, admitted, NOTHING, remaining_seconds) as live:
+            yield live
+
+    @asynccontextmanager
+    async def resume(
+        self,
+        request: GenerationRequest,
+        received: Received,
+        remaining_seconds: float | None,
+        api_key: str = ANONYMOUS,
+    ) -> AsyncIterator[LiveRequest]:
+        """Likewise, what was not received of a request. Its call that is live here ends once this one is admitted, and
+        goes on where it is not."""
+        former = self._former_call(request.request_id, api_key)
+        admitted = self._admit(request, received, api_key, former)
+        try:
+            await self._end_former_calls(request.request_id, api_key)
+        except BaseException:
+            # Its client may be gone meanwhile.
+            for permit in admitted.permits:
+                permit.give_back()
+            raise
+        async with self._run(request, admitted, received, remaining_seconds) as live:
+            yield live
+
+    @asynccontextmanager
+    async def _run(
+        self,
+        request: GenerationRequest,
+        admitted: Admitted,
+        received: Received,
+        remaining_seconds: float | None,
+    ) -> AsyncIterator[LiveRequest]:
+        live = LiveRequest(self._mesh, request, admitted, received, remaining_seconds, self._pace)
+        self.live[request.request_id] = live
+        self._empty.clear()
+        tasks = [asyncio.create_task(item.live()) for item in live.items]
+        for task, permit in zip(tasks, admitted.permits, strict=True):
+            # A callback, because a task that is cancelled before its first step runs nothing of its own.
+            task.add_done_callback(partial(_give_back, permit))
+        try:
+            yield live
+        finally:
+            for task in tasks:
+                task.cancel()
+            # Before anything is awaited: a client may cancel at this very moment too, and would cut off what follows.
+            del self.live[request.request_id]
+            live.gone.set()
+            live.pace.close()
+            if not self.live:
+                self._empty.set()
+            # An item's end never waits: it only queues stop commands.
+            await asyncio.gather(*tasks, return_exceptions=True)
+            live.dissolve()
+
+    def stop(self, request_id: str, batch_indexes: Collection[int]) -> int:
+        """Stops items of a request; 0 when it is unknown or over."""
+        live = self.live.get(request_id)
+        return live.stop(batch_indexes) if live else 0
+
+    def served_model(self, name: str) -> str:
+        """The model of that name, or the only one for ''. Raises NoWorker where none is known, and ModelNotFound."""
+        models = self._mesh.fleet.models()
+        if name in models:
+            return name
+        if not models:
+            raise NoWorker(self._mesh.fleet.why_no_models(), retry_after_ms=1000)
+        known = ", ".join(sorted(models))
+        if name:
+            raise ModelNotFound(f"model {name!r} is not served here; models are: {known}")
+        if len(models) == 1:
+            return next(iter(models))
+        raise ModelNotFound(f"the request names no model but several are served: {known}")
+
+    async def drain(self) -> None:
+        """Refuses new requests and waits until none is live."""
+        self._draining = True
+        while self.live:
+            # One that ends may make way for another call of the same request.
+            await self._empty.wait()
+
+    def end_slow_clients(self) -> None:
+        """Ends requests whose clients let too much wait, or wait too long."""
+        now = asyncio.get_running_loop().time()
+        for live in self.live.values():
+            live.pace.judge(now)
+
+    def send_away(self) -> None:
+        """Ends the calls of all live requests; their clients may go on elsewhere."""
+        for live in self.live.values():
+            live.end(Draining("this router stops; resume the request on another"))
+
+    def _former_call(self, request_id: str, api_key: str) -> LiveRequest | None:
+        """The live call of a request whose client comes back with another one. Raises AlreadyExists where it belongs to
+        somebody else."""
+        live = self.live.get(request_id)
+        if live is not None and live.api_key != api_key:
+            raise AlreadyExists(
+                f"request {request_id!r} is live with another API key; choose another request_id"
+            )
+        return live
+
+    async def _end_former_calls(self, request_id: str, api_key: str) -> None:
+        while (former := self._former_call(request_id, api_key)) is not None:
+            former.end(Unavailable(f"request {request_id!r} goes on in another call"))
+            await former.gone.wait()
+
+    def _admit(
+        self,
+        request: GenerationRequest,
+        received: Received,
+        api_key: str,
+        former: LiveRequest | None = None,
+    ) -> Admitted:
+        """Lets a request in, in the place of its `former` call where that ends for it, or says why not."""
+        model = self.served_model(request.model)
+        if self._draining:
+            raise Draining("this router is draining; send the request to another", retry_after_ms=0)
+        if former is not None and former.ended is not None:
+            # Another call has its place.
+            former = None
+        now = asyncio.get_running_loop().time()
+        bucket = self._mesh.rate_limiter.bucket_of(api_key, now)
+        try:
+            if bucket is not None and former is None:
+                bucket.check(now, in_debt=received.anything)
+            items = len(received.rest_of(request))
+            leaving = former.permits if former else ()
+            permits = self._mesh.admission.take(model, items, leaving)
+        except TrtmeshError as error:
+            self._mesh.metrics.note_refusal(error.reason, api_key)
+            if self._mesh.recorder is not None:
+                self._mesh.recorder.note_refused(request, model, error)
+            raise
+        return Admitted(model, permits, api_key, bucket)
+
+
+def _give_back(permit: Permit, task: asyncio.Task[None]) -> None:
+    del task
+    permit.give_back()

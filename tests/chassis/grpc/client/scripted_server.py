@@ -1,0 +1,87 @@
+"""A server that speaks HTTP/2 frame by frame, right or wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from chassis.grpc.server.conftest import MOST_BYTES
+from chassis.grpc.server.wire import Wire
+from trtmesh.chassis.grpc.client import Call, Connection, Method, connected
+from trtmesh.chassis.http2.frames import (
+    END_HEADERS,
+    END_STREAM,
+    PREFACE,
+    Kind,
+    Setting,
+    frame,
+    parse_settings,
+)
+
+PATIENCE_SECONDS = 30.0
+
+HEAD = {":status": "200", "content-type": "application/grpc"}
+OK = {"grpc-status": "0"}
+
+
+def method(name: str) -> Method[bytes, bytes]:
+    """One of the example's methods; its messages are plain bytes."""
+    return Method(f"/example.Service/{name}", bytes, bytes)
+
+
+class Peer:
+    """A server whose frames a test writes; it serves one connection."""
+
+    def __init__(self, greeting: bytes) -> None:
+        self._greeting = greeting
+        self._accepted: asyncio.Future[Wire] = asyncio.get_running_loop().create_future()
+        self.address = ""
+        self.closed = asyncio.Event()
+
+    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(self._greeting)
+        self._accepted.set_result(Wire(reader, writer))
+        await self.closed.wait()
+        writer.close()
+
+    async def wire(self) -> Wire:
+        """The connection, behind what every client begins with."""
+        wire = await self._accepted
+        assert await wire.reader.readexactly(len(PREFACE)) == PREFACE
+        said = dict(parse_settings(await wire.next(Kind.SETTINGS)))
+        assert said[Setting.ENABLE_PUSH] == 0
+        return wire
+
+
+@asynccontextmanager
+async def called(
+    peer: Peer, name: str
+) -> AsyncIterator[tuple[Connection, Wire, Call[bytes, bytes]]]:
+    """A connection, the server's end of it, and a call whose headers have arrived there."""
+    async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
+        wire = await peer.wire()
+        call = connection.open(method(name))
+        await wire.next(Kind.HEADERS, stream=1)
+        yield connection, wire, call
+
+
+def headers(wire: Wire, stream: int, fields: Mapping[str, str], flags: int = 0) -> bytes:
+    """A HEADERS frame of a response."""
+    block = bytes(wire.encoder.encode(list(fields.items())))
+    return frame(Kind.HEADERS, END_HEADERS | flags, stream, block)
+
+
+async def echo(connection: Connection, wire: Wire, stream: int) -> None:
+    """Checks that the connection is used."""
+    asking = asyncio.create_task(connection.ask(method("Echo"), b"x", PATIENCE_SECONDS))
+    await wire.next(Kind.DATA, stream=stream)
+    wire.send(headers(wire, stream, HEAD), wire.data(stream, b"y", 0))
+    wire.send(headers(wire, stream, OK, END_STREAM))
+    assert await asking == b"y"
+
+
+def code_of(caught: pytest.ExceptionInfo[grpc.aio.AioRpcError]) -> grpc.StatusCode:
+    return caught.value.code()

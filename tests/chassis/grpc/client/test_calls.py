@@ -1,0 +1,234 @@
+"""Calls of our client, to our server and to grpc.aio's."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import grpc
+import pytest
+from chassis.grpc.client.conftest import GREETINGS_OF_NONE
+from chassis.grpc.client.scripted_server import PATIENCE_SECONDS, Peer, method
+from chassis.grpc.server.conftest import MOST_BYTES, Example
+from trtmesh.chassis.errors import Unavailable
+from trtmesh.chassis.grpc.client import Connection, Method, connected
+
+
+async def ask(connection: Connection, name: str, text: bytes) -> bytes:
+    return await connection.ask(method(name), text, PATIENCE_SECONDS)
+
+
+@pytest.mark.parametrize("size", [0, 1, 16_000, 70_000, 5 * 2**20])
+async def test_one_message_for_one(connection: Connection, size: int) -> None:
+    text = bytes(range(251)) * (size // 251 + 1)
+    assert await ask(connection, "Echo", text[:size]) == text[:size]
+
+
+async def test_many_calls_at_once(connection: Connection) -> None:
+    texts = [b"%d" % number * 1000 for number in range(100)]
+    assert await asyncio.gather(*(ask(connection, "Echo", text) for text in texts)) == texts
+
+
+async def test_the_status_of_a_call_reaches_who_reads(connection: Connection) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await ask(connection, "Fail", "für nichts: 100 %\n".encode())
+    error = caught.value
+    assert (error.code(), error.details()) == (grpc.StatusCode.DATA_LOSS, "für nichts: 100 %\n")
+    told = dict(error.trailing_metadata())
+    assert (told["reason"], told["data-bin"]) == ("OWN", b"\x00\xff")
+
+
+async def test_a_method_that_nobody_serves(connection: Connection) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await ask(connection, "None", b"")
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_what_is_written_and_read_in_turn(connection: Connection) -> None:
+    call = connection.open(method("Chat"))
+    for number in range(500):
+        await call.write(b"message %d" % number)
+        assert await call.read() == (b"message %d" % number)[::-1]
+    call.half_close()
+    assert await call.read() is None
+
+
+async def test_what_is_written_ahead(connection: Connection) -> None:
+    call = connection.open(method("Join"))
+    for number in range(50):
+        await call.write(bytes((number,)) * 50_000)
+    call.half_close()
+    joined = await call.read()
+    assert joined == b"".join(bytes((number,)) * 50_000 for number in range(50))
+    assert await call.read() is None
+
+
+async def test_more_than_the_windows_arrives_in_order(connection: Connection) -> None:
+    call = connection.open(method("Many"))
+    await call.write(b"300,100000")
+    call.half_close()
+    received = [message async for message in call]
+    assert received == [bytes((number % 251,)) * 100_000 for number in range(300)]
+
+
+async def test_a_cancelled_call_ends_its_handler(connection: Connection, example: Example) -> None:
+    call = connection.open(method("Wait"))
+    await call.write(b"")
+    await example.waiting.wait()
+    call.cancel()
+    await asyncio.wait_for(example.cancelled.wait(), PATIENCE_SECONDS)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.CANCELLED
+
+
+async def test_a_connection_that_is_left_ends_its_calls(example: Example) -> None:
+    async with connected(example.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
+        call = connection.open(method("Wait"))
+        await call.write(b"")
+        await example.waiting.wait()
+        reading = asyncio.create_task(call.read())
+        await asyncio.sleep(0)
+    await asyncio.wait_for(example.cancelled.wait(), PATIENCE_SECONDS)
+    with pytest.raises(grpc.aio.AioRpcError, match="connection was closed"):
+        await reading
+    with pytest.raises(Unavailable, match="connection was closed"):
+        connection.open(method("Echo"))
+
+
+async def test_an_answer_that_comes_too_late(connection: Connection) -> None:
+    with pytest.raises((Unavailable, grpc.aio.AioRpcError), match=r"not answered|Deadline"):
+        await connection.ask(method("Wait"), b"", 0.2)
+    assert await ask(connection, "Echo", b"still here") == b"still here"
+
+
+async def test_who_writes_to_an_ended_call_is_told_its_end(connection: Connection) -> None:
+    for text, error, words in (
+        (b"reason", grpc.aio.AioRpcError, "reason"),
+        (b"", Unavailable, "its stream ended"),
+    ):
+        name = "Fail" if text else "First"
+        call = connection.open(method(name))
+        await call.write(text)
+        if text:
+            with pytest.raises(error, match=words):
+                await call.read()
+        else:
+            assert await call.read() == b""
+            assert await call.read() is None
+        with pytest.raises(error, match=words):
+            await call.write(b"late")
+
+
+async def test_a_write_that_waits_is_told_the_end(connection: Connection, example: Example) -> None:
+    call = connection.open(method("Ignore"))
+
+    async def write() -> None:
+        while True:
+            await call.write(bytes(2 * 2**20))
+
+    writing = asyncio.create_task(write())
+    await example.waiting.wait()
+    await call_waits(connection)
+    call.cancel()
+    with pytest.raises(grpc.aio.AioRpcError):
+        await writing
+
+
+async def call_waits(connection: Connection) -> None:
+    """Returns when what was sent before has been looked at by the server."""
+    for _ in range(5):
+        await ask(connection, "Echo", b"")
+
+
+async def test_messages_that_are_too_large(example: Example) -> None:
+    async with connected(example.address, 1000, PATIENCE_SECONDS) as connection:
+        with pytest.raises(grpc.aio.AioRpcError, match="1001 bytes"):
+            await ask(connection, "Echo", bytes(1001))
+        with pytest.raises(grpc.aio.AioRpcError, match="larger than max") as caught:
+            await ask(connection, "Many", b"1,1001")
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await ask(connection, "Many", b"1,1000") == bytes(1000)
+
+
+async def test_a_message_that_cannot_be_read(connection: Connection) -> None:
+    def refuse(data: bytes) -> bytes:
+        raise ValueError("no such thing")
+
+    broken = Method("/example.Service/Echo", bytes, refuse)
+    with pytest.raises(grpc.aio.AioRpcError, match="no such thing"):
+        await connection.ask(broken, b"", PATIENCE_SECONDS)
+    assert await ask(connection, "Echo", b"still here") == b"still here"
+
+
+async def test_a_server_that_stops_ends_what_runs(connection: Connection, example: Example) -> None:
+    call = connection.open(method("Wait"))
+    await call.write(b"")
+    await example.waiting.wait()
+    await example.server.stop(grace=None)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+    with pytest.raises(Unavailable):
+        connection.open(method("Echo"))
+
+
+async def test_compressed_answers_are_read() -> None:
+    server = grpc.aio.server(compression=grpc.Compression.Gzip)
+    text = b"again and " * 1000
+
+    async def answer(request: bytes, context: object) -> bytes:
+        return text
+
+    handlers: dict[str, Any] = {"Echo": grpc.unary_unary_rpc_method_handler(answer)}
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("example.Service", handlers),)
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with connected(f"127.0.0.1:{port}", MOST_BYTES, PATIENCE_SECONDS) as connection:
+            assert await ask(connection, "Echo", b"") == text
+    finally:
+        await server.stop(grace=None)
+
+
+async def test_nobody_listens() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(Unavailable, match=f"cannot connect to {address}: Connection refused"):
+            async with connected(address, MOST_BYTES, PATIENCE_SECONDS):
+                pass
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:99999", "127.0.0.1:x", f"{'a' * 64}.example:1"])
+async def test_no_address(address: str) -> None:
+    with pytest.raises(Unavailable, match="cannot connect to"):
+        async with connected(address, MOST_BYTES, PATIENCE_SECONDS):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("peer", "words"), GREETINGS_OF_NONE.values(), ids=GREETINGS_OF_NONE, indirect=["peer"]
+)
+async def test_no_grpc_server_listens(peer: Peer, words: str) -> None:
+    with pytest.raises(Unavailable, match=words):
+        async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS):
+            pass
+
+
+@pytest.mark.parametrize("peer", [b""], indirect=True)
+async def test_a_server_that_says_nothing(peer: Peer) -> None:
+    with pytest.raises(Unavailable, match="did not greet"):
+        async with connected(peer.address, MOST_BYTES, 0.3):
+            pass
+
+
+async def test_a_server_that_closes_at_once(peer: Peer) -> None:
+    peer.closed.set()
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        with pytest.raises((Unavailable, grpc.aio.AioRpcError), match=r"clos|reset by peer"):
+            async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
+                await ask(connection, "Echo", b"")

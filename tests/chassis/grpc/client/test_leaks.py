@@ -1,0 +1,77 @@
+"""Calls and connections that are over are freed at once, by counting references: services hardly collect garbage."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+from chassis.grpc.client.scripted_server import PATIENCE_SECONDS, method
+from chassis.grpc.server.conftest import MOST_BYTES, Example
+from leaks import alive, gone, without_collector
+from trtmesh.chassis.grpc.client import Call, Connection, connected
+
+
+@pytest.fixture(autouse=True)
+def _no_collector() -> Iterator[None]:
+    with without_collector():
+        yield
+
+
+async def _answered(connection: Connection, example: Example) -> None:
+    await connection.ask(method("Echo"), b"", PATIENCE_SECONDS)
+
+
+async def _failed(connection: Connection, example: Example) -> None:
+    try:
+        await connection.ask(method("Fail"), b"x", PATIENCE_SECONDS)
+    except grpc.aio.AioRpcError:
+        return
+    raise AssertionError("it fails")
+
+
+async def _cancelled(connection: Connection, example: Example) -> None:
+    call = connection.open(method("Wait"))
+    await call.write(b"")
+    await example.waiting.wait()
+    call.cancel()
+
+
+async def _left_behind(connection: Connection, example: Example) -> None:
+    connection.open(method("Wait"))
+
+
+@pytest.mark.parametrize("use", [_answered, _failed, _cancelled, _left_behind])
+async def test_nothing_stays(
+    example: Example, use: Callable[[Connection, Example], Awaitable[None]]
+) -> None:
+    async with connected(example.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
+        await use(connection, example)
+        if use is not _left_behind:
+            assert not alive(Call)
+    del connection
+    await gone(Connection, Call)
+
+
+@pytest.mark.parametrize("passes", range(8))
+async def test_nothing_stays_of_a_connection_that_was_not_wanted_any_more(
+    example: Example, passes: int
+) -> None:
+    defects: list[dict[str, Any]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: defects.append(context))
+
+    async def connect() -> None:
+        async with connected(example.address, MOST_BYTES, PATIENCE_SECONDS):
+            await asyncio.Event().wait()
+
+    connecting = asyncio.create_task(connect())
+    for _ in range(passes):
+        await asyncio.sleep(0)
+    connecting.cancel()
+    await asyncio.wait([connecting])
+    del connecting
+    await gone(Connection)
+    assert defects == []

@@ -1,0 +1,170 @@
+"""A client that speaks HTTP/2 frame by frame, right or wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from itertools import islice
+from typing import TypeAlias
+
+from chassis.grpc.server.conftest import Example
+from hpack import Decoder, Encoder
+from trtmesh.chassis.http2.frames import (
+    ACK,
+    END_HEADERS,
+    END_STREAM,
+    HEAD,
+    MOST_WINDOW_BYTES,
+    PREFACE,
+    ErrorCode,
+    Frame,
+    Kind,
+    Setting,
+    frame,
+    settings,
+)
+
+Breach: TypeAlias = "bytes | Callable[[Wire], bytes]"
+"""What a client sends that it must not; made by a connection where it has headers."""
+
+NOTHING: Mapping[str, str | None] = {}
+
+REQUEST: Mapping[str, str | None] = {
+    ":method": "POST",
+    ":scheme": "http",
+    ":path": "/example.Service/Echo",
+    ":authority": "example",
+    "te": "trailers",
+    "content-type": "application/grpc",
+}
+
+
+OPEN = 1
+"""A client's first stream."""
+
+
+def raw_settings(*values: tuple[int, int]) -> bytes:
+    """A SETTINGS frame whose names and values may be wrong."""
+    payload = b"".join(n.to_bytes(2) + v.to_bytes(4) for n, v in values)
+    return frame(Kind.SETTINGS, 0, 0, payload)
+
+
+def message(body: bytes, *, compressed: bool = False) -> bytes:
+    """A gRPC message with its prefix."""
+    return bytes((compressed,)) + len(body).to_bytes(4) + body
+
+
+class Wire:
+    """One connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+        self.encoder = Encoder()
+        self._decoder = Decoder()
+
+    def send(self, *data: bytes) -> None:
+        self.writer.write(b"".join(data))
+
+    def made(self, breach: Breach) -> bytes:
+        return breach if isinstance(breach, bytes) else breach(self)
+
+    async def send_all(self, frames: Iterator[bytes]) -> None:
+        """Sends as fast as they are taken."""
+        while batch := b"".join(islice(frames, 1000)):
+            self.send(batch)
+            await self.writer.drain()
+
+    def block(self, method: str, changes: Mapping[str, str | None] = NOTHING) -> bytes:
+        """The header block of a request; a change of None leaves a header out."""
+        fields = {**REQUEST, ":path": f"/example.Service/{method}", **changes}
+        return bytes(self.encoder.encode([(k, v) for k, v in fields.items() if v is not None]))
+
+    def call(
+        self,
+        stream: int,
+        method: str = "Echo",
+        flags: int = 0,
+        changes: Mapping[str, str | None] = NOTHING,
+    ) -> bytes:
+        """The HEADERS frame of a request."""
+        return frame(Kind.HEADERS, END_HEADERS | flags, stream, self.block(method, changes))
+
+    def data(self, stream: int, body: bytes, flags: int = END_STREAM) -> bytes:
+        """A DATA frame with a whole message."""
+        return frame(Kind.DATA, flags, stream, message(body))
+
+    async def frame(self) -> Frame:
+        """The next frame. Raises IncompleteReadError at the connection's end."""
+        high, low, kind, flags, stream = HEAD.unpack(await self.reader.readexactly(HEAD.size))
+        payload = await self.reader.readexactly(high << 8 | low)
+        return Frame(kind, flags, stream & MOST_WINDOW_BYTES, payload)
+
+    async def next(self, *kinds: Kind, stream: int | None = None) -> Frame:
+        """The next frame of these kinds; those of others are passed over."""
+        while True:
+            found = await self.frame()
+            if found.kind in kinds and stream in (None, found.stream):
+                return found
+
+    def shrink_table(self, size: int) -> None:
+        """Reads headers by the table that it has told of."""
+        self._decoder.max_allowed_table_size = size
+
+    def fields(self, received: Frame) -> dict[str, str]:
+        """What a HEADERS frame says."""
+        return {str(name): str(value) for name, value in self._decoder.decode(received.payload)}
+
+    async def answer(self, stream: int) -> tuple[bytes, dict[str, str]]:
+        """All data of a response, and what its header blocks say together."""
+        body, said = b"", dict[str, str]()
+        while True:
+            found = await self.next(Kind.DATA, Kind.HEADERS, stream=stream)
+            if found.kind == Kind.DATA:
+                body += found.payload
+            else:
+                said |= self.fields(found)
+            if found.flags & END_STREAM:
+                return body, said
+
+    async def error(self) -> tuple[int, ErrorCode]:
+        """Which stream, or 0 for the connection, ends for what."""
+        found = await self.next(Kind.RST_STREAM, Kind.GOAWAY)
+        if found.kind == Kind.GOAWAY:
+            return 0, ErrorCode(int.from_bytes(found.payload[4:8]))
+        return found.stream, ErrorCode(int.from_bytes(found.payload))
+
+    async def closed(self) -> bytes:
+        """Waits for the connection's end; what came before it."""
+        return await self.reader.read()
+
+    async def echoes(self, stream: int) -> None:
+        """Checks that calls are served."""
+        self.send(self.call(stream), self.data(stream, b"still here"))
+        body, said = await self.answer(stream)
+        assert (body, said["grpc-status"]) == (message(b"still here"), "0")
+
+
+@asynccontextmanager
+async def wired(
+    example: Example,
+    values: dict[Setting, int] | None = None,
+    greet: bool = True,
+    receive_bytes: int = 2**20,
+) -> AsyncIterator[Wire]:
+    """A connection, greeted unless that is part of the test; the system holds about `receive_bytes` unread."""
+    async with asyncio.timeout(10):
+        connected = socket.socket()
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        connected.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(connected, example.host_and_port)
+        reader, writer = await asyncio.open_connection(sock=connected)
+        wire = Wire(reader, writer)
+        try:
+            if greet:
+                wire.send(PREFACE, settings(values or {}), frame(Kind.SETTINGS, ACK, 0))
+            yield wire
+        finally:
+            writer.close()

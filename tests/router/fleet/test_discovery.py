@@ -1,0 +1,263 @@
+"""Names resolve to replicas; replicas come and go without a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e.mesh import SIMULATED, StreamReader
+from processes import service_process
+from router.scripted import READY, ScriptedEngine, serving_engine, serving_router, until_states
+from trtmesh.router.fleet import discovery
+from trtmesh.router.fleet.discovery import FORGET_AFTER_FAILED_RESOLUTIONS, Discovery
+from trtmesh.v1 import router_admin_pb2 as admin_pb
+
+
+class Names:
+    """What the name service knows; `answers` by host, an empty answer is a failure. Those of `slow` wait for
+    `answered`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answers: dict[str, Sequence[str]] = {}
+        self.slow: set[str] = set()
+        self.answered = asyncio.Event()
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", self._resolve)
+
+    async def answer(self) -> None:
+        """Answers those that wait, and returns when whoever asked has heard."""
+        self.answered.set()
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    async def _resolve(self, host: str, port: int, **_: Any) -> list[Any]:
+        if host in self.slow:
+            await self.answered.wait()
+        addresses = self.answers.get(host, ())
+        if not addresses:
+            raise socket.gaierror(socket.EAI_NONAME, "no such name")
+        return [
+            (
+                socket.AF_INET6 if ":" in address else socket.AF_INET,
+                socket.SOCK_STREAM,
+                6,
+                "",
+                (address, port),
+            )
+            for address in addresses
+        ]
+
+
+@pytest.fixture
+async def names(monkeypatch: pytest.MonkeyPatch) -> Names:
+    return Names(monkeypatch)
+
+
+class Seen:
+    """What discovery told."""
+
+    def __init__(self, *entries: str) -> None:
+        self.told: list[str] = []
+        self.ever: list[str] = []
+        self.discovery = Discovery(
+            entries, 1.0, lambda a: self.told.append(f"+{a}"), lambda a: self.told.append(f"-{a}")
+        )
+
+    async def resolve(self) -> list[str]:
+        """Resolves once; what was told then."""
+        self.told.clear()
+        await self.discovery.resolve()
+        self.ever += self.told
+        return self.told
+
+
+async def test_a_name_of_several_addresses(names: Names) -> None:
+    seen = Seen("engines:9000", "10.0.0.9:1")
+    names.answers["engines"] = ["10.0.0.1", "10.0.0.2"]
+    assert await seen.resolve() == ["+10.0.0.1:9000", "+10.0.0.2:9000", "+10.0.0.9:1"]
+    assert await seen.resolve() == []
+    names.answers["engines"] = ["10.0.0.2", "10.0.0.3"]
+    assert await seen.resolve() == ["+10.0.0.3:9000", "-10.0.0.1:9000"]
+
+
+async def test_a_host_with_two_families_is_one_replica(names: Names) -> None:
+    names.answers["engines"] = ["fd00::1", "10.0.0.1"]
+    assert await Seen("engines:9000").resolve() == ["+10.0.0.1:9000"]
+    names.answers["engines"] = ["fd00::1"]
+    assert await Seen("engines:9000").resolve() == ["+[fd00::1]:9000"]
+
+
+async def test_a_hiccup_of_dns_keeps_the_replicas(names: Names) -> None:
+    seen = Seen("engines:9000")
+    names.answers["engines"] = ["10.0.0.1"]
+    await seen.resolve()
+    names.answers.clear()
+    for _ in range(FORGET_AFTER_FAILED_RESOLUTIONS - 1):
+        assert await seen.resolve() == []
+    assert await seen.resolve() == ["-10.0.0.1:9000"]
+    names.answers["engines"] = ["10.0.0.1"]
+    assert await seen.resolve() == ["+10.0.0.1:9000"]
+
+
+async def test_a_name_that_takes_long_delays_no_other(names: Names) -> None:
+    seen = Seen("slow:9000", "engines:9000")
+    names.answers["engines"] = ["10.0.0.1"]
+    names.answers["slow"] = ["10.0.0.7"]
+    names.slow.add("slow")
+    assert await seen.resolve() == ["+10.0.0.1:9000"]
+    names.answers["engines"] = ["10.0.0.2"]
+    assert await seen.resolve() == ["+10.0.0.2:9000", "-10.0.0.1:9000"]
+    names.slow.clear()
+    names.answered.set()
+    assert await seen.resolve() == ["+10.0.0.7:9000"]
+
+
+async def test_a_name_that_is_answered_between_two_rounds_joins(
+    names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "PATIENCE_SECONDS", 0)
+    seen = Seen("slow:9000")
+    names.answers["slow"] = ["10.0.0.7"]
+    names.slow.add("slow")
+    assert await seen.resolve() == []
+    await names.answer()
+    assert await seen.resolve() == ["+10.0.0.7:9000"]
+
+
+async def test_what_leaves_its_file_while_it_is_looked_up_neither_joins_nor_leaves(
+    names: Names, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(discovery, "PATIENCE_SECONDS", 0)
+    file = tmp_path / "replicas"
+    file.write_text("slow:9000\n")
+    seen = Seen(f"file:{file}")
+    names.answers["slow"] = ["10.0.0.7"]
+    names.slow.add("slow")
+    assert await seen.resolve() == []
+    file.write_text("# none\n")
+    await names.answer()
+    assert await seen.resolve() == []
+    assert await seen.resolve() == []
+    file.write_text("slow:9000\n")
+    await seen.resolve()
+    await names.answer()
+    await seen.resolve()
+    assert seen.ever == ["+10.0.0.7:9000"]
+
+
+async def test_a_name_that_left_its_file_and_fails_again_is_told_of_again(
+    names: Names, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    file = tmp_path / "replicas"
+    seen = Seen(f"file:{file}")
+    for lines in ("nobody:9000\n", "nobody:9000\n", "# none\n", "nobody:9000\n"):
+        file.write_text(lines)
+        assert await seen.resolve() == []
+    complaints = [record.getMessage() for record in caplog.records]
+    assert complaints == ["cannot resolve nobody:9000: [Errno -2] no such name"] * 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_whoever_leaves_joined_before_and_in_the_end_all_is_told(
+    seed: int, names: Names, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(discovery, "PATIENCE_SECONDS", 0)
+    rng, file = random.Random(seed), tmp_path / "replicas"
+    hosts, addresses = ("a", "b", "c"), [f"10.0.0.{number}" for number in range(4)]
+    seen = Seen(f"file:{file}")
+    joined: set[str] = set()
+
+    async def resolve() -> None:
+        for each in await seen.resolve():
+            assert (each[0] == "+") == (each[1:] not in joined)
+            joined.symmetric_difference_update({each[1:]})
+
+    def choose() -> list[str]:
+        names.answers = {host: rng.sample(addresses, rng.randrange(3)) for host in hosts}
+        names.slow = set(rng.sample(hosts, rng.randrange(3)))
+        chosen = rng.sample(hosts, rng.randrange(4))
+        file.write_text("".join(f"{host}:1\n" for host in chosen))
+        return chosen
+
+    for _ in range(60):
+        chosen = choose()
+        names.answered.clear()
+        await resolve()
+        if rng.random() < 0.5:
+            await names.answer()
+    names.answers = {host: ["10.0.0.9", f"10.0.1.{ord(host)}"] for host in hosts}
+    await names.answer()
+    for _ in range(2):
+        await resolve()
+        await names.answer()
+    await resolve()
+    expected = {address for host in chosen for address in names.answers[host]}
+    assert joined == {f"{address}:1" for address in expected}
+
+
+@pytest.mark.parametrize("line", ["nonsense", "file:/etc/hosts", "file:other:9000", "a b:9000"])
+async def test_a_file_that_is_wrong_keeps_its_replicas(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "replicas"
+    file.write_text("10.0.0.1:9000  # the first\n\n# nobody else\n")
+    seen = Seen(f"file:{file}")
+    assert await seen.resolve() == ["+10.0.0.1:9000"]
+    file.write_text(f"10.0.0.2:9000\n{line}\n")
+    assert await seen.resolve() == []
+
+
+async def test_localhost_resolves() -> None:
+    assert await Seen("localhost:9000").resolve() in (["+127.0.0.1:9000"], ["+[::1]:9000"])
+
+
+async def test_replicas_join_and_leave_a_running_router(names: Names) -> None:
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(
+            service_process("engine", *SIMULATED, "--worker", "first", "--port", "0")
+        )
+        port = first.address.rpartition(":")[2]
+        names.answers["engines"] = ["127.0.0.1"]
+        client = await stack.enter_async_context(
+            serving_router([f"engines:{port}"], policy="round_robin", resolve_seconds=0.05)
+        )
+        await until_states(client, [READY], [])
+        second = ("--worker", "second", "--host", "127.0.0.2", "--port", port)
+        await stack.enter_async_context(service_process("engine", *SIMULATED, *second))
+        names.answers["engines"] = ["127.0.0.1", "127.0.0.2"]
+        await until_states(client, [READY, READY], [])
+        reader = StreamReader(client, [[5], [6], [7], [8]], max_tokens=400, text=False)
+        await reader.until(lambda r: all(item.started for item in r.items))
+        names.answers["engines"] = ["127.0.0.2"]
+        items = await reader.result()
+        assert {item.started.worker for item in items if item.started} == {"first", "second"}
+        assert [len(item.token_ids) for item in items] == [400] * 4
+        await until_states(client, [READY], [])
+        (item,) = await client.complete([[5]], max_tokens=2, text=False)
+        assert item.started
+        assert item.started.worker == "second"
+
+
+async def test_a_replica_that_comes_back_before_it_is_idle_stays(names: Names) -> None:
+    engine = ScriptedEngine(supported_fields=["stopping.max_tokens"])
+    async with serving_engine(engine) as address:
+        names.answers["engines"] = ["127.0.0.1"]
+        entry = f"engines:{address.rpartition(':')[2]}"
+        async with serving_router([entry], resolve_seconds=0.02) as client:
+            await until_states(client, [READY], [])
+            asked = asyncio.create_task(client.complete([[5]], max_tokens=9, text=False))
+            (submit,) = await engine.submitted()
+            names.answers["engines"] = ["127.0.0.9"]
+            draining, connecting = (
+                admin_pb.WORKER_STATE_DRAINING,
+                admin_pb.WORKER_STATE_CONNECTING,
+            )
+            await until_states(client, [draining, connecting], [])
+            names.answers["engines"] = ["127.0.0.1"]
+            await until_states(client, [READY], [])
+            await engine.step((submit.handle, 0, [1]), ends=[(submit.handle, 3)])
+            assert (await asked)[0].token_ids == (1,)
+            assert len(engine.hellos) == 1

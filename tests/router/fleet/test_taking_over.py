@@ -1,0 +1,266 @@
+"""A client that comes back while its call is live here: the new call is admitted first, and then takes its place."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from router.scripted import (
+    LENGTH,
+    READY,
+    RouterClient,
+    ScriptedEngine,
+    eventually,
+    serving_engine,
+    serving_router,
+    until_states,
+)
+from trtmesh.router.requests.live_request import LiveRequest
+from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import router_pb2 as router_pb
+from trtmesh.v1 import router_pb2_grpc
+
+GAUGES = ("live_requests", "live_items", "queued_items", "worker_sequences", "worker_bookings")
+
+
+class Call:
+    """One call over a socket, and what came of it."""
+
+    def __init__(self, responses: Any) -> None:
+        self._responses = responses
+        self.events: list[router_pb.GenerateEvent] = []
+        self._reading = asyncio.create_task(self._read())
+
+    async def _read(self) -> str:
+        try:
+            async for response in self._responses:
+                self.events += response.events
+        except grpc.aio.AioRpcError as error:
+            reason = dict(error.trailing_metadata() or ())["trtmesh-error-reason"]
+            return f"{reason}: {error.details()}"
+        return "OK"
+
+    def cancel(self) -> None:
+        self._responses.cancel()
+        self._reading.cancel()
+
+    async def end(self) -> str:
+        return await self._reading
+
+    async def leave(self) -> None:
+        """Cancels what runs of it, and waits for its end."""
+        self.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+
+    def tokens(self) -> list[int]:
+        return [token for event in self.events for token in event.tokens.token_ids]
+
+
+class Door:
+    """A router with one worker."""
+
+    def __init__(self, engine: ScriptedEngine, client: RouterClient) -> None:
+        self.engine = engine
+        self.client = client
+        self._stub = router_pb2_grpc.MeshServiceStub(client._routers[0].channel)
+        self._calls: list[Call] = []
+
+    async def leave(self) -> None:
+        """Ends the calls that are live, as a test that failed leaves them."""
+        for call in self._calls:
+            await call.leave()
+
+    def _call(self, responses: Any) -> Call:
+        self._calls.append(Call(responses))
+        return self._calls[-1]
+
+    @staticmethod
+    def request(
+        request_id: str, items: int = 1, prompt_tokens: int = 1
+    ) -> router_pb.GenerateRequest:
+        request = router_pb.GenerateRequest(request_id=request_id)
+        for _ in range(items):
+            request.items.add().prompt.token_ids.ids.extend([5] * prompt_tokens)
+        request.config.stopping.max_tokens = 100
+        request.config.sampling.seed = 1
+        request.config.output.text = False
+        return request
+
+    def generate(self, request: router_pb.GenerateRequest, key: str = "k") -> Call:
+        return self._call(self._stub.Generate(request, metadata=(("x-api-key", key),)))
+
+    def resume(
+        self,
+        request: router_pb.GenerateRequest,
+        token_ids: Sequence[int] = (),
+        finished_items: Sequence[int] = (),
+        key: str = "k",
+    ) -> Call:
+        received = [router_pb.SequenceOffset(token_ids=token_ids)] if token_ids else []
+        resume = router_pb.ResumeRequest(
+            request=request, received=received, finished_items=finished_items
+        )
+        return self._call(self._stub.Resume(resume, metadata=(("x-api-key", key),)))
+
+    async def finish(self, number: int, offset: int = 0) -> None:
+        """The worker's last token for what was submitted as `number`."""
+        submit = (await self.engine.submitted(number + 1))[number]
+        await self.engine.step((submit.handle, offset, [9]), ends=[(submit.handle, LENGTH)])
+
+    async def stopped(self, number: int) -> None:
+        """The worker was told to stop what was submitted as `number`, and does."""
+        handle = self.engine.submits[number].handle
+        await eventually(lambda: handle in dict(self.engine.stops))
+        await self.engine.step(ends=[(handle, pb.FINISH_REASON_CANCELLED)])
+
+
+@asynccontextmanager
+async def door(**settings: Any) -> AsyncIterator[Door]:
+    engine = ScriptedEngine(supported_fields=["stopping.max_tokens", "sampling.seed"])
+    async with serving_engine(engine) as address, serving_router([address], **settings) as client:
+        await until_states(client, [READY], [])
+        door = Door(engine, client)
+        try:
+            yield door
+            await eventually(lambda: not any(map(client.gauge, GAUGES)))
+        finally:
+            await door.leave()
+
+
+async def test_a_call_goes_on_where_another_one_is_not_admitted() -> None:
+    async with door(max_running_items=1, max_queued_items=1) as router:
+        request = router.request("r")
+        live = router.generate(request)
+        await router.engine.submitted()
+        another = router.generate(router.request("another"))
+        await eventually(lambda: router.client.gauge("queued_items") == 1)
+        # One more item than the live call has, and there is no place for it.
+        larger = router.resume(router.request("r", items=2))
+        assert (await larger.end()).startswith("QUEUE_FULL: Exceeds maximum queue size")
+        await router.finish(0)
+        assert await live.end() == "OK"
+        await router.finish(1)
+        assert await another.end() == "OK"
+
+
+async def test_a_call_takes_the_place_of_one_that_is_live_where_nothing_is_left() -> None:
+    async with door(
+        max_running_items=1,
+        max_queued_items=1,
+        max_items=2,
+        key_tokens_per_second=1e-6,
+        key_burst_tokens=1,
+    ) as router:
+        request = router.request("r")
+        live = router.generate(request)
+        (submit,) = await router.engine.submitted()
+        waiting = router.generate(router.request("waiting"), key="another")
+        await eventually(lambda: router.client.gauge("queued_items") == 1)
+        await router.engine.step((submit.handle, 0, [7, 8]))
+        await eventually(lambda: live.tokens() == [7, 8])
+        again = router.resume(request, token_ids=[7])
+        assert await live.end() == "UNAVAILABLE: request 'r' goes on in another call"
+        second = (await router.engine.submitted(2))[1]
+        # Before whoever waited: it has the place of the call that ended.
+        assert (second.request_id, second.emitted_tokens) == ("r", 1)
+        await router.stopped(0)
+        await router.finish(1, offset=1)
+        assert await again.end() == "OK"
+        assert again.tokens() == [9]
+        await router.finish(2)
+        assert await waiting.end() == "OK"
+
+
+async def test_of_several_calls_that_take_over_the_last_one_has_the_request() -> None:
+    async with door(max_running_items=1, max_queued_items=3) as router:
+        request = router.request("r")
+        live = router.generate(request)
+        await router.engine.submitted()
+        calls = [live, *(router.resume(request) for _ in range(3))]
+        ends = {asyncio.create_task(call.end()): call for call in calls}
+        over: set[asyncio.Task[str]] = set()
+        while len(over) < 3:
+            done, _ = await asyncio.wait(ends.keys() - over, return_when=asyncio.FIRST_COMPLETED)
+            over |= done
+        assert {task.result() for task in over} == {
+            "UNAVAILABLE: request 'r' goes on in another call"
+        }
+        (last,) = ends.keys() - over
+        assert ends[last] is calls[-1]
+        await eventually(lambda: ends[last].events)
+        for number, submit in enumerate(router.engine.submits[:-1]):
+            assert submit.request_id == "r"
+            await router.stopped(number)
+        await router.finish(len(router.engine.submits) - 1)
+        assert await last == "OK"
+
+
+async def test_whoever_has_another_key_takes_nothing_over() -> None:
+    async with door() as router:
+        request = router.request("r")
+        live = router.generate(request)
+        await router.engine.submitted()
+        stranger = router.resume(request, key="stranger")
+        assert (await stranger.end()).startswith("ALREADY_EXISTS: request 'r' is live with another")
+        await router.finish(0)
+        assert await live.end() == "OK"
+
+
+async def test_a_client_that_leaves_while_it_takes_over_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with door() as router:
+        request = router.request("r")
+        live = router.generate(request)
+        await router.engine.submitted()
+        # The live call takes its time to end.
+        monkeypatch.setattr(LiveRequest, "end", lambda *_: None)
+        again = router.resume(request)
+        await eventually(lambda: router.client.gauge("live_items") == 2)
+        again.cancel()
+        await eventually(lambda: router.client.gauge("live_items") == 1)
+        await router.finish(0)
+        assert await live.end() == "OK"
+
+
+async def test_what_a_client_has_costs_it_nothing_again() -> None:
+    async with door(key_tokens_per_second=1e-6, key_burst_tokens=10) as router:
+        for number in range(9):
+            request = router.request(f"r{number}", prompt_tokens=50)
+            going_on = router.resume(request, token_ids=[7] * 20)
+            await router.finish(number, offset=20)
+            assert await going_on.end() == "OK"
+        # One token is left for another request; what goes on may be in debt.
+        last = router.generate(router.request("last", prompt_tokens=5))
+        await router.finish(9)
+        assert await last.end() == "OK"
+        assert (await router.generate(router.request("new")).end()).startswith("RATE_LIMITED: ")
+        nothing_yet = router.resume(router.request("nothing yet"))
+        assert (await nothing_yet.end()).startswith("RATE_LIMITED: ")
+        indebted = router.resume(router.request("indebted"), token_ids=[7])
+        await router.finish(10, offset=1)
+        assert await indebted.end() == "OK"
+
+
+async def test_a_request_of_which_the_client_has_all_is_accepted_and_over() -> None:
+    async with door() as router:
+        over = router.resume(router.request("r", items=2), finished_items=[0, 1])
+        assert await over.end() == "OK"
+        (accepted,) = over.events
+        assert accepted.accepted.request_id == "r"
+
+
+async def test_items_are_explained_by_their_own_numbers() -> None:
+    async with door() as router:
+        call = router.resume(router.request("r", items=3), finished_items=[0])
+        await router.engine.submitted(2)
+        told = await router.client.admin.explain("r")
+        assert len(told.usages) == 2
+        assert list(told.usage_batch_indexes) == [1, 2]
+        for number in range(2):
+            await router.finish(number)
+        assert await call.end() == "OK"

@@ -1,0 +1,61 @@
+"""When an item has cost enough workers."""
+
+from __future__ import annotations
+
+from trtmesh.chassis.errors import Draining, QueueFull, WorkerLost
+from trtmesh.router.requests.attempts import Attempts
+
+LOST = WorkerLost("gone", worker="w")
+
+
+def test_losses_without_a_token_in_between_are_enough_at_last() -> None:
+    attempts = Attempts(3)
+    assert attempts.note("a", LOST, 0)
+    assert attempts.note("b", LOST, 0)
+    assert not attempts.note("c", LOST, 0)
+
+
+def test_an_item_that_goes_on_is_not_the_cause() -> None:
+    attempts = Attempts(2)
+    for round_number in range(1, 9):
+        assert attempts.note(f"w{round_number}", LOST, round_number)
+    assert not attempts.note("x", LOST, 8)
+
+
+def test_a_worker_with_several_sequences_counts_once() -> None:
+    attempts = Attempts(2)
+    assert all(attempts.note("a", LOST, 0) for _ in range(4))
+    assert attempts.fruitless == 1
+    attempts.forgive()
+    assert not attempts.note("a", LOST, 0)
+
+
+def test_back_pressure_is_no_fault() -> None:
+    attempts = Attempts(1)
+    for address in "abc":
+        assert attempts.note(address, Draining("draining"), 0)
+    assert attempts.full is None
+    assert attempts.note("b", QueueFull("full"), 0)
+    assert attempts.full is not None
+    assert attempts.loss is None
+    assert set(attempts.failures) == set("abc")
+    attempts.forgive()
+    assert attempts.full is None
+
+
+def test_a_worker_that_failed_may_have_an_item_again_that_leaves_another() -> None:
+    attempts = Attempts(3)
+    assert attempts.note("a", LOST, 0)
+    for address in ("b", "a", "b"):
+        failures = attempts.moved_from(address, LOST, 0)
+        assert set(failures) == {address}
+        attempts.move(failures, 0)
+
+
+def test_an_item_that_gains_nothing_comes_back_only_so_often() -> None:
+    attempts = Attempts(2)
+    for address in "aba":
+        attempts.move(attempts.moved_from(address, LOST, 0), 0)
+    assert set(attempts.failures) == {"a", "b"}
+    assert set(attempts.moved_from("c", LOST, 0)) == {"a", "b", "c"}
+    assert set(attempts.moved_from("c", LOST, 1)) == {"c"}

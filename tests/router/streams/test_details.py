@@ -1,0 +1,97 @@
+"""Per-token data is cut wherever the tokens are cut."""
+
+from __future__ import annotations
+
+import struct
+
+from hypothesis import given
+from hypothesis import strategies as st
+from trtmesh.router.streams.details import TokenDetailBuffer, unheard
+from trtmesh.v1 import generation_pb2 as pb
+
+VOCABULARY = 3
+
+
+def details_of(start: int, count: int) -> pb.TokenDetails:
+    """Data of `count` tokens from position `start` on, every value telling its position."""
+    positions = range(start, start + count)
+    rows = [float(position) for position in positions for _ in range(VOCABULARY)]
+    return pb.TokenDetails(
+        log_probs=positions,
+        cumulative_log_prob=float(sum(range(start + count))),
+        top_log_probs=[pb.TopLogProbs(token_ids=[p], log_probs=[float(p)]) for p in positions],
+        generation_logits=pb.Tensor(
+            data_type=pb.DATA_TYPE_FP32,
+            shape=[count, VOCABULARY],
+            data=struct.pack(f"{len(rows)}f", *rows),
+        ),
+    )
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=8), st.lists(st.integers(0, 5), max_size=8))
+def test_any_cut_gives_each_token_its_own(added: list[int], cuts: list[int]) -> None:
+    buffer = TokenDetailBuffer()
+    total = 0
+    for count in added:
+        buffer.add(details_of(total, count))
+        total += count
+    taken = 0
+    for cut in [*cuts, total]:
+        count = min(cut, total - taken)
+        details = buffer.take(count)
+        if not count:
+            assert details is None
+            continue
+        assert details
+        positions = list(range(taken, taken + count))
+        assert list(details.log_probs) == positions
+        assert [list(top.token_ids) for top in details.top_log_probs] == [[p] for p in positions]
+        logits = details.generation_logits
+        assert list(logits.shape) == [count, VOCABULARY]
+        rows = struct.unpack(f"{count * VOCABULARY}f", logits.data)
+        assert list(rows[::VOCABULARY]) == positions
+        taken += count
+        if taken == total:
+            assert details.cumulative_log_prob == sum(range(total))
+
+
+def test_nothing_asked_gives_nothing() -> None:
+    assert TokenDetailBuffer().take(0) is None
+
+
+def prompt_of(start: int, end: int) -> pb.PromptDetails:
+    """Data of the positions [start, end) of a prompt, every value telling its position."""
+    rows = [float(position) for position in range(start, end) for _ in range(VOCABULARY)]
+    return pb.PromptDetails(
+        token_offset=start,
+        log_probs=range(start, end),
+        context_logits=pb.Tensor(
+            data_type=pb.DATA_TYPE_FP32,
+            shape=[end - start, VOCABULARY],
+            data=struct.pack(f"{len(rows)}f", *rows),
+        ),
+    )
+
+
+@given(st.lists(st.integers(1, 4), min_size=1), st.lists(st.integers(1, 4), min_size=1), st.data())
+def test_a_prompt_that_two_workers_tell_is_heard_once(
+    first: list[int], second: list[int], data: st.DataObject
+) -> None:
+    """The first worker is lost after some pieces; the second cuts the prompt elsewhere."""
+    total = sum(second)
+    heard, told = [], 0
+    pieces: list[tuple[int, int]] = []
+    for counts in (first[: data.draw(st.integers(0, len(first)))], second):
+        start = 0
+        for count in counts:
+            pieces.append((start, min(start + count, total)))
+            start += count
+    for start, end in pieces:
+        if start < end:
+            fresh, told = unheard(prompt_of(start, end), told)
+            if fresh is not None:
+                heard.append(fresh)
+    assert [value for piece in heard for value in piece.log_probs] == list(range(total))
+    rows = b"".join(piece.context_logits.data for piece in heard)
+    assert rows == prompt_of(0, total).context_logits.data
+    assert sum(piece.context_logits.shape[0] for piece in heard) == total

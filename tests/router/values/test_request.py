@@ -1,0 +1,99 @@
+"""From a GenerateRequest to one that cannot be wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from trtmesh.chassis.errors import InvalidField, InvalidRequest
+from trtmesh.client.options import build_config, build_items
+from trtmesh.router.values.request import ROUTER_FIELDS, parse_request, worker_config
+from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import router_pb2 as router_pb
+
+
+def message(*prompts: Any, request_id: str = "r", **options: Any) -> router_pb.GenerateRequest:
+    return router_pb.GenerateRequest(
+        request_id=request_id, items=build_items(prompts), config=build_config(None, options)
+    )
+
+
+def test_names_come_from_the_request_then_the_metadata_then_chance() -> None:
+    assert parse_request(message("x"), "other", 9).request_id == "r"
+    assert parse_request(message("x", request_id=""), "other", 9).request_id == "other"
+    drawn = {parse_request(message("x", request_id=""), "", 9).request_id for _ in range(9)}
+    assert len(drawn) == 9
+
+
+@pytest.mark.parametrize("request_id", ["x" * 257, "a\nb", "a\x00"])
+def test_unusable_names_are_refused(request_id: str) -> None:
+    with pytest.raises(InvalidField, match=r"request_id '.*' has \d+ characters"):
+        parse_request(message("x", request_id=request_id), "", 9)
+
+
+def test_the_number_of_items_is_limited() -> None:
+    assert len(parse_request(message(*"abc"), "", 3).items) == 3
+    with pytest.raises(InvalidField, match="items has 4 prompts but must have 1 to 3"):
+        parse_request(message(*"abcd"), "", 3)
+
+
+def test_an_own_config_replaces_the_shared_one_as_a_whole() -> None:
+    own = router_pb.GenerateItem(
+        prompt=pb.Prompt(text="b"), config=build_config(None, {"temperature": 0.5})
+    )
+    first, second = parse_request(message("a", own, max_tokens=5), "", 9).items
+    assert (first.config.stopping.max_tokens, first.config.sampling.temperature) == (5, None)
+    assert (second.config.stopping.max_tokens, second.config.sampling.temperature) == (None, 0.5)
+    assert [first.batch_index, second.batch_index] == [0, 1]
+
+
+def test_an_error_names_its_item() -> None:
+    bad = router_pb.GenerateItem(
+        prompt=pb.Prompt(text="b"), config=build_config(None, {"top_p": 2.0})
+    )
+    with pytest.raises(InvalidRequest, match=r"items\[1\]: sampling\.top_p is 2"):
+        parse_request(message("a", bad), "", 9)
+
+
+def test_every_field_of_the_router_exists_and_never_reaches_a_worker() -> None:
+    for path in ROUTER_FIELDS:
+        group, name = path.split(".")
+        descriptor = pb.GenerationConfig.DESCRIPTOR.fields_by_name[group].message_type
+        assert name in descriptor.fields_by_name
+    options: dict[str, Any] = {
+        "exclude_prompt": False,
+        "skip_special_tokens": False,
+        "stream": False,
+        "text": False,
+        "stop_texts": ["s"],
+        "include_stop_text": True,
+        "bad_texts": ["bad", "words"],
+        "embedding_bias_texts": ["up", " "],
+        "embedding_bias_token_ids": [[4]],
+        "embedding_bias_weights": [3.0, 2.0, -1.0],
+        "bad_token_ids": [[1]],
+        "max_tokens": 4,
+    }
+    (item,) = parse_request(message("x", **options), "", 9).items
+    assert item.words == ("bad", "words", "up", " ")
+    assert item.worker_fields == {
+        "stopping.max_tokens",
+        "stopping.bad_texts",
+        "stopping.bad_token_ids",
+        "sampling.embedding_bias_texts",
+        "sampling.embedding_bias_token_ids",
+        "sampling.embedding_bias_weights",
+    }
+    config = worker_config(item, 5, [(7, 8), (9,), (2, 3), ()], drawn_seed=11)
+    assert [list(ids.ids) for ids in config.stopping.bad_token_ids] == [[1], [7, 8], [9]]
+    assert [list(ids.ids) for ids in config.sampling.embedding_bias_token_ids] == [[2, 3], [4]]
+    assert list(config.sampling.embedding_bias_weights) == [3.0, -1.0]
+    assert config.sampling.seed == 11
+    assert config.stopping.max_tokens == 4
+    left = {
+        f"{group.name}.{f.name}"
+        for group, value in config.ListFields()
+        for f, _ in value.ListFields()
+    }
+    assert not left & ROUTER_FIELDS
+    assert item.message.output.HasField("text"), "the client's own message is not changed"
