@@ -179,6 +179,7 @@ def test_the_page_names_the_metadata_keys() -> None:
         ADMIN_TOKEN_METADATA_KEY,
         error_wire.REASON_METADATA_KEY,
         error_wire.RETRY_METADATA_KEY,
+        error_wire.ERROR_METADATA_KEY,
     }
 
 

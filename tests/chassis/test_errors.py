@@ -47,30 +47,59 @@ def test_every_class_is_in_the_documented_tree() -> None:
 
 @BY_REASON
 def test_an_error_survives_the_wire(row: ErrorRow) -> None:
-    error = row.error("what and where", worker="w", retry_after_ms=5)
+    error = row.error(
+        fields=("sampling.top_p", "sampling.top_k"),
+        value="3",
+        limit="at most 2",
+        limit_field="beam_search.beam_width",
+        batch_index=4,
+        worker="w",
+        retry_after_ms=5,
+    )
     back = error_wire.from_proto(
         pb.Error.FromString(error_wire.to_proto(error).SerializeToString())
     )
     assert type(back) is row.error
-    assert (back.message, back.worker, back.retry_after_ms) == ("what and where", "w", 5)
+    assert vars(back) == vars(error)
     assert error_wire.to_proto(error).code == row.status.value[0]
+    assert error_wire.to_proto(error).message == error.message
 
 
 @BY_REASON
 def test_an_error_survives_a_status(row: ErrorRow) -> None:
-    assert type(error_wire.from_status(row.status, row.reason, "x")) is row.error
+    error = row.error("has no end", field="prompt", batch_index=0, retry_after_ms=1)
+    back = error_wire.from_status(row.status, error.message, error_wire.to_metadata(error))
+    assert type(back) is row.error
+    assert vars(back) == vars(error)
+
+
+@BY_REASON
+def test_a_large_error_keeps_reason_and_sentence_in_a_status(row: ErrorRow) -> None:
+    error = row.error("x" * error_wire.MOST_ERROR_BYTES, retry_after_ms=1)
+    metadata = error_wire.to_metadata(error)
+    assert error_wire.ERROR_METADATA_KEY not in dict(metadata)
+    back = error_wire.from_status(row.status, error.message, metadata)
+    assert type(back) is row.error
+    assert (back.message, back.retry_after_ms) == (error.message, 1)
+
+
+def test_metadata_cut_short_leave_reason_and_sentence() -> None:
+    metadata = (("trtmesh-error-bin", b"\xff"), ("trtmesh-error-reason", "QUEUE_FULL"))
+    error = error_wire.from_status(grpc.StatusCode.UNAVAILABLE, "full", metadata)
+    assert (error.reason, error.message) == ("QUEUE_FULL", "full")
 
 
 @BY_REASON
 def test_a_status_without_reason_gives_the_most_general_error(row: ErrorRow) -> None:
-    error = error_wire.from_status(row.status, None, "x")
+    error = error_wire.from_status(row.status, "x", None)
     assert error.row.status is row.status
     assert issubclass(row.error, type(error))
 
 
 def test_unknown_words_and_codes_give_the_root() -> None:
     assert type(error_wire.from_proto(pb.Error(reason="NEW", message="m"))) is TrtmeshError
-    assert type(error_wire.from_status(grpc.StatusCode.DATA_LOSS, "NEW", "m")) is TrtmeshError
+    metadata = [("trtmesh-error-reason", "NEW")]
+    assert type(error_wire.from_status(grpc.StatusCode.DATA_LOSS, "m", metadata)) is TrtmeshError
 
 
 def test_retry_after_is_unset_by_default() -> None:
@@ -85,9 +114,33 @@ def test_a_subclass_elsewhere_takes_the_row_of_its_base() -> None:
     assert Local("x").reason == "QUEUE_FULL"
 
 
-def test_field_errors_name_field_value_and_limit() -> None:
-    error = errors.InvalidField.of("sampling.top_p", 3.0, "in [0, 1]")
-    assert error.message == "sampling.top_p is 3.0 but must be in [0, 1]"
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (
+            errors.InvalidField.of("sampling.top_p", 3.0, "in [0, 1]"),
+            "sampling.top_p is 3.0 but must be in [0, 1]",
+        ),
+        (
+            errors.InvalidField.of("min_tokens", 3, "at most 2", "max_tokens").of_item(7),
+            "items[7]: min_tokens is 3 but must be at most 2 (max_tokens)",
+        ),
+        (errors.UnsupportedField("not supported", fields=("a.b", "c")), "a.b, c not supported"),
+        (errors.NoWorker("no worker is ready"), "no worker is ready"),
+    ],
+)
+def test_message_is_made_of_the_parts(error: TrtmeshError, sentence: str) -> None:
+    assert error.message == str(error) == sentence
+
+
+def test_sentence_names_fields_as_its_reader_does() -> None:
+    error = errors.InvalidField.of("min_tokens", 3, "at most 2", "max_tokens")
+    assert error.sentence(str.upper) == "MIN_TOKENS is 3 but must be at most 2 (MAX_TOKENS)"
+
+
+def test_a_long_value_is_shortened() -> None:
+    error = errors.InvalidField.of("text", "x" * 10_000, "shorter")
+    assert len(error.value) == errors.LONGEST_VALUE + len("...")
 
 
 def test_start_failures_have_statuses_of_their_own() -> None:

@@ -108,18 +108,18 @@ def test_enum_numbers_without_a_name_are_refused(path: str, names: str) -> None:
         ),
         (
             pb.GenerationConfig(stopping=pb.StoppingConfig(min_tokens=5, max_tokens=4)),
-            "stopping.min_tokens is 5 but must be at most stopping.max_tokens, 4",
+            "stopping.min_tokens is 5 but must be at most 4",
         ),
         (
             pb.GenerationConfig(sampling=pb.SamplingConfig(embedding_bias_texts=["a"])),
-            "embedding_bias_texts has 1 entries and embedding_bias_token_ids 0, but embedding_bias_weights",
+            "have 1, 0 and 0 entries",
         ),
         (
             pb.GenerationConfig(
                 sampling=pb.SamplingConfig(num_return_sequences=3),
                 beam_search=pb.BeamSearchConfig(beam_width=2),
             ),
-            "sampling.num_return_sequences is 3 but must be at most beam_search.beam_width, 2",
+            "sampling.num_return_sequences is 3 but must be at most 2",
         ),
         (
             pb.GenerationConfig(sampling=pb.SamplingConfig(num_return_sequences=3, best_of=2)),
@@ -171,8 +171,9 @@ def test_tensors_keep_their_bytes() -> None:
 def test_unsupported_fields_are_named() -> None:
     config = parse_config(pb.GenerationConfig(sampling=pb.SamplingConfig(top_k=3, min_p=0.5)))
     refuse_unsupported(config, {"sampling.top_k", "sampling.min_p"}, "the worker")
-    with pytest.raises(UnsupportedField, match=r"the worker does not support sampling\.min_p;"):
+    with pytest.raises(UnsupportedField, match="not supported by the worker") as caught:
         refuse_unsupported(config, {"sampling.top_k"}, "the worker")
+    assert caught.value.fields == ("sampling.min_p",)
 
 
 class TestPrompt:

@@ -46,8 +46,8 @@ CASES: list[tuple[str, Mapping[str, Any], str]] = [
     ),
     ("tensorrt_llm", {"runtime_top_p": 3.0}, "runtime_top_p is 3.0 but must be in [0, 1]"),
     ("ensemble", {"top_p": 3.0}, "top_p is 3.0 but must be in [0, 1]"),
-    ("ensemble", {"min_tokens": 9}, "min_tokens is 9 but must be at most max_tokens, 5"),
-    ("tensorrt_llm", {"min_tokens": 9}, "is 9 but must be at most request_output_len, 5"),
+    ("ensemble", {"min_tokens": 9}, "min_tokens is 9 but must be at most 5 (max_tokens)"),
+    ("tensorrt_llm", {"min_tokens": 9}, "is 9 but must be at most 5 (request_output_len)"),
     ("tensorrt_llm", {"end_id": 60_000}, "end_id is 60000 but must be"),
     ("tensorrt_llm", RANGES, "retention_token_range_priorities is 200 but must be in [0, 100]"),
     ("tensorrt_llm_bls", {"image_bytes_input": PICTURE}, "image_bytes_input " + NO_WORKER),
@@ -188,10 +188,11 @@ async def test_of_several_tensors_that_was_meant_which_was_sent() -> None:
 
 
 async def test_an_error_stays_what_it_was() -> None:
-    error = of_request(QueueFull("items[1]: full", worker="w", retry_after_ms=5), call("ensemble"))
+    blamed = QueueFull("full", worker="w", retry_after_ms=5).of_item(1)
+    error = of_request(blamed, call("ensemble"))
     assert (type(error), error.message) == (QueueFull, "full")
     assert (error.worker, error.retry_after_ms) == ("w", 5)
-    several = of_request(QueueFull("items[1]: full"), call("ensemble", rows=2))
+    several = of_request(QueueFull("full").of_item(1), call("ensemble", rows=2))
     assert several.message == "row 1: full"
 
 

@@ -1358,6 +1358,12 @@ class Error(google.protobuf.message.Message):
     MESSAGE_FIELD_NUMBER: builtins.int
     WORKER_FIELD_NUMBER: builtins.int
     RETRY_AFTER_MS_FIELD_NUMBER: builtins.int
+    FIELDS_FIELD_NUMBER: builtins.int
+    VALUE_FIELD_NUMBER: builtins.int
+    LIMIT_FIELD_NUMBER: builtins.int
+    BATCH_INDEX_FIELD_NUMBER: builtins.int
+    PROBLEM_FIELD_NUMBER: builtins.int
+    LIMIT_FIELD_FIELD_NUMBER: builtins.int
     code: builtins.int
     """Canonical gRPC status code number."""
     reason: builtins.str
@@ -1368,6 +1374,20 @@ class Error(google.protobuf.message.Message):
     """Worker that failed, if one did."""
     retry_after_ms: builtins.int
     """When trying again makes sense, in milliseconds from now; unset means unknown or never."""
+    value: builtins.str
+    """Value of the first field, as text of at most 259 characters."""
+    limit: builtins.str
+    """What the value must be, such as `at most 1`."""
+    batch_index: builtins.int
+    """Item to blame for the failure of its whole request."""
+    problem: builtins.str
+    """What `message` says after the fields, for a reader that names them otherwise."""
+    limit_field: builtins.str
+    """Field that sets the limit, where one does."""
+    @property
+    def fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Fields to blame, as paths such as `sampling.top_p`."""
+
     def __init__(
         self,
         *,
@@ -1376,9 +1396,18 @@ class Error(google.protobuf.message.Message):
         message: builtins.str = ...,
         worker: builtins.str = ...,
         retry_after_ms: builtins.int | None = ...,
+        fields: collections.abc.Iterable[builtins.str] | None = ...,
+        value: builtins.str = ...,
+        limit: builtins.str = ...,
+        batch_index: builtins.int | None = ...,
+        problem: builtins.str = ...,
+        limit_field: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_retry_after_ms", b"_retry_after_ms", "retry_after_ms", b"retry_after_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_retry_after_ms", b"_retry_after_ms", "code", b"code", "message", b"message", "reason", b"reason", "retry_after_ms", b"retry_after_ms", "worker", b"worker"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_retry_after_ms", b"_retry_after_ms", "batch_index", b"batch_index", "retry_after_ms", b"retry_after_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_retry_after_ms", b"_retry_after_ms", "batch_index", b"batch_index", "code", b"code", "fields", b"fields", "limit", b"limit", "limit_field", b"limit_field", "message", b"message", "problem", b"problem", "reason", b"reason", "retry_after_ms", b"retry_after_ms", "value", b"value", "worker", b"worker"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_batch_index", b"_batch_index"]) -> typing.Literal["batch_index"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_retry_after_ms", b"_retry_after_ms"]) -> typing.Literal["retry_after_ms"] | None: ...
 
 Global___Error: typing_extensions.TypeAlias = Error

@@ -2,39 +2,93 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import grpc
+from google.protobuf.message import DecodeError
 from trtmesh.chassis.errors import ROW_BY_REASON, ROW_BY_STATUS, TrtmeshError
 from trtmesh.v1 import generation_pb2 as pb
 
+Metadata = Iterable[tuple[str, str | bytes]]
+
 REASON_METADATA_KEY = "trtmesh-error-reason"
 RETRY_METADATA_KEY = "trtmesh-retry-after-ms"
+ERROR_METADATA_KEY = "trtmesh-error-bin"
+"""The whole error as a serialized `Error`."""
+
+MOST_ERROR_BYTES = 2048
+"""Size of an `Error` in metadata; a larger one is left out, and the client has status, details and reason."""
+
+MOST_RETRY_MS = 2**32 - 1
 
 
 def to_proto(error: TrtmeshError) -> pb.Error:
     """The error as it travels inside a stream."""
+    retry = error.retry_after_ms
     message = pb.Error(
         code=error.row.status.value[0],
         reason=error.reason,
         message=error.message,
         worker=error.worker,
+        retry_after_ms=None if retry is None else min(retry, MOST_RETRY_MS),
+        fields=error.fields,
+        value=error.value,
+        limit=error.limit,
+        limit_field=error.limit_field,
+        batch_index=error.batch_index,
     )
-    if error.retry_after_ms is not None:
-        message.retry_after_ms = error.retry_after_ms
+    if _has_parts(message):
+        message.problem = error.problem
     return message
 
 
 def from_proto(message: pb.Error) -> TrtmeshError:
     """The error that `message` carried; a reason unknown here gives the root class."""
     row = ROW_BY_REASON.get(message.reason)
-    kind = row.error if row else TrtmeshError
-    retry_after_ms = message.retry_after_ms if message.HasField("retry_after_ms") else None
-    return kind(message.message, worker=message.worker, retry_after_ms=retry_after_ms)
+    return (row.error if row else TrtmeshError)(
+        message.problem if _has_parts(message) else message.message,
+        fields=tuple(message.fields),
+        value=message.value,
+        limit=message.limit,
+        limit_field=message.limit_field,
+        batch_index=message.batch_index if message.HasField("batch_index") else None,
+        worker=message.worker,
+        retry_after_ms=message.retry_after_ms if message.HasField("retry_after_ms") else None,
+    )
 
 
-def from_status(
-    code: grpc.StatusCode, reason: str | None, details: str, retry_after_ms: str | None = None
-) -> TrtmeshError:
-    """The error behind a failed call: by its reason word, else by its status code."""
-    row = ROW_BY_REASON.get(reason or "") or ROW_BY_STATUS.get(code)
-    hint = int(retry_after_ms) if retry_after_ms and retry_after_ms.isdecimal() else None
-    return (row.error if row else TrtmeshError)(details, retry_after_ms=hint)
+def _has_parts(message: pb.Error) -> bool:
+    """Whether the sentence is more than the problem."""
+    return bool(message.fields) or message.HasField("batch_index")
+
+
+def to_metadata(error: TrtmeshError) -> tuple[tuple[str, str | bytes], ...]:
+    """The trailing metadata of a call that fails with the error."""
+    metadata: list[tuple[str, str | bytes]] = [(REASON_METADATA_KEY, error.reason)]
+    if error.retry_after_ms is not None:
+        metadata.append((RETRY_METADATA_KEY, str(error.retry_after_ms)))
+    whole = to_proto(error).SerializeToString()
+    if len(whole) <= MOST_ERROR_BYTES:
+        metadata.append((ERROR_METADATA_KEY, whole))
+    return tuple(metadata)
+
+
+def from_status(code: grpc.StatusCode, details: str, metadata: Metadata | None) -> TrtmeshError:
+    """The error of a failed call: as its metadata carry it, else by reason word or status code."""
+    found = dict(metadata or ())
+    whole = found.get(ERROR_METADATA_KEY)
+    if isinstance(whole, bytes):
+        try:
+            return from_proto(pb.Error.FromString(whole))
+        except DecodeError:
+            # A proxy that shortens metadata takes nothing but the parts.
+            pass
+    row = ROW_BY_REASON.get(_text(found.get(REASON_METADATA_KEY))) or ROW_BY_STATUS.get(code)
+    retry = _text(found.get(RETRY_METADATA_KEY))
+    return (row.error if row else TrtmeshError)(
+        details, retry_after_ms=int(retry) if retry.isdecimal() else None
+    )
+
+
+def _text(value: str | bytes | None) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value or ""

@@ -115,7 +115,7 @@ def parse_config(message: pb.GenerationConfig) -> v.GenerationConfig:
 def parse_prompt(message: pb.Prompt) -> v.Prompt:
     """The prompt as values; a prompt with neither text nor ids is refused."""
     if message.WhichOneof("content") is None:
-        raise InvalidField("prompt has neither text nor token_ids; set one of them")
+        raise InvalidField("has neither text nor token_ids; set one of them", field="prompt")
     prompt: v.Prompt = _message(message, "prompt.", set())
     # An empty TokenIds message is set but not listed as such by value.
     return (
@@ -130,7 +130,7 @@ def refuse_unsupported(config: v.GenerationConfig, supported: Iterable[str], who
     unsupported = sorted(config.fields_set.difference(supported))
     if unsupported:
         raise UnsupportedField(
-            f"{who} does not support {', '.join(unsupported)}; leave it out or use another worker"
+            f"not supported by {who}; leave it out or use another worker", fields=tuple(unsupported)
         )
 
 
@@ -215,13 +215,14 @@ def _scalars(path: str, values: Any) -> tuple[Any, ...]:
 def _check_count(path: str, values: Any) -> None:
     most = MOST_ENTRIES.get(path)
     if most is not None and len(values) > most:
-        raise InvalidField(f"{path} has {len(values)} entries but must have at most {most}")
+        raise InvalidField(f"has {len(values)} entries but must have at most {most}", field=path)
 
 
 def _word(path: str, word: Any) -> Any:
     if path in WORD_LISTS and not 1 <= len(word) <= MAX_WORD_LENGTH:
         raise InvalidField(
-            f"{path} has an entry of length {len(word)} but each must have 1 to {MAX_WORD_LENGTH}"
+            f"has an entry of length {len(word)} but each must have 1 to {MAX_WORD_LENGTH}",
+            field=path,
         )
     return word
 
@@ -246,7 +247,8 @@ def _check_tensor(path: str, tensor: v.Tensor) -> None:
     expected = math.prod(tensor.shape) * size
     if len(tensor.data) != expected:
         raise InvalidField(
-            f"{path} has {len(tensor.data)} bytes of data but shape {tensor.shape} needs {expected}"
+            f"has {len(tensor.data)} bytes of data but shape {tensor.shape} needs {expected}",
+            field=path,
         )
 
 
@@ -255,26 +257,35 @@ def _check_combinations(config: v.GenerationConfig) -> None:
     characters = sum(map(len, stopping.stop_texts))
     if characters > MAX_STOP_TEXT_CHARACTERS:
         raise InvalidField(
-            f"stopping.stop_texts has {characters} characters together but must have at most"
-            f" {MAX_STOP_TEXT_CHARACTERS}"
+            f"has {characters} characters together but must have at most {MAX_STOP_TEXT_CHARACTERS}",
+            field="stopping.stop_texts",
         )
     if config.output.logits_data_type not in LOGITS_DATA_TYPES:
         name = pb.DataType.Name(pb.DataType.ValueType(config.output.logits_data_type))
         limit = "DATA_TYPE_FP32, DATA_TYPE_FP16 or DATA_TYPE_BF16"
         raise InvalidField.of("output.logits_data_type", name, limit)
     if stopping.ignore_end_id and stopping.end_id is not None:
-        raise InvalidField("stopping.end_id and stopping.ignore_end_id exclude each other")
+        raise InvalidField(
+            "exclude each other; set one of them",
+            fields=("stopping.end_id", "stopping.ignore_end_id"),
+        )
     if stopping.max_tokens is not None and stopping.min_tokens > stopping.max_tokens:
         raise InvalidField.of(
             "stopping.min_tokens",
             stopping.min_tokens,
-            f"at most stopping.max_tokens, {stopping.max_tokens}",
+            f"at most {stopping.max_tokens}",
+            "stopping.max_tokens",
         )
     texts, lists = len(sampling.embedding_bias_texts), len(sampling.embedding_bias_token_ids)
     if texts + lists != len(sampling.embedding_bias_weights):
         raise InvalidField(
-            f"sampling.embedding_bias_texts has {texts} entries and embedding_bias_token_ids {lists}, but"
-            f" embedding_bias_weights has {len(sampling.embedding_bias_weights)}; they must be equally many"
+            f"have {texts}, {lists} and {len(sampling.embedding_bias_weights)} entries, but texts and token_ids"
+            " together must be as many as weights",
+            fields=(
+                "sampling.embedding_bias_texts",
+                "sampling.embedding_bias_token_ids",
+                "sampling.embedding_bias_weights",
+            ),
         )
     if config.beam_search.beam_width > 1 and sampling.num_return_sequences > (
         config.beam_search.beam_width
@@ -282,14 +293,18 @@ def _check_combinations(config: v.GenerationConfig) -> None:
         raise InvalidField.of(
             "sampling.num_return_sequences",
             sampling.num_return_sequences,
-            f"at most beam_search.beam_width, {config.beam_search.beam_width}",
+            f"at most {config.beam_search.beam_width}",
+            "beam_search.beam_width",
         )
     if sampling.best_of is not None and sampling.best_of < sampling.num_return_sequences:
         raise InvalidField.of(
             "sampling.best_of",
             sampling.best_of,
-            f"at least sampling.num_return_sequences, {sampling.num_return_sequences}",
+            f"at least {sampling.num_return_sequences}",
+            "sampling.num_return_sequences",
         )
     window = config.lookahead
     if window and None in (window.window_size, window.ngram_size, window.verification_set_size):
-        raise InvalidField("lookahead needs window_size, ngram_size and verification_set_size")
+        raise InvalidField(
+            "needs window_size, ngram_size and verification_set_size", field="lookahead"
+        )

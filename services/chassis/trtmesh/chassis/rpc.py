@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
-from trtmesh.chassis.error_wire import REASON_METADATA_KEY, RETRY_METADATA_KEY
+from trtmesh.chassis.error_wire import to_metadata
 from trtmesh.chassis.errors import InternalError, TrtmeshError, Unavailable
 from trtmesh.chassis.logs import request_id_bound
 
@@ -49,7 +49,5 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: TrtmeshErro
     # A peer that is not ready is asked again and again: that is no news.
     level = logging.DEBUG if isinstance(error, Unavailable) else logging.INFO
     log.log(level, "call refused: %s: %s", error.reason, error.message)
-    metadata = [(REASON_METADATA_KEY, error.reason)]
-    if error.retry_after_ms is not None:
-        metadata.append((RETRY_METADATA_KEY, str(error.retry_after_ms)))
-    await context.abort(error.row.status, error.message, trailing_metadata=tuple(metadata))
+    metadata = to_metadata(error)
+    await context.abort(error.row.status, error.message, trailing_metadata=metadata)

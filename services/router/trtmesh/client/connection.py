@@ -10,7 +10,7 @@ from typing import Self
 
 import grpc
 from trtmesh.chassis.channels import open_channel
-from trtmesh.chassis.error_wire import REASON_METADATA_KEY, RETRY_METADATA_KEY, from_status
+from trtmesh.chassis.error_wire import REASON_METADATA_KEY, from_status
 from trtmesh.chassis.errors import TrtmeshError
 
 CONNECT_SECONDS = 10.0
@@ -60,17 +60,15 @@ def typed_errors() -> Iterator[None]:
     try:
         yield
     except grpc.aio.AioRpcError as error:
-        reason, retry = (
-            value.decode() if isinstance(value, bytes) else value
-            for value in map(
-                error.trailing_metadata().get, (REASON_METADATA_KEY, RETRY_METADATA_KEY)
-            )
-        )
+        metadata = error.trailing_metadata()
         details = error.details() or error.code().name
-        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not reason:
+        if (
+            error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            and REASON_METADATA_KEY not in metadata
+        ):
             # No router's words but gRPC's own, such as "Stream removed (Deadline Exceeded)".
             details = "the call had no answer, or no end, within its timeout; allow more time"
-        raise from_status(error.code(), reason, details, retry) from error
+        raise from_status(error.code(), details, metadata) from error
     except asyncio.CancelledError as error:
         # Closing the client cancels its calls, and grpc.aio raises this in tasks that nobody cancelled.
         task = asyncio.current_task()

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 from trtmesh.chassis.channels import GREETING_SECONDS
-from trtmesh.chassis.error_wire import REASON_METADATA_KEY, from_status
+from trtmesh.chassis.error_wire import from_status
 from trtmesh.chassis.errors import Mismatch, TrtmeshError, Unavailable
 from trtmesh.chassis.grpc.client import Connection, connected
 from trtmesh.chassis.grpc.client.call import ENDED
@@ -159,8 +159,5 @@ class Replica(ABC):
 
 
 def _describe(error: grpc.aio.AioRpcError) -> str:
-    metadata = dict(error.trailing_metadata() or ())
-    known = from_status(
-        error.code(), str(metadata.get(REASON_METADATA_KEY, "")), error.details() or ""
-    )
+    known = from_status(error.code(), error.details() or "", error.trailing_metadata())
     return f"{error.code().name}: {known.message or known.reason}"

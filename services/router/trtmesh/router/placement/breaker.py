@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from trtmesh.chassis.errors import InternalError, TrtmeshError, WorkerLost
+from trtmesh.chassis.errors import TrtmeshError
 
 BreakerState: TypeAlias = Literal["closed", "open", "half_open"]
 
@@ -20,13 +20,6 @@ MOST_DOUBLINGS = 10
 
 INCIDENT_SECONDS = 0.1
 """Faults that follow each other so closely have one cause: a lost stream fails every item on it."""
-
-FAULTS = (InternalError, WorkerLost)
-
-
-def is_fault(error: TrtmeshError) -> bool:
-    """Whether the worker is to blame; false for what the caller did wrong and for back-pressure."""
-    return isinstance(error, FAULTS)
 
 
 class Breaker:

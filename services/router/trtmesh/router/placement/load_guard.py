@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from trtmesh.chassis.errors import TrtmeshError
-from trtmesh.router.placement.breaker import Breaker, is_fault
+from trtmesh.router.placement.breaker import Breaker
 from trtmesh.router.placement.rates import Rates, Report, Typical
 
 SLOW_START_SECONDS = 10.0
@@ -209,7 +209,7 @@ class LoadGuard:
         self._on_change()
 
     def _on_ended_early(self, error: TrtmeshError | None, now: float) -> None:
-        if error is not None and is_fault(error):
+        if error is not None and error.row.is_fault:
             self.breaker.failed(now, error)
         else:
             self.breaker.ended_neutrally()

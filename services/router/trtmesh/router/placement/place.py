@@ -39,9 +39,9 @@ def check_fields(fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> None
 
 
 def _unsupported(able: Sequence[WorkerSnapshot], query: PlacementQuery) -> UnsupportedField:
-    fields = ", ".join(sorted(query.fields - able[0].supported_fields))
     return UnsupportedField(
-        f"{fields} not supported by any worker of model {query.model}; leave it out"
+        f"not supported by any worker of model {query.model}; leave it out",
+        fields=tuple(sorted(query.fields - able[0].supported_fields)),
     )
 
 
@@ -57,9 +57,13 @@ def _refusal(
     ]
     long_enough = [w for w in able if query.prompt_tokens < w.max_sequence_tokens]
     if able and not long_enough:
+        most = max(worker.max_sequence_tokens for worker in able)
         return PromptTooLong(
-            f"the prompt has {query.prompt_tokens} tokens, but with at least one new token a sequence of model"
-            f" {query.model} has at most {max(w.max_sequence_tokens for w in able)}; shorten the prompt"
+            f"has {query.prompt_tokens} tokens, but with at least one new token a sequence of model {query.model} has"
+            f" at most {most}; shorten it",
+            field="prompt",
+            value=str(query.prompt_tokens),
+            limit=f"below {most}",
         )
     if long_enough:
         return _unsupported(long_enough, query)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from trtmesh.chassis.errors import Draining, NoWorker, QueueFull, TrtmeshError, WorkerLost
+from trtmesh.chassis.errors import NoWorker, QueueFull, TrtmeshError, WorkerLost
 
 Failures: TypeAlias = dict[str, TrtmeshError]
 """Latest error of each worker, by address, that is left out for now."""
-
-BACK_PRESSURE = (Draining, QueueFull)
-"""Answers of a worker that is well: no fault, and no reason to give up as long as another may take the item."""
 
 
 class Attempts:
@@ -37,9 +34,7 @@ class Attempts:
         """
         known = self.failures.get(address)
         self.failures[address] = error
-        if isinstance(error, BACK_PRESSURE) or (
-            known is not None and not isinstance(known, BACK_PRESSURE)
-        ):
+        if error.row.back_pressure or (known is not None and not known.row.back_pressure):
             return True
         self.loss = error
         self.fruitless = 1 if generated_tokens > self._tokens else self.fruitless + 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trtmesh.chassis.error_wire import from_proto, to_proto
-from trtmesh.chassis.errors import Draining, QueueFull, StreamIncomplete, TrtmeshError, WorkerLost
+from trtmesh.chassis.errors import StreamIncomplete, TrtmeshError
 from trtmesh.router.admission import Charge
 from trtmesh.router.streams.client_stream import ClientStream
 from trtmesh.router.streams.partners import Assignment, Decoder, Owner
@@ -13,9 +13,6 @@ from trtmesh.router.values.request import ItemRequest
 from trtmesh.router.values.resumption import ReceivedSequence
 from trtmesh.v1 import engine_pb2 as engine_pb
 from trtmesh.v1 import generation_pb2 as pb
-
-MOVABLE = (WorkerLost, Draining, QueueFull)
-"""Errors that say something of the worker and nothing of the sequence, which another worker may go on with."""
 
 
 class SequenceRun:
@@ -159,7 +156,7 @@ class SequenceRun:
         if self.over:
             return
         error = from_proto(end.error) if end.HasField("error") else None
-        if assignment is not None and isinstance(error, MOVABLE):
+        if assignment is not None and error is not None and error.row.movable:
             self.on_worker_lost(error)
             return
         self.end = end

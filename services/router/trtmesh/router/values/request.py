@@ -82,11 +82,14 @@ def parse_request(
     request_id = message.request_id or metadata_request_id or secrets.token_hex(8)
     if len(request_id) > MAX_REQUEST_ID_LENGTH or not request_id.isprintable():
         raise InvalidField(
-            f"request_id {request_id[:MAX_REQUEST_ID_LENGTH]!r} has {len(request_id)} characters but must be printable"
-            f" and have at most {MAX_REQUEST_ID_LENGTH}"
+            f"{request_id[:MAX_REQUEST_ID_LENGTH]!r} has {len(request_id)} characters but must be printable and have at"
+            f" most {MAX_REQUEST_ID_LENGTH}",
+            field="request_id",
         )
     if not 1 <= len(message.items) <= max_items:
-        raise InvalidField(f"items has {len(message.items)} prompts but must have 1 to {max_items}")
+        raise InvalidField(
+            f"has {len(message.items)} prompts but must have 1 to {max_items}", field="items"
+        )
     shared = parse_config(message.config)
     items = tuple(
         _parse_item(batch_index, item, message.config, shared)
@@ -107,7 +110,7 @@ def _parse_item(
             return ItemRequest(batch_index, prompt, parse_config(item.config), item.config)
         return ItemRequest(batch_index, prompt, shared, shared_message)
     except TrtmeshError as error:
-        raise type(error)(f"items[{batch_index}]: {error.message}") from error
+        raise error.of_item(batch_index) from error
 
 
 def worker_config(

@@ -27,7 +27,7 @@ from trtmesh.router.doors.triton.plain_text import PlainText
 from trtmesh.router.doors.triton.speculation import without_draft_model
 from trtmesh.router.doors.triton.statistics import Counting
 from trtmesh.router.doors.triton.texts import Texts, TextsOf
-from trtmesh.router.doors.triton.wording import in_tensors, of_request
+from trtmesh.router.doors.triton.wording import in_tensors, of_request, reworded
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.live_request import LiveRequest
 from trtmesh.router.requests.requests import Requests
@@ -114,8 +114,9 @@ class Generations:
     ) -> TrtmeshError:
         error = in_tensors(without_draft_model(from_proto(failed.error)), call)
         if isinstance(error, BackendFailed) and call.model.template != "llmapi":
-            return error.reworded(
-                f"Executor failed process requestId {request_id} due to the following error: {error.message}"
+            return reworded(
+                error,
+                f"Executor failed process requestId {request_id} due to the following error: {error.message}",
             )
         if isinstance(error, PromptTooLong):
             return InternalError(

@@ -10,17 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from tritonclient.grpc import service_pb2
-from trtmesh.chassis.errors import (
-    BackendFailed,
-    Cancelled,
-    Exhausted,
-    SlowClient,
-    StreamIncomplete,
-    TokenizerLost,
-    TrtmeshError,
-    Unavailable,
-    WorkerLost,
-)
+from trtmesh.chassis.errors import Blame, TrtmeshError
 from trtmesh.router.doors.triton.answers import Answers
 from trtmesh.router.doors.triton.calls import Call
 from trtmesh.router.doors.triton.forms import Kind
@@ -32,6 +22,8 @@ from trtmesh.router.requests.live_request import LiveRequest
 
 FAILURE_REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
 """Triton's words for why a request failed."""
+
+REASONS_BY_BLAME = {Blame.LOAD: "REJECTED", Blame.CLIENT: "CANCELED", Blame.PEER: "BACKEND"}
 
 
 @dataclass(slots=True)
@@ -213,10 +205,6 @@ def failure_reason(error: BaseException) -> str:
     match error:
         case asyncio.CancelledError() | GeneratorExit() | ConnectionError():
             return "CANCELED"
-        case SlowClient() | Cancelled():
-            return "CANCELED"
-        case BackendFailed() | StreamIncomplete() | WorkerLost() | TokenizerLost():
-            return "BACKEND"
-        case Unavailable() | Exhausted():
-            return "REJECTED"
+        case TrtmeshError():
+            return REASONS_BY_BLAME.get(error.row.blame, "OTHER")
     return "OTHER"

@@ -11,27 +11,31 @@ if TYPE_CHECKING:
     from trtmesh.router.doors.triton.calls import Call
 
 FIELD_PATH = re.compile(r"(?<![\w.])[a-z_]+(?:\[\d+\])?(?:\.[a-z_]+(?:\[\d+\])?)+")
-ITEM = re.compile(r"items\[(\d+)\]: ")
 REQUEST_TYPE = "parameter 'request_type'"
 
 
 def in_tensors(error: TrtmeshError, call: Call) -> TrtmeshError:
     """The error with the names of tensors in the place of the fields that they set."""
     tensors = _tensors_by_field(call)
-    return error.reworded(FIELD_PATH.sub(lambda found: _tensor(found[0], tensors), error.message))
+    return reworded(
+        error, FIELD_PATH.sub(lambda found: _tensor(found[0], tensors), error.sentence(str))
+    )
 
 
 def of_row(error: TrtmeshError, row: int, call: Call) -> TrtmeshError:
     """The error with the row that it is of, where there are several."""
-    return error.reworded(f"row {row}: {error.message}") if call.batch_size > 1 else error
+    return reworded(error, f"row {row}: {error.message}") if call.batch_size > 1 else error
 
 
 def of_request(error: TrtmeshError, call: Call) -> TrtmeshError:
     """The error of a request of the mesh as one of the call: an item is a row."""
-    error = in_tensors(error, call)
-    if (item := ITEM.match(error.message)) is None:
-        return error
-    return of_row(error.reworded(error.message[item.end() :]), int(item[1]), call)
+    told = in_tensors(error, call)
+    return told if error.batch_index is None else of_row(told, error.batch_index, call)
+
+
+def reworded(error: TrtmeshError, message: str) -> TrtmeshError:
+    """The same error with another message."""
+    return type(error)(message, worker=error.worker, retry_after_ms=error.retry_after_ms)
 
 
 def _tensors_by_field(call: Call) -> dict[str, str]:
