@@ -10,11 +10,11 @@ import pytest
 from tritonclient.grpc import service_pb2 as kserve
 from trtmesh.chassis.errors import DeadlineExceeded, InternalError, TrtmeshError
 from trtmesh.router.doors.triton.answers import Answers
-from trtmesh.router.doors.triton.calls import Call, read_call, to_request
+from trtmesh.router.doors.triton.grpc.responses import Output, ResponseWriter, text_data
 from trtmesh.router.doors.triton.models import Model, triton_models
-from trtmesh.router.doors.triton.outputs import OutputBuilder
 from trtmesh.router.doors.triton.plain_text import PlainText
-from trtmesh.router.doors.triton.wire import Output, ResponseWriter, text_data
+from trtmesh.router.doors.triton.templates.generation import Call, read_call, to_request
+from trtmesh.router.doors.triton.templates.outputs import OutputBuilder
 from trtmesh.router.settings import TritonSettings
 from trtmesh.router.streams.client_stream import Waiting, WaitingEvent, WaitingTokens
 from trtmesh.router.values.request import parse_request

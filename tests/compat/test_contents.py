@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tritonclient.grpc import service_pb2 as kserve
 from trtmesh.chassis.errors import InvalidRequest
-from trtmesh.router.doors.triton.calls import read_call, to_request
 from trtmesh.router.doors.triton.models import triton_models
+from trtmesh.router.doors.triton.templates.generation import read_call, to_request
 from trtmesh.router.settings import TritonSettings
 
 ENSEMBLE = triton_models(TritonSettings())["ensemble"]

@@ -16,9 +16,9 @@ from tritonclient.grpc import service_pb2 as kserve
 from tritonclient.utils import InferenceServerException
 from trtmesh.chassis.errors import InvalidRequest, TrtmeshError
 from trtmesh.router.doors.triton.answers import Answer, Answers
-from trtmesh.router.doors.triton.calls import read_call, to_request
 from trtmesh.router.doors.triton.models import triton_models
-from trtmesh.router.doors.triton.outputs import OutputBuilder
+from trtmesh.router.doors.triton.templates.generation import read_call, to_request
+from trtmesh.router.doors.triton.templates.outputs import OutputBuilder
 from trtmesh.router.settings import TritonSettings
 from trtmesh.router.streams.client_stream import WaitingEvent, WaitingTokens
 from trtmesh.router.values.request import parse_request

@@ -12,8 +12,8 @@ from compat.plain_http import PlainHttp
 from compat.triton import Triton
 from e2e.mesh import Mesh, running_mesh
 from trtmesh.chassis.errors import InvalidField, QueueFull
-from trtmesh.router.doors.triton.calls import Call
 from trtmesh.router.doors.triton.models import triton_models
+from trtmesh.router.doors.triton.templates.generation import Call
 from trtmesh.router.doors.triton.wording import in_tensors, of_request
 from trtmesh.router.settings import TritonSettings
 

@@ -8,8 +8,8 @@ import pytest
 from tritonclient.grpc import model_config_pb2
 from tritonclient.grpc import service_pb2 as kserve
 from trtmesh.chassis.errors import InvalidRequest
-from trtmesh.router.doors.triton.calls import read_call, to_request
 from trtmesh.router.doors.triton.models import describe_config, triton_models
+from trtmesh.router.doors.triton.templates.generation import read_call, to_request
 from trtmesh.router.doors.triton.tensors import InputTensor
 from trtmesh.router.doors.triton.words import format_words, parse_words
 from trtmesh.router.settings import TritonSettings

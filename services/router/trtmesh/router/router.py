@@ -16,8 +16,8 @@ from trtmesh.router.admission import Admission, AdmissionLimits, RateLimiter
 from trtmesh.router.doors.admin.door import AdminDoor
 from trtmesh.router.doors.admin.service import RouterAdminService
 from trtmesh.router.doors.native import MeshService
-from trtmesh.router.doors.triton.door import SERVICE_NAME
 from trtmesh.router.doors.triton.front import TritonFront
+from trtmesh.router.doors.triton.grpc.door import SERVICE_NAME
 from trtmesh.router.fleet.addresses import check_entries
 from trtmesh.router.fleet.discovery import Discovery
 from trtmesh.router.fleet.fleet import Fleet

@@ -21,7 +21,7 @@ from trtmesh.cli.triton_import.parameters import (
 from trtmesh.cli.triton_import.references import CORES
 from trtmesh.cli.triton_import.repository import VERSION, RepositoryModel
 from trtmesh.cli.triton_import.rules import MODELS, TORCH
-from trtmesh.router.doors.triton.forms import FORMS
+from trtmesh.router.doors.triton.templates.template import FORMS
 from trtmesh.router.doors.triton.tensors import TensorSpec
 
 LOGITS = ("context_logits", "generation_logits")

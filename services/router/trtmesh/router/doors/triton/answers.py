@@ -6,11 +6,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from trtmesh.chassis.errors import DeadlineExceeded, InternalError, TrtmeshError
-from trtmesh.router.doors.triton.calls import Call
-from trtmesh.router.doors.triton.forms import Kind
-from trtmesh.router.doors.triton.llmapi import LlmApiOutputs
-from trtmesh.router.doors.triton.outputs import Block, OutputBuilder, RowOutput, SequenceOutput
-from trtmesh.router.doors.triton.wire import Output
+from trtmesh.router.doors.triton.grpc.responses import Output
+from trtmesh.router.doors.triton.templates.generation import Call
+from trtmesh.router.doors.triton.templates.llmapi import LlmApiOutputs
+from trtmesh.router.doors.triton.templates.outputs import (
+    Block,
+    OutputBuilder,
+    RowOutput,
+    SequenceOutput,
+)
+from trtmesh.router.doors.triton.templates.template import Kind
 from trtmesh.router.doors.triton.wording import of_row
 from trtmesh.router.streams.client_stream import Waiting, WaitingTokens
 from trtmesh.router.values.request import GenerationRequest

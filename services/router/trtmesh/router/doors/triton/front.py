@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import grpc
 from trtmesh.chassis.service import Runtime
-from trtmesh.router.doors.triton.door import TritonDoor
 from trtmesh.router.doors.triton.engine_metrics import EngineFigures, engine_figures
 from trtmesh.router.doors.triton.generations import Generations
+from trtmesh.router.doors.triton.grpc.door import TritonDoor
 from trtmesh.router.doors.triton.http.door import HttpDoor, HttpLimits
 from trtmesh.router.doors.triton.models import Model
 from trtmesh.router.doors.triton.server import TritonServer

@@ -20,12 +20,12 @@ from trtmesh.chassis.errors import (
 )
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.doors.triton.answers import Answer, Answers
-from trtmesh.router.doors.triton.calls import Call, to_request
-from trtmesh.router.doors.triton.llmapi import LlmApiOutputs
-from trtmesh.router.doors.triton.outputs import OutputBuilder, RowOutput, SequenceOutput
 from trtmesh.router.doors.triton.plain_text import PlainText
 from trtmesh.router.doors.triton.speculation import without_draft_model
 from trtmesh.router.doors.triton.statistics import Counting
+from trtmesh.router.doors.triton.templates.generation import Call, to_request
+from trtmesh.router.doors.triton.templates.llmapi import LlmApiOutputs
+from trtmesh.router.doors.triton.templates.outputs import OutputBuilder, RowOutput, SequenceOutput
 from trtmesh.router.doors.triton.texts import Texts, TextsOf
 from trtmesh.router.doors.triton.wording import in_tensors, of_request, reworded
 from trtmesh.router.metrics import RouterMetrics

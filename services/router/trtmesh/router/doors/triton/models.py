@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from tritonclient.grpc import model_config_pb2, service_pb2
-from trtmesh.router.doors.triton.forms import FORMS, Kind
-from trtmesh.router.doors.triton.inputs import InputSpec
 from trtmesh.router.doors.triton.model_settings import (
     DEFAULT_STEPS,
     LogitsDataType,
     Template,
     TritonModelSettings,
 )
+from trtmesh.router.doors.triton.templates.inputs import InputSpec
+from trtmesh.router.doors.triton.templates.template import FORMS, Kind
 from trtmesh.router.doors.triton.tensors import TensorSpec
 from trtmesh.router.settings import TritonSettings
 

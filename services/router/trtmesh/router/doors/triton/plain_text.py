@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.router.doors.triton.answers import Answer, ItemError, cut_off_error
-from trtmesh.router.doors.triton.outputs import TEXT_OUTPUT, RowOutput, SequenceOutput
-from trtmesh.router.doors.triton.wire import Output, text_data
+from trtmesh.router.doors.triton.grpc.responses import Output, text_data
+from trtmesh.router.doors.triton.templates.outputs import TEXT_OUTPUT, RowOutput, SequenceOutput
 from trtmesh.router.streams.client_stream import Waiting, WaitingTokens
 
 

@@ -9,9 +9,7 @@ from typing import Any
 from tritonclient.grpc import service_pb2 as kserve
 from trtmesh.chassis.errors import Cancelled, UnsupportedCall
 from trtmesh.router.doors.triton.answers import Answer
-from trtmesh.router.doors.triton.calls import find_model, read_call
 from trtmesh.router.doors.triton.engine_metrics import EngineFigures
-from trtmesh.router.doors.triton.forms import Kind
 from trtmesh.router.doors.triton.generations import Caller, Generations, Send
 from trtmesh.router.doors.triton.log_settings import change_log_settings
 from trtmesh.router.doors.triton.metrics import TritonMetrics
@@ -23,7 +21,9 @@ from trtmesh.router.doors.triton.models import (
     triton_models,
 )
 from trtmesh.router.doors.triton.statistics import Counting, Statistics
-from trtmesh.router.doors.triton.text_models import postprocess, preprocess
+from trtmesh.router.doors.triton.templates.generation import find_model, read_call
+from trtmesh.router.doors.triton.templates.preprocessing import postprocess, preprocess
+from trtmesh.router.doors.triton.templates.template import Kind
 from trtmesh.router.doors.triton.texts import TextsOf
 from trtmesh.router.settings import TritonSettings
 

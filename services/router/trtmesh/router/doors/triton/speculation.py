@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from trtmesh.chassis.errors import InternalError, TrtmeshError, UnsupportedField
 
 if TYPE_CHECKING:
-    from trtmesh.router.doors.triton.calls import Call
+    from trtmesh.router.doors.triton.templates.generation import Call
 
 DRAFT_TOKENS_FIELD = "draft.num_draft_tokens"
 VISION_INPUTS = frozenset(

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from tritonclient.grpc import service_pb2
 from trtmesh.chassis.errors import Blame, TrtmeshError
 from trtmesh.router.doors.triton.answers import Answers
-from trtmesh.router.doors.triton.calls import Call
-from trtmesh.router.doors.triton.forms import Kind
 from trtmesh.router.doors.triton.models import MODEL_VERSION, Model
 from trtmesh.router.doors.triton.plain_text import PlainText
+from trtmesh.router.doors.triton.templates.generation import Call
+from trtmesh.router.doors.triton.templates.template import Kind
 from trtmesh.router.doors.triton.token_lengths import TokenLengths
 from trtmesh.router.requests.item import ItemRun
 from trtmesh.router.requests.live_request import LiveRequest

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from trtmesh.chassis.errors import TrtmeshError
 
 if TYPE_CHECKING:
-    from trtmesh.router.doors.triton.calls import Call
+    from trtmesh.router.doors.triton.templates.generation import Call
 
 FIELD_PATH = re.compile(r"(?<![\w.])[a-z_]+(?:\[\d+\])?(?:\.[a-z_]+(?:\[\d+\])?)+")
 REQUEST_TYPE = "parameter 'request_type'"

@@ -11,13 +11,13 @@ from trtmesh.chassis.errors import InternalError, SlowClient, TrtmeshError, Unsu
 from trtmesh.router.admission import key_name
 from trtmesh.router.doors.triton.answers import Answer
 from trtmesh.router.doors.triton.generations import Caller
+from trtmesh.router.doors.triton.grpc.responses import Output
 from trtmesh.router.doors.triton.http.bodies import json_response, read_body, read_json, to_json
 from trtmesh.router.doors.triton.http.errors import error_headers
 from trtmesh.router.doors.triton.http.generate_body import generate_response, read_generate
 from trtmesh.router.doors.triton.http.infer_body import HEADER_LENGTH, read_infer, write_infer
 from trtmesh.router.doors.triton.models import Model
 from trtmesh.router.doors.triton.server import TritonServer
-from trtmesh.router.doors.triton.wire import Output
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 COMPRESSIONS = {

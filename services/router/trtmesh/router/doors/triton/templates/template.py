@@ -6,10 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from trtmesh.router.doors.triton.inputs import BLS_INPUTS, TEXT_INPUTS, TOKEN_INPUTS, InputSpec
-from trtmesh.router.doors.triton.llmapi_specs import LLMAPI_INPUTS, LLMAPI_OUTPUTS
 from trtmesh.router.doors.triton.model_settings import LogitsDataType, Template
-from trtmesh.router.doors.triton.specs import (
+from trtmesh.router.doors.triton.templates.inputs import (
+    BLS_INPUTS,
+    TEXT_INPUTS,
+    TOKEN_INPUTS,
+    InputSpec,
+)
+from trtmesh.router.doors.triton.templates.llmapi_specs import LLMAPI_INPUTS, LLMAPI_OUTPUTS
+from trtmesh.router.doors.triton.templates.specs import (
     DISAGGREGATED_INPUTS,
     HANDOFF_OUTPUT,
     POSTPROCESSING_INPUTS,

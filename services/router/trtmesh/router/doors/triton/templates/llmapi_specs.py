@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from trtmesh.chassis.errors import InternalError, InvalidRequest, UnsupportedField
-from trtmesh.router.doors.triton import put
-from trtmesh.router.doors.triton.inputs import ANY, ONE, InputSpec
-from trtmesh.router.doors.triton.specs import PERF_OUTPUTS, TEXT_OUTPUT, out
+from trtmesh.router.doors.triton.templates import put
+from trtmesh.router.doors.triton.templates.inputs import ANY, ONE, InputSpec
+from trtmesh.router.doors.triton.templates.specs import PERF_OUTPUTS, TEXT_OUTPUT, out
 from trtmesh.router.doors.triton.tensors import InputTensor
 from trtmesh.v1 import router_pb2 as router_pb
 

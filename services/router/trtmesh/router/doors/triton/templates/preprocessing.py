@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from trtmesh.chassis.errors import InvalidRequest, UnsupportedField
-from trtmesh.router.doors.triton.calls import Call
-from trtmesh.router.doors.triton.specs import PICTURE_INPUTS
+from trtmesh.router.doors.triton.grpc.responses import Output, text_data
+from trtmesh.router.doors.triton.templates.generation import Call
+from trtmesh.router.doors.triton.templates.specs import PICTURE_INPUTS
 from trtmesh.router.doors.triton.texts import Texts
-from trtmesh.router.doors.triton.wire import Output, text_data
 from trtmesh.router.doors.triton.words import format_words
 
 IdRows = Sequence[Sequence[int]]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trtmesh.router.doors.triton import put
-from trtmesh.router.doors.triton.put import Put
+from trtmesh.router.doors.triton.templates import put
+from trtmesh.router.doors.triton.templates.put import Put
 from trtmesh.router.doors.triton.tensors import TensorSpec
 
 

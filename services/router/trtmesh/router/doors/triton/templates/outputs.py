@@ -7,11 +7,11 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from trtmesh.router.doors.triton.calls import Call
-from trtmesh.router.doors.triton.forms import Kind
-from trtmesh.router.doors.triton.specs import PERF_OUTPUTS
+from trtmesh.router.doors.triton.grpc.responses import Output, text_data
+from trtmesh.router.doors.triton.templates.generation import Call
+from trtmesh.router.doors.triton.templates.specs import PERF_OUTPUTS
+from trtmesh.router.doors.triton.templates.template import Kind
 from trtmesh.router.doors.triton.tensors import ELEMENT_CODES, MESH_DATA_TYPES
-from trtmesh.router.doors.triton.wire import Output, text_data
 from trtmesh.router.streams.client_stream import WaitingTokens
 from trtmesh.router.values.request import GenerationRequest
 from trtmesh.v1 import generation_pb2 as pb

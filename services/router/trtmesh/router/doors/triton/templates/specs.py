@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trtmesh.router.doors.triton.inputs import TOKEN_INPUTS, InputSpec
+from trtmesh.router.doors.triton.templates.inputs import TOKEN_INPUTS, InputSpec
 from trtmesh.router.doors.triton.tensors import TensorSpec
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 
-from trtmesh.router.doors.triton.calls import Call
-from trtmesh.router.doors.triton.outputs import Block, RowOutput, SequenceOutput
+from trtmesh.router.doors.triton.grpc.responses import Output, text_data
+from trtmesh.router.doors.triton.templates.generation import Call
+from trtmesh.router.doors.triton.templates.outputs import Block, RowOutput, SequenceOutput
 from trtmesh.router.doors.triton.tensors import ELEMENT_CODES
-from trtmesh.router.doors.triton.wire import Output, text_data
 from trtmesh.v1 import generation_pb2 as pb
 
 FINISH_REASONS: Mapping[int, str] = {

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from trtmesh.chassis.errors import InternalError, InvalidRequest, ModelNotFound, TrtmeshError
-from trtmesh.router.doors.triton.forms import Kind
-from trtmesh.router.doors.triton.llmapi_specs import check_adapter
 from trtmesh.router.doors.triton.models import MODEL_VERSION, Model
 from trtmesh.router.doors.triton.speculation import check_speculation
+from trtmesh.router.doors.triton.templates.llmapi_specs import check_adapter
+from trtmesh.router.doors.triton.templates.template import Kind
 from trtmesh.router.doors.triton.tensors import InputTensor, check_complete, read_inputs
 from trtmesh.router.doors.triton.wording import of_row
 from trtmesh.v1 import generation_pb2 as pb

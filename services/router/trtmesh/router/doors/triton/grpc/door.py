@@ -22,8 +22,8 @@ from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.router.admission import key_name
 from trtmesh.router.doors.triton.answers import Answer
 from trtmesh.router.doors.triton.generations import Caller
+from trtmesh.router.doors.triton.grpc.responses import ResponseWriter
 from trtmesh.router.doors.triton.server import TritonServer
-from trtmesh.router.doors.triton.wire import ResponseWriter
 
 log = logging.getLogger(__name__)
 
