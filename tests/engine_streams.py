@@ -16,7 +16,7 @@ from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.health import Health
 from trtmesh.chassis.service import SCHEMA_REVISION, Runtime
 from trtmesh.engine.backend import Backend
-from trtmesh.engine.service import EngineService
+from trtmesh.engine.service.engine_service import EngineService
 from trtmesh.engine.settings import EngineSettings
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb

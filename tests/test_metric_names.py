@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
-from trtmesh.engine.metrics import EngineMetrics
+from trtmesh.engine.service.metrics import EngineMetrics
 from trtmesh.tokenizer.metrics import TokenizerMetrics
 
 SERVICES = Path(__file__).parents[1] / "services"

@@ -8,9 +8,15 @@ from hypothesis import strategies as st
 from trtmesh.chassis.errors import InvalidField, SlowClient
 from trtmesh.chassis.vocabulary import Tensor
 from trtmesh.engine.backend import PerfMetrics, PromptDetails, SequenceStart, TokenDetails
-from trtmesh.engine.metrics import EngineMetrics
-from trtmesh.engine.outbox import MAX_ANSWERS, MAX_KV_EVENTS, MAX_PARTS, MERGED_TOKENS, Outbox
-from trtmesh.engine.step_part import StepPart, merge, split
+from trtmesh.engine.service.event_outbox import (
+    MAX_ANSWERS,
+    MAX_KV_EVENTS,
+    MAX_PARTS,
+    MERGED_TOKENS,
+    EventOutbox,
+)
+from trtmesh.engine.service.metrics import EngineMetrics
+from trtmesh.engine.service.step_part import StepPart, merge, split
 from trtmesh.v1 import engine_pb2 as epb
 
 
@@ -69,7 +75,7 @@ steps = st.lists(
 def test_every_token_arrives_once_whatever_the_acknowledgements(
     history: list[dict[int, list[int]]], credit: int, data: st.DataObject
 ) -> None:
-    outbox, reader = Outbox(credit, EngineMetrics()), Reader()
+    outbox, reader = EventOutbox(credit, EngineMetrics()), Reader()
     offsets: dict[int, int] = {}
     expected: dict[int, list[int]] = {}
     for number, tokens in enumerate(history):
@@ -136,7 +142,7 @@ def test_a_rewritten_sequence_has_what_its_last_rewriting_left(
 
 
 def test_a_stalled_router_costs_a_rewritten_sequence_little_more_than_once() -> None:
-    outbox = Outbox(1, EngineMetrics())
+    outbox = EventOutbox(1, EngineMetrics())
     for step in range(500):
         ids = list(range(step, step + 10_000))
         outbox.put_step(StepPart(step, [7], [0], [len(ids)], ids))
@@ -174,7 +180,7 @@ def test_details_merge_along_their_tokens() -> None:
 
 def test_merged_steps_are_counted() -> None:
     metrics = EngineMetrics()
-    outbox = Outbox(1, metrics)
+    outbox = EventOutbox(1, metrics)
     offsets: dict[int, int] = {}
     total = 3 * MAX_PARTS
     for step in range(total):
@@ -184,7 +190,7 @@ def test_merged_steps_are_counted() -> None:
 
 
 def test_only_steps_need_credit() -> None:
-    outbox = Outbox(1, EngineMetrics())
+    outbox = EventOutbox(1, EngineMetrics())
     outbox.put_end(epb.SequenceEnd(handle=1))
     assert outbox.take(0)
     outbox.put_end(epb.SequenceEnd(handle=2))
@@ -201,7 +207,7 @@ def test_only_steps_need_credit() -> None:
 
 
 def test_acknowledging_what_was_not_sent_is_refused() -> None:
-    outbox = Outbox(1, EngineMetrics())
+    outbox = EventOutbox(1, EngineMetrics())
     with pytest.raises(
         InvalidField, match=r"acknowledge.received_steps is 1 but must be at most 0"
     ):
@@ -209,7 +215,7 @@ def test_acknowledging_what_was_not_sent_is_refused() -> None:
 
 
 def test_lost_kv_events_leave_a_gap() -> None:
-    outbox = Outbox(1, EngineMetrics())
+    outbox = EventOutbox(1, EngineMetrics())
     event = epb.KvEvent(cleared=epb.KvBlocksCleared())
     outbox.put_kv_events(9, 0, [event] * MAX_KV_EVENTS)
     outbox.put_kv_events(9, MAX_KV_EVENTS, [event, event])
@@ -220,7 +226,7 @@ def test_lost_kv_events_leave_a_gap() -> None:
 
 
 def test_a_snapshot_replaces_the_events_that_wait() -> None:
-    outbox = Outbox(1, EngineMetrics())
+    outbox = EventOutbox(1, EngineMetrics())
     event = epb.KvEvent(cleared=epb.KvBlocksCleared())
     outbox.put_kv_events(9, 0, [event])
     outbox.put_kv_snapshot(epb.KvEvents(epoch=9, first_sequence=1, snapshot=True))
@@ -232,7 +238,7 @@ def test_a_snapshot_replaces_the_events_that_wait() -> None:
 
 
 def test_unread_answers_are_bounded() -> None:
-    outbox = Outbox(1, EngineMetrics())
+    outbox = EventOutbox(1, EngineMetrics())
     for _ in range(MAX_ANSWERS):
         outbox.put_answer(epb.EngineEvent())
     with pytest.raises(SlowClient):
@@ -267,7 +273,7 @@ def test_logits_are_cut_into_messages_and_none_is_lost(
     history: list[dict[int, list[int]]], rows: int, data: st.DataObject
 ) -> None:
     most = rows * ROW_BYTES
-    outbox, reader = Outbox(2, EngineMetrics(), most), Reader()
+    outbox, reader = EventOutbox(2, EngineMetrics(), most), Reader()
     offsets: dict[int, int] = {}
     found: dict[int, list[int]] = {}
     prompts: set[int] = set()

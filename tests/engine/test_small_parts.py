@@ -17,9 +17,9 @@ from trtmesh.engine.backend import (
     SequenceEnd,
     StepOutput,
 )
-from trtmesh.engine.kv_mirror import KvMirror
-from trtmesh.engine.metrics import EngineMetrics
-from trtmesh.engine.progress import Progress
+from trtmesh.engine.service.kv_mirror import KvMirror
+from trtmesh.engine.service.metrics import EngineMetrics
+from trtmesh.engine.service.progress import Progress
 from trtmesh.v1 import generation_pb2 as pb
 
 

@@ -18,7 +18,7 @@ from trtmesh.engine.backend import BlocksRemoved, BlocksStored
 from trtmesh.engine.backends.torch.blocks import NULL_BLOCK, BlockPool, Move, Prefix
 from trtmesh.engine.backends.torch.eviction import DEFAULT, EvictionOrder, Retention
 from trtmesh.engine.backends.torch.kvcache import KvCache, KvShape
-from trtmesh.engine.kv_mirror import KvMirror
+from trtmesh.engine.service.kv_mirror import KvMirror
 
 
 class Clock:

@@ -8,7 +8,7 @@ import sys
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.chassis.service import Runtime, run
 from trtmesh.engine.backend import Backend
-from trtmesh.engine.service import EngineService
+from trtmesh.engine.service.engine_service import EngineService
 from trtmesh.engine.settings import EngineSettings
 
 

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Sequence
 
 from trtmesh.chassis.errors import InvalidField, SlowClient
-from trtmesh.engine.metrics import EngineMetrics
-from trtmesh.engine.step_part import StepPart, merge, split
-from trtmesh.engine.wire import fill_step
+from trtmesh.engine.service.metrics import EngineMetrics
+from trtmesh.engine.service.step_part import StepPart, merge, split
+from trtmesh.engine.service.wire import fill_step
 from trtmesh.v1 import engine_pb2 as epb
 
 MAX_PARTS = 64
@@ -27,7 +27,7 @@ MAX_ANSWERS = 4096
 """A router that lets more answers to its commands wait is cut off."""
 
 
-class Outbox:
+class EventOutbox:
     """Merges what waits and nothing else: what `take` finds goes out at once.
 
     Steps need credit: at most `unacknowledged_steps` of them are on the way. Everything else does not, so the load

@@ -8,7 +8,7 @@ from trtmesh.chassis.errors import Draining, InvalidField
 from trtmesh.chassis.parsing import ELEMENT_BYTES, LIMITS, parse_config, refuse_unsupported
 from trtmesh.chassis.vocabulary import GenerationConfig
 from trtmesh.engine.backend import Submission
-from trtmesh.engine.worker import Worker
+from trtmesh.engine.service.loaded_engine import LoadedEngine
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -24,14 +24,16 @@ def handles_of(command: epb.SubmitCommand) -> range:
     return range(command.handle, command.handle + min(asked, MAX_SEQUENCES))
 
 
-def parse_submit(command: epb.SubmitCommand, keys: tuple[int, ...], worker: Worker) -> Submission:
+def parse_submit(
+    command: epb.SubmitCommand, keys: tuple[int, ...], engine: LoadedEngine
+) -> Submission:
     """The item. Raises InvalidField, UnsupportedField or Draining."""
-    if worker.draining:
-        raise Draining(f"worker {worker.name} is draining; use another worker")
+    if engine.draining:
+        raise Draining(f"worker {engine.name} is draining; use another worker")
     config = parse_config(command.config)
-    who = f"the {worker.info.backend} backend of worker {worker.name}"
-    refuse_unsupported(config, worker.info.supported_fields, who)
-    _check(command, config, worker)
+    who = f"the {engine.info.backend} backend of worker {engine.name}"
+    refuse_unsupported(config, engine.info.supported_fields, who)
+    _check(command, config, engine)
     deadline = None
     if command.HasField("timeout_ms"):
         deadline = time.monotonic() + command.timeout_ms / 1000
@@ -47,11 +49,11 @@ def parse_submit(command: epb.SubmitCommand, keys: tuple[int, ...], worker: Work
     )
 
 
-def _check(command: epb.SubmitCommand, config: GenerationConfig, worker: Worker) -> None:
+def _check(command: epb.SubmitCommand, config: GenerationConfig, engine: LoadedEngine) -> None:
     if config.sampling.seed is None and not config.sampling.greedy:
         raise InvalidField("sampling.seed is not set but sampling needs one; draw one and send it")
-    _check_logits(config, worker)
-    most = worker.info.max_sequences_per_item
+    _check_logits(config, engine)
+    most = engine.info.max_sequences_per_item
     for name, count in (
         ("beam_search.beam_width", config.beam_search.beam_width),
         ("sampling.num_return_sequences", config.sampling.num_return_sequences),
@@ -73,14 +75,14 @@ def _check(command: epb.SubmitCommand, config: GenerationConfig, worker: Worker)
         )
 
 
-def _check_logits(config: GenerationConfig, worker: Worker) -> None:
+def _check_logits(config: GenerationConfig, engine: LoadedEngine) -> None:
     """Refuses logits of which one row would not fit a message to the router."""
     for name in ("context_logits", "generation_logits"):
         if getattr(config.output, name):
             size = ELEMENT_BYTES[config.output.logits_data_type or pb.DATA_TYPE_FP32]
-            row, most = worker.info.vocabulary_size * size, worker.settings.max_message_bytes // 2
+            row, most = engine.info.vocabulary_size * size, engine.settings.max_message_bytes // 2
             if row > most:
                 raise InvalidField(
-                    f"output.{name} come to {row} bytes a token, but a message of worker {worker.name} may have {most}"
+                    f"output.{name} come to {row} bytes a token, but a message of worker {engine.name} may have {most}"
                     " of them (half of max_message_bytes); leave it out or raise the limit"
                 )

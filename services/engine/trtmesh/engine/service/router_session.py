@@ -21,12 +21,12 @@ from trtmesh.chassis.errors import (
 )
 from trtmesh.chassis.logs import request_id_bound
 from trtmesh.engine.backend import SequenceEnd
-from trtmesh.engine.outbox import MOST_TENSOR_BYTES, Outbox
-from trtmesh.engine.step_part import StepPart
-from trtmesh.engine.streams import HANDLE_BITS, HANDLE_MASK
-from trtmesh.engine.submission import handles_of, parse_submit
-from trtmesh.engine.wire import adapter_states, end_message, kv_event_message
-from trtmesh.engine.worker import Worker
+from trtmesh.engine.service.event_outbox import MOST_TENSOR_BYTES, EventOutbox
+from trtmesh.engine.service.loaded_engine import LoadedEngine
+from trtmesh.engine.service.step_part import StepPart
+from trtmesh.engine.service.streams import HANDLE_BITS, HANDLE_MASK
+from trtmesh.engine.service.submission import handles_of, parse_submit
+from trtmesh.engine.service.wire import adapter_states, end_message, kv_event_message
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import kv_transfer_pb2 as transfer
@@ -47,7 +47,7 @@ class _Item:
     timer: asyncio.TimerHandle | None = None
 
 
-class Connection:
+class RouterSession:
     """The sequences of one router between the backend and the outbox.
 
     A command that is wrong in itself fails its own sequences. A command that shows that router and worker no longer
@@ -55,27 +55,27 @@ class Connection:
     stream: tokens could reach the wrong client otherwise, while a router recovers from a lost stream.
     """
 
-    def __init__(self, worker: Worker, hello: epb.HelloCommand) -> None:
+    def __init__(self, engine: LoadedEngine, hello: epb.HelloCommand) -> None:
         self.router = hello.router
-        self.outbox = Outbox(
+        self.outbox = EventOutbox(
             hello.unacknowledged_steps,
-            worker.metrics,
-            min(MOST_TENSOR_BYTES, worker.settings.max_message_bytes // 4),
+            engine.metrics,
+            min(MOST_TENSOR_BYTES, engine.settings.max_message_bytes // 4),
         )
         self.farewell: TrtmeshError | None = None
-        self._worker = worker
+        self._engine = engine
         self._live: dict[int, _Item] = {}
         self._received_items = 0
         self._open = True
         self._failed = False
-        self._number = worker.streams.add(self)
-        self.outbox.put_answer(epb.EngineEvent(welcome=epb.Welcome(engine=worker.description)))
-        adapters = worker.backend.adapters()
+        self._number = engine.streams.add(self)
+        self.outbox.put_answer(epb.EngineEvent(welcome=epb.Welcome(engine=engine.description)))
+        adapters = engine.backend.adapters()
         if adapters:
             self.outbox.put_answer(epb.EngineEvent(adapter_states=adapter_states(adapters)))
         # A router may place items as soon as it knows the worker, so it need not wait for the next report.
-        self.take_load(worker.load())
-        worker.metrics.open_streams += 1
+        self.take_load(engine.load())
+        engine.metrics.open_streams += 1
 
     @property
     def busy(self) -> bool:
@@ -126,13 +126,13 @@ class Connection:
         item.live -= 1
         if item.timer and not item.live:
             item.timer.cancel()
-        self._worker.metrics.ended(end, time.monotonic())
+        self._engine.metrics.ended(end, time.monotonic())
         if end.error and not end.error.worker:
-            end.error.worker = self._worker.name
+            end.error.worker = self._engine.name
         if self._open:
             self.outbox.put_end(end_message(handle, end))
         elif not self._live:
-            self._worker.streams.remove(self._number)
+            self._engine.streams.remove(self._number)
 
     def take_load(self, load: epb.Load) -> None:
         if self._open:
@@ -147,7 +147,7 @@ class Connection:
     def sent(self) -> None:
         """What the outbox gave was sent."""
         if not self.busy:
-            self._worker.streams.calmed()
+            self._engine.streams.calmed()
 
     def fail(self, error: TrtmeshError) -> None:
         """Ends every sequence with `error`, because the backend no longer can."""
@@ -165,13 +165,13 @@ class Connection:
     def close(self) -> None:
         """The stream is over: stops what lives, at once."""
         self._open = False
-        self._worker.metrics.open_streams -= 1
+        self._engine.metrics.open_streams -= 1
         if self._live:
             keys = [self._key(handle) for handle in self._live]
             log.info("stopping %d sequences of %s, whose stream is over", len(keys), self.router)
-            self._worker.backend.stop(keys, pb.FINISH_REASON_CANCELLED)
+            self._engine.backend.stop(keys, pb.FINISH_REASON_CANCELLED)
         else:
-            self._worker.streams.remove(self._number)
+            self._engine.streams.remove(self._number)
 
     def _key(self, handle: int) -> int:
         return self._number << HANDLE_BITS | handle
@@ -182,8 +182,8 @@ class Connection:
         self._check_handles(handles)
         try:
             self._check_room(len(handles))
-            item = parse_submit(command, tuple(map(self._key, handles)), self._worker)
-            self._worker.backend.submit(item)
+            item = parse_submit(command, tuple(map(self._key, handles)), self._engine)
+            self._engine.backend.submit(item)
         except TrtmeshError as error:
             self._refuse(handles, command, error)
             return
@@ -197,7 +197,7 @@ class Connection:
         live = _Item(prompt_tokens, len(handles))
         self._live.update(dict.fromkeys(handles, live))
         now = time.monotonic()
-        self._worker.metrics.submitted(item.keys, prompt_tokens, now)
+        self._engine.metrics.submitted(item.keys, prompt_tokens, now)
         if item.deadline is not None:
             loop = asyncio.get_running_loop()
             live.timer = loop.call_later(
@@ -206,7 +206,7 @@ class Connection:
 
     def _check_handles(self, handles: range) -> None:
         # Refusals live nowhere but in the outbox, so this is what bounds them.
-        if len(self.outbox.ending) >= 2 * self._worker.settings.max_handles_per_stream:
+        if len(self.outbox.ending) >= 2 * self._engine.settings.max_handles_per_stream:
             raise SlowClient(
                 f"{len(self.outbox.ending)} ends wait to be read; acknowledge steps before submitting more"
             )
@@ -221,7 +221,7 @@ class Connection:
                 )
 
     def _check_room(self, sequences: int) -> None:
-        limit = self._worker.settings.max_handles_per_stream
+        limit = self._engine.settings.max_handles_per_stream
         if len(self._live) + len(self.outbox.ending) + sequences > limit:
             raise QueueFull(
                 f"the stream has {len(self._live)} sequences and {len(self.outbox.ending)} unread ends of at most"
@@ -230,8 +230,8 @@ class Connection:
 
     def _refuse(self, handles: range, command: epb.SubmitCommand, error: TrtmeshError) -> None:
         """Answers for an item that was not taken."""
-        error.worker = error.worker or self._worker.name
-        self._worker.metrics.errors[error.reason] += 1
+        error.worker = error.worker or self._engine.name
+        self._engine.metrics.errors[error.reason] += 1
         with request_id_bound(command.request_id):
             log.info("item %d refused: %s", command.batch_index, error.message)
         prompt_tokens = max(0, len(command.token_ids) - command.emitted_tokens)
@@ -260,10 +260,10 @@ class Connection:
         """Stops those that live; the others have ended, and their ends are on the way."""
         keys = [self._key(handle) for handle in handles if handle in self._live]
         if keys:
-            self._worker.backend.stop(keys, reason)
+            self._engine.backend.stop(keys, reason)
 
     def _tell_kv_snapshot(self) -> None:
-        kv = self._worker.streams.kv
+        kv = self._engine.streams.kv
         snapshot = epb.KvEvents(
             epoch=kv.epoch,
             first_sequence=kv.next_sequence,
@@ -288,9 +288,9 @@ class Connection:
         self.outbox.put_answer(epb.EngineEvent(blocks_reserved=answer))
 
     def _unsupported(self, command: str) -> UnsupportedCall:
-        self._worker.metrics.errors["UNSUPPORTED_CALL"] += 1
-        backend = self._worker.info.backend
+        self._engine.metrics.errors["UNSUPPORTED_CALL"] += 1
+        backend = self._engine.info.backend
         return UnsupportedCall(
-            f"the {backend} backend of worker {self._worker.name} does not support {command}",
-            worker=self._worker.name,
+            f"the {backend} backend of worker {self._engine.name} does not support {command}",
+            worker=self._engine.name,
         )

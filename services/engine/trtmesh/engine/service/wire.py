@@ -20,7 +20,7 @@ from trtmesh.engine.backend import (
     SequenceEnd,
     TokenDetails,
 )
-from trtmesh.engine.step_part import StepPart
+from trtmesh.engine.service.step_part import StepPart
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 

@@ -12,10 +12,10 @@ from typing import Protocol
 
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.engine.backend import SequenceEnd, StepOutput
-from trtmesh.engine.kv_mirror import KvMirror
-from trtmesh.engine.metrics import EngineMetrics
-from trtmesh.engine.step_part import StepPart
-from trtmesh.engine.wire import kv_event_message
+from trtmesh.engine.service.kv_mirror import KvMirror
+from trtmesh.engine.service.metrics import EngineMetrics
+from trtmesh.engine.service.step_part import StepPart
+from trtmesh.engine.service.wire import kv_event_message
 from trtmesh.v1 import engine_pb2 as epb
 
 log = logging.getLogger(__name__)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from trtmesh.engine.backend import Backend, BackendInfo
-from trtmesh.engine.memory import resident_bytes
-from trtmesh.engine.metrics import EngineMetrics
+from trtmesh.engine.service.metrics import EngineMetrics
+from trtmesh.engine.service.streams import Streams
+from trtmesh.engine.service.wire import load_message
 from trtmesh.engine.settings import EngineSettings
-from trtmesh.engine.streams import Streams
-from trtmesh.engine.wire import load_message
 from trtmesh.v1 import engine_pb2 as epb
+
+STATM = Path("/proc/self/statm")
 
 
 @dataclass
-class Worker:
+class LoadedEngine:
     """A worker whose model is loaded."""
 
     name: str
@@ -41,7 +44,16 @@ class Worker:
         """What routers are told of it now."""
         load = load_message(self.backend.stats(), draining=self.draining)
         load.busy_seconds = self.metrics.busy_seconds(time.monotonic())
-        load.host_memory_bytes = resident_bytes()
+        load.host_memory_bytes = _resident_bytes()
         if self.drain_ends_at is not None:
             load.drain_ms = max(0, int((self.drain_ends_at - time.monotonic()) * 1000))
         return load
+
+
+def _resident_bytes() -> int:
+    """Resident memory of this process; 0 where the system has no Linux procfs."""
+    try:
+        _, resident, *_ = STATM.read_text().split()
+    except OSError:
+        return 0
+    return int(resident) * resource.getpagesize()

@@ -17,13 +17,13 @@ from trtmesh.chassis.errors import Draining, TrtmeshError, Unavailable, WorkerLo
 from trtmesh.chassis.rpc import answering
 from trtmesh.chassis.service import Runtime
 from trtmesh.engine.backend import Backend, BackendStats
-from trtmesh.engine.metrics import EngineMetrics
-from trtmesh.engine.progress import Progress
-from trtmesh.engine.session import Context, serve_stream
+from trtmesh.engine.service.connect import Context, serve_stream
+from trtmesh.engine.service.loaded_engine import LoadedEngine
+from trtmesh.engine.service.metrics import EngineMetrics
+from trtmesh.engine.service.progress import Progress
+from trtmesh.engine.service.streams import Streams
+from trtmesh.engine.service.wire import describe
 from trtmesh.engine.settings import EngineSettings
-from trtmesh.engine.streams import Streams
-from trtmesh.engine.wire import describe
-from trtmesh.engine.worker import Worker
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import engine_pb2_grpc
 
@@ -53,7 +53,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         self._loop = asyncio.get_running_loop()
         self._streams = Streams(self.metrics)
         self._progress = Progress(settings.stall_seconds)
-        self._worker: Worker | None = None
+        self._engine: LoadedEngine | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._sessions: set[asyncio.Task[None]] = set()
         self._broken = False
@@ -68,7 +68,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             info, model=self._settings.model or _directory_name(self._settings) or info.model
         )
         name = self._settings.worker or _unique_name()
-        self._worker = Worker(
+        self._engine = LoadedEngine(
             name=name,
             settings=self._settings,
             backend=self._backend,
@@ -84,9 +84,9 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         log.info("worker %s serves model %s with the %s backend", name, info.model, info.backend)
 
     async def drain(self) -> None:
-        if self._worker:
-            self._worker.drain(self._settings.grace_seconds)
-            self._streams.tell_load(self._worker.load())
+        if self._engine:
+            self._engine.drain(self._settings.grace_seconds)
+            self._streams.tell_load(self._engine.load())
             await self._streams.quiet()
 
     async def stop(self) -> None:
@@ -94,9 +94,9 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             self._ticker.cancel()
             with suppress(asyncio.CancelledError):
                 await self._ticker
-        if self._worker:
-            self._worker.drain(0.0)
-            farewell = Draining(f"worker {self._worker.name} stops; use another worker")
+        if self._engine:
+            self._engine.drain(0.0)
+            farewell = Draining(f"worker {self._engine.name} stops; use another worker")
             await self._end_sessions(farewell)
         await self._backend.close()
 
@@ -126,10 +126,10 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             self.metrics.errors[error.reason] += 1
             raise
 
-    def _loaded(self) -> Worker:
-        if self._worker is None:
+    def _loaded(self) -> LoadedEngine:
+        if self._engine is None:
             raise Unavailable("the model is not loaded yet; try again", retry_after_ms=1000)
-        return self._worker
+        return self._engine
 
     async def _tick(self) -> None:
         """Reports the load and judges progress at a steady pace."""
@@ -148,8 +148,8 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             self._fail(error)
 
     def _tell(self, stats: BackendStats) -> None:
-        worker = self._loaded()
-        load = worker.load()
+        engine = self._loaded()
+        load = engine.load()
         self.metrics.stats = stats
         self.metrics.told_busy_seconds = load.busy_seconds
         self._streams.tell_load(load)
@@ -164,9 +164,9 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         if self._broken:
             return
         self._broken = True
-        if self._worker:
-            self._worker.drain(0.0)
-            lost = WorkerLost(f"the backend of worker {self._worker.name} broke: {error}")
+        if self._engine:
+            self._engine.drain(0.0)
+            lost = WorkerLost(f"the backend of worker {self._engine.name} broke: {error}")
             for stream in self._streams:
                 stream.fail(lost)
         self._runtime.fail(error)

@@ -1,0 +1,86 @@
+"""Opens a router's stream and carries commands and events until one side is done."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import grpc
+from trtmesh.chassis.errors import (
+    InvalidField,
+    InvalidRequest,
+    SchemaMismatch,
+    TokenizerMismatch,
+)
+from trtmesh.chassis.service import SCHEMA_REVISION
+from trtmesh.chassis.tasks import until_first_ends
+from trtmesh.engine.service.loaded_engine import LoadedEngine
+from trtmesh.engine.service.router_session import RouterSession
+from trtmesh.v1 import engine_pb2 as epb
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[
+    epb.EngineServiceConnectRequest, epb.EngineServiceConnectResponse
+]
+
+
+async def serve_stream(loaded: Callable[[], LoadedEngine], context: Context) -> None:
+    """Serves one router until it half-closes or goes, or raises what ends the stream."""
+    # Read even where all is refused: a write that fails hides the status from the router.
+    opening = await context.read()
+    if not isinstance(opening, epb.EngineServiceConnectRequest):
+        return
+    engine = loaded()
+    session = RouterSession(engine, _hello(engine, opening))
+    log.info("router %s connected", session.router)
+    try:
+        for command in opening.commands[1:]:
+            session.execute(command)
+        await until_first_ends(_read(session, context), _write(session, engine, context))
+    finally:
+        # Before anything is awaited, so that the blocks are free within a step.
+        session.close()
+        log.info("router %s is gone", session.router)
+
+
+def _hello(engine: LoadedEngine, opening: epb.EngineServiceConnectRequest) -> epb.HelloCommand:
+    if not opening.commands or opening.commands[0].WhichOneof("command") != "hello":
+        raise InvalidRequest("the first command of a stream must be hello")
+    hello = opening.commands[0].hello
+    if hello.schema_revision != SCHEMA_REVISION:
+        raise SchemaMismatch(
+            f"router {hello.router} speaks schema revision {hello.schema_revision} and worker {engine.name}"
+            f" {SCHEMA_REVISION}; run equal versions"
+        )
+    own, other = engine.info.tokenizer_fingerprint, hello.tokenizer_fingerprint
+    if own and other and own != other:
+        raise TokenizerMismatch(
+            f"router {hello.router} has tokenizer {other} and worker {engine.name} {own}; serve one model's files"
+        )
+    if hello.unacknowledged_steps < 1:
+        raise InvalidField.of(
+            "hello.unacknowledged_steps", hello.unacknowledged_steps, "at least 1"
+        )
+    return hello
+
+
+async def _read(session: RouterSession, context: Context) -> None:
+    while True:
+        request = await context.read()
+        if not isinstance(request, epb.EngineServiceConnectRequest):
+            return
+        for command in request.commands:
+            session.execute(command)
+
+
+async def _write(session: RouterSession, engine: LoadedEngine, context: Context) -> None:
+    outbox = session.outbox
+    while True:
+        await outbox.filled.wait()
+        outbox.filled.clear()
+        while response := outbox.take(engine.streams.step_count):
+            await context.write(response)
+            session.sent()
+        if session.farewell:
+            raise session.farewell
