@@ -15,7 +15,7 @@ from oracle import tiny_models
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.chassis.vocabulary import Tensor
-from trtmesh.engine.backends.torch import readers
+from trtmesh.engine.backends.torch.sampling import readers
 from trtmesh.v1 import generation_pb2 as pb
 
 NEW_TOKENS = 12

@@ -16,10 +16,11 @@ from oracle import tiny_models
 from transformers import TopPLogitsWarper
 from trtmesh.chassis.errors import InvalidField, InvalidRequest, UnsupportedField
 from trtmesh.chassis.vocabulary import GenerationConfig, Sampling, Stopping
-from trtmesh.engine.backends.torch.sampling import choose, filtered_weights
-from trtmesh.engine.backends.torch.sequence import Sequence as TorchSequence
+from trtmesh.engine.backends.torch.sampling.choice import choose
+from trtmesh.engine.backends.torch.sampling.filters import filtered_weights
+from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
+from trtmesh.engine.backends.torch.scheduling.sequence import Sequence as TorchSequence
 from trtmesh.engine.backends.torch.stopping import EndRule
-from trtmesh.engine.backends.torch.token_rules import TokenRules
 from trtmesh.v1 import generation_pb2 as pb
 
 NEW_TOKENS = 32

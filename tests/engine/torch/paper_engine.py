@@ -7,15 +7,15 @@ from typing import Any
 
 from engine.torch.harness import configure
 from trtmesh.chassis.vocabulary import GenerationConfig
-from trtmesh.engine.backends.torch.block_tables import BlockTables
-from trtmesh.engine.backends.torch.blocks import NULL_BLOCK, BlockPool
-from trtmesh.engine.backends.torch.chunk import Chunk
-from trtmesh.engine.backends.torch.prefixes import Prefixes
-from trtmesh.engine.backends.torch.rules import SchedulingRules
-from trtmesh.engine.backends.torch.scheduler import Scheduler
-from trtmesh.engine.backends.torch.sequence import Sequence
+from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
+from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, BlockPool
+from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
+from trtmesh.engine.backends.torch.scheduling.chunk import Chunk
+from trtmesh.engine.backends.torch.scheduling.prefixes import Prefixes
+from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
+from trtmesh.engine.backends.torch.scheduling.scheduler import Scheduler
+from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
 from trtmesh.engine.backends.torch.stopping import EndRule
-from trtmesh.engine.backends.torch.token_rules import TokenRules
 
 BLOCK = 4
 EMPTY = -1

@@ -19,7 +19,7 @@ from trtmesh.chassis.errors import (
     UnsupportedField,
 )
 from trtmesh.chassis.vocabulary import GenerationConfig
-from trtmesh.engine.backends.torch.sequence import Sequence
+from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
 
 FEW = configure(max_tokens=4)
 

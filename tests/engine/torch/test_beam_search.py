@@ -16,11 +16,11 @@ from oracle.beams import STOPPING, TOKENS, Beams, expected
 from transformers import PreTrainedModel
 from trtmesh.chassis.errors import InvalidField, OutOfBlocks, TrtmeshError
 from trtmesh.chassis.vocabulary import GenerationConfig
-from trtmesh.engine.backends.torch.beam import Beside
-from trtmesh.engine.backends.torch.beam_item import BeamItem
-from trtmesh.engine.backends.torch.sequence import Sequence
+from trtmesh.engine.backends.torch.beams.item import BeamItem
+from trtmesh.engine.backends.torch.beams.search import Beside
+from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
+from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
 from trtmesh.engine.backends.torch.stopping import EndRule
-from trtmesh.engine.backends.torch.token_rules import TokenRules
 from trtmesh.v1 import generation_pb2 as pb
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from engine.torch.harness import configure, running
 from oracle import tiny_models
-from trtmesh.engine.backends.torch.block_tables import BlockTables
-from trtmesh.engine.backends.torch.decode_copies import ROOM_TOKENS, DecodeCopies
-from trtmesh.engine.backends.torch.kvcache import KvCache, KvShape
+from trtmesh.engine.backends.torch.cpu.decode_copies import ROOM_TOKENS, DecodeCopies
+from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
+from trtmesh.engine.backends.torch.memory.kvcache import KvCache, KvShape
 
 SHAPE = KvShape(layers=2, kv_heads=2, head_dim=4)
 SIZE = 4

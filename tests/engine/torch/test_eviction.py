@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from trtmesh.chassis.block_hashes import ROOT_HASH
 from trtmesh.chassis.vocabulary import TokenRangeRetention
 from trtmesh.engine.backend import BlocksRemoved, BlocksStored
-from trtmesh.engine.backends.torch.blocks import NULL_BLOCK, BlockPool, Move, Prefix
-from trtmesh.engine.backends.torch.eviction import DEFAULT, EvictionOrder, Retention
-from trtmesh.engine.backends.torch.kvcache import KvCache, KvShape
+from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, BlockPool, Move, Prefix
+from trtmesh.engine.backends.torch.memory.eviction import DEFAULT, EvictionOrder, Retention
+from trtmesh.engine.backends.torch.memory.kvcache import KvCache, KvShape
 from trtmesh.engine.service.kv_mirror import KvMirror
 
 

@@ -24,10 +24,10 @@ from oracle import tiny_models
 from processes import service_process
 from trtmesh.chassis.errors import BackendFailed, WorkerLost
 from trtmesh.engine.backend import StepOutput
-from trtmesh.engine.backends.torch.beam_item import BeamItem
+from trtmesh.engine.backends.torch.beams.item import BeamItem
 from trtmesh.engine.backends.torch.sampling import choice
 from trtmesh.engine.backends.torch.sampling.adjustments import adjusted
-from trtmesh.engine.backends.torch.sequence import Sequence
+from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
 from trtmesh.engine.backends.torch.stopping import End, EndRule
 from trtmesh.v1 import generation_pb2 as pb
 

@@ -9,7 +9,7 @@ import pytest
 from engine.torch.harness import configure, running
 from engine.torch.paper_engine import BLOCK, PaperEngine, continued, next_token
 from oracle import tiny_models
-from trtmesh.engine.backends.torch.sequence import Sequence
+from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
 
 
 def started(engine: PaperEngine, tokens: list[int], new_tokens: int = 20) -> Sequence:

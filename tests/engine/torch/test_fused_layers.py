@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from oracle import tiny_models
-from trtmesh.engine.backends.torch.fused_layers import FusedAttention, FusedMlp
-from trtmesh.engine.backends.torch.model import load_model
+from trtmesh.engine.backends.torch.cpu.fused_layers import FusedAttention, FusedMlp
+from trtmesh.engine.backends.torch.model.model import load_model
 
 CPU = torch.device("cpu")
 FUSED = "llama mistral qwen2 qwen3 granite gemma"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
-from trtmesh.engine.backends.torch.linears import (
+from trtmesh.engine.backends.torch.cpu.linears import (
     SMALL_WEIGHT,
     HalfLinear,
     NativeLinear,

@@ -11,7 +11,7 @@ from engine.torch.paper_engine import BLOCK, PaperEngine, continued
 from oracle import tiny_models
 from oracle.beams import expected
 from trtmesh.chassis.vocabulary import TokenRangeRetention
-from trtmesh.engine.backends.torch.sequence import Sequence
+from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
 
 
 def mates(engine: PaperEngine, prompt: list[int], new_tokens: int, count: int) -> list[Sequence]:

@@ -122,7 +122,7 @@ async def test_weights_that_are_not_numbers(copy: Path) -> None:
 async def test_the_self_check_finds_a_layer_that_sees_too_little(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trtmesh.engine.backends.torch import grouping
+    from trtmesh.engine.backends.torch.cpu import grouping
 
     right = grouping.Grouping._chunk_group
 
@@ -210,7 +210,7 @@ async def test_a_model_that_attends_in_chunks_is_served_up_to_one_chunk(tmp_path
 async def test_an_unknown_rotary_embedding_is_refused(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trtmesh.engine.backends.torch import rope
+    from trtmesh.engine.backends.torch.model import rope
 
     monkeypatch.setattr(rope, "INDEPENDENT", frozenset({"linear"}))
     assert "rotary embedding type ['default']" in await refusal(llama)

@@ -26,7 +26,7 @@ from trtmesh.chassis.errors import (
     TrtmeshError,
 )
 from trtmesh.chassis.vocabulary import GenerationConfig, PromptTuning, Tensor
-from trtmesh.engine.backends.torch.prompt_table import Embedding, PromptTable
+from trtmesh.engine.backends.torch.model.prompt_table import Embedding, PromptTable
 from trtmesh.v1 import generation_pb2 as pb
 
 VOCABULARY = tiny_models.VOCABULARY_SIZE

@@ -19,10 +19,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 from trtmesh.chassis.vocabulary import GenerationConfig, Sampling, Stopping
-from trtmesh.engine.backends.torch.sampling import choose, draws, filtered_weights
-from trtmesh.engine.backends.torch.sequence import Sequence
+from trtmesh.engine.backends.torch.sampling import draws
+from trtmesh.engine.backends.torch.sampling.choice import choose
+from trtmesh.engine.backends.torch.sampling.filters import filtered_weights
+from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
+from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
 from trtmesh.engine.backends.torch.stopping import EndRule
-from trtmesh.engine.backends.torch.token_rules import TokenRules
 
 NEW_TOKENS = 24
 SAMPLED = configure(max_tokens=NEW_TOKENS, ignore_end_id=True, temperature=1.5, top_p=0.95, seed=7)

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from trtmesh.chassis.errors import InvalidField, ModelUnusable, PromptTooLong
 from trtmesh.chassis.vocabulary import TokenRangeRetention
 from trtmesh.engine.backends.torch import TorchBackend, TorchSettings
-from trtmesh.engine.backends.torch.sizing import free_memory
+from trtmesh.engine.backends.torch.memory.sizing import free_memory
 
 TINY = {"kv_cache_tokens": 64, "tokens_per_block": 4, "max_batch_size": 8}
 PROMPTS = [[number] * 6 for number in range(5, 15)]
@@ -165,7 +165,7 @@ async def test_a_fraction_of_the_free_memory_sizes_the_pool(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "trtmesh.engine.backends.torch.sizing.free_memory", lambda _: 1000 * BYTES_PER_TOKEN
+        "trtmesh.engine.backends.torch.memory.sizing.free_memory", lambda _: 1000 * BYTES_PER_TOKEN
     )
     settings = {"kv_cache_free_memory_fraction": 0.5, "host_cache_bytes": 99 * BYTES_PER_TOKEN}
     async with running(llama, tokens_per_block=4, **settings) as engine:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from trtmesh.chassis.vocabulary import BeamSearch
-from trtmesh.engine.backends.torch.beam import Hypothesis, Search
+from trtmesh.engine.backends.torch.beams.search import Hypothesis, Search
 from trtmesh.engine.backends.torch.stopping import End
 from trtmesh.v1 import generation_pb2 as pb
 

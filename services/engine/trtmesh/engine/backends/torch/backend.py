@@ -28,16 +28,16 @@ from trtmesh.engine.backend import (
     Submission,
 )
 from trtmesh.engine.backends.torch.admission import admit
-from trtmesh.engine.backends.torch.beam_item import BeamItem
-from trtmesh.engine.backends.torch.prompt_tables import PromptTables
-from trtmesh.engine.backends.torch.sequence import Sequence, sequences_of
+from trtmesh.engine.backends.torch.beams.item import BeamItem
+from trtmesh.engine.backends.torch.model.prompt_tables import PromptTables
+from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
+from trtmesh.engine.backends.torch.scheduling.sequence import Sequence, sequences_of
 from trtmesh.engine.backends.torch.settings import TorchSettings
-from trtmesh.engine.backends.torch.token_rules import TokenRules
 from trtmesh.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:
     from trtmesh.engine.backends.torch.engine import Engine
-    from trtmesh.engine.backends.torch.prompt_table import PromptTable
+    from trtmesh.engine.backends.torch.model.prompt_table import PromptTable
 
 log = logging.getLogger(__name__)
 

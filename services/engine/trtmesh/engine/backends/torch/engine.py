@@ -11,17 +11,18 @@ from torch import Tensor
 from trtmesh.chassis.errors import BackendFailed, TrtmeshError
 from trtmesh.chassis.logs import request_id_bound
 from trtmesh.engine.backend import SequenceEnd, StepOutput
-from trtmesh.engine.backends.torch.beam_item import BeamItem
-from trtmesh.engine.backends.torch.chunk import Chunk
-from trtmesh.engine.backends.torch.deadlines import Deadlines
-from trtmesh.engine.backends.torch.forks import Pairs
-from trtmesh.engine.backends.torch.forwards import Forwards
-from trtmesh.engine.backends.torch.kvcache import KvCache
-from trtmesh.engine.backends.torch.prompt_table import Embedding, PromptTable
-from trtmesh.engine.backends.torch.readers import reader_for
-from trtmesh.engine.backends.torch.sampling import Choice, choose, search_log_probs, told_beside
-from trtmesh.engine.backends.torch.scheduler import Scheduler
-from trtmesh.engine.backends.torch.sequence import Sequence
+from trtmesh.engine.backends.torch.beams.item import BeamItem
+from trtmesh.engine.backends.torch.compute.forwards import Forwards
+from trtmesh.engine.backends.torch.memory.kvcache import KvCache
+from trtmesh.engine.backends.torch.model.prompt_table import Embedding, PromptTable
+from trtmesh.engine.backends.torch.sampling.choice import Choice, choose, search_log_probs
+from trtmesh.engine.backends.torch.sampling.details import told_beside
+from trtmesh.engine.backends.torch.sampling.readers import reader_for
+from trtmesh.engine.backends.torch.scheduling.chunk import Chunk
+from trtmesh.engine.backends.torch.scheduling.deadlines import Deadlines
+from trtmesh.engine.backends.torch.scheduling.forks import Pairs
+from trtmesh.engine.backends.torch.scheduling.scheduler import Scheduler
+from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
 from trtmesh.v1 import generation_pb2 as pb
 
 log = logging.getLogger(__name__)

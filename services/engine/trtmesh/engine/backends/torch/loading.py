@@ -8,23 +8,23 @@ import torch
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.chassis.fingerprint import tokenizer_fingerprint
 from trtmesh.engine.backend import BackendInfo
-from trtmesh.engine.backends.torch.block_tables import BlockTables
-from trtmesh.engine.backends.torch.blocks import BlockPool
+from trtmesh.engine.backends.torch.compute.forwards import Forwards
+from trtmesh.engine.backends.torch.compute.runner import Runner
+from trtmesh.engine.backends.torch.compute.self_check import check_model
+from trtmesh.engine.backends.torch.cpu.threads import take_threads
 from trtmesh.engine.backends.torch.engine import Engine
 from trtmesh.engine.backends.torch.fields import supported_fields
-from trtmesh.engine.backends.torch.forwards import Forwards
-from trtmesh.engine.backends.torch.kvcache import KvCache
-from trtmesh.engine.backends.torch.model import Model, load_model
-from trtmesh.engine.backends.torch.prefixes import Prefixes
-from trtmesh.engine.backends.torch.rope import freeze_rope
-from trtmesh.engine.backends.torch.rules import SchedulingRules
-from trtmesh.engine.backends.torch.runner import Runner
-from trtmesh.engine.backends.torch.scheduler import Scheduler
-from trtmesh.engine.backends.torch.self_check import check_model
+from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
+from trtmesh.engine.backends.torch.memory.blocks import BlockPool
+from trtmesh.engine.backends.torch.memory.kvcache import KvCache
+from trtmesh.engine.backends.torch.memory.sizing import Sizes, size
+from trtmesh.engine.backends.torch.model.model import Model, load_model
+from trtmesh.engine.backends.torch.model.rope import freeze_rope
+from trtmesh.engine.backends.torch.model.weights import model_fingerprint, weight_files
+from trtmesh.engine.backends.torch.scheduling.prefixes import Prefixes
+from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
+from trtmesh.engine.backends.torch.scheduling.scheduler import Scheduler
 from trtmesh.engine.backends.torch.settings import TorchSettings
-from trtmesh.engine.backends.torch.sizing import Sizes, size
-from trtmesh.engine.backends.torch.threads import take_threads
-from trtmesh.engine.backends.torch.weights import model_fingerprint, weight_files
 from trtmesh.v1 import generation_pb2 as pb
 
 DATA_TYPES = {

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 from trtmesh.chassis.settings import Settings
-from trtmesh.engine.backends.torch.eviction import DEFAULT_PRIORITY
+from trtmesh.engine.backends.torch.memory.eviction import DEFAULT_PRIORITY
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 

@@ -13,9 +13,3 @@ differently for another shape of the batch, so a token may differ where two logi
 the uniform number lies that close to a border between two tokens. Everything from the temperature on is computed in
 float64 so that nothing is added to that. With half-precision weights such ties are common.
 """
-
-from trtmesh.engine.backends.torch.sampling.choice import Choice, choose, search_log_probs
-from trtmesh.engine.backends.torch.sampling.details import most_likely, told_beside
-from trtmesh.engine.backends.torch.sampling.filters import filtered_weights
-
-__all__ = ["Choice", "choose", "filtered_weights", "most_likely", "search_log_probs", "told_beside"]

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from trtmesh.engine.backends.torch.history import Occurrences
-from trtmesh.engine.backends.torch.sequence import Sequence
-from trtmesh.engine.backends.torch.token_rules import Ids
+from trtmesh.engine.backends.torch.sampling.history import Occurrences
+from trtmesh.engine.backends.torch.sampling.token_rules import Ids
+from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
 
 Row = tuple[int, Sequence]
 

@@ -14,7 +14,7 @@ from trtmesh.engine.backend import TokenDetails
 from trtmesh.engine.backends.torch.sampling.adjustments import adjusted
 from trtmesh.engine.backends.torch.sampling.details import token_details
 from trtmesh.engine.backends.torch.sampling.draws import draw
-from trtmesh.engine.backends.torch.sequence import Sequence
+from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)

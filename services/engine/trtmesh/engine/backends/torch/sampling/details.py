@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from trtmesh.chassis.vocabulary import Tensor as TensorValue
 from trtmesh.engine.backend import TokenDetails
-from trtmesh.engine.backends.torch.beam import Beside
+from trtmesh.engine.backends.torch.beams.search import Beside
 from trtmesh.engine.backends.torch.sampling.filters import filtered_weights
-from trtmesh.engine.backends.torch.sequence import Sequence
+from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
 from trtmesh.v1 import generation_pb2 as pb
 
 DTYPES = {

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from trtmesh.chassis.vocabulary import Sampling
 from trtmesh.engine.backends.torch.sampling.filters import column, filtered_weights, share_bound
-from trtmesh.engine.backends.torch.sequence import Sequence
+from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
 from trtmesh.engine.draws import uniforms
 
 MOST_CANDIDATES = 1024

@@ -1,0 +1,140 @@
+"""Whether the paged engine computes what the model itself computes; asked once at load.
+
+Many architectures take a flat batch without complaint and answer wrongly: bidirectional ones, hybrids with a state
+beside the KV, layers that attend twice. Comparing logits finds them all: models that fit differ by rounding, others
+by a good part of the logits' spread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import torch
+from torch import Tensor
+from trtmesh.chassis.errors import ModelUnusable
+from trtmesh.chassis.vocabulary import GenerationConfig, Stopping
+from trtmesh.engine.backends.torch.compute import attention
+from trtmesh.engine.backends.torch.compute.runner import Runner
+from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
+from trtmesh.engine.backends.torch.memory.kvcache import KvCache
+from trtmesh.engine.backends.torch.model.model import Model
+from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
+from trtmesh.engine.backends.torch.scheduling.chunk import Chunk
+from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
+from trtmesh.engine.backends.torch.stopping import EndRule
+
+CHUNKS = (7, 9, 1, 1, 5)
+MATE_CHUNKS = (3, 1, 1, 4, 2)
+TOKENS_PER_BLOCK = 4
+LONGEST_WINDOW = 512
+"""Longer windows are not crossed here, because that would take long; they are trusted."""
+SEED = 20
+EXACT = 1e-3
+"""Most that logits may differ in float32, as a share of their standard deviation."""
+ROUNDED = 0.2
+"""The same, root of the mean square, for half-precision types."""
+
+
+def check_model(model: Model, *, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ModelUnusable when paged chunks beside a batch mate differ from the model's own full forward."""
+    chunks = (_window_tokens(model) + CHUNKS[0], *CHUNKS[1:])
+    generator = torch.Generator().manual_seed(SEED)
+    prompts = [
+        torch.randint(model.vocabulary_size, (sum(parts),), generator=generator).tolist()
+        for parts in (chunks, MATE_CHUNKS)
+    ]
+    if sum(chunks) > model.max_positions:
+        raise ModelUnusable(
+            f"the model has {model.max_positions} positions, too few to check it with {sum(chunks)} tokens"
+        )
+    expected = _own(model, prompts, (chunks, MATE_CHUNKS), device)
+    got = _paged(model, prompts, (chunks, MATE_CHUNKS), dtype, device)
+    difference = (got - expected).abs()
+    spread = float(expected.std())
+    worst = float(difference.max() if dtype == torch.float32 else difference.square().mean().sqrt())
+    limit = EXACT if dtype == torch.float32 else ROUNDED
+    # Written so that NaN is refused too.
+    if not worst <= limit * spread:
+        raise ModelUnusable(
+            f"model type {model.module.config.model_type} is refused: computed in chunks beside another sequence its"
+            f" logits differ by {worst:.3g} from its own full forward, where {limit * spread:.3g} is allowed"
+        )
+
+
+def _window_tokens(model: Model) -> int:
+    """Tokens to add so that the check crosses the sliding window, if there is one that is short enough."""
+    window: Any = getattr(model.module.config.get_text_config(), "sliding_window", None)
+    return window if isinstance(window, int) and 0 < window <= LONGEST_WINDOW else 0
+
+
+def _ends(chunks: SequenceOf[int]) -> list[int]:
+    return [sum(chunks[: count + 1]) - 1 for count in range(len(chunks))]
+
+
+def _own(
+    model: Model,
+    prompts: list[list[int]],
+    chunks: SequenceOf[SequenceOf[int]],
+    device: torch.device,
+) -> Tensor:
+    """Logits at the chunk ends [ends of all prompts, vocabulary], by the model's own attention."""
+    model.module.set_attn_implementation("eager")
+    attention.attach(model.module, None)
+    rows = []
+    with torch.inference_mode():
+        for prompt, parts in zip(prompts, chunks, strict=True):
+            ids = torch.tensor([prompt], device=device)
+            try:
+                logits = model.module(input_ids=ids, use_cache=False).logits
+            except Exception as error:
+                raise ModelUnusable(f"the model cannot run: {error}") from error
+            rows.append(logits[0, _ends(parts), : model.vocabulary_size].float())
+    model.module.set_attn_implementation(attention.NAME)
+    return torch.cat(rows)
+
+
+def _paged(
+    model: Model,
+    prompts: list[list[int]],
+    chunks: SequenceOf[SequenceOf[int]],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """The same by the engine, both sequences step by step in one batch, their blocks interleaved."""
+    width = -(-max(len(prompt) for prompt in prompts) // TOKENS_PER_BLOCK)
+    tables = BlockTables(len(prompts), width)
+    cache = KvCache(
+        model.kv_shape,
+        blocks=len(prompts) * width,
+        tokens_per_block=TOKENS_PER_BLOCK,
+        dtype=dtype,
+        device=device,
+    )
+    sequences = [_sequence(key, prompt) for key, prompt in enumerate(prompts)]
+    for sequence in sequences:
+        sequence.slot = tables.take()
+        blocks = [sequence.key + 1 + len(prompts) * place for place in range(width)]
+        tables.put(sequence.slot, 0, blocks)
+    runner = Runner(model, cache, tables)
+    logits: list[list[Tensor]] = [[] for _ in prompts]
+    for part in zip(*chunks, strict=True):
+        step = []
+        for sequence, prompt, count in zip(sequences, prompts, part, strict=True):
+            start = len(sequence.tokens)
+            sequence.tokens += prompt[start : start + count]
+            step.append(Chunk(sequence, start, count))
+        try:
+            completing, rows = runner.compute(step)
+        except Exception as error:
+            raise ModelUnusable(f"the model cannot be paged: {error}") from error
+        assert rows is not None
+        for chunk, row in zip(completing, rows, strict=True):
+            logits[chunk.sequence.key].append(row)
+    return torch.stack([row for rows in logits for row in rows])
+
+
+def _sequence(key: int, prompt: list[int]) -> Sequence:
+    rule = EndRule(Stopping(), (), len(prompt), len(prompt))
+    config = GenerationConfig()
+    return Sequence(key, config, 0, 0, [], len(prompt), rule, TokenRules(config))

@@ -1,0 +1,151 @@
+"""Attention, gated MLP and decoder layers of transformers with fewer and larger operations.
+
+On a CPU a step of a small batch is as long as its operations are many: each costs some microseconds before it computes
+anything. So queries, keys and values come from one product, as do gate and up, and the rotation turns queries and keys
+together, in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from trtmesh.engine.backends.torch.compute.attention import ATTRIBUTE, Rule
+
+
+class FusedMlp(nn.Module):
+    """down(activation(gate(x)) * up(x))"""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        self.gate_up = _joined([own.gate_proj, own.up_proj])
+        self.act_fn = own.act_fn
+        self.down_proj = own.down_proj
+        self._size = own.gate_proj.out_features
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        both = self.gate_up(hidden)
+        product: Tensor = self.down_proj(
+            self.act_fn(both[..., : self._size]) * both[..., self._size :]
+        )
+        return product
+
+
+class Rotation:
+    """The rotary embedding of queries and keys; made ready once a step, for all layers."""
+
+    def __init__(self) -> None:
+        self._given: Tensor | None = None
+
+    def turn(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Turns `heads` [tokens, heads, head_dim] in place; `cos` and `sin` are [1, tokens, turned dimensions].
+
+        x * cos + rotate_half(x) * sin, with the signs of rotate_half moved to the sine.
+        """
+        if sin is not self._given:
+            self._given = sin
+            self._half = sin.shape[-1] // 2
+            self._cos = cos[0].unsqueeze(1)
+            self._sin = sin[0].unsqueeze(1).clone()
+            self._sin[..., : self._half].neg_()
+        if 2 * self._half < heads.shape[-1]:
+            heads = heads[..., : 2 * self._half]
+        swapped = heads.roll(self._half, -1)
+        heads.mul_(self._cos).addcmul_(swapped, self._sin)
+
+
+class FusedAttention(nn.Module):
+    """Self-attention with rotary positions, over a flat batch.
+
+    `own` is the layer that it stands for; it computes where no attention of an engine is attached.
+    """
+
+    def __init__(self, own: Any, rule: Rule, rotation: Rotation) -> None:
+        super().__init__()
+        joined = [own.q_proj, own.k_proj, own.v_proj]
+        self.qkv = _joined(joined)
+        self.o_proj = own.o_proj
+        self.q_norm = getattr(own, "q_norm", None)
+        self.k_norm = getattr(own, "k_norm", None)
+        self.own = own
+        setattr(self, ATTRIBUTE, None)
+        size = own.head_dim
+        self._shape = (-1, sum(each.out_features for each in joined) // size, size)
+        self._heads = own.q_proj.out_features // size
+        self._turned = self._heads + own.k_proj.out_features // size
+        self._layer = own.layer_idx
+        self._rule = rule
+        self._rotation = rotation
+        first = 0
+        for name, each in zip(("q_proj", "k_proj", "v_proj"), joined, strict=True):
+            setattr(own, name, _Part(lambda: self.qkv, first, first + each.out_features))
+            first += each.out_features
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        attention = getattr(self, ATTRIBUTE)
+        if attention is None:
+            output: tuple[Tensor, None] = self.own(
+                hidden_states, position_embeddings, attention_mask, **others
+            )
+            return output
+        qkv = self.qkv(hidden_states[0]).view(self._shape)
+        queries = qkv[:, : self._heads]
+        if self.q_norm is not None and self.k_norm is not None:
+            keys = qkv[:, self._heads : self._turned]
+            queries.copy_(self.q_norm(queries))
+            keys.copy_(self.k_norm(keys))
+        self._rotation.turn(qkv[:, : self._turned], *position_embeddings)
+        attended = attention.attend_tokens(self._layer, queries, qkv[:, self._heads :], self._rule)
+        return self.o_proj(attended.flatten(1))[None], None
+
+
+class _Part(nn.Module):
+    """Some of the outputs of a linear layer, as a layer of its own."""
+
+    def __init__(self, whole: Callable[[], nn.Module], first: int, last: int) -> None:
+        super().__init__()
+        self._whole = whole
+        self._first, self._last = first, last
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        product: Tensor = self._whole()(hidden)
+        return product[..., self._first : self._last]
+
+
+def _joined(layers: list[nn.Linear]) -> nn.Linear:
+    """One linear layer with the outputs of several."""
+    first = layers[0]
+    weight = torch.cat([each.weight for each in layers])
+    whole = nn.Linear(first.in_features, len(weight), bias=False, device="meta")
+    whole.weight = nn.Parameter(weight, requires_grad=False)
+    if first.bias is not None:
+        bias = torch.cat([each.bias for each in layers])
+        whole.bias = nn.Parameter(bias, requires_grad=False)
+    return whole
+
+
+class FusedLayer(nn.Module):
+    """A decoder layer without what transformers does around it for training."""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        self.input_layernorm = own.input_layernorm
+        self.self_attn = own.self_attn
+        self.post_attention_layernorm = own.post_attention_layernorm
+        self.mlp = own.mlp
+
+    def forward(
+        self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor], **others: Any
+    ) -> Tensor:
+        attended, _ = self.self_attn(self.input_layernorm(hidden), position_embeddings, **others)
+        hidden = hidden + attended
+        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return output

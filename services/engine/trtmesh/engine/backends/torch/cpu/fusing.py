@@ -1,0 +1,201 @@
+"""Which layers of a model are replaced by fused ones.
+
+A layer is replaced only where its code is that of a layer known here, and where it computes the same for a trial input.
+The code alone does not tell, for functions of the same name differ between models, and a trial alone does not either,
+for some models treat positions far behind it differently.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.mistral import modeling_mistral as mistral
+from transformers.models.qwen2 import modeling_qwen2 as qwen2
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
+from trtmesh.engine.backends.torch.compute.attention import Rule, attach
+from trtmesh.engine.backends.torch.cpu.fused_layers import (
+    FusedAttention,
+    FusedLayer,
+    FusedMlp,
+    Rotation,
+)
+
+TRIAL_TOKENS = 3
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+HEAD_NORMS = ("q_norm", "k_norm")
+CLOSE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-3}
+"""Most that a fused layer may differ by, as a share of the largest value: rounding."""
+
+
+def _codes(*kinds: type[nn.Module]) -> set[tuple[Any, ...]]:
+    return {_code(kind) for kind in kinds}
+
+
+def _code(kind: type[nn.Module]) -> tuple[Any, ...]:
+    """What a module's forward does, but for what its names mean."""
+    forward: Any = inspect.unwrap(kind.forward)
+    code = forward.__code__
+    return code.co_code, code.co_names, code.co_varnames
+
+
+ATTENTIONS = _codes(
+    llama.LlamaAttention, mistral.MistralAttention, qwen2.Qwen2Attention, qwen3.Qwen3Attention
+)
+MLPS = _codes(llama.LlamaMLP)
+LAYERS = _codes(llama.LlamaDecoderLayer)
+BODIES = _codes(llama.LlamaModel, mistral.MistralModel, qwen2.Qwen2Model)
+MODELS = _codes(llama.LlamaForCausalLM)
+
+
+def fuse_layers(model: Any) -> None:
+    """Replaces what can be replaced in a model of transformers that uses this engine's attention."""
+    rotation = Rotation()
+    trials = _trials(model)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            fused: nn.Module | None = None
+            if _code(type(child)) in MLPS:
+                fused = _fused_mlp(child)
+            elif child in trials:
+                fused = _fused_attention(child, trials[child], rotation)
+            if fused is not None:
+                setattr(parent, name, fused)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            attention = getattr(child, "self_attn", None)
+            if _code(type(child)) in LAYERS and isinstance(attention, FusedAttention):
+                setattr(parent, name, FusedLayer(child))
+
+
+def is_plain(model: Any) -> bool:
+    """Whether a model, its layers fused, is nothing but embeddings, these layers, a norm and a head, one after another,
+    with the same positions for all."""
+    body: Any = getattr(model, "model", None)
+    return (
+        _code(type(model)) in MODELS
+        and _code(type(body)) in BODIES
+        and all(type(layer) is FusedLayer for layer in body.layers)
+    )
+
+
+@dataclass(slots=True)
+class _Trial:
+    """What an attention layer was given in a forward of the model."""
+
+    hidden: Tensor
+    named: dict[str, Any]
+
+
+class _Seen:
+    """Attention that gives the queries back and notes what it is asked; for other layers than are known here, zeros."""
+
+    queries: Tensor
+    kv: Tensor
+    rule: Rule
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        if query.shape[-1] != value.shape[-1]:
+            return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
+        queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
+        return self.attend_tokens(layer, queries, torch.cat((keys, values), 1), rule)[None]
+
+    def attend_tokens(self, _layer: int, queries: Tensor, kv: Tensor, rule: Rule) -> Tensor:
+        # Copies, for the caller may go on with its own.
+        self.queries, self.kv, self.rule = queries.clone(), kv.clone(), rule
+        return self.queries
+
+
+def _trials(model: Any) -> dict[nn.Module, _Trial]:
+    """The layers that may be replaced, as the model calls them."""
+    trials: dict[nn.Module, _Trial] = {}
+
+    def note(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if not given and {"hidden_states", "position_embeddings"} <= named.keys():
+            others = {name: value for name, value in named.items() if name != "hidden_states"}
+            trials[module] = _Trial(named["hidden_states"], others)
+
+    candidates = [
+        module
+        for module in model.modules()
+        if _code(type(module)) in ATTENTIONS and _has_known_parts(module)
+    ]
+    if not candidates:
+        return trials
+    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in candidates]
+    attach(model, _Seen())
+    tokens = torch.arange(TRIAL_TOKENS, device=model.device)[None]
+    try:
+        with torch.inference_mode():
+            model(input_ids=tokens, position_ids=tokens, use_cache=False, logits_to_keep=1)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return trials
+
+
+def _has_known_parts(module: nn.Module) -> bool:
+    parts = dict(module.named_children())
+    norms = [name for name in HEAD_NORMS if name in parts]
+    projections = [parts[name] for name in PROJECTIONS if type(parts.get(name)) is nn.Linear]
+    biases = {each.bias is None for each in projections[:3]}
+    return (
+        len(projections) == len(PROJECTIONS) == len(parts) - len(norms)
+        and len(norms) != 1
+        and len(biases) == 1
+    )
+
+
+def _fused_attention(own: Any, trial: _Trial, rotation: Rotation) -> nn.Module | None:
+    hidden = _random_like(trial.hidden)
+    expected, got = _Seen(), _Seen()
+    with torch.inference_mode():
+        attach(own, expected)
+        output, _ = own(hidden_states=hidden, **trial.named)
+        same_size = expected.queries.shape[-1] == expected.kv.shape[-1] == own.head_dim
+        if not same_size:
+            return None
+        weights = {name: getattr(own, name) for name in PROJECTIONS}
+        fused = FusedAttention(own, expected.rule, rotation)
+        attach(fused, got)
+        fused_output, _ = fused(hidden_states=hidden, **trial.named)
+    pairs = (
+        (output, fused_output),
+        (expected.queries, got.queries),
+        (expected.kv, got.kv),
+    )
+    if all(_close(*pair) for pair in pairs):
+        return fused
+    for name, layer in weights.items():
+        setattr(own, name, layer)
+    return None
+
+
+def _fused_mlp(own: Any) -> nn.Module | None:
+    parts = dict(own.named_children())
+    layers = [parts.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
+    if len(parts) != 4 or any(type(layer) is not nn.Linear for layer in layers):
+        return None
+    if (own.gate_proj.bias is None) != (own.up_proj.bias is None):
+        return None
+    fused = FusedMlp(own)
+    weight = own.gate_proj.weight
+    hidden = _random_like(weight.new_empty(1, TRIAL_TOKENS, own.gate_proj.in_features))
+    with torch.inference_mode():
+        return fused if _close(own(hidden), fused(hidden)) else None
+
+
+def _random_like(tensor: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(tensor.shape, generator=generator).to(tensor)
+
+
+def _close(expected: Tensor, got: Tensor) -> bool:
+    if expected.shape != got.shape:
+        return False
+    difference = (got - expected).abs().amax()
+    return bool(difference <= CLOSE[expected.dtype] * expected.abs().amax())

@@ -1,0 +1,222 @@
+"""The KV blocks as numbers: who holds which, and which hold KV that may be reused. No tensors here.
+
+    empty ──allocate──▶ held ──release──▶ empty                 (never published)
+                          └──release──▶ idle ──hold──▶ held     (published under a hash)
+                                         ├──allocate──▶ held    (evicted: its hash is forgotten)
+                                         └──allocate──▶ held, and its content goes to the host under its hash
+    host ──begin──▶ held                                        (copied back)
+
+Block 0 is never given out: it pads block tables and its content stays zero. Numbers 1 to `total_blocks` are on the
+device, the `host_blocks` after them in the host's memory, where nothing is computed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from trtmesh.engine.backend import KvEvent
+from trtmesh.engine.backends.torch.memory.eviction import DEFAULT_PRIORITY, EvictionOrder, Retention
+from trtmesh.engine.backends.torch.memory.published import Published
+
+NULL_BLOCK = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Block `target` gets the content of `source`; that of the null block is zero."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """KV that a sequence may begin with: whole blocks to share, and one to copy for the `tokens` beyond them."""
+
+    blocks: list[int]
+    tokens: int
+    """All tokens covered."""
+    partial: int = NULL_BLOCK
+
+
+class BlockPool:
+    """Blocks with reference counts.
+
+    A published block that nobody holds stays idle until it is needed; the order of eviction is EvictionOrder's.
+    Holders release a chain from its end, so that among equals a child is evicted before its parent.
+    """
+
+    def __init__(
+        self,
+        total_blocks: int,
+        *,
+        host_blocks: int = 0,
+        offload_min_priority: int = DEFAULT_PRIORITY,
+        events: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.total_blocks = total_blocks
+        self.host_blocks = host_blocks
+        self.published = Published(events=events)
+        self._offload_min_priority = offload_min_priority
+        self._references = [0] * (total_blocks + 1)
+        self._empty = list(range(total_blocks, 0, -1))
+        self._idle = EvictionOrder(clock)
+        self._host_empty = list(range(total_blocks + host_blocks, total_blocks, -1))
+        self._host = EvictionOrder(clock)
+        self._moves: list[Move] = []
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks of the device that nobody holds."""
+        return len(self._empty) + len(self._idle)
+
+    @property
+    def used_blocks(self) -> int:
+        """Blocks of the device that sequences hold."""
+        return self.total_blocks - self.free_blocks
+
+    @property
+    def used_host_blocks(self) -> int:
+        return self.host_blocks - len(self._host_empty)
+
+    def can_allocate(self, count: int, *, beside: Prefix | None = None) -> bool:
+        """Whether `count` blocks can be had once those of the prefix `beside` are held."""
+        if beside:
+            count += sum(1 for block in beside.blocks if self._takes_one(block))
+            count += beside.partial in self._idle
+        return count <= self.free_blocks
+
+    def begin(self, prefix: Prefix) -> list[int]:
+        """Blocks with one reference more that hold the tokens of `prefix`; ask `can_allocate` first."""
+        # All are held first, so that what is allocated below evicts none of them.
+        sources = [*prefix.blocks, prefix.partial] if prefix.partial else prefix.blocks
+        for block in sources:
+            if self._is_host(block):
+                self.published.retain(block, self._host.discard(block))
+            else:
+                self.hold([block])
+        away = [block for block in prefix.blocks if self._is_host(block)]
+        back = dict(zip(away, self._allocate(len(away)), strict=True))
+        for place, block in back.items():
+            self._moves.append(Move(place, block))
+            self.published.rebind(place, block)
+            self._host_empty.append(place)
+        blocks = [back.get(block, block) for block in prefix.blocks]
+        if prefix.partial:
+            blocks.append(self.copy(prefix.partial))
+            if self._is_host(prefix.partial):
+                self._host.add(prefix.partial, self.published.retention(prefix.partial))
+            else:
+                self.release([prefix.partial])
+        return blocks
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Adds a reference to blocks of the device that are held or published."""
+        for block in blocks:
+            if block == NULL_BLOCK:
+                continue
+            if not self._references[block]:
+                self.published.retain(block, self._idle.discard(block))
+            self._references[block] += 1
+
+    def allocate(self, count: int) -> list[int]:
+        """Blocks of zeros with one reference; ask `can_allocate` first."""
+        blocks = self._allocate(count)
+        self._moves += [Move(NULL_BLOCK, block) for block in blocks]
+        return blocks
+
+    def copy(self, block: int) -> int:
+        """A block with one reference and the content that `block` has now; ask `can_allocate` first."""
+        (copy,) = self._allocate(1)
+        self._moves.append(Move(block, copy))
+        return copy
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Takes a reference from each of a sequence's blocks."""
+        for block in reversed(blocks):
+            if block == NULL_BLOCK:
+                continue
+            self._references[block] -= 1
+            if not self._references[block]:
+                if block in self.published:
+                    self._idle.add(block, self.published.retention(block))
+                else:
+                    self._empty.append(block)
+
+    def publish(self, block: int, block_hash: int, parent_hash: int, token_ids: list[int]) -> None:
+        """Lets a full held block be reused under its hash; one of the device that has that hash already stays."""
+        if block in self.published:
+            return
+        there = self.published.find(block_hash)
+        if there is None:
+            self.published.add(block, block_hash, parent_hash, token_ids)
+        elif self._is_host(there):
+            self._host.discard(there)
+            self.published.rebind(there, block)
+            self._host_empty.append(there)
+
+    def retain(self, block_hash: int, retention: Retention) -> None:
+        """Says how dear the block under a hash is, if there is one, held or idle."""
+        block = self.published.find(block_hash)
+        if block is None:
+            return
+        self.published.retain(block, retention)
+        order = self._host if self._is_host(block) else self._idle
+        if block in order:
+            order.discard(block)
+            order.add(block, retention)
+
+    def retract(self, blocks: Iterable[int]) -> None:
+        """Forgets the hashes of held blocks, whose content turned out to be useless."""
+        for block in blocks:
+            if block in self.published:
+                self.published.remove(block)
+
+    def take_events(self) -> list[KvEvent]:
+        """What changed in what can be reused, wherever it lies, since the last call."""
+        return self.published.take_events()
+
+    def take_moves(self) -> list[Move]:
+        """What is to be done to the blocks' content before the next step, in this order."""
+        moves, self._moves = self._moves, []
+        return moves
+
+    def _is_host(self, block: int) -> bool:
+        return block > self.total_blocks
+
+    def _takes_one(self, block: int) -> bool:
+        """Whether beginning with `block` leaves one free block less."""
+        return self._is_host(block) or block in self._idle
+
+    def _allocate(self, count: int) -> list[int]:
+        empty = min(count, len(self._empty))
+        blocks = [self._empty.pop() for _ in range(empty)]
+        blocks += [self._evict() for _ in range(count - empty)]
+        for block in blocks:
+            self._references[block] = 1
+        return blocks
+
+    def _evict(self) -> int:
+        block, retention = self._idle.pop()
+        dear = retention.priority >= self._offload_min_priority
+        place = self._host_place() if dear else NULL_BLOCK
+        if place:
+            self._moves.append(Move(block, place))
+            self.published.rebind(block, place)
+            self._host.add(place, retention)
+        else:
+            self.published.remove(block)
+        return block
+
+    def _host_place(self) -> int:
+        """An empty place in the host's memory; the null block if there is none."""
+        if self._host_empty:
+            return self._host_empty.pop()
+        if not len(self._host):
+            return NULL_BLOCK
+        place, _ = self._host.pop()
+        self.published.remove(place)
+        return place

@@ -1,0 +1,122 @@
+"""The KV pool as one tensor, and the numbers by which attention finds rows in it.
+
+Layout [blocks, layers, 2, kv_heads, tokens_per_block, head_dim], with 2 for key and value: one block is one run of
+bytes, and so is a range of its heads. Seen as rows of [tokens_per_block * head_dim], the keys of (block, layer, head)
+are row ((block * layers + layer) * 2 + 0) * kv_heads + head and its values kv_heads rows further; the row of a layer is
+thus that of layer 0 plus a constant, so one index serves all layers, each applied to a view that begins at its own
+constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, Move
+
+Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """What a token leaves in the cache; the value size may be below head_dim, which then is the key's."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
+
+
+class KvCache:
+    """The pool; block 0 is the null block, so it holds one block more than can be given out.
+
+    The blocks numbered after those of the pool are in `host`, [host_blocks, ...] of the same shape.
+    """
+
+    def __init__(
+        self,
+        shape: KvShape,
+        *,
+        blocks: int,
+        tokens_per_block: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        host_blocks: int = 0,
+    ) -> None:
+        self.shape = shape
+        self.tokens_per_block = tokens_per_block
+        heads = shape.kv_heads
+        block = (shape.layers, 2, heads, tokens_per_block, shape.head_dim)
+        self.pool = torch.zeros((blocks + 1, *block), dtype=dtype, device=device)
+        # Pinned memory is what a device copies from and to without the help of a CPU.
+        self.host = torch.zeros(
+            (host_blocks, *block), dtype=dtype, pin_memory=device.type == "cuda"
+        )
+        self._rows_per_block = shape.layers * 2 * heads
+        block_rows = self.pool.view(-1, tokens_per_block * shape.head_dim)
+        token_rows = self.pool.view(-1, shape.head_dim)
+        firsts = [layer * 2 * heads for layer in range(shape.layers)]
+        # For each layer [rows, tokens_per_block * head_dim] and [rows, head_dim].
+        self.block_rows = [block_rows[first:] for first in firsts]
+        self._token_rows = [token_rows[first * tokens_per_block :] for first in firsts]
+        # Of a block's keys and values in a layer.
+        self._head_rows: Rows = np.arange(2 * heads, dtype=np.int64)
+
+    def carry_out(self, moves: Sequence[Move]) -> None:
+        """Does what the block pool decided, as if one move after another.
+
+        Blocks that are given out become zero: what is masked is still multiplied, by zero, and must be finite.
+        """
+        for batch in _batches(moves, self.pool.shape[0]):
+            target, targets = self._place([move.target for move in batch])
+            if batch[0].source == NULL_BLOCK:
+                target.index_fill_(0, targets, 0)
+            else:
+                source, sources = self._place([move.source for move in batch])
+                content = source.index_select(0, sources).to(target.device)
+                target.index_copy_(0, targets, content)
+
+    def _place(self, blocks: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The memory that blocks of one kind are in, and their indexes there."""
+        first_of_host = self.pool.shape[0]
+        if blocks[0] < first_of_host:
+            return self.pool, torch.tensor(blocks, device=self.pool.device)
+        return self.host, torch.tensor(blocks) - first_of_host
+
+    def rows_of_blocks(self, blocks: Rows) -> Rows:
+        """Block rows in layer 0 of `blocks` [sequences, blocks]: [2, sequences, kv_heads, blocks]."""
+        heads = self._head_rows.reshape(2, 1, -1, 1)
+        return blocks[None, :, None, :] * self._rows_per_block + heads
+
+    def rows_of_tokens(self, blocks: Rows, positions: Rows) -> Rows:
+        """Token rows in layer 0 of tokens at `positions` in `blocks`, [tokens] each: [tokens, 2 * kv_heads]."""
+        size = self.tokens_per_block
+        rows = blocks[:, None] * self._rows_per_block + self._head_rows[None, :]
+        return rows * size + (positions % size)[:, None]
+
+    def write(self, layer: int, token_rows: torch.Tensor, kv: torch.Tensor) -> None:
+        """Stores keys and values [tokens, 2 * kv_heads, head_dim] at `token_rows` [tokens * 2 * kv_heads]."""
+        rows = kv.reshape(-1, self.shape.head_dim)
+        self._token_rows[layer].index_copy_(0, token_rows, rows.to(self.pool.dtype))
+
+
+def _batches(moves: Sequence[Move], first_of_host: int) -> Iterator[list[Move]]:
+    """Runs of moves of one kind that may be read whole and then written: none reads or writes what another writes."""
+    batch: list[Move] = []
+    written: set[int] = set()
+    kind = None
+    for move in moves:
+        own = (move.source == NULL_BLOCK, move.source < first_of_host, move.target < first_of_host)
+        if batch and (own != kind or move.source in written or move.target in written):
+            yield batch
+            batch, written = [], set()
+        kind = own
+        batch.append(move)
+        written.add(move.target)
+    if batch:
+        yield batch

@@ -1,0 +1,118 @@
+"""Which blocks can be found by what they hold, and what is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from trtmesh.engine.backend import BlocksRemoved, BlocksStored, KvEvent
+from trtmesh.engine.backends.torch.memory.eviction import DEFAULT, Retention
+
+CANDIDATES = 64
+"""Most blocks that are compared token by token with what follows a prefix; the newest are."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    block: int
+    block_hash: int
+    parent_hash: int
+    token_ids: list[int]
+    retention: Retention = DEFAULT
+
+
+class Published:
+    """Blocks under the hashes of their content: each hash once, each block under one hash."""
+
+    def __init__(self, *, events: bool = True) -> None:
+        self._tells = events
+        self._by_hash: dict[int, _Entry] = {}
+        self._by_block: dict[int, _Entry] = {}
+        # Newest last.
+        self._children: dict[int, dict[int, _Entry]] = {}
+        self._events: list[KvEvent] = []
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._by_block
+
+    def __len__(self) -> int:
+        return len(self._by_hash)
+
+    @property
+    def hashes(self) -> list[int]:
+        return list(self._by_hash)
+
+    def find(self, block_hash: int) -> int | None:
+        """The block under a hash."""
+        entry = self._by_hash.get(block_hash)
+        return entry.block if entry else None
+
+    def match_partly(self, parent_hash: int, token_ids: Sequence[int]) -> tuple[int, int]:
+        """The block after `parent_hash` that begins with most of `token_ids`, and with how many; 0 of none."""
+        best, most = 0, 0
+        children = self._children.get(parent_hash, {})
+        for entry in islice(reversed(children.values()), CANDIDATES):
+            pairs = zip(entry.token_ids, token_ids, strict=False)
+            equal = next(
+                (count for count, (one, other) in enumerate(pairs) if one != other),
+                min(len(entry.token_ids), len(token_ids)),
+            )
+            if equal > most:
+                best, most = entry.block, equal
+        return best, most
+
+    def add(self, block: int, block_hash: int, parent_hash: int, token_ids: list[int]) -> None:
+        """A block that is not published under a hash that is not there."""
+        entry = _Entry(block, block_hash, parent_hash, token_ids)
+        self._by_hash[block_hash] = self._by_block[block] = entry
+        self._children.setdefault(parent_hash, {})[block_hash] = entry
+        if self._tells:
+            self._tell_stored(entry)
+
+    def _tell_stored(self, entry: _Entry) -> None:
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlocksStored) and last.block_hashes[-1] == entry.parent_hash:
+            last.block_hashes.append(entry.block_hash)
+            last.token_ids += entry.token_ids
+        else:
+            stored = BlocksStored(entry.parent_hash, [entry.block_hash], list(entry.token_ids))
+            self._events.append(stored)
+
+    def rebind(self, block: int, other: int) -> None:
+        """The content of a published block is now found in `other`, which is not published."""
+        entry = self._by_block[other] = self._by_block.pop(block)
+        entry.block = other
+
+    def remove(self, block: int) -> None:
+        """A published block is no longer found."""
+        entry = self._by_block.pop(block)
+        del self._by_hash[entry.block_hash]
+        siblings = self._children[entry.parent_hash]
+        del siblings[entry.block_hash]
+        if not siblings:
+            del self._children[entry.parent_hash]
+        if self._tells:
+            self._tell_removed(entry)
+
+    def _tell_removed(self, entry: _Entry) -> None:
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlocksRemoved):
+            last.block_hashes.append(entry.block_hash)
+        else:
+            self._events.append(BlocksRemoved([entry.block_hash]))
+
+    def retention(self, block: int) -> Retention:
+        """How dear a published block is."""
+        return self._by_block[block].retention
+
+    def retain(self, block: int, retention: Retention) -> None:
+        """Says how dear a published block is from its next release on."""
+        entry = self._by_block.get(block)
+        if entry:
+            entry.retention = retention
+
+    def take_events(self) -> list[KvEvent]:
+        """What changed since the last call."""
+        events, self._events = self._events, []
+        return events

@@ -1,0 +1,289 @@
+"""The model: loaded with the code of transformers, its KV shape found by a probe, unfit ones refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+from trtmesh.chassis.errors import ModelUnusable
+from trtmesh.engine.backends.torch.compute import attention
+from trtmesh.engine.backends.torch.cpu.fusing import fuse_layers, is_plain
+from trtmesh.engine.backends.torch.cpu.linears import lacks_instructions, pack_linears, widen
+from trtmesh.engine.backends.torch.cpu.norms import fuse_norms
+from trtmesh.engine.backends.torch.memory.kvcache import KvShape
+from trtmesh.engine.backends.torch.model.prompt_table import Embedding, PromptTable
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+PROBE_TOKENS = 3
+DEFAULT_POSITIONS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A causal language model and what the engine must know of it."""
+
+    module: PreTrainedModel
+    dtype: torch.dtype
+    """Of weights and KV as they are stored."""
+    compute_dtype: torch.dtype
+    """Of what lies between."""
+    plain: bool
+    """Whether its layers may be called one after another, without the code of transformers around them."""
+    kv_shape: KvShape
+    vocabulary_size: int
+    max_positions: int
+    end_ids: tuple[int, ...]
+    embedding: Embedding
+    window: int | None
+    """Tokens before and with it that a token sees, in every layer; None where a layer sees all."""
+
+    def logits(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        tables: Sequence[tuple[slice, PromptTable]] = (),
+    ) -> Tensor:
+        """Next-token logits [rows, vocabulary] in float32 after the tokens at indexes `rows` of a flat batch.
+
+        `token_ids` and `positions` are [tokens]; `tables` says which of the tokens a prompt table gives a meaning to.
+        """
+        if self.plain:
+            logits = self._plain_logits(self.embedding.inputs(token_ids, tables), positions, rows)
+        else:
+            if tables:
+                inputs = {"inputs_embeds": self.embedding.inputs(token_ids, tables)[None]}
+            else:
+                inputs = {"input_ids": token_ids[None]}
+            logits = self.module(
+                **inputs,
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=rows,
+            ).logits[0]
+        return logits[:, : self.vocabulary_size].float()
+
+    def _plain_logits(self, embedded: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+        """What the forwards of such a model do for this engine: the masks that they make are not used."""
+        model: Any = self.module
+        body = model.model
+        hidden = embedded[None]
+        position_embeddings = body.rotary_emb(hidden, positions[None])
+        for layer in body.layers:
+            hidden = layer(hidden, position_embeddings)
+        # Norms look at one token at a time.
+        logits: Tensor = model.lm_head(body.norm(hidden[0, rows]))
+        return logits
+
+
+def load_model(
+    model_dir: Path, dtype_name: str, device: torch.device, *, weight_copies: bool = False
+) -> Model:
+    """Raises ModelUnusable with the reason. `weight_copies` allows float32 copies of half-precision weights."""
+    config = _config(model_dir)
+    dtype = _dtype(config, dtype_name, device)
+    module = _weights(model_dir, config, dtype)
+    torch.nn.Module.to(module, device)
+    torch.nn.Module.eval(module)
+    module.requires_grad_(requires_grad=False)
+    attention.register()
+    module.set_attn_implementation(attention.NAME)
+    text = config.get_text_config()
+    probe = _probe(module, text.num_hidden_layers, device)
+    wide = device.type == "cpu" and weight_copies and lacks_instructions(dtype)
+    if device.type == "cpu":
+        fuse_layers(module)
+        if wide:
+            widen(module)
+        else:
+            pack_linears(module)
+        fuse_norms(module)
+    vocabulary_size = _vocabulary_size(module)
+    return Model(
+        module=module,
+        dtype=dtype,
+        compute_dtype=torch.float32 if wide else dtype,
+        plain=is_plain(module),
+        kv_shape=probe.kv_shape(module),
+        window=probe.window,
+        vocabulary_size=vocabulary_size,
+        max_positions=_max_positions(text, probe),
+        end_ids=_end_ids(module),
+        embedding=Embedding(module.get_input_embeddings(), vocabulary_size),
+    )
+
+
+def _config(model_dir: Path) -> Any:
+    try:
+        config = AutoConfig.from_pretrained(
+            model_dir, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        raise ModelUnusable(f"{model_dir / 'config.json'} is refused: {_text(error)}") from error
+    kind = getattr(config, "model_type", "?")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelUnusable(f"model type {kind} is an encoder-decoder; only decoders are served")
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ModelUnusable(f"model type {kind} is no causal language model of transformers")
+    return config
+
+
+def _dtype(config: Any, name: str, device: torch.device) -> torch.dtype:
+    if name != "auto":
+        return DTYPES[name]
+    if device.type == "cpu":
+        return torch.float32
+    dtype = config.get_text_config().dtype
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def _weights(model_dir: Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    # Untyped, because the declared type forgets the report that output_loading_info adds.
+    loader: Any = AutoModelForCausalLM
+    try:
+        with _quiet():
+            module, report = loader.from_pretrained(
+                model_dir,
+                config=config,
+                dtype=dtype,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                attn_implementation="eager",
+                output_loading_info=True,
+                # Reported below, with names.
+                ignore_mismatched_sizes=True,
+            )
+    except Exception as error:
+        raise ModelUnusable(f"the weights of {model_dir} are refused: {_text(error)}") from error
+    for trouble in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        keys = sorted(str(key) for key in report.get(trouble) or ())
+        if keys:
+            more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+            raise ModelUnusable(
+                f"the weights of {model_dir} do not fit its config.json, {trouble.replace('_', ' ')}:"
+                f" {', '.join(keys[:3])}{more}"
+            )
+    if not isinstance(module, PreTrainedModel):
+        raise ModelUnusable(f"{model_dir} is no model of transformers")
+    return module
+
+
+class Probe:
+    """Notes what the layers hand to attention instead of computing it."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[int] = Counter()
+        self.kv_heads: set[int] = set()
+        self.sizes: set[int] = set()
+        self.windows: dict[int, int | None] = {}
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: attention.Rule
+    ) -> Tensor:
+        self.calls[layer] += 1
+        self.kv_heads.add(key.shape[1])
+        self.sizes |= {key.shape[3], value.shape[3]}
+        self.windows[layer] = rule.window
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+    @property
+    def window(self) -> int | None:
+        """The widest sliding window; None where a layer has none."""
+        windows = [window or 0 for window in self.windows.values()]
+        return max(windows) if all(windows) else None
+
+    def kv_shape(self, module: PreTrainedModel) -> KvShape:
+        if len(self.kv_heads) > 1:
+            raise ModelUnusable(
+                f"model type {module.config.model_type} has layers with {sorted(self.kv_heads)} KV heads;"
+                " the pool holds one number for all"
+            )
+        return KvShape(
+            layers=len(self.calls), kv_heads=max(self.kv_heads), head_dim=max(self.sizes)
+        )
+
+
+def _probe(module: PreTrainedModel, layers: int, device: torch.device) -> Probe:
+    """Runs a few tokens. Raises ModelUnusable where a layer's attention would not be seen."""
+    recorder = Probe()
+    attention.attach(module, recorder)
+    tokens = torch.arange(PROBE_TOKENS, device=device)[None]
+    kind = module.config.model_type
+    try:
+        with torch.inference_mode():
+            module(input_ids=tokens, position_ids=tokens, use_cache=False, logits_to_keep=1)
+    except Exception as error:
+        raise ModelUnusable(f"model type {kind} cannot run here: {_text(error)}") from error
+    if recorder.calls != Counter(range(layers)):
+        raise ModelUnusable(
+            f"model type {kind} cannot be paged: its {layers} layers must each call the attention interface of"
+            f" transformers once, but the calls of a forward were {dict(sorted(recorder.calls.items()))}"
+        )
+    return recorder
+
+
+def _max_positions(config: Any, probe: Probe) -> int:
+    """The model's length, or less where a layer sees less than all and attention is not told so.
+
+    Such layers hide tokens by a mask, which paged attention never gets; up to the mask's width they hide nothing.
+    """
+    longest = int(getattr(config, "max_position_embeddings", None) or DEFAULT_POSITIONS)
+    widths = {
+        "sliding_attention": getattr(config, "sliding_window", None),
+        "chunked_attention": getattr(config, "attention_chunk_size", None),
+    }
+    for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        width = widths.get(kind)
+        if width and not probe.windows.get(layer):
+            longest = min(longest, int(width))
+    return longest
+
+
+def _vocabulary_size(module: PreTrainedModel) -> int:
+    """Rows of the input embeddings, at most the logits there are."""
+    untyped: Any = module
+    heads = (untyped.get_input_embeddings(), untyped.get_output_embeddings())
+    return min(int(head.weight.shape[0]) for head in heads if head is not None)
+
+
+def _end_ids(module: PreTrainedModel) -> tuple[int, ...]:
+    generation = getattr(module, "generation_config", None)
+    end = getattr(generation, "eos_token_id", None)
+    if end is None:
+        end = getattr(module.config.get_text_config(), "eos_token_id", None)
+    if end is None:
+        return ()
+    return tuple(end) if isinstance(end, (list, tuple)) else (int(end),)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bar and no warnings on standard error while loading; refusals say what is wrong."""
+    # Untyped functions.
+    hub: Any = transformers_logging
+    bars, verbosity = hub.is_progress_bar_enabled(), hub.get_verbosity()
+    hub.disable_progress_bar()
+    hub.set_verbosity_error()
+    try:
+        yield
+    finally:
+        hub.set_verbosity(verbosity)
+        if bars:
+            hub.enable_progress_bar()
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip() or 'no further reason'}"

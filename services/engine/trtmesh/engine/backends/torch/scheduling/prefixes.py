@@ -1,0 +1,132 @@
+"""What of a sequence's KV is there already, and what it leaves for others."""
+
+from __future__ import annotations
+
+from trtmesh.chassis.block_hashes import block_hash
+from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, BlockPool, Prefix
+from trtmesh.engine.backends.torch.memory.eviction import Retention
+from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
+from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
+
+NOTHING = Prefix([], 0)
+
+
+class Prefixes:
+    """Finds and publishes the blocks of sequences; what must have logits is always computed."""
+
+    def __init__(
+        self, pool: BlockPool, rules: SchedulingRules, *, reuse: bool, partial_reuse: bool
+    ) -> None:
+        self._pool = pool
+        self._rules = rules
+        self._size = rules.tokens_per_block
+        self._reuse = reuse
+        self._partial_reuse = partial_reuse
+
+    def find(self, sequence: Sequence) -> Prefix:
+        """The longest beginning whose KV is there, of its leader or published."""
+        led = self.of_leader(sequence)
+        published = self._published(sequence)
+        return led if led.tokens >= published.tokens else published
+
+    def of_leader(self, sequence: Sequence) -> Prefix:
+        """What its leader has computed for it."""
+        leader = sequence.leader
+        if leader is None or leader.slot < 0:
+            return NOTHING
+        most = min(leader.num_computed, sequence.most_reusable)
+        rest = range(min(leader.prompt_tokens, most), most)
+        tokens = next((at for at in rest if leader.tokens[at] != sequence.tokens[at]), most)
+        if self._rules.unseen_blocks(tokens) < leader.num_dropped:
+            return NOTHING
+        full, part = divmod(tokens, self._size)
+        return Prefix(leader.blocks[:full], tokens, leader.blocks[full] if part else NULL_BLOCK)
+
+    def publish(self, sequence: Sequence) -> None:
+        """Offers its blocks that have become full since the last time."""
+        full = sequence.num_computed // self._size
+        first, sequence.num_published = sequence.num_published, full
+        if not self._reuses(sequence):
+            return
+        hashes = self._hashes(sequence, full)
+        for number in range(first, full):
+            parent = hashes[number - 1] if number else sequence.root
+            tokens = sequence.tokens[number * self._size : (number + 1) * self._size]
+            self._pool.publish(sequence.blocks[number], hashes[number], parent, tokens)
+        self.retain(sequence, first, full)
+
+    def retain(self, sequence: Sequence, first: int, last: int) -> None:
+        """Gives what is published of its blocks [first, last), by whomever, the retention it asks for; without a wish
+        they keep theirs."""
+        wishes = sequence.config.kv_cache
+        if not (wishes.token_ranges or wishes.decode_priority is not None):
+            return
+        if not self._reuses(sequence):
+            return
+        hashes = self._hashes(sequence, last)
+        for number in range(first, last):
+            retention = retention_of(sequence, number * self._size)
+            if retention:
+                self._pool.retain(hashes[number], retention)
+
+    def _reuses(self, sequence: Sequence) -> bool:
+        return self._reuse and sequence.config.kv_cache.reuse
+
+    def _published(self, sequence: Sequence) -> Prefix:
+        if not self._reuses(sequence):
+            return NOTHING
+        size, last = self._size, sequence.most_reusable
+        hashes = self._hashes(sequence, last // size)
+        blocks = self._match(hashes[: last // size])
+        tokens = len(blocks) * size
+        if not self._partial_reuse:
+            return Prefix(blocks, tokens)
+        parent = hashes[len(blocks) - 1] if blocks else sequence.root
+        following = sequence.tokens[tokens : min(tokens + size, last)]
+        partial, more = self._pool.published.match_partly(parent, following)
+        return Prefix(blocks, tokens + more, partial)
+
+    def _match(self, hashes: list[int]) -> list[int]:
+        """Blocks of the longest beginning that is there as far as its next token sees; the null block for the rest."""
+        blocks: list[int] = []
+        first = longest = 0
+        for number, name in enumerate(hashes, start=1):
+            block = self._pool.published.find(name)
+            blocks.append(block or NULL_BLOCK)
+            if block is None:
+                if self._rules.window is None:
+                    break
+                first = number
+            elif first <= self._rules.unseen_blocks(number * self._size):
+                longest = number
+        unseen = self._rules.unseen_blocks(longest * self._size)
+        return [NULL_BLOCK] * unseen + blocks[unseen:longest]
+
+    def _hashes(self, sequence: Sequence, count: int) -> list[int]:
+        """Hashes of at least its first `count` blocks, all of them full."""
+        hashes = sequence.hashes
+        while len(hashes) < count:
+            parent = hashes[-1] if hashes else sequence.root
+            first = len(hashes) * self._size
+            hashes.append(block_hash(parent, sequence.tokens[first : first + self._size]))
+        return hashes
+
+
+def retention_of(sequence: Sequence, token: int) -> Retention | None:
+    """What is asked for the block that begins with the token at this index; None if nothing is.
+
+    The first range that covers the token decides for the prompt, the decode priority for what follows it.
+    """
+    wishes = sequence.config.kv_cache
+    if token >= sequence.prompt_tokens:
+        if wishes.decode_priority is None:
+            return None
+        return Retention(wishes.decode_priority, _seconds(wishes.decode_duration_ms))
+    for each in wishes.token_ranges:
+        if each.token_start <= token and (each.token_end is None or token < each.token_end):
+            return Retention(each.priority, _seconds(each.duration_ms))
+    return None
+
+
+def _seconds(milliseconds: int | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
