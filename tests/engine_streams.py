@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 from trtmesh.chassis.error_wire import REASON_METADATA_KEY
-from trtmesh.chassis.grpc.client import Call, Method, connected
+from trtmesh.chassis.grpc.client import ClientCall, Method, connected
 from trtmesh.chassis.grpc.client.call import Ended
 from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.health import Health
@@ -83,7 +83,7 @@ class RouterStream:
 
     def __init__(
         self,
-        call: Call[epb.EngineServiceConnectRequest, epb.EngineServiceConnectResponse],
+        call: ClientCall[epb.EngineServiceConnectRequest, epb.EngineServiceConnectResponse],
         *,
         acknowledging: bool,
     ) -> None:

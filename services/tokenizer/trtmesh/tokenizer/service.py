@@ -11,9 +11,9 @@ import grpc
 from trtmesh.chassis.errors import Draining, NoTokenizer
 from trtmesh.chassis.rpc import answering
 from trtmesh.chassis.service import SCHEMA_REVISION, Runtime
-from trtmesh.tokenizer.connection import Connection, Shared
-from trtmesh.tokenizer.encoder import Encoder, encode_in_this_thread_alone
+from trtmesh.tokenizer.encoding import Encoder, encode_in_this_thread_alone
 from trtmesh.tokenizer.metrics import TokenizerMetrics
+from trtmesh.tokenizer.router_stream import RouterStream, Shared
 from trtmesh.tokenizer.settings import TokenizerSettings
 from trtmesh.tokenizer.vocabulary import Vocabulary, load_vocabulary
 from trtmesh.tokenizer.workload import Workload
@@ -36,7 +36,7 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         self._metrics = TokenizerMetrics(runtime.registry)
         self._workload = Workload()
         self._shared: Shared | None = None
-        self._sessions: dict[asyncio.Task[None], Connection] = {}
+        self._sessions: dict[asyncio.Task[None], RouterStream] = {}
 
     def register(self, server: grpc.aio.Server) -> None:
         pb_grpc.add_TokenizerServiceServicer_to_server(self, server)
@@ -73,7 +73,7 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
         async with answering(context):
-            connection = Connection(self._ready())
+            connection = RouterStream(self._ready())
             session = asyncio.current_task()
             assert session is not None
             self._sessions[session] = connection

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.chassis.fingerprint import VOCABULARY_FILES, tokenizer_fingerprint
 from trtmesh.tokenizer.conversion import convert
-from trtmesh.tokenizer.decoder import choose_decoding
-from trtmesh.tokenizer.decoding import Decoding
+from trtmesh.tokenizer.decoding.base import Decoding
+from trtmesh.tokenizer.decoding.choice import choose_decoding
 
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"

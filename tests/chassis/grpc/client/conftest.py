@@ -12,7 +12,7 @@ import pytest_asyncio
 import uvloop
 from chassis.grpc.client.scripted_server import PATIENCE_SECONDS, Peer
 from chassis.grpc.server.conftest import MOST_BYTES, Example, serving
-from trtmesh.chassis.grpc.client import Connection, connected
+from trtmesh.chassis.grpc.client import ClientConnection, connected
 from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.http2.frames import (
     Kind,
@@ -38,7 +38,7 @@ async def example(request: pytest.FixtureRequest) -> AsyncIterator[Example]:
 
 
 @pytest_asyncio.fixture
-async def connection(example: Example) -> AsyncIterator[Connection]:
+async def connection(example: Example) -> AsyncIterator[ClientConnection]:
     async with connected(example.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
         yield connection
 

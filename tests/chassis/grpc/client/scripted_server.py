@@ -10,7 +10,7 @@ import grpc
 import pytest
 from chassis.grpc.server.conftest import MOST_BYTES
 from chassis.grpc.server.wire import Wire
-from trtmesh.chassis.grpc.client import Call, Connection, Method, connected
+from trtmesh.chassis.grpc.client import ClientCall, ClientConnection, Method, connected
 from trtmesh.chassis.http2.frames import (
     END_HEADERS,
     END_STREAM,
@@ -59,7 +59,7 @@ class Peer:
 @asynccontextmanager
 async def called(
     peer: Peer, name: str
-) -> AsyncIterator[tuple[Connection, Wire, Call[bytes, bytes]]]:
+) -> AsyncIterator[tuple[ClientConnection, Wire, ClientCall[bytes, bytes]]]:
     """A connection, the server's end of it, and a call whose headers have arrived there."""
     async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
         wire = await peer.wire()
@@ -74,7 +74,7 @@ def headers(wire: Wire, stream: int, fields: Mapping[str, str], flags: int = 0) 
     return frame(Kind.HEADERS, END_HEADERS | flags, stream, block)
 
 
-async def echo(connection: Connection, wire: Wire, stream: int) -> None:
+async def echo(connection: ClientConnection, wire: Wire, stream: int) -> None:
     """Checks that the connection is used."""
     asking = asyncio.create_task(connection.ask(method("Echo"), b"x", PATIENCE_SECONDS))
     await wire.next(Kind.DATA, stream=stream)

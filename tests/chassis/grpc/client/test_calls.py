@@ -12,25 +12,25 @@ from chassis.grpc.client.conftest import GREETINGS_OF_NONE
 from chassis.grpc.client.scripted_server import PATIENCE_SECONDS, Peer, method
 from chassis.grpc.server.conftest import MOST_BYTES, Example
 from trtmesh.chassis.errors import Unavailable
-from trtmesh.chassis.grpc.client import Connection, Method, connected
+from trtmesh.chassis.grpc.client import ClientConnection, Method, connected
 
 
-async def ask(connection: Connection, name: str, text: bytes) -> bytes:
+async def ask(connection: ClientConnection, name: str, text: bytes) -> bytes:
     return await connection.ask(method(name), text, PATIENCE_SECONDS)
 
 
 @pytest.mark.parametrize("size", [0, 1, 16_000, 70_000, 5 * 2**20])
-async def test_one_message_for_one(connection: Connection, size: int) -> None:
+async def test_one_message_for_one(connection: ClientConnection, size: int) -> None:
     text = bytes(range(251)) * (size // 251 + 1)
     assert await ask(connection, "Echo", text[:size]) == text[:size]
 
 
-async def test_many_calls_at_once(connection: Connection) -> None:
+async def test_many_calls_at_once(connection: ClientConnection) -> None:
     texts = [b"%d" % number * 1000 for number in range(100)]
     assert await asyncio.gather(*(ask(connection, "Echo", text) for text in texts)) == texts
 
 
-async def test_the_status_of_a_call_reaches_who_reads(connection: Connection) -> None:
+async def test_the_status_of_a_call_reaches_who_reads(connection: ClientConnection) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await ask(connection, "Fail", "für nichts: 100 %\n".encode())
     error = caught.value
@@ -39,13 +39,13 @@ async def test_the_status_of_a_call_reaches_who_reads(connection: Connection) ->
     assert (told["reason"], told["data-bin"]) == ("OWN", b"\x00\xff")
 
 
-async def test_a_method_that_nobody_serves(connection: Connection) -> None:
+async def test_a_method_that_nobody_serves(connection: ClientConnection) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await ask(connection, "None", b"")
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_what_is_written_and_read_in_turn(connection: Connection) -> None:
+async def test_what_is_written_and_read_in_turn(connection: ClientConnection) -> None:
     call = connection.open(method("Chat"))
     for number in range(500):
         await call.write(b"message %d" % number)
@@ -54,7 +54,7 @@ async def test_what_is_written_and_read_in_turn(connection: Connection) -> None:
     assert await call.read() is None
 
 
-async def test_what_is_written_ahead(connection: Connection) -> None:
+async def test_what_is_written_ahead(connection: ClientConnection) -> None:
     call = connection.open(method("Join"))
     for number in range(50):
         await call.write(bytes((number,)) * 50_000)
@@ -64,7 +64,7 @@ async def test_what_is_written_ahead(connection: Connection) -> None:
     assert await call.read() is None
 
 
-async def test_more_than_the_windows_arrives_in_order(connection: Connection) -> None:
+async def test_more_than_the_windows_arrives_in_order(connection: ClientConnection) -> None:
     call = connection.open(method("Many"))
     await call.write(b"300,100000")
     call.half_close()
@@ -72,7 +72,9 @@ async def test_more_than_the_windows_arrives_in_order(connection: Connection) ->
     assert received == [bytes((number % 251,)) * 100_000 for number in range(300)]
 
 
-async def test_a_cancelled_call_ends_its_handler(connection: Connection, example: Example) -> None:
+async def test_a_cancelled_call_ends_its_handler(
+    connection: ClientConnection, example: Example
+) -> None:
     call = connection.open(method("Wait"))
     await call.write(b"")
     await example.waiting.wait()
@@ -97,13 +99,13 @@ async def test_a_connection_that_is_left_ends_its_calls(example: Example) -> Non
         connection.open(method("Echo"))
 
 
-async def test_an_answer_that_comes_too_late(connection: Connection) -> None:
+async def test_an_answer_that_comes_too_late(connection: ClientConnection) -> None:
     with pytest.raises((Unavailable, grpc.aio.AioRpcError), match=r"not answered|Deadline"):
         await connection.ask(method("Wait"), b"", 0.2)
     assert await ask(connection, "Echo", b"still here") == b"still here"
 
 
-async def test_who_writes_to_an_ended_call_is_told_its_end(connection: Connection) -> None:
+async def test_who_writes_to_an_ended_call_is_told_its_end(connection: ClientConnection) -> None:
     for text, error, words in (
         (b"reason", grpc.aio.AioRpcError, "reason"),
         (b"", Unavailable, "its stream ended"),
@@ -121,7 +123,9 @@ async def test_who_writes_to_an_ended_call_is_told_its_end(connection: Connectio
             await call.write(b"late")
 
 
-async def test_a_write_that_waits_is_told_the_end(connection: Connection, example: Example) -> None:
+async def test_a_write_that_waits_is_told_the_end(
+    connection: ClientConnection, example: Example
+) -> None:
     call = connection.open(method("Ignore"))
 
     async def write() -> None:
@@ -136,7 +140,7 @@ async def test_a_write_that_waits_is_told_the_end(connection: Connection, exampl
         await writing
 
 
-async def call_waits(connection: Connection) -> None:
+async def call_waits(connection: ClientConnection) -> None:
     """Returns when what was sent before has been looked at by the server."""
     for _ in range(5):
         await ask(connection, "Echo", b"")
@@ -152,7 +156,7 @@ async def test_messages_that_are_too_large(example: Example) -> None:
         assert await ask(connection, "Many", b"1,1000") == bytes(1000)
 
 
-async def test_a_message_that_cannot_be_read(connection: Connection) -> None:
+async def test_a_message_that_cannot_be_read(connection: ClientConnection) -> None:
     def refuse(data: bytes) -> bytes:
         raise ValueError("no such thing")
 
@@ -162,7 +166,9 @@ async def test_a_message_that_cannot_be_read(connection: Connection) -> None:
     assert await ask(connection, "Echo", b"still here") == b"still here"
 
 
-async def test_a_server_that_stops_ends_what_runs(connection: Connection, example: Example) -> None:
+async def test_a_server_that_stops_ends_what_runs(
+    connection: ClientConnection, example: Example
+) -> None:
     call = connection.open(method("Wait"))
     await call.write(b"")
     await example.waiting.wait()

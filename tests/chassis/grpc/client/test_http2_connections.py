@@ -23,7 +23,7 @@ from chassis.grpc.client.scripted_server import (
 from chassis.grpc.server.conftest import MOST_BYTES
 from chassis.grpc.server.wire import Breach, Wire, message
 from trtmesh.chassis.errors import Unavailable
-from trtmesh.chassis.grpc.client import Call, connected
+from trtmesh.chassis.grpc.client import ClientCall, connected
 from trtmesh.chassis.http2 import keepalive
 from trtmesh.chassis.http2.frames import (
     END_HEADERS,
@@ -201,6 +201,6 @@ def _drawn(draw: random.Random, wire: Wire) -> bytes:
     return draw.choice(frames)
 
 
-async def _read_all(call: Call[bytes, bytes]) -> None:
+async def _read_all(call: ClientCall[bytes, bytes]) -> None:
     async for _ in call:
         pass

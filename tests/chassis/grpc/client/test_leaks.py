@@ -11,7 +11,7 @@ import pytest
 from chassis.grpc.client.scripted_server import PATIENCE_SECONDS, method
 from chassis.grpc.server.conftest import MOST_BYTES, Example
 from leaks import alive, gone, without_collector
-from trtmesh.chassis.grpc.client import Call, Connection, connected
+from trtmesh.chassis.grpc.client import ClientCall, ClientConnection, connected
 
 
 @pytest.fixture(autouse=True)
@@ -20,11 +20,11 @@ def _no_collector() -> Iterator[None]:
         yield
 
 
-async def _answered(connection: Connection, example: Example) -> None:
+async def _answered(connection: ClientConnection, example: Example) -> None:
     await connection.ask(method("Echo"), b"", PATIENCE_SECONDS)
 
 
-async def _failed(connection: Connection, example: Example) -> None:
+async def _failed(connection: ClientConnection, example: Example) -> None:
     try:
         await connection.ask(method("Fail"), b"x", PATIENCE_SECONDS)
     except grpc.aio.AioRpcError:
@@ -32,27 +32,27 @@ async def _failed(connection: Connection, example: Example) -> None:
     raise AssertionError("it fails")
 
 
-async def _cancelled(connection: Connection, example: Example) -> None:
+async def _cancelled(connection: ClientConnection, example: Example) -> None:
     call = connection.open(method("Wait"))
     await call.write(b"")
     await example.waiting.wait()
     call.cancel()
 
 
-async def _left_behind(connection: Connection, example: Example) -> None:
+async def _left_behind(connection: ClientConnection, example: Example) -> None:
     connection.open(method("Wait"))
 
 
 @pytest.mark.parametrize("use", [_answered, _failed, _cancelled, _left_behind])
 async def test_nothing_stays(
-    example: Example, use: Callable[[Connection, Example], Awaitable[None]]
+    example: Example, use: Callable[[ClientConnection, Example], Awaitable[None]]
 ) -> None:
     async with connected(example.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
         await use(connection, example)
         if use is not _left_behind:
-            assert not alive(Call)
+            assert not alive(ClientCall)
     del connection
-    await gone(Connection, Call)
+    await gone(ClientConnection, ClientCall)
 
 
 @pytest.mark.parametrize("passes", range(8))
@@ -73,5 +73,5 @@ async def test_nothing_stays_of_a_connection_that_was_not_wanted_any_more(
     connecting.cancel()
     await asyncio.wait([connecting])
     del connecting
-    await gone(Connection)
+    await gone(ClientConnection)
     assert defects == []

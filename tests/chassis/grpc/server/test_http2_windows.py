@@ -99,7 +99,7 @@ async def test_a_call_that_does_not_read_holds_one_window(example: Example) -> N
 async def test_a_client_that_asks_and_does_not_read_is_cut_off(
     example: Example, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    monkeypatch.setattr("trtmesh.chassis.http2.output.MOST_UNREAD_BYTES", 2**18)
+    monkeypatch.setattr("trtmesh.chassis.http2.writer.MOST_UNREAD_BYTES", 2**18)
     example.hold_unread(4096)
     async with wired(example, receive_bytes=4096) as wire, wired(example) as other:
         asks = {

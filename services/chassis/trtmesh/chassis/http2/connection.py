@@ -18,10 +18,10 @@ from trtmesh.chassis.http2.frames import (
     settings,
     window_update,
 )
-from trtmesh.chassis.http2.header_blocks import HEADER_LIST_BYTES
+from trtmesh.chassis.http2.headers import HEADER_LIST_BYTES
 from trtmesh.chassis.http2.keepalive import ANSWER_SECONDS, SILENCE_SECONDS, Keepalive
-from trtmesh.chassis.http2.output import Output
 from trtmesh.chassis.http2.streams import WINDOW_BYTES, Streams
+from trtmesh.chassis.http2.writer import Output
 
 TAKEN_FRAME_BYTES = 2**20
 

@@ -6,8 +6,8 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
+from trtmesh.chassis.grpc.messages import MessageReader
 from trtmesh.chassis.http2.frames import ErrorCode, StreamFailed
-from trtmesh.chassis.http2.messages import MessageReader
 
 
 class Input:

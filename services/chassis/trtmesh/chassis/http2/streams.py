@@ -26,8 +26,8 @@ from trtmesh.chassis.http2.frames import (
     window_update,
     without_padding,
 )
-from trtmesh.chassis.http2.header_blocks import HeaderBlock, HeaderBlocks
-from trtmesh.chassis.http2.output import Output, OutStream
+from trtmesh.chassis.http2.headers import HeaderBlock, HeaderBlocks
+from trtmesh.chassis.http2.writer import Output, OutStream
 
 log = logging.getLogger(__name__)
 

@@ -7,14 +7,14 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from trtmesh.chassis.errors import Draining, InvalidRequest, QueueTimeout, TrtmeshError, WorkerLost
-from trtmesh.chassis.grpc.client import Call, Connection, Method
+from trtmesh.chassis.grpc.client import ClientCall, ClientConnection, Method
+from trtmesh.chassis.outbox import Outbox
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.router.fleet.assignments import Assignments
 from trtmesh.router.fleet.engine_facts import mismatch_of, report_of
 from trtmesh.router.fleet.pulse import TICK_SECONDS, Deadlines, Pulse
 from trtmesh.router.fleet.steps import UNACKNOWLEDGED_STEPS, Steps
 from trtmesh.router.kv_index import KvFeed, KvIndex
-from trtmesh.router.links.outbox import Outbox
 from trtmesh.router.links.replica import DRAINED, LEAVING, LinkSettings, Replica
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement import WorkerSnapshot
@@ -43,7 +43,7 @@ CONNECT: Method[pb.EngineServiceConnectRequest, pb.EngineServiceConnectResponse]
     pb.EngineServiceConnectResponse.FromString,
 )
 
-_Call = Call[pb.EngineServiceConnectRequest, pb.EngineServiceConnectResponse]
+_Call = ClientCall[pb.EngineServiceConnectRequest, pb.EngineServiceConnectResponse]
 
 
 class Worker(Replica):
@@ -162,7 +162,7 @@ class Worker(Replica):
     def _ask_for_kv_snapshot(self) -> None:
         self._outbox.put(pb.EngineCommand(kv_snapshot=pb.KvSnapshotCommand()))
 
-    async def talk(self, connection: Connection) -> None:
+    async def talk(self, connection: ClientConnection) -> None:
         await self._tokenizers_known()
         self._outbox = Outbox()
         self._steps.opened()

@@ -13,7 +13,7 @@ import grpc
 from trtmesh.chassis.channels import GREETING_SECONDS
 from trtmesh.chassis.error_wire import from_status
 from trtmesh.chassis.errors import Mismatch, TrtmeshError, Unavailable
-from trtmesh.chassis.grpc.client import Connection, connected
+from trtmesh.chassis.grpc.client import ClientConnection, connected
 from trtmesh.chassis.grpc.client.call import ENDED
 from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.v1 import router_admin_pb2 as admin_pb
@@ -150,7 +150,7 @@ class Replica(ABC):
         self.touch()
 
     @abstractmethod
-    async def talk(self, connection: Connection) -> None:
+    async def talk(self, connection: ClientConnection) -> None:
         """Opens the stream and handles it until it ends; calls `_become` when the replica is ready."""
 
     @abstractmethod

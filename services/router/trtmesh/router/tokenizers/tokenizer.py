@@ -7,9 +7,9 @@ from itertools import chain
 
 from trtmesh.chassis.error_wire import from_proto
 from trtmesh.chassis.errors import Draining, SchemaMismatch, TrtmeshError, Unavailable
-from trtmesh.chassis.grpc.client import Call, Connection, Method
+from trtmesh.chassis.grpc.client import ClientCall, ClientConnection, Method
+from trtmesh.chassis.outbox import Outbox
 from trtmesh.chassis.service import SCHEMA_REVISION
-from trtmesh.router.links.outbox import Outbox
 from trtmesh.router.links.replica import LinkSettings, Replica
 from trtmesh.router.streams.sequence import SequenceRun
 from trtmesh.router.tokenizers.encode_job import EncodeJob
@@ -35,7 +35,7 @@ CONNECT: Method[pb.TokenizerServiceConnectRequest, pb.TokenizerServiceConnectRes
     pb.TokenizerServiceConnectResponse.FromString,
 )
 
-_Call = Call[pb.TokenizerServiceConnectRequest, pb.TokenizerServiceConnectResponse]
+_Call = ClientCall[pb.TokenizerServiceConnectRequest, pb.TokenizerServiceConnectResponse]
 
 
 class Tokenizer(Replica):
@@ -186,7 +186,7 @@ class Tokenizer(Replica):
         self._finished = []
         self._outbox.put(pb.TokenizerCommand(decode=decode))
 
-    async def talk(self, connection: Connection) -> None:
+    async def talk(self, connection: ClientConnection) -> None:
         self._outbox = Outbox()
         self.description = await connection.ask(
             GET_TOKENIZER, pb.GetTokenizerRequest(), DESCRIBE_SECONDS

@@ -5,7 +5,7 @@ and that the event loop, for each message that comes or goes (`bench/README.md`)
 connections that come back by themselves uses grpc.aio.
 """
 
-from trtmesh.chassis.grpc.client.call import Call, Method
-from trtmesh.chassis.grpc.client.connection import Connection, connected
+from trtmesh.chassis.grpc.client.call import ClientCall, Method
+from trtmesh.chassis.grpc.client.connection import ClientConnection, connected
 
-__all__ = ["Call", "Connection", "Method", "connected"]
+__all__ = ["ClientCall", "ClientConnection", "Method", "connected"]

@@ -9,11 +9,11 @@ from typing import Generic, TypeVar
 import grpc
 from trtmesh.chassis.errors import Unavailable
 from trtmesh.chassis.grpc.client.headers import Status, parse_head, parse_trailers, status_of_reset
+from trtmesh.chassis.grpc.messages import BadMessage, MessageReader
 from trtmesh.chassis.http2.frames import ErrorCode, StreamFailed, reset
-from trtmesh.chassis.http2.header_blocks import HeaderBlock
+from trtmesh.chassis.http2.headers import HeaderBlock
 from trtmesh.chassis.http2.input import Input
-from trtmesh.chassis.http2.messages import BadMessage, MessageReader
-from trtmesh.chassis.http2.output import Output, OutStream
+from trtmesh.chassis.http2.writer import Output, OutStream
 
 ENDED = "its stream ended"
 
@@ -38,7 +38,7 @@ class Method(Generic[Request, Response]):
     parse: Callable[[bytes], Response]
 
 
-class Call(Generic[Request, Response]):
+class ClientCall(Generic[Request, Response]):
     """A call that is open until its status comes, it is cancelled, or its connection is gone. Whoever opens it cancels
     it in the end."""
 
@@ -106,7 +106,7 @@ class Call(Generic[Request, Response]):
                 Status(grpc.StatusCode.INTERNAL, f"a message cannot be read: {error}")
             ) from error
 
-    def __aiter__(self) -> Call[Request, Response]:
+    def __aiter__(self) -> ClientCall[Request, Response]:
         return self
 
     async def __anext__(self) -> Response:

@@ -12,7 +12,7 @@ from trtmesh.chassis.addresses import Address
 from trtmesh.chassis.errors import Unavailable
 from trtmesh.chassis.grpc.client.call import (
     WINDOW_BYTES,
-    Call,
+    ClientCall,
     Ended,
     Method,
     Request,
@@ -23,12 +23,12 @@ from trtmesh.chassis.http2 import connection
 from trtmesh.chassis.http2.connection import CLOSED, TAKEN_FRAME_BYTES, greeting, why_of
 from trtmesh.chassis.http2.frames import PREFACE, ConnectionFailed, FrameReader, Setting
 from trtmesh.chassis.http2.keepalive import give_up_unacknowledged
-from trtmesh.chassis.http2.output import Output
+from trtmesh.chassis.http2.writer import Output
 
 _GREETING = PREFACE + greeting(Setting.ENABLE_PUSH, 0, WINDOW_BYTES)
 
 
-class Connection(connection.Connection[OpenedStreams]):
+class ClientConnection(connection.Connection[OpenedStreams]):
     """A server, as long as it is connected."""
 
     def __init__(self, address: str, most_message_bytes: int) -> None:
@@ -62,7 +62,7 @@ class Connection(connection.Connection[OpenedStreams]):
 
     def open(
         self, method: Method[Request, Response], deadline_seconds: float | None = None
-    ) -> Call[Request, Response]:
+    ) -> ClientCall[Request, Response]:
         """Begins a call, whose deadline the server is told. Raises Unavailable."""
         return self._streams.open(method, self._address, deadline_seconds)
 
@@ -116,10 +116,10 @@ class Connection(connection.Connection[OpenedStreams]):
 @asynccontextmanager
 async def connected(
     address: str, most_message_bytes: int, within_seconds: float
-) -> AsyncIterator[Connection]:
+) -> AsyncIterator[ClientConnection]:
     """A connection to `address`, a host and a port, that is closed in the end. Raises Unavailable where nothing greets
     there in time."""
-    made = Connection(address, most_message_bytes)
+    made = ClientConnection(address, most_message_bytes)
     try:
         await _connect(made, address, within_seconds)
         yield made
@@ -127,7 +127,7 @@ async def connected(
         made.abort()
 
 
-async def _connect(made: Connection, address: str, within_seconds: float) -> None:
+async def _connect(made: ClientConnection, address: str, within_seconds: float) -> None:
     loop = asyncio.get_running_loop()
     try:
         host, port = Address.parse(address)

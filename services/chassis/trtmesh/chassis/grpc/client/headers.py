@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from urllib.parse import unquote
 
 import grpc
-from trtmesh.chassis.http2.fields import CONTENT_TYPE, Metadata, header, sort_fields
+from trtmesh.chassis.grpc.metadata import CONTENT_TYPE, Metadata, header, sort_fields
 from trtmesh.chassis.http2.frames import ErrorCode
 
 _OF_HEADS = ("content-type", "grpc-encoding", "grpc-accept-encoding", "grpc-status", "grpc-message")

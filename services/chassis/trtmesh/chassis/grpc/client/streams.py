@@ -6,15 +6,15 @@ from functools import partial
 from typing import Any
 
 from trtmesh.chassis.errors import Unavailable
-from trtmesh.chassis.grpc.client.call import Call, Method, Request, Response
+from trtmesh.chassis.grpc.client.call import ClientCall, Method, Request, Response
 from trtmesh.chassis.grpc.client.headers import request_head
 from trtmesh.chassis.http2.frames import ConnectionFailed, ErrorCode, Setting
-from trtmesh.chassis.http2.header_blocks import HeaderBlock
-from trtmesh.chassis.http2.output import Output
+from trtmesh.chassis.http2.headers import HeaderBlock
 from trtmesh.chassis.http2.streams import Streams
+from trtmesh.chassis.http2.writer import Output
 
 
-class OpenedStreams(Streams[Call[Any, Any]]):
+class OpenedStreams(Streams[ClientCall[Any, Any]]):
     """The streams that this client opened."""
 
     def __init__(self, output: Output, peer: str, most_message_bytes: int) -> None:
@@ -25,7 +25,7 @@ class OpenedStreams(Streams[Call[Any, Any]]):
 
     def open(
         self, method: Method[Request, Response], authority: str, timeout: float | None
-    ) -> Call[Request, Response]:
+    ) -> ClientCall[Request, Response]:
         """Begins a call. Raises Unavailable where the server takes none."""
         if self._closed:
             raise Unavailable(self._closed)
@@ -33,7 +33,7 @@ class OpenedStreams(Streams[Call[Any, Any]]):
             raise Unavailable(f"it takes {self._most_calls} calls at once and no more")
         number = self._last_stream = self._last_stream + 2 if self._last_stream else 1
         stream = self._output.open(number)
-        call = Call(
+        call = ClientCall(
             method,
             stream,
             self._output,

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
+from trtmesh.chassis.grpc.messages import BadMessage, MessageReader
+from trtmesh.chassis.grpc.metadata import Metadata, metadata_block
 from trtmesh.chassis.grpc.server.headers import CallHead, response_head, trailers
-from trtmesh.chassis.http2.fields import Metadata, metadata_block
 from trtmesh.chassis.http2.frames import FIRST_WINDOW_BYTES, ErrorCode, reset
 from trtmesh.chassis.http2.input import Input
-from trtmesh.chassis.http2.messages import BadMessage, MessageReader
-from trtmesh.chassis.http2.output import Output, OutStream
+from trtmesh.chassis.http2.writer import Output, OutStream
 from trtmesh.chassis.logs import request_id_bound
 from trtmesh.chassis.rpc import request_id_of
 

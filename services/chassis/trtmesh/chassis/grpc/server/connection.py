@@ -17,7 +17,7 @@ from trtmesh.chassis.http2.frames import (
     FrameReader,
     Setting,
 )
-from trtmesh.chassis.http2.output import Output
+from trtmesh.chassis.http2.writer import Output
 
 log = logging.getLogger(__name__)
 

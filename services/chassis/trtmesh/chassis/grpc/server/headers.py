@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 import grpc
-from trtmesh.chassis.http2.fields import (
+from trtmesh.chassis.grpc.metadata import (
     CONTENT_TYPE,
     Metadata,
     header,

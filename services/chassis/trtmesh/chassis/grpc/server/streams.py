@@ -10,9 +10,9 @@ import grpc
 from trtmesh.chassis.grpc.server.call import Call, Handler
 from trtmesh.chassis.grpc.server.headers import CallHead, NoCall, http_answer, parse_head
 from trtmesh.chassis.http2.frames import ConnectionFailed, ErrorCode, StreamFailed
-from trtmesh.chassis.http2.header_blocks import HEADER_LIST_BYTES, HeaderBlock
-from trtmesh.chassis.http2.output import Output
+from trtmesh.chassis.http2.headers import HEADER_LIST_BYTES, HeaderBlock
 from trtmesh.chassis.http2.streams import Streams
+from trtmesh.chassis.http2.writer import Output
 
 MOST_CALLS = 16_384
 """Calls of one connection that run at once, those included whose clients have gone and whose handlers have not."""

@@ -7,10 +7,10 @@ import random
 from collections.abc import Iterator
 
 from tokenizers import Tokenizer
-from trtmesh.tokenizer.byte_level import ByteLevelDecoding
-from trtmesh.tokenizer.decoding import Decoding, tokens_by_id
-from trtmesh.tokenizer.pieces import PieceDecoding
-from trtmesh.tokenizer.windowed import WholeDecoding, WindowedDecoding
+from trtmesh.tokenizer.decoding.base import Decoding, tokens_by_id
+from trtmesh.tokenizer.decoding.byte_level import ByteLevelDecoding
+from trtmesh.tokenizer.decoding.pieces import PieceDecoding
+from trtmesh.tokenizer.decoding.windowed import WholeDecoding, WindowedDecoding
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from codecs import utf_8_decode
 
 from tokenizers import Tokenizer
-from trtmesh.tokenizer.decoding import decoder_steps, special_tokens, tokens_by_id
+from trtmesh.tokenizer.decoding.base import decoder_steps, special_tokens, tokens_by_id
 
 
 class ByteLevelDecoding:

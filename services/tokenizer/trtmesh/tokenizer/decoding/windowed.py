@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokenizers import Tokenizer
-from trtmesh.tokenizer.decoding import REPLACEMENT, special_tokens, tokens_by_id
+from trtmesh.tokenizer.decoding.base import REPLACEMENT, special_tokens, tokens_by_id
 
 KEPT_TOKENS = 8
 """Tokens before the new one that a window decodes again, because they may shape its text."""

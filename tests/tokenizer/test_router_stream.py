@@ -26,9 +26,9 @@ from tokenizer.serving import (
 )
 from tokenizer.tokenizers_zoo import CORPUS
 from tokenizers import Tokenizer
-from trtmesh.tokenizer.connection import Connection
-from trtmesh.tokenizer.encoder import EncodeRequest, Outcome, encode_batch
-from trtmesh.tokenizer.sequence import DecodeSequence
+from trtmesh.tokenizer.decoding.sequence import DecodeSequence
+from trtmesh.tokenizer.encoding import EncodeRequest, Outcome, encode_batch
+from trtmesh.tokenizer.router_stream import RouterStream
 from trtmesh.v1 import tokenizer_pb2 as pb
 
 FAMILIES = ["byte_level_bpe", "llama2_bpe", "unigram_byte_fallback", "word_piece"]
@@ -97,7 +97,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
             assert opened.wait(60)
         return encode_batch(tokenizer, requests)
 
-    monkeypatch.setattr("trtmesh.tokenizer.encoder.encode_batch", encode_gated)
+    monkeypatch.setattr("trtmesh.tokenizer.encoding.encode_batch", encode_gated)
     yield opened
     opened.set()
 
@@ -389,7 +389,9 @@ async def test_a_router_that_does_not_read_is_not_read_from(model_dir: Path) -> 
         written.extend(event.decoded.handles[0] for event in response.events)
 
     async with served(model_dir, max_unsent_events=4) as server:
-        serving = asyncio.create_task(Connection(server.service._ready()).serve(requests(), write))
+        serving = asyncio.create_task(
+            RouterStream(server.service._ready()).serve(requests(), write)
+        )
         for _ in range(500):
             await asyncio.sleep(0)
         # One is being written, four wait.

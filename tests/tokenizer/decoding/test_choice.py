@@ -16,11 +16,11 @@ from tokenizer.tokenizers_zoo import (
     unigram_metaspace,
 )
 from tokenizers import Tokenizer, decoders, models
-from trtmesh.tokenizer import decoder as decoder_module
-from trtmesh.tokenizer.byte_level import ByteLevelDecoding
-from trtmesh.tokenizer.decoder import agrees, choose_decoding
-from trtmesh.tokenizer.decoding import REPLACEMENT, Decoding
-from trtmesh.tokenizer.pieces import PieceDecoding
+from trtmesh.tokenizer.decoding import choice as decoder_module
+from trtmesh.tokenizer.decoding.base import REPLACEMENT, Decoding
+from trtmesh.tokenizer.decoding.byte_level import ByteLevelDecoding
+from trtmesh.tokenizer.decoding.choice import agrees, choose_decoding
+from trtmesh.tokenizer.decoding.pieces import PieceDecoding
 
 Family = tuple[Tokenizer, Decoding]
 

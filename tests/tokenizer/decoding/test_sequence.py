@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tokenizer.tokenizers_zoo import CORPUS, ZOO, ids_of
 from tokenizers import Tokenizer
 from trtmesh.chassis.errors import InvalidRequest, TokenOutOfVocabulary
-from trtmesh.tokenizer.decoder import choose_decoding
-from trtmesh.tokenizer.decoding import Decoding
-from trtmesh.tokenizer.sequence import DecodeSequence, Stop
+from trtmesh.tokenizer.decoding.base import Decoding
+from trtmesh.tokenizer.decoding.choice import choose_decoding
+from trtmesh.tokenizer.decoding.sequence import DecodeSequence, Stop
 from trtmesh.tokenizer.stop_texts import StopMatcher, StopTexts
 
 Family = tuple[Tokenizer, Decoding]

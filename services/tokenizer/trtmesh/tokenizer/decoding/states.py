@@ -16,8 +16,8 @@ from trtmesh.chassis.errors import (
     TrtmeshError,
 )
 from trtmesh.chassis.logs import request_id_bound
+from trtmesh.tokenizer.decoding.sequence import DecodeSequence
 from trtmesh.tokenizer.metrics import TokenizerMetrics
-from trtmesh.tokenizer.sequence import DecodeSequence
 from trtmesh.tokenizer.stop_texts import StopMatcher, StopTexts
 from trtmesh.tokenizer.vocabulary import Vocabulary
 from trtmesh.tokenizer.workload import Workload

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.errors import InvalidRequest, TrtmeshError, UnsupportedCall
-from trtmesh.tokenizer.decode_states import DecodeStates
-from trtmesh.tokenizer.encoder import EncodedTexts, Encoder, EncodeRequest, Outcome
+from trtmesh.tokenizer.decoding.states import DecodeStates
+from trtmesh.tokenizer.encoding import EncodedTexts, Encoder, EncodeRequest, Outcome
 from trtmesh.tokenizer.metrics import TokenizerMetrics
 from trtmesh.tokenizer.outbox import Outbox
 from trtmesh.tokenizer.settings import TokenizerSettings
@@ -32,7 +32,7 @@ class Shared:
     metrics: TokenizerMetrics
 
 
-class Connection:
+class RouterStream:
     """Decode states and encodes of one router; they end with its stream.
 
     Decoding happens where commands are read, because it takes less than handing it to a thread; encoding does not.

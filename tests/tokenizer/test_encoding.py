@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from tokenizer.serving import until
 from tokenizers import Tokenizer
 from trtmesh.chassis.errors import Draining, InternalError, InvalidField, QueueFull
-from trtmesh.tokenizer.encoder import (
+from trtmesh.tokenizer.encoding import (
     HUGE_TO_LONG,
     EncodedTexts,
     Encoder,

@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from trtmesh.tokenizer.decoding import REPLACEMENT, decoder_steps, special_tokens, tokens_by_id
+from trtmesh.tokenizer.decoding.base import REPLACEMENT, decoder_steps, special_tokens, tokens_by_id
 
 Step = dict[str, Any]
 Piece = str | int | None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trtmesh.chassis.errors import InvalidRequest, TokenOutOfVocabulary
-from trtmesh.tokenizer.decoding import TextDecoder
+from trtmesh.tokenizer.decoding.base import TextDecoder
 from trtmesh.tokenizer.stop_texts import StopMatcher
 
 
