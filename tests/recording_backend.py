@@ -10,6 +10,7 @@ from trtmesh.engine.backend import (
     AdapterInfo,
     BackendInfo,
     BackendStats,
+    Capabilities,
     Deliver,
     Fail,
     SequenceEnd,
@@ -30,7 +31,9 @@ INFO = BackendInfo(
     tokens_per_block=4,
     total_blocks=100,
     supported_fields=frozenset({"stopping.max_tokens"}),
-    deterministic=True,
+    capabilities=Capabilities(
+        deterministic=True, resumes_exactly=True, stops_single_sequences=True
+    ),
     end_ids=(2,),
     data_type=pb.DATA_TYPE_FP32,
 )

@@ -26,6 +26,7 @@ from trtmesh.engine.backend import (
     BlocksCleared,
     BlocksRemoved,
     BlocksStored,
+    Capabilities,
     PerfMetrics,
     PromptDetails,
     SequenceStart,
@@ -55,8 +56,21 @@ def _kv_events_arrived(stream: RouterStream, count: int) -> bool:
 
 class TestOpening:
     async def test_welcome_describes_the_worker(self) -> None:
+        capabilities = Capabilities(
+            deterministic=True,
+            resumes_exactly=False,
+            stops_single_sequences=True,
+            roles=(epb.WORKER_ROLE_MIXED, epb.WORKER_ROLE_DECODE),
+            max_adapters=3,
+            draft_methods=("ngram",),
+        )
         async with (
-            serving(RecordingBackend(), worker="w1", model="m1", role="decode") as engine,
+            serving(
+                RecordingBackend(replace(INFO, capabilities=capabilities)),
+                worker="w1",
+                model="m1",
+                role="decode",
+            ) as engine,
             router_stream(engine.address) as stream,
             grpc.aio.insecure_channel(engine.address) as channel,
         ):
@@ -65,6 +79,10 @@ class TestOpening:
             assert (described.worker, described.model) == ("w1", "m1")
             assert described.role == epb.WORKER_ROLE_DECODE
             assert described.schema_revision == 1
+            assert (described.deterministic, described.stops_single_sequences) == (True, True)
+            assert not described.resumes_exactly
+            assert list(described.roles) == [epb.WORKER_ROLE_MIXED, epb.WORKER_ROLE_DECODE]
+            assert (described.max_adapters, list(described.draft_methods)) == (3, ["ngram"])
             stub = engine_pb2_grpc.EngineServiceStub(channel)
             assert await stub.GetEngine(epb.GetEngineRequest()) == described
 

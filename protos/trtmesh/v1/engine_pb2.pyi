@@ -705,10 +705,13 @@ class KvBlocksStored(google.protobuf.message.Message):
     BLOCK_HASHES_FIELD_NUMBER: builtins.int
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     ADAPTER_ID_FIELD_NUMBER: builtins.int
+    ADAPTER_VERSION_FIELD_NUMBER: builtins.int
     parent_hash: builtins.int
     """Hash of the block before the first of these; 0 at the start of a sequence."""
     adapter_id: builtins.int
     """Adapter that the blocks were computed with; 0 means none."""
+    adapter_version: builtins.str
+    """Version of that adapter, as in AdapterState."""
     @property
     def block_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Chained hash of each block."""
@@ -724,8 +727,9 @@ class KvBlocksStored(google.protobuf.message.Message):
         block_hashes: collections.abc.Iterable[builtins.int] | None = ...,
         token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         adapter_id: builtins.int = ...,
+        adapter_version: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapter_id", b"adapter_id", "block_hashes", b"block_hashes", "parent_hash", b"parent_hash", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter_id", b"adapter_id", "adapter_version", b"adapter_version", "block_hashes", b"block_hashes", "parent_hash", b"parent_hash", "token_ids", b"token_ids"]) -> None: ...
 
 Global___KvBlocksStored: typing_extensions.TypeAlias = KvBlocksStored
 
@@ -993,6 +997,11 @@ class GetEngineResponse(google.protobuf.message.Message):
     DATA_TYPE_FIELD_NUMBER: builtins.int
     LOAD_INTERVAL_MS_FIELD_NUMBER: builtins.int
     STATIC_BATCHING_FIELD_NUMBER: builtins.int
+    RESUMES_EXACTLY_FIELD_NUMBER: builtins.int
+    STOPS_SINGLE_SEQUENCES_FIELD_NUMBER: builtins.int
+    ROLES_FIELD_NUMBER: builtins.int
+    MAX_ADAPTERS_FIELD_NUMBER: builtins.int
+    DRAFT_METHODS_FIELD_NUMBER: builtins.int
     worker: builtins.str
     """Name of the worker, unique in the fleet."""
     backend: builtins.str
@@ -1020,13 +1029,21 @@ class GetEngineResponse(google.protobuf.message.Message):
     total_blocks: builtins.int
     """KV blocks in the pool."""
     deterministic: builtins.bool
-    """Whether equal inputs and seeds give equal tokens whatever shares the batch."""
+    """Whether equal inputs and seeds give equal tokens, whatever else is in the batch."""
     data_type: trtmesh.v1.generation_pb2.DataType.ValueType
     """Element type of the weights."""
     load_interval_ms: builtins.int
     """Time between two Load events in milliseconds; 0 means it does not say."""
     static_batching: builtins.bool
     """Whether a batch is computed to its end before the next one starts."""
+    resumes_exactly: builtins.bool
+    """Whether a sequence that migrates to the worker, with its seed and `emitted_tokens`, gets the tokens that it would
+    have got without the migration.
+    """
+    stops_single_sequences: builtins.bool
+    """Whether `stop` can end one sequence of an item while the others continue; beams always end together."""
+    max_adapters: builtins.int
+    """Most adapters held at once; 0 means that the backend serves no adapters."""
     @property
     def supported_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Config fields that the backend acts on, as paths from GenerationConfig such as `sampling.top_k`. Any other
@@ -1036,6 +1053,14 @@ class GetEngineResponse(google.protobuf.message.Message):
     @property
     def end_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The model's own end ids."""
+
+    @property
+    def roles(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___WorkerRole.ValueType]:
+        """Roles that the backend can serve; `role` is the one it is configured for."""
+
+    @property
+    def draft_methods(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Methods of speculative decoding that the backend offers, such as `draft_tokens` or `ngram`."""
 
     def __init__(
         self,
@@ -1059,7 +1084,12 @@ class GetEngineResponse(google.protobuf.message.Message):
         data_type: trtmesh.v1.generation_pb2.DataType.ValueType = ...,
         load_interval_ms: builtins.int = ...,
         static_batching: builtins.bool = ...,
+        resumes_exactly: builtins.bool = ...,
+        stops_single_sequences: builtins.bool = ...,
+        roles: collections.abc.Iterable[Global___WorkerRole.ValueType] | None = ...,
+        max_adapters: builtins.int = ...,
+        draft_methods: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["backend", b"backend", "data_type", b"data_type", "deterministic", b"deterministic", "end_ids", b"end_ids", "load_interval_ms", b"load_interval_ms", "max_batch_size", b"max_batch_size", "max_sequence_tokens", b"max_sequence_tokens", "max_sequences_per_item", b"max_sequences_per_item", "model", b"model", "model_fingerprint", b"model_fingerprint", "role", b"role", "schema_revision", b"schema_revision", "static_batching", b"static_batching", "supported_fields", b"supported_fields", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokens_per_block", b"tokens_per_block", "total_blocks", b"total_blocks", "vocabulary_size", b"vocabulary_size", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["backend", b"backend", "data_type", b"data_type", "deterministic", b"deterministic", "draft_methods", b"draft_methods", "end_ids", b"end_ids", "load_interval_ms", b"load_interval_ms", "max_adapters", b"max_adapters", "max_batch_size", b"max_batch_size", "max_sequence_tokens", b"max_sequence_tokens", "max_sequences_per_item", b"max_sequences_per_item", "model", b"model", "model_fingerprint", b"model_fingerprint", "resumes_exactly", b"resumes_exactly", "role", b"role", "roles", b"roles", "schema_revision", b"schema_revision", "static_batching", b"static_batching", "stops_single_sequences", b"stops_single_sequences", "supported_fields", b"supported_fields", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokens_per_block", b"tokens_per_block", "total_blocks", b"total_blocks", "vocabulary_size", b"vocabulary_size", "worker", b"worker"]) -> None: ...
 
 Global___GetEngineResponse: typing_extensions.TypeAlias = GetEngineResponse

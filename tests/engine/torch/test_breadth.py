@@ -80,7 +80,7 @@ async def test_half_precision_runs(family: str, dtype: str, tmp_path: Path) -> N
     """That the logits are close is checked when a model is loaded; tokens of random models are not comparable."""
     folder = tiny_models.build(tmp_path, family)
     async with running(folder, dtype=dtype, kv_cache_tokens=512) as engine:
-        assert not engine.info.deterministic
+        assert not engine.info.capabilities.deterministic
         tokens = await engine.run(tiny_models.prompts(3), FREE)
         assert [len(ids) for ids in tokens] == [NEW_TOKENS] * 3
 

@@ -224,14 +224,14 @@ async def test_the_description_says_what_was_loaded(
         assert (info.backend, info.model, info.max_batch_size) == ("torch", llama.name, 3)
         assert (info.vocabulary_size, info.max_sequence_tokens) == (320, 512)
         assert info.total_blocks == 3 * 512 // 16
-        assert info.deterministic
+        assert info.capabilities.deterministic
         assert len(info.tokenizer_fingerprint) == 64
     moved = Path(shutil.copytree(llama, tmp_path / "elsewhere"))
     async with running(moved) as engine:
         assert engine.info.model == "elsewhere"
         assert engine.info.model_fingerprint == info.model_fingerprint
     async with running(moved, dtype="bfloat16") as engine:
-        assert not engine.info.deterministic
+        assert not engine.info.capabilities.deterministic
         assert engine.info.model_fingerprint != info.model_fingerprint
         (tokens,) = await engine.run([[5, 6]], configure(max_tokens=4, ignore_end_id=True))
         assert len(tokens) == 4
@@ -247,5 +247,5 @@ async def test_bfloat16_weights_are_computed_in_float32(llama: Path, tmp_path: P
     prompts = tiny_models.prompts(3)
     expected = [tiny_models.greedy(model, prompt, 8) for prompt in prompts]
     async with running(folder) as engine:
-        assert engine.info.deterministic
+        assert engine.info.capabilities.deterministic
         assert await engine.run(prompts, configure(max_tokens=8, ignore_end_id=True)) == expected

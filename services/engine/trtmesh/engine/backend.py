@@ -12,11 +12,24 @@ from typing import Protocol
 
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.vocabulary import GenerationConfig, Tensor
+from trtmesh.v1 import engine_pb2 as epb
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a router may rely on; engine.proto's GetEngineResponse documents the fields."""
+
+    deterministic: bool
+    resumes_exactly: bool
+    stops_single_sequences: bool
+    roles: tuple[epb.WorkerRole.ValueType, ...] = (epb.WORKER_ROLE_MIXED,)
+    max_adapters: int = 0
+    draft_methods: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
-    """What a started backend is and can do; engine.proto's GetEngineResponse documents the fields."""
+    """Describes a loaded backend; engine.proto's GetEngineResponse documents the fields."""
 
     backend: str
     model: str
@@ -29,7 +42,7 @@ class BackendInfo:
     tokens_per_block: int
     total_blocks: int
     supported_fields: frozenset[str]
-    deterministic: bool
+    capabilities: Capabilities
     end_ids: tuple[int, ...]
     data_type: int
     static_batching: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 
 from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.service import SCHEMA_REVISION
@@ -50,11 +50,11 @@ def describe(
         tokens_per_block=info.tokens_per_block,
         total_blocks=info.total_blocks,
         supported_fields=sorted(info.supported_fields),
-        deterministic=info.deterministic,
         end_ids=info.end_ids,
         data_type=pb.DataType.ValueType(info.data_type),
         load_interval_ms=max(1, round(load_interval_seconds * 1000)),
         static_batching=info.static_batching,
+        **asdict(info.capabilities),
     )
 
 

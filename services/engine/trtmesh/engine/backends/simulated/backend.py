@@ -28,6 +28,7 @@ from trtmesh.engine.backend import (
     AdapterInfo,
     BackendInfo,
     BackendStats,
+    Capabilities,
     Deliver,
     Fail,
     Submission,
@@ -69,6 +70,8 @@ SUPPORTED_FIELDS = frozenset(
     }
 )
 """Fields that change the tokens, their number, their order or what is reported; sampling fields change the tokens."""
+
+CAPABILITIES = Capabilities(deterministic=True, resumes_exactly=True, stops_single_sequences=True)
 
 CRASH_EXIT_STATUS = 70
 
@@ -254,7 +257,7 @@ class SimulatedBackend:
             tokens_per_block=settings.tokens_per_block,
             total_blocks=settings.total_blocks,
             supported_fields=SUPPORTED_FIELDS,
-            deterministic=True,
+            capabilities=CAPABILITIES,
             end_ids=(settings.end_id,),
             data_type=pb.DATA_TYPE_FP32,
         )

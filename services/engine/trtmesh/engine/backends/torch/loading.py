@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.chassis.fingerprint import tokenizer_fingerprint
-from trtmesh.engine.backend import BackendInfo
+from trtmesh.engine.backend import BackendInfo, Capabilities
 from trtmesh.engine.backends.torch.compute.forwards import Forwards
 from trtmesh.engine.backends.torch.compute.runner import Runner
 from trtmesh.engine.backends.torch.compute.self_check import check_model
@@ -60,13 +60,18 @@ def load_engine(model_dir: Path, settings: TorchSettings) -> tuple[Engine, Backe
         tokens_per_block=settings.tokens_per_block,
         total_blocks=sizes.blocks,
         supported_fields=supported_fields(settings.decoding_mode),
-        # Half precision rounds so coarsely that the batch's shape decides between close tokens.
-        deterministic=dtype == torch.float32,
+        capabilities=_capabilities(dtype),
         end_ids=model.end_ids,
         data_type=DATA_TYPES[dtype],
         static_batching=settings.batching_type == "V1",
     )
     return engine, info
+
+
+def _capabilities(dtype: torch.dtype) -> Capabilities:
+    # Half precision rounds so coarsely that the batch's shape decides between close tokens.
+    exact = dtype == torch.float32
+    return Capabilities(deterministic=exact, resumes_exactly=exact, stops_single_sequences=True)
 
 
 def _engine(settings: TorchSettings, model: Model, sizes: Sizes, device: torch.device) -> Engine:
