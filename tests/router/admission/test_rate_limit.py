@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from trtmesh.chassis.errors import RateLimited
-from trtmesh.router.admission import Bucket, Charge, RateLimiter, key_name
+from trtmesh.router.admission import Bucket, RateLimiter, key_name
 from trtmesh.router.admission.rate_limit import ANONYMOUS, MOST_KEYS
+from trtmesh.router.streams.sequence import Charge
 
 
 def bucket_of(limiter: RateLimiter, key: str = "k") -> Bucket:
@@ -56,7 +57,7 @@ def test_each_token_of_a_sequence_is_taken_once(
     received: int, lengths: list[int], taken: int
 ) -> None:
     bucket = bucket_of(RateLimiter(1.0, 100))
-    charge = Charge(bucket, received)
+    charge = Charge(bucket.spend, received)
     for length in lengths:
         charge.up_to(length, 0.0)
     bucket.spend(100 - taken - 1, 0.0)

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chassis.test_addresses import NONE
 from e2e.mesh import SIMULATED, StreamReader
 from processes import service_process
 from router.scripted import READY, ScriptedEngine, serving_engine, serving_router, until_states
+from trtmesh.chassis.errors import SettingsError
 from trtmesh.router.fleet import discovery
-from trtmesh.router.fleet.discovery import FORGET_AFTER_FAILED_RESOLUTIONS, Discovery
+from trtmesh.router.fleet.discovery import FORGET_AFTER_FAILED_RESOLUTIONS, Discovery, check_entries
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 
@@ -261,3 +263,13 @@ async def test_a_replica_that_comes_back_before_it_is_idle_stays(names: Names) -
             await engine.step((submit.handle, 0, [1]), ends=[(submit.handle, 3)])
             assert (await asked)[0].token_ids == (1,)
             assert len(engine.hellos) == 1
+
+
+@pytest.mark.parametrize("entry", [text for text in NONE if text != "file:x:1"])
+def test_an_entry_is_an_address_or_a_file(entry: str) -> None:
+    with pytest.raises(SettingsError, match="engines has the entry"):
+        check_entries("engines", ["good:1", entry])
+
+
+def test_addresses_and_files_are_entries() -> None:
+    check_entries("engines", ["good:1", "[::1]:1", "file:/etc/trtmesh/engines", "file:x:1"])

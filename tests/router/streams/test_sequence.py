@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.errors import BackendFailed, TrtmeshError, WorkerLost
 from trtmesh.chassis.parsing import parse_config
 from trtmesh.chassis.vocabulary import Prompt
@@ -18,10 +17,9 @@ from trtmesh.client.events import Tokens, events_of
 from trtmesh.client.options import build_config
 from trtmesh.client.results import SequenceResult
 from trtmesh.router.streams.client_stream import ClientStream, as_response
-from trtmesh.router.streams.sequence import SequenceRun
+from trtmesh.router.streams.sequence import End, SequenceRun
 from trtmesh.router.streams.turns import Turns
 from trtmesh.router.values.request import ItemRequest
-from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
@@ -200,7 +198,7 @@ async def perform(
     for moment in [*moments, *["worker"] * 60, *["decoder"] * 60]:
         if moment == "worker" and script:
             part = script.pop(0)
-            if isinstance(part, epb.SequenceEnd):
+            if isinstance(part, End):
                 run.on_end(part)
             else:
                 run.on_tokens(*part)
@@ -225,19 +223,16 @@ async def perform(
 
 def worker_script(
     token_ids: list[int], chunks: list[int], start: int, *, failed: bool, repeat: bool
-) -> list[tuple[int, list[int]] | epb.SequenceEnd]:
+) -> list[tuple[int, list[int]] | End]:
     """What the worker sends from token `start` on: tokens in chunks, maybe some of them twice, and the end."""
-    script: list[tuple[int, list[int]] | epb.SequenceEnd] = []
+    script: list[tuple[int, list[int]] | End] = []
     for count in [*chunks, len(token_ids)]:
         back = min(start, 1) if repeat else 0
         if part := token_ids[start : start + count]:
             script.append((start - back, token_ids[start - back : start] + part))
         start += len(part)
-    end = epb.SequenceEnd(reason=pb.FINISH_REASON_LENGTH)
-    if failed:
-        end.reason = pb.FINISH_REASON_ERROR
-        end.error.CopyFrom(to_proto(BackendFailed("no", worker="w")))
-    script.append(end)
+    failure = End(pb.FINISH_REASON_ERROR, BackendFailed("no", worker="w"))
+    script.append(failure if failed else End(pb.FINISH_REASON_LENGTH))
     return script
 
 
@@ -246,7 +241,7 @@ async def test_without_a_decoder_tokens_leave_at_once() -> None:
     run = make_run(client, owner, text=False)
     run.on_tokens(0, [1, 2])
     assert client.waiting_tokens == 2
-    run.on_end(epb.SequenceEnd(reason=pb.FINISH_REASON_LENGTH))
+    run.on_end(End(pb.FINISH_REASON_LENGTH))
     assert owner.settled == [run]
     assert (await received(client))[:2] == ([1, 2], "")
 
@@ -262,7 +257,7 @@ async def test_an_abandoned_sequence_stops_its_worker_and_says_nothing_more() ->
     run.abandon(pb.FINISH_REASON_CANCELLED)
     run.on_tokens(1, [2])
     run.on_text(1, "b")
-    run.on_end(epb.SequenceEnd(reason=pb.FINISH_REASON_CANCELLED))
+    run.on_end(End(pb.FINISH_REASON_CANCELLED))
     assert worker.stops == [pb.FINISH_REASON_CANCELLED]
     assert decoder.dropped
     assert not owner.settled
@@ -288,11 +283,12 @@ async def test_a_moved_sequence_tells_what_an_unmoved_one_would() -> None:
     later = pb.PerfMetrics(
         arrival_time_ns=2**62, first_scheduled_time_ns=2**62, first_token_time_ns=2**62
     )
-    run.on_end(epb.SequenceEnd(reason=pb.FINISH_REASON_LENGTH, perf_metrics=later))
+    run.on_end(End(pb.FINISH_REASON_LENGTH, perf_metrics=later))
     assert owner.settled == [run]
     assert run.cumulative_log_prob == -7.0
     assert run.end
     metrics = run.end.perf_metrics
+    assert metrics
     assert metrics.first_scheduled_time_ns == metrics.first_token_time_ns < 2**62
     assert metrics.arrival_time_ns < metrics.first_token_time_ns
     client.close()
@@ -314,7 +310,7 @@ async def test_a_start_is_told_where_tokens_are_streamed(stream: bool) -> None:
     run.assign(OneWorker())
     run.on_start(pb.PerfMetrics(arrival_time_ns=1))
     run.on_tokens(0, [1])
-    run.on_end(epb.SequenceEnd(reason=pb.FINISH_REASON_LENGTH))
+    run.on_end(End(pb.FINISH_REASON_LENGTH))
     client.close()
     waiting = await client.take()
     assert waiting
@@ -392,7 +388,7 @@ async def rewrite(
             sequence += 1
             run.on_tokens(offset, ids, pb.TokenDetails(log_probs=[float(each) for each in ids]))
             if sequence == len(script):
-                run.on_end(epb.SequenceEnd(reason=pb.FINISH_REASON_LENGTH))
+                run.on_end(End(pb.FINISH_REASON_LENGTH))
         elif moment == "decoder":
             decoder.answer()
         elif moment == "move" and run.decoder is not None and not run.over:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from trtmesh.chassis.metrics import TOKEN_BUCKETS, Histogram
-from trtmesh.router.streams.sequence import SequenceRun
 from trtmesh.v1 import generation_pb2 as pb
 
 PREFIX = "trtmesh_router_"
@@ -67,17 +66,6 @@ class RouterMetrics(Collector):
         if (reason, api_key) not in self.refused and len(self.refused) >= MOST_REFUSED:
             api_key = "others"
         self.refused[reason, api_key] += 1
-
-    def observe_tokens(self, run: SequenceRun, count: int, now: float) -> None:
-        """`count` new tokens of a sequence arrived at `now`, a time of the event loop."""
-        self.tokens_out += count
-        times = run.times
-        if times.last_token:
-            self.inter_token.observe(now - times.last_token)
-        else:
-            self.time_to_first_token.observe(now - times.arrival)
-            times.first_token = now
-        times.last_token = now
 
     def collect(self) -> Iterator[Metric]:
         """What Prometheus scrapes; called from its own thread."""

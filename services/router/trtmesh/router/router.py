@@ -18,8 +18,7 @@ from trtmesh.router.doors.admin.service import RouterAdminService
 from trtmesh.router.doors.native import MeshService
 from trtmesh.router.doors.triton.front import TritonFront
 from trtmesh.router.doors.triton.grpc.door import SERVICE_NAME
-from trtmesh.router.fleet.addresses import check_entries
-from trtmesh.router.fleet.discovery import Discovery
+from trtmesh.router.fleet.discovery import Discovery, check_entries
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.membership import Membership
 from trtmesh.router.fleet.pulse import Deadlines

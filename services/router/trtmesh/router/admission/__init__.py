@@ -1,13 +1,12 @@
 """How much a router takes on: permits for items, a queue before them, and token rates of API keys."""
 
 from trtmesh.router.admission.permits import Admission, AdmissionLimits, Permit
-from trtmesh.router.admission.rate_limit import Bucket, Charge, RateLimiter, key_name
+from trtmesh.router.admission.rate_limit import Bucket, RateLimiter, key_name
 
 __all__ = [
     "Admission",
     "AdmissionLimits",
     "Bucket",
-    "Charge",
     "Permit",
     "RateLimiter",
     "key_name",

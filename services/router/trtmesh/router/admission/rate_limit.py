@@ -65,24 +65,6 @@ class Bucket:
         self._at = now
 
 
-class Charge:
-    """What of one sequence was taken from a bucket."""
-
-    __slots__ = ("_bucket", "_tokens")
-
-    def __init__(self, bucket: Bucket, tokens: int) -> None:
-        """`tokens` of the sequence are not taken: its client had them before."""
-        self._bucket = bucket
-        self._tokens = tokens
-
-    def up_to(self, tokens: int, now: float) -> None:
-        """The sequence has `tokens` now. Those of a beam that is rewritten count once."""
-        fresh = tokens - self._tokens
-        if fresh > 0:
-            self._tokens = tokens
-            self._bucket.spend(fresh, now)
-
-
 class RateLimiter:
     """The buckets of this router; a rate of None limits nothing."""
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.router.fleet.pulse import Deadlines
 from trtmesh.router.placement.load_guard import Booking, LoadGuard
-from trtmesh.router.streams.partners import Owner
-from trtmesh.router.streams.sequence import SequenceRun
+from trtmesh.router.streams.sequence import Owner, SequenceRun, SequenceTimes
 from trtmesh.v1 import engine_pb2 as pb
 from trtmesh.v1 import generation_pb2 as generation_pb
 
@@ -74,7 +73,7 @@ class Assignments:
 
     def late(self, now: float, deadlines: Deadlines) -> list[SequenceRun]:
         """Sequences that wait for longer than they may."""
-        return [run for run in self.sequences.values() if run.times.is_late(now, deadlines)]
+        return [run for run in self.sequences.values() if _is_late(run.times, now, deadlines)]
 
     def by_owner(self) -> Mapping[Owner, list[SequenceRun]]:
         """All sequences, those of one item together."""
@@ -99,6 +98,14 @@ class Assignments:
             handles = range(first, first + count)
             if not any(h in self.sequences or h in self.released for h in handles):
                 return first
+
+
+def _is_late(times: SequenceTimes, now: float, deadlines: Deadlines) -> bool:
+    if times.last_token > times.assigned:
+        return now - times.last_token > times.patience * deadlines.first_token_seconds
+    if times.started:
+        return now - times.started > times.patience * deadlines.first_token_seconds
+    return now - times.assigned > times.patience * deadlines.started_seconds
 
 
 class Handle:

@@ -6,14 +6,17 @@ import asyncio
 import ipaddress
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from trtmesh.chassis.addresses import Address
-from trtmesh.router.fleet.addresses import FILE
+from trtmesh.chassis.errors import SettingsError
 
 log = logging.getLogger(__name__)
+
+FILE = "file:"
+"""Prefix of an entry that names a file of addresses."""
 
 FORGET_AFTER_FAILED_RESOLUTIONS = 15
 """A name that stops resolving keeps its replicas this many rounds: a hiccup of DNS must not end streams."""
@@ -22,6 +25,19 @@ PATIENCE_SECONDS = 1.0
 """How long a round waits for a name."""
 
 LARGEST_FILE = 2**20
+
+
+def check_entries(field: str, entries: Iterable[str]) -> None:
+    """Raises SettingsError for an entry that is neither host:port nor file:PATH."""
+    for entry in entries:
+        if entry.startswith(FILE) and len(entry) > len(FILE):
+            continue
+        try:
+            Address.parse(entry)
+        except ValueError as error:
+            raise SettingsError(
+                f"{field} has the entry {entry!r}, which is neither host:port nor file:PATH"
+            ) from error
 
 
 class Discovery:

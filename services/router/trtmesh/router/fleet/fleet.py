@@ -13,6 +13,7 @@ from typing import Self
 from trtmesh.chassis.errors import InvalidField, NoWorker, UnsupportedField
 from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.kv_index import KvIndex, PromptBlocks
+from trtmesh.router.links.replica import ReplicaState
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement import (
     POLICIES,
@@ -25,7 +26,6 @@ from trtmesh.router.placement.decision_log import DecisionLog, DecisionRecord
 from trtmesh.router.placement.load_guard import Booking
 from trtmesh.router.placement.rates import Ewma, Typical, typical_of
 from trtmesh.router.requests.siblings import LEAST_SHARED_BLOCKS, Seat, Siblings
-from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 UNKNOWN = Typical()
 """Of a model of whose workers nothing was learned."""
@@ -273,8 +273,9 @@ class Fleet:
     @property
     def hopeful(self) -> bool:
         """Whether waiting for a worker makes sense: some may become ready without anybody's doing."""
-        refused = admin_pb.WORKER_STATE_REFUSED
-        return any(w.state != refused and not w.mismatch for w in self.workers.values())
+        return any(
+            w.state is not ReplicaState.REFUSED and not w.mismatch for w in self.workers.values()
+        )
 
     def others_than(self, identity: Identity) -> Collection[str]:
         """Addresses of workers that would not go on as a worker of `identity` does."""

@@ -9,6 +9,7 @@ from trtmesh.chassis.error_wire import from_proto
 from trtmesh.router.fleet.assignments import Assignments
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement.load_guard import LoadGuard
+from trtmesh.router.streams.sequence import End
 from trtmesh.v1 import engine_pb2 as pb
 
 UNACKNOWLEDGED_STEPS = 4
@@ -50,7 +51,7 @@ class Steps:
                 run.on_start(start.perf_metrics)
         now = asyncio.get_running_loop().time()
         awaiting = self._guard.awaiting
-        observe_tokens = self._metrics.observe_tokens
+        metrics = self._metrics
         token_ids = list(step.token_ids)
         position = 0
         for handle, offset, count in zip(
@@ -61,14 +62,14 @@ class Steps:
             run = sequences.get(handle)
             if run is not None:
                 run.on_tokens(offset, token_ids[position : position + count], details.get(handle))
-                observe_tokens(run, count, now)
+                run.times.on_tokens(count, now, metrics)
                 if run.charge is not None:
                     run.charge.up_to(len(run.token_ids), now)
             position += count
         for end in step.ends:
-            error = from_proto(end.error) if end.HasField("error") else None
-            if (run := self._assignments.ended(end.handle, error, now)) is not None:
-                run.on_end(end)
+            ended = _end_of(end)
+            if (run := self._assignments.ended(end.handle, ended.error, now)) is not None:
+                run.on_end(ended)
         self._acknowledge()
 
     def _acknowledge(self) -> None:
@@ -76,3 +77,17 @@ class Steps:
         if self._received % ACKNOWLEDGE_EVERY == 0:
             acknowledge = pb.AcknowledgeCommand(received_steps=self._received)
             self._send(pb.EngineCommand(acknowledge=acknowledge))
+
+
+def _end_of(end: pb.SequenceEnd) -> End:
+    return End(
+        reason=end.reason,
+        error=from_proto(end.error) if end.HasField("error") else None,
+        cached_prompt_tokens=end.cached_prompt_tokens,
+        stop_token_ids=tuple(end.stop_token_ids),
+        cumulative_log_prob=(
+            end.cumulative_log_prob if end.HasField("cumulative_log_prob") else None
+        ),
+        perf_metrics=end.perf_metrics if end.HasField("perf_metrics") else None,
+        handoff_state=end.handoff.SerializeToString() if end.HasField("handoff") else None,
+    )

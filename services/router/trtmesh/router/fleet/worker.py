@@ -11,28 +11,20 @@ from trtmesh.chassis.grpc.client import ClientCall, ClientConnection, Method
 from trtmesh.chassis.outbox import Outbox
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.router.fleet.assignments import Assignments
-from trtmesh.router.fleet.engine_facts import mismatch_of, report_of
 from trtmesh.router.fleet.pulse import TICK_SECONDS, Deadlines, Pulse
 from trtmesh.router.fleet.steps import UNACKNOWLEDGED_STEPS, Steps
 from trtmesh.router.kv_index import KvFeed, KvIndex
-from trtmesh.router.links.replica import DRAINED, LEAVING, LinkSettings, Replica
+from trtmesh.router.links.replica import DRAINED, LEAVING, LinkSettings, Replica, ReplicaState
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement import WorkerSnapshot
 from trtmesh.router.placement.load_guard import Booking, LoadGuard
-from trtmesh.router.placement.rates import Typical
+from trtmesh.router.placement.rates import Report, Typical
 from trtmesh.router.streams.sequence import SequenceRun
 from trtmesh.router.values.request import with_texts
 from trtmesh.v1 import engine_pb2 as pb
-from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 DRAIN_MARGIN_MS = 1000
 """What is left of a draining worker's grace when its items are moved instead of being cut off."""
-
-READY, STALLED, DRAINING = (
-    admin_pb.WORKER_STATE_READY,
-    admin_pb.WORKER_STATE_STALLED,
-    admin_pb.WORKER_STATE_DRAINING,
-)
 
 MESSAGE_OVERHEAD_BYTES = 256
 """What a message has beside the one large command in it."""
@@ -205,7 +197,7 @@ class Worker(Replica):
             self._kv_feed.opened()
         self.guard.joined(asyncio.get_running_loop().time())
         self._pulse = Pulse(self._deadlines, engine.load_interval_ms / 1000)
-        self._become(admin_pb.WORKER_STATE_READY, "")
+        self._become(ReplicaState.READY, "")
         self._on_change()
 
     @property
@@ -224,7 +216,7 @@ class Worker(Replica):
         if not load.waiting_sequences and not self._pulse.unread:
             self._assignments.none_queued(now)
         if self.ready and load.draining:
-            self._become(admin_pb.WORKER_STATE_DRAINING, "draining")
+            self._become(ReplicaState.DRAINING, "draining")
         if load.draining and load.HasField("drain_ms") and load.drain_ms <= DRAIN_MARGIN_MS:
             self.empty(self._left("it drains and has no time left", Draining))
 
@@ -236,12 +228,12 @@ class Worker(Replica):
             self._move_late()
 
     def _judge(self, problem: str) -> None:
-        if problem and self.state in (READY, DRAINING):
-            self._become(STALLED, problem)
+        if problem and self.state in (ReplicaState.READY, ReplicaState.DRAINING):
+            self._become(ReplicaState.STALLED, problem)
             self.empty(self._left(problem, WorkerLost))
-        elif not problem and self.state == STALLED:
+        elif not problem and self.state == ReplicaState.STALLED:
             self._moving = None
-            self._become(DRAINING if self.load.draining else READY, "")
+            self._become(ReplicaState.DRAINING if self.load.draining else ReplicaState.READY, "")
             self._on_change()
 
     def _move_late(self) -> None:
@@ -293,3 +285,33 @@ class Worker(Replica):
         self.load = pb.Load()
         for run in runs:
             run.on_worker_lost(error)
+
+
+def mismatch_of(engine: pb.GetEngineResponse, fingerprint: str) -> str:
+    """Why an engine cannot serve a router: its role, or a tokenizer that is not the one with `fingerprint` that the
+    router encodes with; '' when it can."""
+    if engine.role not in (pb.WORKER_ROLE_UNSPECIFIED, pb.WORKER_ROLE_MIXED):
+        role = pb.WorkerRole.Name(engine.role).removeprefix("WORKER_ROLE_").lower()
+        return f"its role is {role}, which takes a handoff that this release does not serve"
+    theirs = engine.tokenizer_fingerprint
+    if not theirs or not fingerprint or theirs == fingerprint:
+        return ""
+    return (
+        f"its tokenizer has the fingerprint {theirs} but the mesh encodes with {fingerprint}; serve the same"
+        " tokenizer files to both"
+    )
+
+
+def report_of(load: pb.Load, now: float) -> Report:
+    """A load report that arrived at `now`."""
+    return Report(
+        at=now,
+        busy_seconds=load.busy_seconds,
+        step_count=load.step_count,
+        running_sequences=load.running_sequences,
+        waiting_sequences=load.waiting_sequences,
+        pending_prompt_tokens=load.pending_prompt_tokens,
+        computed_prompt_tokens=load.computed_prompt_tokens,
+        used_blocks=load.used_blocks,
+        total_blocks=load.total_blocks,
+    )

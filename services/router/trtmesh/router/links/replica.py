@@ -7,6 +7,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import grpc
@@ -16,7 +17,6 @@ from trtmesh.chassis.errors import Mismatch, TrtmeshError, Unavailable
 from trtmesh.chassis.grpc.client import ClientConnection, connected
 from trtmesh.chassis.grpc.client.call import ENDED
 from trtmesh.chassis.tasks import until_first_ends
-from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +39,21 @@ class LinkSettings:
     silence_seconds: float
 
 
+class ReplicaState(Enum):
+    """How far a replica is usable, as this router sees it."""
+
+    CONNECTING = "connecting"
+    READY = "ready"
+    STALLED = "stalled"
+    """Connected but without progress."""
+    DRAINING = "draining"
+    """Connected but without room for new work."""
+    GONE = "gone"
+    """Removed."""
+    REFUSED = "refused"
+    """Connected but unfit for this mesh."""
+
+
 class Replica(ABC):
     """One tokenizer or worker by address, with a state for people and for placement.
 
@@ -47,7 +62,7 @@ class Replica(ABC):
 
     def __init__(self, address: str, settings: LinkSettings) -> None:
         self.address = address
-        self.state = admin_pb.WORKER_STATE_CONNECTING
+        self.state = ReplicaState.CONNECTING
         self.problem = "connecting"
         self._leaving = False
         self._drained = False
@@ -80,7 +95,7 @@ class Replica(ABC):
 
     @property
     def ready(self) -> bool:
-        return self.state == admin_pb.WORKER_STATE_READY and not (self.leaving or self.drained)
+        return self.state == ReplicaState.READY and not (self.leaving or self.drained)
 
     @property
     @abstractmethod
@@ -92,25 +107,25 @@ class Replica(ABC):
         try:
             while True:
                 await self._talk_once()
-                refused = self.state == admin_pb.WORKER_STATE_REFUSED
+                refused = self.state == ReplicaState.REFUSED
                 await asyncio.sleep(REFUSED_RECONNECT_SECONDS if refused else RECONNECT_SECONDS)
         finally:
-            self._become(admin_pb.WORKER_STATE_GONE, "removed")
+            self._become(ReplicaState.GONE, "removed")
 
     async def _talk_once(self) -> None:
-        state, problem = admin_pb.WORKER_STATE_CONNECTING, ENDED
+        state, problem = ReplicaState.CONNECTING, ENDED
         most_bytes = self._settings.max_message_bytes
         try:
             async with connected(self.address, most_bytes, GREETING_SECONDS) as connection:
                 await self.talk(connection)
         except Mismatch as error:
-            state, problem = admin_pb.WORKER_STATE_REFUSED, error.message
+            state, problem = ReplicaState.REFUSED, error.message
         except TrtmeshError as error:
             problem = error.message
         except grpc.aio.AioRpcError as error:
             problem = _describe(error)
             if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
-                state = admin_pb.WORKER_STATE_REFUSED
+                state = ReplicaState.REFUSED
         except asyncio.CancelledError:
             self.lost("it was removed from the fleet")
             raise
@@ -142,10 +157,9 @@ class Replica(ABC):
             if self.expecting and loop.time() - self._heard_at > longest:
                 raise Unavailable(f"it was silent for {longest:g} s")
 
-    def _become(self, state: admin_pb.WorkerState.ValueType, problem: str) -> None:
+    def _become(self, state: ReplicaState, problem: str) -> None:
         if (state, problem) != (self.state, self.problem):
-            name = admin_pb.WorkerState.Name(state).removeprefix("WORKER_STATE_").lower()
-            log.info("%s is %s%s", self.address, name, f": {problem}" if problem else "")
+            log.info("%s is %s%s", self.address, state.value, f": {problem}" if problem else "")
         self.state, self.problem = state, problem
         self.touch()
 

@@ -77,7 +77,8 @@ def _continued(
     command.emitted_tokens = len(run.token_ids)
     command.sequence_index = run.sequence_index
     command.config.sampling.ClearField("num_return_sequences")
-    if run.prompt_told:
+    if run.token_ids:
+        # The first worker reported the prompt's data before these tokens.
         command.config.output.ClearField("prompt_log_probs")
         command.config.output.ClearField("context_logits")
     return command

@@ -54,8 +54,8 @@ class ItemEvents:
         )
         if run.end is not None and run.stop_text is None:
             finished.stop_token_ids.extend(run.end.stop_token_ids)
-            if run.end.HasField("handoff"):
-                finished.handoff_state = run.end.handoff.SerializeToString()
+            if run.end.handoff_state is not None:
+                finished.handoff_state = run.end.handoff_state
             if (log_prob := run.cumulative_log_prob) is not None:
                 finished.cumulative_log_prob = log_prob
         event = router_pb.GenerateEvent(
@@ -67,7 +67,7 @@ class ItemEvents:
         """All sequences came to their ends."""
         perf_metrics = None
         for run in runs:
-            if run.end is not None and run.end.HasField("perf_metrics"):
+            if run.end is not None and run.end.perf_metrics is not None:
                 perf_metrics = run.end.perf_metrics
         self._put_finished(runs[-1].reason, usage, perf_metrics)
         self._metrics.generated_tokens.observe(usage.generated_tokens)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from trtmesh.router.admission import Charge
-from trtmesh.router.streams.partners import Owner
-from trtmesh.router.streams.sequence import SequenceRun
+from trtmesh.router.streams.sequence import Charge, Owner, SequenceRun
 from trtmesh.router.values.request import ItemRequest
 from trtmesh.router.values.resumption import ReceivedSequence
 
@@ -46,9 +44,9 @@ def _open(
         owner=owner,
     )
     if received is not None:
-        run.go_on_behind(received)
+        run.resume_from(received)
     if live.bucket is not None:
-        run.charge = Charge(live.bucket, len(run.token_ids))
+        run.charge = Charge(live.bucket.spend, len(run.token_ids))
     if not run.over and (item.config.output.text or item.config.stopping.stop_texts):
         live.mesh.tokenizers.attach(run)
     return run

@@ -2,32 +2,173 @@
 
 from __future__ import annotations
 
-from trtmesh.chassis.error_wire import from_proto, to_proto
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
 from trtmesh.chassis.errors import StreamIncomplete, TrtmeshError
-from trtmesh.router.admission import Charge
+from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.streams.client_stream import ClientStream
-from trtmesh.router.streams.partners import Assignment, Decoder, Owner
 from trtmesh.router.streams.sequence_output import SequenceOutput
-from trtmesh.router.streams.sequence_times import SequenceTimes
 from trtmesh.router.values.request import ItemRequest
 from trtmesh.router.values.resumption import ReceivedSequence
-from trtmesh.v1 import engine_pb2 as engine_pb
 from trtmesh.v1 import generation_pb2 as pb
 
 
-class SequenceRun:
-    """State of one sequence. All methods run on the event loop and none waits.
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a sequence ended on its worker, or on this router if no worker had it."""
 
-    Invariants: `token_ids[:decoded]` was put to the client; `token_ids[decoded:]` is with the decoder. At most one
-    worker has the sequence at a time. `owner.on_settled` is called exactly once, after the last put, and nothing is
-    put after it.
+    reason: pb.FinishReason.ValueType
+    error: TrtmeshError | None = None
+    """Set for FINISH_REASON_ERROR."""
+    cached_prompt_tokens: int = 0
+    stop_token_ids: Sequence[int] = ()
+    """Stop sequence or end id that ended it."""
+    cumulative_log_prob: float | None = None
+    """None if not asked for, or if the sequence began on another worker."""
+    perf_metrics: pb.PerfMetrics | None = None
+    handoff_state: bytes | None = None
+
+
+class Assignment(Protocol):
+    """A worker's hold on a sequence, until the worker reports the end, `release`, or the loss of the worker."""
+
+    @property
+    def address(self) -> str:
+        """Address of the worker."""
+
+    def stop(self, reason: pb.FinishReason.ValueType) -> None:
+        """Asks the worker to end the sequence and to report the end."""
+
+    def release(self, error: TrtmeshError | None) -> None:
+        """Stops the sequence on the worker and drops later output; `error` names the worker's fault, if any."""
+
+
+class Owner(Protocol):
+    """The item of a sequence."""
+
+    def on_settled(self, run: SequenceRun) -> None:
+        """The sequence is over. Called exactly once, after its last token."""
+
+    def on_lost(self, run: SequenceRun, address: str, error: TrtmeshError) -> None:
+        """The worker at `address` lost a live sequence, which has no worker now."""
+
+    def move(self, runs: Sequence[SequenceRun], address: str, error: TrtmeshError) -> bool:
+        """Takes sequences off the worker at `address` because of `error`; False if no other worker has room now."""
+
+
+class Decoder(Protocol):
+    """Turns the tokens of sequences into text."""
+
+    def decode(self, sequence: SequenceRun, token_ids: list[int]) -> None:
+        """Requests the text of new tokens; `sequence.on_text` or `sequence.on_stop_text` answers."""
+
+    def finish(self, sequence: SequenceRun) -> None:
+        """Requests the rest of the text; `on_text` answers, then `on_text_complete`."""
+
+    def restart(self, sequence: SequenceRun) -> None:
+        """Forgets the tokens of a sequence that starts over, and every open request for them."""
+
+    def drop(self, sequence: SequenceRun) -> None:
+        """Forgets the sequence without an answer."""
+
+
+@dataclass(slots=True)
+class SequenceTimes:
+    """Times of one sequence in seconds of the event loop's clock; 0 means not yet."""
+
+    arrival: float
+    """Arrival of the request."""
+    assigned: float = 0.0
+    """Dispatch to the current worker."""
+    started: float = 0.0
+    """First report of an empty queue on the current worker; 0 while the sequence may be queued there."""
+    first_token: float = 0.0
+    last_token: float = 0.0
+    patience: float = 1.0
+    """Factor on the deadlines for the next wait."""
+
+    def on_assigned(self) -> None:
+        """Starts the wait on a new worker."""
+        self.assigned = asyncio.get_running_loop().time()
+        self.started = 0.0
+
+    def on_tokens(self, count: int, now: float, metrics: RouterMetrics) -> None:
+        """Counts `count` tokens that arrived at `now`."""
+        metrics.tokens_out += count
+        if self.last_token:
+            metrics.inter_token.observe(now - self.last_token)
+        else:
+            metrics.time_to_first_token.observe(now - self.arrival)
+            self.first_token = now
+        self.last_token = now
+
+    def corrected(self, metrics: pb.PerfMetrics) -> pb.PerfMetrics:
+        """The last worker's metrics of a moved sequence, with arrival and first token as this router saw them."""
+        corrected = pb.PerfMetrics()
+        corrected.CopyFrom(metrics)
+        to_unix = time.time() - asyncio.get_running_loop().time()
+        corrected.arrival_time_ns = int((self.arrival + to_unix) * 1e9)
+        if self.first_token:
+            corrected.first_token_time_ns = int((self.first_token + to_unix) * 1e9)
+            corrected.first_scheduled_time_ns = min(
+                corrected.first_scheduled_time_ns, corrected.first_token_time_ns
+            )
+        return corrected
+
+
+class Charge:
+    """Charges each token of one sequence once, even if a beam is rewritten."""
+
+    __slots__ = ("_spend", "_tokens")
+
+    def __init__(self, spend: Callable[[int, float], None], tokens: int) -> None:
+        """`tokens` were charged before the sequence came here."""
+        self._spend = spend
+        self._tokens = tokens
+
+    def up_to(self, tokens: int, now: float) -> None:
+        """Charges the tokens since the last call; the sequence has `tokens` now."""
+        fresh = tokens - self._tokens
+        if fresh > 0:
+            self._tokens = tokens
+            self._spend(fresh, now)
+
+
+class SequenceRun:
+    """State of one sequence. All methods run on the event loop without waiting.
+
+    Invariants: `token_ids[:decoded]` was put to the client, `token_ids[decoded:]` is at the decoder. At most one worker
+    holds the sequence. `owner.on_settled` is called exactly once, after the last put.
     """
 
     __slots__ = (
-        "_decoded_at_loss", "_item", "_output", "address", "assignment", "charge", "decode_handle", "decoded",
-        "decoder", "decoder_losses", "end", "error", "model", "moved", "over", "owner", "reason", "request_id",
-        "sequence_index", "stop_text", "times", "token_ids",
-    )  # fmt: skip
+        "_decoded_at_loss",
+        "_item",
+        "_output",
+        "address",
+        "assignment",
+        "charge",
+        "decode_handle",
+        "decoded",
+        "decoder",
+        "decoder_losses",
+        "end",
+        "error",
+        "model",
+        "moved",
+        "over",
+        "owner",
+        "reason",
+        "request_id",
+        "sequence_index",
+        "stop_text",
+        "times",
+        "token_ids",
+    )
 
     def __init__(
         self,
@@ -51,15 +192,15 @@ class SequenceRun:
         self.decoder: Decoder | None = None
         self.decode_handle = 0
         self.decoder_losses = 0
-        """Tokenizers in a row that were lost with it and decoded nothing of it."""
+        """Tokenizers lost in a row without decoding a token of it."""
         self._decoded_at_loss = 0
         self.assignment: Assignment | None = None
         self.address = ""
-        """Address of the worker that has it, or where it ended; '' when it left the one and no other took it."""
+        """Address of its worker, or of its last one once it ended; '' between two workers."""
         self.moved = False
         self.token_ids: list[int] = []
         self.decoded = 0
-        self.end: engine_pb.SequenceEnd | None = None
+        self.end: End | None = None
         self.stop_text: str | None = None
         self.reason: pb.FinishReason.ValueType = pb.FINISH_REASON_UNSPECIFIED
         self.error: TrtmeshError | None = None
@@ -67,7 +208,7 @@ class SequenceRun:
 
     @property
     def is_beam(self) -> bool:
-        """Whether it is a sequence of a beam search, which may be rewritten until it ends."""
+        """Whether the sequence is a beam, which the worker may rewrite until the end."""
         return self._item.config.beam_search.beam_width > 1
 
     @property
@@ -82,38 +223,35 @@ class SequenceRun:
     def include_stop_text(self) -> bool:
         return self._item.config.stopping.include_stop_text
 
-    def go_on_behind(self, received: ReceivedSequence) -> None:
-        """Begins where a client got to with it on another router; before anything else is done with it."""
+    def resume_from(self, received: ReceivedSequence) -> None:
+        """Continues a sequence of another router from the last token the client received. Call first."""
         self.token_ids = list(received.token_ids)
         self.decoded = len(self.token_ids)
         self.moved = bool(self.token_ids)
-        self._output.go_on_behind(received)
+        self._output.resume_from(received)
         if received.reason is not None:
             self.reason = received.reason
             self.over = True
 
     @property
     def waits_for_worker(self) -> bool:
-        """Whether the sequence can go on only where a worker takes it."""
+        """Whether the sequence needs a worker to continue."""
         return not self.over and self.assignment is None and self.end is None
 
     @property
-    def prompt_told(self) -> bool:
-        """Whether the data of the prompt was put, so that another worker need not tell it again."""
-        return bool(self.token_ids)
-
-    @property
     def cumulative_log_prob(self) -> float | None:
-        """Sum of the log-probabilities, where the worker or, after a move, the router knows it."""
-        if self.end is not None and self.end.HasField("cumulative_log_prob"):
+        """Sum of the log-probabilities, from the worker or, after a move, from this router."""
+        if self.end is not None and self.end.cumulative_log_prob is not None:
             return self.end.cumulative_log_prob
         return self._output.cumulative_log_prob if self.moved else None
 
     def on_tokens(
         self, token_offset: int, token_ids: list[int], details: pb.TokenDetails | None = None
     ) -> None:
-        """New tokens from the worker, the first at `token_offset`, and their data. Those already known are skipped,
-        except that a beam that comes again from offset 0 replaces all that was known of it."""
+        """Takes new tokens from the worker, the first at `token_offset`, with their data.
+
+        Known tokens are skipped. A beam that restarts from offset 0 replaces everything before.
+        """
         if self.over:
             return
         if self.is_beam and not token_offset and self.token_ids:
@@ -141,81 +279,77 @@ class SequenceRun:
             self.decoder.decode(self, fresh)
 
     def on_prompt(self, details: pb.PromptDetails) -> None:
-        """Optional data of a run of prompt positions; each once, however many workers tell it."""
+        """Takes data of a run of prompt positions; repeats from a second worker are dropped."""
         if not self.over:
             self._output.put_prompt(details)
 
     def on_start(self, metrics: pb.PerfMetrics) -> None:
-        """The worker's first token of this sequence comes next; it is the first of all unless another had it before."""
+        """Takes the metrics before the worker's first token; only those of the first worker count."""
         if not (self.over or self.token_ids):
             self._output.put_start(metrics)
 
-    def on_end(self, end: engine_pb.SequenceEnd) -> None:
-        """The worker's last word on this sequence."""
+    def on_end(self, end: End) -> None:
+        """Takes the end of the sequence on its worker."""
         assignment, self.assignment = self.assignment, None
         if self.over:
             return
-        error = from_proto(end.error) if end.HasField("error") else None
-        if assignment is not None and error is not None and error.row.movable:
-            self.on_worker_lost(error)
+        if assignment is not None and end.error is not None and end.error.row.movable:
+            self.on_worker_lost(end.error)
             return
+        if self.moved and end.perf_metrics is not None:
+            end = replace(end, perf_metrics=self.times.corrected(end.perf_metrics))
         self.end = end
-        self.error = error
-        if self.moved and end.HasField("perf_metrics"):
-            self.times.mend(end.perf_metrics)
+        self.error = end.error
         if self.decoder is None or self.stop_text is not None:
             self._settle()
         else:
             self.decoder.finish(self)
 
     def on_worker_lost(self, error: TrtmeshError) -> None:
-        """The worker that has the sequence does not go on with it."""
+        """The worker cannot continue the sequence."""
         address = self.address
         if self._leave():
             self.owner.on_lost(self, address, error)
 
     def assign(self, assignment: Assignment) -> None:
-        """A worker takes the sequence, from its next token on."""
+        """Hands the sequence to a worker, from the next token on."""
         self.moved = self.moved or bool(self.token_ids)
         self.assignment, self.address = assignment, assignment.address
         self.times.on_assigned()
 
     def release(self, error: TrtmeshError | None = None) -> None:
-        """Takes the sequence away from its worker, because of `error` where that gave cause for it, to go on elsewhere
-        unless it is whole already."""
+        """Takes the sequence off its worker; `error` names the worker's fault, if any. A complete one is settled."""
         if self.assignment is not None:
             self.assignment.release(error)
             self._leave()
 
     def stop(self, reason: pb.FinishReason.ValueType) -> None:
-        """Ends the sequence early; what was generated is delivered."""
+        """Ends the sequence early and delivers everything generated."""
         if self.over:
             return
         if self.assignment is not None:
             self.assignment.stop(reason)
         elif self.end is None:
-            self.on_end(engine_pb.SequenceEnd(reason=reason, generated_tokens=len(self.token_ids)))
+            self.on_end(End(reason))
 
     def give_up(self, error: TrtmeshError) -> None:
-        """Ends a sequence that no worker has with an error, behind all its tokens."""
-        end = engine_pb.SequenceEnd(reason=pb.FINISH_REASON_ERROR, error=to_proto(error))
-        end.generated_tokens = len(self.token_ids)
-        self.on_end(end)
+        """Ends a sequence without a worker with an error, after all its tokens."""
+        self.on_end(End(pb.FINISH_REASON_ERROR, error))
 
     def _leave(self) -> bool:
-        """No worker has the sequence any more; whether it is to go on elsewhere."""
+        """Detaches the sequence from its worker; True if it needs another one."""
         self.assignment = None
         if self.over:
             return False
         if self.stop_text is not None and not self.is_beam:
-            # The sequence is whole, whatever became of its worker; a beam might yet have been rewritten.
+            # The text is complete without the worker; a beam could still have been rewritten.
             self._settle()
             return False
         self.address = ""
         return True
 
     def _restart(self) -> None:
-        """Forgets everything; the next put, from offset 0, replaces what the client has."""
+        """Forgets all tokens; the next put, from offset 0, replaces them at the client."""
         self.token_ids = []
         self.decoded = self._decoded_at_loss = 0
         self.stop_text = None
@@ -224,17 +358,17 @@ class SequenceRun:
             self.decoder.restart(self)
 
     def on_text(self, token_count: int, text: str) -> None:
-        """The text of the next `token_count` tokens; void after a stop text."""
+        """Takes the text of the next `token_count` tokens; ignored after a stop text."""
         if not self.over and self.stop_text is None and (token_count or text):
             self._deliver(token_count, text)
 
     def on_text_complete(self) -> None:
-        """No more text comes: `finish` was answered."""
+        """The decoder answered `finish`."""
         if not self.over:
             self._settle()
 
     def note_decoder_lost(self) -> int:
-        """Counts a tokenizer that was lost while it owed text; how many in a row decoded nothing, this one included."""
+        """Counts a tokenizer lost with text outstanding; returns the number lost in a row without progress."""
         if self.decoded > self._decoded_at_loss:
             self.decoder_losses, self._decoded_at_loss = 0, self.decoded
         if self.decoded < len(self.token_ids) or self.end is not None:
@@ -242,7 +376,7 @@ class SequenceRun:
         return self.decoder_losses
 
     def on_stop_text(self, token_count: int, text: str, stop_index: int) -> None:
-        """A stop text was complete after `token_count` more tokens; what the worker sent beyond is void."""
+        """A stop text was complete after `token_count` more tokens; later tokens are void."""
         if self.over or self.stop_text is not None:
             return
         del self.token_ids[self.decoded + token_count :]
@@ -251,7 +385,7 @@ class SequenceRun:
         if self.assignment is None:
             self._settle()
         elif not self.is_beam:
-            # A beam may still be rewritten, and the search needs it to the end.
+            # The beam search needs every beam to the end, and may still rewrite it.
             self.assignment.stop(pb.FINISH_REASON_STOP_WORD)
 
     def fail(self, error: TrtmeshError) -> None:
@@ -263,7 +397,7 @@ class SequenceRun:
             self._settle()
 
     def abandon(self, reason: pb.FinishReason.ValueType) -> None:
-        """Ends the sequence because nobody waits for it any more: nothing is put, the worker stops."""
+        """Ends the sequence without another put and stops its worker."""
         if not self.over:
             self.over = True
             if self.assignment is not None:
@@ -272,7 +406,7 @@ class SequenceRun:
                 self.decoder.drop(self)
 
     def cut_off(self, reason: pb.FinishReason.ValueType) -> bool:
-        """Ends a sequence that does not go on here behind what its client has of it; False when it was over."""
+        """Ends the sequence at what its client has already received; False if it was over."""
         if self.over:
             return False
         self.abandon(reason)

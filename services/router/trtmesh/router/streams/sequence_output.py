@@ -14,8 +14,14 @@ class SequenceOutput:
     """Puts what was decoded of one sequence to its client, as its item asks for it."""
 
     __slots__ = (
-        "_batch_index", "_client", "_details", "_held_texts", "_prompt_told", "_sequence_index", "_wants_text",
-    )  # fmt: skip
+        "_batch_index",
+        "_client",
+        "_details",
+        "_held_texts",
+        "_prompt_told",
+        "_sequence_index",
+        "_wants_text",
+    )
 
     def __init__(self, item: ItemRequest, sequence_index: int, client: ClientStream) -> None:
         output = item.config.output
@@ -27,8 +33,8 @@ class SequenceOutput:
         self._held_texts: list[str] | None = None if output.stream else []
         self._prompt_told = 0
 
-    def go_on_behind(self, received: ReceivedSequence) -> None:
-        """Begins behind what a client got from another router."""
+    def resume_from(self, received: ReceivedSequence) -> None:
+        """Continues from the last token the client received from another router."""
         self._prompt_told = bool(received.token_ids)
         if self._details is not None and received.cumulative_log_prob is not None:
             self._details.cumulative_log_prob = received.cumulative_log_prob

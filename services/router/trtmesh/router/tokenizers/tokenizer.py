@@ -10,12 +10,11 @@ from trtmesh.chassis.errors import Draining, SchemaMismatch, TrtmeshError, Unava
 from trtmesh.chassis.grpc.client import ClientCall, ClientConnection, Method
 from trtmesh.chassis.outbox import Outbox
 from trtmesh.chassis.service import SCHEMA_REVISION
-from trtmesh.router.links.replica import LinkSettings, Replica
+from trtmesh.router.links.replica import LinkSettings, Replica, ReplicaState
 from trtmesh.router.streams.sequence import SequenceRun
 from trtmesh.router.tokenizers.encode_job import EncodeJob
 from trtmesh.router.tokenizers.owner import Pool
 from trtmesh.router.tokenizers.unanswered import LOOKS, DecodeBatch, Unanswered
-from trtmesh.v1 import router_admin_pb2 as admin_pb
 from trtmesh.v1 import tokenizer_pb2 as pb
 
 UNANSWERED_DECODES = 2
@@ -198,7 +197,7 @@ class Tokenizer(Replica):
             )
         call = connection.open(CONNECT)
         try:
-            self._become(admin_pb.WORKER_STATE_READY, "")
+            self._become(ReplicaState.READY, "")
             self._pool.on_ready(self)
             await self._talk_unless_silent(
                 self._read(call), self._write(call), self._watch_decodes()
@@ -267,7 +266,7 @@ class Tokenizer(Replica):
             run.fail(error)
             return
         self.drop(run)
-        self._become(admin_pb.WORKER_STATE_DRAINING, error.message)
+        self._become(ReplicaState.DRAINING, error.message)
         self._pool.move([], [run])
 
     def _on_encoded(self, encoded: pb.Encoded) -> None:
@@ -276,7 +275,7 @@ class Tokenizer(Replica):
             return
         error = from_proto(encoded.error) if encoded.HasField("error") else None
         if isinstance(error, Draining):
-            self._become(admin_pb.WORKER_STATE_DRAINING, error.message)
+            self._become(ReplicaState.DRAINING, error.message)
             self._pool.move([job], [])
         elif job.done.done():
             pass

@@ -15,7 +15,7 @@ from trtmesh.router.doors.admin.live_view import describe_requests
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.membership import Membership
 from trtmesh.router.fleet.worker import Worker
-from trtmesh.router.links.replica import Replica
+from trtmesh.router.links.replica import Replica, ReplicaState
 from trtmesh.router.placement import POLICIES
 from trtmesh.router.requests.requests import Requests
 from trtmesh.router.tokenizers.pool import TokenizerPool
@@ -198,9 +198,19 @@ async def _refuse(call: str, context: _Context) -> NoReturn:
 def _state_of(replica: Replica, *, refused: bool) -> pb.WorkerState.ValueType:
     if refused:
         return pb.WORKER_STATE_REFUSED
-    if (replica.leaving or replica.drained) and replica.state == pb.WORKER_STATE_READY:
+    if (replica.leaving or replica.drained) and replica.state is ReplicaState.READY:
         return pb.WORKER_STATE_DRAINING
-    return replica.state
+    return _STATES[replica.state]
+
+
+_STATES = {
+    ReplicaState.CONNECTING: pb.WORKER_STATE_CONNECTING,
+    ReplicaState.READY: pb.WORKER_STATE_READY,
+    ReplicaState.STALLED: pb.WORKER_STATE_STALLED,
+    ReplicaState.DRAINING: pb.WORKER_STATE_DRAINING,
+    ReplicaState.GONE: pb.WORKER_STATE_GONE,
+    ReplicaState.REFUSED: pb.WORKER_STATE_REFUSED,
+}
 
 
 _BREAKER_STATES = {

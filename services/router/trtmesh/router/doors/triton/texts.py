@@ -10,11 +10,10 @@ from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.vocabulary import GenerationConfig, Output, Prompt
 from trtmesh.router.doors.triton.models import Model
 from trtmesh.router.streams.client_stream import ClientStream, as_response
-from trtmesh.router.streams.sequence import SequenceRun
+from trtmesh.router.streams.sequence import End, SequenceRun
 from trtmesh.router.streams.turns import Turns
 from trtmesh.router.tokenizers.pool import TokenizerPool
 from trtmesh.router.values.request import ItemRequest
-from trtmesh.v1 import engine_pb2 as engine_pb
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 from trtmesh.v1 import tokenizer_pb2 as tokenizer_pb
@@ -92,7 +91,7 @@ class Texts:
         run.token_ids = list(token_ids)
         try:
             self._tokenizers.attach(run)
-            run.on_end(engine_pb.SequenceEnd(reason=pb.FINISH_REASON_LENGTH))
+            run.on_end(End(pb.FINISH_REASON_LENGTH))
             await whole.settled
         finally:
             run.abandon(pb.FINISH_REASON_CANCELLED)
