@@ -1,6 +1,6 @@
-"""The least that a Python gRPC server can do: grpc.aio sends one token message a stream and step, and nothing else.
+"""The floor of a Python gRPC server: grpc.aio sends one token message per stream and step, nothing else.
 
-The same messages as the router's, made from nothing, so a router over grpc.aio cannot cost less. Prints its port.
+The messages equal the router's, so no router over grpc.aio can cost less. Prints its port.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The engines that are compared, each behind `decode`: greedy tokens of some prompts and when each of them came.
+"""The compared engines, each with a `decode`: greedy tokens of some prompts and their arrival times.
 
-Every engine runs in a process of its own (`Remote`), as it would be deployed: the idle threads that one engine's
-OpenMP keeps in a process slow down every other engine there.
+Every engine runs in its own process (`Remote`), as deployed: idle OpenMP threads of one engine slow down every other
+engine in the same process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SECONDS = 170.0
 
 @dataclass(slots=True)
 class Decoded:
-    """What one engine made of the prompts, by prompt; times are of `time.perf_counter`."""
+    """An engine's tokens by prompt, with times of `time.perf_counter`."""
 
     started: float
     tokens: list[list[int]]
@@ -52,7 +52,7 @@ class Decoded:
 
 
 class Remote:
-    """A process that holds one engine at a time. Whatever it raises ends the benchmark."""
+    """A process with one engine at a time. Its errors end the benchmark."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -91,7 +91,7 @@ class Remote:
 
 
 def _serve(pipe: Any) -> None:
-    """Obeys a Remote until its end of the pipe is closed."""
+    """Executes a Remote's commands until the pipe closes."""
     engine: Any = None
     while True:
         try:
@@ -119,7 +119,7 @@ class Trtmesh:
         self._runner.run(self.backend.start(self._deliver, self._fail))
         self._next_key = 0
         self._ended = threading.Event()
-        # Of each step: the sequences that got a token, and how long after the step before it was over.
+        # Per step: the sequences with a new token, and the seconds since the previous step.
         self._step_seconds: list[tuple[int, float]] = []
         self._last = 0.0
 
@@ -138,8 +138,8 @@ class Trtmesh:
         return self._decoded
 
     def overhead(self, prompts: Prompts, new_tokens: int) -> float:
-        """Median share of a decoding step that is not the model: all but its forward, and of that the part which makes
-        groups of sequences and their masks."""
+        """Median share of a decoding step outside the model: all but the forward, plus its grouping of sequences and
+        their masks."""
         engine: Any = self.backend._engine
         runner = engine._forwards._runner
         grouping = runner._attention._grouping
@@ -157,7 +157,7 @@ class Trtmesh:
             for (count, whole), inside, ours in steps
             if count == len(prompts)
         ]
-        # The first of them may have completed a prompt.
+        # The first step may have completed a prompt.
         return statistics.median(shares[1:])
 
     def close(self) -> None:
@@ -183,7 +183,7 @@ class Trtmesh:
 
 
 class Timed:
-    """A function that notes how long its calls take."""
+    """A function that records the duration of its calls."""
 
     def __init__(self, function: Any) -> None:
         self.seconds: list[float] = []
@@ -198,13 +198,13 @@ class Timed:
 
 @dataclass(slots=True)
 class Forward:
-    """In the place of a model whose steps are timed."""
+    """Stands in for a model and times its steps."""
 
     logits: Timed
 
 
 class Generate:
-    """transformers' `generate` with all prompts as one batch, which nothing can join or leave."""
+    """transformers' `generate` with all prompts as one static batch."""
 
     def __init__(self, folder: Path, dtype: str, threads: int) -> None:
         self._model = _transformers_model(folder, dtype, threads)
@@ -231,7 +231,7 @@ class Generate:
 
 
 class Clock(StoppingCriteria):
-    """Notes when each step of `generate` was over, and stops nothing."""
+    """Records the end of each step of `generate` and stops none."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -358,7 +358,7 @@ class LlamaCpp:
 
 def _transformers_model(folder: Path, dtype: str, threads: int) -> Any:
     loader: Any = AutoModelForCausalLM
-    # Loaded with one, so that the loading thread keeps no idle companions beside those of the thread that decodes.
+    # One thread for loading: idle OpenMP threads of the loader would slow down the decoding thread.
     torch.set_num_threads(1)
     model = loader.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
     torch.nn.Module.eval(model)

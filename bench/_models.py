@@ -67,12 +67,12 @@ def build(folder: Path, name: str) -> Path:
 
 
 def llama_cpp_is_there() -> bool:
-    """Whether the optional peer and what writes its files can be imported."""
+    """Whether llama_cpp and gguf can be imported."""
     return all(importlib.util.find_spec(name) for name in ("llama_cpp", "gguf"))
 
 
 def write_gguf(file: Path, folder: Path, dtype: str) -> Path:
-    """The model of `folder` as llama.cpp reads it, matrices in `dtype`, without a tokenizer."""
+    """Writes the model of `folder` for llama.cpp, matrices in `dtype`, without a tokenizer."""
     gguf: Any = importlib.import_module("gguf")
 
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -1,6 +1,6 @@
-"""Many simulated workers in one process, each with a server, a port and a backend of its own. Prints their addresses.
+"""Simulated workers in one process, each with its own server, port and backend. Prints their addresses.
 
-A process for each would need gigabytes for nothing: what is measured is the router, which sees so many connections.
+The router is measured and sees as many connections; a process per worker would cost gigabytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trtmesh.engine.settings import EngineSettings
 
 
 async def serve(number: int, flags: list[str]) -> tuple[grpc.aio.Server, str]:
-    """Starts one worker; returns its server, which ends when nobody holds it, and its address."""
+    """Starts one worker and returns its server and address; the server ends with the last reference to it."""
     arguments = ["--backend", "simulated", "--worker", f"worker-{number}", *flags]
     settings = load_settings(EngineSettings, arguments)
     runtime = Runtime()

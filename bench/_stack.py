@@ -1,4 +1,4 @@
-"""The service processes that a benchmark measures, and the CPU that each of them used."""
+"""The service processes under measurement and their CPU time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Stack:
     engine_metrics_port: int | None = None
 
     def cpu_seconds(self) -> dict[str, float]:
-        """CPU time, user and system, that each service has used, by the operating system's accounting."""
+        """User and system CPU time of each service, by the operating system's accounting."""
         return {name: _cpu_seconds(pid) for name, pid in self.pids.items()}
 
 
@@ -42,7 +42,7 @@ def _cpu_seconds(pid: int) -> float:
 
 @contextmanager
 def stack(*engine_flags: str, backend: str = "simulated") -> Iterator[Stack]:
-    """One tokenizer, one engine and one router on free ports; ended on the way out."""
+    """Runs one tokenizer, one engine and one router on free ports until the block ends."""
     children: list[subprocess.Popen[str]] = []
     try:
         tokenizer = _start(children, "tokenizer", "--model-dir", str(MODEL_DIR))
@@ -58,7 +58,7 @@ def stack(*engine_flags: str, backend: str = "simulated") -> Iterator[Stack]:
 
 @contextmanager
 def bare_server(step_ms: float) -> Iterator[Stack]:
-    """`_bare_server.py`, in the place of a router."""
+    """Runs `_bare_server.py` in place of a router."""
     children: list[subprocess.Popen[str]] = []
     try:
         script = Path(__file__).with_name("_bare_server.py")
@@ -80,7 +80,7 @@ def _end(children: list[subprocess.Popen[str]]) -> None:
 
 
 class Announcement(TypedDict):
-    """What a service prints when it listens."""
+    """The line a service prints when it listens."""
 
     address: str
     metrics_port: int | None
@@ -88,7 +88,7 @@ class Announcement(TypedDict):
 
 
 def _start(children: list[subprocess.Popen[str]], service: str, *flags: str) -> Announcement:
-    """Starts a service and gives the announcement that it prints when it listens."""
+    """Starts a service and returns its announcement."""
     arguments = ["-m", f"trtmesh.{service}", "--log-level", "warning", *flags]
     announcement: Announcement = json.loads(_first_line(children, service, arguments))
     return announcement

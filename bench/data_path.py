@@ -1,9 +1,9 @@
-"""What a streamed token costs: text through router, tokenizer and a simulated engine, by the native API.
+"""Measures the cost of a streamed token through router, tokenizer and simulated engine, by the native API.
 
 Prints for 64, 256 and 1,000 streams at a 10 ms step, and for 64 streams flat out: inter-token latency and time to
 first token at the client, tokens a second, and the CPU time of each process per token. Every token must arrive
-exactly once, or the run fails. `floor` holds the figures of a server that does nothing but send the same messages
-through grpc.aio, taken in the same run: what is above it is ours, what is in it is the library's and the machine's.
+exactly once, or the run fails. `floor` is a server that only sends the same messages through grpc.aio
+in the same run: the cost of the library and the machine.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ Generate = Callable[[bytes], AsyncIterable[bytes]]
 
 @dataclass(slots=True)
 class Record:
-    """What one stream saw: its messages as bytes, and when each arrived."""
+    """One stream's messages as bytes, with arrival times."""
 
     started: float = 0.0
     messages: list[tuple[float, bytes]] = field(default_factory=list)
 
     def token_arrivals(self, max_tokens: int) -> list[float]:
-        """When messages with tokens came. Raises SystemExit when a token is missing, doubled or out of order."""
+        """Arrival times of messages with tokens. Raises SystemExit for a missing, repeated or misplaced token."""
         arrivals, tokens, finished = [], 0, False
         for arrival, message in self.messages:
             for event in router_pb.GenerateResponse.FromString(message).events:
@@ -64,15 +64,15 @@ class Record:
 
 
 async def stream(generate: Generate, request: bytes, record: Record) -> None:
-    """One request. Messages are kept as bytes and read afterwards: the client shares the machine with the services,
-    so what it does while they run is what they cannot."""
+    """Sends one request and keeps its messages as bytes: the client shares the machine with the services, so it parses
+    them after the run."""
     record.started = time.perf_counter()
     async for message in generate(request):
         record.messages.append((time.perf_counter(), message))
 
 
 async def run_once(mesh: Stack, streams: int, max_tokens: int) -> Figures:
-    """`streams` requests at once; the figures of this run."""
+    """Sends `streams` requests at once and returns the figures of the run."""
     options = [("grpc.use_local_subchannel_pool", 1)]
     config = pb.GenerationConfig(stopping=pb.StoppingConfig(max_tokens=max_tokens))
     item = router_pb.GenerateItem(prompt=pb.Prompt(text=PROMPT))
@@ -119,7 +119,7 @@ def percentile(values: list[float], percent: int) -> float:
 
 
 async def measure(step_ms: float, streams: int, max_tokens: int, runs: int) -> Figures:
-    """The run with the median CPU of the services, after one run to warm up."""
+    """Returns the run with the median CPU of the services, after a warm-up run."""
     with stack("--simulated-step-ms", str(step_ms)) as mesh:
         await run_once(mesh, min(streams, 64), 64)
         results = [await run_once(mesh, streams, max_tokens) for _ in range(runs)]
@@ -129,7 +129,7 @@ async def measure(step_ms: float, streams: int, max_tokens: int, runs: int) -> F
 
 
 async def measure_floor(streams: int, max_tokens: int, runs: int) -> Figures:
-    """The same of the bare server."""
+    """Measures the bare server in the same way."""
     with bare_server(STEP_MS) as server:
         await run_once(server, min(streams, 64), 64)
         median = by_cpu([await run_once(server, streams, max_tokens) for _ in range(runs)])
@@ -138,7 +138,7 @@ async def measure_floor(streams: int, max_tokens: int, runs: int) -> Figures:
 
 
 def by_cpu(results: list[Figures]) -> Figures:
-    """The one with the median CPU of the services."""
+    """The run with the median CPU of the services."""
     return sorted(results, key=lambda result: result["services_cpu_us_per_token"])[
         len(results) // 2
     ]

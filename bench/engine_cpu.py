@@ -1,11 +1,11 @@
-"""The torch engine on a CPU against its peers, in one run: decoding, reuse of prefixes, and what is not the model.
+"""Compares the torch engine on a CPU with its peers in one run: decoding, prefix reuse, overhead.
 
-Prints `ratios` by peer, model and batch: tokens a second of trtmesh, through its Backend, over those of the peer with
-the same prompts and numbers of tokens, as the median over repetitions in which all take their turn. Tokens a second
-are those of the steps in which every sequence decodes. Peers are transformers' `generate` with a static batch
+Prints `ratios` by peer, model and batch: tokens a second of trtmesh through its Backend over the peer's, for the same
+prompts and token counts, counting only steps in which every sequence decodes; the median of repetitions in which all
+engines take turns. Peers are transformers' `generate` with a static batch
 (`generate`; `generate_1024` at prompts of 1,024 tokens), transformers' continuous batching (`continuous`) and
 llama.cpp (`llama_cpp`, where llama_cpp and gguf can be imported: the extra `bench`). In float32 the tokens of trtmesh
-must be those of `generate`, or the run fails.
+must equal those of `generate`, or the run fails.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def prompts(count: int, tokens: int, vocabulary_size: int, seed: int = 1) -> Pro
 
 
 class Bench:
-    """The selected parts, their results so far, and the models they need."""
+    """The selected parts, their results so far, and their models."""
 
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self.arguments = arguments
@@ -90,7 +90,7 @@ class Bench:
         """One cell at prompts of 1,024 tokens, against the static batch alone."""
         folder, threads = self.model_dir(model), self.arguments.threads
         tokens = LONG_PROMPT_TOKENS + self.arguments.tokens
-        # Large steps, so that the first sequence has not ended when the last one begins.
+        # Large steps start the last sequence before the first has ended.
         settings = {"max_step_tokens": 4 * LONG_PROMPT_TOKENS}
         engines = {
             "trtmesh_1024": self.trtmesh(model, dtype, batch, tokens, **settings),
@@ -127,7 +127,7 @@ class Bench:
     def _compare(
         self, engines: dict[str, Remote], model: str, dtype: str, batch: int, prompt_tokens: int
     ) -> None:
-        """Lets the engines decode in turn; the first is ours. An uncounted round warms up."""
+        """Lets the engines decode in turn, ours first, after an uncounted warm-up round."""
         given = prompts(batch, prompt_tokens, SHAPES[model]["vocab_size"])
         own, *peers = engines
         rates: dict[str, list[float]] = {name: [] for name in engines}

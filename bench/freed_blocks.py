@@ -1,4 +1,4 @@
-"""How soon the engine's KV blocks are free again after a client cancels, with other streams running.
+"""Measures how soon the engine's KV blocks are free after a client's cancel, with other streams running.
 
 Prints, for the simulated backend at a 10 ms step and for the torch backend with the demo model, the time from the
 client's cancel to the engine's own count of used blocks without the request's, in milliseconds. The count is read
@@ -28,7 +28,7 @@ from trtmesh.client import Client, Tokens
 GAUGE = "trtmesh_engine_used_blocks"
 PROMPT = "def fibonacci(n):\n    "
 MAX_TOKENS = 50
-# A block is longer than any sequence here: blocks in use are sequences that are not over.
+# A block is longer than any sequence here, so a used block is a live sequence.
 COMMON = ("--metrics-port", "0", "--load-interval-seconds", "0.002")
 BACKENDS = {
     "simulated": ("--simulated-tokens-per-block", "4096", "--simulated-step-ms", "10"),
@@ -43,7 +43,7 @@ def used_blocks(mesh: Stack) -> int:
 
 
 async def background(client: Client, ready: asyncio.Event) -> None:
-    """One stream after another, for ever."""
+    """Runs one stream after another until cancelled."""
     options: dict[str, Any] = {"max_tokens": MAX_TOKENS, "ignore_end_id": True}
     while True:
         async with aclosing(client.generate([PROMPT], **options)) as events:
@@ -53,8 +53,8 @@ async def background(client: Client, ready: asyncio.Event) -> None:
 
 
 async def cancel_one(mesh: Stack, client: Client, streams: int) -> float:
-    """Milliseconds from the cancel of a request that has begun until its blocks are free."""
-    # Several, so that a stream of the background that begins anew at this moment does not hide them.
+    """Cancels a running request and returns the milliseconds until its blocks are free."""
+    # Several prompts, so that a restarting background stream does not hide the change.
     prompts = ["class Stack:"] * 4
     options: dict[str, Any] = {"max_tokens": MAX_TOKENS, "ignore_end_id": True}
     async with aclosing(client.generate(prompts, **options)) as events:

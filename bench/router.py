@@ -1,10 +1,10 @@
-"""What placement costs and gains: 64 simulated workers, 2,000 streams, policies and routers compared.
+"""Measures the cost and gain of placement over 64 simulated workers: policies, one router and two.
 
-* `placement_us`: one decision over 64 workers with a prompt of 1,000 tokens, in this process, by policy; and as the
-  router itself measured it while 2,000 streams ran.
-* `policies`: the same requests, each with one of many long prefixes, under round_robin, prefix_aware and auto: share of
-  prompt tokens reused, against an oracle for which every prefix that any worker was ever sent is a hit; and TTFT. And
-  under prefix_aware through two routers, each of which gets every request's twin at the same time.
+* `placement_us`: one decision over 64 workers for a prompt of 1,000 tokens by policy, in this process; and the router's
+  own histogram while 2,000 streams ran.
+* `policies`: equal requests with one of many long prefixes under round_robin, prefix_aware and auto: TTFT, and share of
+  prompt tokens reused against an oracle that hits every prefix ever sent to any worker; also under prefix_aware through
+  two routers that receive twin requests at the same time.
 * `throughput`: tokens a second of 2,000 streams through one router process and through two.
 
 The workers live in one process (`_simulated_fleet.py`), each with its own server and port.
@@ -51,7 +51,7 @@ Figures = dict[str, Any]
 
 @contextmanager
 def fleet(step_ms: float) -> Iterator[str]:
-    """The workers; yields the router's --engines."""
+    """Runs the workers and yields the router's --engines."""
     children: list[subprocess.Popen[str]] = []
     flags = ["--simulated-step-ms", str(step_ms), "--load-interval-seconds", "0.25"]
     flags += ["--simulated-tokens-per-block", str(BLOCK_TOKENS)]
@@ -66,7 +66,7 @@ def fleet(step_ms: float) -> Iterator[str]:
 
 @contextmanager
 def routers(engines: str, count: int, policy: str) -> Iterator[list[dict[str, Any]]]:
-    """Router processes over the same workers; yields what they announced, once they are ready."""
+    """Runs routers over the same workers and yields their announcements once all are ready."""
     children: list[subprocess.Popen[str]] = []
     try:
         flags = ("--port", "0", "--admin-port", "0", "--http-port", "none", "--metrics-port", "0")
@@ -91,7 +91,7 @@ def _wait_until_connected(router: dict[str, Any]) -> None:
 
 
 def samples(router: dict[str, Any]) -> dict[str, float]:
-    """The router's metrics; those of a histogram by name and bound."""
+    """The router's metrics; a histogram's by name and bound."""
     url = f"http://127.0.0.1:{router['metrics_port']}/metrics"
     with urllib.request.urlopen(url) as response:
         text = response.read().decode()
@@ -104,7 +104,7 @@ def samples(router: dict[str, Any]) -> dict[str, float]:
 
 @dataclass(slots=True)
 class Seen:
-    """What one request saw."""
+    """The client's view of one request."""
 
     first_token_seconds: float
     cached_tokens: int
@@ -120,7 +120,7 @@ def request_of(prompt: Sequence[int], max_tokens: int) -> bytes:
 
 
 async def ask(generate: Any, request: bytes) -> Seen:
-    """One request; messages are read afterwards, because the client shares the machine with the services."""
+    """Sends one request and parses its messages after the run: the client shares the machine with the services."""
     started, first, messages = time.perf_counter(), 0.0, list[bytes]()
     async for message in generate(request):
         messages.append(message)
@@ -142,7 +142,7 @@ def _has_tokens(message: bytes) -> bool:
 
 
 def placement_us(rounds: int = 2000) -> Figures:
-    """Median time of a decision over 64 workers, index and all, and of hashing its prompt."""
+    """Median time of a decision over 64 workers with its index lookup, and of hashing its prompt."""
     generator = random.Random(1)
     index = KvIndex(1_000_000)
     prompts = [[number] * 1000 for number in range(64)]
@@ -191,7 +191,7 @@ def microseconds(times: Sequence[float]) -> float:
 
 
 def router_placement_us(router: dict[str, Any]) -> float:
-    """Median of the router's own histogram: the upper bound of the bucket that holds it."""
+    """Median of the router's own histogram, as the upper bound of its bucket."""
     found = samples(router)
     name = "trtmesh_router_placement_seconds_bucket"
     buckets = {float(key[len(name) :]): v for key, v in found.items() if key.startswith(name)}
@@ -202,8 +202,8 @@ def router_placement_us(router: dict[str, Any]) -> float:
 async def shared_prefixes(
     engines: str, policy: str, requests: int, salt: int, count: int = 1
 ) -> Figures:
-    """Requests with shared prefixes at a steady rate, through several routers as many with one prefix at the same time,
-    one a router; prompts differ from those of any other run by `salt`."""
+    """Sends requests with shared prefixes at a steady rate; each of `count` routers gets a twin of every request at the
+    same time. `salt` makes the prompts of a run unique."""
     generator = random.Random(7)
     chosen = [generator.randrange(PREFIXES) for _ in range(requests // count)]
     requests = len(chosen) * count
@@ -238,7 +238,7 @@ async def shared_prefixes(
 
 
 async def throughput(engines: str, count: int, tokens: int) -> Figures:
-    """2,000 streams at once, divided among the routers."""
+    """Runs 2,000 streams at once, divided among the routers."""
     with routers(engines, count, "auto") as started:
         channels = [grpc.aio.insecure_channel(each["address"]) for each in started]
         generate: list[Any] = [c.unary_stream("/trtmesh.v1.MeshService/Generate") for c in channels]

@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 
 
 def benchmarks() -> dict[str, Path]:
-    """Every benchmark by name."""
+    """The benchmarks by name."""
     files = sorted(path for path in HERE.glob("*.py") if path != Path(__file__))
     return {path.stem: path for path in files if not path.stem.startswith("_")}
 

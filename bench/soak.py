@@ -1,11 +1,10 @@
-"""Thousands of random requests with cancellations through the torch engine: nothing may be left over or grow.
+"""Runs thousands of random requests with cancellations through the torch engine and looks for leaks.
 
-Requests of all kinds (shared beginnings, sampling, several sequences, beams, priorities, deadlines, prompt tables,
-logits of prompts and tokens, sequences that began elsewhere, prompts and tables that are refused) go through a small KV
-cache with a small one in the host's memory behind it, so that sequences wait, are paused and evict one another; about a
-third of them is stopped at some point. Now and then all ends and everything that the engine holds is counted. At the
-end every sequence must have ended exactly once, every block, slot, key and prompt table must be free, no container may
-hold more than the engine's own size explains, and the memory of the process must not have grown since the warm-up.
+Requests of all kinds (shared prefixes, sampling, several sequences, beams, priorities, deadlines, prompt tables, prompt
+and token logits, migrated sequences, refused prompts and tables) pass a small KV cache with a small host cache, so that
+sequences wait, pause and evict one another; a third is stopped at a random point. The run regularly empties the engine
+and counts its contents. At the end every sequence must have ended exactly once, every block, slot, key and prompt table
+must be free, no container may exceed the engine's own size, and process memory may not have grown since the warm-up.
 """
 
 from __future__ import annotations
@@ -53,9 +52,9 @@ TABLE_ROWS = 8
 BATCH = 16
 QUEUE = 64
 WARM_UP_PART = 0.6
-"""Until every size of step has been met; what a library keeps for each is bounded by their number."""
+"""Long enough to meet every step size, for each of which a library caches something."""
 CONTAINER_LIMIT = BLOCKS + HOST_BLOCKS + BATCH + QUEUE + 128
-"""More than any container of the engine has a reason to hold; far less than one entry for each request."""
+"""Above the legitimate size of any container of the engine, and far below one entry per request."""
 GROWTH_BYTES = 16 * 2**20
 SETTINGS = {
     "threads": 1,
@@ -70,14 +69,14 @@ SETTINGS = {
 
 
 class Soak:
-    """The client of one backend, which keeps count of what it is owed."""
+    """The client of one backend, with an account of every sequence."""
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
         self.requests = self.refused = self.stopped = 0
         self.sequences = 0
         self.given = Counter[str]()
-        """Sequences that were given something, by what it was."""
+        """Sequences by the kind of their request."""
         self.open: set[int] = set()
         self.faults: list[str] = []
         self._prefixes = [self._ids(48) for _ in range(6)]
@@ -112,7 +111,7 @@ class Soak:
             self._changed.notify()
 
     def act(self, backend: TorchBackend) -> None:
-        """One submission or a few stops."""
+        """Makes one submission or a few stops."""
         if self.open and self.draw.random() < 0.3:
             with self._changed:
                 keys = self.draw.sample(sorted(self.open), min(len(self.open), 2))
@@ -131,7 +130,7 @@ class Soak:
                 self.open.difference_update(submission.keys)
 
     def wait(self, at_most: int) -> None:
-        """Until no more than so many sequences are open."""
+        """Waits until at most so many sequences are open."""
         with self._changed:
             if not self._changed.wait_for(lambda: len(self.open) <= at_most, 120):
                 raise SystemExit(f"{len(self.open)} sequences did not end")
@@ -148,7 +147,7 @@ class Soak:
             config = self._tuned(prompt, config)
         first = self.sequences
         self.sequences += config.sequences
-        # What other workers generated of it before.
+        # Tokens from other workers.
         emitted = self._emitted(config)
         deadline = time.monotonic() + draw.choice([0.02, 3600]) if draw.random() < 0.3 else None
         return Submission(
@@ -195,7 +194,7 @@ class Soak:
         )
 
     def _tuned(self, prompt: list[int], config: GenerationConfig) -> GenerationConfig:
-        """The config with a table, ids of which take places of the prompt."""
+        """The config with a prompt table, and the prompt with ids of it."""
         draw = self.draw
         for place in draw.sample(range(len(prompt)), len(prompt) // 3):
             prompt[place] = VOCABULARY + draw.randrange(TABLE_ROWS)
@@ -219,7 +218,7 @@ class Soak:
 
 
 def sizes(root: object) -> dict[str, int]:
-    """How much every container holds that is reachable from `root` through objects of trtmesh, by its path."""
+    """The length of every container reachable from `root` through objects of trtmesh, by path."""
     found: dict[str, int] = {}
     seen: set[int] = set()
     todo: list[tuple[str, object]] = [(type(root).__name__, root)]
@@ -251,7 +250,7 @@ def resident_bytes() -> int:
 
 
 def judge(backend: TorchBackend, soak: Soak, before: int, after: int) -> list[str]:
-    """What is wrong once all has ended."""
+    """Lists the leaks and errors once every sequence has ended."""
     wrong = list(soak.faults)
     stats = backend.stats()
     held = {

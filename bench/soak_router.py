@@ -1,9 +1,8 @@
-"""A mesh under churn: workers and tokenizers die, freeze, drain and come back under mixed requests and cancels.
+"""Runs a mesh under churn: workers and tokenizers die, freeze, drain and return under mixed requests and cancels.
 
-Rounds of faults and requests, each under a policy that is drawn, follow one another until the time is up. After each
-round everything must come to rest: no permit, booking, handle, decode state, KV block or task is left in any process,
-and every item that nobody cancelled came to what it comes to without a fault. The routers live on, and the memory of
-the one that clients use must not keep growing after the warm-up.
+Rounds of faults and requests, each under a random policy, fill the given time. After each round no permit, booking,
+handle, decode state, KV block or task may be left in any process, and every item not cancelled must equal its
+fault-free result. The routers live on; the memory of the clients' router may not keep growing after the warm-up.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any
 
 import psutil
 
-# The mesh that fails on request is the tests' own.
+# The faulty mesh is the tests' own.
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from chaos.faulty_mesh import FaultyMesh, Peer, faulty_mesh
@@ -34,10 +33,10 @@ from trtmesh.router.placement import POLICIES
 REQUESTS = 24
 FAULTS = 3
 ROUND_SECONDS = 2.0
-"""When the last request and the last fault of a round begin."""
+"""Start of the last request and the last fault of a round."""
 WARM_UP_PART = 0.5
 GROWTH_BYTES = 8 * 2**20
-"""Least growth after the warm-up that counts, from the median of its first half to that of its second."""
+"""Tolerated growth after the warm-up, between the medians of its two halves."""
 PROMPTS = [f"{number} begins like the others" for number in range(8)]
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"max_tokens": 200},
@@ -50,7 +49,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Soak:
-    """What happened so far."""
+    """The counts of the run."""
 
     mesh: FaultyMesh
     client: Client
@@ -64,16 +63,16 @@ class Soak:
     wrong: list[str] = field(default_factory=list)
 
     async def learn(self) -> None:
-        """What each kind of request comes to when nothing happens."""
+        """Records the fault-free result of each kind of request."""
         for kind, options in KINDS.items():
             self.expected[kind] = contents(await self.client.complete(PROMPTS, **options))
 
     async def round(self) -> None:
-        """Some faults beside some requests under some policy, and rest."""
+        """Runs random requests and faults under a random policy, then waits for rest."""
         policy = self.draw.choice(sorted(POLICIES))
         self.policies[policy] += 1
         await self.mesh.set_policies([policy] * len(self.mesh.routers))
-        # The first router is the one that is measured, from the beginning to the end.
+        # The first router is measured for the whole run.
         names = sorted(name for name in self.mesh.faults if "router" not in name)
         async with asyncio.TaskGroup() as group:
             for _ in range(FAULTS):
@@ -108,7 +107,7 @@ class Soak:
 
 @dataclass
 class Sample:
-    """How large a process was at a time of the run."""
+    """The size of a process at a time of the run."""
 
     seconds: float
     resident_bytes: int
@@ -122,7 +121,7 @@ async def measure(peer: Peer, seconds: float) -> Sample:
 
 
 def growth_bytes(samples: list[Sample]) -> int:
-    """By how much the second half of what follows the warm-up is larger than the first."""
+    """Growth after the warm-up, from the median of its first half to the median of its second."""
     warm = [s for s in samples if s.seconds >= WARM_UP_PART * samples[-1].seconds]
     if len(warm) < 2:
         return 0

@@ -1,9 +1,9 @@
-"""What a streamed token costs through the Triton door, against the native API of the same router in the same run.
+"""Measures the cost of a streamed token through the Triton door against the native API of the same router.
 
 For 8, 64 and 256 streams at a 10 ms step: the services' CPU time per token by `ensemble`, by `tensorrt_llm_bls` and by
 the native door, time to first token, and the ratio of the router's CPU between each model and the native door. The
-client speaks tritonclient's messages over grpc.aio, because tritonclient's own stream would be the bottleneck, keeps
-what comes as bytes and reads it afterwards. Every text must be the native one, or the run fails.
+client speaks tritonclient's messages over grpc.aio (tritonclient's own stream would be the bottleneck), keeps responses
+as bytes and parses them after the run. Every text must equal the native one, or the run fails.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Figures = dict[str, Any]
 
 @dataclass(slots=True)
 class Record:
-    """What one stream saw."""
+    """One stream's messages, with arrival times."""
 
     started: float = 0.0
     messages: list[bytes] = field(default_factory=list)
@@ -64,7 +64,7 @@ class NativeDoor:
 
 
 class TritonDoor:
-    """ModelStreamInfer of one model, closed for writing at once."""
+    """ModelStreamInfer of one model, half-closed at once."""
 
     def __init__(self, model: str, max_tokens: int) -> None:
         request = kserve.ModelInferRequest(model_name=model)
@@ -105,7 +105,7 @@ async def stream(call: Callable[[], Any], record: Record) -> None:
 
 
 async def run_once(mesh: Stack, door: Door, streams: int, max_tokens: int) -> Figures:
-    """`streams` requests at once through one door."""
+    """Sends `streams` requests at once through one door."""
     records = [Record() for _ in range(streams)]
     options = [("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.insecure_channel(mesh.address, options=options) as channel:
@@ -128,13 +128,13 @@ async def run_once(mesh: Stack, door: Door, streams: int, max_tokens: int) -> Fi
 
 
 def first_text_ms(door: Door, record: Record) -> float:
-    """When the first text came; the native door tells before it that the request began."""
+    """Milliseconds to the first text; the native door sends events before it."""
     pairs = zip(record.times, record.messages, strict=True)
     return next((at - record.started) * 1e3 for at, message in pairs if door.text([message]))
 
 
 async def measure(mesh: Stack, streams: int, max_tokens: int, runs: int) -> Figures:
-    """The doors in turn, so that what drifts on the machine drifts for all; medians of the runs."""
+    """Measures the doors in turn, so that drift of the machine affects all; medians of the runs."""
     doors: dict[str, Door] = {"native": NativeDoor(max_tokens)}
     doors |= {model: TritonDoor(model, max_tokens) for model in MODELS}
     results: dict[str, list[Figures]] = {name: [] for name in doors}

@@ -1,4 +1,4 @@
-"""Prints what pip must install for trtmesh with the extras that are named, a line each.
+"""Prints the requirements of trtmesh with the named extras, one a line.
 
 An image installs from this list before it takes the code, so that a change of the code installs nothing again.
 """
