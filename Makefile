@@ -19,7 +19,7 @@ INSTALLED := .venv/installed
 INSTALLED_DEV := .venv/installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint protos bench chaos images compose-up compose-test
+.PHONY: help demo check test lint types protos bench chaos images compose-up compose-test
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,8 +27,10 @@ help:  ## Print this list
 demo: $(INSTALLED)  ## Start the stack, stream three prompts, serve until Ctrl-C; EXIT=1 ends after the prompts
 	@$(BIN)/trtmesh demo $(if $(EXIT),--exit)
 
-test: lint  ## Run lint, types, proto freshness and every test
-	$(BIN)/mypy $(TYPED)
+check: lint types  ## Run lint, types and the tests that start no process and load no model
+	$(BIN)/pytest -n 2 --dist worksteal -m fast
+
+test: lint types  ## Run lint, types, proto freshness and every test
 	$(BIN)/python protos/generate.py --check
 	$(BIN)/buf lint protos
 	$(BIN)/buf breaking protos --against protos/baseline.binpb
@@ -37,6 +39,9 @@ test: lint  ## Run lint, types, proto freshness and every test
 lint: $(INSTALLED_DEV)  ## Check style and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(INSTALLED_DEV)  ## Check types
+	$(BIN)/mypy $(TYPED)
 
 protos: $(INSTALLED_DEV)  ## Generate the stubs beside the protos
 	$(BIN)/python protos/generate.py

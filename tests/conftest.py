@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr
+import signal
+from collections.abc import Callable, Generator, Iterator
+from contextlib import nullcontext, redirect_stderr
 from io import StringIO
 
 import pytest
 from hypothesis import HealthCheck, settings
 from log_lines import LogLine, log_lines
+from tiers import ProcessGuard, is_fast
 from trtmesh.chassis.logs import set_up_logs
 
 FOREIGN = (
@@ -21,6 +23,8 @@ FOREIGN = (
     "TRTMESH_",
     # How a program prints: colours, sizes, and that a pipe be taken for a terminal.
     *("FORCE_COLOR", "NO_COLOR", "CLICOLOR", "PY_COLORS", "COLUMNS", "LINES", "TTY_", "GITHUB_ACTIONS"),
+    # Services would compile their modules again at every start, and pytest every test.
+    "PYTHONDONTWRITEBYTECODE",
     # gRPC and urllib would ask a proxy for 127.0.0.1.
     *("http_proxy", "https_proxy", "grpc_proxy", "all_proxy"),
 )  # fmt: skip
@@ -31,6 +35,8 @@ for name in [*os.environ]:
         del os.environ[name]
 # Engines that each take all cores wait for each other in loops.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Children inherit an ignored SIGINT, as of a run in the background or under nohup, and then no test can interrupt them.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # A terminal of a test can do what any can, whatever the tests were started from.
 os.environ["TERM"] = "xterm"
 
@@ -45,6 +51,21 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("same examples every time")
+
+guard = ProcessGuard()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and is_fast(item):
+            item.add_marker("fast")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    with guard.on() if item.get_closest_marker("fast") else nullcontext():
+        return (yield)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cli.commands import TRTMESH, Stack, read_until_closed, running, trtmesh
+from cli.commands import STOP_SECONDS, TRTMESH, Stack, read_until_closed, running, trtmesh
 from processes import service_process
 
 WIDE = {"COLUMNS": "200"}
@@ -185,13 +185,17 @@ def test_top_has_a_screen_of_its_own_in_a_terminal(admin: str) -> None:
         command, stdout=follower, stderr=subprocess.PIPE, env=os.environ | WIDE
     ) as top:
         os.close(follower)
-        shown = b""
-        while b"engine-1" not in shown:
-            shown += os.read(leader, 65536)
-        top.send_signal(signal.SIGINT)
-        shown += read_until_closed(leader).encode()
-        assert top.stderr
-        assert top.stderr.read() == b""
+        try:
+            shown = b""
+            while b"engine-1" not in shown:
+                shown += os.read(leader, 65536)
+            top.send_signal(signal.SIGINT)
+            shown += read_until_closed(leader).encode()
+            assert top.stderr
+            assert top.stderr.read() == b""
+            top.wait(STOP_SECONDS)
+        finally:
+            top.kill()
     assert top.returncode == 130
     assert shown.index(ENTER_SCREEN) < shown.index(b"engine-1") < shown.index(LEAVE_SCREEN)
 

@@ -82,6 +82,7 @@ def test_texts_are_neither_cut_nor_filled_up(tmp_path: Path) -> None:
     assert loaded.encode(CORPUS[0]).ids == plain
 
 
+@pytest.mark.slow
 def test_older_files_are_converted(tmp_path: Path) -> None:
     tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "##s", "world", "!"]
     (tmp_path / "vocab.txt").write_text("\n".join(tokens))
@@ -94,6 +95,7 @@ def test_older_files_are_converted(tmp_path: Path) -> None:
     assert "".join(map(state.push, ids)) + state.flush() == "hellos world!"
 
 
+@pytest.mark.slow
 def test_a_sentencepiece_model_is_converted(tmp_path: Path) -> None:
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(CORPUS),
@@ -114,6 +116,7 @@ def test_a_sentencepiece_model_is_converted(tmp_path: Path) -> None:
     assert "".join(map(state.push, ids)) + state.flush() == CORPUS[6]
 
 
+@pytest.mark.slow
 def test_files_that_cannot_be_converted_are_named(tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_text("hello\nworld")
     with pytest.raises(ModelUnusable, match=f"{tmp_path} has no tokenizer.json, and its other"):

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import asyncio
+import importlib
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from engine.torch import harness
+from processes import service_process
+from tiers import reaches_slow
+
+
+@asynccontextmanager
+async def router() -> AsyncIterator[None]:
+    async with service_process("router"):
+        yield
+
+
+class Routers:
+    async def start(self) -> None:
+        async with router():
+            pass
+
+
+async def starts_through_a_helper() -> None:
+    async with router():
+        pass
+
+
+async def starts_through_a_method() -> None:
+    await Routers().start()
+
+
+async def loads_through_a_module() -> None:
+    harness.running  # noqa: B018 - named, not called
+
+
+async def waits() -> None:
+    await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "slow"),
+    [
+        ("starts_through_a_helper", True),
+        ("starts_through_a_method", True),
+        ("loads_through_a_module", True),
+        ("waits", False),
+    ],
+)
+def test_tier_follows_from_what_code_reaches(name: str, slow: bool) -> None:
+    # By name: a test that gets the function would reach what it does.
+    assert reaches_slow(globals()[name]) is slow
+
+
+def test_process_in_the_fast_tier_is_refused(request: pytest.FixtureRequest) -> None:
+    assert request.node.get_closest_marker("fast")
+    # Imported by name, which tests/tiers.py does not see.
+    subprocess = importlib.import_module("subprocess")
+    with pytest.raises(RuntimeError, match="mark it slow"):
+        subprocess.run([sys.executable, "--version"], check=True)

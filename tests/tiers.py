@@ -1,0 +1,119 @@
+"""The fast tier: the tests that start no process and load no model. `make check` runs it as `pytest -m fast`.
+
+A test is fast unless the test code that it reaches (its own, its fixtures', its parameters', and the helpers that these
+name) names something of SLOW, or the test is marked `slow`. A fast test that starts a process fails.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import pytest
+
+TESTS = str(Path(__file__).parent)
+
+SLOW = {
+    # Start processes.
+    *("subprocess", "multiprocessing", "create_subprocess_exec", "create_subprocess_shell"),
+    # Load models.
+    *("TorchBackend", "load_engine", "AutoModelForCausalLM"),
+}
+
+STARTS_OF_PROCESSES = {"subprocess.Popen", "os.exec", "os.fork", "os.posix_spawn", "os.system"}
+"""Audit events, each raised before its process starts."""
+
+
+def is_fast(test: pytest.Function) -> bool:
+    """Whether a test belongs to the fast tier."""
+    if test.get_closest_marker("slow"):
+        return False
+    fixtures = [
+        each.func for all_of in test._fixtureinfo.name2fixturedefs.values() for each in all_of
+    ]
+    parameters = test.callspec.params.values() if hasattr(test, "callspec") else ()
+    functions = [each for each in (test.function, *fixtures, *parameters) if callable(each)]
+    return not any(map(reaches_slow, functions))
+
+
+@cache
+def reaches_slow(root: object) -> bool:
+    """Whether a function, or what it reaches in the tests, names something of SLOW."""
+    waiting, seen = [root], set[int]()
+    while waiting:
+        found = inspect.unwrap(each) if callable(each := waiting.pop()) else each
+        if id(found) not in seen:
+            seen.add(id(found))
+            names = _names(found)
+            if names & SLOW:
+                return True
+            waiting += _named(found, names)
+    return False
+
+
+def _names(found: object) -> set[str]:
+    """The names in a function of the tests, those of the functions inside it included."""
+    names = set[str]()
+    codes = [found.__code__] if isinstance(found, FunctionType) and _in_tests(found) else []
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+    return names
+
+
+def _named(found: object, names: set[str]) -> Iterable[Any]:
+    """What a function's names stand for in its module and in the modules that it names; the parts of a class or a
+    collection."""
+    match found:
+        case FunctionType():
+            known = [found.__globals__[name] for name in names & found.__globals__.keys()]
+            modules = [each for each in known if isinstance(each, ModuleType)]
+            parts = [
+                vars(module)[name] for module in modules for name in names & vars(module).keys()
+            ]
+            return [*known, *parts, *(cell.cell_contents for cell in found.__closure__ or ())]
+        case type() if _in_tests(found):
+            return [*vars(found).values(), *found.__mro__]
+        case property():
+            return [found.fget]
+        case staticmethod() | classmethod():
+            return [found.__func__]
+        case Mapping():
+            return found.values()
+        case list() | tuple() | set() | frozenset():
+            return found
+    return ()
+
+
+def _in_tests(found: FunctionType | type) -> bool:
+    file = getattr(sys.modules.get(found.__module__), "__file__", None) or ""
+    return file.startswith(TESTS)
+
+
+class ProcessGuard:
+    """Makes every start of a process fail while it is on."""
+
+    def __init__(self) -> None:
+        self._is_on = False
+        sys.addaudithook(self._see)
+
+    def _see(self, event: str, _arguments: object) -> None:
+        if self._is_on and event in STARTS_OF_PROCESSES:
+            raise RuntimeError(
+                f"{event} in a test of the fast tier (see tests/tiers.py): mark it slow"
+            )
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        self._is_on = True
+        try:
+            yield
+        finally:
+            self._is_on = False
