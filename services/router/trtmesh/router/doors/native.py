@@ -1,17 +1,13 @@
-"""The public door: messages in, messages out, no decisions."""
+"""MeshService: the native API over the live requests."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 import grpc
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.chassis.rpc import answering, request_id_of
-from trtmesh.router.admission import key_name
+from trtmesh.router.doors.generation import caller_of, counted
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.live_request import LiveRequest
 from trtmesh.router.requests.requests import Requests
@@ -22,15 +18,8 @@ from trtmesh.v1 import router_pb2 as pb
 from trtmesh.v1 import router_pb2_grpc
 
 
-@dataclass(slots=True)
-class _Outcome:
-    """What became of a request: refused, cancelled or complete."""
-
-    word: str = "refused"
-
-
 class MeshService(router_pb2_grpc.MeshServiceServicer):
-    """MeshService over the live requests."""
+    """Translates native calls into requests, and their events into responses."""
 
     def __init__(
         self, requests: Requests, metrics: RouterMetrics, max_items_per_request: int
@@ -45,15 +34,14 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
         request: pb.GenerateRequest,
         context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
     ) -> None:
-        with self._counting() as outcome:
+        with counted(self._metrics) as call:
             async with answering(context, request.request_id):
                 valid = parse_request(request, request_id_of(context), self._max_items)
                 rebind_request_id(valid.request_id)
-                key = key_name(_metadata_of(context))
-                async with self._requests.open(valid, context.time_remaining(), key) as live:
-                    outcome.word = "cancelled"
+                caller = caller_of(context)
+                opening = self._requests.open(valid, caller.remaining_seconds, caller.api_key)
+                async with call.running(opening) as live:
                     await self._forward(live, context.write)
-                    outcome.word = "complete"
 
     # mypy-protobuf knows only generators; a coroutine that writes is the other form that grpc.aio accepts.
     async def Resume(  # type: ignore[override]
@@ -64,39 +52,25 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
         async def write(response: pb.GenerateResponse) -> None:
             await context.write(pb.ResumeResponse(events=response.events))
 
-        with self._counting() as outcome:
+        with counted(self._metrics) as call:
             async with answering(context, request.request.request_id):
                 valid = parse_request(request.request, "", self._max_items)
                 received = parse_received(request, valid)
-                key = key_name(_metadata_of(context))
-                remaining = context.time_remaining()
-                async with self._requests.resume(valid, received, remaining, key) as live:
-                    outcome.word = "cancelled"
+                caller = caller_of(context)
+                opening = self._requests.resume(
+                    valid, received, caller.remaining_seconds, caller.api_key
+                )
+                async with call.running(opening) as live:
                     self._metrics.resumed += 1
                     await self._forward(live, write)
-                    outcome.word = "complete"
-
-    @contextmanager
-    def _counting(self) -> Iterator[_Outcome]:
-        """Counts a request by its outcome."""
-        outcome = _Outcome()
-        try:
-            yield outcome
-        finally:
-            self._metrics.requests[outcome.word] += 1
 
     async def _forward(
         self, live: LiveRequest, write: Callable[[pb.GenerateResponse], Awaitable[None]]
     ) -> None:
-        """Writes what comes until all items are over."""
-        try:
-            while (waiting := await live.client.take()) is not None:
-                await write(as_response(waiting))
-                self._metrics.client_messages += 1
-        except asyncio.CancelledError:
-            if live.ended is None:
-                raise
-            raise live.ended from None
+        """Writes one response for each batch of events until all items are over."""
+        while (waiting := await live.client.take()) is not None:
+            await write(as_response(waiting))
+            self._metrics.client_messages += 1
 
     async def Stop(
         self,
@@ -106,7 +80,3 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
         async with answering(context, request.request_id):
             stopped = self._requests.stop(request.request_id, frozenset(request.batch_indexes))
             return pb.StopResponse(stopped_items=stopped)
-
-
-def _metadata_of(context: grpc.aio.ServicerContext[Any, Any]) -> dict[str, str]:
-    return {k: v for k, v in context.invocation_metadata() or () if isinstance(v, str)}

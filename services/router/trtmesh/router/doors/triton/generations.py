@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,6 +18,7 @@ from trtmesh.chassis.errors import (
     TrtmeshError,
 )
 from trtmesh.chassis.logs import rebind_request_id
+from trtmesh.router.doors.generation import Caller, counted
 from trtmesh.router.doors.triton.answers import Answer, Answers
 from trtmesh.router.doors.triton.plain_text import PlainText
 from trtmesh.router.doors.triton.speculation import without_draft_model
@@ -36,14 +36,6 @@ from trtmesh.v1 import router_pb2 as router_pb
 
 T = TypeVar("T")
 Send = Callable[[Answer], Awaitable[None]]
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Whoever called: the name of the API key, and the time until the call's deadline, None without one."""
-
-    api_key: str
-    remaining_seconds: float | None
 
 
 class Generations:
@@ -79,24 +71,15 @@ class Generations:
     async def run(self, counting: Counting, caller: Caller, send: Send) -> None:
         """Generates what the call asks and sends each response. Raises TrtmeshError."""
         call = counting.call
-        outcome = "refused"
-        try:
+        with counted(self._metrics) as generation:
             request = self._validate(call)
             rebind_request_id(request.request_id)
             answers = self._answers_of(call, request)
             limit = TimeLimit(call.timeout_seconds)
-            async with self._requests.open(
-                request, caller.remaining_seconds, caller.api_key
-            ) as live:
-                outcome = "cancelled"
-                with (
-                    counting.generating(live, answers),
-                    self._known_as(call.request_id, live),
-                ):
+            opening = self._requests.open(request, caller.remaining_seconds, caller.api_key)
+            async with generation.running(opening) as live:
+                with counting.generating(live, answers), self._known_as(call.request_id, live):
                     await self._forward(live, answers, self._texts_of(call.model), limit, send)
-                outcome = "complete"
-        finally:
-            self._metrics.requests[outcome] += 1
 
     def _answers_of(self, call: Call, request: GenerationRequest) -> Answers | PlainText:
         item_error = partial(self._item_error, call, request.request_id)
@@ -159,18 +142,13 @@ class Generations:
         send: Send,
     ) -> None:
         """Sends what comes until all rows are over."""
-        try:
-            while (waiting := await limit.keep(live.client.take())) is not None:
-                answers.see(waiting)
-                for row, sequence in answers.texts_to_complete():
-                    sequence.texts = [await _whole_text(texts, row, sequence)]
-                for answer in answers.take():
-                    await send(answer)
-                    self._metrics.client_messages += 1
-        except asyncio.CancelledError:
-            if live.ended is None:
-                raise
-            raise live.ended from None
+        while (waiting := await limit.keep(live.client.take())) is not None:
+            answers.see(waiting)
+            for row, sequence in answers.texts_to_complete():
+                sequence.texts = [await _whole_text(texts, row, sequence)]
+            for answer in answers.take():
+                await send(answer)
+                self._metrics.client_messages += 1
 
 
 class TimeLimit:

@@ -8,9 +8,10 @@ from typing import Any
 
 from tritonclient.grpc import service_pb2 as kserve
 from trtmesh.chassis.errors import Cancelled, UnsupportedCall
+from trtmesh.router.doors.generation import Caller
 from trtmesh.router.doors.triton.answers import Answer
 from trtmesh.router.doors.triton.engine_metrics import EngineFigures
-from trtmesh.router.doors.triton.generations import Caller, Generations, Send
+from trtmesh.router.doors.triton.generations import Generations, Send
 from trtmesh.router.doors.triton.log_settings import change_log_settings
 from trtmesh.router.doors.triton.metrics import TritonMetrics
 from trtmesh.router.doors.triton.models import (

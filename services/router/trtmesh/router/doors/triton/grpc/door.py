@@ -19,9 +19,8 @@ from trtmesh.chassis.errors import (
 from trtmesh.chassis.logs import request_id_bound
 from trtmesh.chassis.rpc import answering
 from trtmesh.chassis.tasks import until_first_ends
-from trtmesh.router.admission import key_name
+from trtmesh.router.doors.generation import caller_of, metadata_of
 from trtmesh.router.doors.triton.answers import Answer
-from trtmesh.router.doors.triton.generations import Caller
 from trtmesh.router.doors.triton.grpc.responses import ResponseWriter
 from trtmesh.router.doors.triton.server import TritonServer
 
@@ -105,14 +104,14 @@ class TritonDoor:
                     raise answer.error
                 answers.append(answer)
 
-            await self._server.serve(model, request, _caller_of(context), collect)
+            await self._server.serve(model, request, caller_of(context), collect)
             (answer,) = answers
             return ResponseWriter(model.name, request.id).unary(answer.outputs)
         raise AssertionError("answering ends the call")
 
     async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: _Context) -> None:
         """Any number of requests, which run beside each other; all are finished when the client has sent its last."""
-        metadata = _metadata_of(context)
+        metadata = metadata_of(context)
         async with answering(context):
             stream = _InferStream(
                 self._server, context, errors_end_it=metadata.get("triton_grpc_error") == "true"
@@ -177,7 +176,7 @@ class _InferStream:
         with request_id_bound(request.id):
             try:
                 model = self._server.find_model(request.model_name, request.model_version)
-                await self._server.serve(model, request, _caller_of(self._context), send)
+                await self._server.serve(model, request, caller_of(self._context), send)
             except SlowClient:
                 raise
             except TrtmeshError as error:
@@ -206,15 +205,6 @@ class _InferStream:
             except asyncio.CancelledError:
                 self._cut_off = True
                 raise
-
-
-def _metadata_of(context: _Context) -> dict[str, str]:
-    given = context.invocation_metadata() or ()
-    return {key: value for key, value in given if isinstance(value, str)}
-
-
-def _caller_of(context: _Context) -> Caller:
-    return Caller(key_name(_metadata_of(context)), context.time_remaining())
 
 
 def _handler(method: Any, handler: Any) -> grpc.RpcMethodHandler[Any, Any]:

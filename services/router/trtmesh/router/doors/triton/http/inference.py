@@ -9,8 +9,8 @@ from typing import Any
 from aiohttp import hdrs, web
 from trtmesh.chassis.errors import InternalError, SlowClient, TrtmeshError, UnsupportedCall
 from trtmesh.router.admission import key_name
+from trtmesh.router.doors.generation import Caller
 from trtmesh.router.doors.triton.answers import Answer
-from trtmesh.router.doors.triton.generations import Caller
 from trtmesh.router.doors.triton.grpc.responses import Output
 from trtmesh.router.doors.triton.http.bodies import json_response, read_body, read_json, to_json
 from trtmesh.router.doors.triton.http.errors import error_headers
