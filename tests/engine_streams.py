@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from trtmesh.chassis.error_wire import REASON_METADATA_KEY
 from trtmesh.chassis.grpc.client import ClientCall, Method, connected
-from trtmesh.chassis.grpc.client.call import Ended
+from trtmesh.chassis.grpc.client.call import CallEnded
 from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.health import Health
 from trtmesh.chassis.service import SCHEMA_REVISION, Runtime
@@ -100,7 +100,7 @@ class RouterStream:
     async def send(self, *commands: epb.EngineCommand) -> None:
         try:
             await self.call.write(epb.EngineServiceConnectRequest(commands=commands))
-        except Ended as error:
+        except CallEnded as error:
             raise StreamFailed(grpc.StatusCode.OK, error.message, "") from error
         except grpc.aio.AioRpcError as error:
             raise StreamFailed.of(error) from error

@@ -1,4 +1,4 @@
-"""Servers that a client talks to: ours and grpc.aio's, and one that speaks frame by frame."""
+"""Servers for the client: ours, grpc.aio's, and one with scripted frames."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chassis.grpc.server.conftest import MOST_BYTES, Example, serving
 from trtmesh.chassis.grpc.client import ClientConnection, connected
 from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.http2.frames import (
-    Kind,
+    FrameType,
     Setting,
     frame,
     settings,
@@ -23,7 +23,7 @@ from trtmesh.chassis.http2.frames import (
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Services run on uvloop, whose transports are other ones."""
+    """Services run on uvloop, with other transports."""
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
@@ -45,7 +45,7 @@ async def connection(example: Example) -> AsyncIterator[ClientConnection]:
 
 @pytest_asyncio.fixture
 async def peer(request: pytest.FixtureRequest) -> AsyncIterator[Peer]:
-    """Parametrised indirectly with what it says first; else it greets."""
+    """Sends SETTINGS first, unless parametrized indirectly with other bytes."""
     peer = Peer(getattr(request, "param", settings({})))
     server = await asyncio.start_server(peer.accept, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()
@@ -58,13 +58,16 @@ async def peer(request: pytest.FixtureRequest) -> AsyncIterator[Peer]:
         await server.wait_closed()
 
 
-GREETINGS_OF_NONE = {
-    "HTTP/1.1": (b"HTTP/1.1 400 Bad Request\r\n\r\n", "is no gRPC server"),
-    "another frame": (frame(Kind.PING, 0, 0, bytes(8)), "settings must come first"),
-    "bad settings": (frame(Kind.SETTINGS, 0, 0, b"\0"), "settings are cut off"),
-    "a first window that is too large": (
+FAILED_HANDSHAKES = {
+    "HTTP/1.1": (b"HTTP/1.1 400 Bad Request\r\n\r\n", "is not a gRPC server"),
+    "another frame": (frame(FrameType.PING, 0, 0, bytes(8)), "first frame is not SETTINGS"),
+    "invalid SETTINGS": (
+        frame(FrameType.SETTINGS, 0, 0, b"\0"),
+        "SETTINGS on a stream or with an invalid length",
+    ),
+    "INITIAL_WINDOW_SIZE too large": (
         settings({Setting.INITIAL_WINDOW_SIZE: 2**31}),
-        "the first window is too large",
+        "INITIAL_WINDOW_SIZE is",
     ),
 }
-"""What answers where no gRPC server listens, and what is told of it."""
+"""Responses of servers without gRPC, and the error of each."""

@@ -1,4 +1,4 @@
-"""A server that speaks HTTP/2 frame by frame, right or wrong."""
+"""A server with scripted frames, valid or not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trtmesh.chassis.http2.frames import (
     END_HEADERS,
     END_STREAM,
     PREFACE,
-    Kind,
+    FrameType,
     Setting,
     frame,
     parse_settings,
@@ -33,7 +33,7 @@ def method(name: str) -> Method[bytes, bytes]:
 
 
 class Peer:
-    """A server whose frames a test writes; it serves one connection."""
+    """A server of one connection whose frames the test writes."""
 
     def __init__(self, greeting: bytes) -> None:
         self._greeting = greeting
@@ -48,10 +48,10 @@ class Peer:
         writer.close()
 
     async def wire(self) -> Wire:
-        """The connection, behind what every client begins with."""
+        """The connection after the client's preface and SETTINGS."""
         wire = await self._accepted
         assert await wire.reader.readexactly(len(PREFACE)) == PREFACE
-        said = dict(parse_settings(await wire.next(Kind.SETTINGS)))
+        said = dict(parse_settings(await wire.next(FrameType.SETTINGS)))
         assert said[Setting.ENABLE_PUSH] == 0
         return wire
 
@@ -60,24 +60,24 @@ class Peer:
 async def called(
     peer: Peer, name: str
 ) -> AsyncIterator[tuple[ClientConnection, Wire, ClientCall[bytes, bytes]]]:
-    """A connection, the server's end of it, and a call whose headers have arrived there."""
+    """A connection, its server side, and a call with received headers."""
     async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
         wire = await peer.wire()
         call = connection.open(method(name))
-        await wire.next(Kind.HEADERS, stream=1)
+        await wire.next(FrameType.HEADERS, stream=1)
         yield connection, wire, call
 
 
 def headers(wire: Wire, stream: int, fields: Mapping[str, str], flags: int = 0) -> bytes:
     """A HEADERS frame of a response."""
     block = bytes(wire.encoder.encode(list(fields.items())))
-    return frame(Kind.HEADERS, END_HEADERS | flags, stream, block)
+    return frame(FrameType.HEADERS, END_HEADERS | flags, stream, block)
 
 
 async def echo(connection: ClientConnection, wire: Wire, stream: int) -> None:
-    """Checks that the connection is used."""
+    """Checks that the connection still works."""
     asking = asyncio.create_task(connection.ask(method("Echo"), b"x", PATIENCE_SECONDS))
-    await wire.next(Kind.DATA, stream=stream)
+    await wire.next(FrameType.DATA, stream=stream)
     wire.send(headers(wire, stream, HEAD), wire.data(stream, b"y", 0))
     wire.send(headers(wire, stream, OK, END_STREAM))
     assert await asking == b"y"

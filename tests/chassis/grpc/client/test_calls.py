@@ -1,4 +1,4 @@
-"""Calls of our client, to our server and to grpc.aio's."""
+"""Calls of the client to our server and to grpc.aio's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from chassis.grpc.client.conftest import GREETINGS_OF_NONE
+from chassis.grpc.client.conftest import FAILED_HANDSHAKES
 from chassis.grpc.client.scripted_server import PATIENCE_SECONDS, Peer, method
 from chassis.grpc.server.conftest import MOST_BYTES, Example
 from trtmesh.chassis.errors import Unavailable
@@ -20,17 +20,17 @@ async def ask(connection: ClientConnection, name: str, text: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("size", [0, 1, 16_000, 70_000, 5 * 2**20])
-async def test_one_message_for_one(connection: ClientConnection, size: int) -> None:
+async def test_unary_call(connection: ClientConnection, size: int) -> None:
     text = bytes(range(251)) * (size // 251 + 1)
     assert await ask(connection, "Echo", text[:size]) == text[:size]
 
 
-async def test_many_calls_at_once(connection: ClientConnection) -> None:
+async def test_concurrent_calls(connection: ClientConnection) -> None:
     texts = [b"%d" % number * 1000 for number in range(100)]
     assert await asyncio.gather(*(ask(connection, "Echo", text) for text in texts)) == texts
 
 
-async def test_the_status_of_a_call_reaches_who_reads(connection: ClientConnection) -> None:
+async def test_read_raises_the_status(connection: ClientConnection) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await ask(connection, "Fail", "für nichts: 100 %\n".encode())
     error = caught.value
@@ -39,13 +39,13 @@ async def test_the_status_of_a_call_reaches_who_reads(connection: ClientConnecti
     assert (told["reason"], told["data-bin"]) == ("OWN", b"\x00\xff")
 
 
-async def test_a_method_that_nobody_serves(connection: ClientConnection) -> None:
+async def test_unknown_method_is_unimplemented(connection: ClientConnection) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await ask(connection, "None", b"")
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_what_is_written_and_read_in_turn(connection: ClientConnection) -> None:
+async def test_messages_alternate_on_a_stream(connection: ClientConnection) -> None:
     call = connection.open(method("Chat"))
     for number in range(500):
         await call.write(b"message %d" % number)
@@ -54,7 +54,7 @@ async def test_what_is_written_and_read_in_turn(connection: ClientConnection) ->
     assert await call.read() is None
 
 
-async def test_what_is_written_ahead(connection: ClientConnection) -> None:
+async def test_messages_are_written_ahead(connection: ClientConnection) -> None:
     call = connection.open(method("Join"))
     for number in range(50):
         await call.write(bytes((number,)) * 50_000)
@@ -64,7 +64,7 @@ async def test_what_is_written_ahead(connection: ClientConnection) -> None:
     assert await call.read() is None
 
 
-async def test_more_than_the_windows_arrives_in_order(connection: ClientConnection) -> None:
+async def test_messages_beyond_the_window_arrive_in_order(connection: ClientConnection) -> None:
     call = connection.open(method("Many"))
     await call.write(b"300,100000")
     call.half_close()
@@ -72,9 +72,7 @@ async def test_more_than_the_windows_arrives_in_order(connection: ClientConnecti
     assert received == [bytes((number % 251,)) * 100_000 for number in range(300)]
 
 
-async def test_a_cancelled_call_ends_its_handler(
-    connection: ClientConnection, example: Example
-) -> None:
+async def test_cancel_ends_the_handler(connection: ClientConnection, example: Example) -> None:
     call = connection.open(method("Wait"))
     await call.write(b"")
     await example.waiting.wait()
@@ -85,7 +83,7 @@ async def test_a_cancelled_call_ends_its_handler(
     assert caught.value.code() is grpc.StatusCode.CANCELLED
 
 
-async def test_a_connection_that_is_left_ends_its_calls(example: Example) -> None:
+async def test_closing_the_connection_ends_its_calls(example: Example) -> None:
     async with connected(example.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
         call = connection.open(method("Wait"))
         await call.write(b"")
@@ -99,16 +97,16 @@ async def test_a_connection_that_is_left_ends_its_calls(example: Example) -> Non
         connection.open(method("Echo"))
 
 
-async def test_an_answer_that_comes_too_late(connection: ClientConnection) -> None:
-    with pytest.raises((Unavailable, grpc.aio.AioRpcError), match=r"not answered|Deadline"):
+async def test_ask_times_out(connection: ClientConnection) -> None:
+    with pytest.raises((Unavailable, grpc.aio.AioRpcError), match=r"did not respond|Deadline"):
         await connection.ask(method("Wait"), b"", 0.2)
     assert await ask(connection, "Echo", b"still here") == b"still here"
 
 
-async def test_who_writes_to_an_ended_call_is_told_its_end(connection: ClientConnection) -> None:
+async def test_write_to_an_ended_call_raises_its_status(connection: ClientConnection) -> None:
     for text, error, words in (
         (b"reason", grpc.aio.AioRpcError, "reason"),
-        (b"", Unavailable, "its stream ended"),
+        (b"", Unavailable, "the stream ended"),
     ):
         name = "Fail" if text else "First"
         call = connection.open(method(name))
@@ -123,7 +121,7 @@ async def test_who_writes_to_an_ended_call_is_told_its_end(connection: ClientCon
             await call.write(b"late")
 
 
-async def test_a_write_that_waits_is_told_the_end(
+async def test_waiting_write_raises_the_status(
     connection: ClientConnection, example: Example
 ) -> None:
     call = connection.open(method("Ignore"))
@@ -134,19 +132,19 @@ async def test_a_write_that_waits_is_told_the_end(
 
     writing = asyncio.create_task(write())
     await example.waiting.wait()
-    await call_waits(connection)
+    await wait_until_processed(connection)
     call.cancel()
     with pytest.raises(grpc.aio.AioRpcError):
         await writing
 
 
-async def call_waits(connection: ClientConnection) -> None:
-    """Returns when what was sent before has been looked at by the server."""
+async def wait_until_processed(connection: ClientConnection) -> None:
+    """Returns when the server has processed everything sent before."""
     for _ in range(5):
         await ask(connection, "Echo", b"")
 
 
-async def test_messages_that_are_too_large(example: Example) -> None:
+async def test_messages_beyond_the_limit_are_refused(example: Example) -> None:
     async with connected(example.address, 1000, PATIENCE_SECONDS) as connection:
         with pytest.raises(grpc.aio.AioRpcError, match="1001 bytes"):
             await ask(connection, "Echo", bytes(1001))
@@ -156,7 +154,7 @@ async def test_messages_that_are_too_large(example: Example) -> None:
         assert await ask(connection, "Many", b"1,1000") == bytes(1000)
 
 
-async def test_a_message_that_cannot_be_read(connection: ClientConnection) -> None:
+async def test_unparsable_message_is_refused(connection: ClientConnection) -> None:
     def refuse(data: bytes) -> bytes:
         raise ValueError("no such thing")
 
@@ -166,7 +164,7 @@ async def test_a_message_that_cannot_be_read(connection: ClientConnection) -> No
     assert await ask(connection, "Echo", b"still here") == b"still here"
 
 
-async def test_a_server_that_stops_ends_what_runs(
+async def test_stopping_server_ends_open_calls(
     connection: ClientConnection, example: Example
 ) -> None:
     call = connection.open(method("Wait"))
@@ -180,7 +178,7 @@ async def test_a_server_that_stops_ends_what_runs(
         connection.open(method("Echo"))
 
 
-async def test_compressed_answers_are_read() -> None:
+async def test_compressed_responses_are_read() -> None:
     server = grpc.aio.server(compression=grpc.Compression.Gzip)
     text = b"again and " * 1000
 
@@ -200,7 +198,7 @@ async def test_compressed_answers_are_read() -> None:
         await server.stop(grace=None)
 
 
-async def test_nobody_listens() -> None:
+async def test_connection_refused() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -210,29 +208,29 @@ async def test_nobody_listens() -> None:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:99999", "127.0.0.1:x", f"{'a' * 64}.example:1"])
-async def test_no_address(address: str) -> None:
+async def test_invalid_address(address: str) -> None:
     with pytest.raises(Unavailable, match="cannot connect to"):
         async with connected(address, MOST_BYTES, PATIENCE_SECONDS):
             pass
 
 
 @pytest.mark.parametrize(
-    ("peer", "words"), GREETINGS_OF_NONE.values(), ids=GREETINGS_OF_NONE, indirect=["peer"]
+    ("peer", "words"), FAILED_HANDSHAKES.values(), ids=FAILED_HANDSHAKES, indirect=["peer"]
 )
-async def test_no_grpc_server_listens(peer: Peer, words: str) -> None:
+async def test_handshake_fails_without_a_grpc_server(peer: Peer, words: str) -> None:
     with pytest.raises(Unavailable, match=words):
         async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS):
             pass
 
 
 @pytest.mark.parametrize("peer", [b""], indirect=True)
-async def test_a_server_that_says_nothing(peer: Peer) -> None:
-    with pytest.raises(Unavailable, match="did not greet"):
+async def test_handshake_times_out(peer: Peer) -> None:
+    with pytest.raises(Unavailable, match="sent no SETTINGS"):
         async with connected(peer.address, MOST_BYTES, 0.3):
             pass
 
 
-async def test_a_server_that_closes_at_once(peer: Peer) -> None:
+async def test_server_closes_at_once(peer: Peer) -> None:
     peer.closed.set()
     async with asyncio.timeout(PATIENCE_SECONDS):
         with pytest.raises((Unavailable, grpc.aio.AioRpcError), match=r"clos|reset by peer"):

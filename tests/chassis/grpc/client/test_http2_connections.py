@@ -1,4 +1,4 @@
-"""Connections by the rules of HTTP/2, kept and broken by a server that sends its own frames."""
+"""The client's connection, with a server that writes its own frames."""
 
 from __future__ import annotations
 
@@ -24,54 +24,54 @@ from chassis.grpc.server.conftest import MOST_BYTES
 from chassis.grpc.server.wire import Breach, Wire, message
 from trtmesh.chassis.errors import Unavailable
 from trtmesh.chassis.grpc.client import ClientCall, connected
-from trtmesh.chassis.http2 import keepalive
+from trtmesh.chassis.http2 import connection as http2_connection
 from trtmesh.chassis.http2.frames import (
     END_HEADERS,
     END_STREAM,
     ErrorCode,
-    Kind,
+    FrameType,
     Setting,
     frame,
-    go_away,
-    reset,
+    goaway,
+    rst_stream,
     settings,
     window_update,
 )
 
 ENDS_CONNECTION: dict[str, tuple[Breach, ErrorCode]] = {
-    "a frame that is too long": (
-        frame(Kind.DATA, 0, 1, bytes(2**20 + 1)),
+    "frame exceeds MAX_FRAME_SIZE": (
+        frame(FrameType.DATA, 0, 1, bytes(2**20 + 1)),
         ErrorCode.FRAME_SIZE_ERROR,
     ),
-    "data of a stream that was never opened": (
+    "DATA on an idle stream": (
         lambda wire: wire.data(3, b""),
         ErrorCode.PROTOCOL_ERROR,
     ),
-    "headers of a stream that was never opened": (
+    "HEADERS on an idle stream": (
         lambda wire: headers(wire, 3, HEAD),
         ErrorCode.PROTOCOL_ERROR,
     ),
-    "headers of an even stream": (
+    "HEADERS on an even stream": (
         lambda wire: headers(wire, 2, HEAD),
         ErrorCode.PROTOCOL_ERROR,
     ),
-    "a promise": (
-        frame(Kind.PUSH_PROMISE, END_HEADERS, 1, bytes(4)),
+    "PUSH_PROMISE": (
+        frame(FrameType.PUSH_PROMISE, END_HEADERS, 1, bytes(4)),
         ErrorCode.PROTOCOL_ERROR,
     ),
-    "a farewell that is cut off": (
-        frame(Kind.GOAWAY, 0, 0, bytes(7)),
+    "incomplete GOAWAY": (
+        frame(FrameType.GOAWAY, 0, 0, bytes(7)),
         ErrorCode.FRAME_SIZE_ERROR,
     ),
-    "headers that cannot be read": (
-        frame(Kind.HEADERS, END_HEADERS, 1, b"\xff\xff\xff\xff\xff\xff"),
+    "invalid header block": (
+        frame(FrameType.HEADERS, END_HEADERS, 1, b"\xff\xff\xff\xff\xff\xff"),
         ErrorCode.COMPRESSION_ERROR,
     ),
-    "a header block that is interrupted": (
-        frame(Kind.HEADERS, 0, 1) + frame(Kind.PING, 0, 0, bytes(8)),
+    "interrupted header block": (
+        frame(FrameType.HEADERS, 0, 1) + frame(FrameType.PING, 0, 0, bytes(8)),
         ErrorCode.PROTOCOL_ERROR,
     ),
-    "a window that grows by nothing": (
+    "WINDOW_UPDATE by 0": (
         window_update(0, 0),
         ErrorCode.PROTOCOL_ERROR,
     ),
@@ -79,61 +79,59 @@ ENDS_CONNECTION: dict[str, tuple[Breach, ErrorCode]] = {
 
 
 @pytest.mark.parametrize(("said", "code"), ENDS_CONNECTION.values(), ids=ENDS_CONNECTION)
-async def test_a_server_that_breaks_a_rule_of_connections(
-    peer: Peer, said: Breach, code: ErrorCode
-) -> None:
+async def test_connection_error_ends_every_call(peer: Peer, said: Breach, code: ErrorCode) -> None:
     async with called(peer, "Wait") as (connection, wire, call):
         await call.write(b"")
-        await wire.next(Kind.DATA, stream=1)
+        await wire.next(FrameType.DATA, stream=1)
         wire.send(wire.made(said))
-        with pytest.raises(grpc.aio.AioRpcError, match="broke a rule of HTTP/2") as caught:
+        with pytest.raises(grpc.aio.AioRpcError, match="violated HTTP/2") as caught:
             await call.read()
         assert code_of(caught) is grpc.StatusCode.UNAVAILABLE
-        with pytest.raises(Unavailable, match="broke a rule"):
+        with pytest.raises(Unavailable, match="violated HTTP/2"):
             connection.open(method("Echo"))
         assert await wire.error() == (0, code)
 
 
-async def test_a_connection_that_ends_amid_a_message(peer: Peer) -> None:
+async def test_connection_lost_inside_a_message(peer: Peer) -> None:
     async with called(peer, "Echo") as (_, wire, call):
-        wire.send(headers(wire, 1, HEAD), frame(Kind.DATA, 0, 1, message(b"abc")[:-1]))
+        wire.send(headers(wire, 1, HEAD), frame(FrameType.DATA, 0, 1, message(b"abc")[:-1]))
         peer.closed.set()
         with pytest.raises(grpc.aio.AioRpcError, match="closed") as caught:
             await call.read()
         assert code_of(caught) is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_farewell_ends_what_it_says_and_nothing_else(peer: Peer) -> None:
+async def test_goaway_ends_only_calls_after_its_last_stream(peer: Peer) -> None:
     async with called(peer, "Echo") as (connection, wire, first):
         second = connection.open(method("Echo"))
-        await wire.next(Kind.HEADERS, stream=3)
-        wire.send(go_away(1, ErrorCode.NO_ERROR, "it stops"))
+        await wire.next(FrameType.HEADERS, stream=3)
+        wire.send(goaway(1, ErrorCode.NO_ERROR, "it stops"))
         with pytest.raises(grpc.aio.AioRpcError, match="it stops") as caught:
             await second.read()
         assert code_of(caught) is grpc.StatusCode.UNAVAILABLE
         with pytest.raises(Unavailable, match="it stops"):
             connection.open(method("Echo"))
-        wire.send(go_away(1, ErrorCode.ENHANCE_YOUR_CALM, "too many pings"))
+        wire.send(goaway(1, ErrorCode.ENHANCE_YOUR_CALM, "too many pings"))
         wire.send(headers(wire, 1, HEAD), wire.data(1, b"last", 0))
         wire.send(headers(wire, 1, OK, END_STREAM))
         assert [await first.read(), await first.read()] == [b"last", None]
 
 
-async def test_who_is_cut_off_behind_a_farewell_is_told_its_reason(peer: Peer) -> None:
+async def test_connection_lost_after_goaway_raises_its_reason(peer: Peer) -> None:
     async with called(peer, "Wait") as (_, wire, call):
-        wire.send(go_away(1, ErrorCode.ENHANCE_YOUR_CALM, "too many pings"))
+        wire.send(goaway(1, ErrorCode.ENHANCE_YOUR_CALM, "too many pings"))
         peer.closed.set()
         with pytest.raises(grpc.aio.AioRpcError, match="ENHANCE_YOUR_CALM: too many pings"):
             await call.read()
 
 
 @pytest.mark.parametrize("peer", [settings({Setting.MAX_CONCURRENT_STREAMS: 1})], indirect=True)
-async def test_no_more_calls_than_the_server_takes(peer: Peer) -> None:
+async def test_max_concurrent_streams_is_kept(peer: Peer) -> None:
     async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
         wire = await peer.wire()
         await echo(connection, wire, 1)
         call = connection.open(method("Wait"))
-        with pytest.raises(Unavailable, match="1 calls at once"):
+        with pytest.raises(Unavailable, match="at most 1 concurrent"):
             connection.open(method("Wait"))
         call.cancel()
         assert await wire.error() == (3, ErrorCode.CANCEL)
@@ -141,33 +139,35 @@ async def test_no_more_calls_than_the_server_takes(peer: Peer) -> None:
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="an option of Linux")
-async def test_the_system_gives_up_a_server_that_acknowledges_nothing(peer: Peer) -> None:
+async def test_socket_has_a_tcp_user_timeout(peer: Peer) -> None:
     async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
         endpoint = connection._transport.get_extra_info("socket")
         milliseconds = endpoint.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
-        assert milliseconds == keepalive.ANSWER_SECONDS * 1000
+        assert milliseconds == http2_connection.PING_TIMEOUT_SECONDS * 1000
 
 
-async def test_a_silent_server_is_given_up(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keepalive, "SILENCE_SECONDS", 0.05)
-    monkeypatch.setattr(keepalive, "ANSWER_SECONDS", 0.05)
+async def test_keepalive_aborts_a_silent_server(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http2_connection, "PING_AFTER_SECONDS", 0.05)
+    monkeypatch.setattr(http2_connection, "PING_TIMEOUT_SECONDS", 0.05)
     async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
         call = connection.open(method("Wait"))
         async with asyncio.timeout(PATIENCE_SECONDS):
-            with pytest.raises(grpc.aio.AioRpcError, match="answered nothing"):
+            with pytest.raises(grpc.aio.AioRpcError, match="was silent"):
                 await call.read()
 
 
 @pytest.mark.parametrize("seed", range(30))
-async def test_nonsense_ends_in_an_error(peer: Peer, seed: int) -> None:
-    """Whatever a server sends, who reads is told an end, and no defect shows."""
+async def test_random_frames_end_in_an_error(peer: Peer, seed: int) -> None:
+    """Every call ends, with OK or a status, and nothing unexpected is raised."""
     defects: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: defects.append(context))
     draw = random.Random(seed)
     async with connected(peer.address, 2**20, PATIENCE_SECONDS) as connection:
         wire = await peer.wire()
         calls = [connection.open(method("Echo")) for _ in range(20)]
-        await wire.next(Kind.HEADERS, stream=39)
+        await wire.next(FrameType.HEADERS, stream=39)
         for _ in range(200):
             wire.send(_drawn(draw, wire))
         peer.closed.set()
@@ -179,7 +179,7 @@ async def test_nonsense_ends_in_an_error(peer: Peer, seed: int) -> None:
 
 
 def _drawn(draw: random.Random, wire: Wire) -> bytes:
-    """A frame that is mostly right."""
+    """A mostly valid frame."""
     stream = draw.randrange(1, 40, 2)
     whole, size = message(draw.randbytes(8)), draw.randrange(14)
     fields = draw.choice(
@@ -188,12 +188,12 @@ def _drawn(draw: random.Random, wire: Wire) -> bytes:
     frames = (
         headers(wire, stream, HEAD),
         headers(wire, stream, fields, draw.choice((0, END_STREAM))),
-        frame(Kind.DATA, draw.choice((0, 0, 0, END_STREAM)), stream, whole),
-        frame(Kind.DATA, 0, stream, whole[:size]),
-        reset(stream, draw.choice(list(ErrorCode))),
+        frame(FrameType.DATA, draw.choice((0, 0, 0, END_STREAM)), stream, whole),
+        frame(FrameType.DATA, 0, stream, whole[:size]),
+        rst_stream(stream, draw.choice(list(ErrorCode))),
         window_update(draw.choice((0, stream)), draw.randrange(1, 2**20)),
         settings({Setting.INITIAL_WINDOW_SIZE: draw.randrange(2**17)}),
-        frame(Kind.PING, 0, 0, draw.randbytes(8)),
+        frame(FrameType.PING, 0, 0, draw.randbytes(8)),
         frame(draw.randrange(10, 256), draw.randrange(256), stream, draw.randbytes(size)),
     )
     if draw.random() < 0.002:

@@ -1,4 +1,4 @@
-"""Calls by the rules of HTTP/2, kept and broken by a server that sends its own frames."""
+"""The client's streams and calls, with a server that writes its own frames."""
 
 from __future__ import annotations
 
@@ -24,149 +24,149 @@ from trtmesh.chassis.grpc.client import connected
 from trtmesh.chassis.http2.frames import (
     END_STREAM,
     ErrorCode,
-    Kind,
+    FrameType,
     frame,
-    reset,
+    rst_stream,
     window_update,
 )
 
 
-async def test_what_a_call_says(peer: Peer) -> None:
+async def test_call_sends_headers_message_and_end_stream(peer: Peer) -> None:
     async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
         wire = await peer.wire()
-        call = connection.open(method("Echo"), deadline_seconds=2.5)
+        call = connection.open(method("Echo"), timeout_seconds=2.5)
         await call.write(b"abc")
         call.half_close()
-        said = wire.fields(await wire.next(Kind.HEADERS, stream=1))
+        said = wire.fields(await wire.next(FrameType.HEADERS, stream=1))
         assert said[":path"] == "/example.Service/Echo"
         assert (said[":method"], said[":scheme"], said["te"]) == ("POST", "http", "trailers")
         assert (said["content-type"], said["grpc-timeout"]) == ("application/grpc", "2500m")
         assert said[":authority"] == peer.address
-        assert (await wire.next(Kind.DATA, stream=1)).payload == message(b"abc")
-        last = await wire.next(Kind.DATA, stream=1)
+        assert (await wire.next(FrameType.DATA, stream=1)).payload == message(b"abc")
+        last = await wire.next(FrameType.DATA, stream=1)
         assert (last.payload, last.flags) == (b"", END_STREAM)
 
 
 ENDS_CALL: dict[str, tuple[Breach, grpc.StatusCode, str]] = {
-    "a refusal": (
-        reset(1, ErrorCode.REFUSED_STREAM),
+    "REFUSED_STREAM": (
+        rst_stream(1, ErrorCode.REFUSED_STREAM),
         grpc.StatusCode.UNAVAILABLE,
         "REFUSED_STREAM",
     ),
-    "a cancellation": (
-        reset(1, ErrorCode.CANCEL),
+    "CANCEL": (
+        rst_stream(1, ErrorCode.CANCEL),
         grpc.StatusCode.CANCELLED,
         "CANCEL",
     ),
-    "too much": (
-        reset(1, ErrorCode.ENHANCE_YOUR_CALM),
+    "ENHANCE_YOUR_CALM": (
+        rst_stream(1, ErrorCode.ENHANCE_YOUR_CALM),
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "ENHANCE_YOUR_CALM",
     ),
-    "an unknown reset": (
-        frame(Kind.RST_STREAM, 0, 1, b"\0\0\0\x63"),
+    "unknown error code": (
+        frame(FrameType.RST_STREAM, 0, 1, b"\0\0\0\x63"),
         grpc.StatusCode.INTERNAL,
         "INTERNAL_ERROR",
     ),
-    "data before headers": (
+    "DATA before HEADERS": (
         lambda wire: wire.data(1, b"x", 0),
         grpc.StatusCode.INTERNAL,
-        "broke a rule",
+        "violated HTTP/2",
     ),
-    "headers behind data": (
+    "trailers without END_STREAM": (
         lambda wire: headers(wire, 1, HEAD) + headers(wire, 1, {"more": "x"}),
         grpc.StatusCode.INTERNAL,
-        "broke a rule",
+        "violated HTTP/2",
     ),
-    "an announcement that ends": (
+    "1xx headers with END_STREAM": (
         lambda wire: headers(wire, 1, {":status": "103"}, END_STREAM),
         grpc.StatusCode.INTERNAL,
-        "broke a rule",
+        "violated HTTP/2",
     ),
-    "an end without a status": (
-        lambda wire: headers(wire, 1, HEAD) + frame(Kind.DATA, END_STREAM, 1),
+    "END_STREAM without trailers": (
+        lambda wire: headers(wire, 1, HEAD) + frame(FrameType.DATA, END_STREAM, 1),
         grpc.StatusCode.INTERNAL,
-        "without a status",
+        "without grpc-status",
     ),
-    "a head that is the end, without a status": (
+    "trailers-only without grpc-status": (
         lambda wire: headers(wire, 1, HEAD, END_STREAM),
         grpc.StatusCode.INTERNAL,
-        "without a status",
+        "without grpc-status",
     ),
-    "trailers without a status": (
+    "trailers without grpc-status": (
         lambda wire: headers(wire, 1, HEAD) + headers(wire, 1, {"x": "y"}, END_STREAM),
         grpc.StatusCode.UNKNOWN,
         "grpc-status is 'none'",
     ),
-    "a status that is none": (
+    "grpc-status is not a number": (
         lambda wire: headers(wire, 1, HEAD | {"grpc-status": "²"}, END_STREAM),
         grpc.StatusCode.UNKNOWN,
         "grpc-status is",
     ),
-    "a status that is not known": (
+    "unknown grpc-status": (
         lambda wire: headers(wire, 1, HEAD | {"grpc-status": "99"}, END_STREAM),
         grpc.StatusCode.UNKNOWN,
         "grpc-status is '99'",
     ),
-    "an answer of HTTP": (
+    "HTTP status": (
         lambda wire: headers(wire, 1, {":status": "503", "content-type": "text/html"}),
         grpc.StatusCode.UNAVAILABLE,
         "HTTP status 503",
     ),
-    "another content": (
+    "another content-type": (
         lambda wire: headers(wire, 1, {":status": "200", "content-type": "text/html"}),
         grpc.StatusCode.UNKNOWN,
         "content-type 'text/html'",
     ),
-    "a name that is no header's": (
+    "upper-case header name": (
         lambda wire: headers(wire, 1, HEAD | {"Upper": "x"}),
         grpc.StatusCode.INTERNAL,
-        "broke a rule",
+        "violated HTTP/2",
     ),
-    "a message that is cut off": (
+    "incomplete message": (
         lambda wire: (
             headers(wire, 1, HEAD)
-            + frame(Kind.DATA, 0, 1, message(b"abc")[:-1])
+            + frame(FrameType.DATA, 0, 1, message(b"abc")[:-1])
             + headers(wire, 1, OK, END_STREAM)
         ),
         grpc.StatusCode.INTERNAL,
-        "cut off",
+        "incomplete",
     ),
-    "a message of an unknown compression": (
+    "unknown grpc-encoding": (
         lambda wire: (
             headers(wire, 1, HEAD | {"grpc-encoding": "odd"})
-            + frame(Kind.DATA, 0, 1, message(b"abc", compressed=True))
+            + frame(FrameType.DATA, 0, 1, message(b"abc", compressed=True))
         ),
         grpc.StatusCode.UNIMPLEMENTED,
         "'odd'",
     ),
-    "a window that grows by nothing": (
+    "WINDOW_UPDATE by 0": (
         window_update(1, 0),
         grpc.StatusCode.INTERNAL,
-        "broke a rule",
+        "violated HTTP/2",
     ),
 }
 
 
 @pytest.mark.parametrize(("said", "status", "words"), ENDS_CALL.values(), ids=ENDS_CALL)
-async def test_what_ends_one_call(
+async def test_invalid_response_ends_only_its_call(
     peer: Peer, said: Breach, status: grpc.StatusCode, words: str
 ) -> None:
     async with called(peer, "Echo") as (connection, wire, call):
         await call.write(b"")
-        await wire.next(Kind.DATA, stream=1)
+        await wire.next(FrameType.DATA, stream=1)
         frames = wire.made(said)
         wire.send(frames)
         with pytest.raises(grpc.aio.AioRpcError, match=words) as caught:
             await call.read()
         assert code_of(caught) is status
-        if frames[3] != Kind.RST_STREAM:
-            # Who has not half-closed must say that nothing follows, or the stream counts for ever.
+        if frames[3] != FrameType.RST_STREAM:
+            # Without END_STREAM from the client, the stream would stay open.
             assert (await wire.error())[0] == 1
         await echo(connection, wire, 3)
 
 
-async def test_messages_before_an_error_are_read_first(peer: Peer) -> None:
+async def test_messages_before_a_failure_are_read_first(peer: Peer) -> None:
     async with called(peer, "Echo") as (_, wire, call):
         wire.send(headers(wire, 1, {":status": "103"}), headers(wire, 1, HEAD))
         wire.send(wire.data(1, b"first", 0), wire.data(1, b"second", 0))
@@ -177,45 +177,43 @@ async def test_messages_before_an_error_are_read_first(peer: Peer) -> None:
         assert code_of(caught) is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_question_is_told_with_its_deadline_and_taken_back(peer: Peer) -> None:
+async def test_ask_sends_its_timeout_and_cancels_after_it(peer: Peer) -> None:
     async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
         wire = await peer.wire()
         asking = asyncio.create_task(connection.ask(method("Echo"), b"", 0.25))
-        said = wire.fields(await wire.next(Kind.HEADERS, stream=1))
+        said = wire.fields(await wire.next(FrameType.HEADERS, stream=1))
         assert said["grpc-timeout"] == "250m"
-        with pytest.raises(Unavailable, match="not answered within"):
+        with pytest.raises(Unavailable, match="did not respond within"):
             await asking
         assert await wire.error() == (1, ErrorCode.CANCEL)
 
 
-async def test_a_question_has_one_answer(peer: Peer) -> None:
+async def test_ask_refuses_a_second_message(peer: Peer) -> None:
     async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
         wire = await peer.wire()
         asking = asyncio.create_task(connection.ask(method("Echo"), b"", PATIENCE_SECONDS))
-        await wire.next(Kind.HEADERS, stream=1)
+        await wire.next(FrameType.HEADERS, stream=1)
         wire.send(headers(wire, 1, HEAD), wire.data(1, b"one", 0), wire.data(1, b"two", 0))
-        with pytest.raises(Unavailable, match="one message"):
+        with pytest.raises(Unavailable, match="exactly one message"):
             await asking
         assert await wire.error() == (1, ErrorCode.CANCEL)
 
 
-async def test_who_closed_for_writing_writes_no_more(peer: Peer) -> None:
+async def test_write_after_half_close_is_refused(peer: Peer) -> None:
     async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
         call = connection.open(method("Join"))
         call.half_close()
         call.half_close()
-        with pytest.raises(grpc.aio.UsageError, match="closed for writing"):
+        with pytest.raises(grpc.aio.UsageError, match="half-closed"):
             await call.write(b"")
         wire = await peer.wire()
-        assert (await wire.next(Kind.DATA, Kind.RST_STREAM)).flags == END_STREAM
-        wire.send(frame(Kind.PING, 0, 0, bytes(8)))
-        assert (await wire.next(Kind.PING, Kind.DATA)).kind == Kind.PING
+        assert (await wire.next(FrameType.DATA, FrameType.RST_STREAM)).flags == END_STREAM
+        wire.send(frame(FrameType.PING, 0, 0, bytes(8)))
+        assert (await wire.next(FrameType.PING, FrameType.DATA)).type == FrameType.PING
 
 
 @pytest.mark.parametrize("message_first", [True, False])
-async def test_a_read_that_is_cancelled_as_a_message_comes_loses_nothing(
-    peer: Peer, message_first: bool
-) -> None:
+async def test_cancelled_read_loses_no_message(peer: Peer, message_first: bool) -> None:
     async with called(peer, "Echo") as (connection, wire, call):
         reading = asyncio.create_task(call.read())
         await asyncio.sleep(0)

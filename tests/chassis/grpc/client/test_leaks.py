@@ -1,4 +1,4 @@
-"""Calls and connections that are over are freed at once, by counting references: services hardly collect garbage."""
+"""Ended calls and connections are freed by reference counting: services rarely run the garbage collector."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def _left_behind(connection: ClientConnection, example: Example) -> None:
 
 
 @pytest.mark.parametrize("use", [_answered, _failed, _cancelled, _left_behind])
-async def test_nothing_stays(
+async def test_ended_calls_and_connections_are_freed(
     example: Example, use: Callable[[ClientConnection, Example], Awaitable[None]]
 ) -> None:
     async with connected(example.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
@@ -56,9 +56,7 @@ async def test_nothing_stays(
 
 
 @pytest.mark.parametrize("passes", range(8))
-async def test_nothing_stays_of_a_connection_that_was_not_wanted_any_more(
-    example: Example, passes: int
-) -> None:
+async def test_cancelled_connection_is_freed(example: Example, passes: int) -> None:
     defects: list[dict[str, Any]] = []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: defects.append(context))

@@ -1,4 +1,4 @@
-"""Calls of grpc.aio's client, which is another implementation, against the server."""
+"""Calls of grpc.aio's client to the server."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def test_every_kind_of_call(example: Example) -> None:
 
 
 @pytest.mark.parametrize("size", [16_383, 16_384, 65_530, 65_536, 2**20 + 1, MOST_BYTES])
-async def test_messages_of_any_size_pass_both_ways(example: Example, size: int) -> None:
+async def test_messages_of_any_size(example: Example, size: int) -> None:
     message = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
     async with channel_to(example) as channel:
         assert await channel.unary_unary(SERVICE + "Echo")(message) == message
@@ -60,7 +60,7 @@ async def test_messages_of_any_size_pass_both_ways(example: Example, size: int) 
         assert [each async for each in chat] == [message[::-1]] * 2
 
 
-async def test_messages_that_are_too_large_end_their_call_alone(example: Example) -> None:
+async def test_oversized_message_ends_only_its_call(example: Example) -> None:
     async with channel_to(example) as channel:
         waiting = channel.unary_unary(SERVICE + "Wait")(b"")
         error = await refused(channel.unary_unary(SERVICE + "Echo")(bytes(MOST_BYTES + 1)))
@@ -98,7 +98,9 @@ async def test_metadata_is_never_logged(example: Example, caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize("details", ["plain", "100 % größer\nthan \x00 this: 東京", "x" * 9000])
-async def test_a_status_with_its_details_reaches_the_client(example: Example, details: str) -> None:
+async def test_status_details_and_trailing_metadata_reach_the_client(
+    example: Example, details: str
+) -> None:
     async with channel_to(example) as channel:
         error = await refused(channel.unary_unary(SERVICE + "Fail")(details.encode()))
     assert error.code() is grpc.StatusCode.DATA_LOSS
@@ -107,7 +109,7 @@ async def test_a_status_with_its_details_reaches_the_client(example: Example, de
     assert dict(error.trailing_metadata()) == {"reason": "OWN", "data-bin": b"\x00\xff"}
 
 
-async def test_a_defect_is_told_and_logged(
+async def test_handler_exception_is_returned_and_logged(
     example: Example, logged: Callable[[], list[LogLine]]
 ) -> None:
     async with channel_to(example) as channel:
@@ -116,24 +118,24 @@ async def test_a_defect_is_told_and_logged(
         assert error.code() is grpc.StatusCode.UNKNOWN
         assert error.details() == "ZeroDivisionError: by zero"
         assert await channel.unary_unary(SERVICE + "Echo")(b"on") == b"on"
-    assert logged() == [LogLine("r-1", "a call failed for an unforeseen reason")]
+    assert logged() == [LogLine("r-1", "unexpected error in a call")]
 
 
-async def test_a_handler_may_set_a_status_and_fail(example: Example) -> None:
-    """As the methods of a generated service do that nobody overrides."""
+async def test_handler_sets_a_status_and_raises(example: Example) -> None:
+    """Like the default methods of a generated servicer."""
     async with channel_to(example) as channel:
         error = await refused(channel.unary_unary(SERVICE + "Fail")(b"status"))
     assert (error.code(), error.details()) == (grpc.StatusCode.UNIMPLEMENTED, "not yet")
 
 
-async def test_what_nobody_serves_is_unimplemented(example: Example) -> None:
+async def test_unknown_method_is_unimplemented(example: Example) -> None:
     async with channel_to(example) as channel:
         for path in (SERVICE + "Other", "/other.Service/Echo", "/"):
             error = await refused(channel.unary_unary(path)(b""))
             assert error.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_a_client_that_cancels_cancels_the_handler(example: Example) -> None:
+async def test_client_cancel_cancels_the_handler(example: Example) -> None:
     async with channel_to(example) as channel:
         waiting = channel.unary_unary(SERVICE + "Wait")(b"")
         await example.waiting.wait()
@@ -142,7 +144,7 @@ async def test_a_client_that_cancels_cancels_the_handler(example: Example) -> No
         assert await channel.unary_unary(SERVICE + "Echo")(b"on") == b"on"
 
 
-async def test_a_connection_that_goes_cancels_the_handler(example: Example) -> None:
+async def test_disconnect_cancels_the_handler(example: Example) -> None:
     async with channel_to(example) as channel:
         waiting = channel.unary_unary(SERVICE + "Wait")(b"")
         await example.waiting.wait()
@@ -151,20 +153,20 @@ async def test_a_connection_that_goes_cancels_the_handler(example: Example) -> N
     assert waiting.done()
 
 
-async def test_a_deadline_ends_call_and_handler(example: Example) -> None:
+async def test_deadline_ends_call_and_handler(example: Example) -> None:
     async with channel_to(example) as channel:
         error = await refused(channel.unary_unary(SERVICE + "Wait")(b"", timeout=0.2))
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await example.cancelled.wait()
 
 
-async def test_metadata_that_cannot_be_sent_ends_its_call_as_a_defect(example: Example) -> None:
+async def test_invalid_trailing_metadata_ends_its_call(example: Example) -> None:
     async with channel_to(example) as channel:
         error = await refused(channel.unary_unary(SERVICE + "Misspell")(b""))
         assert error.code() is grpc.StatusCode.UNKNOWN
 
 
-async def test_a_handler_may_end_before_its_client(example: Example) -> None:
+async def test_handler_ends_before_its_client(example: Example) -> None:
     async with channel_to(example) as channel:
         first = channel.stream_unary(SERVICE + "First")()
         await first.write(b"one")
@@ -183,8 +185,8 @@ async def test_compressed_requests_are_read(
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_a_client_that_does_not_read_stops_the_handler(example: Example) -> None:
-    """The handler goes on when it reads, and other calls of the connection go on meanwhile."""
+async def test_slow_reader_pauses_the_handler(example: Example) -> None:
+    """The handler resumes when the client reads; other calls of the connection continue."""
     async with channel_to(example) as channel:
         many = channel.unary_stream(SERVICE + "Many")(b"2000,16384")
         assert await many.read() == bytes(16384)
@@ -201,7 +203,7 @@ async def test_a_client_that_does_not_read_stops_the_handler(example: Example) -
         assert count == 2000
 
 
-async def test_a_thousand_calls_at_once(example: Example) -> None:
+async def test_thousand_concurrent_calls(example: Example) -> None:
     async with channel_to(example) as channel:
         many = channel.unary_stream(SERVICE + "Many")
 
@@ -212,7 +214,7 @@ async def test_a_thousand_calls_at_once(example: Example) -> None:
         assert counts == [20 * number for number in range(1000)]
 
 
-async def test_stop_lets_calls_finish_and_takes_none(example: Example) -> None:
+async def test_stop_finishes_open_calls_and_refuses_new_ones(example: Example) -> None:
     async with channel_to(example) as channel:
         chat = channel.stream_stream(SERVICE + "Chat")()
         await chat.write(b"ab")
@@ -239,7 +241,7 @@ async def test_stop_without_grace_ends_calls_as_unavailable(example: Example) ->
         assert example.cancelled.is_set()
 
 
-async def test_a_port_in_use_is_refused_and_a_name_has_all_its_addresses(example: Example) -> None:
+async def test_port_in_use_is_refused_and_a_name_binds_all_its_addresses(example: Example) -> None:
     with pytest.raises(RuntimeError, match="in use"):
         example.server.add_insecure_port(example.address)
     port = example.server.add_insecure_port("localhost:0")

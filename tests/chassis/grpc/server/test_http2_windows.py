@@ -1,4 +1,4 @@
-"""How much is sent and held, with a client that sends its own frames."""
+"""Flow control of the server, with a client that writes its own frames."""
 
 from __future__ import annotations
 
@@ -9,104 +9,104 @@ from chassis.grpc.server.conftest import MOST_BYTES, Example
 from chassis.grpc.server.wire import message, raw_settings, wired
 from trtmesh.chassis.http2.frames import (
     END_STREAM,
-    FIRST_WINDOW_BYTES,
-    MOST_WINDOW_BYTES,
+    INITIAL_WINDOW_SIZE,
+    MAX_WINDOW_SIZE,
     ErrorCode,
-    Kind,
+    FrameType,
     Setting,
     frame,
-    reset,
+    rst_stream,
     window_update,
 )
 
 
-async def test_data_stays_within_the_windows(example: Example) -> None:
+async def test_data_stays_within_the_window(example: Example) -> None:
     async with wired(example, {Setting.INITIAL_WINDOW_SIZE: 10}) as wire:
         wire.send(wire.call(1, "Many"), wire.data(1, b"1,40"))
-        assert len((await wire.next(Kind.DATA)).payload) == 10
-        # Smaller first windows make an open one negative, and what opens it counts from there.
+        assert len((await wire.next(FrameType.DATA)).payload) == 10
+        # A smaller INITIAL_WINDOW_SIZE makes the open window negative; WINDOW_UPDATE adds to that.
         wire.send(raw_settings((Setting.INITIAL_WINDOW_SIZE, 5)), window_update(1, 5))
-        wire.send(window_update(1, 3), frame(Kind.PING, 0, 0, bytes(8)))
-        found = await wire.next(Kind.DATA, Kind.PING)
-        assert (found.kind, len(found.payload)) == (Kind.DATA, 3)
-        wire.send(raw_settings((Setting.INITIAL_WINDOW_SIZE, FIRST_WINDOW_BYTES)))
+        wire.send(window_update(1, 3), frame(FrameType.PING, 0, 0, bytes(8)))
+        found = await wire.next(FrameType.DATA, FrameType.PING)
+        assert (found.type, len(found.payload)) == (FrameType.DATA, 3)
+        wire.send(raw_settings((Setting.INITIAL_WINDOW_SIZE, INITIAL_WINDOW_SIZE)))
         body, said = await wire.answer(1)
         assert (len(body), said["grpc-status"]) == (45 - 13, "0")
 
 
-async def test_data_that_new_settings_let_go_follows_their_acknowledgement(
+async def test_settings_ack_precedes_data_of_the_new_window(
     example: Example,
 ) -> None:
-    """Until it reads that, a client counts by the windows it had before."""
+    """Until it reads the ACK, a client counts by its old windows."""
     async with wired(example, {Setting.INITIAL_WINDOW_SIZE: 10}) as wire:
         wire.send(wire.call(1, "Many"), wire.data(1, b"1,40"))
-        await wire.next(Kind.DATA)
+        await wire.next(FrameType.DATA)
         wire.send(raw_settings((Setting.INITIAL_WINDOW_SIZE, 1000)))
-        assert (await wire.next(Kind.SETTINGS, Kind.DATA)).kind == Kind.SETTINGS
+        assert (await wire.next(FrameType.SETTINGS, FrameType.DATA)).type == FrameType.SETTINGS
         body, _ = await wire.answer(1)
         assert len(body) == 35
 
 
-async def test_the_connections_window_is_shared_in_turns(example: Example) -> None:
+async def test_streams_share_the_connection_window_round_robin(example: Example) -> None:
     async with wired(example, {Setting.INITIAL_WINDOW_SIZE: 2**20}) as wire:
         for stream in (1, 3):
             wire.send(wire.call(stream, "Many"), wire.data(stream, b"1,200000"))
         got = {1: 0, 3: 0}
-        while sum(got.values()) < FIRST_WINDOW_BYTES:
-            found = await wire.next(Kind.DATA)
-            got[found.stream] += len(found.payload)
-        assert sum(got.values()) == FIRST_WINDOW_BYTES
+        while sum(got.values()) < INITIAL_WINDOW_SIZE:
+            found = await wire.next(FrameType.DATA)
+            got[found.stream_id] += len(found.payload)
+        assert sum(got.values()) == INITIAL_WINDOW_SIZE
         wire.send(window_update(0, 40_000))
-        while sum(got.values()) < FIRST_WINDOW_BYTES + 40_000:
-            found = await wire.next(Kind.DATA)
-            got[found.stream] += len(found.payload)
+        while sum(got.values()) < INITIAL_WINDOW_SIZE + 40_000:
+            found = await wire.next(FrameType.DATA)
+            got[found.stream_id] += len(found.payload)
         assert min(got.values()) >= 16_384
-        wire.send(reset(1, ErrorCode.CANCEL), window_update(0, 2**20))
+        wire.send(rst_stream(1, ErrorCode.CANCEL), window_update(0, 2**20))
         body, _ = await wire.answer(3)
         assert got[3] + len(body) == 200_005
 
 
-async def test_a_long_message_is_let_in_whole(example: Example) -> None:
+async def test_message_longer_than_the_window_is_received(example: Example) -> None:
     body = b"x" * MOST_BYTES
     async with wired(example) as wire:
-        data, left = message(body), FIRST_WINDOW_BYTES
+        data, left = message(body), INITIAL_WINDOW_SIZE
         wire.send(wire.call(1, "Fail"))
         sent = 0
         while sent < len(data):
             size = min(2**14, left, len(data) - sent)
             if size:
-                wire.send(frame(Kind.DATA, 0, 1, data[sent : sent + size]))
+                wire.send(frame(FrameType.DATA, 0, 1, data[sent : sent + size]))
                 sent, left = sent + size, left - size
             else:
-                grown = await wire.next(Kind.WINDOW_UPDATE, stream=1)
+                grown = await wire.next(FrameType.WINDOW_UPDATE, stream=1)
                 left += int.from_bytes(grown.payload)
-        wire.send(frame(Kind.DATA, END_STREAM, 1))
+        wire.send(frame(FrameType.DATA, END_STREAM, 1))
         assert (await wire.answer(1))[1]["grpc-status"] == "15"
 
 
-async def test_a_call_that_does_not_read_holds_one_window(example: Example) -> None:
+async def test_unread_call_holds_one_window(example: Example) -> None:
     async with wired(example) as wire:
         wire.send(wire.call(1, "Ignore"))
-        wire.send(*[frame(Kind.DATA, 0, 1, message(bytes(1019)))] * 63)
+        wire.send(*[frame(FrameType.DATA, 0, 1, message(bytes(1019)))] * 63)
         await wire.echoes(3)
-        wire.send(frame(Kind.DATA, 0, 1, message(bytes(1018))))
+        wire.send(frame(FrameType.DATA, 0, 1, message(bytes(1018))))
         await wire.echoes(5)
-        wire.send(frame(Kind.DATA, 0, 1, b"\0"))
+        wire.send(frame(FrameType.DATA, 0, 1, b"\0"))
         assert await wire.error() == (1, ErrorCode.FLOW_CONTROL_ERROR)
 
 
 @pytest.mark.parametrize("what", ["pings", "calls that fail"])
-async def test_a_client_that_asks_and_does_not_read_is_cut_off(
+async def test_client_that_sends_without_reading_is_aborted(
     example: Example, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    monkeypatch.setattr("trtmesh.chassis.http2.writer.MOST_UNREAD_BYTES", 2**18)
+    monkeypatch.setattr("trtmesh.chassis.http2.writer.MAX_UNREAD_BYTES", 2**18)
     example.hold_unread(4096)
     async with wired(example, receive_bytes=4096) as wire, wired(example) as other:
         asks = {
-            "pings": repeat(frame(Kind.PING, 0, 0, bytes(8))),
+            "pings": repeat(frame(FrameType.PING, 0, 0, bytes(8))),
             "calls that fail": (
                 wire.call(stream, "Fail") + wire.data(stream, b"x" * 4000)
-                for stream in range(1, MOST_WINDOW_BYTES, 2)
+                for stream in range(1, MAX_WINDOW_SIZE, 2)
             ),
         }
         with pytest.raises(ConnectionError):
@@ -114,16 +114,16 @@ async def test_a_client_that_asks_and_does_not_read_is_cut_off(
         await other.echoes(1)
 
 
-async def test_a_write_that_waited_is_dropped_when_its_call_ended_meanwhile(
+async def test_waiting_write_is_dropped_after_the_call_ended(
     example: Example,
 ) -> None:
-    """Data behind the end of a stream ends the connection with some clients."""
+    """DATA after END_STREAM is a connection error for some clients."""
     async with wired(example, {Setting.INITIAL_WINDOW_SIZE: 10}) as wire:
         wire.send(wire.call(1, "WriteLate"), wire.data(1, b""))
-        await wire.next(Kind.DATA)
+        await wire.next(FrameType.DATA)
         wire.send(window_update(1, 1000))
         body, said = await wire.answer(1)
         assert (len(body), said["grpc-status"]) == (95, "0")
         await example.late.wait()
-        wire.send(frame(Kind.PING, 0, 0, bytes(8)))
-        assert (await wire.next(Kind.PING, Kind.DATA)).kind == Kind.PING
+        wire.send(frame(FrameType.PING, 0, 0, bytes(8)))
+        assert (await wire.next(FrameType.PING, FrameType.DATA)).type == FrameType.PING

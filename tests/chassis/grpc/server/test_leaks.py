@@ -1,4 +1,4 @@
-"""Calls that are over are freed at once, by counting references: services hardly ever collect garbage."""
+"""Ended calls and connections are freed by reference counting: services rarely run the garbage collector."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from chassis.grpc.server.conftest import Example
 from chassis.grpc.server.wire import Wire, wired
 from leaks import gone, without_collector
 from trtmesh.chassis.grpc.server import call
-from trtmesh.chassis.grpc.server.call import Call
-from trtmesh.chassis.grpc.server.connection import Connection
+from trtmesh.chassis.grpc.server.call import ServerCall
+from trtmesh.chassis.grpc.server.connection import ServerConnection
 from trtmesh.chassis.http2.frames import (
     END_STREAM,
     ErrorCode,
-    Kind,
+    FrameType,
     Setting,
     frame,
-    reset,
+    rst_stream,
     window_update,
 )
 
 
 @pytest.fixture(autouse=True)
 def _no_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # Records of logs keep what they tell of, for a test's report.
+    # pytest keeps log records, and they keep their arguments.
     monkeypatch.setattr(call.log, "disabled", True)
     with without_collector():
         yield
@@ -68,7 +68,7 @@ async def _unknown(wire: Wire, example: Example) -> None:
 
 
 async def _cut_off(wire: Wire, example: Example) -> None:
-    wire.send(wire.call(1, "Chat"), frame(Kind.DATA, END_STREAM, 1, b"\0\0"))
+    wire.send(wire.call(1, "Chat"), frame(FrameType.DATA, END_STREAM, 1, b"\0\0"))
     await wire.answer(1)
 
 
@@ -82,11 +82,11 @@ async def _cancelled(wire: Wire, example: Example) -> None:
         wire.send(wire.call(stream, method), wire.data(stream, b"", END_STREAM * (stream == 1)))
     await example.waiting.wait()
     for stream in (1, 3, 5):
-        wire.send(reset(stream, ErrorCode.CANCEL))
+        wire.send(rst_stream(stream, ErrorCode.CANCEL))
 
 
 async def _cancelled_at_once(wire: Wire, example: Example) -> None:
-    wire.send(wire.call(1, "Wait"), reset(1, ErrorCode.CANCEL))
+    wire.send(wire.call(1, "Wait"), rst_stream(1, ErrorCode.CANCEL))
 
 
 async def _refused_at_once(wire: Wire, example: Example) -> None:
@@ -96,14 +96,14 @@ async def _refused_at_once(wire: Wire, example: Example) -> None:
 
 async def _cancelled_while_it_writes(wire: Wire, example: Example) -> None:
     wire.send(wire.call(1, "Many"), wire.data(1, b"5,100"))
-    await wire.next(Kind.DATA)
-    wire.send(reset(1, ErrorCode.CANCEL))
+    await wire.next(FrameType.DATA)
+    wire.send(rst_stream(1, ErrorCode.CANCEL))
 
 
 async def _cancelled_while_its_end_waits(wire: Wire, example: Example) -> None:
     wire.send(wire.call(1, "WriteLate"), wire.data(1, b""))
-    await wire.next(Kind.DATA)
-    wire.send(reset(1, ErrorCode.CANCEL))
+    await wire.next(FrameType.DATA)
+    wire.send(rst_stream(1, ErrorCode.CANCEL))
 
 
 async def _lost(wire: Wire, example: Example) -> None:
@@ -132,13 +132,13 @@ ENDS: list[Callable[[Wire, Example], Awaitable[None]]] = [
 
 
 @pytest.mark.parametrize("end", ENDS)
-async def test_calls_and_connections_that_are_over_are_freed(
+async def test_ended_calls_and_connections_are_freed(
     example: Example, end: Callable[[Wire, Example], Awaitable[None]]
 ) -> None:
     async with wired(example, {Setting.INITIAL_WINDOW_SIZE: 50}) as wire:
         await end(wire, example)
         if end is not _lost:
-            wire.send(frame(Kind.PING, 0, 0, bytes(8)))
-            await wire.next(Kind.PING)
-            await gone(Call)
-    await gone(Call, Connection)
+            wire.send(frame(FrameType.PING, 0, 0, bytes(8)))
+            await wire.next(FrameType.PING)
+            await gone(ServerCall)
+    await gone(ServerCall, ServerConnection)

@@ -15,12 +15,12 @@ from trtmesh.chassis.http2.frames import (
     ACK,
     END_HEADERS,
     END_STREAM,
-    HEAD,
-    MOST_WINDOW_BYTES,
+    FRAME_HEADER,
+    MAX_WINDOW_SIZE,
     PREFACE,
     ErrorCode,
     Frame,
-    Kind,
+    FrameType,
     Setting,
     frame,
     settings,
@@ -48,7 +48,7 @@ OPEN = 1
 def raw_settings(*values: tuple[int, int]) -> bytes:
     """A SETTINGS frame whose names and values may be wrong."""
     payload = b"".join(n.to_bytes(2) + v.to_bytes(4) for n, v in values)
-    return frame(Kind.SETTINGS, 0, 0, payload)
+    return frame(FrameType.SETTINGS, 0, 0, payload)
 
 
 def message(body: bytes, *, compressed: bool = False) -> bytes:
@@ -90,23 +90,25 @@ class Wire:
         changes: Mapping[str, str | None] = NOTHING,
     ) -> bytes:
         """The HEADERS frame of a request."""
-        return frame(Kind.HEADERS, END_HEADERS | flags, stream, self.block(method, changes))
+        return frame(FrameType.HEADERS, END_HEADERS | flags, stream, self.block(method, changes))
 
     def data(self, stream: int, body: bytes, flags: int = END_STREAM) -> bytes:
         """A DATA frame with a whole message."""
-        return frame(Kind.DATA, flags, stream, message(body))
+        return frame(FrameType.DATA, flags, stream, message(body))
 
     async def frame(self) -> Frame:
         """The next frame. Raises IncompleteReadError at the connection's end."""
-        high, low, kind, flags, stream = HEAD.unpack(await self.reader.readexactly(HEAD.size))
-        payload = await self.reader.readexactly(high << 8 | low)
-        return Frame(kind, flags, stream & MOST_WINDOW_BYTES, payload)
+        length_and_type, flags, stream = FRAME_HEADER.unpack(
+            await self.reader.readexactly(FRAME_HEADER.size)
+        )
+        payload = await self.reader.readexactly(length_and_type >> 8)
+        return Frame(length_and_type & 0xFF, flags, stream & MAX_WINDOW_SIZE, payload)
 
-    async def next(self, *kinds: Kind, stream: int | None = None) -> Frame:
+    async def next(self, *kinds: FrameType, stream: int | None = None) -> Frame:
         """The next frame of these kinds; those of others are passed over."""
         while True:
             found = await self.frame()
-            if found.kind in kinds and stream in (None, found.stream):
+            if found.type in kinds and stream in (None, found.stream_id):
                 return found
 
     def shrink_table(self, size: int) -> None:
@@ -121,8 +123,8 @@ class Wire:
         """All data of a response, and what its header blocks say together."""
         body, said = b"", dict[str, str]()
         while True:
-            found = await self.next(Kind.DATA, Kind.HEADERS, stream=stream)
-            if found.kind == Kind.DATA:
+            found = await self.next(FrameType.DATA, FrameType.HEADERS, stream=stream)
+            if found.type == FrameType.DATA:
                 body += found.payload
             else:
                 said |= self.fields(found)
@@ -131,10 +133,10 @@ class Wire:
 
     async def error(self) -> tuple[int, ErrorCode]:
         """Which stream, or 0 for the connection, ends for what."""
-        found = await self.next(Kind.RST_STREAM, Kind.GOAWAY)
-        if found.kind == Kind.GOAWAY:
+        found = await self.next(FrameType.RST_STREAM, FrameType.GOAWAY)
+        if found.type == FrameType.GOAWAY:
             return 0, ErrorCode(int.from_bytes(found.payload[4:8]))
-        return found.stream, ErrorCode(int.from_bytes(found.payload))
+        return found.stream_id, ErrorCode(int.from_bytes(found.payload))
 
     async def closed(self) -> bytes:
         """Waits for the connection's end; what came before it."""
@@ -164,7 +166,7 @@ async def wired(
         wire = Wire(reader, writer)
         try:
             if greet:
-                wire.send(PREFACE, settings(values or {}), frame(Kind.SETTINGS, ACK, 0))
+                wire.send(PREFACE, settings(values or {}), frame(FrameType.SETTINGS, ACK, 0))
             yield wire
         finally:
             writer.close()

@@ -1,5 +1,5 @@
-"""gRPC over HTTP/2 on one connection, as far as servers and clients have it in common.
+"""HTTP/2 framing for asyncio, server and client side (RFC 9113, RFC 7541). Imports nothing of trtmesh.
 
-An asyncio protocol takes the frames of HTTP/2 apart and puts them together; the hpack library reads headers. What one
-pass of the event loop made for a peer leaves in one write, which is what makes small messages cheap.
+`connection.py` dispatches received frames and keeps the connection alive, `writer.py` sends frames within the peer's
+flow-control windows, `headers.py` encodes and decodes header blocks, `frames.py` has the wire format and the errors.
 """

@@ -1,4 +1,4 @@
-"""HTTP/2 frames: how they are taken apart and put together (RFC 9113, sections 3.4, 4 and 6)."""
+"""The wire format of HTTP/2: preface, frames, settings and error codes (RFC 9113, sections 3.4, 4, 6 and 7)."""
 
 from __future__ import annotations
 
@@ -8,26 +8,24 @@ from enum import IntEnum
 from typing import NamedTuple
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-"""What a client's connection begins with."""
+"""The first bytes of a client."""
 
-HEAD = struct.Struct(">HBBBI")
-"""Length (24 bits), type, flags, stream id (31 bits)."""
+FRAME_HEADER = struct.Struct(">IBI")
+"""Length (24 bits) and type (8 bits), flags, stream identifier (31 bits)."""
 
-LEAST_FRAME_BYTES = 2**14
-"""The size that every peer takes."""
+MIN_MAX_FRAME_SIZE = 2**14
+"""The smallest and initial value of MAX_FRAME_SIZE."""
 
-MOST_FRAME_BYTES = 2**24 - 1
-FIRST_WINDOW_BYTES = 2**16 - 1
-"""A window before anybody said anything else."""
+MAX_MAX_FRAME_SIZE = 2**24 - 1
+INITIAL_WINDOW_SIZE = 2**16 - 1
+"""The initial flow-control window of a connection, and of a stream unless SETTINGS change it."""
 
-MOST_WINDOW_BYTES = 2**31 - 1
-USUAL_TABLE_BYTES = 4096
-"""Of a table of headers before anybody said anything else."""
+MAX_WINDOW_SIZE = 2**31 - 1
+INITIAL_HEADER_TABLE_SIZE = 4096
+STREAM_ID_MASK = 2**31 - 1
 
 
-class Kind(IntEnum):
-    """Types of frames."""
-
+class FrameType(IntEnum):
     DATA = 0
     HEADERS = 1
     PRIORITY = 2
@@ -43,7 +41,7 @@ class Kind(IntEnum):
 ACK = END_STREAM = 0x1
 END_HEADERS = 0x4
 PADDED = 0x8
-HAS_PRIORITY = 0x20
+PRIORITY = 0x20
 
 
 class Setting(IntEnum):
@@ -58,7 +56,7 @@ class Setting(IntEnum):
 
 
 class ErrorCode(IntEnum):
-    """Why a stream or a connection ends (RFC 9113, section 7)."""
+    """Error codes of RST_STREAM and GOAWAY."""
 
     NO_ERROR = 0
     PROTOCOL_ERROR = 1
@@ -71,122 +69,144 @@ class ErrorCode(IntEnum):
     COMPRESSION_ERROR = 9
     ENHANCE_YOUR_CALM = 11
 
+    @classmethod
+    def parse(cls, payload: bytes) -> ErrorCode:
+        """Reads four bytes; an unknown code counts as INTERNAL_ERROR (RFC 9113, section 7)."""
+        try:
+            return cls(int.from_bytes(payload))
+        except ValueError:
+            return cls.INTERNAL_ERROR
 
-class ConnectionFailed(Exception):
-    """The peer broke a rule that concerns the whole connection, which ends."""
+
+class Http2Error(Exception):
+    """The peer violated the protocol."""
 
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)
         self.code = code
 
 
-class StreamFailed(Exception):
-    """The peer broke a rule that concerns one stream, which ends."""
+class Http2ConnectionError(Http2Error):
+    """A connection error: GOAWAY, then close (RFC 9113, section 5.4.1)."""
 
-    def __init__(self, code: ErrorCode, message: str) -> None:
-        super().__init__(message)
-        self.code = code
+
+class Http2StreamError(Http2Error):
+    """A stream error: RST_STREAM, and other streams continue (RFC 9113, section 5.4.2)."""
 
 
 class Frame(NamedTuple):
-    """One frame as it was received."""
+    """A received frame."""
 
-    kind: int
+    type: int
     flags: int
-    stream: int
+    stream_id: int
     payload: bytes
 
 
 class FrameReader:
-    """Takes a connection's bytes apart, whatever pieces they come in; `preface` is what they begin with."""
+    """Splits the received bytes of a connection into frames, after the `preface` that it expects."""
 
-    def __init__(self, most_bytes: int, preface: bytes) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, max_frame_size: int, preface: bytes) -> None:
+        self._max_frame_size = max_frame_size
         self._buffer = bytearray()
         self._preface = preface
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """The frames that are whole now. Raises ConnectionFailed for one too long, and for what is no HTTP/2."""
+        """Yields the frames that `data` completes. Raises Http2ConnectionError."""
         buffer = self._buffer
         buffer += data
         at = 0
         if preface := self._preface:
             if not preface.startswith(buffer[: len(preface)]):
-                raise ConnectionFailed(ErrorCode.PROTOCOL_ERROR, "no HTTP/2 client speaks here")
+                raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "invalid connection preface")
             if len(buffer) < len(preface):
                 return
             self._preface = b""
             at = len(preface)
         try:
-            while len(buffer) - at >= HEAD.size:
-                high, low, kind, flags, stream = HEAD.unpack_from(buffer, at)
-                size = high << 8 | low
-                if size > self._most_bytes:
-                    raise ConnectionFailed(
+            while len(buffer) - at >= FRAME_HEADER.size:
+                length_and_type, flags, stream_id = FRAME_HEADER.unpack_from(buffer, at)
+                length = length_and_type >> 8
+                if length > self._max_frame_size:
+                    raise Http2ConnectionError(
                         ErrorCode.FRAME_SIZE_ERROR,
-                        f"a frame has {size} bytes, and at most {self._most_bytes} are taken",
+                        f"frame has {length} bytes but MAX_FRAME_SIZE is {self._max_frame_size}",
                     )
-                end = at + HEAD.size + size
-                if len(buffer) < end:
+                start = at + FRAME_HEADER.size
+                if len(buffer) < start + length:
                     return
-                payload = bytes(buffer[at + HEAD.size : end])
-                at = end
-                yield Frame(kind, flags, stream & MOST_WINDOW_BYTES, payload)
+                at = start + length
+                yield Frame(
+                    length_and_type & 0xFF,
+                    flags,
+                    stream_id & STREAM_ID_MASK,
+                    bytes(buffer[start:at]),
+                )
         finally:
             del buffer[:at]
 
 
-def frame_head(kind: int, flags: int, stream: int, size: int) -> bytes:
-    """The nine bytes before a payload of so many bytes."""
-    return HEAD.pack(size >> 8, size & 0xFF, kind, flags, stream)
+def frame_header(kind: int, flags: int, stream_id: int, length: int) -> bytes:
+    return FRAME_HEADER.pack(length << 8 | kind, flags, stream_id)
 
 
-def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """A whole frame."""
-    return frame_head(kind, flags, stream, len(payload)) + payload
+def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
+    return frame_header(kind, flags, stream_id, len(payload)) + payload
 
 
 def settings(values: dict[Setting, int]) -> bytes:
-    """A SETTINGS frame."""
     payload = b"".join(struct.pack(">HI", name, value) for name, value in values.items())
-    return frame(Kind.SETTINGS, 0, 0, payload)
+    return frame(FrameType.SETTINGS, 0, 0, payload)
+
+
+def window_update(stream_id: int, increment: int) -> bytes:
+    """Stream 0 is the connection."""
+    return frame(FrameType.WINDOW_UPDATE, 0, stream_id, increment.to_bytes(4))
+
+
+def rst_stream(stream_id: int, code: ErrorCode) -> bytes:
+    return frame(FrameType.RST_STREAM, 0, stream_id, code.to_bytes(4))
+
+
+def goaway(last_stream_id: int, code: ErrorCode, debug_data: str = "") -> bytes:
+    payload = last_stream_id.to_bytes(4) + code.to_bytes(4) + debug_data.encode()
+    return frame(FrameType.GOAWAY, 0, 0, payload)
 
 
 def parse_settings(received: Frame) -> Iterator[tuple[int, int]]:
-    """The values of a SETTINGS frame. Raises ConnectionFailed for those that nobody may send."""
-    if received.stream or len(received.payload) % 6:
-        raise ConnectionFailed(ErrorCode.FRAME_SIZE_ERROR, "settings are cut off")
+    """Yields identifiers and values. Raises Http2ConnectionError."""
+    if received.stream_id or len(received.payload) % 6:
+        raise Http2ConnectionError(
+            ErrorCode.FRAME_SIZE_ERROR, "SETTINGS on a stream or with an invalid length"
+        )
     for name, value in struct.iter_unpack(">HI", received.payload):
-        if name == Setting.INITIAL_WINDOW_SIZE and value > MOST_WINDOW_BYTES:
-            raise ConnectionFailed(ErrorCode.FLOW_CONTROL_ERROR, "the first window is too large")
-        if name == Setting.MAX_FRAME_SIZE and not LEAST_FRAME_BYTES <= value <= MOST_FRAME_BYTES:
-            raise ConnectionFailed(ErrorCode.PROTOCOL_ERROR, "the frame size is out of range")
+        if name == Setting.INITIAL_WINDOW_SIZE and value > MAX_WINDOW_SIZE:
+            raise Http2ConnectionError(
+                ErrorCode.FLOW_CONTROL_ERROR, f"INITIAL_WINDOW_SIZE is {value}"
+            )
+        if name == Setting.MAX_FRAME_SIZE and not MIN_MAX_FRAME_SIZE <= value <= MAX_MAX_FRAME_SIZE:
+            raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, f"MAX_FRAME_SIZE is {value}")
         if name == Setting.ENABLE_PUSH and value > 1:
-            raise ConnectionFailed(ErrorCode.PROTOCOL_ERROR, "enable_push is neither 0 nor 1")
+            raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, f"ENABLE_PUSH is {value}")
         yield name, value
 
 
-def window_update(stream: int, more: int) -> bytes:
-    """Lets the peer send so many bytes more, on one stream or, for stream 0, on all together."""
-    return frame(Kind.WINDOW_UPDATE, 0, stream, more.to_bytes(4))
-
-
-def reset(stream: int, code: ErrorCode) -> bytes:
-    """Ends a stream at once."""
-    return frame(Kind.RST_STREAM, 0, stream, code.to_bytes(4))
-
-
-def go_away(last_stream: int, code: ErrorCode, why: str = "") -> bytes:
-    """Says that no stream after `last_stream` is served any more."""
-    payload = last_stream.to_bytes(4) + code.to_bytes(4) + why.encode()
-    return frame(Kind.GOAWAY, 0, 0, payload)
+def check_length(received: Frame, length: int) -> None:
+    """Raises Http2ConnectionError unless the payload has exactly `length` bytes."""
+    if len(received.payload) != length:
+        raise Http2ConnectionError(
+            ErrorCode.FRAME_SIZE_ERROR,
+            f"frame of type {received.type} has {len(received.payload)} bytes, not {length}",
+        )
 
 
 def without_padding(received: Frame) -> bytes:
-    """The payload of a DATA or HEADERS frame. Raises ConnectionFailed for padding that is longer than it."""
+    """The payload of a DATA or HEADERS frame. Raises Http2ConnectionError for padding longer than the payload."""
     if not received.flags & PADDED:
         return received.payload
     payload = received.payload
     if not payload or payload[0] >= len(payload):
-        raise ConnectionFailed(ErrorCode.PROTOCOL_ERROR, "padding is longer than its frame")
+        raise Http2ConnectionError(
+            ErrorCode.PROTOCOL_ERROR, "padding is longer than the frame's payload"
+        )
     return payload[1 : len(payload) - payload[0]]

@@ -1,4 +1,4 @@
-"""Header blocks: put together from their frames and decoded (RFC 9113, section 4.3)."""
+"""Header blocks: assembled from frames, decoded and encoded (RFC 9113, section 4.3; HPACK is RFC 7541)."""
 
 from __future__ import annotations
 
@@ -9,92 +9,118 @@ from hpack import Decoder, HPACKError
 from trtmesh.chassis.http2.frames import (
     END_HEADERS,
     END_STREAM,
-    HAS_PRIORITY,
-    HEAD,
-    ConnectionFailed,
+    FRAME_HEADER,
+    PRIORITY,
     ErrorCode,
     Frame,
+    Http2ConnectionError,
     without_padding,
 )
 
 Fields = list[tuple[bytes, bytes]]
 
-HEADER_LIST_BYTES = 2**14
-"""What peers are told. A larger list is still decoded; a server tells its call why it ends."""
+MAX_HEADER_LIST_SIZE = 2**14
+"""Announced to peers. A larger list is still decoded, so that the server can refuse the call with a status."""
 
-BLOCK_BYTES = 2**16
-"""What ends the connection, for headers that are not decoded would spoil those that follow."""
+MAX_BLOCK_BYTES = 2**16
+"""A larger block is a connection error: skipping it would corrupt the HPACK state of all later blocks."""
 
 _PRIORITY_BYTES = 5
 
-# It tells every header at the level debug, and headers hold secrets.
+# At the level debug it logs every header, and headers hold secrets.
 logging.getLogger("hpack").setLevel(logging.WARNING)
 
 
 @dataclass(frozen=True, slots=True)
 class HeaderBlock:
-    """The headers of a call, or its trailers."""
+    """Decoded headers or trailers of a stream."""
 
-    stream: int
-    ends_stream: bool
+    stream_id: int
+    end_stream: bool
     fields: Fields
     size: int
+    """As MAX_HEADER_LIST_SIZE counts it."""
 
 
-class HeaderBlocks:
-    """The blocks of one connection, which share a table."""
+class HeaderDecoder:
+    """Decodes the header blocks of one connection, which share the HPACK table."""
 
     def __init__(self) -> None:
-        self._decoder = Decoder(max_header_list_size=BLOCK_BYTES)
+        self._hpack = Decoder(max_header_list_size=MAX_BLOCK_BYTES)
         self._first: Frame | None = None
         self._data = bytearray()
-        self._taken = 0
+        self._size = 0
 
     @property
-    def open(self) -> bool:
-        """Whether the next frame must go on with a block."""
+    def expects_continuation(self) -> bool:
+        """Whether only a CONTINUATION frame may come next."""
         return self._first is not None
 
-    def begin(self, frame: Frame) -> HeaderBlock | None:
-        """Takes a HEADERS frame; the block where that is all of it."""
+    def headers(self, frame: Frame) -> HeaderBlock | None:
+        """Takes a HEADERS frame; returns the block if it is complete."""
         data = without_padding(frame)
-        if frame.flags & HAS_PRIORITY:
+        if frame.flags & PRIORITY:
             if len(data) < _PRIORITY_BYTES:
-                raise ConnectionFailed(ErrorCode.FRAME_SIZE_ERROR, "a priority is cut off")
+                raise Http2ConnectionError(
+                    ErrorCode.FRAME_SIZE_ERROR, "HEADERS frame is shorter than its priority fields"
+                )
             data = data[_PRIORITY_BYTES:]
-        self._taken = 0
+        self._size = 0
         self._count(len(data))
         if frame.flags & END_HEADERS:
-            return self._whole(frame, data)
+            return self._decode(frame, data)
         self._first = frame
         self._data[:] = data
         return None
 
-    def go_on(self, frame: Frame) -> HeaderBlock | None:
-        """Takes a CONTINUATION frame; the block where it is whole now."""
+    def continuation(self, frame: Frame) -> HeaderBlock | None:
+        """Takes a CONTINUATION frame; returns the block if it is complete."""
         first = self._first
-        if first is None or first.stream != frame.stream:
-            raise ConnectionFailed(ErrorCode.PROTOCOL_ERROR, "a continuation has no beginning")
-        # Frames count too, else empty ones could go on for ever.
-        self._count(HEAD.size + len(frame.payload))
+        if first is None or first.stream_id != frame.stream_id:
+            raise Http2ConnectionError(
+                ErrorCode.PROTOCOL_ERROR, "CONTINUATION without a HEADERS frame before it"
+            )
+        # The frame header counts too: empty frames must not continue forever.
+        self._count(FRAME_HEADER.size + len(frame.payload))
         self._data += frame.payload
         if not frame.flags & END_HEADERS:
             return None
         self._first = None
-        return self._whole(first, bytes(self._data))
+        return self._decode(first, bytes(self._data))
 
     def _count(self, size: int) -> None:
-        self._taken += size
-        if self._taken > BLOCK_BYTES:
-            raise ConnectionFailed(ErrorCode.ENHANCE_YOUR_CALM, "a header block is too long")
+        self._size += size
+        if self._size > MAX_BLOCK_BYTES:
+            raise Http2ConnectionError(
+                ErrorCode.ENHANCE_YOUR_CALM, f"header block has more than {MAX_BLOCK_BYTES} bytes"
+            )
 
-    def _whole(self, frame: Frame, data: bytes) -> HeaderBlock:
+    def _decode(self, frame: Frame, data: bytes) -> HeaderBlock:
         try:
-            fields: Fields = [(name, value) for name, value in self._decoder.decode(data, raw=True)]
+            fields: Fields = [(name, value) for name, value in self._hpack.decode(data, raw=True)]
         except HPACKError as error:
-            # Only the kind of error: its text may quote the headers, which hold secrets.
-            raise ConnectionFailed(
-                ErrorCode.COMPRESSION_ERROR, f"headers cannot be read: {type(error).__name__}"
+            # Without the text of the error, which may quote headers, and headers hold secrets.
+            raise Http2ConnectionError(
+                ErrorCode.COMPRESSION_ERROR, f"invalid header block: {type(error).__name__}"
             ) from error
         size = sum(len(name) + len(value) + 32 for name, value in fields)
-        return HeaderBlock(frame.stream, bool(frame.flags & END_STREAM), fields, size)
+        return HeaderBlock(frame.stream_id, bool(frame.flags & END_STREAM), fields, size)
+
+
+def literal_field(name: bytes, value: bytes) -> bytes:
+    """A literal field without indexing (RFC 7541, section 6.2.2). It does not touch the HPACK table, so encoded blocks
+    can be reused on any connection."""
+    return b"\x00" + _string_length(len(name)) + name + _string_length(len(value)) + value
+
+
+def _string_length(size: int) -> bytes:
+    """An integer with a 7-bit prefix (RFC 7541, section 5.1)."""
+    if size < 0x7F:
+        return bytes((size,))
+    rest = size - 0x7F
+    data = bytearray((0x7F,))
+    while rest >= 0x80:
+        data.append(rest & 0x7F | 0x80)
+        rest >>= 7
+    data.append(rest)
+    return bytes(data)

@@ -1,244 +1,244 @@
-"""What goes out on one connection. Frames of one pass of the event loop leave in one write, data only as far as the
-peer's windows are open."""
+"""The sending side of a connection: one write for each pass of the event loop, DATA within the peer's windows."""
 
 from __future__ import annotations
 
 import asyncio
-import struct
 from collections.abc import Iterable
 
 from trtmesh.chassis.http2.frames import (
     END_HEADERS,
     END_STREAM,
-    FIRST_WINDOW_BYTES,
-    LEAST_FRAME_BYTES,
-    MOST_WINDOW_BYTES,
-    ConnectionFailed,
+    FRAME_HEADER,
+    INITIAL_WINDOW_SIZE,
+    MAX_WINDOW_SIZE,
+    MIN_MAX_FRAME_SIZE,
     ErrorCode,
-    Kind,
-    StreamFailed,
+    FrameType,
+    Http2ConnectionError,
+    Http2StreamError,
     frame,
-    frame_head,
-    reset,
+    frame_header,
+    rst_stream,
 )
 
-MOST_PASS_BYTES = 2**18
-"""What one pass of the event loop gives the transport, and what the transport may hold before writers wait."""
+MAX_PASS_BYTES = 2**18
+"""Bytes that one pass of the event loop gives the transport, and that the transport may buffer before writers wait."""
 
-MOST_UNREAD_BYTES = 2**22
-"""What may wait for a peer that sends and does not read: answers to control frames, heads and ends of calls. No window
-counts those."""
+MAX_UNREAD_BYTES = 2**22
+"""Bytes that may wait for a peer that sends without reading: frames that flow control does not count."""
 
-_MESSAGE_HEAD = struct.Struct(">HBBBIBI")
-"""The head of a DATA frame and the prefix of the message that it holds whole."""
+_pack_header = FRAME_HEADER.pack
 
-_PREFIX_BYTES = 5
-
-_NO_TABLE = b"\x20"
-"""Sets the size of a table to 0, at the beginning of a header block (RFC 7541, sections 4.2 and 6.3)."""
+_EMPTY_HEADER_TABLE = b"\x20"
+"""Dynamic table size update to 0 at the start of a header block (RFC 7541, sections 4.2 and 6.3)."""
 
 
-class OutStream:
-    """The way out of one call."""
+class SendStream:
+    """The sending half of a stream."""
 
-    __slots__ = ("drained", "end", "number", "unsent", "window")
+    __slots__ = ("drained", "stream_id", "trailing", "unsent", "window")
 
-    def __init__(self, number: int, window: int) -> None:
-        self.number = number
+    def __init__(self, stream_id: int, window: int) -> None:
+        self.stream_id = stream_id
         self.window = window
         self.unsent = bytearray()
-        """What the windows or the connection do not take yet."""
-        self.end: bytes | None = None
-        """Frames that end the stream, behind what is unsent."""
+        """Data that waits for a window or for the transport."""
+        self.trailing: bytes | None = None
+        """Frames that end the stream, sent after `unsent`."""
         self.drained: asyncio.Future[None] | None = None
-        """What those wait for who wait until nothing is unsent."""
+        """Done when `unsent` is empty; None while nobody waits."""
 
-    def tell_drained(self) -> None:
-        """Wakes those who wait."""
+    def wake_drained(self) -> None:
         if self.drained is not None:
             self.drained.set_result(None)
             self.drained = None
 
 
-class Output:
-    """The way out of one connection."""
+class FrameWriter:
+    """Sends the frames of one connection."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
         self._loop = loop
         self._transport = transport
-        transport.set_write_buffer_limits(high=MOST_PASS_BYTES)
+        transport.set_write_buffer_limits(high=MAX_PASS_BYTES)
         self._frames: list[bytes] = []
         self._bytes = 0
-        self._flushing = False
+        self._flush_planned = False
         self._paused = False
         self._closed = False
-        self._window = FIRST_WINDOW_BYTES
-        self._first_window = FIRST_WINDOW_BYTES
-        self._frame_bytes = LEAST_FRAME_BYTES
-        self._block_start = b""
-        self._ready: dict[OutStream, None] = {}
-        """Streams with data that their own windows take, in the order of their turns."""
+        self._window = INITIAL_WINDOW_SIZE
+        self._initial_window = INITIAL_WINDOW_SIZE
+        self._max_frame_size = MIN_MAX_FRAME_SIZE
+        self._block_prefix = b""
+        self._sendable: dict[SendStream, None] = {}
+        """Streams with unsent data and an open window, in round-robin order."""
 
-    def open(self, number: int) -> OutStream:
-        """The way out of a new call."""
-        return OutStream(number, self._first_window)
+    def open_stream(self, stream_id: int) -> SendStream:
+        return SendStream(stream_id, self._initial_window)
 
-    def put(self, data: bytes) -> None:
-        """Sends frames that no window counts; nothing once it is closed."""
+    def send(self, frames: bytes) -> None:
+        """Sends frames that flow control does not count. After `close` they are dropped."""
         if self._closed:
             return
-        self._frames.append(data)
-        self._bytes += len(data)
-        if not self._flushing:
-            self._flushing = True
+        self._frames.append(frames)
+        self._bytes += len(frames)
+        if not self._flush_planned:
+            self._flush_planned = True
             self._loop.call_soon(self.flush)
 
-    def send_head(self, stream: OutStream, block: bytes) -> None:
-        """Sends what a call begins with."""
-        self.put(self._headers(0, stream, block))
+    def send_headers(self, stream: SendStream, block: bytes) -> None:
+        self.send(self._headers(0, stream, block))
 
-    def send(self, stream: OutStream, message: bytes) -> None:
-        """Sends a message, or as much of it as the windows take; `stream.unsent` is not empty then."""
-        size = len(message)
-        whole = size + _PREFIX_BYTES
+    def send_data(self, stream: SendStream, prefix: bytes, data: bytes) -> None:
+        """Sends `prefix + data`. What the windows do not admit stays in `stream.unsent`."""
+        size = len(prefix) + len(data)
         if (
-            whole <= stream.window
-            and whole <= self._window
-            and whole <= self._frame_bytes
-            and self._bytes < MOST_PASS_BYTES
-            and not (self._paused or self._ready or stream.unsent)
+            size <= stream.window
+            and size <= self._window
+            and size <= self._max_frame_size
+            and self._bytes < MAX_PASS_BYTES
+            and not (self._paused or self._sendable or stream.unsent or self._closed)
         ):
-            stream.window -= whole
-            self._window -= whole
-            head = _MESSAGE_HEAD.pack(whole >> 8, whole & 0xFF, 0, 0, stream.number, 0, size)
-            self.put(head + message)
+            # Every token passes here: `send` is inlined, and the type DATA is 0.
+            stream.window -= size
+            self._window -= size
+            self._frames.append(_pack_header(size << 8, 0, stream.stream_id) + prefix + data)
+            self._bytes += size
+            if not self._flush_planned:
+                self._flush_planned = True
+                self._loop.call_soon(self.flush)
             return
-        stream.unsent += b"\x00" + size.to_bytes(4)
-        stream.unsent += message
-        self._ready[stream] = None
+        stream.unsent += prefix
+        stream.unsent += data
+        self._sendable[stream] = None
         self._pump()
 
-    def finish(self, stream: OutStream, block: bytes, *, half_closed: bool) -> None:
-        """Ends a response with trailers, behind what is unsent; `half_closed` says whether the request has ended."""
-        end = self._headers(END_STREAM, stream, block)
-        if not half_closed:
-            # The client may stop sending (RFC 9113, section 8.1).
-            end += reset(stream.number, ErrorCode.NO_ERROR)
-        self._end(stream, end)
+    def send_trailers(self, stream: SendStream, block: bytes, *, reset: bool) -> None:
+        """Ends a response after its unsent data. `reset` asks the client to stop sending the request (RFC 9113,
+        section 8.1)."""
+        trailing = self._headers(END_STREAM, stream, block)
+        if reset:
+            trailing += rst_stream(stream.stream_id, ErrorCode.NO_ERROR)
+        self._finish(stream, trailing)
 
-    def half_close(self, stream: OutStream) -> None:
-        """Ends a request, behind what is unsent."""
-        self._end(stream, frame(Kind.DATA, END_STREAM, stream.number))
+    def end_stream(self, stream: SendStream) -> None:
+        """Half-closes a stream after its unsent data."""
+        self._finish(stream, frame(FrameType.DATA, END_STREAM, stream.stream_id))
 
-    def _end(self, stream: OutStream, end: bytes) -> None:
+    def _finish(self, stream: SendStream, trailing: bytes) -> None:
         if stream.unsent:
-            stream.end = end
+            stream.trailing = trailing
         else:
-            self.put(end)
+            self.send(trailing)
 
-    def reset(self, stream: OutStream, code: ErrorCode) -> None:
-        """Ends a stream at once; what is unsent of it is dropped."""
-        self.forget(stream)
-        self.put(reset(stream.number, code))
+    def reset_stream(self, stream: SendStream, code: ErrorCode) -> None:
+        """Sends RST_STREAM and drops the unsent data."""
+        self.drop_unsent(stream)
+        self.send(rst_stream(stream.stream_id, code))
 
-    def forget(self, stream: OutStream) -> None:
-        """Drops what is unsent of a stream that has ended."""
+    def drop_unsent(self, stream: SendStream) -> None:
+        """Forgets the unsent data of a closed stream."""
         stream.unsent.clear()
-        stream.end = None
-        self._ready.pop(stream, None)
-        stream.tell_drained()
+        stream.trailing = None
+        self._sendable.pop(stream, None)
+        stream.wake_drained()
 
-    async def drain(self, stream: OutStream) -> None:
-        """Returns when nothing is unsent. Several may wait, and what is unsent stays when they are cancelled."""
+    async def drain(self, stream: SendStream) -> None:
+        """Returns when no data is unsent. Several tasks may wait; cancelling one keeps the data."""
         while stream.unsent:
             if stream.drained is None:
                 stream.drained = self._loop.create_future()
             await asyncio.shield(stream.drained)
 
-    def widen(self, more: int) -> None:
-        """The peer takes so many bytes more on all streams together."""
-        self._window += more
-        if self._window > MOST_WINDOW_BYTES:
-            raise ConnectionFailed(ErrorCode.FLOW_CONTROL_ERROR, "the window is too large")
+    def increment_window(self, increment: int) -> None:
+        """Applies a WINDOW_UPDATE of the connection. Raises Http2ConnectionError."""
+        self._window += increment
+        if self._window > MAX_WINDOW_SIZE:
+            raise Http2ConnectionError(ErrorCode.FLOW_CONTROL_ERROR, "window exceeds 2^31 - 1")
         self._pump()
 
-    def widen_stream(self, stream: OutStream, more: int) -> None:
-        """The peer takes so many bytes more on one stream."""
-        stream.window += more
-        if stream.window > MOST_WINDOW_BYTES:
-            raise StreamFailed(ErrorCode.FLOW_CONTROL_ERROR, "the window is too large")
+    def increment_stream_window(self, stream: SendStream, increment: int) -> None:
+        """Applies a WINDOW_UPDATE of a stream. Raises Http2StreamError."""
+        stream.window += increment
+        if stream.window > MAX_WINDOW_SIZE:
+            raise Http2StreamError(ErrorCode.FLOW_CONTROL_ERROR, "window exceeds 2^31 - 1")
         if stream.unsent and stream.window > 0:
-            self._ready[stream] = None
+            self._sendable[stream] = None
             self._pump()
 
-    def set_first_window(self, size: int, streams: Iterable[OutStream]) -> None:
-        """The peer changes the first window of each stream; those that are open change by the difference."""
-        more, self._first_window = size - self._first_window, size
+    def set_initial_window_size(self, size: int, streams: Iterable[SendStream]) -> None:
+        """Applies INITIAL_WINDOW_SIZE, to open streams by the difference. Raises Http2ConnectionError."""
+        increment, self._initial_window = size - self._initial_window, size
         try:
             for stream in streams:
-                self.widen_stream(stream, more)
-        except StreamFailed as error:
-            raise ConnectionFailed(error.code, str(error)) from error
+                self.increment_stream_window(stream, increment)
+        except Http2StreamError as error:
+            raise Http2ConnectionError(error.code, str(error)) from error
 
-    def shrink_table(self) -> None:
-        """The peer keeps less of a table of headers than is usual, and waits to read that this is known."""
-        self._block_start = _NO_TABLE
+    def set_max_frame_size(self, size: int) -> None:
+        """Applies MAX_FRAME_SIZE."""
+        self._max_frame_size = size
 
-    def set_frame_bytes(self, size: int) -> None:
-        """The peer takes frames of so many bytes."""
-        self._frame_bytes = size
+    def acknowledge_header_table_size(self) -> None:
+        """Tells a peer that shrinks its HPACK table, in every header block, that no entry of it is used."""
+        self._block_prefix = _EMPTY_HEADER_TABLE
 
     def pause(self) -> None:
-        """The connection takes no more for now."""
+        """The transport's buffer is full."""
         self._paused = True
 
     def resume(self) -> None:
-        """The connection takes more."""
+        """The transport's buffer has room."""
         self._paused = False
         self._pump()
 
     def close(self) -> None:
-        """Sends what was put, and nothing after it."""
+        """Flushes and drops everything sent later."""
         self.flush()
-        self.discard()
+        self.abandon()
 
-    def discard(self) -> None:
-        """Sends nothing any more."""
+    def abandon(self) -> None:
+        """Drops everything queued or sent later."""
         self._closed = True
         self._frames.clear()
-        self._ready.clear()
+        self._sendable.clear()
 
     def flush(self) -> None:
-        """Gives the transport what was put; cuts a peer off that does not read."""
-        self._flushing = False
+        """Gives the queued frames to the transport. Aborts the connection of a peer that sends without reading."""
+        self._flush_planned = False
         frames, self._frames, self._bytes = self._frames, [], 0
         if frames:
             self._transport.write(b"".join(frames))
-            if self._paused and self._transport.get_write_buffer_size() > MOST_UNREAD_BYTES:
+            if self._paused and self._transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
                 self._transport.abort()
-        if self._ready:
+        if self._sendable:
             self._pump()
 
-    def _headers(self, flags: int, stream: OutStream, block: bytes) -> bytes:
-        return frame(Kind.HEADERS, END_HEADERS | flags, stream.number, self._block_start + block)
+    def _headers(self, flags: int, stream: SendStream, block: bytes) -> bytes:
+        block = self._block_prefix + block
+        return frame(FrameType.HEADERS, END_HEADERS | flags, stream.stream_id, block)
 
     def _pump(self) -> None:
-        """Sends what waits, a frame of each stream in turn."""
+        """Sends unsent data, one frame of each stream in turn."""
         while (
-            self._ready and self._window > 0 and self._bytes < MOST_PASS_BYTES and not self._paused
+            self._sendable
+            and self._window > 0
+            and self._bytes < MAX_PASS_BYTES
+            and not self._paused
         ):
-            stream = next(iter(self._ready))
-            del self._ready[stream]
-            size = min(len(stream.unsent), stream.window, self._window, self._frame_bytes)
+            stream = next(iter(self._sendable))
+            del self._sendable[stream]
+            size = min(len(stream.unsent), stream.window, self._window, self._max_frame_size)
             if size <= 0:
                 continue
             stream.window -= size
             self._window -= size
-            self.put(frame_head(Kind.DATA, 0, stream.number, size) + stream.unsent[:size])
+            header = frame_header(FrameType.DATA, 0, stream.stream_id, size)
+            self.send(header + stream.unsent[:size])
             del stream.unsent[:size]
             if not stream.unsent:
-                if stream.end is not None:
-                    self.put(stream.end)
-                stream.tell_drained()
+                if stream.trailing is not None:
+                    self.send(stream.trailing)
+                stream.wake_drained()
             elif stream.window > 0:
-                self._ready[stream] = None
+                self._sendable[stream] = None

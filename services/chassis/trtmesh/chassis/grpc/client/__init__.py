@@ -1,8 +1,7 @@
-"""A gRPC client for asyncio: one connection to one server, and the calls on it.
+"""A gRPC client for asyncio: one connection to one server, and its calls.
 
-What it is for are links between services, which carry a few long streams of small messages; grpc.aio wakes a thread,
-and that the event loop, for each message that comes or goes (`bench/README.md`). Whoever needs balancing, TLS or
-connections that come back by themselves uses grpc.aio.
+Built for the links between services, a few long streams of small messages: grpc.aio wakes a thread, and through it the
+event loop, for every message (`bench/README.md`). For load balancing, TLS or reconnects use grpc.aio.
 """
 
 from trtmesh.chassis.grpc.client.call import ClientCall, Method

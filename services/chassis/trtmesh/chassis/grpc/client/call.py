@@ -1,4 +1,4 @@
-"""One call, from its headers to its status."""
+"""One call on the client, from its headers to its status."""
 
 from __future__ import annotations
 
@@ -8,21 +8,25 @@ from typing import Generic, TypeVar
 
 import grpc
 from trtmesh.chassis.errors import Unavailable
-from trtmesh.chassis.grpc.client.headers import Status, parse_head, parse_trailers, status_of_reset
-from trtmesh.chassis.grpc.messages import BadMessage, MessageReader
-from trtmesh.chassis.http2.frames import ErrorCode, StreamFailed, reset
+from trtmesh.chassis.grpc.client.headers import (
+    Status,
+    parse_response_headers,
+    parse_trailers,
+    status_of_reset,
+)
+from trtmesh.chassis.grpc.messages import BadMessage, MessageReader, ReceivedMessages, pack_prefix
+from trtmesh.chassis.http2.frames import ErrorCode, Http2StreamError, rst_stream
 from trtmesh.chassis.http2.headers import HeaderBlock
-from trtmesh.chassis.http2.input import Input
-from trtmesh.chassis.http2.writer import Output, OutStream
+from trtmesh.chassis.http2.writer import FrameWriter, SendStream
 
-ENDED = "its stream ended"
+ENDED = "the stream ended"
 
-WINDOW_BYTES = 2**21
-"""What a server may send ahead on a call. A link is one call, so this is what it carries in a round trip."""
+WINDOW_SIZE = 2**21
+"""Flow-control window of a call. A link between services is one call, so it carries this much per round trip."""
 
 
-class Ended(Unavailable):
-    """The server ended a call, with OK, before it took a message."""
+class CallEnded(Unavailable):
+    """The server ended the call with OK before it received a message."""
 
 
 Request = TypeVar("Request")
@@ -31,67 +35,66 @@ Response = TypeVar("Response")
 
 @dataclass(frozen=True, slots=True)
 class Method(Generic[Request, Response]):
-    """What is called: `/package.Service/Method`, how its requests are written, and how its answers are read."""
+    """A method: `/package.Service/Method` and how its messages are serialized and parsed."""
 
     path: str
-    serialise: Callable[[Request], bytes]
+    serialize: Callable[[Request], bytes]
     parse: Callable[[bytes], Response]
 
 
 class ClientCall(Generic[Request, Response]):
-    """A call that is open until its status comes, it is cancelled, or its connection is gone. Whoever opens it cancels
-    it in the end."""
+    """A call, open until its status arrives, it is cancelled, or its connection is lost."""
 
     def __init__(
         self,
         method: Method[Request, Response],
-        stream: OutStream,
-        output: Output,
-        grant: Callable[[int], None],
+        stream: SendStream,
+        writer: FrameWriter,
+        send_window_update: Callable[[int], None],
         forget: Callable[[], None],
-        most_message_bytes: int,
+        max_message_bytes: int,
     ) -> None:
         self._method = method
-        self._output = output
+        self._writer = writer
         self._forget = forget
-        self._most_bytes = most_message_bytes
-        self._reader = MessageReader("identity", most_message_bytes)
-        self._input = Input(self._reader, WINDOW_BYTES, grant)
-        self._begun = False
+        self._max_message_bytes = max_message_bytes
+        self._reader = MessageReader("identity", max_message_bytes)
+        self._responses = ReceivedMessages(self._reader, WINDOW_SIZE, send_window_update)
+        self._headers_received = False
         self._half_closed = False
         self._status: Status | None = None
         self.stream = stream
 
     async def write(self, request: Request) -> None:
-        """Sends a message; returns when the server's windows took all of it. Raises AioRpcError, or Ended where the
+        """Sends a message; returns when flow control has admitted all of it. Raises AioRpcError, or CallEnded if the
         call has ended with OK."""
-        data = self._method.serialise(request)
-        if len(data) > self._most_bytes:
+        data = self._method.serialize(request)
+        if len(data) > self._max_message_bytes:
             raise _as_error(
                 Status(
                     grpc.StatusCode.RESOURCE_EXHAUSTED,
-                    f"the message has {len(data)} bytes, and at most {self._most_bytes} are sent",
+                    f"the message has {len(data)} bytes but must have at most {self._max_message_bytes}",
                 )
             )
-        output, stream = self._output, self.stream
+        writer, stream = self._writer, self.stream
         if stream.unsent:
-            await output.drain(stream)
+            await writer.drain(stream)
         self._check_open()
-        output.send(stream, data)
+        writer.send_data(stream, pack_prefix(0, len(data)), data)
         if stream.unsent:
-            await output.drain(stream)
+            await writer.drain(stream)
             self._check_open()
 
     def half_close(self) -> None:
-        """Says that no message follows."""
+        """Ends the request; no message follows."""
         if self._status is None and not self._half_closed:
             self._half_closed = True
-            self._output.half_close(self.stream)
+            self._writer.end_stream(self.stream)
 
     async def read(self) -> Response | None:
-        """The next message; None where the call ended with OK. Raises AioRpcError for another status."""
+        """The next message; None if the call ended with OK. Raises AioRpcError for any other status."""
         try:
-            data = await self._input.next()
+            data = await self._responses.next()
         except BadMessage as error:
             self._check_status()
             raise _as_error(Status(error.status, str(error))) from error
@@ -101,9 +104,9 @@ class ClientCall(Generic[Request, Response]):
         try:
             return self._method.parse(data)
         except Exception as error:
-            # Broad on purpose: whatever a message cannot be read for, the caller is told.
+            # Parsers raise anything.
             raise _as_error(
-                Status(grpc.StatusCode.INTERNAL, f"a message cannot be read: {error}")
+                Status(grpc.StatusCode.INTERNAL, f"a message cannot be parsed: {error}")
             ) from error
 
     def __aiter__(self) -> ClientCall[Request, Response]:
@@ -115,93 +118,89 @@ class ClientCall(Generic[Request, Response]):
         return response
 
     def cancel(self) -> None:
-        """Ends the call, unless it has ended."""
+        """Resets the stream unless the call has ended."""
         if self._status is None:
-            cancelled = Status(grpc.StatusCode.CANCELLED, "it was cancelled")
-            self._break_off(ErrorCode.CANCEL, cancelled)
+            cancelled = Status(grpc.StatusCode.CANCELLED, "the call was cancelled")
+            self._reset(ErrorCode.CANCEL, cancelled)
 
-    def take_block(self, block: HeaderBlock) -> None:
-        """Takes headers or trailers. Raises StreamFailed."""
+    def receive_header_block(self, block: HeaderBlock) -> None:
+        """Takes headers or trailers. Raises Http2StreamError."""
         if self._status is not None:
             return
-        if self._begun:
-            if not block.ends_stream:
-                raise StreamFailed(ErrorCode.PROTOCOL_ERROR, "headers came behind data")
+        if self._headers_received:
+            if not block.end_stream:
+                raise Http2StreamError(ErrorCode.PROTOCOL_ERROR, "trailers without END_STREAM")
             self._end(parse_trailers(block.fields))
             return
-        head = parse_head(block.fields)
-        if head is None:
-            if block.ends_stream:
-                raise StreamFailed(ErrorCode.PROTOCOL_ERROR, "nothing follows what announces more")
+        headers = parse_response_headers(block.fields)
+        if headers is None:
+            if block.end_stream:
+                raise Http2StreamError(ErrorCode.PROTOCOL_ERROR, "1xx headers with END_STREAM")
             return
-        if isinstance(head, Status):
-            if block.ends_stream:
-                self._end(head)
+        if isinstance(headers, Status):
+            if block.end_stream:
+                self._end(headers)
             else:
-                self._break_off(ErrorCode.CANCEL, head)
+                self._reset(ErrorCode.CANCEL, headers)
             return
-        self._begun = True
-        self._reader.encoding = head.encoding
-        if block.ends_stream:
-            self.half_closed()
+        self._headers_received = True
+        self._reader.encoding = headers.encoding
+        if block.end_stream:
+            self.receive_end_stream()
 
-    def take(self, size: int, data: bytes) -> None:
-        """Takes the payload of a frame that counts `size` bytes. Raises StreamFailed."""
+    def receive_data(self, data: bytes, flow_size: int) -> None:
         if self._status is not None:
             return
-        if not self._begun:
-            raise StreamFailed(ErrorCode.PROTOCOL_ERROR, "data came before headers")
+        if not self._headers_received:
+            raise Http2StreamError(ErrorCode.PROTOCOL_ERROR, "DATA before HEADERS")
         try:
-            self._input.take(size, data)
+            self._responses.feed(data, flow_size)
         except BadMessage as error:
-            self._break_off(ErrorCode.CANCEL, Status(error.status, str(error)))
+            self._reset(ErrorCode.CANCEL, Status(error.status, str(error)))
 
-    def half_closed(self) -> None:
-        """The server ended the call and said no status."""
+    def receive_end_stream(self) -> None:
         if self._status is None:
-            self._end(Status(grpc.StatusCode.INTERNAL, "the call ended without a status"))
+            self._end(Status(grpc.StatusCode.INTERNAL, "the call ended without grpc-status"))
 
-    def reset(self, code: ErrorCode) -> None:
-        """Ends the call: its server broke a rule."""
+    def fail(self, code: ErrorCode) -> None:
         if self._status is None:
-            broken = Status(grpc.StatusCode.INTERNAL, "the server broke a rule of HTTP/2")
-            self._break_off(code, broken)
+            broken = Status(grpc.StatusCode.INTERNAL, "the server violated HTTP/2")
+            self._reset(code, broken)
 
-    def was_reset(self, code: ErrorCode) -> None:
-        """The server has ended the call at once."""
+    def receive_rst_stream(self, code: ErrorCode) -> None:
         if self._status is None:
             self._half_closed = True
             self._end(status_of_reset(code))
 
-    def lost(self, why: str) -> None:
-        """The server is gone, or does not take the call."""
+    def disconnect(self, reason: str) -> None:
+        """The connection is lost, or the server does not process the call after its GOAWAY."""
         if self._status is None:
             self._half_closed = True
-            self._end(Status(grpc.StatusCode.UNAVAILABLE, why))
+            self._end(Status(grpc.StatusCode.UNAVAILABLE, reason))
 
-    def _break_off(self, code: ErrorCode, status: Status) -> None:
+    def _reset(self, code: ErrorCode, status: Status) -> None:
         self._half_closed = True
         self._end(status)
-        self._output.put(reset(self.stream.number, code))
+        self._writer.send(rst_stream(self.stream.stream_id, code))
 
     def _end(self, status: Status) -> None:
         self._status = status
-        self._input.end()
-        self._output.forget(self.stream)
+        self._responses.end()
+        self._writer.drop_unsent(self.stream)
         if not self._half_closed:
-            # The server is done with it and we are not, so it would count as open for ever.
-            self._output.put(reset(self.stream.number, ErrorCode.NO_ERROR))
+            # Without END_STREAM from this side the stream would stay open.
+            self._writer.send(rst_stream(self.stream.stream_id, ErrorCode.NO_ERROR))
         self._forget()
 
     def _check_open(self) -> None:
         self._check_status()
         if self._status is not None:
-            raise Ended(ENDED)
+            raise CallEnded(ENDED)
         if self._half_closed:
-            raise grpc.aio.UsageError("the call was closed for writing")
+            raise grpc.aio.UsageError("the call was half-closed")
 
     def _check_status(self) -> None:
-        """Raises what the call ended with, where that is no OK."""
+        """Raises the status of the call unless it is OK or still missing."""
         if self._status is not None and self._status.code is not grpc.StatusCode.OK:
             raise _as_error(self._status)
 

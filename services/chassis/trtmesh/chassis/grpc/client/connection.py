@@ -1,4 +1,4 @@
-"""A connection to one server."""
+"""A connection to a server, and the calls on it."""
 
 from __future__ import annotations
 
@@ -7,142 +7,191 @@ import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any
 
 from trtmesh.chassis.addresses import Address
 from trtmesh.chassis.errors import Unavailable
 from trtmesh.chassis.grpc.client.call import (
-    WINDOW_BYTES,
+    WINDOW_SIZE,
+    CallEnded,
     ClientCall,
-    Ended,
     Method,
     Request,
     Response,
 )
-from trtmesh.chassis.grpc.client.streams import OpenedStreams
-from trtmesh.chassis.http2 import connection
-from trtmesh.chassis.http2.connection import CLOSED, TAKEN_FRAME_BYTES, greeting, why_of
-from trtmesh.chassis.http2.frames import PREFACE, ConnectionFailed, FrameReader, Setting
-from trtmesh.chassis.http2.keepalive import give_up_unacknowledged
-from trtmesh.chassis.http2.writer import Output
+from trtmesh.chassis.grpc.client.headers import request_headers
+from trtmesh.chassis.http2.connection import (
+    CLOSED,
+    Http2Connection,
+    initial_settings,
+    reason_of,
+    set_user_timeout,
+)
+from trtmesh.chassis.http2.frames import (
+    PREFACE,
+    ErrorCode,
+    Http2ConnectionError,
+    Setting,
+    goaway,
+)
+from trtmesh.chassis.http2.headers import HeaderBlock
 
-_GREETING = PREFACE + greeting(Setting.ENABLE_PUSH, 0, WINDOW_BYTES)
+_OPENING = PREFACE + initial_settings(Setting.ENABLE_PUSH, 0, WINDOW_SIZE)
 
 
-class ClientConnection(connection.Connection[OpenedStreams]):
-    """A server, as long as it is connected."""
+class ClientConnection(Http2Connection[ClientCall[Any, Any]]):
+    """Opens calls on one server until either side closes the connection."""
 
-    def __init__(self, address: str, most_message_bytes: int) -> None:
-        super().__init__(FrameReader(TAKEN_FRAME_BYTES, b""))
+    def __init__(self, address: str, max_message_bytes: int) -> None:
+        super().__init__(b"", _OPENING)
         self._address = address
-        self._most_message_bytes = most_message_bytes
-        self._heard = asyncio.Event()
-        self._problem = ""
-        self.connected = False
-        """Whether the server's system has answered."""
+        self._max_message_bytes = max_message_bytes
+        self._max_concurrent_streams: int | None = None
+        self._handshake = asyncio.Event()
+        self._handshake_problem = ""
+        self._refusal = ""
+        """Why no more calls can be opened."""
+        self.established = False
+        """Whether there is a TCP connection."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self.connected = True
-        give_up_unacknowledged(transport.get_extra_info("socket"))
+        self.established = True
+        set_user_timeout(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self._streams.greeted:
-            self._heard.set()
+        if self._settings_received:
+            self._handshake.set()
 
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
-        self._refuse(f"{self._address} closed the connection before it greeted")
+        self._fail_handshake(f"{self._address} closed the connection before its SETTINGS")
 
-    async def greeted(self) -> None:
-        """Returns when the server has sent its settings. Raises Unavailable where none speaks HTTP/2 there."""
-        await self._heard.wait()
-        if self._problem:
-            raise Unavailable(self._problem)
+    async def handshake(self) -> None:
+        """Returns when the server's SETTINGS have arrived. Raises Unavailable if it does not speak HTTP/2."""
+        await self._handshake.wait()
+        if self._handshake_problem:
+            raise Unavailable(self._handshake_problem)
 
     def open(
-        self, method: Method[Request, Response], deadline_seconds: float | None = None
+        self, method: Method[Request, Response], timeout_seconds: float | None = None
     ) -> ClientCall[Request, Response]:
-        """Begins a call, whose deadline the server is told. Raises Unavailable."""
-        return self._streams.open(method, self._address, deadline_seconds)
+        """Opens a call; the caller cancels it in `finally`. `timeout_seconds` becomes its grpc-timeout. Raises
+        Unavailable."""
+        if self._refusal:
+            raise Unavailable(self._refusal)
+        most = self._max_concurrent_streams
+        if most is not None and len(self._streams) >= most:
+            raise Unavailable(f"the server allows at most {most} concurrent calls")
+        stream_id = self._last_stream_id = self._last_stream_id + 2 if self._last_stream_id else 1
+        stream = self._writer.open_stream(stream_id)
+        call = self._streams[stream_id] = ClientCall(
+            method,
+            stream,
+            self._writer,
+            partial(self._send_window_update, stream_id),
+            partial(self._streams.__delitem__, stream_id),
+            self._max_message_bytes,
+        )
+        headers = request_headers(method.path, self._address, timeout_seconds)
+        self._writer.send_headers(stream, headers)
+        return call
 
     async def ask(
-        self, method: Method[Request, Response], request: Request, within_seconds: float
+        self, method: Method[Request, Response], request: Request, timeout_seconds: float
     ) -> Response:
-        """One message for one message. Raises AioRpcError and Unavailable."""
-        call = self.open(method, within_seconds)
+        """A unary call. Raises AioRpcError and Unavailable."""
+        call = self.open(method, timeout_seconds)
         try:
-            async with asyncio.timeout(within_seconds):
-                # A server may answer before it has taken all of a request.
-                with suppress(Ended):
+            async with asyncio.timeout(timeout_seconds):
+                # A server may respond before it has received the whole request.
+                with suppress(CallEnded):
                     await call.write(request)
                 call.half_close()
-                answer = await call.read()
-                if answer is None or await call.read() is not None:
-                    raise Unavailable(f"{method.path} was not answered with one message")
-                return answer
+                response = await call.read()
+                if response is None or await call.read() is not None:
+                    raise Unavailable(f"{method.path} did not return exactly one message")
+                return response
         except TimeoutError:
             raise Unavailable(
-                f"{method.path} was not answered within {within_seconds:g} s"
+                f"{method.path} did not respond within {timeout_seconds:g} s"
             ) from None
         finally:
             call.cancel()
 
     def abort(self) -> None:
-        """Closes the connection at once, which cancels its calls on the server too. Also where it is being made."""
-        if self.connected:
-            self._streams.lose(CLOSED)
+        """Closes the connection at once, also while it connects. The server cancels its calls."""
+        if self.established:
+            self._disconnect_streams(CLOSED)
             self._transport.abort()
-            # uvloop forgets who waits for a connection when it is not wanted any more, and keeps the two together.
+            # When connecting is cancelled, uvloop keeps protocol and transport in a reference cycle.
             self.connection_lost(None)
             self._transport.set_protocol(asyncio.Protocol())
 
-    def _open(self, output: Output, peer: str) -> OpenedStreams:
-        output.put(_GREETING)
-        return OpenedStreams(output, peer, self._most_message_bytes)
-
-    def _fail(self, error: ConnectionFailed) -> None:
-        self._refuse(f"{self._address} is no gRPC server: {error}")
-        self._streams.lose(f"it broke a rule of HTTP/2: {error}")
-        self._streams.say_farewell(error.code, 0, str(error))
+    def _fail(self, error: Http2ConnectionError) -> None:
+        self._fail_handshake(f"{self._address} is not a gRPC server: {error}")
+        self._disconnect_streams(f"the server violated HTTP/2: {error}")
+        self._writer.send(goaway(0, error.code, str(error)))
         self.close()
 
-    def _refuse(self, problem: str) -> None:
-        if not self._heard.is_set():
-            self._problem = problem
-            self._heard.set()
+    def _fail_handshake(self, problem: str) -> None:
+        if not self._handshake.is_set():
+            self._handshake_problem = problem
+            self._handshake.set()
+
+    def _disconnect_streams(self, reason: str) -> None:
+        self._refusal = self._refusal or reason
+        super()._disconnect_streams(self._refusal)
+
+    def _receive_header_block(self, block: HeaderBlock) -> None:
+        if block.stream_id % 2 == 0 or block.stream_id > self._last_stream_id:
+            raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "HEADERS on an idle stream")
+        if (call := self._streams.get(block.stream_id)) is not None:
+            call.receive_header_block(block)
+
+    def _receive_goaway(self, last_stream_id: int, code: ErrorCode, debug_data: str) -> None:
+        self._refusal = f"the server sent GOAWAY: {code.name}" + (debug_data and f": {debug_data}")
+        for stream_id, call in list(self._streams.items()):
+            if stream_id > last_stream_id:
+                call.disconnect(self._refusal)
+
+    def _receive_setting(self, name: int, value: int) -> None:
+        if name == Setting.MAX_CONCURRENT_STREAMS:
+            self._max_concurrent_streams = value
 
 
 @asynccontextmanager
 async def connected(
-    address: str, most_message_bytes: int, within_seconds: float
+    address: str, max_message_bytes: int, timeout_seconds: float
 ) -> AsyncIterator[ClientConnection]:
-    """A connection to `address`, a host and a port, that is closed in the end. Raises Unavailable where nothing greets
-    there in time."""
-    made = ClientConnection(address, most_message_bytes)
+    """Connects to `address` (host:port) and closes the connection in the end. Raises Unavailable if connecting and
+    handshake take too long or fail."""
+    connection = ClientConnection(address, max_message_bytes)
     try:
-        await _connect(made, address, within_seconds)
-        yield made
+        await _connect(connection, address, timeout_seconds)
+        yield connection
     finally:
-        made.abort()
+        connection.abort()
 
 
-async def _connect(made: ClientConnection, address: str, within_seconds: float) -> None:
+async def _connect(connection: ClientConnection, address: str, timeout_seconds: float) -> None:
     loop = asyncio.get_running_loop()
     try:
         host, port = Address.parse(address)
-        async with asyncio.timeout(within_seconds):
-            await loop.create_connection(lambda: made, host, port)
-            await made.greeted()
+        async with asyncio.timeout(timeout_seconds):
+            await loop.create_connection(lambda: connection, host, port)
+            await connection.handshake()
     except TimeoutError:
-        what = "greet" if made.connected else "answer"
-        raise Unavailable(f"{address} did not {what} within {within_seconds:g} s") from None
+        missing = "sent no SETTINGS" if connection.established else "did not accept a connection"
+        raise Unavailable(f"{address} {missing} within {timeout_seconds:g} s") from None
     except (OSError, ValueError) as error:
-        raise Unavailable(f"cannot connect to {address}: {_why_refused(error)}") from None
+        raise Unavailable(f"cannot connect to {address}: {_connect_problem(error)}") from None
 
 
-def _why_refused(error: Exception) -> str:
-    """asyncio and uvloop say it each in its own words; the system's are the same."""
+def _connect_problem(error: Exception) -> str:
+    """The system's text: asyncio and uvloop word their errors differently."""
     if isinstance(error, OSError) and not isinstance(error, socket.gaierror) and error.errno:
         return os.strerror(error.errno)
-    return why_of(error)
+    return reason_of(error)

@@ -1,8 +1,7 @@
-"""A gRPC server for asyncio that writes what one pass of the event loop made for a client in one go.
+"""A gRPC server for asyncio that merges the output of one pass of the event loop into one write per connection.
 
-It takes the handlers and gives the context of grpc.aio, so whatever serves there serves here. Streams that get a small
-message every few milliseconds are what trtmesh is about, and grpc.aio spends most of a router's time on those
-(`bench/README.md`).
+It runs the handlers of grpc.aio and gives them grpc.aio's context. Streams of small messages every few milliseconds are
+the main load of trtmesh; under grpc.aio they took most of a router's time (`bench/README.md`).
 """
 
 from trtmesh.chassis.grpc.server.server import GrpcServer

@@ -1,4 +1,4 @@
-"""One call: its handler runs in a task of its own and is given the context that handlers of grpc.aio are given."""
+"""One call on the server: runs its handler in a task, with the context that grpc.aio gives its handlers."""
 
 from __future__ import annotations
 
@@ -8,129 +8,125 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
-from trtmesh.chassis.grpc.messages import BadMessage, MessageReader
+from trtmesh.chassis.grpc.messages import BadMessage, MessageReader, ReceivedMessages, pack_prefix
 from trtmesh.chassis.grpc.metadata import Metadata, metadata_block
-from trtmesh.chassis.grpc.server.headers import CallHead, response_head, trailers
-from trtmesh.chassis.http2.frames import FIRST_WINDOW_BYTES, ErrorCode, reset
-from trtmesh.chassis.http2.input import Input
-from trtmesh.chassis.http2.writer import Output, OutStream
+from trtmesh.chassis.grpc.server.headers import RequestHeaders, response_headers, trailers
+from trtmesh.chassis.http2.frames import INITIAL_WINDOW_SIZE, ErrorCode
+from trtmesh.chassis.http2.writer import FrameWriter, SendStream
 from trtmesh.chassis.logs import request_id_bound
 from trtmesh.chassis.rpc import request_id_of
 
 log = logging.getLogger(__name__)
 
 LINGER_SECONDS = 30.0
-"""How long the end of a response may wait behind data that its client does not read."""
+"""How long the end of a response may wait for its client to read the data before it."""
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
-class Call(grpc.aio.ServicerContext[Any, Any]):
-    """A call from its headers to its trailers. Whoever ends it early cancels its task."""
+class ServerCall(grpc.aio.ServicerContext[Any, Any]):
+    """A call from its headers to its trailers."""
 
     def __init__(
         self,
-        head: CallHead,
+        headers: RequestHeaders,
         handler: Handler | None,
-        stream: OutStream,
-        output: Output,
-        grant: Callable[[int], None],
+        stream: SendStream,
+        writer: FrameWriter,
+        send_window_update: Callable[[int], None],
         peer: str,
-        most_message_bytes: int,
+        max_message_bytes: int,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._handler = handler
-        self._metadata = head.metadata
-        self._input = Input(
-            MessageReader(head.encoding, most_message_bytes), FIRST_WINDOW_BYTES, grant
+        self._metadata = headers.metadata
+        self._requests = ReceivedMessages(
+            MessageReader(headers.encoding, max_message_bytes),
+            INITIAL_WINDOW_SIZE,
+            send_window_update,
         )
-        self._output = output
+        self._writer = writer
         self._peer = peer
-        self._most_bytes = most_message_bytes
-        self._deadline = None if head.timeout is None else self._loop.time() + head.timeout
-        self._begun = False
-        self._over = False
+        self._max_message_bytes = max_message_bytes
+        self._deadline = None if headers.timeout is None else self._loop.time() + headers.timeout
+        self._headers_sent = False
+        self._ended = False
         self._started = False
         self._code = grpc.StatusCode.OK
         self._details = ""
         self._trailing = b""
         self.stream = stream
-        self.task = self._loop.create_task(self._live())
+        self.task = self._loop.create_task(self._run())
 
-    def take(self, size: int, data: bytes) -> None:
-        """Takes the payload of a frame that counts `size` bytes. Raises StreamFailed."""
-        if self._over:
+    def receive_data(self, data: bytes, flow_size: int) -> None:
+        if self._ended:
             return
         try:
-            self._input.take(size, data)
+            self._requests.feed(data, flow_size)
         except BadMessage as error:
             self.end_with(error.status, str(error))
 
-    def half_closed(self) -> None:
-        """The client has sent its last message."""
-        self._input.end()
+    def receive_end_stream(self) -> None:
+        self._requests.end()
 
     def end_with(self, status: grpc.StatusCode, details: str) -> None:
-        """Ends the call whatever its handler does."""
-        if not self._over:
+        """Ends the call and cancels its handler."""
+        if not self._ended:
             self._end(status, details)
             self._stop_handler()
 
-    def reset(self, code: ErrorCode) -> None:
-        """Ends the call without a status: its client broke a rule."""
-        self.was_reset(code)
-        self._output.put(reset(self.stream.number, code))
+    def fail(self, code: ErrorCode) -> None:
+        self.receive_rst_stream(code)
+        self._writer.reset_stream(self.stream, code)
 
-    def lost(self, why: str) -> None:
-        """The client is gone."""
-        self.was_reset(ErrorCode.CANCEL)
+    def disconnect(self, reason: str) -> None:
+        self.receive_rst_stream(ErrorCode.CANCEL)
 
-    def was_reset(self, code: ErrorCode) -> None:
-        """The client has lost interest. A handler that was cancelled, or is done, is left to clean up."""
-        self._output.forget(self.stream)
-        if not self._over:
-            self._over = True
+    def receive_rst_stream(self, code: ErrorCode) -> None:
+        """Cancels the handler, unless the call has ended already and the handler cleans up."""
+        self._writer.drop_unsent(self.stream)
+        if not self._ended:
+            self._ended = True
             self._stop_handler()
 
     async def read(self) -> Any:
         """The next request message, or grpc.aio.EOF."""
-        data = await self._input.next()
-        return grpc.aio.EOF if data is None else self._deserialised(data)
+        data = await self._requests.next()
+        return grpc.aio.EOF if data is None else self._deserialized(data)
 
     async def write(self, message: Any) -> None:
-        """Sends a message; returns when the client's windows took all of it. What a cancelled write left is sent
-        before anything else."""
-        self._check_going()
-        data = self._serialised(message)
-        if len(data) > self._most_bytes:
+        """Sends a message; returns when flow control has admitted all of it. The rest of a cancelled write is sent
+        first."""
+        self._check_open()
+        data = self._serialized(message)
+        if len(data) > self._max_message_bytes:
             await self.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"Sent message larger than max ({len(data)} vs. {self._most_bytes})",
+                f"Sent message larger than max ({len(data)} vs. {self._max_message_bytes})",
             )
-        output, stream = self._output, self.stream
+        writer, stream = self._writer, self.stream
         if stream.unsent:
-            await output.drain(stream)
-            self._check_going()
-        if not self._begun:
-            self._begin()
-        output.send(stream, data)
+            await writer.drain(stream)
+            self._check_open()
+        if not self._headers_sent:
+            self._send_headers()
+        writer.send_data(stream, pack_prefix(0, len(data)), data)
         if stream.unsent:
-            await output.drain(stream)
+            await writer.drain(stream)
 
-    def _check_going(self) -> None:
-        if self._over:
-            raise asyncio.CancelledError("the call is over")
+    def _check_open(self) -> None:
+        if self._ended:
+            raise asyncio.CancelledError("the call has ended")
 
     async def send_initial_metadata(self, initial_metadata: Any) -> None:
-        """Begins the response, which can be done once."""
-        if self._begun or self._over:
-            raise grpc.aio.UsageError("the response has begun")
-        self._begin(tuple(initial_metadata))
+        if self._headers_sent or self._ended:
+            raise grpc.aio.UsageError("initial metadata was sent already")
+        self._send_headers(tuple(initial_metadata))
 
     async def abort(
         self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()
     ) -> NoReturn:
-        """Ends the call with a status that is not OK. Raises AbortError, always."""
+        """Ends the call with a status other than OK. Always raises AbortError."""
         if code is grpc.StatusCode.OK:
             code, details = grpc.StatusCode.UNKNOWN, f"aborted with OK: {details}"
         if trailing_metadata:
@@ -154,7 +150,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         return self._metadata
 
     def time_remaining(self) -> Any:
-        """Seconds until the deadline, None without one."""
+        """Seconds until the deadline; None without a deadline."""
         return None if self._deadline is None else max(0.0, self._deadline - self._loop.time())
 
     def peer(self) -> str:
@@ -170,17 +166,17 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         return {}
 
     def set_compression(self, compression: grpc.Compression) -> None:
-        raise NotImplementedError("responses are sent uncompressed")
+        raise NotImplementedError("responses are not compressed")
 
     def disable_next_message_compression(self) -> None:
-        """Nothing to disable."""
+        """Responses are not compressed."""
 
-    async def _live(self) -> None:
-        """Handle → end → see the last bytes off."""
-        if self._over:
+    async def _run(self) -> None:
+        """Handle → send the status → wait until the client has read it."""
+        if self._ended:
             return
         self._started = True
-        with _Expiry(self, self._deadline):
+        with _Deadline(self, self._deadline):
             try:
                 await self._handle()
                 self._end(self._code, self._details)
@@ -191,10 +187,10 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
             except asyncio.CancelledError:
                 self._end(grpc.StatusCode.CANCELLED, "the handler was cancelled")
             except Exception as error:
-                # Broad on purpose: a defect must reach the caller as a status, not as a broken connection.
+                # A defect must reach the client as a status, not as a broken connection.
                 if self._code is grpc.StatusCode.OK:
                     with request_id_bound(request_id_of(self)):
-                        log.exception("a call failed for an unforeseen reason")
+                        log.exception("unexpected error in a call")
                     self.set_code(grpc.StatusCode.UNKNOWN)
                     self.set_details(f"{type(error).__name__}: {error}")
                 self._end(self._code, self._details)
@@ -204,8 +200,8 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         handler = self._handler
         if handler is None:
             await self.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
-        given = self._requests() if handler.request_streaming else await self._only_request()
-        answer = _behaviour(handler)(given, self)
+        given = self._iterate() if handler.request_streaming else await self._single_request()
+        answer = _function_of(handler)(given, self)
         if not hasattr(answer, "__aiter__"):
             response = await answer
             if not handler.response_streaming and self._code is grpc.StatusCode.OK:
@@ -217,64 +213,64 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         finally:
             await answer.aclose()
 
-    async def _requests(self) -> AsyncIterator[Any]:
-        while (data := await self._input.next()) is not None:
-            yield self._deserialised(data)
+    async def _iterate(self) -> AsyncIterator[Any]:
+        while (data := await self._requests.next()) is not None:
+            yield self._deserialized(data)
 
-    async def _only_request(self) -> Any:
-        if (data := await self._input.next()) is None:
+    async def _single_request(self) -> Any:
+        if (data := await self._requests.next()) is None:
             raise BadMessage(grpc.StatusCode.UNIMPLEMENTED, "the call has no request message")
-        return self._deserialised(data)
+        return self._deserialized(data)
 
-    def _deserialised(self, data: bytes) -> Any:
+    def _deserialized(self, data: bytes) -> Any:
         assert self._handler is not None
         read = self._handler.request_deserializer
         try:
             return data if read is None else read(data)
         except Exception as error:
-            # Broad on purpose: whatever a message cannot be read for, the client is told.
+            # Deserializers raise anything.
             raise BadMessage(
                 grpc.StatusCode.INTERNAL, f"Exception deserializing request! {error}"
             ) from error
 
-    def _serialised(self, message: Any) -> bytes:
+    def _serialized(self, message: Any) -> bytes:
         assert self._handler is not None
         write = self._handler.response_serializer
         data: bytes = message if write is None else write(message)
         return data
 
-    def _begin(self, metadata: Metadata = ()) -> None:
-        self._begun = True
-        self._output.send_head(self.stream, response_head(metadata))
+    def _send_headers(self, metadata: Metadata = ()) -> None:
+        self._headers_sent = True
+        self._writer.send_headers(self.stream, response_headers(metadata))
 
     def _end(self, status: grpc.StatusCode, details: str) -> None:
-        """Sends the status, unless the call is over."""
-        if self._over:
+        """Sends the status unless the call has ended."""
+        if self._ended:
             return
         block = trailers(status, details, self._trailing)
-        self._over = True
-        if not self._begun:
-            block = response_head() + block
-        self._output.finish(self.stream, block, half_closed=self._input.ended)
+        self._ended = True
+        if not self._headers_sent:
+            block = response_headers() + block
+        self._writer.send_trailers(self.stream, block, reset=not self._requests.ended)
 
     def _stop_handler(self) -> None:
-        """Where the task has not started, it will see that there is nothing to handle: cancelled now it would end with
-        an error, which holds the call, which holds the task."""
+        """A task that has not started sees later that the call has ended. Cancelling it now would leave a reference
+        cycle: task, error, call."""
         if self._started:
             self.task.cancel()
 
     async def _linger(self) -> None:
         try:
             async with asyncio.timeout(LINGER_SECONDS):
-                await self._output.drain(self.stream)
+                await self._writer.drain(self.stream)
         except TimeoutError:
-            self._output.reset(self.stream, ErrorCode.CANCEL)
+            self._writer.reset_stream(self.stream, ErrorCode.CANCEL)
 
 
-class _Expiry:
-    """Ends a call at its deadline, on the event loop's clock."""
+class _Deadline:
+    """Ends a call at its deadline."""
 
-    def __init__(self, call: Call, deadline: float | None) -> None:
+    def __init__(self, call: ServerCall, deadline: float | None) -> None:
         self._call = call
         self._deadline = deadline
         self._timer: asyncio.TimerHandle | None = None
@@ -292,9 +288,9 @@ class _Expiry:
         self._call.end_with(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 
 
-def _behaviour(handler: Handler) -> Callable[[Any, Call], Any]:
+def _function_of(handler: Handler) -> Callable[[Any, ServerCall], Any]:
     found: Any = (
         handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
     )
-    function: Callable[[Any, Call], Any] = found
+    function: Callable[[Any, ServerCall], Any] = found
     return function
