@@ -165,10 +165,13 @@ def placement_us(rounds: int = 2000) -> Figures:
             started = time.perf_counter()
             found = index.match(hashes, 0.0) if POLICIES[policy].looks_at_prefixes else {}
             query = PlacementQuery(
-                "m", frozenset({"stopping.max_tokens"}), 1000, 100,
-                {name: blocks * BLOCK_TOKENS for name, blocks in found.items()},
+                "m",
+                frozenset({"stopping.max_tokens"}),
+                prompt_tokens=1000,
+                new_tokens=100,
+                cached_tokens={name: blocks * BLOCK_TOKENS for name, blocks in found.items()},
                 draw=generator.getrandbits(32),
-            )  # fmt: skip
+            )
             place(policy, workers, query)
             times.append(time.perf_counter() - started)
         figures[policy] = microseconds(times)

@@ -63,6 +63,7 @@ class ScriptedEngine(Mortal, engine_pb2_grpc.EngineServiceServicer):
             "worker": "scripted",
             "model": "m",
             "schema_revision": SCHEMA_REVISION,
+            "resumes_exactly": True,
         }
         self.description = epb.GetEngineResponse(**values | description)
         self.refusal = ""

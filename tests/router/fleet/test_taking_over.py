@@ -205,7 +205,9 @@ async def test_whoever_has_another_key_takes_nothing_over() -> None:
         live = router.generate(request)
         await router.engine.submitted()
         stranger = router.resume(request, key="stranger")
-        assert (await stranger.end()).startswith("ALREADY_EXISTS: request 'r' is live with another")
+        assert (await stranger.end()).startswith(
+            "ALREADY_EXISTS: request_id 'r' is live with another"
+        )
         await router.finish(0)
         assert await live.end() == "OK"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trtmesh.router.fleet import worker
+from trtmesh.router.fleet.facts import Facts
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.pulse import Deadlines
 from trtmesh.router.kv_index import KvIndex
@@ -32,8 +33,8 @@ def link(address: str = "127.0.0.1:1") -> worker.Worker:
 
 async def test_a_role_without_handoff_is_refused() -> None:
     prefill = link()
-    prefill.engine = pb.GetEngineResponse(role=pb.WORKER_ROLE_PREFILL)
-    assert "its role is prefill" in prefill.mismatch
+    prefill.facts = Facts.of(pb.GetEngineResponse(role=pb.WORKER_ROLE_PREFILL))
+    assert prefill.mismatch == "lacks decode"
 
 
 async def test_one_that_joins_where_another_left_is_seen() -> None:

@@ -11,6 +11,7 @@ from trtmesh.chassis.block_hashes import chain, root_hash
 from trtmesh.chassis.vocabulary import GenerationConfig, KvCache, Lora
 from trtmesh.router.kv_index import KvIndex, PromptBlocks, prefix_root
 from trtmesh.router.kv_index.recent import LIFE_SECONDS, MOST_BLOCKS, RecentBlocks
+from trtmesh.router.values.adapter import Adapter
 
 WORKERS = "abcde"
 ACTIONS = st.lists(
@@ -121,13 +122,18 @@ def test_expectations_are_bounded_and_end() -> None:
 
 def test_what_tells_prompts_apart() -> None:
     plain = prefix_root(GenerationConfig())
+    lora, salted = GenerationConfig(lora=Lora(id=1)), KvCache(salt="s")
     others = [
-        prefix_root(GenerationConfig(kv_cache=KvCache(salt="s"))),
-        prefix_root(GenerationConfig(lora=Lora(id=1))),
-        prefix_root(GenerationConfig(lora=Lora(id=2))),
-        prefix_root(GenerationConfig(lora=Lora(id=1), kv_cache=KvCache(salt="s"))),
+        prefix_root(GenerationConfig(kv_cache=salted)),
+        prefix_root(lora, Adapter(1)),
+        prefix_root(lora, Adapter(1, version="v1")),
+        prefix_root(lora, Adapter(1, version="v2")),
+        prefix_root(GenerationConfig(lora=Lora(id=2)), Adapter(2)),
+        prefix_root(GenerationConfig(lora=Lora(id=1), kv_cache=salted), Adapter(1)),
     ]
-    assert len({plain, *others}) == 5
+    assert len({plain, *others}) == 7
+    assert prefix_root(lora, Adapter(1, "renamed")) == prefix_root(lora, Adapter(1))
+    assert prefix_root(lora) is None
     assert prefix_root(GenerationConfig(kv_cache=KvCache(reuse=False))) is None
     beyond = frozenset({"prompt_tuning.extra_ids"})
     assert prefix_root(GenerationConfig(fields_set=beyond)) is None

@@ -21,7 +21,7 @@ from router.scripted import (
     until_states,
 )
 from trtmesh.router.doors.native import MeshService
-from trtmesh.router.requests.search import REPEAT_SECONDS
+from trtmesh.router.requests.placer import REPEAT_SECONDS
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 from trtmesh.v1 import router_pb2_grpc

@@ -21,6 +21,7 @@ from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 STALLED = admin_pb.WORKER_STATE_STALLED
+REFUSED = admin_pb.WORKER_STATE_REFUSED
 
 
 async def test_an_item_goes_on_behind_its_last_token() -> None:
@@ -40,6 +41,31 @@ async def test_an_item_goes_on_behind_its_last_token() -> None:
         assert item.error is None
         assert item.token_ids == (7, 8, 9)
         assert item.usage.generated_tokens == 3
+
+
+async def test_an_item_with_tokens_resumes_only_on_workers_that_resume_exactly() -> None:
+    engines = [
+        ScriptedEngine(worker=name, supported_fields=FIELDS, resumes_exactly=exact)
+        for name, exact in (("first", True), ("inexact", False), ("exact", True))
+    ]
+    first, inexact, exact = engines
+    inexact.refusal = exact.refusal = "not yet"
+    async with AsyncExitStack() as stack:
+        addresses = [await stack.enter_async_context(serving_engine(e)) for e in engines]
+        client = await stack.enter_async_context(serving_router(addresses, stall_seconds=60))
+        await until_states(client, [READY, REFUSED, REFUSED], [])
+        on = Fleet(engines, client)
+        asked = on.ask([5], request_id="r", temperature=1.0, seed=3)
+        (submit,) = await first.submitted()
+        await first.step((submit.handle, 0, [7]))
+        inexact.refusal = exact.refusal = ""
+        await until_states(client, [READY] * 3, [])
+        await first.hang_up()
+        (moved,) = await exact.submitted()
+        assert (await on.candidates("r"))["inexact"].excluded_by == "lacks exact resumption"
+        await exact.step((moved.handle, 1, [8]), ends=[(moved.handle, LENGTH)])
+        (item,) = await asked
+        assert item.token_ids == (7, 8)
 
 
 async def test_an_item_that_has_no_token_begins_again() -> None:

@@ -91,7 +91,7 @@ class OneItem:
     def on_lost(self, run: SequenceRun, address: str, error: TrtmeshError) -> None:
         self.losses.append(error)
 
-    def move(self, runs: Sequence[SequenceRun], address: str, error: TrtmeshError) -> bool:
+    def leave(self, runs: Sequence[SequenceRun], address: str, error: TrtmeshError) -> bool:
         return False
 
 

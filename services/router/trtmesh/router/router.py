@@ -28,7 +28,8 @@ from trtmesh.router.links.replica import LinkSettings, Replica
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement.decision_log import DecisionLog
 from trtmesh.router.replay import Recorder
-from trtmesh.router.requests.live_request import Mesh, Retry
+from trtmesh.router.requests.attempts import Retry
+from trtmesh.router.requests.context import Mesh
 from trtmesh.router.requests.requests import Requests
 from trtmesh.router.requests.siblings import SiblingRules
 from trtmesh.router.settings import RouterSettings

@@ -1,9 +1,8 @@
-"""A worker: one engine process, the one stream to it, and the sequences on that stream."""
+"""A worker: one engine process, the stream to it, and the sequences on that stream."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from trtmesh.chassis.errors import Draining, InvalidRequest, QueueTimeout, TrtmeshError, WorkerLost
@@ -11,23 +10,25 @@ from trtmesh.chassis.grpc.client import ClientCall, ClientConnection, Method
 from trtmesh.chassis.outbox import Outbox
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.router.fleet.assignments import Assignments
+from trtmesh.router.fleet.facts import Facts, held_adapters, report_of, tokenizer_mismatch
 from trtmesh.router.fleet.pulse import TICK_SECONDS, Deadlines, Pulse
 from trtmesh.router.fleet.steps import UNACKNOWLEDGED_STEPS, Steps
 from trtmesh.router.kv_index import KvFeed, KvIndex
 from trtmesh.router.links.replica import DRAINED, LEAVING, LinkSettings, Replica, ReplicaState
 from trtmesh.router.metrics import RouterMetrics
-from trtmesh.router.placement import WorkerSnapshot
+from trtmesh.router.placement import WHOLE, WorkerSnapshot
+from trtmesh.router.placement.filters import missing
 from trtmesh.router.placement.load_guard import Booking, LoadGuard
-from trtmesh.router.placement.rates import Report, Typical
+from trtmesh.router.placement.rates import Typical
 from trtmesh.router.streams.sequence import SequenceRun
-from trtmesh.router.values.request import with_texts
+from trtmesh.router.values.adapter import Adapter
 from trtmesh.v1 import engine_pb2 as pb
 
 DRAIN_MARGIN_MS = 1000
-"""What is left of a draining worker's grace when its items are moved instead of being cut off."""
+"""Remaining grace at which a draining worker's items move away before it cuts them off."""
 
 MESSAGE_OVERHEAD_BYTES = 256
-"""What a message has beside the one large command in it."""
+"""Bytes of a message beside its one large command."""
 
 CONNECT: Method[pb.EngineServiceConnectRequest, pb.EngineServiceConnectResponse] = Method(
     "/trtmesh.v1.EngineService/Connect",
@@ -63,19 +64,20 @@ class Worker(Replica):
         self._moving: TrtmeshError | None = None
         self._evicted: TrtmeshError | None = None
         self._generated_at = float("-inf")
-        """When a report first showed its latest generated tokens, whichever router's."""
+        """Time of the last report with new tokens, of any router."""
         self._router_name = router_name
         self._tokenizers_known = tokenizers_known
         self._fingerprint_of = fingerprint_of
         self.engine = pb.GetEngineResponse()
+        self.facts = Facts()
+        self.adapters: frozenset[Adapter] = frozenset()
         self.load = pb.Load()
         self.last_turn = 0
-        """Number of the placement that chose it last."""
+        """Number of the last placement on it."""
         self.guard = LoadGuard(self.touch)
         self._assignments = Assignments(address, self.guard, self._send)
         self._steps = Steps(self._assignments, self.guard, metrics, self._send)
         self._kv_feed = KvFeed(kv_index, address, self._ask_for_kv_snapshot)
-        self._supported: frozenset[str] = frozenset()
         self._outbox: Outbox[pb.EngineCommand] = Outbox()
 
     @property
@@ -84,12 +86,12 @@ class Worker(Replica):
 
     @property
     def sequences(self) -> Mapping[int, SequenceRun]:
-        """What it has, by handle."""
+        """Live sequences by handle."""
         return self._assignments.sequences
 
     @property
     def handles(self) -> int:
-        """Handles in use, those among them whose sequences went on elsewhere."""
+        """Handles in use, including those of released sequences."""
         return len(self._assignments.sequences) + len(self._assignments.released)
 
     @property
@@ -98,31 +100,44 @@ class Worker(Replica):
 
     @property
     def expecting(self) -> bool:
-        """Always: a worker reports its load at a steady pace, whatever happens."""
+        """Always: a worker reports its load at a steady pace."""
         return True
 
     @property
+    def mismatch(self) -> str:
+        """Why the worker cannot serve this router, or ''."""
+        return missing(WHOLE, self.facts.capabilities) or self._tokenizer_mismatch
+
+    @property
+    def _tokenizer_mismatch(self) -> str:
+        return tokenizer_mismatch(self.engine, self._fingerprint_of(self.engine.model))
+
+    @property
     def unusable(self) -> str:
-        """Why it takes no items; '' when it does."""
-        if self.ready:
-            return self.mismatch
+        """Why it takes no items, or ''."""
+        return self.mismatch if self.ready else self._unready
+
+    @property
+    def _unready(self) -> str:
         return self.problem or (DRAINED if self.drained else LEAVING)
 
     def touch(self) -> None:
-        """What a placement needs to know changed."""
+        """Marks the snapshot as stale."""
         self._on_touch(self)
 
     def snapshot(self, typical: Typical) -> WorkerSnapshot:
-        """What a placement needs to know, with everything dispatched until this moment; void with the next `touch`."""
-        guard, now = self.guard, asyncio.get_running_loop().time()
+        """The worker with everything dispatched until now; stale after the next `touch`."""
+        guard, now, facts = self.guard, asyncio.get_running_loop().time(), self.facts
         return WorkerSnapshot(
             address=self.address,
             worker=self.name,
             model=self.engine.model,
-            problem=self.unusable,
-            supported_fields=self._supported,
-            max_sequence_tokens=self.engine.max_sequence_tokens or sys.maxsize,
-            tokens_per_block=self.engine.tokens_per_block,
+            problem=self._tokenizer_mismatch if self.ready else self._unready,
+            supported_fields=facts.supported_fields,
+            capabilities=facts.capabilities,
+            adapters=self.adapters,
+            max_sequence_tokens=facts.max_sequence_tokens,
+            tokens_per_block=facts.tokens_per_block,
             last_turn=self.last_turn,
             sequences=guard.sequences,
             wait_seconds=guard.wait_seconds(typical, self.engine.max_batch_size),
@@ -136,8 +151,10 @@ class Worker(Replica):
     def submit(
         self, runs: Sequence[SequenceRun], command: pb.SubmitCommand, booking: Booking
     ) -> None:
-        """Starts sequences of one item, for which `booking` was taken; `command.handle` is filled in here. Raises
-        InvalidRequest for an item that no message can hold, which would otherwise break the stream of all others."""
+        """Starts sequences of one item under `booking` and fills in `command.handle`.
+
+        Raises InvalidRequest for an item larger than a message, which would break the stream for all others.
+        """
         size, most = command.ByteSize(), self._settings.max_message_bytes - MESSAGE_OVERHEAD_BYTES
         if size > most:
             raise InvalidRequest(
@@ -187,12 +204,15 @@ class Worker(Replica):
                         self._on_load(event.load)
                     case "kv_events":
                         self._kv_feed.take(event.kv_events)
+                    case "adapter_states":
+                        self._on_adapters(
+                            held_adapters(self.adapters, event.adapter_states.adapters)
+                        )
                     case "welcome":
                         self._on_welcome(event.welcome.engine)
 
     def _on_welcome(self, engine: pb.GetEngineResponse) -> None:
-        self.engine = engine
-        self._supported = with_texts(engine.supported_fields)
+        self.engine, self.facts = engine, Facts.of(engine)
         if engine.tokens_per_block:
             self._kv_feed.opened()
         self.guard.joined(asyncio.get_running_loop().time())
@@ -200,11 +220,9 @@ class Worker(Replica):
         self._become(ReplicaState.READY, "")
         self._on_change()
 
-    @property
-    def mismatch(self) -> str:
-        """Why the worker cannot serve this router: its role, or a tokenizer that is not the one this router encodes
-        with; '' when it can."""
-        return mismatch_of(self.engine, self._fingerprint_of(self.engine.model))
+    def _on_adapters(self, adapters: frozenset[Adapter]) -> None:
+        self.adapters = adapters
+        self.touch()
 
     def _on_load(self, load: pb.Load) -> None:
         self._pulse.on_load(load)
@@ -221,7 +239,7 @@ class Worker(Replica):
             self.empty(self._left("it drains and has no time left", Draining))
 
     async def _watch(self) -> None:
-        """Notices when the worker makes no progress, and when it does again."""
+        """Detects a worker without progress, and its recovery."""
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self._judge(self._pulse.tick())
@@ -237,16 +255,19 @@ class Worker(Replica):
             self._on_change()
 
     def _move_late(self) -> None:
-        """Moves single sequences that wait too long although the worker goes on."""
+        """Moves single sequences past their deadline off a worker that makes progress."""
         now = asyncio.get_running_loop().time()
         for run in self._assignments.late(now, self._deadlines):
-            # If it was merely slow, the next worker may be no faster: so that an item does not begin again and again.
+            # The next worker may be no faster, so the item must not restart again and again.
             run.times.patience *= 2
-            run.owner.move([run], self.address, self._late(run))
+            run.owner.leave([run], self.address, self._late(run))
 
     def _late(self, run: SequenceRun) -> TrtmeshError:
-        """Why a sequence that waited too long leaves. That it began and got no token is the worker's fault, as is a
-        queue behind which nothing is generated; a queue that others' tokens hold up is back-pressure."""
+        """Why a late sequence leaves.
+
+        The worker is at fault if the sequence started, or if its queue moves no tokens at all. A queue held up by the
+        tokens of others is back-pressure.
+        """
         busy = not run.times.started and self._generated_at > run.times.assigned
         return (QueueTimeout if busy else WorkerLost)(
             f"worker {self.name} kept sequence {run.sequence_index} waiting for too long",
@@ -257,61 +278,32 @@ class Worker(Replica):
         return kind(f"worker {self.name} is left: {cause}", worker=self.name)
 
     def empty(self, error: TrtmeshError) -> None:
-        """Moves everything to other workers, now and, what none of them takes, when one may; until it is well again."""
+        """Moves every sequence away; retries those without a place until the worker recovers."""
         self._moving = error
         self.move_on()
 
     def evict(self, cause: str) -> None:
-        """Like `empty`, through no fault of the worker, until `cause` is taken back with ''."""
+        """Moves every sequence away through no fault of the worker, until a call with ''."""
         self._evicted = self._left(cause, Draining) if cause else None
         self.move_on()
 
     def move_on(self) -> None:
-        """Moves what another worker takes now, where everything is to be moved."""
+        """Moves what another worker takes now, if every sequence is to move."""
         error = self._evicted or self._moving
         if error is None:
             return
         for owner, runs in self._assignments.by_owner().items():
-            owner.move(runs, self.address, error)
+            owner.leave(runs, self.address, error)
 
     def lost(self, problem: str) -> None:
-        """Gives every sequence back to its item, which goes on elsewhere."""
+        """Returns every sequence to its item, which finds another worker."""
         runs = self._assignments.clear()
         self._moving = None
+        self.adapters = frozenset()
         error = WorkerLost(f"worker {self.name} was lost: {problem}", worker=self.name)
-        # Who drained said that the stream would end.
+        # A draining worker announced the end of its stream.
         self.guard.lose(asyncio.get_running_loop().time(), None if self.load.draining else error)
         self._kv_feed.lost()
         self.load = pb.Load()
         for run in runs:
             run.on_worker_lost(error)
-
-
-def mismatch_of(engine: pb.GetEngineResponse, fingerprint: str) -> str:
-    """Why an engine cannot serve a router: its role, or a tokenizer that is not the one with `fingerprint` that the
-    router encodes with; '' when it can."""
-    if engine.role not in (pb.WORKER_ROLE_UNSPECIFIED, pb.WORKER_ROLE_MIXED):
-        role = pb.WorkerRole.Name(engine.role).removeprefix("WORKER_ROLE_").lower()
-        return f"its role is {role}, which takes a handoff that this release does not serve"
-    theirs = engine.tokenizer_fingerprint
-    if not theirs or not fingerprint or theirs == fingerprint:
-        return ""
-    return (
-        f"its tokenizer has the fingerprint {theirs} but the mesh encodes with {fingerprint}; serve the same"
-        " tokenizer files to both"
-    )
-
-
-def report_of(load: pb.Load, now: float) -> Report:
-    """A load report that arrived at `now`."""
-    return Report(
-        at=now,
-        busy_seconds=load.busy_seconds,
-        step_count=load.step_count,
-        running_sequences=load.running_sequences,
-        waiting_sequences=load.waiting_sequences,
-        pending_prompt_tokens=load.pending_prompt_tokens,
-        computed_prompt_tokens=load.computed_prompt_tokens,
-        used_blocks=load.used_blocks,
-        total_blocks=load.total_blocks,
-    )

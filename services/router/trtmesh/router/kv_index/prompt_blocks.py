@@ -1,4 +1,4 @@
-"""The names of a prompt's KV blocks."""
+"""Names of a prompt's KV blocks."""
 
 from __future__ import annotations
 
@@ -6,26 +6,30 @@ from collections.abc import Sequence
 
 from trtmesh.chassis.block_hashes import chain, root_hash
 from trtmesh.chassis.vocabulary import GenerationConfig
+from trtmesh.router.values.adapter import Adapter
 
 BEYOND_TOKENS = ("prompt_tuning.", "multimodal.", "encoder_decoder.")
-"""Groups of fields that change a prompt's KV in ways that its token ids do not tell."""
+"""Groups of fields that change a prompt's KV without changing its token ids."""
 
 
-def prefix_root(config: GenerationConfig) -> int | None:
-    """Parent of the first block of an item's prompt; None where its KV is not reused or not known by its tokens."""
+def prefix_root(config: GenerationConfig, adapter: Adapter | None = None) -> int | None:
+    """Parent of a prompt's first block; None if its KV is not reused or not determined by its tokens.
+
+    `adapter` identifies the adapter that the config names, in the version that the workers hold.
+    """
     if not config.kv_cache.reuse:
         return None
     if any(path.startswith(BEYOND_TOKENS) for path in config.fields_set):
         return None
     if config.lora is None:
         return root_hash(config.kv_cache.salt)
-    if config.lora.id is None or config.lora.weights is not None:
+    if adapter is None or config.lora.weights is not None:
         return None
-    return root_hash(config.kv_cache.salt, adapter=(config.lora.id, ""))
+    return root_hash(config.kv_cache.salt, adapter=(adapter.id, adapter.version))
 
 
 class PromptBlocks:
-    """Hashes of a prompt's full blocks, by the number of tokens in a block, computed when first asked for."""
+    """Hashes of a prompt's full blocks, computed on first use for each block size."""
 
     def __init__(self, root: int | None, token_ids: Sequence[int]) -> None:
         self._root = root
@@ -33,7 +37,7 @@ class PromptBlocks:
         self._by_size: dict[int, list[int]] = {}
 
     def hashes(self, tokens_per_block: int) -> list[int]:
-        """One for each full block; none where the KV cannot be reused."""
+        """One hash per full block; empty without reusable KV."""
         if self._root is None or tokens_per_block < 1:
             return []
         known = self._by_size.get(tokens_per_block)

@@ -1,10 +1,11 @@
-"""The filter of a placement: which workers can take an item, and how those that can are seen."""
+"""The filter of a placement: the workers that can take an item, and their load as the policies see it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 
-from trtmesh.router.placement.snapshot import PlacementQuery, WorkerSnapshot
+from trtmesh.router.placement.snapshot import Capability, PlacementQuery, WorkerSnapshot
 
 BREAKER_OPEN = "its breaker is open"
 ENOUGH_SIBLINGS = "it has enough siblings of the item"
@@ -12,18 +13,19 @@ SIBLINGS_ELSEWHERE = "the prefix is computed for a sibling elsewhere"
 
 
 def exclusions(fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> list[str]:
-    """Why each worker is not considered; '' for those that are.
+    """Why each worker is excluded, or '' for a candidate.
 
-    A worker that should rather not take the item (its breaker is open, it has enough of the item's siblings) is passed
-    over while there is another, and considered when there is none.
+    An open breaker or enough siblings of the item exclude a worker only while another one can take it.
     """
     model, tokens, fields, out = query.model, query.prompt_tokens, query.fields, query.exclude
+    needs = query.needs
     excluded = [
-        # In place, because nearly every worker of nearly every placement is fit, and a call costs twice as much.
+        # Inline, because a call would double the cost and nearly every worker is fit.
         ""
         if not w.problem
         and w.model == model
         and tokens < w.max_sequence_tokens
+        and needs <= w.capabilities
         and fields <= w.supported_fields
         and w.address not in out
         else _excluded_by(w, query)
@@ -34,21 +36,33 @@ def exclusions(fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> list[s
     return excluded
 
 
-def _excluded_by(worker: WorkerSnapshot, query: PlacementQuery) -> str:
-    """What is wrong with a worker that is not fit."""
+def unfit(worker: WorkerSnapshot, query: PlacementQuery) -> str:
+    """Why a worker cannot take any item of the query's kind, whatever its length and fields, or ''."""
     if worker.problem:
         return worker.problem
     if worker.address in query.exclude:
         return query.exclude[worker.address]
     if worker.model != query.model:
         return f"serves model {worker.model}"
+    return missing(query.needs, worker.capabilities)
+
+
+def missing(needs: AbstractSet[Capability], capabilities: AbstractSet[Capability]) -> str:
+    """The capabilities a worker lacks, as a reason, or ''."""
+    lacking = sorted(capability.value for capability in needs - capabilities)
+    return f"lacks {', '.join(lacking)}" if lacking else ""
+
+
+def _excluded_by(worker: WorkerSnapshot, query: PlacementQuery) -> str:
+    if why := unfit(worker, query):
+        return why
     if query.prompt_tokens >= worker.max_sequence_tokens:
         return f"takes prompts of fewer than {worker.max_sequence_tokens} tokens"
     return f"does not support {', '.join(sorted(query.fields - worker.supported_fields))}"
 
 
 def _pass_over(fleet: Sequence[WorkerSnapshot], query: PlacementQuery, excluded: list[str]) -> None:
-    """Leaves the best of the eligible by what speaks against them; notes it in `excluded` for the others."""
+    """Keeps the candidates with the weakest objection; notes the objection in `excluded` for the others."""
     eligible = [index for index, why in enumerate(excluded) if not why]
     against = [_against(fleet[index], query) for index in eligible]
     least = min(against, default=_NOTHING)[0]
@@ -61,7 +75,7 @@ _NOTHING = (0, "")
 
 
 def _against(worker: WorkerSnapshot, query: PlacementQuery) -> tuple[int, str]:
-    """How much speaks against a worker that can take the item, and what."""
+    """Weight and text of the objection to a candidate."""
     if worker.breaker_open:
         return 3, BREAKER_OPEN
     if worker.address in query.avoid:
@@ -72,8 +86,10 @@ def _against(worker: WorkerSnapshot, query: PlacementQuery) -> tuple[int, str]:
 
 
 def lift_cold(fleet: Sequence[WorkerSnapshot], eligible: Sequence[int]) -> Sequence[WorkerSnapshot]:
-    """The fleet with the load of workers in their slow start lifted towards the mean of the others, so that one that
-    has just joined gets its share of what comes and not all of it."""
+    """The fleet with the load of workers in slow start raised towards the mean of the others.
+
+    A new worker then gets its share of the items instead of all of them.
+    """
     warm = [worker for index in eligible if (worker := fleet[index]).warmth >= 1.0]
     if not warm or len(warm) == len(eligible):
         return fleet

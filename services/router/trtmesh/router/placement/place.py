@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from trtmesh.chassis.errors import NoWorker, PromptTooLong, TrtmeshError, UnsupportedField
 from trtmesh.router.placement.decision import Decision
-from trtmesh.router.placement.filters import exclusions, lift_cold
+from trtmesh.router.placement.filters import exclusions, lift_cold, unfit
 from trtmesh.router.placement.policies import POLICIES
 from trtmesh.router.placement.snapshot import PlacementQuery, WorkerSnapshot
 
 
 def place(policy: str, fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> Decision:
-    """The worker for an item. Raises NoWorker, PromptTooLong or UnsupportedField when none can."""
+    """Chooses the worker for an item. Raises NoWorker, PromptTooLong or UnsupportedField."""
     excluded = exclusions(fleet, query)
     eligible = [index for index, why in enumerate(excluded) if not why]
     if not eligible:
@@ -26,38 +26,28 @@ def place(policy: str, fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -
 
 
 def check_fields(fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> None:
-    """Raises UnsupportedField where workers of the model are there and none acts on the query's fields."""
-    model, fields = query.model, query.fields
-    able = []
-    for worker in fleet:
-        if not worker.problem and worker.model == model:
-            if fields <= worker.supported_fields:
-                return
-            able.append(worker)
-    if able:
-        raise _unsupported(able, query)
+    """Raises UnsupportedField if the model has usable workers and none of them supports the query's fields."""
+    fit = [worker for worker in fleet if not unfit(worker, query)]
+    if fit and not any(query.fields <= worker.supported_fields for worker in fit):
+        raise _unsupported(fit, query)
 
 
-def _unsupported(able: Sequence[WorkerSnapshot], query: PlacementQuery) -> UnsupportedField:
+def _unsupported(fit: Sequence[WorkerSnapshot], query: PlacementQuery) -> UnsupportedField:
     return UnsupportedField(
         f"not supported by any worker of model {query.model}; leave it out",
-        fields=tuple(sorted(query.fields - able[0].supported_fields)),
+        fields=tuple(sorted(query.fields - fit[0].supported_fields)),
     )
 
 
 def _refusal(
     fleet: Sequence[WorkerSnapshot], excluded: Sequence[str], query: PlacementQuery
 ) -> TrtmeshError:
-    able = [
-        worker
-        for worker in fleet
-        if not worker.problem
-        and worker.model == query.model
-        and worker.address not in query.exclude
-    ]
-    long_enough = [w for w in able if query.prompt_tokens < w.max_sequence_tokens]
-    if able and not long_enough:
-        most = max(worker.max_sequence_tokens for worker in able)
+    fit = [worker for worker in fleet if not unfit(worker, query)]
+    long_enough = [worker for worker in fit if query.prompt_tokens < worker.max_sequence_tokens]
+    if long_enough:
+        return _unsupported(long_enough, query)
+    if fit:
+        most = max(worker.max_sequence_tokens for worker in fit)
         return PromptTooLong(
             f"has {query.prompt_tokens} tokens, but with at least one new token a sequence of model {query.model} has"
             f" at most {most}; shorten it",
@@ -65,8 +55,6 @@ def _refusal(
             value=str(query.prompt_tokens),
             limit=f"below {most}",
         )
-    if long_enough:
-        return _unsupported(long_enough, query)
     reasons = "; ".join(
         f"{worker.worker or worker.address}: {why}"
         for worker, why in zip(fleet, excluded, strict=True)

@@ -1,66 +1,95 @@
-"""What a placement is decided from: the fleet at one moment, and what one item needs."""
+"""The input of a placement: the workers at this moment, and the needs of the item."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import NamedTuple
+
+from trtmesh.router.values.adapter import Adapter
+
+
+class Capability(Enum):
+    """What a worker can do for an item."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    EXACT_RESUMPTION = "exact resumption"
+    """Continues a sequence of another worker bit for bit."""
+    SINGLE_STOPS = "single stops"
+    """Stops one sequence of an item alone."""
+
+
+WHOLE = frozenset({Capability.PREFILL, Capability.DECODE})
+"""All phases of an item."""
 
 
 class WorkerSnapshot(NamedTuple):
-    """A worker at the moment of a placement, with everything that this router dispatched until then. A tuple, because
-    one is made for every dispatch, and a frozen dataclass of so many fields takes four times as long.
+    """A worker at the moment of a placement, including everything this router dispatched until then.
 
-    `problem` says why it cannot take items; '' when it can.
+    A tuple, because every dispatch makes one, and a frozen dataclass of this size takes four times as long.
     """
 
     address: str
     worker: str
     model: str
     problem: str
+    """Why it takes no items, or ''."""
     supported_fields: frozenset[str]
+    capabilities: frozenset[Capability] = frozenset(Capability)
+    adapters: frozenset[Adapter] = frozenset()
+    """Adapters in its memory."""
     max_sequence_tokens: int = sys.maxsize
     """Most tokens of a sequence, prompt included."""
     tokens_per_block: int = 0
-    """Tokens of a KV block whose events it tells; 0 where it tells none."""
+    """Tokens of a KV block; 0 if it reports no KV events."""
     last_turn: int = 0
-    """Number of the placement that chose it last; 0 when none did."""
+    """Number of the last placement on it; 0 for none."""
     sequences: int = 0
-    """Sequences that it runs or that wait there, those of other routers included."""
+    """Running and waiting sequences, including those of other routers."""
     wait_seconds: float = 0.0
-    """Predicted time until it would begin with another prompt."""
+    """Predicted time until it starts another prompt."""
     prefill_seconds: float = 0.0
-    """Predicted time to compute one prompt token."""
+    """Predicted time per prompt token."""
     step_seconds: float = 0.0
-    """Predicted time from one token to the next with one more sequence on it."""
+    """Predicted time per step with one more sequence."""
     pressure_seconds: float = 0.0
-    """Penalty for a KV cache that is nearly full."""
+    """Penalty for a nearly full KV cache."""
     warmth: float = 1.0
-    """0 when it has just joined, 1 from the end of its slow start on."""
+    """Progress of its slow start, from 0 to 1."""
     breaker_open: bool = False
-    """Whether it failed so often that it should rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementQuery:
-    """What an item needs. Everything that a decision depends on beside the fleet is here, chance included, so that a
-    decision can be repeated."""
+    """The needs of an item, or of its rest, on one worker.
+
+    Together with the fleet it determines the decision, chance included, so that a decision can be repeated. The item
+    states its needs; the fleet adds `new_tokens`, `cached_tokens`, `prefix` and `draw`.
+    """
 
     model: str
     fields: frozenset[str] = frozenset()
+    needs: frozenset[Capability] = WHOLE
+    adapter: Adapter | None = None
     prompt_tokens: int = 0
+    """Tokens to compute before the next one, including those generated elsewhere."""
+    sequences: int = 1
+    max_tokens: int | None = None
+    """Limit on new tokens per sequence."""
     new_tokens: int = 0
-    """Tokens that it is expected to generate."""
+    """Expected new tokens of all sequences."""
     cached_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Prompt tokens whose KV a worker has, by address; a worker that is not listed has none."""
+    """Prompt tokens with reusable KV, by address of the worker."""
     prefix: int | None = None
-    """Name of the prompt's first block; None where it has none or nobody reuses its KV."""
+    """Name of the prompt's first block; None without reusable KV."""
     exclude: Mapping[str, str] = field(default_factory=dict)
-    """Addresses of workers that must not take it, such as those that just failed it, and why."""
+    """Addresses of workers that must not take the item, with the reason."""
     avoid: frozenset[str] = frozenset()
-    """Addresses that have enough of this item's siblings: chosen only when no other worker can take it."""
+    """Addresses with enough siblings of the item: a last resort."""
     prefer: str = ""
-    """Address that computes the prefix which this item shares with a sibling; '' when there is none."""
+    """Address of the worker that computes the prefix for a sibling, or ''."""
     draw: int = 0
     """Random number in [0, 2**32) for policies that sample."""

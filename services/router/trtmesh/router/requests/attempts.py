@@ -1,20 +1,29 @@
-"""Where one item was tried in vain, and when that is enough."""
+"""Counts an item's failed attempts and decides which workers to leave out next."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from trtmesh.chassis.errors import NoWorker, QueueFull, TrtmeshError, WorkerLost
 
 Failures: TypeAlias = dict[str, TrtmeshError]
-"""Latest error of each worker, by address, that is left out for now."""
+"""Latest error of each worker to leave out, by address."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """Limits on an item's search for a worker."""
+
+    most_attempts: int
+    recovery_seconds: float
 
 
 class Attempts:
-    """Counts workers that were lost with an item, and remembers which to leave out for now.
+    """Attempts of one item.
 
-    What kills one worker may kill every worker: an item that gained no token between so many losses ends with an error
-    before it takes the fleet with it. An item that goes on between two losses is not the cause.
+    A poisonous item could take down every worker in turn, so it ends after `most` losses in a row without a new token.
+    An item that progresses between two losses is not the cause.
     """
 
     def __init__(self, most: int) -> None:
@@ -24,14 +33,11 @@ class Attempts:
         self._tokens_at_move = 0
         self.fruitless = 0
         self.loss: TrtmeshError | None = None
-        """How the worker was lost that was lost last."""
+        """Latest loss of a worker."""
         self.failures: Failures = {}
 
     def note(self, address: str, error: TrtmeshError, generated_tokens: int) -> bool:
-        """Notes a worker that does not go on with the item; False when that is enough.
-
-        A worker that had several sequences of the item counts once.
-        """
+        """Counts a failed worker, once for all of the item's sequences there; False after the last attempt."""
         known = self.failures.get(address)
         self.failures[address] = error
         if error.row.back_pressure or (known is not None and not known.row.back_pressure):
@@ -42,16 +48,16 @@ class Attempts:
         return self.fruitless < self._most
 
     def moved_from(self, address: str, error: TrtmeshError, tokens: int) -> Failures:
-        """Whom an item of so many tokens would leave out if it left a worker because of `error`.
+        """Workers to leave out if an item of `tokens` tokens left the worker at `address`.
 
-        Only that one: whoever failed before may be well again. But the item may be what stops its workers, so it does
-        not come back to them as often as it likes without gaining a token.
+        Workers that failed earlier may have recovered. They stay left out once the item has moved `most` times without
+        a new token, since the item itself may be what stops them.
         """
         known = self.failures if self._moves_without_gain(tokens) >= self._most else {}
         return {**known, address: error}
 
     def move(self, failures: Failures, tokens: int) -> None:
-        """The item leaves a worker; `failures` is what `moved_from` said."""
+        """Counts a move; `failures` comes from `moved_from`."""
         self._moves = self._moves_without_gain(tokens) + 1
         self._tokens_at_move = tokens
         self.failures = failures
@@ -61,30 +67,29 @@ class Attempts:
 
     @property
     def full(self) -> QueueFull | None:
-        """What a worker said that stays and is full; None when none did. One that drains leaves, and the item may wait
-        for what comes in its place."""
+        """Latest refusal by a full worker. A draining worker does not count: its replacement may take the item."""
         found = [e for e in self.failures.values() if isinstance(e, QueueFull)]
         return found[-1] if found else None
 
     def forgive(self) -> None:
-        """Leaves no worker out any more: the others did not take the item either."""
+        """Considers every worker again, after no other took the item."""
         self.failures.clear()
 
 
 def too_many_losses(losses: int, error: TrtmeshError) -> WorkerLost:
-    """Ends an item that was lost too often, the last time by `error`."""
+    """The error of an item after its last attempt."""
     return WorkerLost(
         f"{losses} workers in a row were lost with this item (max_attempts), the last one so: {error.message}",
         worker=error.worker,
     )
 
 
-def nobody_goes_on(loss: TrtmeshError | None, error: NoWorker) -> TrtmeshError:
-    """Ends an item that nobody takes, after `loss` where a worker had it before."""
+def unplaceable(loss: TrtmeshError | None, error: NoWorker) -> TrtmeshError:
+    """The error of an item without a worker, after the `loss` of its former one if it had one."""
     if loss is None:
         return error
     return WorkerLost(
-        f"{loss.message}; and nobody went on with the item: {error.message}",
+        f"{loss.message}; and no worker continues the item: {error.message}",
         worker=loss.worker,
         retry_after_ms=error.retry_after_ms,
     )

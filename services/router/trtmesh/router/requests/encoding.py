@@ -1,4 +1,4 @@
-"""The prompt of an item in ids, and the ids of its words."""
+"""Turns an item's texts into token ids."""
 
 from __future__ import annotations
 
@@ -6,42 +6,43 @@ from dataclasses import dataclass
 
 from trtmesh.chassis.errors import PromptEmpty
 from trtmesh.router.kv_index import PromptBlocks, prefix_root
-from trtmesh.router.tokenizers.pool import TokenizerPool
+from trtmesh.router.requests.context import RequestContext
+from trtmesh.router.values.adapter import Adapter
 from trtmesh.router.values.request import ItemRequest
 from trtmesh.v1 import tokenizer_pb2 as tokenizer_pb
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedItem:
-    """What a worker gets of an item's texts. `word_ids` has the ids of `ItemRequest.words`, in their order."""
+    """An item in token ids. `word_ids` has the ids of `ItemRequest.words`, in order."""
 
     token_ids: list[int]
     word_ids: list[tuple[int, ...]]
     blocks: PromptBlocks
+    adapter: Adapter | None = None
 
 
 NOT_ENCODED = EncodedItem([], [], PromptBlocks(None, ()))
-"""Of an item that was not encoded yet."""
 
 
-async def encode_item(
-    item: ItemRequest, tokenizers: TokenizerPool, model: str, request_id: str
-) -> EncodedItem:
-    """Texts to ids, all in one exchange with a tokenizer; ids need none. Raises PromptEmpty, or what the pool does."""
+async def encode_item(context: RequestContext, item: ItemRequest) -> EncodedItem:
+    """Encodes prompt and words in one exchange with a tokenizer. Raises PromptEmpty or the pool's errors."""
     prompt, words = item.prompt, item.words
     token_ids = list(prompt.token_ids or ())
     word_ids: list[tuple[int, ...]] = []
     if prompt.text is not None or words:
         command = tokenizer_pb.EncodeCommand(
-            request_id=request_id,
+            request_id=context.request_id,
             text=prompt.text,
             add_special_tokens=prompt.add_special_tokens,
             words=words,
         )
-        encoded = await tokenizers.encode(model, command)
+        encoded = await context.mesh.tokenizers.encode(context.model, command)
         word_ids = [tuple(word.ids) for word in encoded.words]
         if prompt.text is not None:
             token_ids = list(encoded.token_ids)
     if not token_ids:
         raise PromptEmpty("the prompt has no tokens; send at least one token or character")
-    return EncodedItem(token_ids, word_ids, PromptBlocks(prefix_root(item.config), token_ids))
+    adapter = context.mesh.fleet.adapter_of(context.model, item.config.lora)
+    blocks = PromptBlocks(prefix_root(item.config, adapter), token_ids)
+    return EncodedItem(token_ids, word_ids, blocks, adapter)

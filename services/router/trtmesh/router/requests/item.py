@@ -1,76 +1,66 @@
-"""One item, from admission to its terminal event. This file tells the story; every verb is a method below.
+"""The story of one item: admit → encode → place → generate → decode → finish.
 
-* A permit, taken when its request came, is held for exactly as long as the item lives.
-* Every item ends in one terminal event, whatever happens to its siblings.
-* When a tokenizer finds a stop text, the worker is told to stop.
-* A worker that is lost or full costs an item nothing but time: whatever was generated goes along to the next one.
-* Whoever stops waiting for an item stops its sequences, so that the worker computes nothing that nobody reads.
+* The item holds its permit for its whole life.
+* Every item ends with one terminal event, whatever happens to its siblings.
+* Placing books a plan on the fleet; a sequence that loses or leaves its worker is placed again with its tokens.
+* Decoding runs beside generation: worker → sequence → tokenizer → client, without this task.
+* When a tokenizer finds a stop text, the worker stops the sequence.
+* An item that nobody waits for stops its sequences, so that workers compute no unread tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from trtmesh.chassis.errors import NoWorker, TrtmeshError
 from trtmesh.chassis.logs import request_id_bound
 from trtmesh.router.admission import Permit
-from trtmesh.router.fleet.fleet import Placed
+from trtmesh.router.fleet.plan import Plan
 from trtmesh.router.requests.attempts import too_many_losses
+from trtmesh.router.requests.context import RequestContext
 from trtmesh.router.requests.dispatch import dispatch
 from trtmesh.router.requests.encoding import NOT_ENCODED, encode_item
 from trtmesh.router.requests.item_events import ItemEvents
-from trtmesh.router.requests.opening import open_sequences
-from trtmesh.router.requests.search import Search
-from trtmesh.router.streams.sequence import SequenceRun
+from trtmesh.router.requests.placer import Placer
+from trtmesh.router.streams.sequence import Charge, SequenceRun
 from trtmesh.router.values.request import ItemRequest
-from trtmesh.router.values.resumption import NOTHING, Received
 from trtmesh.v1 import generation_pb2 as pb
-
-if TYPE_CHECKING:
-    from trtmesh.router.requests.live_request import LiveRequest
 
 
 class ItemRun:
     """One live item."""
 
-    def __init__(
-        self, live: LiveRequest, item: ItemRequest, permit: Permit, received: Received = NOTHING
-    ) -> None:
-        self._permit = permit
-        self._live = live
-        self._events = ItemEvents(item, live)
-        self._mesh = live.mesh
+    def __init__(self, context: RequestContext, item: ItemRequest, permit: Permit) -> None:
+        self._context = context
+        self._mesh = context.mesh
         self._item = item
-        self._received = received
+        self._permit = permit
+        self._events = ItemEvents(item, context)
+        self._placer = Placer(context, item)
+        self._resumed = context.received.has(item.batch_index)
         self._stop_asked = False
         self._over = False
         self._encoded = NOT_ENCODED
         self._runs: list[SequenceRun] = []
-        self._search = Search(live.mesh.fleet, live.mesh.retry, item, live.request_id, live.model)
         self._error: TrtmeshError | None = None
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.encode_seconds = 0.0
         self.queue_seconds: float | None = None
-        """From its request's arrival to its first dispatch, encoding included; None before."""
+        """From the request's arrival to the first dispatch; None before."""
         self.stage = "admit"
         self.worker = ""
 
     async def live(self) -> None:
-        """Admit → encode → meet siblings → place and generate, on as many workers as it takes → finish."""
+        """Runs the item from admission to its terminal event."""
         self._task = asyncio.current_task()
-        with request_id_bound(self._live.request_id):
+        with request_id_bound(self._context.request_id):
             try:
-                if self._stop_asked:
-                    raise asyncio.CancelledError
-                await self._permit.admitted(self._item.config.priority)
+                await self._admit()
                 await self._encode()
-                await self._meet_siblings()
-                self._go_on_behind_received()
+                await self._open()
                 while not self._settled:
-                    await self._wait_for_client()
                     await self._place()
                     await self._generate()
                 self._finish()
@@ -78,25 +68,92 @@ class ItemRun:
                 self._events.failed(error, self.usage())
             except asyncio.CancelledError:
                 self._cancelled()
-            except Exception as error:  # noqa: BLE001 - a defect that one item meets ends that item alone, visibly
+            except Exception as error:  # noqa: BLE001 - a defect met by one item ends that item alone, visibly
                 self._events.broke(error, self.usage())
             finally:
                 self._abandon()
 
+    async def _admit(self) -> None:
+        if self._stop_asked:
+            raise asyncio.CancelledError
+        await self._permit.admitted(self._item.config.priority)
+
+    async def _encode(self) -> None:
+        self.stage = "encode"
+        # A request that no worker can serve must not load a tokenizer.
+        self._mesh.fleet.check_fields(self._context.model, self._item.worker_fields)
+        began = self._context.age_seconds()
+        self._encoded = await encode_item(self._context, self._item)
+        self.encode_seconds = self._context.age_seconds() - began
+        if not self._resumed:
+            self._context.spend(self.prompt_tokens)
+
+    async def _open(self) -> None:
+        """Waits for a sibling with the same prefix, then opens sequences that began on another router."""
+        self.stage = "place"
+        await self._placer.meet_siblings(self._encoded)
+        if self._resumed:
+            self._open_sequences()
+
+    async def _place(self) -> None:
+        """Dispatches all sequences without a worker, once the client has read enough and a worker takes them."""
+        while self._needs_worker and self._error is None:
+            self._news.clear()
+            if self._context.pace.paused:
+                self.stage = "paused"
+                await self._news.wait()
+                continue
+            self.stage = "place"
+            try:
+                plan = self._placer.place(self._encoded, self._runs)
+            except NoWorker as error:
+                await self._wait_for_worker(error)
+            else:
+                with plan:
+                    self._dispatch(plan)
+
+    async def _generate(self) -> None:
+        """Waits until all sequences ended, one failed, or one needs another worker."""
+        self.stage = "generate"
+        while not self._settled and not self._needs_worker and self._error is None:
+            self._news.clear()
+            await self._news.wait()
+        if self._error is not None:
+            raise self._error
+
+    def _finish(self) -> None:
+        self._events.finished(self._runs, self.usage())
+        tokens = self.generated_tokens / len(self._runs)
+        self._mesh.fleet.learn_new_tokens(self._context.model, tokens)
+
+    def _abandon(self) -> None:
+        """Stops the sequences that still run, on every way out."""
+        for run in self._runs:
+            run.abandon(pb.FINISH_REASON_CANCELLED)
+        self._placer.close()
+        if (recorder := self._mesh.recorder) is not None:
+            error = self._events.error
+            recorder.note(self._placer.trace(self._encoded, self.generated_tokens, error))
+        self._over = True
+        self.stage = "over"
+
     def stop(self) -> bool:
-        """Ends the item early; whatever was generated is delivered. False when it is over."""
+        """Ends the item early and delivers everything generated; False if it is over."""
         if self._over:
             return False
         self._stop_asked = True
-        if self._task is None:
-            # Its first step sees what was asked.
-            return True
-        if self._runs:
-            for run in self._runs:
-                run.stop(pb.FINISH_REASON_STOPPED)
-        else:
+        for run in self._runs:
+            run.stop(pb.FINISH_REASON_STOPPED)
+        if not self._runs and self._task is not None:
             self._task.cancel()
         return True
+
+    def dissolve(self) -> None:
+        """Breaks the reference cycles of an item that is over."""
+        self._runs = []
+        # A raised error holds frames that hold the item.
+        self._error = None
+        self._task = None
 
     @property
     def batch_index(self) -> int:
@@ -104,7 +161,7 @@ class ItemRun:
 
     @property
     def sequences(self) -> Sequence[SequenceRun]:
-        """Its sequences; none before a worker took it."""
+        """Its sequences; none before the first dispatch."""
         return self._runs
 
     @property
@@ -116,7 +173,6 @@ class ItemRun:
         return sum(len(run.token_ids) for run in self._runs)
 
     def usage(self) -> pb.Usage:
-        """What it consumed so far."""
         cached = [run.end.cached_prompt_tokens for run in self._runs if run.end is not None]
         return pb.Usage(
             prompt_tokens=self.prompt_tokens,
@@ -124,127 +180,65 @@ class ItemRun:
             generated_tokens=self.generated_tokens,
         )
 
-    async def _encode(self) -> None:
-        self.stage = "encode"
-        # What no worker can do costs no tokenizer anything.
-        self._mesh.fleet.check_fields(self._live.model, self._item.worker_fields)
-        began = self._live.age_seconds()
-        self._encoded = await encode_item(
-            self._item, self._mesh.tokenizers, self._live.model, self._live.request_id
-        )
-        self.encode_seconds = self._live.age_seconds() - began
-        if not self._received.has(self.batch_index):
-            self._live.spend(self.prompt_tokens)
-
-    def _go_on_behind_received(self) -> None:
-        """Opens the sequences of an item that began on another router; others are opened when they are placed."""
-        if self._received.has(self.batch_index):
-            self._open_sequences()
-
     @property
     def _settled(self) -> bool:
         return bool(self._runs) and all(run.over for run in self._runs)
 
     @property
     def _waiting(self) -> list[SequenceRun]:
-        """Sequences that no worker has."""
         return [run for run in self._runs if run.waits_for_worker]
 
     @property
     def _needs_worker(self) -> bool:
         return not self._runs or bool(self._waiting)
 
-    async def _meet_siblings(self) -> None:
-        """Lets the first of the items that begin alike compute what they share before the others go."""
-        self.stage = "place"
-        await self._search.meet_siblings(self._live.siblings, self._encoded)
-
-    async def _wait_for_client(self) -> None:
-        """Returns when the client has read enough for the item to go on; nothing of it is on a worker until then."""
-        while self._live.pace.paused and not self._settled and self._error is None:
-            self.stage = "paused"
-            self._news.clear()
-            await self._news.wait()
-
-    def on_pace(self) -> None:
-        """The client is slow: takes the sequences off their workers, save beams, which would begin again. Or it has
-        read, and they go on."""
-        if self._over or self._stop_asked:
-            return
-        if self._live.pace.paused and self._item.config.beam_search.beam_width == 1:
-            held = [run for run in self._runs if run.assignment is not None]
-            for run in held:
-                run.release()
-            self._mesh.metrics.moved["paused"] += len(held)
-        self._news.set()
-
-    async def _place(self) -> None:
-        """Dispatches what no worker has, and waits for a worker where none takes it; not for a client that is slow, and
-        not once a sequence failed."""
-        while self._needs_worker and self._error is None and not self._live.pace.paused:
-            self.stage = "place"
-            self._news.clear()
-            try:
-                placed = self._search.place(self._encoded, self._runs)
-            except NoWorker as error:
-                generated = bool(self.generated_tokens)
-                final = await self._search.wait(error, self._news, generated=generated)
-                if final is not None:
-                    self._give_up(final)
-            else:
-                with placed:
-                    self._dispatch(placed)
-                    self._search.dispatched(placed)
-
-    def move(self, runs: Sequence[SequenceRun], address: str, error: TrtmeshError) -> bool:
-        """Takes sequences away from a worker that is suspected of being dead, or shall be, if another one takes them.
-
-        They stay where none does: the worker may be well, and whatever it still generates is wanted.
-        """
-        if self._stop_asked or self._over:
-            return False
-        if not self._search.leave(self._encoded, self._runs, address, error):
-            return False
-        for run in runs:
-            run.release(error)
-        self._events.moved(len(runs), error)
-        self._news.set()
-        return True
-
-    def _give_up(self, error: TrtmeshError) -> None:
-        """No worker takes the item: it ends behind what was generated."""
-        if not self._runs:
-            raise error
-        for run in self._waiting:
-            run.give_up(error)
-
-    async def _generate(self) -> None:
-        """Waits until all sequences are over, one failed, or one needs another worker. Tokens flow beside this."""
-        self.stage = "generate"
-        while not self._settled and not self._needs_worker and self._error is None:
-            self._news.clear()
-            await self._news.wait()
-        if self._error is not None:
-            raise self._error
-
-    def _dispatch(self, placed: Placed) -> None:
-        """Gives the worker what no worker has."""
-        worker, first = placed.worker, not self._search.began
-        if first:
-            if not self._runs:
-                self._open_sequences()
-            self._search.begin_on(worker)
-        self.worker = worker.name
-        seed = dispatch(placed, self._live, self._item, self._encoded, self._waiting)
-        if first:
-            self.queue_seconds = self._live.age_seconds()
-            self._events.started(worker.name, seed, self._encoded.token_ids, self.queue_seconds)
-
     def _open_sequences(self) -> None:
-        self._runs = open_sequences(self._live, self._item, self._received.sequences, owner=self)
+        """Opens all sequences, at their start or at what the client received from another router."""
+        self._runs = [self._open_sequence(index) for index in range(self._item.config.sequences)]
+
+    def _open_sequence(self, sequence_index: int) -> SequenceRun:
+        context, item = self._context, self._item
+        run = SequenceRun(
+            item,
+            sequence_index,
+            request_id=context.request_id,
+            model=context.model,
+            arrival_time=context.arrival_time,
+            client=context.client,
+            owner=self,
+        )
+        received = context.received.sequences.get((item.batch_index, sequence_index))
+        if received is not None:
+            run.resume_from(received)
+        if context.bucket is not None:
+            run.charge = Charge(context.bucket.spend, len(run.token_ids))
+        if not run.over and (item.config.output.text or item.config.stopping.stop_texts):
+            self._mesh.tokenizers.attach(run)
+        return run
+
+    async def _wait_for_worker(self, error: NoWorker) -> None:
+        generated = bool(self.generated_tokens)
+        final = await self._placer.wait(error, self._news, generated=generated)
+        if final is None:
+            return
+        if not self._runs:
+            raise final
+        for run in self._waiting:
+            run.give_up(final)
+
+    def _dispatch(self, plan: Plan) -> None:
+        leg, first = plan.first, not self._placer.began
+        if not self._runs:
+            self._open_sequences()
+        self.worker = leg.worker.name
+        seed = dispatch(leg, self._context, self._item, self._encoded, self._waiting)
+        self._placer.dispatched(leg)
+        if first:
+            self.queue_seconds = self._context.age_seconds()
+            self._events.started(self.worker, seed, self._encoded.token_ids, self.queue_seconds)
 
     def on_settled(self, run: SequenceRun) -> None:
-        """A sequence is over: tells the client, and wakes the item when it was the last or it failed."""
+        """Tells the client about the end of a sequence; wakes the item if it was the last or failed."""
         if run.error is None:
             self._events.sequence_finished(run)
         else:
@@ -252,47 +246,46 @@ class ItemRun:
         if self._error is not None or self._settled:
             self._news.set()
 
-    def on_lost(self, run: SequenceRun, address: str, error: TrtmeshError) -> None:
-        """A worker does not go on with a sequence: another one shall, unless too many were lost with this item."""
-        if self._stop_asked:
-            run.stop(pb.FINISH_REASON_STOPPED)
-        elif not self._search.attempts.note(address, error, self.generated_tokens):
-            run.give_up(too_many_losses(self._search.attempts.fruitless, error))
+    def on_pace(self) -> None:
+        """Pauses or continues the item with its client. Beams are not paused, since they would restart."""
+        if self._over or self._stop_asked:
+            return
+        if self._context.pace.paused and self._item.config.beam_search.beam_width == 1:
+            self._move([run for run in self._runs if run.assignment is not None], "paused")
         else:
-            self._events.lost(error)
             self._news.set()
 
-    def _finish(self) -> None:
-        self._events.finished(self._runs, self.usage())
-        tokens = self.generated_tokens / len(self._runs)
-        self._mesh.fleet.learn_new_tokens(self._live.model, tokens)
+    def leave(self, runs: Sequence[SequenceRun], address: str, error: TrtmeshError) -> bool:
+        """Leaves a suspect or draining worker if another one has room; else stays, since its tokens are welcome."""
+        if self._stop_asked or self._over:
+            return False
+        if not self._placer.has_place(self._encoded, self._runs, address, error):
+            return False
+        self._move(runs, "moved", error)
+        return True
+
+    def on_lost(self, run: SequenceRun, address: str, error: TrtmeshError) -> None:
+        """Continues a lost sequence elsewhere, unless too many workers were lost with the item."""
+        if self._stop_asked:
+            run.stop(pb.FINISH_REASON_STOPPED)
+        elif not self._placer.attempts.note(address, error, self.generated_tokens):
+            run.give_up(too_many_losses(self._placer.attempts.fruitless, error))
+        else:
+            self._move([run], error.reason.lower(), error)
+
+    def _move(
+        self, runs: Sequence[SequenceRun], cause: str, error: TrtmeshError | None = None
+    ) -> None:
+        """Takes sequences off their workers and wakes the item, which places them again with their tokens."""
+        for run in runs:
+            run.release(error)
+        self._events.moved(len(runs), cause, error)
+        self._news.set()
 
     def _cancelled(self) -> None:
-        """Cancelled by `stop` before it was dispatched, or because the client is gone."""
+        """Ends an item that was stopped before its dispatch, or lost its client."""
         reason = pb.FINISH_REASON_STOPPED if self._stop_asked else pb.FINISH_REASON_CANCELLED
-        if self._stop_asked and not self._runs:
-            # What its client has of it from another router ends there.
-            self._go_on_behind_received()
+        if self._stop_asked and not self._runs and self._resumed:
+            # Output from another router ends where the client received it.
+            self._open_sequences()
         self._events.cut_off(self._runs, reason, self.usage())
-
-    def dissolve(self) -> None:
-        """The item is over and nobody asks for it any more."""
-        self._runs = []
-        # Where it was raised it holds the frames, and they the item.
-        self._error = None
-        self._task = None
-
-    def _abandon(self) -> None:
-        """Stops whatever still runs; nothing to do for an item that came to its end."""
-        for run in self._runs:
-            run.abandon(pb.FINISH_REASON_CANCELLED)
-        self._search.close(
-            self._mesh.recorder,
-            self._live.arrival_time,
-            self._encoded,
-            self.generated_tokens,
-            self._events.error,
-        )
-        self._over = True
-        self.stage = "over"
-        self._live.on_item_over()

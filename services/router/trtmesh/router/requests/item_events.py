@@ -1,43 +1,42 @@
-"""What the client of an item hears of it beside its tokens, and what is counted and logged with that."""
+"""Tells the client about an item beside its tokens, with the metrics and logs of each event."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.errors import InternalError, TrtmeshError
 from trtmesh.chassis.logs import request_id_bound
+from trtmesh.router.requests.context import RequestContext
 from trtmesh.router.streams.sequence import SequenceRun
 from trtmesh.router.values.request import ItemRequest
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
-if TYPE_CHECKING:
-    from trtmesh.router.requests.live_request import LiveRequest
-
 log = logging.getLogger(__name__)
 
 
 class ItemEvents:
-    """Puts the events of one item to its client.
+    """Events of one item.
 
-    Workers are lost in tasks that are no request's, so what is logged of that names the request by itself.
+    Losses are reported from the tasks of workers, so their log lines bind the request id here.
     """
 
-    def __init__(self, item: ItemRequest, live: LiveRequest) -> None:
+    def __init__(self, item: ItemRequest, context: RequestContext) -> None:
         self._item = item
-        self._request_id = live.request_id
-        self._client = live.client
-        self._metrics = live.mesh.metrics
+        self._request_id = context.request_id
+        self._client = context.client
+        self._metrics = context.mesh.metrics
         self.error = ""
-        """Reason word of what the item failed by."""
+        """Reason word of the failure."""
 
-    def started(self, worker: str, seed: int, token_ids: Sequence[int], queue: float) -> None:
-        """A worker takes the item, `queue` seconds after its request came."""
+    def started(
+        self, worker: str, seed: int, token_ids: Sequence[int], queue_seconds: float
+    ) -> None:
+        """The first worker took the item."""
         self._metrics.tokens_in += len(token_ids)
-        self._metrics.queue.observe(queue)
+        self._metrics.queue.observe(queue_seconds)
         self._metrics.prompt_tokens.observe(len(token_ids))
         echo = () if self._item.config.output.exclude_prompt else token_ids
         started = router_pb.ItemStarted(
@@ -64,7 +63,7 @@ class ItemEvents:
         self._put(event)
 
     def finished(self, runs: Sequence[SequenceRun], usage: pb.Usage) -> None:
-        """All sequences came to their ends."""
+        """All sequences ended."""
         perf_metrics = None
         for run in runs:
             if run.end is not None and run.end.perf_metrics is not None:
@@ -78,26 +77,22 @@ class ItemEvents:
         reason: pb.FinishReason.ValueType,
         usage: pb.Usage,
     ) -> None:
-        """The item was stopped before it was dispatched, or its client is gone."""
+        """The item was stopped before its dispatch, or its client left."""
         for run in runs:
             if run.cut_off(reason):
                 self.sequence_finished(run)
         self._put_finished(reason, usage, None)
 
-    def moved(self, sequences: int, error: TrtmeshError) -> None:
-        """So many sequences leave their worker, because of `error`, for one that has a place for them."""
-        self._metrics.moved["moved"] += sequences
-        with request_id_bound(self._request_id):
-            log.info("item %d moves: %s", self._item.batch_index, error.message)
-
-    def lost(self, error: TrtmeshError) -> None:
-        """A worker does not go on with a sequence."""
-        self._metrics.moved[error.reason.lower()] += 1
-        with request_id_bound(self._request_id):
-            log.info("item %d looks for another worker: %s", self._item.batch_index, error.message)
+    def moved(self, sequences: int, cause: str, error: TrtmeshError | None) -> None:
+        """Sequences left their worker, because of `error` unless their client is slow."""
+        self._metrics.moved[cause] += sequences
+        if error is not None:
+            with request_id_bound(self._request_id):
+                index = self._item.batch_index
+                log.info("item %d looks for another worker: %s", index, error.message)
 
     def broke(self, defect: Exception, usage: pb.Usage) -> None:
-        """The item met a defect."""
+        """The item met a defect of this software."""
         log.error(
             "item %d failed for an unforeseen reason", self._item.batch_index, exc_info=defect
         )

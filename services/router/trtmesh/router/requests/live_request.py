@@ -1,4 +1,4 @@
-"""One request while its RPC runs, and what every request needs."""
+"""One request for the duration of its RPC."""
 
 from __future__ import annotations
 
@@ -8,47 +8,20 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from trtmesh.chassis.errors import TrtmeshError
-from trtmesh.router.admission import Admission, Bucket, Permit, RateLimiter
-from trtmesh.router.fleet.fleet import Fleet
-from trtmesh.router.metrics import RouterMetrics
-from trtmesh.router.replay import Recorder
+from trtmesh.router.admission import Bucket, Permit
+from trtmesh.router.requests.context import Mesh, RequestContext
 from trtmesh.router.requests.item import ItemRun
-from trtmesh.router.requests.siblings import SiblingRules, Siblings
+from trtmesh.router.requests.siblings import Siblings
 from trtmesh.router.streams.client_stream import ClientStream
 from trtmesh.router.streams.pace import Pace, PaceRules
-from trtmesh.router.streams.turns import Turns
-from trtmesh.router.tokenizers.pool import TokenizerPool
 from trtmesh.router.values.request import GenerationRequest
 from trtmesh.router.values.resumption import Received
 from trtmesh.v1 import router_pb2 as router_pb
 
 
 @dataclass(frozen=True, slots=True)
-class Retry:
-    """How long an item looks for a worker."""
-
-    most_attempts: int
-    recovery_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Mesh:
-    """What every request needs."""
-
-    fleet: Fleet
-    tokenizers: TokenizerPool
-    admission: Admission
-    rate_limiter: RateLimiter
-    metrics: RouterMetrics
-    turns: Turns
-    retry: Retry
-    siblings: SiblingRules
-    recorder: Recorder | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Admitted:
-    """What a request that may run has: a permit for each item, and the bucket that its tokens are taken from."""
+    """The right of a request to run: a permit per item, and the token bucket of its API key."""
 
     model: str
     permits: Sequence[Permit]
@@ -57,7 +30,7 @@ class Admitted:
 
 
 class LiveRequest:
-    """One request while its RPC runs."""
+    """One request for the duration of its RPC."""
 
     def __init__(
         self,
@@ -68,61 +41,67 @@ class LiveRequest:
         remaining_seconds: float | None,
         pace: PaceRules,
     ) -> None:
-        loop = asyncio.get_running_loop()
-        self.mesh = mesh
-        self.request_id = request.request_id
-        self.model = admitted.model
-        self.api_key = admitted.api_key
-        self.permits = admitted.permits
-        self.bucket = admitted.bucket
-        self.drawn_seed = secrets.randbits(64)
+        now = asyncio.get_running_loop().time()
+        seed = secrets.randbits(64)
         accepted = router_pb.RequestAccepted(
-            request_id=request.request_id, model=self.model, seed=self.drawn_seed
+            request_id=request.request_id, model=admitted.model, seed=seed
         )
-        opening = router_pb.GenerateEvent(accepted=accepted)
-        self.client = ClientStream(opening, mesh.turns, pace.credit)
+        self.client = ClientStream(
+            router_pb.GenerateEvent(accepted=accepted), mesh.turns, pace.credit
+        )
         self.pace = Pace(pace, self.client, mesh.metrics, self._on_pace, self.end)
         self.client.watcher = self.pace
-        self.arrival_time = loop.time()
-        self.siblings = Siblings(mesh.siblings)
+        self.context = RequestContext(
+            mesh=mesh,
+            request_id=request.request_id,
+            model=admitted.model,
+            drawn_seed=seed,
+            received=received,
+            client=self.client,
+            pace=self.pace,
+            siblings=Siblings(mesh.siblings),
+            bucket=admitted.bucket,
+            arrival_time=now,
+            deadline=None if remaining_seconds is None else now + remaining_seconds,
+        )
+        self.api_key = admitted.api_key
+        self.permits = admitted.permits
         self.ended: TrtmeshError | None = None
-        """Why this router ended the call, where it did."""
+        """Error by which this router ended the call."""
         self.gone = asyncio.Event()
-        self._deadline = None if remaining_seconds is None else loop.time() + remaining_seconds
         self._handler = asyncio.current_task()
         self.items = [
-            ItemRun(self, item, permit, received)
+            ItemRun(self.context, item, permit)
             for item, permit in zip(received.rest_of(request), self.permits, strict=True)
         ]
-        self._items_over = 0
+        self._live_items = len(self.items)
         if not self.items:
             self.client.close()
 
-    def age_seconds(self) -> float:
-        return asyncio.get_running_loop().time() - self.arrival_time
-
-    def spend(self, tokens: int) -> None:
-        """Takes tokens from those that the caller's API key may use."""
-        if self.bucket is not None:
-            self.bucket.spend(tokens, asyncio.get_running_loop().time())
-
-    def remaining_ms(self) -> int | None:
-        """Time until the client's deadline, at least 1; None when it has none."""
-        if self._deadline is None:
-            return None
-        remaining = self._deadline - asyncio.get_running_loop().time()
-        return min(max(1, int(remaining * 1000)), 2**32 - 1)
+    async def run(self, item: ItemRun) -> None:
+        """Runs one item; the last one to end closes the client's stream."""
+        try:
+            await item.live()
+        finally:
+            self._live_items -= 1
+            if not self._live_items:
+                self.client.close()
 
     def stop(self, batch_indexes: Collection[int]) -> int:
-        """Stops some items, or all when none is named; how many were live."""
+        """Stops some items, or all if none is named; returns the number of live ones among them."""
         chosen = [
             item for item in self.items if not batch_indexes or item.batch_index in batch_indexes
         ]
         return sum(item.stop() for item in chosen)
 
+    def end(self, error: TrtmeshError) -> None:
+        """Ends the call with an error, even if its handler is stuck in a write to a stalled client."""
+        if self.ended is None and self._handler is not None:
+            self.ended = error
+            self._handler.cancel()
+
     def dissolve(self) -> None:
-        """Nothing of the request happens any more: lets go of its parts, which know each other and would wait for the
-        collector of cycles, which comes rarely."""
+        """Breaks the reference cycles of a request that is over, so that its memory is freed at once."""
         self.client.watcher = None
         for item in self.items:
             item.dissolve()
@@ -132,14 +111,3 @@ class LiveRequest:
     def _on_pace(self) -> None:
         for item in self.items:
             item.on_pace()
-
-    def on_item_over(self) -> None:
-        self._items_over += 1
-        if self._items_over == len(self.items):
-            self.client.close()
-
-    def end(self, error: TrtmeshError) -> None:
-        """Ends the call with an error, also where its handler is stuck in a write because the client does not read."""
-        if self.ended is None and self._handler is not None:
-            self.ended = error
-            self._handler.cancel()

@@ -17,7 +17,8 @@ from trtmesh.chassis.errors import (
 )
 from trtmesh.router.admission import Permit
 from trtmesh.router.admission.rate_limit import ANONYMOUS
-from trtmesh.router.requests.live_request import Admitted, LiveRequest, Mesh
+from trtmesh.router.requests.context import Mesh
+from trtmesh.router.requests.live_request import Admitted, LiveRequest
 from trtmesh.router.streams.pace import PaceRules
 from trtmesh.router.values.request import GenerationRequest
 from trtmesh.router.values.resumption import NOTHING, Received
@@ -41,11 +42,10 @@ class Requests:
         remaining_seconds: float | None,
         api_key: str = ANONYMOUS,
     ) -> AsyncIterator[LiveRequest]:
-        """Runs a request's items while inside; leaving stops those that are not over. `api_key` is the name of the
-        caller's API key, never the key."""
+        """Runs a request's items inside the context and stops the rest on exit. `api_key` is the key's hash."""
         if request.request_id in self.live:
             raise AlreadyExists(
-                f"request {request.request_id!r} is live; choose another request_id"
+                f"{request.request_id!r} is live; choose another", field="request_id"
             )
         admitted = self._admit(request, NOTHING, api_key)
         async with self._run(request, admitted, NOTHING, remaining_seconds) as live:
@@ -59,14 +59,13 @@ class Requests:
         remaining_seconds: float | None,
         api_key: str = ANONYMOUS,
     ) -> AsyncIterator[LiveRequest]:
-        """Likewise, what was not received of a request. Its call that is live here ends once this one is admitted, and
-        goes on where it is not."""
+        """Runs the rest of a request as `open` does. Once admitted it ends the request's live call, if there is one."""
         former = self._former_call(request.request_id, api_key)
         admitted = self._admit(request, received, api_key, former)
         try:
             await self._end_former_calls(request.request_id, api_key)
         except BaseException:
-            # Its client may be gone meanwhile.
+            # The client may be gone by now.
             for permit in admitted.permits:
                 permit.give_back()
             raise
@@ -84,16 +83,16 @@ class Requests:
         live = LiveRequest(self._mesh, request, admitted, received, remaining_seconds, self._pace)
         self.live[request.request_id] = live
         self._empty.clear()
-        tasks = [asyncio.create_task(item.live()) for item in live.items]
+        tasks = [asyncio.create_task(live.run(item)) for item in live.items]
         for task, permit in zip(tasks, admitted.permits, strict=True):
-            # A callback, because a task that is cancelled before its first step runs nothing of its own.
+            # A callback, because a task cancelled before its first step never runs its own code.
             task.add_done_callback(partial(_give_back, permit))
         try:
             yield live
         finally:
             for task in tasks:
                 task.cancel()
-            # Before anything is awaited: a client may cancel at this very moment too, and would cut off what follows.
+            # Before any await, which a cancellation by the client could interrupt.
             del self.live[request.request_id]
             live.gone.set()
             live.pace.close()
@@ -104,12 +103,12 @@ class Requests:
             live.dissolve()
 
     def stop(self, request_id: str, batch_indexes: Collection[int]) -> int:
-        """Stops items of a request; 0 when it is unknown or over."""
+        """Stops items of a request; returns the number of live ones, 0 for an unknown request."""
         live = self.live.get(request_id)
         return live.stop(batch_indexes) if live else 0
 
     def served_model(self, name: str) -> str:
-        """The model of that name, or the only one for ''. Raises NoWorker where none is known, and ModelNotFound."""
+        """Resolves a model's name; '' means the only model. Raises NoWorker or ModelNotFound."""
         models = self._mesh.fleet.models()
         if name in models:
             return name
@@ -126,27 +125,26 @@ class Requests:
         """Refuses new requests and waits until none is live."""
         self._draining = True
         while self.live:
-            # One that ends may make way for another call of the same request.
+            # A call may end in favour of another call of its request.
             await self._empty.wait()
 
     def end_slow_clients(self) -> None:
-        """Ends requests whose clients let too much wait, or wait too long."""
+        """Ends requests of clients past their limits."""
         now = asyncio.get_running_loop().time()
         for live in self.live.values():
             live.pace.judge(now)
 
     def send_away(self) -> None:
-        """Ends the calls of all live requests; their clients may go on elsewhere."""
+        """Ends the calls of all live requests; their clients may resume on another router."""
         for live in self.live.values():
             live.end(Draining("this router stops; resume the request on another"))
 
     def _former_call(self, request_id: str, api_key: str) -> LiveRequest | None:
-        """The live call of a request whose client comes back with another one. Raises AlreadyExists where it belongs to
-        somebody else."""
+        """The live call of a request, or None. Raises AlreadyExists if another API key owns it."""
         live = self.live.get(request_id)
         if live is not None and live.api_key != api_key:
             raise AlreadyExists(
-                f"request {request_id!r} is live with another API key; choose another request_id"
+                f"{request_id!r} is live with another API key; choose another", field="request_id"
             )
         return live
 
@@ -162,12 +160,12 @@ class Requests:
         api_key: str,
         former: LiveRequest | None = None,
     ) -> Admitted:
-        """Lets a request in, in the place of its `former` call where that ends for it, or says why not."""
+        """Admits a request, in the place of its `former` call if that one still runs. Raises the refusal."""
         model = self.served_model(request.model)
         if self._draining:
             raise Draining("this router is draining; send the request to another", retry_after_ms=0)
         if former is not None and former.ended is not None:
-            # Another call has its place.
+            # A third call took its place.
             former = None
         now = asyncio.get_running_loop().time()
         bucket = self._mesh.rate_limiter.bucket_of(api_key, now)

@@ -1,8 +1,7 @@
-"""Items of one request that begin alike: the first computes what they share, the others wait for it and follow.
+"""Items of one request with a common prefix: one leader computes it on a worker, the others wait and follow there.
 
-Together they would each compute the whole prompt, on one worker or on several; one after another they compute what they
-share once. At most so many follow to one worker; the next one leads a group of its own, on another worker if there is
-one, so that a large request still spreads.
+A group is capped, and the item beyond the cap leads a group of its own, on another worker if possible, so that a large
+request still spreads.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from dataclasses import dataclass, field
 from trtmesh.router.placement.load_guard import Booking
 
 LEAST_SHARED_BLOCKS = 2
-"""Blocks that items must share to be worth waiting for each other."""
+"""Shortest common prefix worth a wait, in blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class SiblingRules:
-    """How many siblings share a worker, and how long one waits for what another computes."""
+    """Most items of a group, and the longest wait for its leader."""
 
     most_together: int
     wait_seconds: float
@@ -35,35 +34,35 @@ class _Group:
 
 
 class Seat:
-    """An item's place among its siblings."""
+    """One item's place in a group."""
 
     def __init__(self, group: _Group, avoid: frozenset[str], wait_seconds: float) -> None:
         self._group = group
         self._wait_seconds = wait_seconds
         self.leads = group.members == 1
         self.avoid = avoid
-        """Addresses of workers that have enough siblings; for a leader."""
+        """Addresses of workers with a full group; for a leader."""
 
     @property
     def prefer(self) -> str:
-        """Address of the leader's worker, for a follower; '' when there is none."""
+        """Address of the leader's worker, for a follower, or ''."""
         return "" if self.leads else self._group.address
 
     async def wait(self) -> None:
-        """Returns when what is shared was computed, or its leader is over, or it takes too long."""
+        """Waits until the leader has computed the prefix or is over, within the limit."""
         if not self.leads:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._wait_seconds):
                     await self._group.computed.wait()
 
     def dispatched(self, address: str, booking: Booking) -> None:
-        """The item is on its way to a worker."""
+        """The item was sent to a worker."""
         if self.leads and not self._group.address:
             self._group.address = address
             booking.when_computed = self._group.computed.set
 
     def close(self) -> None:
-        """The item is over: nobody waits for it any more."""
+        """The item is over: its followers stop waiting."""
         if self.leads:
             self._group.computed.set()
 
@@ -76,7 +75,7 @@ class Siblings:
         self._groups: defaultdict[int, list[_Group]] = defaultdict(list)
 
     def find(self, blocks: Sequence[int]) -> Seat | None:
-        """A seat in a group that the item may follow; None when there is no group."""
+        """A seat in the group with this prefix, or at the head of a new one beyond the cap; None without a group."""
         key = _key(blocks)
         if key is None or not self._groups[key]:
             return None
@@ -87,7 +86,7 @@ class Siblings:
         return Seat(last, frozenset(), self._rules.wait_seconds)
 
     def lead(self, blocks: Sequence[int]) -> Seat | None:
-        """A seat at the head of a new group; None for a prompt that is too short to share anything."""
+        """A seat at the head of a new group; None for a prompt too short to share."""
         key = _key(blocks)
         if key is None:
             return None
@@ -98,5 +97,5 @@ class Siblings:
 
 
 def _key(blocks: Sequence[int]) -> int | None:
-    """Equal for prompts that share enough blocks: a block's hash covers all before it."""
+    """Equal for prompts with a common prefix, since a block's hash covers all blocks before it."""
     return blocks[LEAST_SHARED_BLOCKS - 1] if len(blocks) >= LEAST_SHARED_BLOCKS else None

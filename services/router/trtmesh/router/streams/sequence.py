@@ -56,8 +56,8 @@ class Owner(Protocol):
     def on_lost(self, run: SequenceRun, address: str, error: TrtmeshError) -> None:
         """The worker at `address` lost a live sequence, which has no worker now."""
 
-    def move(self, runs: Sequence[SequenceRun], address: str, error: TrtmeshError) -> bool:
-        """Takes sequences off the worker at `address` because of `error`; False if no other worker has room now."""
+    def leave(self, runs: Sequence[SequenceRun], address: str, error: TrtmeshError) -> bool:
+        """Moves sequences off the worker at `address` because of `error`; False if no other worker has room now."""
 
 
 class Decoder(Protocol):

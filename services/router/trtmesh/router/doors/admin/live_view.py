@@ -34,13 +34,13 @@ def describe_request(live: LiveRequest, name_of: NameOf) -> pb.LiveRequest:
     """A request as it is at this moment."""
     client, now = live.client, asyncio.get_running_loop().time()
     return pb.LiveRequest(
-        request_id=live.request_id,
-        model=live.model,
-        age_ms=int(live.age_seconds() * 1000),
+        request_id=live.context.request_id,
+        model=live.context.model,
+        age_ms=int(live.context.age_seconds() * 1000),
         items=[_describe_item(item, name_of) for item in live.items],
         waiting_tokens=client.waiting_tokens,
         unread_ms=int(client.unread_seconds(now) * 1000),
-        remaining_ms=live.remaining_ms(),
+        remaining_ms=live.context.remaining_ms(),
     )
 
 

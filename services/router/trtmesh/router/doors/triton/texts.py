@@ -115,5 +115,5 @@ class _Whole:
     def on_lost(self, run: SequenceRun, address: str, error: TrtmeshError) -> None:
         raise AssertionError("no worker ever had it")
 
-    def move(self, runs: Sequence[SequenceRun], address: str, error: TrtmeshError) -> bool:
+    def leave(self, runs: Sequence[SequenceRun], address: str, error: TrtmeshError) -> bool:
         return False

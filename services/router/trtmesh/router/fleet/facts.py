@@ -1,0 +1,106 @@
+"""A worker's description and reports, as values of this router."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Self
+
+from trtmesh.router.placement import WHOLE, Capability
+from trtmesh.router.placement.rates import Report
+from trtmesh.router.values.adapter import Adapter
+from trtmesh.router.values.request import with_texts
+from trtmesh.v1 import engine_pb2 as pb
+
+PHASES_OF_ROLE = {
+    pb.WORKER_ROLE_PREFILL: {Capability.PREFILL},
+    pb.WORKER_ROLE_DECODE: {Capability.DECODE},
+}
+"""Phases of the roles that compute only part of an item."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What two workers share if one can continue the other's items; '' matches any."""
+
+    model_fingerprint: str = ""
+    tokenizer_fingerprint: str = ""
+
+    def fits(self, other: Identity) -> bool:
+        return _equal(self.model_fingerprint, other.model_fingerprint) and _equal(
+            self.tokenizer_fingerprint, other.tokenizer_fingerprint
+        )
+
+
+def _equal(one: str, other: str) -> bool:
+    return not one or not other or one == other
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """A worker as GetEngineResponse describes it."""
+
+    identity: Identity = Identity()
+    capabilities: frozenset[Capability] = WHOLE
+    supported_fields: frozenset[str] = frozenset()
+    max_sequence_tokens: int = sys.maxsize
+    tokens_per_block: int = 0
+
+    @classmethod
+    def of(cls, engine: pb.GetEngineResponse) -> Self:
+        return cls(
+            Identity(engine.model_fingerprint, engine.tokenizer_fingerprint),
+            capabilities_of(engine),
+            with_texts(engine.supported_fields),
+            engine.max_sequence_tokens or sys.maxsize,
+            engine.tokens_per_block,
+        )
+
+
+def capabilities_of(engine: pb.GetEngineResponse) -> frozenset[Capability]:
+    found = set(PHASES_OF_ROLE.get(engine.role, WHOLE))
+    if engine.resumes_exactly:
+        found.add(Capability.EXACT_RESUMPTION)
+    if engine.stops_single_sequences:
+        found.add(Capability.SINGLE_STOPS)
+    return frozenset(found)
+
+
+def held_adapters(
+    before: frozenset[Adapter], states: Iterable[pb.AdapterState]
+) -> frozenset[Adapter]:
+    """The adapters in a worker's memory after changed states."""
+    held = {adapter.id: adapter for adapter in before}
+    for state in states:
+        if state.place in (pb.ADAPTER_PLACE_HOST, pb.ADAPTER_PLACE_DEVICE):
+            held[state.id] = Adapter(state.id, state.name, state.version)
+        else:
+            held.pop(state.id, None)
+    return frozenset(held.values())
+
+
+def tokenizer_mismatch(engine: pb.GetEngineResponse, fingerprint: str) -> str:
+    """Why a worker's tokenizer does not fit the mesh, whose tokenizer has `fingerprint`, or ''."""
+    theirs = engine.tokenizer_fingerprint
+    if not theirs or not fingerprint or theirs == fingerprint:
+        return ""
+    return (
+        f"its tokenizer has the fingerprint {theirs} but the mesh encodes with {fingerprint}; serve the same"
+        " tokenizer files to both"
+    )
+
+
+def report_of(load: pb.Load, now: float) -> Report:
+    """A load report that arrived at `now`."""
+    return Report(
+        at=now,
+        busy_seconds=load.busy_seconds,
+        step_count=load.step_count,
+        running_sequences=load.running_sequences,
+        waiting_sequences=load.waiting_sequences,
+        pending_prompt_tokens=load.pending_prompt_tokens,
+        computed_prompt_tokens=load.computed_prompt_tokens,
+        used_blocks=load.used_blocks,
+        total_blocks=load.total_blocks,
+    )

@@ -1,0 +1,46 @@
+"""Where an item runs: one leg that computes all of it, or several with a phase each."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Self
+
+from trtmesh.router.fleet.worker import Worker
+from trtmesh.router.placement import Capability, Decision
+from trtmesh.router.placement.load_guard import Booking
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """A worker, the booking there, and the phases it computes."""
+
+    worker: Worker
+    booking: Booking
+    phases: frozenset[Capability]
+    decision: Decision
+
+
+@dataclass(slots=True)
+class Plan:
+    """The legs of an item in the order of its phases.
+
+    As a context manager it gives back the bookings of all legs on an error. Otherwise each booking belongs to the
+    sequences dispatched with it.
+    """
+
+    legs: list[Leg] = field(default_factory=list)
+
+    @property
+    def first(self) -> Leg:
+        """The leg that takes the prompt."""
+        return self.legs[0]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            now = asyncio.get_running_loop().time()
+            for leg in self.legs:
+                leg.booking.release(now)

@@ -1,0 +1,68 @@
+"""What a request gives each of its items."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from trtmesh.router.admission import Admission, Bucket, RateLimiter
+from trtmesh.router.fleet.fleet import Fleet
+from trtmesh.router.metrics import RouterMetrics
+from trtmesh.router.replay import Recorder
+from trtmesh.router.requests.attempts import Retry
+from trtmesh.router.requests.siblings import SiblingRules, Siblings
+from trtmesh.router.streams.client_stream import ClientStream
+from trtmesh.router.streams.pace import Pace
+from trtmesh.router.streams.turns import Turns
+from trtmesh.router.tokenizers.pool import TokenizerPool
+from trtmesh.router.values.resumption import Received
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Parts of the router that all requests share."""
+
+    fleet: Fleet
+    tokenizers: TokenizerPool
+    admission: Admission
+    rate_limiter: RateLimiter
+    metrics: RouterMetrics
+    turns: Turns
+    retry: Retry
+    siblings: SiblingRules
+    recorder: Recorder | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """One admitted request, as its items see it. Times are the event loop's."""
+
+    mesh: Mesh
+    request_id: str
+    model: str
+    drawn_seed: int
+    """Seed of items without one of their own."""
+    received: Received
+    """Output that the client already has from another call."""
+    client: ClientStream
+    pace: Pace
+    siblings: Siblings
+    bucket: Bucket | None
+    """Token bucket of the API key; None without a rate limit."""
+    arrival_time: float
+    deadline: float | None
+
+    def age_seconds(self) -> float:
+        return asyncio.get_running_loop().time() - self.arrival_time
+
+    def remaining_ms(self) -> int | None:
+        """Time until the client's deadline, at least 1 ms; None without a deadline."""
+        if self.deadline is None:
+            return None
+        remaining = self.deadline - asyncio.get_running_loop().time()
+        return min(max(1, int(remaining * 1000)), 2**32 - 1)
+
+    def spend(self, tokens: int) -> None:
+        """Charges tokens to the API key."""
+        if self.bucket is not None:
+            self.bucket.spend(tokens, asyncio.get_running_loop().time())

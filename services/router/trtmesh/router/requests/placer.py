@@ -1,0 +1,164 @@
+"""Finds workers for one item: which to leave out, which fit its former one, and how long to wait."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+from trtmesh.chassis.errors import NoWorker, TrtmeshError
+from trtmesh.chassis.tasks import until_first_ends
+from trtmesh.router.fleet.facts import Identity
+from trtmesh.router.fleet.plan import Leg, Plan
+from trtmesh.router.placement import WHOLE, Capability, PlacementQuery
+from trtmesh.router.placement.decision_log import DecisionRecord
+from trtmesh.router.replay import RecordedItem
+from trtmesh.router.requests.attempts import Attempts, Failures, unplaceable
+from trtmesh.router.requests.context import RequestContext
+from trtmesh.router.requests.encoding import EncodedItem
+from trtmesh.router.requests.siblings import LEAST_SHARED_BLOCKS, Seat
+from trtmesh.router.streams.sequence import SequenceRun
+from trtmesh.router.values.request import ItemRequest
+
+REPEAT_SECONDS = 0.1
+"""Pause before another attempt at workers that refused the item."""
+
+RESUMED = WHOLE | {Capability.EXACT_RESUMPTION}
+
+
+class Placer:
+    """The search of one item for workers."""
+
+    def __init__(self, context: RequestContext, item: ItemRequest) -> None:
+        self._context = context
+        self._fleet = context.mesh.fleet
+        self._item = item
+        self._seat: Seat | None = None
+        self._identity: Identity | None = None
+        self._deadline: float | None = None
+        self._first: DecisionRecord | None = None
+        self.attempts = Attempts(context.mesh.retry.most_attempts)
+
+    @property
+    def began(self) -> bool:
+        """Whether any worker took the item."""
+        return self._identity is not None
+
+    async def meet_siblings(self, encoded: EncodedItem) -> None:
+        """Waits for the sibling that computes the common prefix, unless a worker holds the prefix already."""
+        hashes = self._fleet.block_hashes(self._context.model, encoded.blocks)
+        siblings = self._context.siblings
+        self._seat = siblings.find(hashes)
+        if self._seat is None and not self._fleet.has_blocks(hashes[:LEAST_SHARED_BLOCKS]):
+            self._seat = siblings.lead(hashes)
+        if self._seat is not None:
+            await self._seat.wait()
+
+    def place(self, encoded: EncodedItem, runs: Sequence[SequenceRun]) -> Plan:
+        """Books a plan for the sequences without a worker. Raises NoWorker, PromptTooLong or UnsupportedField."""
+        query = self._query(encoded, runs, self.attempts.failures)
+        plan = self._fleet.place(query, encoded.blocks)
+        self._deadline = None
+        cause = "first"
+        if runs:
+            cause = "migration" if query.prompt_tokens > len(encoded.token_ids) else "retry"
+        for leg in plan.legs:
+            self._record(leg, cause)
+        return plan
+
+    def has_place(
+        self, encoded: EncodedItem, runs: Sequence[SequenceRun], address: str, error: TrtmeshError
+    ) -> bool:
+        """Whether another worker takes the item now; if so, leaves out the one at `address` because of `error`."""
+        tokens = sum(len(run.token_ids) for run in runs)
+        failures = self.attempts.moved_from(address, error, tokens)
+        if not self._fleet.has_place(self._query(encoded, runs, failures), encoded.blocks):
+            return False
+        self.attempts.move(failures, tokens)
+        return True
+
+    def dispatched(self, leg: Leg) -> None:
+        """The item was sent to a worker; from now on it needs the same model and tokenizer."""
+        self._identity = self._identity or leg.worker.facts.identity
+        if self._seat is not None:
+            self._seat.dispatched(leg.worker.address, leg.booking)
+
+    async def wait(
+        self, error: NoWorker, news: asyncio.Event, *, generated: bool
+    ) -> TrtmeshError | None:
+        """Waits for a reason to try again, or for `news` of the item; returns the error once the wait is futile."""
+        now = asyncio.get_running_loop().time()
+        self._deadline = self._deadline or now + self._context.mesh.retry.recovery_seconds
+        seconds_left = self._deadline - now
+        full = self.attempts.full
+        if full is not None and not generated:
+            # An immediate refusal lets the client try another mesh.
+            return full
+        if seconds_left <= 0 or not self._fleet.hopeful:
+            return unplaceable(self.attempts.loss, error)
+        left_out = bool(self.attempts.failures)
+        self.attempts.forgive()
+        pause = min(seconds_left, REPEAT_SECONDS) if left_out else seconds_left
+        await until_first_ends(self._fleet.change(pause), news.wait())
+        return None
+
+    def close(self) -> None:
+        """The item is over: releases its siblings."""
+        if self._seat is not None:
+            self._seat.close()
+
+    def trace(self, encoded: EncodedItem, new_tokens: int, error: str) -> RecordedItem:
+        """The item and its first placement for the record file."""
+        seen = RecordedItem(
+            request_id=self._context.request_id,
+            batch_index=self._item.batch_index,
+            model=self._context.model,
+            arrival_time=self._context.arrival_time,
+            error=error,
+            prompt_tokens=len(encoded.token_ids) or self._item.told_prompt_tokens,
+        )
+        if self._first is None:
+            return seen
+        decision = self._first.decision
+        block_tokens = decision.chosen.tokens_per_block
+        return replace(
+            seen,
+            prompt_tokens=decision.query.prompt_tokens,
+            new_tokens=new_tokens,
+            first=self._first,
+            block_tokens=block_tokens or 1,
+            hashes=encoded.blocks.hashes(block_tokens),
+        )
+
+    def _record(self, leg: Leg, cause: str) -> None:
+        item = self._item.batch_index
+        record = DecisionRecord(self._context.request_id, item, cause, leg.decision)
+        self._fleet.decisions.add(record)
+        self._first = self._first or record
+
+    def _query(
+        self, encoded: EncodedItem, runs: Sequence[SequenceRun], failures: Failures
+    ) -> PlacementQuery:
+        config = self._item.config
+        waiting = [run for run in runs if run.waits_for_worker]
+        generated = max((len(run.token_ids) for run in waiting), default=0)
+        resumes = generated and config.beam_search.beam_width == 1
+        return PlacementQuery(
+            model=self._context.model,
+            fields=self._item.worker_fields,
+            needs=RESUMED if resumes else WHOLE,
+            adapter=encoded.adapter,
+            prompt_tokens=len(encoded.token_ids) + generated,
+            sequences=len(waiting) or config.sequences,
+            max_tokens=config.stopping.max_tokens,
+            exclude=self._excluded(failures),
+            avoid=self._seat.avoid if self._seat else frozenset(),
+            prefer=self._seat.prefer if self._seat else "",
+        )
+
+    def _excluded(self, failures: Failures) -> dict[str, str]:
+        exclude = {address: error.message for address, error in failures.items()}
+        if self._identity is not None:
+            for address in self._fleet.others_than(self._identity):
+                exclude[address] = "its model or tokenizer is not the one that the item began with"
+        return exclude

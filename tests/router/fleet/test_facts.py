@@ -1,0 +1,58 @@
+"""A worker's description and adapter states as values of the router."""
+
+from __future__ import annotations
+
+import pytest
+from trtmesh.router.fleet.facts import Facts, Identity, held_adapters
+from trtmesh.router.placement import WHOLE, Capability
+from trtmesh.router.values.adapter import Adapter
+from trtmesh.v1 import engine_pb2 as pb
+
+
+@pytest.mark.parametrize(
+    ("role", "phases"),
+    [
+        (pb.WORKER_ROLE_UNSPECIFIED, WHOLE),
+        (pb.WORKER_ROLE_MIXED, WHOLE),
+        (pb.WORKER_ROLE_PREFILL, {Capability.PREFILL}),
+        (pb.WORKER_ROLE_DECODE, {Capability.DECODE}),
+    ],
+)
+def test_the_role_tells_the_phases(
+    role: pb.WorkerRole.ValueType, phases: frozenset[Capability]
+) -> None:
+    assert Facts.of(pb.GetEngineResponse(role=role)).capabilities == phases
+
+
+def test_capabilities_are_read_from_the_description() -> None:
+    engine = pb.GetEngineResponse(resumes_exactly=True, stops_single_sequences=True)
+    assert Facts.of(engine).capabilities == frozenset(Capability)
+
+
+@pytest.mark.parametrize(
+    ("other", "fits"),
+    [
+        (Identity("m1", "t1"), True),
+        (Identity("m1", ""), True),
+        (Identity("m2", "t1"), False),
+        (Identity("m1", "t2"), False),
+    ],
+)
+def test_identities_fit_if_no_fingerprint_differs(other: Identity, fits: bool) -> None:
+    assert Identity("m1", "t1").fits(other) == fits
+
+
+def state(number: int, version: str, place: pb.AdapterPlace.ValueType) -> pb.AdapterState:
+    return pb.AdapterState(id=number, name=f"a{number}", version=version, place=place)
+
+
+def test_adapter_states_replace_and_remove_what_is_held() -> None:
+    device, host, absent = (
+        pb.ADAPTER_PLACE_DEVICE,
+        pb.ADAPTER_PLACE_HOST,
+        pb.ADAPTER_PLACE_ABSENT,
+    )
+    held = held_adapters(frozenset(), [state(1, "v1", device), state(2, "v1", host)])
+    assert held == {Adapter(1, "a1", "v1"), Adapter(2, "a2", "v1")}
+    held = held_adapters(held, [state(1, "v2", host), state(2, "v1", absent)])
+    assert held == {Adapter(1, "a1", "v2")}
