@@ -19,6 +19,7 @@ from trtmesh.client.results import SequenceResult
 from trtmesh.router.streams.client_stream import ClientStream, as_response
 from trtmesh.router.streams.sequence import End, SequenceRun
 from trtmesh.router.streams.turns import Turns
+from trtmesh.router.tokenizers.decoding import DecodedSequence
 from trtmesh.router.values.request import ItemRequest
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
@@ -29,30 +30,30 @@ class LetterDecoder:
 
     def __init__(self, stop_id: int | None) -> None:
         self._stop_id = stop_id
-        self._asked: list[tuple[SequenceRun, list[int], bool]] = []
+        self._asked: list[tuple[DecodedSequence, list[int], bool]] = []
         self._held: list[int] = []
         self.dropped = False
 
-    def take_over(self, run: SequenceRun) -> None:
+    def take_over(self, run: DecodedSequence) -> None:
         """What a tokenizer does with a sequence that comes from another one."""
         run.decoder = self
         self._held = run.token_ids[: run.decoded][-1:]
         if run.decoded < len(run.token_ids):
             self.decode(run, run.token_ids[run.decoded :])
-        if run.end is not None:
+        if run.ended:
             self.finish(run)
 
-    def decode(self, sequence: SequenceRun, token_ids: list[int]) -> None:
+    def decode(self, sequence: DecodedSequence, token_ids: list[int]) -> None:
         self._asked.append((sequence, token_ids, False))
 
-    def finish(self, sequence: SequenceRun) -> None:
+    def finish(self, sequence: DecodedSequence) -> None:
         self._asked.append((sequence, [], True))
 
-    def restart(self, sequence: SequenceRun) -> None:
+    def restart(self, sequence: DecodedSequence) -> None:
         self._asked.clear()
         self._held = []
 
-    def drop(self, sequence: SequenceRun) -> None:
+    def drop(self, sequence: DecodedSequence) -> None:
         self.dropped = True
         self._asked.clear()
 

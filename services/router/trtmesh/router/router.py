@@ -144,7 +144,6 @@ class Router:
             self._tokenizers,
             self._requests,
             self._metrics,
-            self._turns,
         )
 
     async def start(self) -> None:
@@ -275,7 +274,7 @@ class Router:
             ),
             "decode_sequences": (
                 "Handles in use on tokenizers.",
-                sum(len(t.runs) for t in [*tokenizers]),
+                sum(t.decodes for t in [*tokenizers]),
             ),
             "worker_bookings": (
                 "Places taken on workers.",

@@ -12,6 +12,7 @@ from trtmesh.chassis.errors import StreamIncomplete, TrtmeshError
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.streams.client_stream import ClientStream
 from trtmesh.router.streams.sequence_output import SequenceOutput
+from trtmesh.router.tokenizers.decoding import DecodedSequence, TextOptions
 from trtmesh.router.values.request import ItemRequest
 from trtmesh.router.values.resumption import ReceivedSequence
 from trtmesh.v1 import generation_pb2 as pb
@@ -58,22 +59,6 @@ class Owner(Protocol):
 
     def leave(self, runs: Sequence[SequenceRun], address: str, error: TrtmeshError) -> bool:
         """Moves sequences off the worker at `address` because of `error`; False if no other worker has room now."""
-
-
-class Decoder(Protocol):
-    """Turns the tokens of sequences into text."""
-
-    def decode(self, sequence: SequenceRun, token_ids: list[int]) -> None:
-        """Requests the text of new tokens; `sequence.on_text` or `sequence.on_stop_text` answers."""
-
-    def finish(self, sequence: SequenceRun) -> None:
-        """Requests the rest of the text; `on_text` answers, then `on_text_complete`."""
-
-    def restart(self, sequence: SequenceRun) -> None:
-        """Forgets the tokens of a sequence that starts over, and every open request for them."""
-
-    def drop(self, sequence: SequenceRun) -> None:
-        """Forgets the sequence without an answer."""
 
 
 @dataclass(slots=True)
@@ -138,7 +123,7 @@ class Charge:
             self._spend(fresh, now)
 
 
-class SequenceRun:
+class SequenceRun(DecodedSequence):
     """State of one sequence. All methods run on the event loop without waiting.
 
     Invariants: `token_ids[:decoded]` was put to the client, `token_ids[decoded:]` is at the decoder. At most one worker
@@ -146,28 +131,18 @@ class SequenceRun:
     """
 
     __slots__ = (
-        "_decoded_at_loss",
         "_item",
         "_output",
         "address",
         "assignment",
         "charge",
-        "decode_handle",
-        "decoded",
-        "decoder",
-        "decoder_losses",
         "end",
         "error",
-        "model",
         "moved",
-        "over",
         "owner",
         "reason",
-        "request_id",
-        "sequence_index",
         "stop_text",
         "times",
-        "token_ids",
     )
 
     def __init__(
@@ -181,30 +156,24 @@ class SequenceRun:
         client: ClientStream,
         owner: Owner,
     ) -> None:
+        output, stopping = item.config.output, item.config.stopping
+        text_options = TextOptions(
+            output.skip_special_tokens, stopping.stop_texts, stopping.include_stop_text
+        )
+        super().__init__(model, text_options, request_id, sequence_index)
         self._item = item
         self._output = SequenceOutput(item, sequence_index, client)
-        self.sequence_index = sequence_index
-        self.request_id = request_id
-        self.model = model
         self.times = SequenceTimes(arrival_time)
         self.owner = owner
         self.charge: Charge | None = None
-        self.decoder: Decoder | None = None
-        self.decode_handle = 0
-        self.decoder_losses = 0
-        """Tokenizers lost in a row without decoding a token of it."""
-        self._decoded_at_loss = 0
         self.assignment: Assignment | None = None
         self.address = ""
         """Address of its worker, or of its last one once it ended; '' between two workers."""
         self.moved = False
-        self.token_ids: list[int] = []
-        self.decoded = 0
         self.end: End | None = None
         self.stop_text: str | None = None
         self.reason: pb.FinishReason.ValueType = pb.FINISH_REASON_UNSPECIFIED
         self.error: TrtmeshError | None = None
-        self.over = False
 
     @property
     def is_beam(self) -> bool:
@@ -212,16 +181,8 @@ class SequenceRun:
         return self._item.config.beam_search.beam_width > 1
 
     @property
-    def skip_special_tokens(self) -> bool:
-        return self._item.config.output.skip_special_tokens
-
-    @property
-    def stop_texts(self) -> tuple[str, ...]:
-        return self._item.config.stopping.stop_texts
-
-    @property
-    def include_stop_text(self) -> bool:
-        return self._item.config.stopping.include_stop_text
+    def ended(self) -> bool:
+        return self.end is not None
 
     def resume_from(self, received: ReceivedSequence) -> None:
         """Continues a sequence of another router from the last token the client received. Call first."""
@@ -350,12 +311,9 @@ class SequenceRun:
 
     def _restart(self) -> None:
         """Forgets all tokens; the next put, from offset 0, replaces them at the client."""
-        self.token_ids = []
-        self.decoded = self._decoded_at_loss = 0
         self.stop_text = None
         self._output.restart()
-        if self.decoder is not None:
-            self.decoder.restart(self)
+        self.forget_tokens()
 
     def on_text(self, token_count: int, text: str) -> None:
         """Takes the text of the next `token_count` tokens; ignored after a stop text."""
@@ -367,21 +325,13 @@ class SequenceRun:
         if not self.over:
             self._settle()
 
-    def note_decoder_lost(self) -> int:
-        """Counts a tokenizer lost with text outstanding; returns the number lost in a row without progress."""
-        if self.decoded > self._decoded_at_loss:
-            self.decoder_losses, self._decoded_at_loss = 0, self.decoded
-        if self.decoded < len(self.token_ids) or self.end is not None:
-            self.decoder_losses += 1
-        return self.decoder_losses
-
     def on_stop_text(self, token_count: int, text: str, stop_index: int) -> None:
         """A stop text was complete after `token_count` more tokens; later tokens are void."""
         if self.over or self.stop_text is not None:
             return
         del self.token_ids[self.decoded + token_count :]
         self._deliver(token_count, text)
-        self.stop_text = self.stop_texts[stop_index]
+        self.stop_text = self.text_options.stop_texts[stop_index]
         if self.assignment is None:
             self._settle()
         elif not self.is_beam:

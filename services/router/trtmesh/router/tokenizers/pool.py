@@ -1,4 +1,4 @@
-"""The tokenizers of the mesh: which one takes what, and what happens to it when that one is lost."""
+"""The tokenizers of the mesh: assigns texts and sequences to them, and moves both off a lost one."""
 
 from __future__ import annotations
 
@@ -10,37 +10,55 @@ from dataclasses import dataclass
 from trtmesh.chassis.errors import NoTokenizer, QueueFull, QueueTimeout, TokenizerLost
 from trtmesh.router.links.replica import LEAVING
 from trtmesh.router.metrics import RouterMetrics
-from trtmesh.router.streams.sequence import SequenceRun
-from trtmesh.router.tokenizers.encode_job import EncodeJob
-from trtmesh.router.tokenizers.parked import Parked
-from trtmesh.router.tokenizers.tokenizer import Tokenizer
+from trtmesh.router.tokenizers.decoding import DecodedSequence, TextOptions, WholeText
+from trtmesh.router.tokenizers.tokenizer import EncodeJob, Tokenizer
 from trtmesh.router.tokenizers.waiting_room import WaitingRoom
 from trtmesh.v1 import tokenizer_pb2 as pb
 
 FIRST_TOKENIZER_SECONDS = 2.0
-"""How long workers are not connected to while no tokenizer was ever seen: they are told which one the mesh uses."""
+"""Longest wait for a first tokenizer before workers are connected: their greeting names the fingerprint in use."""
 
 RETRY_MS = 1000
-"""When to try again, for what no tokenizer took."""
+"""When clients may retry if no tokenizer is free."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodeLimits:
-    """What may be on its way to one tokenizer, and what may wait for a place there and for how long."""
+    """Most jobs on one tokenizer, most jobs in the queues, and the longest wait in a queue."""
 
     outstanding: int
     queued: int
     queue_seconds: float
 
 
+class Parked:
+    """Decoder of sequences without a tokenizer: a later tokenizer gets all tokens without text when it opens them."""
+
+    def __init__(self, room: WaitingRoom[DecodedSequence]) -> None:
+        self._room = room
+
+    def decode(self, sequence: DecodedSequence, token_ids: list[int]) -> None:
+        pass
+
+    def finish(self, sequence: DecodedSequence) -> None:
+        pass
+
+    def restart(self, sequence: DecodedSequence) -> None:
+        pass
+
+    def drop(self, sequence: DecodedSequence) -> None:
+        self._room.dismiss(sequence)
+
+
 class TokenizerPool:
-    """All tokenizers. What is on a lost one moves to another, or waits a bounded time for one.
+    """All tokenizers. Work of a lost tokenizer moves to another one, or waits a bounded time for one.
 
-    Tokenizers of one model must have one fingerprint; the first that is ready sets it, others are left out until they
-    agree. A mesh with tokenizers of a single model uses them for every model: fingerprints tell whether that is right.
+    All tokenizers of a model must have the same fingerprint. The first ready one sets it; others are left out until
+    they agree. Where the mesh has tokenizers of a single model only, they serve every model: workers compare
+    fingerprints.
 
-    Texts queue here as long as every tokenizer that could take them has as many as it may. Whoever answers, is ready
-    or is lost makes the queue move, so a queue that is not empty means that all of these have something to answer.
+    Jobs queue per model while every able tokenizer is full. Each answer, readiness and loss of a tokenizer moves the
+    queues, so a queue with jobs implies that all able tokenizers have jobs to answer.
     """
 
     def __init__(
@@ -52,7 +70,7 @@ class TokenizerPool:
         *,
         expected: bool = True,
     ) -> None:
-        # Where no tokenizer is configured, none is worth waiting for.
+        # Without configured tokenizers there is none to wait for.
         recovery_seconds = recovery_seconds if expected else 0.0
         self._limits = limits
         self._most_losses = most_losses
@@ -62,10 +80,12 @@ class TokenizerPool:
             self._seen.set()
         self.tokenizers: dict[str, Tokenizer] = {}
         self._fingerprints: dict[str, str] = {}
-        self._waiting_runs = WaitingRoom[SequenceRun](recovery_seconds, self._fail_run)
-        self._waiting_encodes = WaitingRoom[EncodeJob](recovery_seconds, self._fail_encode)
+        self._waiting_sequences = WaitingRoom[DecodedSequence](
+            recovery_seconds, self._fail_sequence
+        )
+        self._waiting_jobs = WaitingRoom[EncodeJob](recovery_seconds, self._fail_job)
         self._queues: dict[str, WaitingRoom[EncodeJob]] = {}
-        self._parked = Parked(self._waiting_runs)
+        self._parked = Parked(self._waiting_sequences)
 
     @property
     def ready(self) -> bool:
@@ -73,17 +93,17 @@ class TokenizerPool:
         return any(tokenizer.ready for tokenizer in self.tokenizers.values())
 
     async def known(self) -> None:
-        """Returns as soon as a tokenizer was ready once, or after a while."""
+        """Returns once a tokenizer has been ready, at the latest after FIRST_TOKENIZER_SECONDS."""
         with suppress(TimeoutError):
             async with asyncio.timeout(FIRST_TOKENIZER_SECONDS):
                 await self._seen.wait()
 
     def fingerprint_of(self, model: str) -> str:
-        """The fingerprint that texts of `model` are encoded with; '' when no tokenizer was ever seen."""
+        """Fingerprint of the tokenizers of `model`; '' before the first one was ready."""
         return self._fingerprints.get(self._tokenizer_model(model), "")
 
     def problem(self, tokenizer: Tokenizer) -> str:
-        """Why a tokenizer takes nothing; '' when it does."""
+        """Why a tokenizer gets no work; '' if it gets some."""
         if not tokenizer.ready:
             return tokenizer.problem or LEAVING
         agreed = self._fingerprints.get(tokenizer.description.model)
@@ -95,7 +115,7 @@ class TokenizerPool:
         )
 
     def answers_elsewhere(self, tokenizer: Tokenizer) -> bool:
-        """Whether another tokenizer of the same model takes what comes and answers in time."""
+        """Whether another tokenizer of the same model is able and answers in time."""
         model = tokenizer.description.model
         return any(
             other.timely and not self.problem(other)
@@ -104,16 +124,16 @@ class TokenizerPool:
         )
 
     def describe(self, model: str) -> pb.GetTokenizerResponse:
-        """What the tokenizer of `model` says of itself. Raises NoTokenizer."""
+        """Special ids, size and chat template of the tokenizer of `model`. Raises NoTokenizer."""
         return self._able(model)[0].description
 
     async def encode(self, model: str, command: pb.EncodeCommand) -> pb.Encoded:
-        """The ids of texts. Raises NoTokenizer, QueueFull or QueueTimeout, or what the tokenizer says of the text."""
-        rooms = (self._waiting_encodes, self._queue_of(model))
+        """Ids of texts. Raises NoTokenizer, QueueFull, QueueTimeout, TokenizerLost, or the tokenizer's own error."""
+        rooms = (self._waiting_jobs, self._queue_of(model))
         if sum(map(len, rooms)) >= self._limits.queued:
             raise self._queue_full()
         job = EncodeJob(model, command)
-        self._place_encode(job)
+        self._place_job(job)
         try:
             return await job.done
         finally:
@@ -122,67 +142,79 @@ class TokenizerPool:
             if job.tokenizer is not None:
                 job.tokenizer.withdraw(job)
 
-    def attach(self, run: SequenceRun) -> None:
-        """Finds a decoder for a sequence, now or within the recovery time; else the sequence fails."""
+    async def decode(self, model: str, token_ids: Sequence[int], options: TextOptions) -> str:
+        """Text of ids. Raises TokenizerLost, or the tokenizer's own error."""
+        if not token_ids:
+            return ""
+        whole = WholeText(model, options, token_ids)
+        self.attach(whole)
         try:
-            _least_busy(self._able(run.model)).open(run)
+            return await whole.text
+        finally:
+            whole.close()
+
+    def attach(self, sequence: DecodedSequence) -> None:
+        """Gives a sequence to a tokenizer, now or within the recovery time; afterwards the sequence fails."""
+        try:
+            _least_busy(self._able(sequence.model)).open(sequence)
         except NoTokenizer:
-            run.decoder = self._parked
-            self._waiting_runs.admit(run)
+            sequence.decoder = self._parked
+            self._waiting_sequences.admit(sequence)
 
     def forget_leavers(self) -> list[Tokenizer]:
-        """Lets go of those whose address is gone and that have nothing left; gives them."""
+        """Removes and returns the tokenizers that are leaving and idle."""
         gone = [t for t in self.tokenizers.values() if t.leaving and not t.busy]
         for tokenizer in gone:
             del self.tokenizers[tokenizer.address]
         return gone
 
     def on_ready(self, tokenizer: Tokenizer) -> None:
-        """A tokenizer became ready: it gets what waited."""
+        """A tokenizer became ready: waiting work goes to it."""
         self._seen.set()
         model = tokenizer.description.model
         others = (other for other in self.tokenizers.values() if other is not tokenizer)
         if not any(other.ready and other.description.model == model for other in others):
-            # Nothing that is ready disagrees: a restart of all tokenizers may change a model's files.
+            # No ready tokenizer disagrees: a restart of all tokenizers may change a model's files.
             self._fingerprints[model] = tokenizer.description.fingerprint
         self._move_queues()
-        for job in self._waiting_encodes.leave():
-            self._place_encode(job)
-        for run in self._waiting_runs.leave():
-            self.attach(run)
+        for job in self._waiting_jobs.leave():
+            self._place_job(job)
+        for sequence in self._waiting_sequences.leave():
+            self.attach(sequence)
 
     def on_room(self, tokenizer: Tokenizer) -> None:
-        """A tokenizer may take one more text."""
+        """A tokenizer has room for another job."""
         self._move_queues()
 
-    def on_lost(self, encodes: Sequence[EncodeJob], runs: Sequence[SequenceRun]) -> None:
-        """A tokenizer was lost: what was on it moves, save what many were lost with, which may be the cause."""
-        for job in encodes:
+    def on_lost(self, jobs: Sequence[EncodeJob], sequences: Sequence[DecodedSequence]) -> None:
+        """A tokenizer was lost: its work moves, unless so many were lost with it that it may be the cause."""
+        for job in jobs:
             job.losses += 1
             if job.losses >= self._most_losses and not job.done.done():
                 job.done.set_exception(_too_many_losses(job))
-        for run in runs:
-            if run.note_decoder_lost() >= self._most_losses:
-                run.fail(_undecodable(run))
+        for sequence in sequences:
+            if sequence.note_decoder_lost() >= self._most_losses:
+                sequence.fail(_undecodable(sequence))
         self.move(
-            [job for job in encodes if not job.done.done()], [run for run in runs if not run.over]
+            [job for job in jobs if not job.done.done()],
+            [sequence for sequence in sequences if not sequence.over],
         )
 
-    def move(self, encodes: Sequence[EncodeJob], runs: Sequence[SequenceRun]) -> None:
-        """A tokenizer does not go on with these, because it is gone or drains: another one shall."""
-        for job in encodes:
-            self._place_encode(job)
+    def move(self, jobs: Sequence[EncodeJob], sequences: Sequence[DecodedSequence]) -> None:
+        """Gives work of a lost or draining tokenizer to another one."""
+        for job in jobs:
+            self._place_job(job)
         self._move_queues()
-        for run in runs:
+        for sequence in sequences:
             self._metrics.moved_decodes += 1
-            self.attach(run)
+            self.attach(sequence)
 
     @property
     def queued_encodes(self) -> int:
-        """Texts that wait for a tokenizer."""
-        return len(self._waiting_encodes) + sum(map(len, self._queues.values()))
+        """Jobs without a tokenizer."""
+        return len(self._waiting_jobs) + sum(map(len, self._queues.values()))
 
-    def _place_encode(self, job: EncodeJob) -> None:
+    def _place_job(self, job: EncodeJob) -> None:
         queue = self._queue_of(job.model)
         queue.admit(job)
         self._move_queue(job.model, queue)
@@ -192,14 +224,14 @@ class TokenizerPool:
             self._move_queue(model, queue)
 
     def _move_queue(self, model: str, queue: WaitingRoom[EncodeJob]) -> None:
-        """Hands texts to tokenizers of their model, in the order in which they came, as long as one has room."""
+        """Gives jobs to tokenizers of their model, oldest first, while one has room."""
         if not queue:
             return
         try:
             able = self._able(model)
         except NoTokenizer:
             for job in queue.leave():
-                self._waiting_encodes.admit(job)
+                self._waiting_jobs.admit(job)
             return
         while queue:
             roomy = [t for t in able if t.encodes < self._limits.outstanding]
@@ -208,14 +240,14 @@ class TokenizerPool:
             _least_busy(roomy).encode(queue.leave_first())
 
     def _queue_of(self, model: str) -> WaitingRoom[EncodeJob]:
-        """The queue of a model; there are no more of them than models that workers serve."""
+        """The queue of a model; bounded in number by the models of the workers."""
         if (queue := self._queues.get(model)) is None:
             queue = WaitingRoom[EncodeJob](self._limits.queue_seconds, self._fail_queued)
             self._queues[model] = queue
         return queue
 
     def _able(self, model: str) -> list[Tokenizer]:
-        """The tokenizers that take what is of `model`. Raises NoTokenizer where none does."""
+        """The tokenizers that serve `model`, at least one. Raises NoTokenizer."""
         wanted = self._tokenizer_model(model)
         able = [
             tokenizer
@@ -242,11 +274,11 @@ class TokenizerPool:
             retry_after_ms=RETRY_MS,
         )
 
-    def _fail_run(self, run: SequenceRun) -> None:
-        cause = self._none_ready(run.model)
-        run.fail(TokenizerLost(f"the text of the sequence cannot go on: {cause.message}"))
+    def _fail_sequence(self, sequence: DecodedSequence) -> None:
+        cause = self._none_ready(sequence.model)
+        sequence.fail(TokenizerLost(f"the text of the sequence cannot go on: {cause.message}"))
 
-    def _fail_encode(self, job: EncodeJob) -> None:
+    def _fail_job(self, job: EncodeJob) -> None:
         if not job.done.done():
             job.done.set_exception(self._none_ready(job.model))
 
@@ -256,6 +288,7 @@ class TokenizerPool:
                 QueueTimeout(
                     f"every tokenizer of model {job.model} had {self._limits.outstanding} texts to encode for"
                     f" {self._limits.queue_seconds:g} s (queue_seconds); try again later, or start more tokenizers",
+                    limit=f"{self._limits.queue_seconds:g}",
                     retry_after_ms=RETRY_MS,
                 )
             )
@@ -270,7 +303,7 @@ class TokenizerPool:
 
 
 def _least_busy(tokenizers: Iterable[Tokenizer]) -> Tokenizer:
-    return min(tokenizers, key=lambda tokenizer: tokenizer.sequences)
+    return min(tokenizers, key=lambda tokenizer: tokenizer.load)
 
 
 def _too_many_losses(job: EncodeJob) -> TokenizerLost:
@@ -280,8 +313,8 @@ def _too_many_losses(job: EncodeJob) -> TokenizerLost:
     )
 
 
-def _undecodable(run: SequenceRun) -> TokenizerLost:
+def _undecodable(sequence: DecodedSequence) -> TokenizerLost:
     return TokenizerLost(
-        f"{run.decoder_losses} tokenizers in a row were lost with sequence {run.sequence_index} before one decoded"
-        f" token {run.decoded} (max_attempts); see their logs"
+        f"{sequence.decoder_losses} tokenizers in a row were lost with sequence {sequence.sequence_index} before one"
+        f" decoded token {sequence.decoded} (max_attempts); see their logs"
     )

@@ -1,9 +1,12 @@
-"""A tokenizer: one tokenizer process, the one stream to it, and what is on that stream."""
+"""One tokenizer process: the stream to it, and the texts and sequences on that stream."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import chain
+from typing import Protocol
 
 from trtmesh.chassis.error_wire import from_proto
 from trtmesh.chassis.errors import Draining, SchemaMismatch, TrtmeshError, Unavailable
@@ -11,14 +14,12 @@ from trtmesh.chassis.grpc.client import ClientCall, ClientConnection, Method
 from trtmesh.chassis.outbox import Outbox
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.router.links.replica import LinkSettings, Replica, ReplicaState
-from trtmesh.router.streams.sequence import SequenceRun
-from trtmesh.router.tokenizers.encode_job import EncodeJob
-from trtmesh.router.tokenizers.owner import Pool
+from trtmesh.router.tokenizers.decoding import DecodedSequence
 from trtmesh.router.tokenizers.unanswered import LOOKS, DecodeBatch, Unanswered
 from trtmesh.v1 import tokenizer_pb2 as pb
 
 UNANSWERED_DECODES = 2
-"""Decode commands on their way at once: more only add latency under load, where they grow instead."""
+"""Decode commands in flight: under load they grow, since more of them would only add latency."""
 
 DESCRIBE_SECONDS = 5.0
 
@@ -37,8 +38,42 @@ CONNECT: Method[pb.TokenizerServiceConnectRequest, pb.TokenizerServiceConnectRes
 _Call = ClientCall[pb.TokenizerServiceConnectRequest, pb.TokenizerServiceConnectResponse]
 
 
+@dataclass(slots=True, eq=False)
+class EncodeJob:
+    """Texts on their way to ids. Each tokenizer sets its own handle in `command`."""
+
+    model: str
+    command: pb.EncodeCommand
+    tokenizer: Tokenizer | None = None
+    """The tokenizer in charge; None while the job is queued for the first one."""
+    losses: int = 0
+    """Tokenizers lost with the job."""
+    done: asyncio.Future[pb.Encoded] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+class Pool(Protocol):
+    """The owner of all tokenizers, which assigns jobs and sequences to them."""
+
+    def on_ready(self, tokenizer: Tokenizer) -> None:
+        """The tokenizer accepts jobs and sequences."""
+
+    def on_room(self, tokenizer: Tokenizer) -> None:
+        """The tokenizer has one job less."""
+
+    def on_lost(self, jobs: Sequence[EncodeJob], sequences: Sequence[DecodedSequence]) -> None:
+        """A tokenizer was lost with these."""
+
+    def move(self, jobs: Sequence[EncodeJob], sequences: Sequence[DecodedSequence]) -> None:
+        """A draining tokenizer rejects these."""
+
+    def answers_elsewhere(self, tokenizer: Tokenizer) -> bool:
+        """Whether another tokenizer could take over and answers in time."""
+
+
 class Tokenizer(Replica):
-    """One tokenizer process as this router sees it."""
+    """A tokenizer process as this router sees it."""
 
     def __init__(
         self,
@@ -52,8 +87,8 @@ class Tokenizer(Replica):
         self._decode_seconds = decode_seconds
         self._pool = pool
         self.description = pb.GetTokenizerResponse()
-        self.runs: dict[int, SequenceRun] = {}
-        self._encodes: dict[int, EncodeJob] = {}
+        self._jobs: dict[int, EncodeJob] = {}
+        self._sequences: dict[int, DecodedSequence] = {}
         self._next_handle = 0
         self._outbox: Outbox[pb.TokenizerCommand] = Outbox()
         self._waiting: dict[int, list[int]] = {}
@@ -62,21 +97,26 @@ class Tokenizer(Replica):
         self._flush_planned = False
 
     def touch(self) -> None:
-        """Nothing: what a tokenizer takes is looked at each time."""
+        """Nothing: the pool reads the state of a tokenizer at each use."""
 
     @property
     def encodes(self) -> int:
-        """Texts that it has to encode."""
-        return len(self._encodes)
+        """Jobs on the stream."""
+        return len(self._jobs)
 
     @property
-    def sequences(self) -> int:
-        """Sequences and encodes on the stream."""
-        return len(self.runs) + len(self._encodes)
+    def decodes(self) -> int:
+        """Sequences on the stream."""
+        return len(self._sequences)
+
+    @property
+    def load(self) -> int:
+        """Sequences and jobs on the stream."""
+        return len(self._sequences) + len(self._jobs)
 
     @property
     def busy(self) -> bool:
-        return bool(self.sequences)
+        return bool(self.load)
 
     @property
     def timely(self) -> bool:
@@ -85,48 +125,48 @@ class Tokenizer(Replica):
 
     @property
     def expecting(self) -> bool:
-        """Whether something is unanswered."""
-        return bool(self._unanswered or self._encodes)
+        return bool(self._unanswered or self._jobs)
 
     def encode(self, job: EncodeJob) -> None:
-        """Takes texts; `job.done` gets the answer from here or from wherever `on_lost` moves the job."""
+        """Takes a job; `job.done` gets the answer from here, or from another tokenizer after `on_lost`."""
         if not self.expecting:
             self._heard()
-        handle = job.command.handle = self._free_handle(self._encodes)
-        self._encodes[handle] = job
+        handle = job.command.handle = self._free_handle(self._jobs)
+        self._jobs[handle] = job
         job.tokenizer = self
         self._outbox.put(pb.TokenizerCommand(encode=job.command), job.command.ByteSize())
 
     def withdraw(self, job: EncodeJob) -> None:
-        """Takes texts back that nobody waits for; nothing when they were answered or lost."""
+        """Cancels a job unless it was answered or lost."""
         handle = job.command.handle
-        if self._encodes.get(handle) is job:
-            del self._encodes[handle]
+        if self._jobs.get(handle) is job:
+            del self._jobs[handle]
             cancel = pb.CancelEncodeCommand(handles=[handle])
             self._outbox.put(pb.TokenizerCommand(cancel_encode=cancel))
             self._pool.on_room(self)
 
-    def open(self, run: SequenceRun) -> None:
-        """Takes over the decoding of a sequence, from its first token that has no text yet."""
-        handle = run.decode_handle = self._free_handle(self.runs)
-        self.runs[handle] = run
-        run.decoder = self
+    def open(self, sequence: DecodedSequence) -> None:
+        """Takes over the decoding of a sequence, from its first token without text."""
+        handle = sequence.decode_handle = self._free_handle(self._sequences)
+        self._sequences[handle] = sequence
+        sequence.decoder = self
+        options = sequence.text_options
         command = pb.OpenDecodeCommand(
             handle=handle,
-            request_id=run.request_id,
-            skip_special_tokens=run.skip_special_tokens,
-            stop_texts=run.stop_texts,
-            include_stop_text=run.include_stop_text,
-            delivered_token_ids=run.token_ids[: run.decoded],
+            request_id=sequence.request_id,
+            skip_special_tokens=options.skip_special_tokens,
+            stop_texts=options.stop_texts,
+            include_stop_text=options.include_stop_text,
+            delivered_token_ids=sequence.token_ids[: sequence.decoded],
         )
         self._outbox.put(pb.TokenizerCommand(open_decode=command), command.ByteSize())
-        if run.decoded < len(run.token_ids):
-            self.decode(run, run.token_ids[run.decoded :])
-        if run.end is not None:
-            self.finish(run)
+        if sequence.decoded < len(sequence.token_ids):
+            self.decode(sequence, sequence.token_ids[sequence.decoded :])
+        if sequence.ended:
+            self.finish(sequence)
 
-    def decode(self, sequence: SequenceRun, token_ids: list[int]) -> None:
-        """Queues tokens; tokens of a sequence that still wait are sent together."""
+    def decode(self, sequence: DecodedSequence, token_ids: list[int]) -> None:
+        """Queues tokens; queued tokens of one sequence leave together."""
         waiting = self._waiting.get(sequence.decode_handle)
         if waiting is None:
             self._waiting[sequence.decode_handle] = token_ids
@@ -134,18 +174,18 @@ class Tokenizer(Replica):
             waiting += token_ids
         self._plan_flush()
 
-    def finish(self, sequence: SequenceRun) -> None:
+    def finish(self, sequence: DecodedSequence) -> None:
         self._waiting.setdefault(sequence.decode_handle, [])
         self._finished.append(sequence.decode_handle)
         self._plan_flush()
 
-    def restart(self, sequence: SequenceRun) -> None:
+    def restart(self, sequence: DecodedSequence) -> None:
         self.drop(sequence)
         self.open(sequence)
 
-    def drop(self, sequence: SequenceRun) -> None:
+    def drop(self, sequence: DecodedSequence) -> None:
         handle = sequence.decode_handle
-        if self.runs.pop(handle, None) is None:
+        if self._sequences.pop(handle, None) is None:
             return
         self._waiting.pop(handle, None)
         if handle in self._finished:
@@ -153,14 +193,14 @@ class Tokenizer(Replica):
         close = pb.CloseDecodeCommand(handles=[handle])
         self._outbox.put(pb.TokenizerCommand(close_decode=close))
 
-    def _free_handle(self, used: dict[int, SequenceRun] | dict[int, EncodeJob]) -> int:
+    def _free_handle(self, used: dict[int, DecodedSequence] | dict[int, EncodeJob]) -> int:
         while True:
             self._next_handle = (self._next_handle + 1) % 2**32
             if self._next_handle not in used:
                 return self._next_handle
 
     def _plan_flush(self) -> None:
-        """Sends what waits once everything that arrived together has been queued."""
+        """Flushes after everything that arrived together was queued."""
         if not self._flush_planned and len(self._unanswered) < UNANSWERED_DECODES:
             self._flush_planned = True
             asyncio.get_running_loop().call_soon(self._flush)
@@ -176,11 +216,12 @@ class Tokenizer(Replica):
             token_ids=chain.from_iterable(waiting.values()),
             finished_handles=self._finished,
         )
-        runs = self.runs
+        sequences = self._sequences
         if not self.expecting:
             self._heard()
-        counts = [(runs[handle], len(ids)) for handle, ids in waiting.items()]
-        self._unanswered.add(DecodeBatch(counts, [runs[handle] for handle in self._finished]))
+        counts = [(sequences[handle], len(ids)) for handle, ids in waiting.items()]
+        finished = [sequences[handle] for handle in self._finished]
+        self._unanswered.add(DecodeBatch(counts, finished))
         self._waiting = {}
         self._finished = []
         self._outbox.put(pb.TokenizerCommand(decode=decode))
@@ -211,15 +252,14 @@ class Tokenizer(Replica):
             await call.write(pb.TokenizerServiceConnectRequest(commands=commands))
 
     async def _watch_decodes(self) -> None:
-        """Raises Unavailable when it leaves tokens unanswered and another one would answer them. Where all are slow
-        together none is frozen."""
+        """Raises Unavailable if tokens stay unanswered while another tokenizer answers: slow together is not frozen."""
         while True:
             await asyncio.sleep(self._decode_seconds / LOOKS)
             self._unanswered.look()
             if self._unanswered.overdue and self._pool.answers_elsewhere(self):
                 raise Unavailable(f"it left tokens unanswered for {self._decode_seconds:g} s")
-            if self._encodes and not self._unanswered:
-                # A text may take long; that no tokens are answered shows that the tokenizer goes on.
+            if self._jobs and not self._unanswered:
+                # A long text takes its time; an answer to an empty batch shows that the process is alive.
                 self._unanswered.add(DecodeBatch([], []))
                 self._outbox.put(pb.TokenizerCommand(decode=pb.DecodeCommand()))
 
@@ -234,43 +274,43 @@ class Tokenizer(Replica):
                         self._on_encoded(event.encoded)
 
     def _on_decoded(self, decoded: pb.Decoded) -> None:
-        """Hands each sequence its text. This runs once for every token: no per-token objects, no logging."""
+        """Gives each sequence its text. Runs for every token: no per-token objects, no logging."""
         stops = {stop.handle: stop for stop in decoded.stops} if decoded.stops else {}
         failures = {failure.handle: failure for failure in decoded.failures}
         batch = self._unanswered.take()
-        runs = self.runs
+        sequences = self._sequences
         answers = zip(batch.counts, decoded.handles, decoded.texts, strict=True)
-        for (run, count), handle, text in answers:
-            if runs.get(handle) is not run:
+        for (sequence, count), handle, text in answers:
+            if sequences.get(handle) is not sequence:
                 # It is over, or it was rewritten and has another handle.
                 continue
             if handle in stops:
-                run.on_stop_text(stops[handle].token_count, text, stops[handle].stop_index)
+                sequence.on_stop_text(stops[handle].token_count, text, stops[handle].stop_index)
             elif handle in failures:
                 self._on_decode_failed(handle, from_proto(failures[handle].error))
             else:
-                run.on_text(count, text)
-        for run in batch.finished:
-            if run.decoder is self:
-                run.on_text_complete()
+                sequence.on_text(count, text)
+        for sequence in batch.finished:
+            if sequence.decoder is self:
+                sequence.on_text_complete()
         if self._waiting:
             self._plan_flush()
 
     def _on_decode_failed(self, handle: int, error: TrtmeshError) -> None:
-        """Fails a sequence, or moves one that a draining tokenizer does not take."""
-        run = self.runs.get(handle)
-        if run is None:
-            # Answers to what was on its way when the first one came.
+        """Fails a sequence, or moves it off a draining tokenizer."""
+        sequence = self._sequences.get(handle)
+        if sequence is None:
+            # Answers to commands in flight at the first failure.
             return
         if not isinstance(error, Draining):
-            run.fail(error)
+            sequence.fail(error)
             return
-        self.drop(run)
+        self.drop(sequence)
         self._become(ReplicaState.DRAINING, error.message)
-        self._pool.move([], [run])
+        self._pool.move([], [sequence])
 
     def _on_encoded(self, encoded: pb.Encoded) -> None:
-        job = self._encodes.pop(encoded.handle, None)
+        job = self._jobs.pop(encoded.handle, None)
         if job is None:
             return
         error = from_proto(encoded.error) if encoded.HasField("error") else None
@@ -286,12 +326,12 @@ class Tokenizer(Replica):
         self._pool.on_room(self)
 
     def lost(self, problem: str) -> None:
-        """Gives everything on the stream back, to be moved to another tokenizer."""
+        """Returns all jobs and sequences to the pool."""
         del problem
-        encodes, runs = list(self._encodes.values()), list(self.runs.values())
-        self._encodes.clear()
-        self.runs.clear()
+        jobs, sequences = list(self._jobs.values()), list(self._sequences.values())
+        self._jobs.clear()
+        self._sequences.clear()
         self._waiting.clear()
         self._finished.clear()
         self._unanswered.clear()
-        self._pool.on_lost(encodes, runs)
+        self._pool.on_lost(jobs, sequences)

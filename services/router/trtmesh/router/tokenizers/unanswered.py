@@ -1,29 +1,29 @@
-"""Decode commands that a tokenizer has not answered yet, and whether it still answers at all."""
+"""Decode commands without an answer, and whether their tokenizer still answers at all."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
 
-from trtmesh.router.streams.sequence import SequenceRun
+from trtmesh.router.tokenizers.decoding import DecodedSequence
 
 LOOKS = 10
-"""Looks that a command may survive before its tokenizer counts as frozen."""
+"""Looks at one unanswered command until its tokenizer counts as frozen."""
 
 
 @dataclass(slots=True, eq=False)
 class DecodeBatch:
-    """A DecodeCommand on its way: how many tokens of each sequence, and the sequences that it finishes."""
+    """A DecodeCommand in flight: the number of tokens of each sequence, and the sequences it finishes."""
 
-    counts: list[tuple[SequenceRun, int]]
-    finished: list[SequenceRun]
+    counts: list[tuple[DecodedSequence, int]]
+    finished: list[DecodedSequence]
 
 
 class Unanswered:
-    """The commands, oldest first.
+    """The commands in flight, oldest first.
 
-    Tokens are answered at once, so an answer that does not come means a frozen process or a silent network. What the
-    oldest command waits is counted in looks: a router that stood still itself looks once, and blames nobody.
+    A tokenizer answers tokens at once, so a missing answer means a frozen process or a silent network. The wait of the
+    oldest command is counted in looks: a router that stood still itself looks once, and blames no tokenizer.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Unanswered:
         self._batches.append(batch)
 
     def take(self) -> DecodeBatch:
-        """The one that an answer belongs to."""
+        """The batch of the next answer."""
         return self._batches.popleft()
 
     def clear(self) -> None:
@@ -52,10 +52,10 @@ class Unanswered:
 
     @property
     def overdue(self) -> bool:
-        """Whether the oldest waits too long."""
+        """Whether the oldest command is overdue."""
         return self._looks >= LOOKS
 
     @property
     def timely(self) -> bool:
-        """Whether nothing waits half as long as would be too long."""
+        """Whether no command has been in flight for half of that time."""
         return self._looks < LOOKS // 2

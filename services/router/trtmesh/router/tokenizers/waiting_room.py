@@ -1,4 +1,4 @@
-"""Where things wait that a peer cannot take now."""
+"""A queue with a bounded wait, for work without a free peer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ W = TypeVar("W", bound=Hashable)
 
 
 class WaitingRoom(Generic[W]):
-    """Things in the order of their arrival, each no longer here than a bounded time; then `give_up` is told."""
+    """Things in order of arrival. `give_up` gets each one that is still here after `seconds`."""
 
     def __init__(self, seconds: float, give_up: Callable[[W], None]) -> None:
         self._seconds = seconds
@@ -25,18 +25,18 @@ class WaitingRoom(Generic[W]):
         self._timers[thing] = loop.call_later(self._seconds, self._time_out, thing)
 
     def dismiss(self, thing: W) -> None:
-        """Lets one thing go that does not wait any more."""
+        """Removes one thing, if it is here."""
         if (timer := self._timers.pop(thing, None)) is not None:
             timer.cancel()
 
     def leave_first(self) -> W:
-        """Lets the one go that came first; there must be one."""
+        """Removes the oldest thing; the room must not be empty."""
         thing = next(iter(self._timers))
         self.dismiss(thing)
         return thing
 
     def leave(self) -> list[W]:
-        """Empties the room; gives what was in it, in the order of arrival."""
+        """Removes all things, in order of arrival."""
         things = list(self._timers)
         for thing in things:
             self.dismiss(thing)

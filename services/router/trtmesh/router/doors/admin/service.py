@@ -126,7 +126,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
             problem=problem,
             fingerprint=tokenizer.description.fingerprint,
             model=tokenizer.description.model,
-            sequences=len(tokenizer.runs),
+            sequences=tokenizer.decodes,
         )
 
     # mypy-protobuf knows only generators; a coroutine that writes is the other form that grpc.aio accepts.

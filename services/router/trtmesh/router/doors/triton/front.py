@@ -15,7 +15,6 @@ from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.requests import Requests
 from trtmesh.router.settings import RouterSettings
-from trtmesh.router.streams.turns import Turns
 from trtmesh.router.tokenizers.pool import TokenizerPool
 
 
@@ -30,12 +29,11 @@ class TritonFront:
         tokenizers: TokenizerPool,
         requests: Requests,
         metrics: RouterMetrics,
-        turns: Turns,
     ) -> None:
         self._settings = settings
         self._runtime = runtime
         self._fleet = fleet
-        texts_of = TextsOf(tokenizers, turns, requests.served_model)
+        texts_of = TextsOf(tokenizers, requests.served_model)
         most_items = settings.max_items_per_request
         generations = Generations(requests, texts_of, metrics, most_items, self._longest_prompt)
         server = TritonServer(
