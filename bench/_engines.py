@@ -141,7 +141,7 @@ class Trtmesh:
         """Median share of a decoding step outside the model: all but the forward, plus its grouping of sequences and
         their masks."""
         engine: Any = self.backend._engine
-        runner = engine._forwards._runner
+        runner = engine._compute
         grouping = runner._attention._grouping
         model, groups = runner._model, grouping.groups
         forward, grouped = Timed(model.logits), Timed(groups)

@@ -11,16 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from engine.torch.choosing import chosen, continuation, filtered_weights
 from engine.torch.harness import configure, running
 from oracle import tiny_models
 from transformers import TopPLogitsWarper
 from trtmesh.chassis.errors import InvalidField, InvalidRequest, UnsupportedField
 from trtmesh.chassis.vocabulary import GenerationConfig, Sampling, Stopping
-from trtmesh.engine.backends.torch.sampling.choice import choose
-from trtmesh.engine.backends.torch.sampling.filters import filtered_weights
-from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
-from trtmesh.engine.backends.torch.scheduling.sequence import Sequence as TorchSequence
-from trtmesh.engine.backends.torch.stopping import EndRule
 from trtmesh.v1 import generation_pb2 as pb
 
 NEW_TOKENS = 32
@@ -158,14 +154,8 @@ async def test_top_p_decays_to_its_minimum_and_is_reset(llama: Path) -> None:
         weights = filtered_weights([sampling], biased, [top_p])
         torch.testing.assert_close(weights / weights.sum(), expected)
         assert expected[0, tokens[position]] > 0
-        row = state([*prompt, *tokens[:position]], config, len(prompt))
-        assert choose([row], logits).token_ids == [tokens[position]]
-
-
-def state(tokens: Sequence[int], config: GenerationConfig, prompt_tokens: int) -> TorchSequence:
-    rule = EndRule(config.stopping, (), prompt_tokens, 1000)
-    rules = TokenRules(config)
-    return TorchSequence(0, config, 0, 0, list(tokens), prompt_tokens, rule, rules)
+        row = continuation([*prompt, *tokens[:position]], config, len(prompt))
+        assert chosen([row], logits) == [tokens[position]]
 
 
 async def test_a_greedy_top_p_decay_changes_nothing(llama: Path) -> None:
@@ -251,10 +241,8 @@ def test_a_ban_of_the_end_id_holds_while_min_tokens_are_not_there() -> None:
     config = GenerationConfig(stopping=Stopping(min_tokens=2), sampling=Sampling())
     logits = torch.tensor([[9.0, 1.0, 0.0]])
     for generated, token in ((0, 1), (1, 1), (2, 0)):
-        rule = EndRule(config.stopping, (0,), 1, 10)
-        rules = TokenRules(config)
-        row = TorchSequence(0, config, 0, 0, [2] * (1 + generated), 1, rule, rules)
-        assert choose([row], logits).token_ids == [token]
+        row = continuation([2] * (1 + generated), config, 1, end_ids=(0,))
+        assert chosen([row], logits) == [token]
     assert logits.tolist() == [[9.0, 1.0, 0.0]], "the logits of the caller changed"
 
 

@@ -10,11 +10,10 @@ from trtmesh.chassis.vocabulary import GenerationConfig
 from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
 from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, BlockPool
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
-from trtmesh.engine.backends.torch.scheduling.chunk import Chunk
 from trtmesh.engine.backends.torch.scheduling.prefixes import Prefixes
 from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
 from trtmesh.engine.backends.torch.scheduling.scheduler import Scheduler
-from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
+from trtmesh.engine.backends.torch.scheduling.sequence import Chunk, Sequence
 from trtmesh.engine.backends.torch.stopping import EndRule
 
 BLOCK = 4
@@ -64,7 +63,14 @@ class PaperEngine:
         rule = EndRule(config.stopping, (), len(tokens), len(tokens) + new_tokens)
         self._keys += 1
         return Sequence(
-            self._keys, config, 0, 0, list(tokens), len(tokens), rule, TokenRules(config)
+            self._keys,
+            0,
+            0,
+            list(tokens),
+            rule,
+            TokenRules(config),
+            config=config,
+            submitted_tokens=len(tokens),
         )
 
     def add(self, *sequences: Sequence) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 
 import pytest
@@ -103,9 +103,9 @@ async def test_an_item_counts_while_the_engine_takes_it(llama: Path) -> None:
         taking = engine.backend._engine
         add, seen = taking.add, list[int]()
 
-        def watched(sequences: Iterable[Sequence]) -> None:
+        def watched(keys: SequenceOf[int], sequences: SequenceOf[Sequence]) -> None:
             seen.append(engine.backend.stats().waiting_sequences)
-            add(sequences)
+            add(keys, sequences)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(taking, "add", watched)

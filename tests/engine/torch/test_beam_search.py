@@ -16,8 +16,8 @@ from oracle.beams import STOPPING, TOKENS, Beams, expected
 from transformers import PreTrainedModel
 from trtmesh.chassis.errors import InvalidField, OutOfBlocks, TrtmeshError
 from trtmesh.chassis.vocabulary import GenerationConfig
-from trtmesh.engine.backends.torch.beams.item import BeamItem
-from trtmesh.engine.backends.torch.beams.search import Beside
+from trtmesh.engine.backends.torch.beams.decoding import BeamDecoding
+from trtmesh.engine.backends.torch.beams.search import Extras
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
 from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
 from trtmesh.engine.backends.torch.stopping import EndRule
@@ -123,12 +123,17 @@ async def test_a_search_that_is_paused_comes_to_the_same(reuse: bool, llama: Pat
         assert engine.backend.stats().used_blocks == 0
 
 
+def _lane(key: int, config: GenerationConfig) -> Sequence:
+    rule = EndRule(config.stopping, (), 2, 20)
+    rules = TokenRules(config)
+    return Sequence(key, 0, 0, [5, 6], rule, rules, config=config, submitted_tokens=2)
+
+
 def test_a_row_of_other_tokens_than_those_of_now_is_not_taken() -> None:
     config = beams(2)
-    rule = EndRule(config.stopping, (), 2, 20)
-    lanes = [Sequence(n, config, 0, 0, [5, 6], 2, rule, TokenRules(config)) for n in range(2)]
-    item = BeamItem([0, 1], lanes)
-    row, nothing = torch.zeros(8).log_softmax(dim=0), Beside([])
+    lanes = [_lane(n, config) for n in range(2)]
+    item = BeamDecoding([0, 1], lanes)
+    row, nothing = torch.zeros(8).log_softmax(dim=0), Extras([])
     for lane in lanes:
         lane.slot, lane.num_computed = 1, 2
     assert not item.take(lanes[0], row, nothing)
@@ -141,11 +146,10 @@ def test_a_row_of_other_tokens_than_those_of_now_is_not_taken() -> None:
 
 def test_a_row_that_waits_keeps_no_other_of_its_step() -> None:
     config = beams(2)
-    rule = EndRule(config.stopping, (), 2, 20)
-    lanes = [Sequence(n, config, 0, 0, [5, 6], 2, rule, TokenRules(config)) for n in range(2)]
-    item = BeamItem([0, 1], lanes)
+    lanes = [_lane(n, config) for n in range(2)]
+    item = BeamDecoding([0, 1], lanes)
     lanes[0].slot, lanes[0].num_computed = 1, 2
-    assert not item.take(lanes[0], torch.zeros(50, 8).log_softmax(dim=1)[3], Beside([]))
+    assert not item.take(lanes[0], torch.zeros(50, 8).log_softmax(dim=1)[3], Extras([]))
     assert item._rows[0].log_probs.untyped_storage().nbytes() == 8 * 4
 
 

@@ -24,7 +24,7 @@ from oracle import tiny_models
 from processes import service_process
 from trtmesh.chassis.errors import BackendFailed, WorkerLost
 from trtmesh.engine.backend import StepOutput
-from trtmesh.engine.backends.torch.beams.item import BeamItem
+from trtmesh.engine.backends.torch.beams.decoding import BeamDecoding
 from trtmesh.engine.backends.torch.sampling import choice
 from trtmesh.engine.backends.torch.sampling.adjustments import adjusted
 from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
@@ -43,7 +43,7 @@ def internals(engine: Harness) -> Any:
 @contextmanager
 def raising(engine: Harness, fault: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """Lets `fault` see the token ids of every forward before they are embedded."""
-    module = internals(engine)._forwards._runner._model.module.get_input_embeddings()
+    module = internals(engine)._compute._model.module.get_input_embeddings()
 
     def hook(_: Any, positional: tuple[torch.Tensor]) -> None:
         fault(positional[0])
@@ -122,14 +122,14 @@ def without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_telling(monkeypatch: pytest.MonkeyPatch) -> None:
-    tell = BeamItem.tell
+    deliver = BeamDecoding.deliver
 
-    def fault(item: BeamItem, output: StepOutput) -> None:
-        if item.first.tokens[0] == MARKED:
-            raise RuntimeError("nothing can be told")
-        tell(item, output)
+    def fault(decoding: BeamDecoding, output: StepOutput) -> None:
+        if decoding.first.tokens[0] == MARKED:
+            raise RuntimeError("nothing can be delivered")
+        deliver(decoding, output)
 
-    monkeypatch.setattr(BeamItem, "tell", fault)
+    monkeypatch.setattr(BeamDecoding, "deliver", fault)
 
 
 @pytest.mark.parametrize(
@@ -178,8 +178,8 @@ async def test_lines_about_a_failed_item_have_its_request_id(
         await engine.ended([*engine.submit([MARKED], SHORT, batch_index=2)])
     about_one = [line for line in logged() if line.message.startswith("item")]
     assert about_one == [
-        LogLine("request-1", "item 0 fails alone too"),
-        LogLine("request-2", "item 2: a token could not be appended"),
+        LogLine("request-1", "item 0: the model failed"),
+        LogLine("request-2", "item 2: the item cannot continue"),
     ]
 
 
@@ -195,7 +195,7 @@ async def test_inputs_that_fail_one_after_another_do_not_end_the_engine(llama: P
         assert engine.failures == []
         assert all_is_free(engine)
         # The check that told them from a broken model left the null block as it must be.
-        assert not internals(engine)._cache.pool[0].any()
+        assert not engine.backend._loaded.cache.pool[0].any()
 
 
 async def test_a_step_too_large_for_the_memory_is_computed_in_parts(llama: Path) -> None:
@@ -239,9 +239,7 @@ async def test_weights_that_become_no_numbers_end_all(llama: Path) -> None:
     async with running(llama) as engine:
         await engine.run(PROMPTS[:2], SHORT)
         with torch.inference_mode():
-            internals(engine)._forwards._runner._model.module.get_input_embeddings().weight.fill_(
-                torch.nan
-            )
+            internals(engine)._compute._model.module.get_input_embeddings().weight.fill_(torch.nan)
         with engine.gate.held():
             keys = [engine.submit(prompt, SHORT)[0] for prompt in PROMPTS]
         for stream in await engine.ended(keys):

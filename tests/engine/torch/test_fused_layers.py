@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from oracle import tiny_models
+from trtmesh.engine.backends.torch.cpu.device import Cpu
 from trtmesh.engine.backends.torch.cpu.fused_layers import FusedAttention, FusedMlp
 from trtmesh.engine.backends.torch.model.model import load_model
 
-CPU = torch.device("cpu")
+CPU = Cpu(weight_copies=True, decode_copy_bytes=0)
 FUSED = "llama mistral qwen2 qwen3 granite gemma"
 """Also with biases, a window, norms of heads, a scale of their own."""
 LEFT = "gpt2 gemma2 glm ministral3"
@@ -22,8 +23,8 @@ LEFT = "gpt2 gemma2 glm ministral3"
 PLAIN = "llama mistral qwen2 qwen3"
 
 
-def kinds(folder: Path, dtype: str = "float32") -> Counter[type]:
-    model = load_model(folder, dtype, CPU, weight_copies=True)
+def kinds(folder: Path, dtype: torch.dtype = torch.float32) -> Counter[type]:
+    model = load_model(folder, dtype, CPU.name, CPU.fit)
     return Counter(type(module) for module in model.module.modules())
 
 
@@ -34,8 +35,8 @@ def build(folder: Path, model_type: str) -> Path:
 
 
 @pytest.mark.parametrize("model_type", FUSED.split())
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_known_layers_are_replaced(model_type: str, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_known_layers_are_replaced(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
     found = kinds(build(tmp_path, model_type), dtype)
     layers = tiny_models.SHAPE["num_hidden_layers"]
     assert found[FusedAttention] == found[FusedMlp] == layers
@@ -44,7 +45,7 @@ def test_known_layers_are_replaced(model_type: str, dtype: str, tmp_path: Path) 
 @pytest.mark.parametrize("model_type", [*FUSED.split(), "gpt2"])
 def test_models_of_nothing_but_such_layers(model_type: str, tmp_path: Path) -> None:
     """Gemma multiplies its embeddings and granite its logits, so their own code stays around the layers."""
-    model = load_model(build(tmp_path, model_type), "float32", CPU)
+    model = load_model(build(tmp_path, model_type), torch.float32, CPU.name, CPU.fit)
     assert model.plain == (model_type in PLAIN.split())
 
 

@@ -167,7 +167,7 @@ async def test_a_sequence_that_was_complete_when_it_migrated_ends_at_once(llama:
 
 def poison(engine: Harness, token: int) -> None:
     """From now on the token's embedding is not a number."""
-    model = internals(engine)._forwards._runner._model.module
+    model = internals(engine)._compute._model.module
     with torch.no_grad():
         model.get_input_embeddings().weight[token] = torch.nan
 

@@ -41,7 +41,7 @@ def test_mates_run_only_all_together(never_pause: bool, prompt_tokens: int) -> N
                 engine.advance(sequence)
         for group in groups:
             running = [each for each in group if each.slot >= 0]
-            if len(running) < 3 or any(each.num_computed < each.length for each in group):
+            if len(running) < 3 or any(each.num_computed < len(each.tokens) for each in group):
                 continue
             # The mates part with each other after the prompt.
             for each in group:
@@ -66,10 +66,10 @@ def test_mates_that_await_each_other_make_room() -> None:
         steps += 1
         assert steps < 100
         for group in (first, second):
-            if all(each.slot >= 0 and each.num_computed == each.length for each in group):
+            if all(each.slot >= 0 and each.num_computed == len(each.tokens) for each in group):
                 for number, each in enumerate(group):
                     each.append(number, 0)
-                if group[0].length == 13:
+                if len(group[0].tokens) == 13:
                     for each in group:
                         engine.scheduler.remove(each)
     assert engine.pool.used_blocks == 0
@@ -83,7 +83,7 @@ def least_blocks(prompt_tokens: int, new_tokens: int, count: int) -> int:
 
 
 def goes_on_together(group: list[Sequence]) -> bool:
-    return all(each.slot >= 0 and each.num_computed == each.length for each in group)
+    return all(each.slot >= 0 and each.num_computed == len(each.tokens) for each in group)
 
 
 def step_together(engine: PaperEngine, group: list[Sequence]) -> None:
@@ -239,7 +239,7 @@ class Crowd:
         self.engine.scheduler.reassign(list(zip(group, parents, strict=True)))
         for each, own in zip(group, tokens, strict=True):
             each.tokens[:] = own
-        if group[0].length >= group[0].rule.limit:
+        if len(group[0].tokens) >= group[0].rule.limit:
             self._remove(group)
 
     def _remove(self, sequences: list[Sequence]) -> None:

@@ -242,7 +242,7 @@ class Gate(threading.Event):
 @contextmanager
 def held_up(engine: Harness) -> Iterator[Gate]:
     """Lets tables be read only once the event is set."""
-    embedding: Any = engine.backend._engine.embedding
+    embedding: Any = engine.backend._loaded.embedding
     read, gate = embedding.read, Gate()
 
     def waiting(asked: PromptTuning) -> PromptTable:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine.torch.choosing import chosen, continuation, filtered_weights
 from engine.torch.harness import configure, running
 from oracle import tiny_models
 from transformers import (
@@ -18,13 +19,9 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-from trtmesh.chassis.vocabulary import GenerationConfig, Sampling, Stopping
+from trtmesh.chassis.vocabulary import GenerationConfig, Sampling
 from trtmesh.engine.backends.torch.sampling import draws
-from trtmesh.engine.backends.torch.sampling.choice import choose
-from trtmesh.engine.backends.torch.sampling.filters import filtered_weights
-from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
-from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
-from trtmesh.engine.backends.torch.stopping import EndRule
+from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 
 NEW_TOKENS = 24
 SAMPLED = configure(max_tokens=NEW_TOKENS, ignore_end_id=True, temperature=1.5, top_p=0.95, seed=7)
@@ -70,10 +67,8 @@ def test_the_filtered_distribution_is_that_of_transformers(spread: float) -> Non
         torch.testing.assert_close(probabilities[row], expected)
 
 
-def sequence(position: int, sampling: Sampling) -> Sequence:
-    rule = EndRule(Stopping(), (), 1, 10)
-    config = GenerationConfig(sampling=sampling)
-    return Sequence(0, config, 0, 0, [0] * position, 1, rule, TokenRules(config))
+def sequence(position: int, sampling: Sampling) -> Continuation:
+    return continuation([0] * position, GenerationConfig(sampling=sampling), 1)
 
 
 def test_draws_follow_the_distribution() -> None:
@@ -81,7 +76,7 @@ def test_draws_follow_the_distribution() -> None:
     logits = torch.linspace(-2, 1, 12).expand(draws, -1).clone()
     sampling = Sampling(temperature=0.8, top_k=10, seed=11)
     sequences = [sequence(position + 1, sampling) for position in range(draws)]
-    counts = Counter(choose(sequences, logits.clone()).token_ids)
+    counts = Counter(chosen(sequences, logits.clone()))
     weights = filtered_weights([sampling], logits[:1])[0]
     expected = (weights / weights.sum() * draws).numpy()
     assert set(counts) == set(np.flatnonzero(expected).tolist())
@@ -109,10 +104,10 @@ def test_a_draw_among_candidates_is_that_of_the_whole_vocabulary(
         sequence(position + 1, Sampling(seed=3, **shapes[position % len(shapes)]))
         for position in range(len(logits))
     ]
-    few = choose(rows, logits).token_ids
-    alone = [choose([row], logits[at : at + 1]).token_ids[0] for at, row in enumerate(rows)]
+    few = chosen(rows, logits)
+    alone = [chosen([row], logits[at : at + 1])[0] for at, row in enumerate(rows)]
     monkeypatch.setattr(draws, "MOST_CANDIDATES", 0)
-    assert few == alone == choose(rows, logits).token_ids
+    assert few == alone == chosen(rows, logits)
 
 
 def test_rounding_in_the_last_bits_rarely_changes_a_draw() -> None:
@@ -121,7 +116,7 @@ def test_rounding_in_the_last_bits_rarely_changes_a_draw() -> None:
     noisy = logits * (1 + 1e-7 * torch.randn(logits.shape, generator=generator))
     sampling = Sampling(temperature=1.0, top_k=50, top_p=0.9, seed=2)
     sequences = [sequence(position + 1, sampling) for position in range(500)]
-    exact, rounded = (choose(sequences, rows.clone()).token_ids for rows in (logits, noisy))
+    exact, rounded = (chosen(sequences, rows.clone()) for rows in (logits, noisy))
     assert exact == rounded
 
 
@@ -193,12 +188,10 @@ async def test_the_repetition_penalty_is_that_of_generate(llama: Path) -> None:
 async def test_prompt_ignore_length_hides_the_beginning_from_the_repetition_penalty() -> None:
     logits = torch.tensor([[1.0, 0.9, 0.5]])
     sampling = Sampling(repetition_penalty=2.0, prompt_ignore_length=1)
-    rule = EndRule(Stopping(), (), 2, 10)
-    config = GenerationConfig(sampling=sampling)
-    hidden = Sequence(0, config, 0, 0, [0, 2], 2, rule, TokenRules(config))
+    hidden = continuation([0, 2], GenerationConfig(sampling=sampling), 2)
     config = GenerationConfig(sampling=Sampling(repetition_penalty=2.0))
-    full = Sequence(0, config, 0, 0, [0, 2], 2, rule, TokenRules(config))
-    assert choose([hidden, full], logits.repeat(2, 1)).token_ids == [0, 1]
+    full = continuation([0, 2], config, 2)
+    assert chosen([hidden, full], logits.repeat(2, 1)) == [0, 1]
 
 
 async def test_prompt_ignore_length_acts(llama: Path) -> None:

@@ -267,7 +267,7 @@ def test_blocks_out_of_a_sliding_window_are_free_for_others() -> None:
     while engine.scheduler.has_work:
         for each in engine.step():
             engine.advance(each)
-            if sequence.length > 34:
+            if len(sequence.tokens) > 34:
                 most = max(most, engine.pool.used_blocks)
     # 6 tokens touch 3 blocks at most; one goes only when the next is full.
     assert 1 <= most <= 4

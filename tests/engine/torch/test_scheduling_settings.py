@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from engine.torch.harness import Harness, configure, running
 from oracle import tiny_models
 from pydantic import ValidationError
 from trtmesh.chassis.errors import InvalidField, ModelUnusable, PromptTooLong
 from trtmesh.chassis.vocabulary import TokenRangeRetention
 from trtmesh.engine.backends.torch import TorchBackend, TorchSettings
-from trtmesh.engine.backends.torch.memory.sizing import free_memory
+from trtmesh.engine.backends.torch.cpu.device import Cpu, free_memory
 
 TINY = {"kv_cache_tokens": 64, "tokens_per_block": 4, "max_batch_size": 8}
 PROMPTS = [[number] * 6 for number in range(5, 15)]
@@ -164,9 +163,7 @@ async def test_the_least_limit_sizes_the_pool(
 async def test_a_fraction_of_the_free_memory_sizes_the_pool(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "trtmesh.engine.backends.torch.memory.sizing.free_memory", lambda _: 1000 * BYTES_PER_TOKEN
-    )
+    monkeypatch.setattr(Cpu, "free_memory", lambda _: 1000 * BYTES_PER_TOKEN)
     settings = {"kv_cache_free_memory_fraction": 0.5, "host_cache_bytes": 99 * BYTES_PER_TOKEN}
     async with running(llama, tokens_per_block=4, **settings) as engine:
         assert engine.info.total_blocks == 125
@@ -183,14 +180,13 @@ async def test_a_pool_without_a_block_is_refused(llama: Path) -> None:
 def test_free_memory_is_what_machine_and_container_leave(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 100 kB\nMemAvailable: 50 kB\n")
-    cpu = torch.device("cpu")
-    assert free_memory(cpu, meminfo, tmp_path) == 50 * 1024
+    assert free_memory(meminfo, tmp_path) == 50 * 1024
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("9000\n")
-    assert free_memory(cpu, meminfo, tmp_path) == 50 * 1024
+    assert free_memory(meminfo, tmp_path) == 50 * 1024
     (tmp_path / "memory.max").write_text("10000\n")
-    assert free_memory(cpu, meminfo, tmp_path) == 1000
-    assert free_memory(cpu) > 2**20
+    assert free_memory(meminfo, tmp_path) == 1000
+    assert free_memory() > 2**20
 
 
 @pytest.mark.parametrize(("family", "frees"), [("mistral", True), ("gemma2", False)])

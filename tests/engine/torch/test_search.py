@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from trtmesh.chassis.vocabulary import BeamSearch
-from trtmesh.engine.backends.torch.beams.search import Hypothesis, Search
+from trtmesh.chassis import vocabulary
+from trtmesh.engine.backends.torch.beams.search import BeamSearch, Hypothesis
 from trtmesh.engine.backends.torch.stopping import End
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -36,8 +36,8 @@ class World:
     def total(self, tokens: tuple[int, ...]) -> float:
         return sum(float(self.row(list(tokens[:at]))[token]) for at, token in enumerate(tokens))
 
-    def search(self, asked: BeamSearch) -> Search:
-        search = Search(asked, most_tokens=LENGTH, ending_tokens=1)
+    def search(self, asked: vocabulary.BeamSearch) -> BeamSearch:
+        search = BeamSearch(asked, most_tokens=LENGTH, ending_tokens=1)
         while not search.over:
             rows = torch.stack([self.row(beam.tokens) for beam in search.running])
             search.advance(rows, end_after)
@@ -64,7 +64,9 @@ def every_sequence() -> list[tuple[int, ...]]:
 def test_a_search_as_wide_as_the_world_finds_the_best(seed: int, length_penalty: float) -> None:
     world, count = World(seed), len(every_sequence())
     search = world.search(
-        BeamSearch(count, length_penalty, pb.EARLY_STOPPING_EXHAUSTIVE, diversity_rate=None)
+        vocabulary.BeamSearch(
+            count, length_penalty, pb.EARLY_STOPPING_EXHAUSTIVE, diversity_rate=None
+        )
     )
     ranked = sorted(
         every_sequence(), key=lambda each: -world.total(each) / len(each) ** length_penalty
@@ -78,7 +80,9 @@ def test_a_search_as_wide_as_the_world_finds_the_best(seed: int, length_penalty:
 def test_diversity_favours_later_beams(seed: int, width: int, rate: float) -> None:
     """TensorRT-LLM's rule: candidates are ranked by sum + rate * number of the beam they continue."""
     world = World(seed)
-    search = Search(BeamSearch(width, 1.0, 0, rate), most_tokens=LENGTH, ending_tokens=1)
+    search = BeamSearch(
+        vocabulary.BeamSearch(width, 1.0, 0, rate), most_tokens=LENGTH, ending_tokens=1
+    )
     beams: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
     while not search.over:
         candidates = sorted(
@@ -112,7 +116,9 @@ def test_diversity_favours_later_beams(seed: int, width: int, rate: float) -> No
 )
 def test_when_a_search_is_over(early_stopping: int, length_penalty: float, *, over: bool) -> None:
     """Complete are sums of -3 after one token; the best that runs has -2.9 after two of at most 4."""
-    search = Search(BeamSearch(2, length_penalty, early_stopping), most_tokens=4, ending_tokens=1)
+    search = BeamSearch(
+        vocabulary.BeamSearch(2, length_penalty, early_stopping), most_tokens=4, ending_tokens=1
+    )
     end = (pb.FINISH_REASON_END_ID, (END,))
     if length_penalty == 1.0 and early_stopping == pb.EARLY_STOPPING_HEURISTIC:
         totals, running = (-1.0, -1.2), -2.9
@@ -127,6 +133,8 @@ def test_when_a_search_is_over(early_stopping: int, length_penalty: float, *, ov
 
 def test_extreme_penalties_overflow_nothing() -> None:
     for length_penalty in (-1e6, 1e6):
-        search = World(1).search(BeamSearch(3, length_penalty, pb.EARLY_STOPPING_EXHAUSTIVE))
+        search = World(1).search(
+            vocabulary.BeamSearch(3, length_penalty, pb.EARLY_STOPPING_EXHAUSTIVE)
+        )
         assert len(search.best()) == 3
         assert all(math.isfinite(search.score(beam)) for beam in search.best())

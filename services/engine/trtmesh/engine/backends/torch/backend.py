@@ -28,7 +28,6 @@ from trtmesh.engine.backend import (
     Submission,
 )
 from trtmesh.engine.backends.torch.admission import admit
-from trtmesh.engine.backends.torch.beams.item import BeamItem
 from trtmesh.engine.backends.torch.model.prompt_tables import PromptTables
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
 from trtmesh.engine.backends.torch.scheduling.sequence import Sequence, sequences_of
@@ -37,6 +36,7 @@ from trtmesh.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:
     from trtmesh.engine.backends.torch.engine import Engine
+    from trtmesh.engine.backends.torch.loading import Loaded
     from trtmesh.engine.backends.torch.model.prompt_table import PromptTable
 
 log = logging.getLogger(__name__)
@@ -44,10 +44,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """A command: take these sequences, which are those of a search where `beams` is set."""
+    """A command: take an item whose results come back under `keys`."""
 
+    keys: tuple[int, ...]
     sequences: list[Sequence]
-    beams: BeamItem | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +89,23 @@ class TorchBackend:
 
     async def start(self, deliver: Deliver, fail: Fail) -> BackendInfo:
         self._deliver, self._fail = deliver, fail
-        loaded: Future[tuple[Engine, BackendInfo]] = Future()
+        loaded: Future[Loaded] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(loaded,), name="torch-engine", daemon=True
         )
         self._thread.start()
-        self._engine, self._info = await asyncio.wrap_future(loaded)
-        self._tables = PromptTables(self._engine.embedding, self._settings.prompt_tables_bytes)
-        return self._info
+        self._loaded = await asyncio.wrap_future(loaded)
+        self._tables = PromptTables(self._loaded.embedding, self._settings.prompt_tables_bytes)
+        return self._loaded.info
+
+    @property
+    def _engine(self) -> Engine:
+        return self._loaded.engine
 
     def submit(self, item: Submission) -> None:
         rule = admit(
             item,
-            self._info,
+            self._loaded.info,
             max_logits_bytes=self._settings.max_logits_bytes,
             longest_prompt=self._settings.longest_prompt,
         )
@@ -109,7 +113,7 @@ class TorchBackend:
             item.config, normalize_log_probs=self._settings.normalize_log_probs
         )
         if item.config.prompt_tuning:
-            self._engine.embedding.check(item.config.prompt_tuning, rule.prompt_tokens)
+            self._loaded.embedding.check(item.config.prompt_tuning, rule.prompt_tokens)
         scheduler = self._engine.scheduler
         with self._wake:
             if self._broken:
@@ -131,7 +135,7 @@ class TorchBackend:
                 self._have_table_read(item.request_id, item.config.prompt_tuning, sequences)
             self._incoming_sequences += len(sequences)
             self._incoming_tokens += len(sequences) * len(item.token_ids)
-            self._inbox.append(Add(sequences, BeamItem(item.keys, sequences) if lanes else None))
+            self._inbox.append(Add(item.keys, sequences))
             self._wake.notify()
 
     def _have_table_read(
@@ -183,8 +187,8 @@ class TorchBackend:
             reused_blocks=scheduler.reused_blocks,
             host_blocks=scheduler.pool.host_blocks,
             used_host_blocks=scheduler.pool.used_host_blocks,
-            device_memory_bytes=engine.device_memory_bytes,
-            pinned_memory_bytes=engine.pinned_memory_bytes,
+            device_memory_bytes=self._loaded.device.allocated_bytes(),
+            pinned_memory_bytes=self._loaded.cache.pinned_bytes,
         )
 
     def adapters(self) -> SequenceOf[AdapterInfo]:
@@ -200,20 +204,22 @@ class TorchBackend:
             await asyncio.to_thread(self._tables.close)
         # Weights and cache go with them; a start that failed left none.
         self._tables = None
-        self.__dict__.pop("_engine", None)
+        self.__dict__.pop("_loaded", None)
 
-    def _run(self, loaded: Future[tuple[Engine, BackendInfo]]) -> None:
+    def _run(self, loaded: Future[Loaded]) -> None:
         """The thread: loads, then steps until closed."""
         # From here on a cancelled start cannot cancel the result, which would make setting it an error.
         loaded.set_running_or_notify_cancel()
         try:
             from trtmesh.engine.backends.torch.loading import load_engine
 
-            engine, info = load_engine(self._model_dir, self._settings)
+            result = load_engine(self._model_dir, self._settings)
         except BaseException as error:  # noqa: BLE001 - told to whoever awaits the start
             loaded.set_exception(error)
             return
-        loaded.set_result((engine, info))
+        engine = result.engine
+        loaded.set_result(result)
+        del result
         try:
             self._serve(engine)
         except Exception as error:
@@ -231,7 +237,7 @@ class TorchBackend:
             if closing:
                 return
             if engine.has_work:
-                self._deliver(engine.step())
+                self._deliver(engine.collect(engine.launch()))
 
     def _take_commands(self, *, idle: bool) -> tuple[list[Command], bool]:
         """What came since the last call, and whether to close; waits for something where there is nothing to do."""
@@ -253,10 +259,7 @@ class TorchBackend:
             tokens = sum(len(sequence.tokens) for sequence in command.sequences)
             # In one piece, so that `submit` sees them in one place or the other, and never in none.
             with self._wake:
-                if command.beams:
-                    engine.add_beams(command.beams)
-                else:
-                    engine.add(command.sequences)
+                engine.add(command.keys, command.sequences)
                 self._incoming_sequences -= sequences
                 self._incoming_tokens -= tokens
 

@@ -1,32 +1,41 @@
-"""From settings to an engine that is ready to step, and its description."""
+"""From settings to an engine that is ready to step. The device is chosen here, and nowhere else asked for."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.chassis.fingerprint import tokenizer_fingerprint
 from trtmesh.engine.backend import BackendInfo, Capabilities
-from trtmesh.engine.backends.torch.compute.forwards import Forwards
-from trtmesh.engine.backends.torch.compute.runner import Runner
+from trtmesh.engine.backends.torch.compute.accelerator import Accelerator
+from trtmesh.engine.backends.torch.compute.device import Device
 from trtmesh.engine.backends.torch.compute.self_check import check_model
+from trtmesh.engine.backends.torch.cpu.device import Cpu
 from trtmesh.engine.backends.torch.cpu.threads import take_threads
 from trtmesh.engine.backends.torch.engine import Engine
 from trtmesh.engine.backends.torch.fields import supported_fields
 from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
 from trtmesh.engine.backends.torch.memory.blocks import BlockPool
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
-from trtmesh.engine.backends.torch.memory.sizing import Sizes, size
 from trtmesh.engine.backends.torch.model.model import Model, load_model
+from trtmesh.engine.backends.torch.model.prompt_table import Embedding
 from trtmesh.engine.backends.torch.model.rope import freeze_rope
 from trtmesh.engine.backends.torch.model.weights import model_fingerprint, weight_files
 from trtmesh.engine.backends.torch.scheduling.prefixes import Prefixes
 from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
 from trtmesh.engine.backends.torch.scheduling.scheduler import Scheduler
 from trtmesh.engine.backends.torch.settings import TorchSettings
+from trtmesh.engine.backends.torch.sizing import Sizes, size
 from trtmesh.v1 import generation_pb2 as pb
 
+DTYPES = {
+    "auto": None,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 DATA_TYPES = {
     torch.float32: pb.DATA_TYPE_FP32,
     torch.bfloat16: pb.DATA_TYPE_BF16,
@@ -34,17 +43,29 @@ DATA_TYPES = {
 }
 
 
-def load_engine(model_dir: Path, settings: TorchSettings) -> tuple[Engine, BackendInfo]:
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model on its device."""
+
+    engine: Engine
+    info: BackendInfo
+    device: Device
+    cache: KvCache
+    embedding: Embedding
+
+
+def load_engine(model_dir: Path, settings: TorchSettings) -> Loaded:
     """Raises ModelUnusable with the reason."""
     take_threads(settings.threads)
-    device = torch.device(settings.device)
+    device = _device(settings)
     files = weight_files(model_dir)
-    model = load_model(model_dir, settings.dtype, device, weight_copies=settings.weight_copies)
+    dtype = DTYPES[settings.dtype] or device.default_dtype
+    model = load_model(model_dir, dtype, device.name, device.fit)
     dtype = model.dtype
-    sizes = size(settings, model, dtype, device)
+    sizes = size(settings, model, device)
     freeze_rope(model.module, sizes.max_sequence_tokens)
-    check_model(model, dtype=dtype, device=device)
-    engine = _engine(settings, model, sizes, device)
+    check_model(model, device)
+    cache = _cache(settings, model, sizes, device)
     info = BackendInfo(
         backend="torch",
         model=model_dir.resolve().name,
@@ -65,7 +86,16 @@ def load_engine(model_dir: Path, settings: TorchSettings) -> tuple[Engine, Backe
         data_type=DATA_TYPES[dtype],
         static_batching=settings.batching_type == "V1",
     )
-    return engine, info
+    engine = _engine(settings, model, sizes, device, cache)
+    return Loaded(engine, info, device, cache, model.embedding)
+
+
+def _device(settings: TorchSettings) -> Device:
+    name = torch.device(settings.device)
+    if name.type == "cpu":
+        copies = settings.decode_copy_bytes
+        return Cpu(weight_copies=settings.weight_copies, decode_copy_bytes=copies)
+    return Accelerator(name)
 
 
 def _capabilities(dtype: torch.dtype) -> Capabilities:
@@ -74,17 +104,23 @@ def _capabilities(dtype: torch.dtype) -> Capabilities:
     return Capabilities(deterministic=exact, resumes_exactly=exact, stops_single_sequences=True)
 
 
-def _engine(settings: TorchSettings, model: Model, sizes: Sizes, device: torch.device) -> Engine:
-    blocks_per_sequence = -(-sizes.max_sequence_tokens // settings.tokens_per_block)
-    tables = BlockTables(settings.max_batch_size, blocks_per_sequence)
-    cache = KvCache(
+def _cache(settings: TorchSettings, model: Model, sizes: Sizes, device: Device) -> KvCache:
+    return KvCache(
         model.kv_shape,
         blocks=sizes.blocks,
         host_blocks=sizes.host_blocks,
         tokens_per_block=settings.tokens_per_block,
         dtype=model.dtype,
-        device=device,
+        device=device.name,
+        pins_memory=device.pins_memory,
     )
+
+
+def _engine(
+    settings: TorchSettings, model: Model, sizes: Sizes, device: Device, cache: KvCache
+) -> Engine:
+    blocks_per_sequence = -(-sizes.max_sequence_tokens // settings.tokens_per_block)
+    tables = BlockTables(settings.max_batch_size, blocks_per_sequence)
     pool = BlockPool(
         sizes.blocks,
         host_blocks=sizes.host_blocks,
@@ -96,10 +132,7 @@ def _engine(settings: TorchSettings, model: Model, sizes: Sizes, device: torch.d
         pool, rules, reuse=settings.prefix_reuse, partial_reuse=settings.partial_reuse
     )
     scheduler = Scheduler(pool, tables, rules, prefixes)
-    # Elsewhere kernels read the blocks where they are.
-    copies = settings.decode_copy_bytes if device.type == "cpu" else 0
-    runner = Runner(model, cache, tables, decode_copy_bytes=copies)
-    return Engine(Forwards(runner), cache, scheduler, model.embedding)
+    return Engine(device.compute(model, cache, tables), scheduler)
 
 
 def _rules(settings: TorchSettings, model: Model) -> SchedulingRules:

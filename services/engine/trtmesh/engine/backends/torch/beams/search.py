@@ -20,8 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from trtmesh.chassis.vocabulary import BeamSearch
-from trtmesh.chassis.vocabulary import Tensor as TensorValue
+from trtmesh.chassis import vocabulary
 from trtmesh.engine.backends.torch.stopping import End
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -33,12 +32,12 @@ Top = list[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
-    """What is told of a token beside it, as far as it was asked for."""
+class Extras:
+    """Optional data of one token."""
 
     top: Top
-    """The likeliest alternatives."""
-    logits: TensorValue | None = None
+    """The most likely alternatives."""
+    logits: vocabulary.Tensor | None = None
     """The model's own, [1, vocabulary]."""
 
 
@@ -56,7 +55,7 @@ class Hypothesis:
     """Sum of the log-probabilities."""
     end: End | None = None
     """How it ended; None while it runs."""
-    beside: list[Beside] = field(default_factory=list)
+    extras: list[Extras] = field(default_factory=list)
     """What was asked for of each token; empty where nothing was."""
 
 
@@ -72,10 +71,12 @@ EndAfter = Callable[[Hypothesis, int], End | None]
 """How a hypothesis ends with one more token; None if it goes on."""
 
 
-class Search:
+class BeamSearch:
     """The beams of one item."""
 
-    def __init__(self, asked: BeamSearch, *, most_tokens: int, ending_tokens: int) -> None:
+    def __init__(
+        self, asked: vocabulary.BeamSearch, *, most_tokens: int, ending_tokens: int
+    ) -> None:
         """`most_tokens` is the length at which every sequence ends; at most `ending_tokens` ids end a given one."""
         self.width = asked.beam_width
         self.running = [Hypothesis()]
@@ -112,9 +113,9 @@ class Search:
         return sorted([*self.complete, *self.running], key=self.score, reverse=True)[: self.width]
 
     def advance(
-        self, log_probs: Tensor, end_after: EndAfter, beside: Sequence[Beside] = ()
+        self, log_probs: Tensor, end_after: EndAfter, extras: Sequence[Extras] = ()
     ) -> list[int]:
-        """One step. `log_probs` are [running beams, vocabulary]; `beside` is what is told of each beam's next token.
+        """One step. `log_probs` are [running beams, vocabulary]; `extras` those of each beam's next token.
 
         Returns which beam each beam now running continues.
         """
@@ -127,8 +128,8 @@ class Search:
             if end is None and len(chosen) < self.width:
                 chosen.append(candidate)
             elif end is not None and place < self.width:
-                complete.append(_follow(before, candidate, beside, end))
-        self.running = [_follow(before, candidate, beside) for candidate in chosen]
+                complete.append(_follow(before, candidate, extras, end))
+        self.running = [_follow(before, candidate, extras) for candidate in chosen]
         ranked = sorted([*self.complete, *complete], key=self.score, reverse=True)
         self.complete = ranked[: self.width]
         return [candidate.parent for candidate in chosen]
@@ -159,7 +160,7 @@ class Search:
 def _follow(
     beams: Sequence[Hypothesis],
     candidate: _Candidate,
-    beside: Sequence[Beside],
+    extras: Sequence[Extras],
     end: End | None = None,
 ) -> Hypothesis:
     beam = beams[candidate.parent]
@@ -168,5 +169,5 @@ def _follow(
         [*beam.log_probs, candidate.log_prob],
         beam.total + candidate.log_prob,
         end,
-        [*beam.beside, beside[candidate.parent]] if beside else [],
+        [*beam.extras, extras[candidate.parent]] if extras else [],
     )

@@ -1,40 +1,48 @@
-"""From the chunks of a step to logits: one flat batch, one forward."""
+"""A step's chunks as one flat batch and one forward."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
-from trtmesh.engine.backends.torch.compute.attention import PagedAttention, attach
-from trtmesh.engine.backends.torch.cpu.grouping import StepTokens
+from trtmesh.engine.backends.torch.compute.device import Batch, Forward
 from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
 from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
+from trtmesh.engine.backends.torch.model.attention import Attention, StepTokens, attach
 from trtmesh.engine.backends.torch.model.model import Model
 from trtmesh.engine.backends.torch.model.prompt_table import PromptTable
-from trtmesh.engine.backends.torch.scheduling.chunk import Chunk
+from trtmesh.engine.backends.torch.sampling.choice import Chooser
+from trtmesh.engine.backends.torch.sampling.readers import Reader
+from trtmesh.engine.backends.torch.scheduling.sequence import Chunk
 
 
 class Runner:
-    """Computes chunks with a model over a cache."""
+    """Implements Compute with PyTorch operations, one after another."""
 
     def __init__(
-        self, model: Model, cache: KvCache, tables: BlockTables, *, decode_copy_bytes: int = 0
+        self,
+        model: Model,
+        cache: KvCache,
+        tables: BlockTables,
+        attention: Attention,
+        chooser: Chooser,
+        release_memory: Callable[[], None],
     ) -> None:
         self._model = model
         self._cache = cache
         self._tables = tables.rows
-        self._attention = PagedAttention(cache, tables, model.compute_dtype, decode_copy_bytes)
-        attach(model.module, self._attention)
+        self._attention = attention
+        self._device = cache.pool.device
+        attach(model.module, attention)
+        self.move = cache.carry_out
+        self.choose = chooser.choose
+        self.rank = chooser.rank
+        self.release_memory = release_memory
 
-    def compute(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], Tensor | None]:
-        """Writes the KV of all chunks; returns those that complete their sequences and their logits. Chunks keep what
-        the readers of their sequences want.
-
-        The logits are [completing chunks, vocabulary], float32; None where there is none.
-        """
+    def prepare(self, chunks: Sequence[Chunk]) -> Batch:
         ordered = sorted(chunks, key=lambda chunk: (chunk.count > 1, chunk.start))
         token_ids: list[int] = []
         rows: list[int] = []
@@ -42,60 +50,62 @@ class Runner:
         tables: list[tuple[slice, PromptTable]] = []
         reading: list[tuple[Chunk, range]] = []
         for chunk in ordered:
-            tokens = chunk.sequence.tokens
-            table = chunk.sequence.prompt_table
-            if table and chunk.start < chunk.sequence.prompt_tokens:
-                tables.append((slice(len(token_ids), len(token_ids) + chunk.count), table))
+            sequence, first = chunk.sequence, len(token_ids)
+            table = sequence.prompt_table
+            if table and chunk.start < sequence.prompt_tokens:
+                tables.append((slice(first, first + chunk.count), table))
             if chunk.count == 1:
-                token_ids.append(tokens[chunk.start])
+                token_ids.append(sequence.tokens[chunk.start])
             else:
-                token_ids += tokens[chunk.start : chunk.start + chunk.count]
+                token_ids += sequence.tokens[chunk.start : chunk.start + chunk.count]
             if chunk.completes:
                 completing.append(chunk)
                 rows.append(len(token_ids) - 1)
-            # What a paused sequence has read already it only computes again.
-            if chunk.sequence.reader and (
-                wanted := _wanted(chunk, first_row=len(token_ids) - chunk.count)
-            ):
+            # A paused sequence computes again what its reader has read.
+            if sequence.reader and (wanted := _wanted(sequence.reader, chunk, first)):
                 reading.append((chunk, wanted))
         for _, wanted in reading:
             rows += wanted
-        device = self._cache.pool.device
         step, positions = self._step(ordered)
-        self._attention.begin(step)
-        # With no row to keep the head still gets one, because no rows at all would mean all of them.
-        kept = torch.tensor(rows or [len(token_ids) - 1], device=device)
-        ids = torch.tensor(token_ids, device=device)
+        return Batch(
+            token_ids=torch.tensor(token_ids, device=self._device),
+            positions=positions,
+            step=step,
+            tables=tables,
+            # transformers takes no rows at all for all rows.
+            kept_rows=torch.tensor(rows or [len(token_ids) - 1], device=self._device),
+            completing=completing,
+            reading=[(chunk, len(wanted)) for chunk, wanted in reading],
+        )
+
+    def forward(self, batch: Batch) -> Forward:
+        self._attention.begin(batch.step)
         with torch.inference_mode():
-            logits = self._model.logits(ids, positions, kept, tables)
-        position = len(completing)
-        for chunk, wanted in reading:
-            chunk.given_logits = logits[position : position + len(wanted)]
-            position += len(wanted)
-        return completing, logits[: len(completing)] if completing else None
+            logits = self._model.logits(
+                batch.token_ids, batch.positions, batch.kept_rows, batch.tables
+            )
+        row = len(batch.completing)
+        given = []
+        for chunk, count in batch.reading:
+            given.append((chunk, logits[row : row + count]))
+            row += count
+        return Forward(batch.completing, logits[: len(batch.completing)], given)
 
     def check(self) -> None:
-        """Computes one token that is no sequence's. Raises whatever keeps the model from computing anything at all."""
-        device = self._cache.pool.device
         one = np.zeros(1, dtype=np.int64)
         null = np.full(1, NULL_BLOCK, dtype=np.int64)
-        rows = torch.from_numpy(self._cache.rows_of_tokens(null, one).reshape(-1)).to(device)
-        # Not a single, for that would gather blocks: a beginning sees only what the step itself brings.
-        self._attention.begin(StepTokens(one, one, one + 1, 0, rows))
-        token = torch.zeros(1, dtype=torch.int64, device=device)
+        rows = torch.from_numpy(self._cache.rows_of_tokens(null, one).reshape(-1))
+        # As a chunk, not a single: only a single gathers blocks.
+        self._attention.begin(StepTokens(one, one, one + 1, 0, rows.to(self._device)))
+        token = torch.zeros(1, dtype=torch.int64, device=self._device)
         with torch.inference_mode():
             logits = self._model.logits(token, token, token)
             self._cache.pool[NULL_BLOCK] = 0
         if not bool(torch.isfinite(logits.amax())):
             raise FloatingPointError("the model's logits are not finite for a token on its own")
 
-    def release_memory(self) -> None:
-        """Gives back what the allocator keeps for later, after something found no memory."""
-        if self._cache.pool.is_cuda:
-            torch.cuda.empty_cache()
-
     def _step(self, chunks: Sequence[Chunk]) -> tuple[StepTokens, Tensor]:
-        """What attention must know, and the positions of the tokens [tokens]."""
+        """What attention needs, and the positions of the tokens [tokens]."""
         slots = np.array([chunk.sequence.slot for chunk in chunks], dtype=np.int64)
         starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
         counts = np.array([chunk.count for chunk in chunks], dtype=np.int64)
@@ -109,15 +119,13 @@ class Runner:
             token_slots = np.repeat(slots, counts)
         blocks = self._tables[token_slots, positions // self._cache.tokens_per_block]
         token_rows = self._cache.rows_of_tokens(blocks, positions).reshape(-1)
-        device = self._cache.pool.device
-        step = StepTokens(slots, starts, counts, singles, torch.from_numpy(token_rows).to(device))
-        return step, torch.from_numpy(positions).to(device)
+        rows = torch.from_numpy(token_rows).to(self._device)
+        step = StepTokens(slots, starts, counts, singles, rows)
+        return step, torch.from_numpy(positions).to(self._device)
 
 
-def _wanted(chunk: Chunk, *, first_row: int) -> range:
-    """Rows of the flat batch, in which the chunk begins at `first_row`, whose logits the sequence's reader wants."""
-    reader = chunk.sequence.reader
-    assert reader is not None
+def _wanted(reader: Reader, chunk: Chunk, first_row: int) -> range:
+    """Rows of the flat batch whose logits the reader needs; the chunk begins at `first_row`."""
     first = max(reader.next, chunk.start)
     last = min(reader.end, chunk.start + chunk.count)
     return range(first_row + first - chunk.start, first_row + last - chunk.start)

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.chassis.vocabulary import GenerationConfig, Stopping
-from trtmesh.engine.backends.torch.compute import attention
-from trtmesh.engine.backends.torch.compute.runner import Runner
+from trtmesh.engine.backends.torch.compute.device import Device
 from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
+from trtmesh.engine.backends.torch.model import attention
 from trtmesh.engine.backends.torch.model.model import Model
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
-from trtmesh.engine.backends.torch.scheduling.chunk import Chunk
-from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
+from trtmesh.engine.backends.torch.scheduling.sequence import Chunk, Sequence
 from trtmesh.engine.backends.torch.stopping import EndRule
 
 CHUNKS = (7, 9, 1, 1, 5)
@@ -36,7 +35,7 @@ ROUNDED = 0.2
 """The same, root of the mean square, for half-precision types."""
 
 
-def check_model(model: Model, *, dtype: torch.dtype, device: torch.device) -> None:
+def check_model(model: Model, device: Device) -> None:
     """Raises ModelUnusable when paged chunks beside a batch mate differ from the model's own full forward."""
     chunks = (_window_tokens(model) + CHUNKS[0], *CHUNKS[1:])
     generator = torch.Generator().manual_seed(SEED)
@@ -49,11 +48,13 @@ def check_model(model: Model, *, dtype: torch.dtype, device: torch.device) -> No
             f"the model has {model.max_positions} positions, too few to check it with {sum(chunks)} tokens"
         )
     expected = _own(model, prompts, (chunks, MATE_CHUNKS), device)
-    got = _paged(model, prompts, (chunks, MATE_CHUNKS), dtype, device)
+    got = _paged(model, prompts, (chunks, MATE_CHUNKS), device)
     difference = (got - expected).abs()
     spread = float(expected.std())
-    worst = float(difference.max() if dtype == torch.float32 else difference.square().mean().sqrt())
-    limit = EXACT if dtype == torch.float32 else ROUNDED
+    worst = float(
+        difference.max() if model.dtype == torch.float32 else difference.square().mean().sqrt()
+    )
+    limit = EXACT if model.dtype == torch.float32 else ROUNDED
     # Written so that NaN is refused too.
     if not worst <= limit * spread:
         raise ModelUnusable(
@@ -76,7 +77,7 @@ def _own(
     model: Model,
     prompts: list[list[int]],
     chunks: SequenceOf[SequenceOf[int]],
-    device: torch.device,
+    device: Device,
 ) -> Tensor:
     """Logits at the chunk ends [ends of all prompts, vocabulary], by the model's own attention."""
     model.module.set_attn_implementation("eager")
@@ -84,7 +85,7 @@ def _own(
     rows = []
     with torch.inference_mode():
         for prompt, parts in zip(prompts, chunks, strict=True):
-            ids = torch.tensor([prompt], device=device)
+            ids = torch.tensor([prompt], device=device.name)
             try:
                 logits = model.module(input_ids=ids, use_cache=False).logits
             except Exception as error:
@@ -98,8 +99,7 @@ def _paged(
     model: Model,
     prompts: list[list[int]],
     chunks: SequenceOf[SequenceOf[int]],
-    dtype: torch.dtype,
-    device: torch.device,
+    device: Device,
 ) -> Tensor:
     """The same by the engine, both sequences step by step in one batch, their blocks interleaved."""
     width = -(-max(len(prompt) for prompt in prompts) // TOKENS_PER_BLOCK)
@@ -108,15 +108,15 @@ def _paged(
         model.kv_shape,
         blocks=len(prompts) * width,
         tokens_per_block=TOKENS_PER_BLOCK,
-        dtype=dtype,
-        device=device,
+        dtype=model.dtype,
+        device=device.name,
     )
     sequences = [_sequence(key, prompt) for key, prompt in enumerate(prompts)]
     for sequence in sequences:
         sequence.slot = tables.take()
         blocks = [sequence.key + 1 + len(prompts) * place for place in range(width)]
         tables.put(sequence.slot, 0, blocks)
-    runner = Runner(model, cache, tables)
+    compute = device.compute(model, cache, tables)
     logits: list[list[Tensor]] = [[] for _ in prompts]
     for part in zip(*chunks, strict=True):
         step = []
@@ -125,11 +125,10 @@ def _paged(
             sequence.tokens += prompt[start : start + count]
             step.append(Chunk(sequence, start, count))
         try:
-            completing, rows = runner.compute(step)
+            forward = compute.forward(compute.prepare(step))
         except Exception as error:
             raise ModelUnusable(f"the model cannot be paged: {error}") from error
-        assert rows is not None
-        for chunk, row in zip(completing, rows, strict=True):
+        for chunk, row in zip(forward.completing, forward.logits, strict=True):
             logits[chunk.sequence.key].append(row)
     return torch.stack([row for rows in logits for row in rows])
 
@@ -137,4 +136,13 @@ def _paged(
 def _sequence(key: int, prompt: list[int]) -> Sequence:
     rule = EndRule(Stopping(), (), len(prompt), len(prompt))
     config = GenerationConfig()
-    return Sequence(key, config, 0, 0, [], len(prompt), rule, TokenRules(config))
+    return Sequence(
+        key=key,
+        batch_index=0,
+        sequence_index=0,
+        tokens=[],
+        rule=rule,
+        token_rules=TokenRules(config),
+        config=config,
+        submitted_tokens=len(prompt),
+    )

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from trtmesh.engine.backends.torch.compute.attention import ATTRIBUTE, Rule
+from trtmesh.engine.backends.torch.model.attention import ATTRIBUTE, Rule
 
 
 class FusedMlp(nn.Module):

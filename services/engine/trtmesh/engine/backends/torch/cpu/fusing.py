@@ -17,13 +17,13 @@ from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral import modeling_mistral as mistral
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
-from trtmesh.engine.backends.torch.compute.attention import Rule, attach
 from trtmesh.engine.backends.torch.cpu.fused_layers import (
     FusedAttention,
     FusedLayer,
     FusedMlp,
     Rotation,
 )
+from trtmesh.engine.backends.torch.model.attention import Rule, attach
 
 TRIAL_TOKENS = 3
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from trtmesh.engine.backends.torch.cpu.decode_copies import DecodeCopies, DecodeCopy
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache, Rows
+from trtmesh.engine.backends.torch.model.attention import StepTokens
 
 GROUP_BYTES = 4 * 2**20
 """Most bytes of gathered keys of a decode group; beyond that the copies fall out of the caches."""
@@ -22,21 +23,6 @@ SMALL_GROUP_BYTES = 512 * 1024
 """Up to here a group costs more by being there than by keys gathered in vain."""
 PADDING = 1.25
 """Most keys that a group beyond that may gather for each that its sequences have."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepTokens:
-    """The tokens of a step, as the flat batch holds them.
-
-    `slots`, `starts` and `counts` are [sequences]: block table rows, positions of the first tokens and numbers of
-    tokens. The first `singles` sequences have one token each and come in order of length.
-    """
-
-    slots: Rows
-    starts: Rows
-    counts: Rows
-    singles: int
-    token_rows: Tensor
 
 
 @dataclass(frozen=True, slots=True)

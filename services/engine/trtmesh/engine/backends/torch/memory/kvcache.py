@@ -47,16 +47,15 @@ class KvCache:
         dtype: torch.dtype,
         device: torch.device,
         host_blocks: int = 0,
+        pins_memory: bool = False,
     ) -> None:
         self.shape = shape
         self.tokens_per_block = tokens_per_block
         heads = shape.kv_heads
         block = (shape.layers, 2, heads, tokens_per_block, shape.head_dim)
         self.pool = torch.zeros((blocks + 1, *block), dtype=dtype, device=device)
-        # Pinned memory is what a device copies from and to without the help of a CPU.
-        self.host = torch.zeros(
-            (host_blocks, *block), dtype=dtype, pin_memory=device.type == "cuda"
-        )
+        self.host = torch.zeros((host_blocks, *block), dtype=dtype, pin_memory=pins_memory)
+        self.pinned_bytes = self.host.nbytes if pins_memory else 0
         self._rows_per_block = shape.layers * 2 * heads
         block_rows = self.pool.view(-1, tokens_per_block * shape.head_dim)
         token_rows = self.pool.view(-1, shape.head_dim)

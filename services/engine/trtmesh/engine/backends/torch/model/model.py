@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,18 +14,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 from trtmesh.chassis.errors import ModelUnusable
-from trtmesh.engine.backends.torch.compute import attention
-from trtmesh.engine.backends.torch.cpu.fusing import fuse_layers, is_plain
-from trtmesh.engine.backends.torch.cpu.linears import lacks_instructions, pack_linears, widen
-from trtmesh.engine.backends.torch.cpu.norms import fuse_norms
 from trtmesh.engine.backends.torch.memory.kvcache import KvShape
+from trtmesh.engine.backends.torch.model import attention
 from trtmesh.engine.backends.torch.model.prompt_table import Embedding, PromptTable
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 PROBE_TOKENS = 3
 DEFAULT_POSITIONS = 2048
 
@@ -88,12 +80,25 @@ class Model:
         return logits
 
 
-def load_model(
-    model_dir: Path, dtype_name: str, device: torch.device, *, weight_copies: bool = False
-) -> Model:
-    """Raises ModelUnusable with the reason. `weight_copies` allows float32 copies of half-precision weights."""
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """What a device made of a model's layers."""
+
+    compute_dtype: torch.dtype
+    plain: bool = False
+    """As in Model."""
+
+
+Fit = Callable[[PreTrainedModel, torch.dtype], Fitted]
+
+
+def load_model(model_dir: Path, dtype: torch.dtype | None, device: torch.device, fit: Fit) -> Model:
+    """`dtype` is the type of weights and KV, None for the model's own; `fit` may replace layers.
+
+    Raises ModelUnusable with the reason.
+    """
     config = _config(model_dir)
-    dtype = _dtype(config, dtype_name, device)
+    dtype = dtype or _own_dtype(config)
     module = _weights(model_dir, config, dtype)
     torch.nn.Module.to(module, device)
     torch.nn.Module.eval(module)
@@ -102,20 +107,13 @@ def load_model(
     module.set_attn_implementation(attention.NAME)
     text = config.get_text_config()
     probe = _probe(module, text.num_hidden_layers, device)
-    wide = device.type == "cpu" and weight_copies and lacks_instructions(dtype)
-    if device.type == "cpu":
-        fuse_layers(module)
-        if wide:
-            widen(module)
-        else:
-            pack_linears(module)
-        fuse_norms(module)
+    fitted = fit(module, dtype)
     vocabulary_size = _vocabulary_size(module)
     return Model(
         module=module,
         dtype=dtype,
-        compute_dtype=torch.float32 if wide else dtype,
-        plain=is_plain(module),
+        compute_dtype=fitted.compute_dtype,
+        plain=fitted.plain,
         kv_shape=probe.kv_shape(module),
         window=probe.window,
         vocabulary_size=vocabulary_size,
@@ -140,11 +138,7 @@ def _config(model_dir: Path) -> Any:
     return config
 
 
-def _dtype(config: Any, name: str, device: torch.device) -> torch.dtype:
-    if name != "auto":
-        return DTYPES[name]
-    if device.type == "cpu":
-        return torch.float32
+def _own_dtype(config: Any) -> torch.dtype:
     dtype = config.get_text_config().dtype
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 

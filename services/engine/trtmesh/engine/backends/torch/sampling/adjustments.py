@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.history import Occurrences
 from trtmesh.engine.backends.torch.sampling.token_rules import Ids
-from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
 
-Row = tuple[int, Sequence]
+Row = tuple[int, Continuation]
 
 
-def adjusted(sequences: SequenceOf[Sequence], logits: Tensor) -> Tensor:
+def adjusted(sequences: SequenceOf[Continuation], logits: Tensor) -> Tensor:
     """`logits` [sequences, vocabulary] as the sequences' rules change them; a copy where anything changes."""
     rows = [
         (row, sequence)
@@ -71,7 +71,7 @@ def _penalise(rows: SequenceOf[Row], flat: Tensor, size: int) -> None:
     flat[where] = values - _tensor(np.concatenate(minus), flat)
 
 
-def _occurrences(sequence: Sequence) -> Occurrences:
+def _occurrences(sequence: Continuation) -> Occurrences:
     history = sequence.history
     assert history is not None
     assert history.occurrences is not None
@@ -89,7 +89,7 @@ def _ban(rows: SequenceOf[Row], flat: Tensor, size: int) -> None:
         flat.index_fill_(0, _tensor(np.concatenate(places), flat), -math.inf)
 
 
-def _banned(sequence: Sequence) -> Iterator[Ids]:
+def _banned(sequence: Continuation) -> Iterator[Ids]:
     """Ids that must not come next."""
     rules, tokens = sequence.token_rules, sequence.tokens
     if rules.bars_ngrams and sequence.history and sequence.history.ngrams:

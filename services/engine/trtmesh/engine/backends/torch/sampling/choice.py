@@ -1,109 +1,136 @@
-"""The next token of each row, and the data about it that was asked for."""
+"""The next token of each row, and the log-probabilities that beams are ranked by.
+
+Everything is computed where the logits are; a choice is read later, when its step is collected.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 from trtmesh.chassis.errors import BackendFailed, InvalidRequest, TrtmeshError
 from trtmesh.engine.backend import TokenDetails
 from trtmesh.engine.backends.torch.sampling.adjustments import adjusted
-from trtmesh.engine.backends.torch.sampling.details import token_details
+from trtmesh.engine.backends.torch.sampling.continuation import Continuation
+from trtmesh.engine.backends.torch.sampling.details import details_of, log_probs_of
 from trtmesh.engine.backends.torch.sampling.draws import draw
-from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
+from trtmesh.engine.backends.torch.sampling.filters import Descending, Filters
+
+Highest = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""The highest value of each row [rows] and its index, the lowest among equals."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The tokens chosen for the rows of a step; the token of a row in `failures` means nothing.
+class Chooser:
+    """Chooses with a device's ways to find and sort the highest numbers."""
 
-    `details` holds what rows asked for, without the cumulative log-probability.
-    """
+    def __init__(self, highest: Highest, descending: Descending) -> None:
+        self._highest = highest
+        self._filters = Filters(descending)
+
+    @torch.inference_mode()
+    def choose(self, sequences: SequenceOf[Continuation], logits: Tensor) -> TokenChoice:
+        """`logits` are [sequences, vocabulary] float32 and stay as they are."""
+        changed = _changed(sequences, logits)
+        peaks, ids = self._highest(changed)
+        drawing = [row for row, sequence in enumerate(sequences) if not sequence.token_rules.greedy]
+        if len(drawing) == len(sequences):
+            ids = draw(sequences, changed, self._filters)
+        elif drawing:
+            drawn = draw([sequences[row] for row in drawing], changed[drawing], self._filters)
+            ids[drawing] = drawn
+        log_probs = log_probs_of(sequences, logits, changed, self._filters)
+        return TokenChoice(sequences, logits, peaks, ids, log_probs)
+
+    @torch.inference_mode()
+    def rank(self, lanes: SequenceOf[Continuation], logits: Tensor) -> Ranking:
+        """Log-probabilities after bias, penalties, bans and temperature."""
+        changed = _changed(lanes, logits).double()
+        temperatures = [lane.token_rules.sampling.temperature or 1.0 for lane in lanes]
+        changed = (
+            changed
+            / torch.tensor(temperatures, dtype=changed.dtype, device=changed.device)[:, None]
+        )
+        peaks = changed.amax(dim=1)
+        forbidden = peaks == -math.inf
+        log_probs = changed.log_softmax(dim=1).masked_fill_(forbidden[:, None], -math.inf)
+        return Ranking(log_probs, logits, peaks)
+
+
+class TokenChoice:
+    """The tokens of the rows of a step; `token_ids` is there once `read` was called."""
 
     token_ids: list[int]
-    failures: dict[int, TrtmeshError] = field(default_factory=dict)
-    details: dict[int, TokenDetails] = field(default_factory=dict)
 
+    def __init__(
+        self,
+        sequences: SequenceOf[Continuation],
+        logits: Tensor,
+        peaks: Tensor,
+        ids: Tensor,
+        log_probs: Mapping[int, Tensor],
+    ) -> None:
+        """`log_probs` holds [vocabulary] for rows that need them."""
+        self._sequences = sequences
+        self._logits = logits
+        self._peaks = peaks
+        self._ids = ids
+        self._log_probs = log_probs
 
-@torch.inference_mode()
-def choose(sequences: SequenceOf[Sequence], logits: Tensor) -> Choice:
-    """The next token of each sequence; `logits` are [sequences, vocabulary] float32 and stay as they are."""
-    for sequence in sequences:
-        if sequence.token_rules.remembers:
-            sequence.remember()
-    changed = adjusted(sequences, logits)
-    peaks, ids = _highest(changed)
-    choice = Choice(ids)
-    for row, peak in enumerate(peaks):
-        if not math.isfinite(peak):
-            choice.failures[row] = _failure(logits[row])
-    drawing = [
-        row
-        for row, sequence in enumerate(sequences)
-        if not sequence.token_rules.greedy and row not in choice.failures
-    ]
-    if drawing:
-        rows = changed if len(drawing) == len(sequences) else changed[drawing]
-        drawn = draw([sequences[row] for row in drawing], rows)
-        for row, token in zip(drawing, drawn, strict=True):
-            choice.token_ids[row] = token
-    asking = [
-        row
-        for row, sequence in enumerate(sequences)
-        if sequence.token_rules.wants_details and row not in choice.failures
-    ]
-    if asking:
-        details = token_details(
-            [sequences[row] for row in asking],
-            [choice.token_ids[row] for row in asking],
-            logits[asking],
-            changed[asking],
+    def read(self) -> dict[int, TrtmeshError]:
+        """Waits for the device. Returns the rows that have no token, and why."""
+        self.token_ids = self._ids.tolist()
+        return {
+            row: _failure(self._logits[row])
+            for row, peak in enumerate(self._peaks.tolist())
+            if not math.isfinite(peak)
+        }
+
+    def log_prob(self, row: int, token: int) -> float:
+        """Of any token, where the row's item asks for log-probabilities."""
+        return float(self._log_probs[row][token])
+
+    def details(self, row: int) -> TokenDetails:
+        """What the row's item asks for beside the token, without the cumulative log-probability."""
+        return details_of(
+            self._sequences[row],
+            self.token_ids[row],
+            self._log_probs.get(row),
+            self._logits[row : row + 1],
         )
-        choice.details.update(zip(asking, details, strict=True))
-    return choice
 
 
-@torch.inference_mode()
-def search_log_probs(
-    sequences: SequenceOf[Sequence], logits: Tensor
-) -> tuple[Tensor, dict[int, TrtmeshError]]:
-    """What a beam search adds up, [sequences, vocabulary] float64: log-probabilities after bias, penalties, bans and
-    temperature, -inf for what must not come. Rows that are no numbers are named with their error."""
+class Ranking:
+    """What beams are ranked by."""
+
+    def __init__(self, log_probs: Tensor, logits: Tensor, peaks: Tensor) -> None:
+        self.log_probs = log_probs
+        """[lanes, vocabulary] float64; -inf for what must not come."""
+        self.logits = logits
+        """The model's own, [lanes, vocabulary]."""
+        self._peaks = peaks
+
+    def read(self) -> dict[int, TrtmeshError]:
+        """Waits for the device. Returns the rows that are no numbers, and why. A row that allows no token is none of
+        them: other beams may still go on."""
+        return {
+            row: _failure(self.logits[row])
+            for row, peak in enumerate(self._peaks.tolist())
+            if not math.isfinite(peak) and peak != -math.inf
+        }
+
+
+def _changed(sequences: SequenceOf[Continuation], logits: Tensor) -> Tensor:
     for sequence in sequences:
         if sequence.token_rules.remembers:
             sequence.remember()
-    changed = adjusted(sequences, logits).double()
-    temperatures = [sequence.token_rules.sampling.temperature or 1.0 for sequence in sequences]
-    changed = (
-        changed / torch.tensor(temperatures, dtype=changed.dtype, device=changed.device)[:, None]
-    )
-    peaks = changed.amax(dim=1)
-    failures = {
-        row: _failure(logits[row])
-        for row, peak in enumerate(peaks.tolist())
-        if not math.isfinite(peak) and peak != -math.inf
-    }
-    forbidden = peaks == -math.inf
-    return changed.log_softmax(dim=1).masked_fill_(forbidden[:, None], -math.inf), failures
-
-
-def _highest(logits: Tensor) -> tuple[list[float], list[int]]:
-    """The highest logit of each row and its id, the lowest of equals; on a CPU by numpy, which is several times faster
-    at it than PyTorch."""
-    if logits.is_cuda:
-        peaks, ids = logits.max(dim=1)
-        return peaks.tolist(), ids.tolist()
-    values = logits.numpy()
-    places = values.argmax(axis=1)
-    return values[np.arange(len(values)), places].tolist(), places.tolist()
+    return adjusted(sequences, logits)
 
 
 def _failure(row: Tensor) -> TrtmeshError:
-    """Why no token of a row can be chosen; `row` are the model's own logits."""
+    """Why no token of a row can be chosen; `row` holds the model's own logits."""
     if bool(torch.isfinite(row.amax())):
         return InvalidRequest(
             "no token is left to choose: bad_token_ids, no_repeat_ngram_size, embedding_bias and min_tokens together"

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from trtmesh.chassis.vocabulary import Tensor as TensorValue
 from trtmesh.engine.backend import TokenDetails
-from trtmesh.engine.backends.torch.beams.search import Beside
-from trtmesh.engine.backends.torch.sampling.filters import filtered_weights
-from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
+from trtmesh.engine.backends.torch.sampling.continuation import Continuation
+from trtmesh.engine.backends.torch.sampling.filters import Filters
 from trtmesh.v1 import generation_pb2 as pb
 
 DTYPES = {
@@ -28,32 +27,18 @@ DTYPES = {
 TopLogProbs = list[tuple[int, float]]
 
 
-def token_details(
-    sequences: SequenceOf[Sequence], token_ids: SequenceOf[int], logits: Tensor, changed: Tensor
-) -> list[TokenDetails]:
-    """For each row what its sequence asks for; `changed` are the adjusted `logits`, both [rows, vocabulary]."""
-    details = [TokenDetails(sequence.key) for sequence in sequences]
-    for row, (sequence, log_probs) in enumerate(
-        zip(sequences, _log_probs(sequences, logits, changed), strict=True)
-    ):
-        output = sequence.token_rules.output
-        if log_probs is not None:
-            details[row].log_probs.append(float(log_probs[token_ids[row]]))
-            if output.top_log_probs:
-                details[row].top_log_probs.append(most_likely(log_probs, output.top_log_probs))
-        if output.generation_logits:
-            details[row].generation_logits = tensor_of(
-                logits[row : row + 1], output.logits_data_type
-            )
+def details_of(
+    sequence: Continuation, token: int, log_probs: Tensor | None, logits: Tensor
+) -> TokenDetails:
+    """What an item asks for of a token, from `log_probs` [vocabulary] and `logits` [1, vocabulary]."""
+    details, output = TokenDetails(sequence.key), sequence.token_rules.output
+    if log_probs is not None:
+        details.log_probs.append(float(log_probs[token]))
+        if output.top_log_probs:
+            details.top_log_probs.append(most_likely(log_probs, output.top_log_probs))
+    if output.generation_logits:
+        details.generation_logits = tensor_of(logits, output.logits_data_type)
     return details
-
-
-def told_beside(lane: Sequence, log_probs: Tensor, logits: Tensor) -> Beside:
-    """What a lane of a beam search asks for of its next token, from `log_probs` [vocabulary] and `logits`
-    [1, vocabulary]."""
-    output = lane.token_rules.output
-    told = tensor_of(logits, output.logits_data_type) if output.generation_logits else None
-    return Beside(most_likely(log_probs, output.top_log_probs), told)
 
 
 def most_likely(log_probs: Tensor, count: int) -> TopLogProbs:
@@ -71,32 +56,32 @@ def tensor_of(rows: Tensor, data_type: int) -> TensorValue:
     return TensorValue(data_type, tuple(values.shape), data)
 
 
-def _log_probs(
-    sequences: SequenceOf[Sequence], logits: Tensor, changed: Tensor
-) -> list[Tensor | None]:
-    """Of the whole vocabulary, float64, for each row that wants them."""
-    found: list[Tensor | None] = [None] * len(sequences)
+def log_probs_of(
+    sequences: SequenceOf[Continuation], logits: Tensor, changed: Tensor, filters: Filters
+) -> dict[int, Tensor]:
+    """[vocabulary] float64 of each row that needs them; `changed` are the adjusted `logits` [rows, vocabulary]."""
+    found = {}
     plain = []
     for row, sequence in enumerate(sequences):
         rules = sequence.token_rules
         if not rules.wants_log_probs:
             continue
         if rules.normalizes:
-            found[row] = _among_choosable(sequence, changed[row : row + 1])
+            found[row] = _among_choosable(sequence, changed[row : row + 1], filters)
         else:
             plain.append(row)
     if plain:
         rows = logits if len(plain) == len(sequences) else logits[plain]
-        for row, log_probs in zip(plain, rows.double().log_softmax(dim=1), strict=True):
-            found[row] = log_probs
+        found.update(zip(plain, rows.double().log_softmax(dim=1), strict=True))
     return found
 
 
-def _among_choosable(sequence: Sequence, row: Tensor) -> Tensor:
+def _among_choosable(sequence: Continuation, row: Tensor, filters: Filters) -> Tensor:
     """Log-probabilities [vocabulary] of the draw from `row` [1, vocabulary]; -inf for what cannot be drawn."""
-    if sequence.token_rules.greedy:
+    rules = sequence.token_rules
+    if rules.greedy:
         only = torch.full_like(row[0], -torch.inf, dtype=torch.float64)
         only[row[0].argmax()] = 0.0
         return only
-    weights = filtered_weights([sequence.token_rules.sampling], row, [sequence.top_p])[0]
+    weights = filters.weights([rules.sampling], row, [sequence.top_p])[0]
     return (weights / weights.sum()).log()

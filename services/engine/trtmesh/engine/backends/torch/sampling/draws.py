@@ -13,37 +13,39 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from trtmesh.chassis.vocabulary import Sampling
-from trtmesh.engine.backends.torch.sampling.filters import column, filtered_weights, share_bound
-from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
+from trtmesh.engine.backends.torch.sampling.continuation import Continuation
+from trtmesh.engine.backends.torch.sampling.filters import (
+    Filters,
+    column,
+    share_bound,
+)
 from trtmesh.engine.draws import uniforms
 
 MOST_CANDIDATES = 1024
 """Highest top_k for which sorting candidates costs less than looking at the whole vocabulary."""
 
 
-def draw(sequences: SequenceOf[Sequence], logits: Tensor) -> list[int]:
-    """The tokens of the rows of `logits` [rows, vocabulary], which have a finite peak."""
+def draw(sequences: SequenceOf[Continuation], logits: Tensor, filters: Filters) -> Tensor:
+    """The tokens [rows] of `logits` [rows, vocabulary]; the token of a row without a finite peak means nothing."""
     numbers = uniforms(
         [sequence.token_rules.sampling.seed or 0 for sequence in sequences],
         [sequence.batch_index for sequence in sequences],
         [sequence.sequence_index for sequence in sequences],
         [len(sequence.tokens) for sequence in sequences],
     )
-    tokens = [-1] * len(sequences)
     few = [row for row, sequence in enumerate(sequences) if _has_few(sequence, logits.shape[1])]
-    if few:
-        chosen = _draw_few(*_part(few, sequences, logits, numbers))
-        for row, token in zip(few, chosen, strict=True):
-            tokens[row] = token
-    many = [row for row, token in enumerate(tokens) if token < 0]
+    if not few:
+        return _draw_many(*_part(range(len(sequences)), sequences, logits, numbers), filters)
+    tokens = torch.full((len(sequences),), -1, device=logits.device)
+    tokens[few] = _draw_few(*_part(few, sequences, logits, numbers))
+    # Waits for the device: a tie at the k-th place is known only now.
+    many = (tokens < 0).nonzero()[:, 0].tolist()
     if many:
-        chosen = _draw_many(*_part(many, sequences, logits, numbers))
-        for row, token in zip(many, chosen, strict=True):
-            tokens[row] = token
+        tokens[many] = _draw_many(*_part(many, sequences, logits, numbers), filters)
     return tokens
 
 
-def _has_few(sequence: Sequence, vocabulary_size: int) -> bool:
+def _has_few(sequence: Continuation, vocabulary_size: int) -> bool:
     top_k = sequence.token_rules.sampling.top_k or vocabulary_size
     return top_k <= MOST_CANDIDATES and top_k < vocabulary_size
 
@@ -52,8 +54,8 @@ _Part = tuple[list[Sampling], list[float], Tensor, Tensor]
 
 
 def _part(
-    rows: list[int],
-    sequences: SequenceOf[Sequence],
+    rows: SequenceOf[int],
+    sequences: SequenceOf[Continuation],
     logits: Tensor,
     numbers: NDArray[np.float64],
 ) -> _Part:
@@ -65,16 +67,19 @@ def _part(
 
 
 def _draw_many(
-    configs: list[Sampling], top_p: list[float], logits: Tensor, numbers: Tensor
-) -> list[int]:
-    weights = filtered_weights(configs, logits, top_p)
-    tokens: list[int] = _inverted(weights.cumsum_(dim=1), numbers)[:, 0].tolist()
-    return tokens
+    configs: list[Sampling],
+    top_p: list[float],
+    logits: Tensor,
+    numbers: Tensor,
+    filters: Filters,
+) -> Tensor:
+    weights = filters.weights(configs, logits, top_p)
+    return _inverted(weights.cumsum_(dim=1), numbers)[:, 0]
 
 
 def _draw_few(
     configs: list[Sampling], top_p: list[float], logits: Tensor, numbers: Tensor
-) -> list[int]:
+) -> Tensor:
     """-1 for a row in which more tokens equal the k-th than are looked at."""
     top_k = [c.top_k or 1 for c in configs]
     values, ids = logits.topk(max(top_k) + 1, dim=1)
@@ -95,8 +100,7 @@ def _draw_few(
     by_id = ids.argsort(dim=1)
     places = _inverted(weights.gather(1, by_id).cumsum_(dim=1), numbers)
     tokens = ids.gather(1, by_id.gather(1, places))[:, 0]
-    chosen: list[int] = tokens.masked_fill_(~complete, -1).tolist()
-    return chosen
+    return tokens.masked_fill_(~complete, -1)
 
 
 def _temperature(sampling: Sampling) -> float:
@@ -107,5 +111,7 @@ def _inverted(cumulative: Tensor, numbers: Tensor) -> Tensor:
     """The first place [rows, 1] at which each row of `cumulative` exceeds the share `numbers` [rows, 1] of its end."""
     totals = cumulative[:, -1:].contiguous()
     places = torch.searchsorted(cumulative, numbers * totals, right=True)
-    # Rounding may lift a target to the total; the last token that stayed is meant then.
-    return torch.minimum(places, torch.searchsorted(cumulative, totals))
+    # Rounding may lift a target to the total; the last token that stayed is meant then. Totals that are no numbers
+    # would be found beyond the end.
+    places = torch.minimum(places, torch.searchsorted(cumulative, totals))
+    return places.clamp_(max=cumulative.shape[1] - 1)

@@ -6,60 +6,86 @@ Every filter is a lowest logit that stays, so tokens of equal logits stay or go 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
-import numpy as np
 import torch
 from torch import Tensor
 from trtmesh.chassis.vocabulary import Sampling
 
+Descending = Callable[[Tensor], Tensor]
+"""Sorts each row, highest first."""
 CANDIDATES = 256
 """Most likely tokens that top_p looks at before it sorts the whole vocabulary."""
 
 
-def filtered_weights(
-    configs: SequenceOf[Sampling], logits: Tensor, top_p: SequenceOf[float] | None = None
-) -> Tensor:
-    """What each token weighs in the draw, [rows, vocabulary] float64: temperature, then top_k, top_p and min_p.
+class Filters:
+    """temperature, then top_k, top_p and min_p."""
 
-    `top_p` stands in for that of the configs, where it decays.
-    """
-    if top_p is None:
-        top_p = [1.0 if c.top_p is None else c.top_p for c in configs]
-    temperatures = [1.0 if c.temperature is None else c.temperature for c in configs]
-    scaled = logits.double().div_(column(temperatures, logits))
-    scaled.sub_(scaled.amax(dim=1, keepdim=True))
-    weights = scaled.exp()
-    lowest = _lowest(configs, top_p, scaled, weights)
-    if lowest is not None:
-        weights.masked_fill_(scaled < lowest, 0.0)
-    return weights
+    def __init__(self, descending: Descending) -> None:
+        self._descending = descending
+
+    def weights(
+        self, configs: SequenceOf[Sampling], logits: Tensor, top_p: SequenceOf[float]
+    ) -> Tensor:
+        """The weight of each token in the draw, [rows, vocabulary] float64; 0 for what is filtered out.
+
+        `top_p` replaces the value of each config: it may have decayed.
+        """
+        temperatures = [1.0 if c.temperature is None else c.temperature for c in configs]
+        scaled = logits.double().div_(column(temperatures, logits))
+        scaled.sub_(scaled.amax(dim=1, keepdim=True))
+        weights = scaled.exp()
+        lowest = self._lowest(configs, top_p, scaled, weights)
+        if lowest is not None:
+            weights.masked_fill_(scaled < lowest, 0.0)
+        return weights
+
+    def _lowest(
+        self,
+        configs: SequenceOf[Sampling],
+        top_p: SequenceOf[float],
+        scaled: Tensor,
+        weights: Tensor,
+    ) -> Tensor | None:
+        """The lowest logit that stays in each row, [rows, 1]; None where nothing is filtered.
+
+        `scaled` are logits below a peak of 0, `weights` their exponentials.
+        """
+        size = scaled.shape[1]
+        bounds = []
+        top_k = [min(c.top_k or size, size) for c in configs]
+        if min(top_k) < size:
+            bounds.append(_top_k_bound(scaled, top_k))
+        if min(top_p) < 1:
+            top_k_bound = bounds[0] if bounds else None
+            share = column(top_p, scaled)
+            bounds.append(self._top_p_bound(scaled, weights, top_k_bound, share))
+        min_p = [c.min_p or 0.0 for c in configs]
+        if max(min_p) > 0:
+            bounds.append(column(min_p, scaled).log())
+        return torch.cat(bounds, dim=1).amax(dim=1, keepdim=True) if bounds else None
+
+    def _top_p_bound(
+        self, scaled: Tensor, weights: Tensor, lowest: Tensor | None, top_p: Tensor
+    ) -> Tensor:
+        """The lowest value of the smallest set of most likely tokens whose share of what stays reaches `top_p`."""
+        kept = weights if lowest is None else weights.masked_fill(scaled < lowest, 0.0)
+        needed = top_p * kept.sum(dim=1, keepdim=True)
+        limited = top_p[:, 0] < 1
+        values = scaled.topk(min(CANDIDATES, scaled.shape[1]), dim=1).values
+        reached = values.exp().cumsum_(dim=1)
+        bounds = share_bound(values, reached, needed)
+        flat = (limited & (reached[:, -1] < needed[:, 0])).nonzero()[:, 0]
+        if len(flat):
+            values = self._descending(scaled[flat])
+            bounds[flat] = share_bound(values, values.exp().cumsum_(dim=1), needed[flat])
+        return bounds.masked_fill_(~limited[:, None], -math.inf)
 
 
 def column(values: SequenceOf[float], like: Tensor) -> Tensor:
     """[rows, 1] float64 on the device of `like`."""
     return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]
-
-
-def _lowest(
-    configs: SequenceOf[Sampling], top_p: SequenceOf[float], scaled: Tensor, weights: Tensor
-) -> Tensor | None:
-    """The lowest logit that stays in each row, [rows, 1]; None where nothing is filtered.
-
-    `scaled` are logits below a peak of 0, `weights` their exponentials.
-    """
-    size = scaled.shape[1]
-    bounds = []
-    top_k = [min(c.top_k or size, size) for c in configs]
-    if min(top_k) < size:
-        bounds.append(_top_k_bound(scaled, top_k))
-    if min(top_p) < 1:
-        top_k_bound = bounds[0] if bounds else None
-        bounds.append(_top_p_bound(scaled, weights, top_k_bound, column(top_p, scaled)))
-    min_p = [c.min_p or 0.0 for c in configs]
-    if max(min_p) > 0:
-        bounds.append(column(min_p, scaled).log())
-    return torch.cat(bounds, dim=1).amax(dim=1, keepdim=True) if bounds else None
 
 
 def _top_k_bound(scaled: Tensor, top_k: list[int]) -> Tensor:
@@ -72,29 +98,7 @@ def _top_k_bound(scaled: Tensor, top_k: list[int]) -> Tensor:
     return values.gather(1, places).masked_fill_(unlimited, -math.inf)
 
 
-def _top_p_bound(scaled: Tensor, weights: Tensor, lowest: Tensor | None, top_p: Tensor) -> Tensor:
-    """The lowest value of the smallest set of most likely tokens whose share of what stays reaches `top_p`."""
-    kept = weights if lowest is None else weights.masked_fill(scaled < lowest, 0.0)
-    needed = top_p * kept.sum(dim=1, keepdim=True)
-    limited = top_p[:, 0] < 1
-    values = scaled.topk(min(CANDIDATES, scaled.shape[1]), dim=1).values
-    reached = values.exp().cumsum_(dim=1)
-    bounds = share_bound(values, reached, needed)
-    flat = (limited & (reached[:, -1] < needed[:, 0])).nonzero()[:, 0]
-    if len(flat):
-        values = _descending(scaled[flat])
-        bounds[flat] = share_bound(values, values.exp().cumsum_(dim=1), needed[flat])
-    return bounds.masked_fill_(~limited[:, None], -math.inf)
-
-
 def share_bound(values: Tensor, reached: Tensor, needed: Tensor) -> Tensor:
     """The first of the falling `values` at which `reached`, the sum so far, is what is `needed`: [rows, 1]."""
     places = (reached < needed).sum(dim=1, keepdim=True).clamp_(max=values.shape[1] - 1)
     return values.gather(1, places)
-
-
-def _descending(rows: Tensor) -> Tensor:
-    """Each row sorted; on a CPU by numpy, whose sort is an order of magnitude faster than PyTorch's."""
-    if rows.is_cuda:
-        return rows.sort(dim=1, descending=True).values
-    return -torch.from_numpy(np.sort(-rows.numpy(), axis=1))

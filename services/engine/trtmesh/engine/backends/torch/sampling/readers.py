@@ -6,20 +6,23 @@ computed has logits; a sequence that is paused and computed anew goes on reading
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from trtmesh.engine.backend import PromptDetails
-from trtmesh.engine.backends.torch.sampling.adjustments import adjusted
-from trtmesh.engine.backends.torch.sampling.details import most_likely, tensor_of, token_details
-from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
+from trtmesh.engine.backends.torch.sampling.choice import TokenChoice
+from trtmesh.engine.backends.torch.sampling.continuation import Continuation
+from trtmesh.engine.backends.torch.sampling.details import most_likely, tensor_of
 
 PIECE_BYTES = 2**20
 """Most logits in one PromptDetails, unless a single row has more: what carries them must fit them into messages."""
 ROWS_AT_ONCE = 64
 """Rows turned into log-probabilities at once, in float64."""
+
+Choose = Callable[[SequenceOf[Continuation], Tensor], TokenChoice]
 
 
 class Reader(Protocol):
@@ -32,12 +35,12 @@ class Reader(Protocol):
         """Takes the logits [positions, vocabulary] float32 from position `next` on."""
 
 
-def reader_for(sequence: Sequence) -> Reader | None:
+def reader_for(sequence: Continuation, choose: Choose) -> Reader | None:
     """What the sequence's item asks to be read; None in most cases."""
-    output = sequence.config.output
+    output = sequence.token_rules.output
     if sequence.generated_tokens:
         # Whoever generated those tokens told about the prompt.
-        return PastReader(sequence) if sequence.token_rules.wants_log_probs else None
+        return PastReader(sequence, choose) if sequence.token_rules.wants_log_probs else None
     # The first token of a prompt has no log-probability.
     asks = output.context_logits or (output.prompt_log_probs and sequence.prompt_tokens > 1)
     # All sequences of an item have the same prompt, so the first tells of it.
@@ -47,14 +50,14 @@ def reader_for(sequence: Sequence) -> Reader | None:
 class PromptReader:
     """Log-probabilities of prompt tokens, their alternatives, and logits."""
 
-    def __init__(self, sequence: Sequence) -> None:
+    def __init__(self, sequence: Continuation) -> None:
         self.next = 0
         # What follows the last prompt token is no prompt token, so only its logits are of use.
-        self.end = sequence.prompt_tokens - (not sequence.config.output.context_logits)
+        self.end = sequence.prompt_tokens - (not sequence.token_rules.output.context_logits)
         self._sequence = sequence
 
     def read(self, logits: Tensor) -> Iterator[PromptDetails]:
-        output = self._sequence.config.output
+        output = self._sequence.token_rules.output
         rows = len(logits)
         if output.context_logits:
             row_bytes = logits.shape[1] * 4
@@ -72,7 +75,7 @@ class PromptReader:
     def _add_log_probs(self, details: PromptDetails, logits: Tensor) -> None:
         """Row i of `logits` is of position `next` + i and foretells the token after it."""
         tokens = self._sequence.tokens[self.next + 1 : self._sequence.prompt_tokens]
-        alternatives = self._sequence.config.output.top_log_probs
+        alternatives = self._sequence.token_rules.output.top_log_probs
         for first in range(0, min(len(logits), len(tokens)), ROWS_AT_ONCE):
             following = tokens[first : min(first + ROWS_AT_ONCE, len(logits))]
             rows = logits[first : first + len(following)].double().log_softmax(dim=1)
@@ -83,37 +86,28 @@ class PromptReader:
 
 
 class PastReader:
-    """The log-probabilities that a sequence had before it came here, which its sum must go on from."""
+    """Sums up the log-probabilities of tokens that another worker generated."""
 
-    def __init__(self, sequence: Sequence) -> None:
+    def __init__(self, sequence: Continuation, choose: Choose) -> None:
         self.next = sequence.prompt_tokens - 1
-        self.end = sequence.submitted_tokens - 1
+        self.end = len(sequence.tokens) - 1
         self._sequence = sequence
-        self._past = _past_of(sequence)
+        self._choose = choose
+        self._past = Continuation(
+            sequence.key,
+            sequence.batch_index,
+            sequence.sequence_index,
+            sequence.tokens[: sequence.prompt_tokens],
+            sequence.rule,
+            sequence.token_rules,
+        )
 
     def read(self, logits: Tensor) -> Iterator[PromptDetails]:
         past, tokens = self._past, self._sequence.tokens
         for place in range(len(logits)):
-            row = logits[place : place + 1]
-            if past.token_rules.remembers:
-                past.remember()
             token = tokens[len(past.tokens)]
-            (details,) = token_details([past], [token], row, adjusted([past], row))
-            self._sequence.add_log_probs(details.log_probs)
+            choice = self._choose([past], logits[place : place + 1])
+            self._sequence.add_log_probs([choice.log_prob(0, token)])
             past.tokens.append(token)
             self.next += 1
         yield from ()
-
-
-def _past_of(sequence: Sequence) -> Sequence:
-    """The sequence when it had its prompt alone."""
-    return Sequence(
-        key=sequence.key,
-        config=sequence.config,
-        batch_index=sequence.batch_index,
-        sequence_index=sequence.sequence_index,
-        tokens=sequence.tokens[: sequence.prompt_tokens],
-        submitted_tokens=sequence.prompt_tokens,
-        rule=sequence.rule,
-        token_rules=sequence.token_rules,
-    )

@@ -17,12 +17,11 @@ from bisect import insort
 
 from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
 from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, BlockPool, Prefix
-from trtmesh.engine.backends.torch.scheduling.chunk import Chunk
 from trtmesh.engine.backends.torch.scheduling.forks import Pairs, reassign
 from trtmesh.engine.backends.torch.scheduling.prefixes import Prefixes
 from trtmesh.engine.backends.torch.scheduling.room import Room
 from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
-from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
+from trtmesh.engine.backends.torch.scheduling.sequence import Chunk, Sequence
 from trtmesh.engine.backends.torch.scheduling.waiting import WaitingQueue
 
 

@@ -18,7 +18,7 @@ from trtmesh.engine.backend import (
     Submission,
     TokenDetails,
 )
-from trtmesh.engine.backends.torch.sampling.history import History
+from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
 from trtmesh.engine.backends.torch.stopping import EndRule
 
@@ -33,22 +33,15 @@ MOST_PRIORITY = 16
 """Points beyond which, above zero and below, priority counts no further; else what is lowest could wait for ever."""
 
 
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """State of a sequence; there are no phases: while `num_computed` is below `length` there is something to do."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence(Continuation):
+    """A continuation and its KV. There are no phases: a sequence with fewer computed tokens than tokens has work."""
 
-    key: int
     config: GenerationConfig
-    batch_index: int
-    sequence_index: int
-    tokens: list[int]
-    """Prompt and generated tokens."""
     submitted_tokens: int
-    """Tokens that came with the item: the prompt and what was generated elsewhere."""
-    rule: EndRule
-    token_rules: TokenRules
+    """Tokens that came with the item: the prompt and what another worker generated."""
     request_id: str = ""
-    """That of its item, for the log; '' where none asked for it."""
+    """For the log."""
     deadline: float | None = None
     leader: Sequence | None = None
     """Sequence with the same prompt, which computes it; this one begins with a copy of its KV."""
@@ -77,11 +70,8 @@ class Sequence:
     paused: bool = False
     """Whether it had started and gave its blocks to others."""
     cached_prompt_tokens: int = 0
-    cumulative_log_prob: float | None = None
     reader: Reader | None = None
-    """What still wants logits of tokens that were given."""
-    history: History | None = None
-    """What the choice of tokens remembers of them; None until it is needed, and again when `tokens` is replaced."""
+    """Still needs logits of submitted tokens."""
     times: Times = field(default_factory=lambda: Times(arrival_ns=time.time_ns()))
 
     @property
@@ -105,18 +95,6 @@ class Sequence:
     def head_start(self) -> int:
         """Steps that its priority lets it go before its time."""
         return max(-MOST_PRIORITY, min(MOST_PRIORITY, self.config.priority)) * PRIORITY_STEPS
-
-    @property
-    def length(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def prompt_tokens(self) -> int:
-        return self.rule.prompt_tokens
-
-    @property
-    def generated_tokens(self) -> int:
-        return len(self.tokens) - self.rule.prompt_tokens
 
     @property
     def most_reusable(self) -> int:
@@ -152,26 +130,6 @@ class Sequence:
             details.cumulative_log_prob = self.add_log_probs(details.log_probs)
             output.details.append(details)
 
-    def remember(self) -> None:
-        """Lets the history catch up with the tokens."""
-        if self.history is None:
-            self.history = History(self.token_rules, self.prompt_tokens)
-        self.history.catch_up(self.tokens)
-
-    @property
-    def top_p(self) -> float:
-        """That of the next token."""
-        if self.history is not None and self.history.top_p is not None:
-            return self.history.top_p.value
-        top_p = self.token_rules.sampling.top_p
-        return 1.0 if top_p is None else top_p
-
-    def add_log_probs(self, log_probs: list[float]) -> float | None:
-        """Sums up; of a sequence that began elsewhere the summands before are read first."""
-        if log_probs:
-            self.cumulative_log_prob = (self.cumulative_log_prob or 0.0) + sum(log_probs)
-        return self.cumulative_log_prob
-
     def end(
         self, reason: int, stop_token_ids: tuple[int, ...] = (), error: TrtmeshError | None = None
     ) -> SequenceEnd:
@@ -189,6 +147,20 @@ class Sequence:
             perf_metrics=times.perf_metrics() if self.config.output.perf_metrics else None,
             queue_seconds=max(0, (times.scheduled_ns or time.time_ns()) - times.arrival_ns) / 1e9,
         )
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Tokens [start, start + count) of a sequence, to be computed in one step."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def completes(self) -> bool:
+        """Whether the next token can be chosen after it."""
+        return self.start + self.count == len(self.sequence.tokens)
 
 
 @dataclass(slots=True)

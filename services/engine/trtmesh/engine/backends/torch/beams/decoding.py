@@ -1,14 +1,14 @@
 """An item under beam search: its beams as sequences of the scheduler, and its results as they change.
 
-A lane is a sequence that holds the KV of one beam. There are as many lanes as the search is wide, from the start,
-admitted and paused only together; a lane that no beam needs repeats the first. After each step a beam that lives on
-keeps its lane, and a further beam that grew from it takes over a lane whose own beam died: all full blocks are shared
-then, and the last one is copied. All lanes have equally many tokens, so this never needs a block more.
+A lane is a sequence that holds the KV of one beam. There are as many lanes as beams from the start, admitted and paused
+only together; a spare lane repeats the first. After each step a surviving beam keeps its lane; a further beam that
+grew from it takes over the lane of a beam that died, shares the full blocks and copies the last. All lanes have equally
+many tokens, so this never needs another block.
 
-What is told is how the best sequences stand, best first. One that only grew is told by its new tokens; any other is
-told again from its first, which replaces what was told. With logits, which are too large for that, everything is told
-once, when the search is over or broken off. The search depends on nothing but the item, so where it has to begin
-again, on another worker, it comes to the same.
+Results are the best sequences so far, best first. A sequence that only grew is delivered as its new tokens; any other
+comes again from its first token, which replaces the earlier delivery. With logits, which are too large for that,
+everything is delivered once, at the end. The search depends on nothing but the item, so a second run on another worker
+gives the same.
 """
 
 from __future__ import annotations
@@ -20,36 +20,40 @@ from typing import TYPE_CHECKING
 from trtmesh.chassis.errors import InvalidRequest, TrtmeshError
 from trtmesh.chassis.vocabulary import Tensor as TensorValue
 from trtmesh.engine.backend import SequenceEnd, SequenceStart, StepOutput, TokenDetails
-from trtmesh.engine.backends.torch.beams.search import Beside, Hypothesis, Search
+from trtmesh.engine.backends.torch.beams.search import BeamSearch, Extras, Hypothesis
+from trtmesh.engine.backends.torch.sampling.details import most_likely, tensor_of
+from trtmesh.engine.backends.torch.scheduling.forks import Pairs
 from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
 from trtmesh.engine.backends.torch.stopping import End
 from trtmesh.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Pairs = list[tuple[Sequence, Sequence]]
+    from trtmesh.engine.backends.torch.compute.device import Compute
+    from trtmesh.engine.backends.torch.sampling.choice import Ranking
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What comes after the first `length` tokens of a lane."""
+    """The next token of a lane with `tokens` tokens."""
 
-    length: int
+    tokens: int
     log_probs: Tensor
-    beside: Beside
+    extras: Extras
 
 
-class BeamItem:
-    """The search of one item, over the log-probabilities that its lanes yield."""
+class BeamDecoding:
+    """Implements Decoding. A step of the search needs the rows of all lanes."""
 
     def __init__(self, keys: SequenceOf[int], lanes: SequenceOf[Sequence]) -> None:
         """`keys` name the sequences that come back; `lanes` are new, and the first has the first key."""
         first = lanes[0]
         self.keys = tuple(keys)
-        self.lanes = list(lanes)
+        self.sequences = tuple(lanes)
         self.first = first
-        self._search = Search(
+        self.forks: Pairs = ()
+        self.ends: SequenceOf[SequenceEnd] = ()
+        self._search = BeamSearch(
             first.config.beam_search,
             most_tokens=first.rule.limit - first.prompt_tokens,
             ending_tokens=first.rule.ending_tokens,
@@ -58,54 +62,72 @@ class BeamItem:
         """Which running beam each lane holds."""
         self._rows: dict[int, _Row] = {}
         self._told: list[list[int]] = [[] for _ in keys]
-        self._mates = list(lanes)
+        mates = list(lanes)
         for lane in lanes:
-            lane.mates = self._mates
+            lane.mates = mates
             lane.times = first.times
             lane.leader = None if lane is first else first
 
-    @property
-    def over(self) -> bool:
-        return self._search.over
+    @staticmethod
+    def choose(compute: Compute, sequences: SequenceOf[Sequence], logits: Tensor) -> Ranking:
+        return compute.rank(sequences, logits)
 
-    def take(self, lane: Sequence, log_probs: Tensor, beside: Beside) -> bool:
-        """Takes what comes after a lane's tokens, [vocabulary], and what is told of it.
+    def advance(
+        self, sequence: Sequence, choice: Ranking, row: int, output: StepOutput, now_ns: int
+    ) -> int:
+        output_of = sequence.token_rules.output
+        logits = None
+        if output_of.generation_logits:
+            logits = tensor_of(choice.logits[row : row + 1], output_of.logits_data_type)
+        log_probs = choice.log_probs[row]
+        if not self.take(
+            sequence, log_probs, Extras(most_likely(log_probs, output_of.top_log_probs), logits)
+        ):
+            return 0
+        self._advance_search(now_ns)
+        if self._search.over or not self.first.token_rules.output.generation_logits:
+            self.deliver(output)
+        self.settle()
+        return len(self.sequences)
 
-        Returns whether that of every lane is there now.
-        """
-        self._rows[lane.key] = _Row(lane.length, log_probs, beside)
-        if all(map(self._is_there, self.lanes)):
+    def settle(self) -> None:
+        if self._search.over:
+            self.ends = self._ends()
+
+    def take(self, lane: Sequence, log_probs: Tensor, extras: Extras) -> bool:
+        """Takes the row of a lane's next token, [vocabulary]. Returns whether the rows of all lanes are there."""
+        self._rows[lane.key] = _Row(len(lane.tokens), log_probs, extras)
+        if all(map(self._is_there, self.sequences)):
             return True
-        # Kept for as long as a lane is paused; a view would keep the rows of the whole step.
-        self._rows[lane.key] = _Row(lane.length, log_probs.clone(), beside)
+        # Kept while a lane is paused; a view would keep the rows of the whole step.
+        self._rows[lane.key] = _Row(len(lane.tokens), log_probs.clone(), extras)
         return False
 
     def _is_there(self, lane: Sequence) -> bool:
-        """Whether the row of a lane is that of its tokens; one that was paused is computed again and gives it again."""
+        """Whether the row is that of the lane's present tokens; a paused lane is computed again and gives it again."""
         row = self._rows.get(lane.key)
-        return row is not None and row.length == lane.length == lane.num_computed and lane.slot >= 0
+        return (
+            row is not None
+            and row.tokens == len(lane.tokens) == lane.num_computed
+            and lane.slot >= 0
+        )
 
-    def advance(self, now_ns: int) -> Pairs:
-        """One step of the search; returns which lanes are to go on from the KV of which."""
+    def _advance_search(self, now_ns: int) -> None:
+        """One step of the search; its forks say which lane continues from the KV of which."""
         holders = [self._beams.index(beam) for beam in range(len(self._search.running))]
-        rows = [self._rows[self.lanes[lane].key] for lane in holders]
+        rows = [self._rows[self.sequences[lane].key] for lane in holders]
         self._rows.clear()
         log_probs = rows[0].log_probs.new_empty((len(rows), len(rows[0].log_probs)))
         for place, row in enumerate(rows):
             log_probs[place] = row.log_probs
-        parents = self._search.advance(log_probs, self._end_after, [row.beside for row in rows])
+        parents = self._search.advance(log_probs, self._end_after, [row.extras for row in rows])
         times = self.first.times
         times.first_token_ns = times.first_token_ns or now_ns
         times.last_token_ns = now_ns
-        return [] if self.over else self._place(parents)
+        if not self._search.over:
+            self.forks = self._place(parents)
 
-    def tell(self, output: StepOutput) -> None:
-        """Adds what changed of the sequences that come back in a step."""
-        if self.over or not self.first.token_rules.output.generation_logits:
-            self.tell_all(output)
-
-    def tell_all(self, output: StepOutput) -> None:
-        """Adds what was not told of the sequences that come back."""
+    def deliver(self, output: StepOutput) -> None:
         for place, beam in enumerate(self._search.best()[: len(self.keys)]):
             told, tokens = self._told[place], beam.tokens
             if told == tokens:
@@ -122,8 +144,13 @@ class BeamItem:
             if self.first.token_rules.wants_details:
                 output.details.append(self._details(self.keys[place], beam, offset))
 
-    def ends(self) -> list[SequenceEnd]:
-        """How the sequences ended, once the search is over."""
+    def broken_off(self, reason: int, error: TrtmeshError | None = None) -> list[SequenceEnd]:
+        return [
+            self._end(key, len(told), reason, error=error)
+            for key, told in zip(self.keys, self._told, strict=True)
+        ]
+
+    def _ends(self) -> list[SequenceEnd]:
         ends = []
         best = self._search.best()
         for place, key in enumerate(self.keys):
@@ -140,15 +167,8 @@ class BeamItem:
                 ends.append(self._end(key, 0, pb.FINISH_REASON_ERROR, error=error))
         return ends
 
-    def broken_off(self, reason: int, error: TrtmeshError | None = None) -> list[SequenceEnd]:
-        """The ends of all sequences, as far as they were told."""
-        return [
-            self._end(key, len(told), reason, error=error)
-            for key, told in zip(self.keys, self._told, strict=True)
-        ]
-
     def _end_after(self, beam: Hypothesis, token: int) -> End | None:
-        lane = self.lanes[self._beams.index(self._search.running.index(beam))]
+        lane = self.sequences[self._beams.index(self._search.running.index(beam))]
         lane.tokens.append(token)
         end = lane.rule.end_after(lane.tokens)
         lane.tokens.pop()
@@ -157,9 +177,9 @@ class BeamItem:
     def _place(self, parents: SequenceOf[int]) -> Pairs:
         """Gives every beam that now runs a lane."""
         wanted = [*enumerate(parents)]
-        wanted += [(0, parents[0])] * (len(self.lanes) - len(parents))
+        wanted += [(0, parents[0])] * (len(self.sequences) - len(parents))
         free = dict(enumerate(self._beams))
-        sources = {beam: self.lanes[lane] for lane, beam in reversed(free.items())}
+        sources = {beam: self.sequences[lane] for lane, beam in reversed(free.items())}
         beams, homeless = list(self._beams), []
         for beam, parent in wanted:
             lane = next((lane for lane, held in free.items() if held == parent), None)
@@ -168,12 +188,12 @@ class BeamItem:
                 continue
             del free[lane]
             beams[lane] = beam
-            self.lanes[lane].tokens.append(self._search.running[beam].tokens[-1])
+            self.sequences[lane].tokens.append(self._search.running[beam].tokens[-1])
         pairs = []
         for (beam, parent), lane in zip(homeless, free, strict=True):
             beams[lane] = beam
-            pairs.append((self.lanes[lane], sources[parent]))
-            self._rewrite(self.lanes[lane], self._search.running[beam])
+            pairs.append((self.sequences[lane], sources[parent]))
+            self._rewrite(self.sequences[lane], self._search.running[beam])
         self._beams = beams
         kept = {source.key: (source, source) for _, source in pairs}
         return [*pairs, *kept.values()]
@@ -189,9 +209,9 @@ class BeamItem:
             details.log_probs = beam.log_probs[offset:]
             details.cumulative_log_prob = beam.total
         if rules.output.top_log_probs:
-            details.top_log_probs = [beside.top for beside in beam.beside[offset:]]
+            details.top_log_probs = [extras.top for extras in beam.extras[offset:]]
         if rules.output.generation_logits:
-            details.generation_logits = _stacked(beam.beside[offset:])
+            details.generation_logits = _stacked(beam.extras[offset:])
         return details
 
     def _end(
@@ -213,8 +233,8 @@ class BeamItem:
         )
 
 
-def _stacked(beside: SequenceOf[Beside]) -> TensorValue:
+def _stacked(extras: SequenceOf[Extras]) -> TensorValue:
     """The logits of all, [tokens, vocabulary]."""
-    rows = [each.logits for each in beside if each.logits is not None]
+    rows = [each.logits for each in extras if each.logits is not None]
     shape = (len(rows), *rows[0].shape[1:])
     return replace(rows[0], shape=shape, data=b"".join(row.data for row in rows))

@@ -1,0 +1,116 @@
+"""The seam to a device. `loading` picks the device; no other code asks which one it is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
+from trtmesh.engine.backends.torch.memory.blocks import Move
+from trtmesh.engine.backends.torch.memory.kvcache import KvCache
+from trtmesh.engine.backends.torch.model.attention import StepTokens
+from trtmesh.engine.backends.torch.model.model import Fitted, Model
+from trtmesh.engine.backends.torch.model.prompt_table import PromptTable
+from trtmesh.engine.backends.torch.sampling.choice import Ranking, TokenChoice
+from trtmesh.engine.backends.torch.sampling.continuation import Continuation
+from trtmesh.engine.backends.torch.scheduling.sequence import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The flat batch of a step."""
+
+    token_ids: Tensor
+    """[tokens]"""
+    positions: Tensor
+    """[tokens]"""
+    step: StepTokens
+    tables: list[tuple[slice, PromptTable]]
+    """Prompt tables and the tokens that they apply to."""
+    kept_rows: Tensor
+    """Tokens whose logits are needed: those of `completing` first, then those of `reading`."""
+    completing: list[Chunk]
+    reading: list[tuple[Chunk, int]]
+    """Chunks whose readers need logits, and of how many tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """The logits of a batch, on the device."""
+
+    completing: list[Chunk]
+    logits: Tensor
+    """[completing chunks, vocabulary], float32."""
+    given: list[tuple[Chunk, Tensor]]
+    """Chunks with the logits [tokens, vocabulary] that their readers need."""
+
+    def rows_of(self, chunks: SequenceOf[Chunk]) -> Tensor:
+        """The logits of some completing chunks, which are in the order of `completing`."""
+        if len(chunks) == len(self.completing):
+            return self.logits
+        wanted = {chunk.sequence.key for chunk in chunks}
+        return self.logits[
+            [row for row, chunk in enumerate(self.completing) if chunk.sequence.key in wanted]
+        ]
+
+
+class Compute(Protocol):
+    """A model on a device. Calls take effect on the device in their order, and none has to wait for it: results are
+    read when a step is collected."""
+
+    def move(self, moves: SequenceOf[Move]) -> None:
+        """Copies and clears blocks."""
+
+    def prepare(self, chunks: SequenceOf[Chunk]) -> Batch:
+        """Lays the chunks out as one flat batch."""
+
+    def forward(self, batch: Batch) -> Forward:
+        """Writes the KV of a batch and computes its logits."""
+
+    def choose(self, sequences: SequenceOf[Continuation], logits: Tensor) -> TokenChoice:
+        """Picks or draws the next token of each row."""
+
+    def rank(self, lanes: SequenceOf[Continuation], logits: Tensor) -> Ranking:
+        """Computes the log-probabilities that beams are ranked by."""
+
+    def check(self) -> None:
+        """Computes one token outside of all sequences. Raises where the model cannot compute at all."""
+
+    def release_memory(self) -> None:
+        """Returns cached memory to the device after an allocation failed."""
+
+
+class Device(ABC):
+    """What differs between devices while a model is loaded."""
+
+    pins_memory: ClassVar[bool]
+    """Whether the device copies from and to pinned host memory by itself."""
+    default_dtype: ClassVar[torch.dtype | None]
+    """Type of weights and KV under `dtype: auto`; None for the model's own."""
+
+    def __init__(self, name: torch.device) -> None:
+        self.name = name
+
+    @abstractmethod
+    def fit(self, module: PreTrainedModel, dtype: torch.dtype) -> Fitted:
+        """Replaces layers by faster ones for this device."""
+
+    @abstractmethod
+    def compute(self, model: Model, cache: KvCache, tables: BlockTables) -> Compute: ...
+
+    @abstractmethod
+    def free_memory(self) -> int:
+        """Bytes still available."""
+
+    @abstractmethod
+    def default_cache_bytes(self) -> int:
+        """Size of the KV cache where no setting limits it."""
+
+    @abstractmethod
+    def allocated_bytes(self) -> int:
+        """Device memory that tensors hold; 0 where the device computes in host memory."""

@@ -1,0 +1,165 @@
+"""Attention of a flat batch that gathers keys and values from the paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+from trtmesh.engine.backends.torch.cpu.decode_copies import DecodeCopies
+from trtmesh.engine.backends.torch.cpu.grouping import Group, Grouping
+from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
+from trtmesh.engine.backends.torch.memory.kvcache import KvCache
+from trtmesh.engine.backends.torch.model.attention import Rule, StepTokens
+
+MANY_HEADS = 16
+FEW_QUERIES = 16
+
+
+UsesFused = Callable[[Tensor], bool]
+"""Whether to use PyTorch's fused kernel for packed queries."""
+
+
+class PagedAttention:
+    """Implements Attention."""
+
+    def __init__(
+        self,
+        cache: KvCache,
+        tables: BlockTables,
+        dtype: torch.dtype,
+        *,
+        decode_copy_bytes: int,
+        uses_fused: UsesFused,
+    ) -> None:
+        """`dtype` is the type of queries, keys and values."""
+        self.cache = cache
+        self._uses_fused = uses_fused
+        copies = DecodeCopies(cache, tables, dtype, decode_copy_bytes)
+        self._grouping = Grouping(cache, tables.rows, dtype, copies)
+        self._step: StepTokens | None = None
+        self._groups: dict[int | None, list[Group]] = {}
+
+    def begin(self, step: StepTokens) -> None:
+        self._step = step
+        self._groups = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        kv = torch.cat((self._per_token(key), self._per_token(value)), dim=1)
+        output = self.attend_tokens(layer, self._per_token(query), kv, rule)
+        return output[None, ..., : value.shape[-1]]
+
+    def attend_tokens(self, layer: int, queries: Tensor, kv: Tensor, rule: Rule) -> Tensor:
+        step = self._step
+        if step is None:
+            raise RuntimeError("attention ran outside a step")
+        self.cache.write(layer, step.token_rows, kv)
+        groups = self._groups.get(rule.window)
+        if groups is None:
+            groups = self._groups[rule.window] = self._grouping.groups(step, rule.window)
+        if len(groups) == 1:
+            return self._attend_group(layer, groups[0], queries, kv, rule)
+        outputs = []
+        for group in groups:
+            own = slice(group.first, group.last)
+            outputs.append(self._attend_group(layer, group, queries[own], kv[own], rule))
+        return torch.cat(outputs)
+
+    def _attend_group(
+        self, layer: int, group: Group, queries: Tensor, kv: Tensor, rule: Rule
+    ) -> Tensor:
+        if group.copy is not None:
+            keys, values = group.copy.take(layer, kv)
+        elif group.rows is None:
+            heads = kv.transpose(0, 1)[None]
+            # Each [1, kv_heads, tokens, head_dim].
+            keys, values = heads.chunk(2, dim=1)
+        else:
+            assert group.keys is not None
+            assert group.values is not None
+            assert group.gathered is not None
+            torch.index_select(self.cache.block_rows[layer], 0, group.rows, out=group.gathered)
+            if group.widened is not None:
+                group.widened.copy_(group.gathered)
+            keys, values = group.keys, group.values
+        return self._attend(queries, keys, values, group, rule)
+
+    def _attend(
+        self, queries: Tensor, keys: Tensor, values: Tensor, group: Group, rule: Rule
+    ) -> Tensor:
+        """`queries` [rows, heads, head_dim], `keys` [sequences, kv_heads, keys, head_dim]; returns as `queries`.
+
+        Query heads that share a key head become rows of one matrix, [sequences, kv_heads, tokens * shared, head_dim].
+        """
+        sequences, kv_heads = keys.shape[:2]
+        rows, heads, size = queries.shape
+        if group.causal and rule.plain:
+            # The fused kernel skips what is hidden, which pays for the keys that it repeats.
+            whole = queries.transpose(0, 1)[None]
+            output = scaled_dot_product_attention(
+                whole, keys, values, is_causal=True, scale=rule.scale, enable_gqa=heads != kv_heads
+            )
+            return output[0].transpose(0, 1)
+        shared = heads // kv_heads
+        mask = group.mask
+        if group.tokens == 1:
+            packed = queries.reshape(sequences, kv_heads, shared, size)
+        else:
+            packed = queries.reshape(sequences, group.tokens, kv_heads, shared, size).transpose(
+                1, 2
+            )
+            packed = packed.reshape(sequences, kv_heads, group.tokens * shared, size)
+            mask = None if mask is None else mask.repeat_interleave(shared, dim=2)
+        if rule.plain and self._uses_fused(packed):
+            output = scaled_dot_product_attention(
+                packed, keys, values, attn_mask=mask, scale=rule.scale
+            )
+        else:
+            output = _explicit(packed, keys, values, mask, rule)
+        if group.tokens > 1:
+            output = output.view(sequences, kv_heads, group.tokens, shared, -1).transpose(1, 2)
+        return output.reshape(rows, heads, -1)
+
+    def _per_token(self, tensor: Tensor) -> Tensor:
+        """[1, heads, tokens, size] as [tokens, heads, head_dim]; a size below the cache's is filled with zeros."""
+        per_token = tensor[0].transpose(0, 1)
+        missing = self.cache.shape.head_dim - tensor.shape[-1]
+        return pad(per_token, (0, missing)) if missing else per_token
+
+
+def fused_is_faster(queries: Tensor) -> bool:
+    """On a CPU the fused kernel computes head after head, which is slow for many heads with few queries each. Batched
+    products beat it there, but only in float32."""
+    sequences, kv_heads, rows, _ = queries.shape
+    if queries.dtype != torch.float32:
+        return True
+    return sequences * kv_heads < MANY_HEADS or rows > FEW_QUERIES
+
+
+def _explicit(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, rule: Rule
+) -> Tensor:
+    """Attention by batched products, with capped scores and sinks, which the fused kernels cannot express."""
+    sequences, kv_heads, rows, size = queries.shape
+    shape = (sequences, kv_heads, rows, keys.shape[2])
+    transposed = keys.flatten(0, 1).transpose(1, 2)
+    queries = queries.reshape(-1, rows, size)
+    softcap, sinks = rule.softcap, rule.sinks
+    if softcap is None and mask is not None:
+        hidden = mask.expand(-1, kv_heads, -1, -1).flatten(0, 1)
+        scores = torch.baddbmm(hidden, queries, transposed, alpha=rule.scale).view(shape)
+    else:
+        scores = torch.bmm(queries, transposed).mul_(rule.scale).view(shape)
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        if mask is not None:
+            scores += mask
+    if sinks is not None:
+        # sinks is [heads]; rows are tokens of [shared] heads each.
+        shared = sinks.numel() // kv_heads
+        column = sinks.view(kv_heads, 1, shared).expand(-1, rows // shared, -1)
+        column = column.reshape(1, kv_heads, rows, 1).expand(scores.shape[0], -1, -1, -1)
+        scores = torch.cat((scores, column.to(scores.dtype)), dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
+    return torch.matmul(weights[..., : keys.shape[2]], values)

@@ -1,0 +1,95 @@
+"""The CPU as a device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from trtmesh.engine.backends.torch.compute.device import Compute, Device
+from trtmesh.engine.backends.torch.compute.runner import Runner
+from trtmesh.engine.backends.torch.cpu.attention import PagedAttention, fused_is_faster
+from trtmesh.engine.backends.torch.cpu.fusing import fuse_layers, is_plain
+from trtmesh.engine.backends.torch.cpu.linears import lacks_instructions, pack_linears, widen
+from trtmesh.engine.backends.torch.cpu.norms import fuse_norms
+from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
+from trtmesh.engine.backends.torch.memory.kvcache import KvCache
+from trtmesh.engine.backends.torch.model.model import Fitted, Model
+from trtmesh.engine.backends.torch.sampling.choice import Chooser
+
+CACHE_BYTES = 2**30
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
+
+
+class Cpu(Device):
+    """Computes in float32 with fused layers, packed weights and copies of KV; orders numbers with numpy."""
+
+    pins_memory = False
+    default_dtype = torch.float32
+
+    def __init__(self, *, weight_copies: bool, decode_copy_bytes: int) -> None:
+        """`weight_copies` allows float32 copies of half-precision weights."""
+        super().__init__(torch.device("cpu"))
+        self._weight_copies = weight_copies
+        self._decode_copy_bytes = decode_copy_bytes
+
+    def fit(self, module: PreTrainedModel, dtype: torch.dtype) -> Fitted:
+        wide = self._weight_copies and lacks_instructions(dtype)
+        fuse_layers(module)
+        if wide:
+            widen(module)
+        else:
+            pack_linears(module)
+        fuse_norms(module)
+        return Fitted(torch.float32 if wide else dtype, plain=is_plain(module))
+
+    def compute(self, model: Model, cache: KvCache, tables: BlockTables) -> Compute:
+        attention = PagedAttention(
+            cache,
+            tables,
+            model.compute_dtype,
+            decode_copy_bytes=self._decode_copy_bytes,
+            uses_fused=fused_is_faster,
+        )
+        return Runner(model, cache, tables, attention, Chooser(highest, descending), _nothing)
+
+    def free_memory(self) -> int:
+        return free_memory()
+
+    def default_cache_bytes(self) -> int:
+        return CACHE_BYTES
+
+    def allocated_bytes(self) -> int:
+        return 0
+
+
+def free_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
+    """Bytes that the machine has left, within the container's limit."""
+    available = next(
+        int(line.split()[1]) * 1024
+        for line in meminfo.read_text().splitlines()
+        if line.startswith("MemAvailable:")
+    )
+    limit, used = cgroup / "memory.max", cgroup / "memory.current"
+    if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
+        available = min(available, int(limit.read_text()) - int(used.read_text()))
+    return max(0, available)
+
+
+def highest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """numpy finds them several times faster than PyTorch."""
+    values = logits.numpy()
+    places = values.argmax(axis=1)
+    return torch.from_numpy(values[np.arange(len(values)), places]), torch.from_numpy(places)
+
+
+def descending(rows: Tensor) -> Tensor:
+    """numpy sorts ten times faster than PyTorch."""
+    return -torch.from_numpy(np.sort(-rows.numpy(), axis=1))
+
+
+def _nothing() -> None:
+    """The CPU's allocator keeps no memory."""
