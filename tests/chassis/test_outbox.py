@@ -1,62 +1,78 @@
-"""Answers leave in order, together while a write is in flight, in messages of a good size."""
+"""Items leave in order, merged while a write is in flight, within the limits of a message."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import TypeAlias
 
-from trtmesh.tokenizer.outbox import Outbox
+from trtmesh.chassis.outbox import MAX_BYTES, MAX_ITEMS, Outbox
 from trtmesh.v1 import tokenizer_pb2 as pb
 
-
-def put(outbox: Outbox, handle: int, tokens: int = 1) -> None:
-    outbox.add(tokens).encoded.handle = handle
+Events: TypeAlias = "Outbox[pb.TokenizerServiceConnectResponse, pb.TokenizerEvent]"
 
 
-def handles(message: pb.TokenizerServiceConnectResponse | None) -> list[int]:
+def new_outbox(max_waiting: int | None = None) -> Events:
+    return Outbox(
+        pb.TokenizerServiceConnectResponse, lambda response: response.events.add(), max_waiting
+    )
+
+
+def add(outbox: Events, handle: int, size: int = 0) -> None:
+    outbox.add(size).encoded.handle = handle
+
+
+async def next_handles(outbox: Events) -> list[int]:
+    message = await outbox.next_message()
     assert message is not None
     return [event.encoded.handle for event in message.events]
 
 
-async def test_what_waits_leaves_together_and_in_order() -> None:
-    outbox = Outbox(100)
+async def test_waiting_items_leave_together_in_order() -> None:
+    outbox = new_outbox()
     for handle in range(5):
-        put(outbox, handle)
-    assert handles(await outbox.take()) == [0, 1, 2, 3, 4]
+        add(outbox, handle)
+    assert await next_handles(outbox) == [0, 1, 2, 3, 4]
 
 
-async def test_a_taker_waits_for_the_first() -> None:
-    outbox = Outbox(100)
-    taking = asyncio.create_task(outbox.take())
+async def test_consumer_waits_for_the_first_item() -> None:
+    outbox = new_outbox()
+    consuming = asyncio.create_task(next_handles(outbox))
     await asyncio.sleep(0)
-    assert not taking.done()
-    put(outbox, 7)
-    assert handles(await taking) == [7]
+    assert not consuming.done()
+    add(outbox, 7)
+    assert await consuming == [7]
 
 
-async def test_large_answers_do_not_pile_up_in_one_message() -> None:
-    outbox = Outbox(100)
-    for handle in range(5):
-        put(outbox, handle, 200_000)
-    assert handles(await outbox.take()) == [0, 1]
-    assert handles(await outbox.take()) == [2, 3]
-    assert handles(await outbox.take()) == [4]
+async def test_message_is_bounded_by_bytes() -> None:
+    outbox = new_outbox()
+    for handle, size in enumerate([MAX_BYTES // 2, MAX_BYTES // 2, 1, 2 * MAX_BYTES, 1]):
+        add(outbox, handle, size)
+    assert [await next_handles(outbox) for _ in range(4)] == [[0, 1], [2], [3], [4]]
 
 
-async def test_room_is_made_by_taking() -> None:
-    outbox = Outbox(2)
-    await outbox.room()
-    put(outbox, 0)
-    put(outbox, 1)
-    waiting = asyncio.create_task(outbox.room())
+async def test_message_is_bounded_by_items() -> None:
+    outbox = new_outbox()
+    for handle in range(MAX_ITEMS + 1):
+        add(outbox, handle)
+    assert len(await next_handles(outbox)) == MAX_ITEMS
+    assert await next_handles(outbox) == [MAX_ITEMS]
+
+
+async def test_next_message_makes_room() -> None:
+    outbox = new_outbox(max_waiting=2)
+    await outbox.wait_for_room()
+    add(outbox, 0)
+    add(outbox, 1)
+    waiting = asyncio.create_task(outbox.wait_for_room())
     await asyncio.sleep(0)
     assert not waiting.done()
-    await outbox.take()
+    await outbox.next_message()
     await waiting
 
 
-async def test_a_closed_outbox_gives_what_is_left_and_then_nothing() -> None:
-    outbox = Outbox(2)
-    put(outbox, 0)
+async def test_closed_outbox_returns_the_rest_and_then_none() -> None:
+    outbox = new_outbox()
+    add(outbox, 0)
     outbox.close()
-    assert handles(await outbox.take()) == [0]
-    assert await outbox.take() is None
+    assert await next_handles(outbox) == [0]
+    assert await outbox.next_message() is None

@@ -1,46 +1,83 @@
-"""Commands that wait to be written to a stream."""
+"""Output that waits for a stream: everything added while a write is in flight leaves in the next message."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-C = TypeVar("C")
+MAX_ITEMS = 256
+MAX_BYTES = 2**20
+"""Limits of one message; a larger item goes alone."""
+
+Message = TypeVar("Message")
+Item = TypeVar("Item")
 
 
-class Outbox(Generic[C]):
-    """Whatever is put while a write is in flight leaves with the next one, in order.
+@dataclass(slots=True)
+class _Batch(Generic[Message]):
+    message: Message
+    items: int = 0
+    bytes: int = 0
 
-    Large commands say their size: those that leave together have at most `most_bytes`, unless one alone has more.
+
+class Outbox(Generic[Message, Item]):
+    """Merges items into messages, in order, for one consumer.
+
+    Items are built inside the message that carries them: protobuf copies one message into another by serializing and
+    parsing it, which for the ids of a long text blocks the event loop for milliseconds.
     """
 
-    def __init__(self, most_bytes: int = 2**20) -> None:
-        self._most_bytes = most_bytes
-        self._waiting: list[C] = []
-        self._sizes: list[int] = []
-        self._taker: asyncio.Future[None] | None = None
+    def __init__(
+        self,
+        new_message: Callable[[], Message],
+        new_item: Callable[[Message], Item],
+        max_waiting: int | None = None,
+    ) -> None:
+        self._new_message = new_message
+        self._new_item = new_item
+        self._max_waiting = max_waiting
+        self._batches: deque[_Batch[Message]] = deque()
+        self._waiting = 0
+        self._closed = False
+        self._changed = asyncio.Event()
+        self._room = asyncio.Event()
+        self._room.set()
 
-    def put(self, command: C, size: int = 0) -> None:
-        self._waiting.append(command)
-        self._sizes.append(size)
-        if self._taker is not None and not self._taker.done():
-            self._taker.set_result(None)
+    def add(self, size: int = 0) -> Item:
+        """An empty item of about `size` bytes. The caller fills it before it awaits anything."""
+        batch = self._batches[-1] if self._batches else None
+        if batch is None or batch.items == MAX_ITEMS or batch.bytes + size > MAX_BYTES:
+            batch = _Batch(self._new_message())
+            self._batches.append(batch)
+        batch.items += 1
+        batch.bytes += size
+        self._waiting += 1
+        if self._waiting == self._max_waiting:
+            self._room.clear()
+        self._changed.set()
+        return self._new_item(batch.message)
 
-    async def take(self, most: int = 256) -> list[C]:
-        """The next commands, at least one and at most `most`. One taker only."""
-        while not self._waiting:
-            self._taker = asyncio.get_running_loop().create_future()
-            await self._taker
-        count = self._count_within(most)
-        taken = self._waiting[:count]
-        del self._waiting[:count]
-        del self._sizes[:count]
-        return taken
+    async def wait_for_room(self) -> None:
+        """Waits until fewer than `max_waiting` items wait."""
+        await self._room.wait()
 
-    def _count_within(self, most: int) -> int:
-        total = 0
-        for count, size in enumerate(self._sizes[:most]):
-            total += size
-            if count and total > self._most_bytes:
-                return count
-        return min(most, len(self._sizes))
+    def close(self) -> None:
+        """Nothing more will be added."""
+        self._closed = True
+        self._changed.set()
+
+    async def next_message(self) -> Message | None:
+        """The next message; None when the outbox is closed and empty."""
+        while not self._batches and not self._closed:
+            self._changed.clear()
+            await self._changed.wait()
+        if not self._batches:
+            return None
+        batch = self._batches.popleft()
+        self._waiting -= batch.items
+        if self._max_waiting is None or self._waiting < self._max_waiting:
+            self._room.set()
+        return batch.message

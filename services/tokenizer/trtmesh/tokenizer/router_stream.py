@@ -9,14 +9,17 @@ from dataclasses import dataclass
 
 from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.errors import InvalidRequest, TrtmeshError, UnsupportedCall
+from trtmesh.chassis.outbox import Outbox
 from trtmesh.tokenizer.decoding.states import DecodeStates
 from trtmesh.tokenizer.encoding import EncodedTexts, Encoder, EncodeRequest, Outcome
 from trtmesh.tokenizer.metrics import TokenizerMetrics
-from trtmesh.tokenizer.outbox import Outbox
 from trtmesh.tokenizer.settings import TokenizerSettings
 from trtmesh.tokenizer.vocabulary import Vocabulary
 from trtmesh.tokenizer.workload import Workload
 from trtmesh.v1 import tokenizer_pb2 as pb
+
+TOKEN_BYTES = 4
+"""About the size of a token's id or text in an event."""
 
 Write = Callable[[pb.TokenizerServiceConnectResponse], Awaitable[None]]
 
@@ -40,7 +43,11 @@ class RouterStream:
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
-        self._outbox = Outbox(shared.settings.max_unsent_events)
+        self._outbox = Outbox(
+            pb.TokenizerServiceConnectResponse,
+            lambda response: response.events.add(),
+            shared.settings.max_unsent_events,
+        )
         self._states = DecodeStates(
             shared.vocabulary, shared.workload, shared.metrics, shared.settings.max_handles
         )
@@ -56,7 +63,7 @@ class RouterStream:
         """
         reader = asyncio.create_task(self._read(requests))
         try:
-            while (message := await self._outbox.take()) is not None:
+            while (message := await self._outbox.next_message()) is not None:
                 await write(message)
             if self._farewell is not None:
                 raise self._farewell
@@ -77,7 +84,7 @@ class RouterStream:
             async for request in requests:
                 for command in request.commands:
                     await self._handle(command)
-                await self._outbox.room()
+                await self._outbox.wait_for_room()
             if self._encodes:
                 await asyncio.wait(self._encodes.values())
         finally:
@@ -86,7 +93,7 @@ class RouterStream:
     async def _handle(self, command: pb.TokenizerCommand) -> None:
         match command.WhichOneof("command"):
             case "decode":
-                event = self._outbox.add(len(command.decode.token_ids))
+                event = self._outbox.add(len(command.decode.token_ids) * TOKEN_BYTES)
                 self._states.decode(command.decode, event.decoded)
             case "open_decode":
                 await self._states.open(command.open_decode)
@@ -133,14 +140,14 @@ class RouterStream:
         metrics = self._shared.metrics
         if isinstance(outcome, EncodedTexts):
             metrics.encoded_tokens.inc(outcome.token_count)
-            encoded = self._outbox.add(outcome.token_count).encoded
+            encoded = self._outbox.add(outcome.token_count * TOKEN_BYTES).encoded
             encoded.handle = handle
             encoded.token_ids.extend(outcome.token_ids)
             for ids in outcome.words:
                 encoded.words.add(ids=ids)
         else:
             metrics.failures.labels(outcome.reason).inc()
-            encoded = self._outbox.add(0).encoded
+            encoded = self._outbox.add().encoded
             encoded.handle = handle
             encoded.error.CopyFrom(to_proto(outcome))
 

@@ -78,7 +78,7 @@ class Worker(Replica):
         self._assignments = Assignments(address, self.guard, self._send)
         self._steps = Steps(self._assignments, self.guard, metrics, self._send)
         self._kv_feed = KvFeed(kv_index, address, self._ask_for_kv_snapshot)
-        self._outbox: Outbox[pb.EngineCommand] = Outbox()
+        self._outbox = _new_outbox()
 
     @property
     def name(self) -> str:
@@ -162,18 +162,18 @@ class Worker(Replica):
                 " (max_message_bytes); send a shorter prompt or less data"
             )
         command.handle = self._assignments.assign(runs, booking)
-        self._outbox.put(pb.EngineCommand(submit=command), size)
+        self._outbox.add(size).submit.CopyFrom(command)
         self._pulse.submitted()
 
     def _send(self, command: pb.EngineCommand) -> None:
-        self._outbox.put(command)
+        self._outbox.add().CopyFrom(command)
 
     def _ask_for_kv_snapshot(self) -> None:
-        self._outbox.put(pb.EngineCommand(kv_snapshot=pb.KvSnapshotCommand()))
+        self._outbox.add().kv_snapshot.SetInParent()
 
     async def talk(self, connection: ClientConnection) -> None:
         await self._tokenizers_known()
-        self._outbox = Outbox()
+        self._outbox = _new_outbox()
         self._steps.opened()
         call = connection.open(CONNECT)
         try:
@@ -189,8 +189,8 @@ class Worker(Replica):
             unacknowledged_steps=UNACKNOWLEDGED_STEPS,
         )
         await call.write(pb.EngineServiceConnectRequest(commands=[pb.EngineCommand(hello=hello)]))
-        while True:
-            await call.write(pb.EngineServiceConnectRequest(commands=await self._outbox.take()))
+        while (request := await self._outbox.next_message()) is not None:
+            await call.write(request)
 
     async def _read(self, call: _Call) -> None:
         async for response in call:
@@ -307,3 +307,7 @@ class Worker(Replica):
         self.load = pb.Load()
         for run in runs:
             run.on_worker_lost(error)
+
+
+def _new_outbox() -> Outbox[pb.EngineServiceConnectRequest, pb.EngineCommand]:
+    return Outbox(pb.EngineServiceConnectRequest, lambda request: request.commands.add())

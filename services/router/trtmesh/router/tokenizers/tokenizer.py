@@ -90,7 +90,7 @@ class Tokenizer(Replica):
         self._jobs: dict[int, EncodeJob] = {}
         self._sequences: dict[int, DecodedSequence] = {}
         self._next_handle = 0
-        self._outbox: Outbox[pb.TokenizerCommand] = Outbox()
+        self._outbox = _new_outbox()
         self._waiting: dict[int, list[int]] = {}
         self._finished: list[int] = []
         self._unanswered = Unanswered()
@@ -134,15 +134,14 @@ class Tokenizer(Replica):
         handle = job.command.handle = self._free_handle(self._jobs)
         self._jobs[handle] = job
         job.tokenizer = self
-        self._outbox.put(pb.TokenizerCommand(encode=job.command), job.command.ByteSize())
+        self._outbox.add(job.command.ByteSize()).encode.CopyFrom(job.command)
 
     def withdraw(self, job: EncodeJob) -> None:
         """Cancels a job unless it was answered or lost."""
         handle = job.command.handle
         if self._jobs.get(handle) is job:
             del self._jobs[handle]
-            cancel = pb.CancelEncodeCommand(handles=[handle])
-            self._outbox.put(pb.TokenizerCommand(cancel_encode=cancel))
+            self._outbox.add().cancel_encode.handles.append(handle)
             self._pool.on_room(self)
 
     def open(self, sequence: DecodedSequence) -> None:
@@ -159,7 +158,7 @@ class Tokenizer(Replica):
             include_stop_text=options.include_stop_text,
             delivered_token_ids=sequence.token_ids[: sequence.decoded],
         )
-        self._outbox.put(pb.TokenizerCommand(open_decode=command), command.ByteSize())
+        self._outbox.add(command.ByteSize()).open_decode.CopyFrom(command)
         if sequence.decoded < len(sequence.token_ids):
             self.decode(sequence, sequence.token_ids[sequence.decoded :])
         if sequence.ended:
@@ -190,8 +189,7 @@ class Tokenizer(Replica):
         self._waiting.pop(handle, None)
         if handle in self._finished:
             self._finished.remove(handle)
-        close = pb.CloseDecodeCommand(handles=[handle])
-        self._outbox.put(pb.TokenizerCommand(close_decode=close))
+        self._outbox.add().close_decode.handles.append(handle)
 
     def _free_handle(self, used: dict[int, DecodedSequence] | dict[int, EncodeJob]) -> int:
         while True:
@@ -210,24 +208,22 @@ class Tokenizer(Replica):
         waiting = self._waiting
         if not waiting or len(self._unanswered) >= UNANSWERED_DECODES:
             return
-        decode = pb.DecodeCommand(
-            handles=waiting,
-            token_counts=map(len, waiting.values()),
-            token_ids=chain.from_iterable(waiting.values()),
-            finished_handles=self._finished,
-        )
         sequences = self._sequences
         if not self.expecting:
             self._heard()
         counts = [(sequences[handle], len(ids)) for handle, ids in waiting.items()]
         finished = [sequences[handle] for handle in self._finished]
         self._unanswered.add(DecodeBatch(counts, finished))
+        decode = self._outbox.add().decode
+        decode.handles.extend(waiting)
+        decode.token_counts.extend(map(len, waiting.values()))
+        decode.token_ids.extend(chain.from_iterable(waiting.values()))
+        decode.finished_handles.extend(self._finished)
         self._waiting = {}
         self._finished = []
-        self._outbox.put(pb.TokenizerCommand(decode=decode))
 
     async def talk(self, connection: ClientConnection) -> None:
-        self._outbox = Outbox()
+        self._outbox = _new_outbox()
         self.description = await connection.ask(
             GET_TOKENIZER, pb.GetTokenizerRequest(), DESCRIBE_SECONDS
         )
@@ -247,9 +243,8 @@ class Tokenizer(Replica):
             call.cancel()
 
     async def _write(self, call: _Call) -> None:
-        while True:
-            commands = await self._outbox.take()
-            await call.write(pb.TokenizerServiceConnectRequest(commands=commands))
+        while (request := await self._outbox.next_message()) is not None:
+            await call.write(request)
 
     async def _watch_decodes(self) -> None:
         """Raises Unavailable if tokens stay unanswered while another tokenizer answers: slow together is not frozen."""
@@ -261,7 +256,7 @@ class Tokenizer(Replica):
             if self._jobs and not self._unanswered:
                 # A long text takes its time; an answer to an empty batch shows that the process is alive.
                 self._unanswered.add(DecodeBatch([], []))
-                self._outbox.put(pb.TokenizerCommand(decode=pb.DecodeCommand()))
+                self._outbox.add().decode.SetInParent()
 
     async def _read(self, call: _Call) -> None:
         async for response in call:
@@ -335,3 +330,7 @@ class Tokenizer(Replica):
         self._finished.clear()
         self._unanswered.clear()
         self._pool.on_lost(jobs, sequences)
+
+
+def _new_outbox() -> Outbox[pb.TokenizerServiceConnectRequest, pb.TokenizerCommand]:
+    return Outbox(pb.TokenizerServiceConnectRequest, lambda request: request.commands.add())
