@@ -1,0 +1,141 @@
+"""What a router and a worker exchange on their stream."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from router.scene import scene
+from router.scripted import (
+    LENGTH,
+    ScriptedEngine,
+    eventually,
+)
+from trtmesh.chassis.error_wire import to_proto
+from trtmesh.chassis.errors import (
+    BackendFailed,
+    InvalidRequest,
+    QueueFull,
+    StreamIncomplete,
+    UnsupportedField,
+)
+from trtmesh.v1 import engine_pb2 as epb
+from trtmesh.v1 import generation_pb2 as pb
+
+
+async def test_submit_carries_ids_deadline_and_config_without_texts() -> None:
+    fields = ["stopping.max_tokens", "stopping.bad_token_ids"]
+    fields += ["sampling.embedding_bias_token_ids", "sampling.embedding_bias_weights"]
+    async with scene(ScriptedEngine(supported_fields=fields)) as on:
+        asked = on.ask(
+            "ab",
+            max_tokens=7,
+            bad_texts=["x"],
+            stop_texts=["never"],
+            skip_special_tokens=False,
+            embedding_bias_texts=["b"],
+            embedding_bias_weights=[2.0],
+            request_id="told",
+            timeout_seconds=50,
+        )
+        (submit,) = await on.engine.submitted()
+        assert list(submit.token_ids) == [97, 98]
+        assert submit.request_id == "told"
+        assert 40_000 < submit.timeout_ms <= 51_000
+        config = submit.config
+        assert config.stopping.max_tokens == 7
+        assert [list(ids.ids) for ids in config.stopping.bad_token_ids] == [[120]]
+        assert not config.stopping.stop_texts
+        assert not config.stopping.bad_texts
+        assert not config.output.ListFields()
+        assert not asked.done()
+        assert config.sampling.HasField("seed")
+        assert [list(ids.ids) for ids in config.sampling.embedding_bias_token_ids] == [[98]]
+        assert list(config.sampling.embedding_bias_weights) == [2.0]
+        assert not config.sampling.embedding_bias_texts
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("stopping.bad_texts", {"bad_texts": ["x"]}),
+        (
+            "sampling.embedding_bias_texts",
+            {"embedding_bias_texts": ["b"], "embedding_bias_weights": [1.0]},
+        ),
+        ("output.log_probs", {"log_probs": True}),
+    ],
+)
+async def test_unsupported_field_is_refused_by_the_client_s_name_before_encoding(
+    name: str, options: dict[str, Any]
+) -> None:
+    engine = ScriptedEngine(supported_fields=["sampling.embedding_bias"])
+    async with scene(engine) as on:
+        (item,) = await on.ask("a", **options)
+        assert isinstance(item.error, UnsupportedField)
+        assert name in item.error.message
+        assert "token_ids" not in item.error.message
+        assert not on.tokenizer.encodes
+
+
+async def test_repeated_tokens_are_dropped_and_a_gap_fails_the_item_alone() -> None:
+    async with scene() as on:
+        asked = on.ask("a", "b", max_tokens=9)
+        first, second = (s.handle for s in await on.engine.submitted(2))
+        await on.engine.step((first, 0, [65, 66]), (second, 0, [67]))
+        await on.engine.step((first, 1, [66, 68]), (second, 2, [69]))
+        await eventually(lambda: on.engine.stops)
+        assert on.engine.stops == [(second, pb.FINISH_REASON_CANCELLED)]
+        await on.engine.step(ends=[(first, LENGTH), (second, pb.FINISH_REASON_CANCELLED)])
+        items = await asked
+        assert items[0].text == "ABD."
+        assert items[0].error is None
+        assert isinstance(items[1].error, StreamIncomplete)
+        assert "sent token 2" in items[1].error.message
+
+
+async def test_worker_error_follows_all_tokens() -> None:
+    async with scene() as on:
+        asked = on.ask("a", max_tokens=9)
+        (submit,) = await on.engine.submitted()
+        error = to_proto(BackendFailed("it broke", worker="scripted"))
+        end = epb.SequenceEnd(handle=submit.handle, reason=pb.FINISH_REASON_ERROR, error=error)
+        await on.engine.step((submit.handle, 0, [65, 66]), ends=[end])
+        (item,) = await asked
+        assert isinstance(item.error, BackendFailed)
+        assert item.text == "AB."
+        assert item.usage.generated_tokens == 2
+
+
+async def test_oversized_item_fails_alone() -> None:
+    engine = ScriptedEngine(supported_fields=["stopping.max_tokens"])
+    async with scene(engine, max_message_bytes=100_000) as on:
+        neighbour = on.ask([65], max_tokens=1)
+        (submit,) = await engine.submitted()
+        (item,) = await on.ask([127] * 99_990, max_tokens=1)
+        assert type(item.error) is InvalidRequest
+        assert "max_message_bytes" in item.error.message
+        await engine.step((submit.handle, 0, [66]), ends=[(submit.handle, LENGTH)])
+        assert (await neighbour)[0].text == "B."
+        assert len(engine.hellos) == 1
+
+
+async def test_items_beyond_the_limit_are_refused_at_once() -> None:
+    async with scene(max_items=5) as on:
+        asked = [on.ask("a", "b", max_tokens=1, request_id=f"r{index}") for index in range(8)]
+        submits = await on.engine.submitted(4)
+        results = {index: request for index, request in enumerate(asked) if request.done()}
+        await eventually(lambda: sum(request.done() for request in asked) == 6)
+        for request in asked:
+            if request.done():
+                with pytest.raises(QueueFull, match="Exceeds maximum queue size"):
+                    request.result()
+        assert len(results) <= 6
+        assert len(submits) == 4
+        ends = [(submit.handle, LENGTH) for submit in submits]
+        await on.engine.step(ends=ends)
+        await asyncio.gather(*(request for request in asked if not request.done()))
+        again = on.ask("a", "b", "c", "d", "e", max_tokens=1)
+        await on.engine.submitted(9)
+        assert not again.done()

@@ -1,0 +1,50 @@
+"""States of the replicas that a router is connected to."""
+
+from __future__ import annotations
+
+from router.scene import scene
+from router.scripted import (
+    LENGTH,
+    READY,
+    ScriptedEngine,
+    until_states,
+)
+from trtmesh.v1 import router_admin_pb2 as admin_pb
+
+
+async def test_hello_names_the_tokenizer_of_the_mesh() -> None:
+    async with scene() as on:
+        assert [hello.tokenizer_fingerprint for hello in on.engine.hellos] == ["f1"]
+
+
+async def test_worker_with_another_tokenizer_is_refused() -> None:
+    engine = ScriptedEngine(tokenizer_fingerprint="f2", supported_fields=["stopping.max_tokens"])
+    async with scene(engine, workers=admin_pb.WORKER_STATE_REFUSED) as on:
+        (worker,) = (await on.client.status()).workers
+        assert "f1" in worker.problem
+        assert "f2" in worker.problem
+        (item,) = await on.ask("text", max_tokens=1)
+        assert item.error
+        assert item.error.reason == "NO_WORKER"
+        assert "f2" in item.error.message
+
+
+async def test_refusal_by_the_worker_is_shown_in_the_worker_s_words() -> None:
+    engine = ScriptedEngine()
+    engine.refusal = "router r has tokenizer f1 and worker w f2"
+    async with scene(engine, workers=admin_pb.WORKER_STATE_REFUSED) as on:
+        (worker,) = (await on.client.status()).workers
+        assert "tokenizer f1 and worker w f2" in worker.problem
+
+
+async def test_draining_worker_finishes_and_gets_nothing_new() -> None:
+    async with scene() as on:
+        asked = on.ask("a", max_tokens=9)
+        (submit,) = await on.engine.submitted()
+        await on.engine.report(draining=True)
+        await until_states(on.client, [admin_pb.WORKER_STATE_DRAINING], [READY])
+        (late,) = await on.ask("b", max_tokens=1)
+        assert late.error
+        assert late.error.reason == "NO_WORKER"
+        await on.engine.step((submit.handle, 0, [65]), ends=[(submit.handle, LENGTH)])
+        assert (await asked)[0].text == "A."

@@ -1,0 +1,276 @@
+"""Texts and sequences on tokenizers that are full, lost or wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+from router.scene import scene
+from router.scripted import (
+    LENGTH,
+    eventually,
+)
+from router.scripted_tokenizer import ScriptedTokenizer, serving_tokenizer
+from trtmesh.chassis.errors import (
+    QueueFull,
+    QueueTimeout,
+    TokenizerLost,
+)
+from trtmesh.client import FinishReason
+from trtmesh.router.links.replica import LinkSettings
+from trtmesh.router.metrics import RouterMetrics
+from trtmesh.router.tokenizers.decoding import TextOptions
+from trtmesh.router.tokenizers.pool import EncodeLimits, TokenizerPool
+from trtmesh.router.tokenizers.tokenizer import Tokenizer
+from trtmesh.v1 import generation_pb2 as pb
+
+
+async def test_end_without_tokens_waits_for_the_last_text() -> None:
+    async with scene() as on:
+        asked = on.ask("a", max_tokens=9)
+        (submit,) = await on.engine.submitted()
+        on.tokenizer.answering.clear()
+        await on.engine.step((submit.handle, 0, [65]))
+        await eventually(lambda: any(c.HasField("decode") for c in on.tokenizer.commands))
+        await on.engine.step(ends=[(submit.handle, LENGTH)])
+        decodes = [c.decode for c in on.tokenizer.commands if c.HasField("decode")]
+        assert len(decodes) == 1
+        on.tokenizer.answering.set()
+        (item,) = await asked
+        assert item.text == "A."
+        assert item.reason is FinishReason.LENGTH
+
+
+async def test_text_that_breaks_every_tokenizer_fails_its_item_alone() -> None:
+    tokenizer = ScriptedTokenizer()
+    async with scene(tokenizer=tokenizer) as on:
+        tokenizer.breaks_on_encode = True
+        (item,) = await on.ask("poison", max_tokens=1)
+        assert isinstance(item.error, TokenizerLost)
+        assert "4 tokenizers were lost" in item.error.message
+        assert len(tokenizer.encodes) == 4
+        tokenizer.breaks_on_encode = False
+        asked = on.ask("fine", max_tokens=1)
+        (submit,) = await on.engine.submitted()
+        await on.engine.step((submit.handle, 0, [65]), ends=[(submit.handle, LENGTH)])
+        assert (await asked)[0].text == "A."
+
+
+async def test_token_that_breaks_every_tokenizer_fails_its_sequence_alone() -> None:
+    tokenizer = ScriptedTokenizer()
+    async with scene(tokenizer=tokenizer) as on:
+        neighbour = on.ask("a", max_tokens=9)
+        poisoned = on.ask("b", max_tokens=9)
+        handles = {s.token_ids[0]: s.handle for s in await on.engine.submitted(2)}
+        first, second = handles[ord("a")], handles[ord("b")]
+        await on.engine.step((first, 0, [65]), (second, 0, [66]))
+        await eventually(lambda: sum(len(d.token_ids) for d in tokenizer.decodes) == 2)
+        tokenizer.breaks_on_token = 67
+        await on.engine.step((second, 1, [67]))
+        (item,) = await poisoned
+        assert isinstance(item.error, TokenizerLost)
+        assert "4 tokenizers in a row" in item.error.message
+        assert item.text == "B"
+        await eventually(lambda: on.engine.stops)
+        ends = [(second, pb.FINISH_REASON_CANCELLED), (first, LENGTH)]
+        await on.engine.step((first, 1, [68]), ends=ends)
+        assert (await neighbour)[0].text == "AD."
+
+
+async def test_tokenizer_with_an_incomplete_answer_counts_as_lost() -> None:
+    tokenizer = ScriptedTokenizer()
+    async with scene(tokenizer=tokenizer) as on:
+        tokenizer.forgets_a_text = True
+        asked = on.ask("a", max_tokens=9)
+        (submit,) = await on.engine.submitted()
+        await on.engine.step((submit.handle, 0, [65, 66]))
+        await eventually(lambda: tokenizer.streams > 1)
+        tokenizer.forgets_a_text = False
+        await on.engine.step((submit.handle, 2, [67]), ends=[(submit.handle, LENGTH)])
+        assert (await asked)[0].text == "ABC."
+
+        tokenizer.forgets_a_text = True
+        asked = on.ask("b", max_tokens=9)
+        submit = (await on.engine.submitted(2))[1]
+        await on.engine.step((submit.handle, 0, [65]))
+        (item,) = await asked
+        assert isinstance(item.error, TokenizerLost)
+        assert "4 tokenizers in a row" in item.error.message
+
+
+async def test_losses_with_progress_between_them_are_not_counted_together() -> None:
+    tokenizer = ScriptedTokenizer()
+    async with scene(tokenizer=tokenizer, max_attempts=2) as on:
+        asked = on.ask("a", max_tokens=9)
+        (submit,) = await on.engine.submitted()
+
+        async def lose_one_with(token_id: int) -> None:
+            tokenizer.breaks_on_token = token_id
+            await on.engine.step((submit.handle, token_id - 65, [token_id]))
+            await eventually(lambda: tokenizer.broken == token_id - 64)
+            tokenizer.breaks_on_token = None
+            # Once more on the next stream, where it is decoded.
+            await eventually(lambda: times_asked(tokenizer, token_id) == 2)
+
+        for token_id in range(65, 69):
+            await lose_one_with(token_id)
+        await on.engine.step(ends=[(submit.handle, LENGTH)])
+        assert (await asked)[0].text == "ABCD."
+
+
+def times_asked(tokenizer: ScriptedTokenizer, token_id: int) -> int:
+    return sum(token_id in decode.token_ids for decode in tokenizer.decodes)
+
+
+async def test_jobs_queue_behind_a_full_tokenizer_and_a_full_queue_refuses() -> None:
+    tokenizer = ScriptedTokenizer()
+    async with scene(tokenizer=tokenizer, encodes_per_tokenizer=1, max_queued_encodes=3) as on:
+        tokenizer.answering.clear()
+        asked = on.ask("a", "b", "c", "d", max_tokens=1, request_id="first")
+        await eventually(lambda: tokenizer.encodes)
+        (late,) = await on.ask("e", max_tokens=1)
+        assert isinstance(late.error, QueueFull)
+        assert late.error.retry_after_ms
+        assert "Exceeds maximum queue size" in late.error.message
+
+        assert await on.client.stop("first", [3])
+        in_its_place = on.ask("f", max_tokens=1)
+        tokenizer.answering.set()
+        submits = await on.engine.submitted(4)
+        assert "".join(encode.text for encode in tokenizer.encodes) == "abcf"
+        await on.engine.step(
+            *((submit.handle, 0, [65]) for submit in submits),
+            ends=[(submit.handle, LENGTH) for submit in submits],
+        )
+        items = [*await asked, *await in_its_place]
+        assert [item.text for item in items] == ["A.", "A.", "A.", "", "A."]
+        assert items[3].reason is FinishReason.STOPPED
+
+
+async def test_queued_job_times_out() -> None:
+    tokenizer = ScriptedTokenizer()
+    async with scene(tokenizer=tokenizer, encodes_per_tokenizer=1, queue_seconds=0.05) as on:
+        tokenizer.answering.clear()
+        first = on.ask("a", max_tokens=1)
+        await eventually(lambda: tokenizer.encodes)
+        (item,) = await on.ask("b", max_tokens=1)
+        assert isinstance(item.error, QueueTimeout)
+        assert "every tokenizer" in item.error.message
+        assert not first.done()
+
+
+async def test_jobs_of_a_lost_tokenizer_are_encoded_by_the_next() -> None:
+    tokenizer = ScriptedTokenizer()
+    async with scene(tokenizer=tokenizer, encodes_per_tokenizer=1, queue_seconds=60) as on:
+        tokenizer.answering.clear()
+        asked = on.ask("a", "b", "c", max_tokens=1)
+        await eventually(lambda: tokenizer.encodes)
+        await tokenizer.hang_up()
+        tokenizer.answering.set()
+        submits = await on.engine.submitted(3)
+        assert [encode.text for encode in tokenizer.encodes] == ["a", "b", "c", "a"]
+        await on.engine.step(
+            *((submit.handle, 0, [65]) for submit in submits),
+            ends=[(submit.handle, LENGTH) for submit in submits],
+        )
+        assert [item.text for item in await asked] == ["A.", "A.", "A."]
+
+
+async def test_stopped_item_withdraws_its_job() -> None:
+    tokenizer = ScriptedTokenizer()
+    async with scene(tokenizer=tokenizer) as on:
+        tokenizer.answering.clear()
+        asked = on.ask("never", request_id="gone", max_tokens=1)
+        await eventually(lambda: tokenizer.encodes)
+        await on.client.stop("gone")
+        assert (await asked)[0].reason is FinishReason.STOPPED
+        tokenizer.answering.set()
+        await eventually(lambda: tokenizer.cancelled == [tokenizer.encodes[0].handle])
+
+
+@asynccontextmanager
+async def pool_of(
+    *tokenizers: ScriptedTokenizer, recovery_seconds: float = 0.0
+) -> AsyncIterator[TokenizerPool]:
+    """A pool connected to tokenizers."""
+    limits = EncodeLimits(outstanding=4, queued=8, queue_seconds=1.0)
+    pool = TokenizerPool(recovery_seconds, limits, 2, RouterMetrics())
+    async with AsyncExitStack() as stack:
+        links = []
+        for tokenizer in tokenizers:
+            address = await stack.enter_async_context(serving_tokenizer(tokenizer))
+            settings = LinkSettings(max_message_bytes=2**20, silence_seconds=10.0)
+            link = Tokenizer(address, settings=settings, decode_seconds=10.0, pool=pool)
+            pool.tokenizers[address] = link
+            links.append(asyncio.create_task(link.run()))
+        await eventually(lambda: all(link.ready for link in pool.tokenizers.values()))
+        try:
+            yield pool
+        finally:
+            for task in links:
+                task.cancel()
+            await asyncio.gather(*links, return_exceptions=True)
+
+
+def load(pool: TokenizerPool) -> int:
+    return sum(tokenizer.load for tokenizer in pool.tokenizers.values())
+
+
+async def test_decode_returns_the_text_of_ids() -> None:
+    tokenizer = ScriptedTokenizer()
+    async with pool_of(tokenizer) as pool:
+        assert await pool.decode("m", [65, 66], TextOptions(skip_special_tokens=False)) == "AB."
+        assert await pool.decode("m", [], TextOptions()) == ""
+        (opened,) = [c.open_decode for c in tokenizer.commands if c.HasField("open_decode")]
+        assert not opened.skip_special_tokens
+        assert load(pool) == 0
+
+
+async def test_decode_continues_on_another_tokenizer() -> None:
+    first, second = ScriptedTokenizer(), ScriptedTokenizer()
+    async with pool_of(first, second, recovery_seconds=60) as pool:
+        for tokenizer in (first, second):
+            tokenizer.answering.clear()
+        text = asyncio.create_task(pool.decode("m", [65, 66], TextOptions()))
+        await eventually(lambda: first.decodes or second.decodes)
+        lost = first if first.decodes else second
+        await lost.hang_up()
+        for tokenizer in (first, second):
+            tokenizer.answering.set()
+        assert await text == "AB."
+
+
+async def test_decode_without_a_tokenizer_fails_after_the_recovery_time() -> None:
+    async with pool_of() as pool:
+        with pytest.raises(TokenizerLost):
+            await pool.decode("m", [65], TextOptions())
+
+
+async def test_cancelled_decode_leaves_its_tokenizer() -> None:
+    tokenizer = ScriptedTokenizer()
+    async with pool_of(tokenizer) as pool:
+        tokenizer.answering.clear()
+        text = asyncio.create_task(pool.decode("m", [65], TextOptions()))
+        await eventually(lambda: tokenizer.decodes)
+        text.cancel()
+        await asyncio.gather(text, return_exceptions=True)
+        assert load(pool) == 0
+        tokenizer.answering.set()
+        assert await pool.decode("m", [66], TextOptions()) == "B."
+
+
+async def test_tokenizer_with_another_fingerprint_gets_no_work() -> None:
+    one, other = ScriptedTokenizer(), ScriptedTokenizer(fingerprint="f2")
+    async with pool_of(one, other) as pool:
+        texts = [await pool.decode("m", [65], TextOptions()) for _ in range(4)]
+        assert texts == ["A."] * 4
+        assert sorted(bool(pool.problem(t)) for t in pool.tokenizers.values()) == [False, True]
+        assert sorted(len(t.decodes) for t in (one, other)) == [0, 4]
+
+
+async def test_single_tokenizer_model_serves_every_model() -> None:
+    async with pool_of(ScriptedTokenizer()) as pool:
+        assert pool.fingerprint_of("another") == "f1"
+        assert await pool.decode("another", [65], TextOptions()) == "A."
