@@ -1,6 +1,5 @@
-"""A run is the same on every machine.
-
-The environment is nobody's: what a developer or a CI has set reaches no process. Hypothesis draws the same examples.
+"""Makes runs equal on every machine: no setting of a developer or a CI reaches a process, and Hypothesis draws the same
+examples. Assigns every test to its tier.
 """
 
 from __future__ import annotations
@@ -19,29 +18,28 @@ from tiers import ProcessGuard, is_fast
 from trtmesh.chassis.logs import set_up_logs
 
 FOREIGN = (
-    # Settings of the services and of the command.
+    # Settings of the services and of the CLI.
     "TRTMESH_",
-    # How a program prints: colours, sizes, and that a pipe be taken for a terminal.
+    # Colours, sizes, and pipes that pass for terminals.
     *("FORCE_COLOR", "NO_COLOR", "CLICOLOR", "PY_COLORS", "COLUMNS", "LINES", "TTY_", "GITHUB_ACTIONS"),
-    # Services would compile their modules again at every start, and pytest every test.
+    # Without byte code, every start of a service compiles its modules again.
     "PYTHONDONTWRITEBYTECODE",
-    # gRPC and urllib would ask a proxy for 127.0.0.1.
+    # gRPC and urllib would connect to 127.0.0.1 through a proxy.
     *("http_proxy", "https_proxy", "grpc_proxy", "all_proxy"),
 )  # fmt: skip
-"""Beginnings of the names of variables, in either case, that change what is tested."""
+"""Prefixes, in either case, of variables that change the outcome of tests."""
 
 for name in [*os.environ]:
     if name.lower().startswith(tuple(map(str.lower, FOREIGN))):
         del os.environ[name]
-# Engines that each take all cores wait for each other in loops.
+# Engines with a thread for every core slow each other down.
 os.environ["OMP_NUM_THREADS"] = "1"
-# Children inherit an ignored SIGINT, as of a run in the background or under nohup, and then no test can interrupt them.
+# In the background and under nohup SIGINT is ignored, and children that inherit this cannot be interrupted.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# A terminal of a test can do what any can, whatever the tests were started from.
+# Terminals of tests have equal abilities everywhere.
 os.environ["TERM"] = "xterm"
 
-# A run is judged by what is right and not by luck or by the machine's speed: the same examples every time, however long
-# they take. `pytest --hypothesis-profile=default` draws new ones.
+# The same examples in every run, without a deadline. `pytest --hypothesis-profile=default` draws new ones.
 settings.register_profile(
     "same examples every time",
     derandomize=True,
@@ -70,7 +68,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.fixture
 def logged() -> Iterator[Callable[[], list[LogLine]]]:
-    """Gives what this process has logged so far, as a service would have written it."""
+    """Reads the log of this process so far, in the format of a service."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     with redirect_stderr(StringIO()) as written:

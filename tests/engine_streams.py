@@ -1,4 +1,4 @@
-"""An engine service in this process on a real socket, and a router's end of its stream."""
+"""An engine service in this process on a real socket, and the router's end of its stream."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import kv_transfer_pb2 as transfer
 
 PATIENCE_SECONDS = 60.0
-"""How long a test waits for what must happen; no test depends on how soon it does."""
+"""Upper bound of a wait; no test depends on the actual time."""
 
 MESSAGE_BYTES = 64 * 2**20
 
@@ -36,7 +36,7 @@ CONNECT: Method[epb.EngineServiceConnectRequest, epb.EngineServiceConnectRespons
 
 @dataclass
 class RunningEngine:
-    """An engine service and where it listens."""
+    """An engine service and its address."""
 
     address: str
     service: EngineService
@@ -45,7 +45,7 @@ class RunningEngine:
 
 @asynccontextmanager
 async def serving(backend: Backend, **settings: Any) -> AsyncIterator[RunningEngine]:
-    """Serves `backend` until the end of the block, then stops as the chassis does."""
+    """Serves `backend` inside the block, then stops as the chassis does."""
     runtime = Runtime()
     service = EngineService(
         EngineSettings.model_validate(
@@ -71,7 +71,7 @@ async def serving(backend: Backend, **settings: Any) -> AsyncIterator[RunningEng
 
 @dataclass
 class Received:
-    """What one handle got."""
+    """The tokens and the end of one handle."""
 
     token_ids: list[int] = field(default_factory=list)
     first_offset: int | None = None
@@ -79,7 +79,7 @@ class Received:
 
 
 class RouterStream:
-    """A router's end. Checks on every step what must hold for any step."""
+    """The router's end; checks the invariants of every step."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class RouterStream:
         await self.send(epb.EngineCommand(acknowledge=epb.AcknowledgeCommand(received_steps=count)))
 
     async def receive(self) -> bool:
-        """Takes one message; False at the stream's end. Raises AioRpcError when it failed."""
+        """Receives one message; False at the end. Raises AioRpcError if the stream failed."""
         try:
             async with asyncio.timeout(PATIENCE_SECONDS):
                 response = await self.call.read()
@@ -121,7 +121,7 @@ class RouterStream:
         for event in response.events:
             self._take(event)
             if event.HasField("step") and self.acknowledging:
-                # Where the stream is over, reading on tells what it ended with.
+                # On an ended stream, another read raises its error.
                 with suppress(StreamFailed):
                     await self.acknowledge()
         return True
@@ -133,7 +133,7 @@ class RouterStream:
                 assert await self.receive(), "the stream ended early"
 
     async def ends(self, handles: Iterable[int]) -> dict[int, Received]:
-        """Receives until every one of `handles` has ended; forgets and returns them."""
+        """Receives until all `handles` have ended; forgets and returns them."""
         names = list(handles)
         await self.until(lambda: all(h in self.received and self.received[h].end for h in names))
         return {handle: self.received.pop(handle) for handle in names}
@@ -209,7 +209,7 @@ class StreamFailed(Exception):
 
 @asynccontextmanager
 async def raw_stream(address: str) -> AsyncIterator[RouterStream]:
-    """A stream without hello."""
+    """Opens a stream without a hello."""
     async with connected(address, MESSAGE_BYTES, PATIENCE_SECONDS) as connection:
         call = connection.open(CONNECT)
         stream = RouterStream(call, acknowledging=True)
@@ -223,7 +223,7 @@ async def raw_stream(address: str) -> AsyncIterator[RouterStream]:
 async def router_stream(
     address: str, *, credit: int = 2, acknowledging: bool = True, router: str = "test"
 ) -> AsyncIterator[RouterStream]:
-    """A stream that has been welcomed; cancelled on the way out."""
+    """Opens a stream with a hello and waits for the welcome; cancels it on exit."""
     async with raw_stream(address) as stream:
         stream.acknowledging = acknowledging
         await stream.send(hello(router=router, unacknowledged_steps=credit))
@@ -268,7 +268,7 @@ def stop(
 
 
 async def eventually(condition: Callable[[], object]) -> None:
-    """Waits until `condition` holds, for what no event tells."""
+    """Polls `condition` until it holds."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not condition():  # noqa: ASYNC110 - nothing tells of what is waited for
             await asyncio.sleep(0.005)

@@ -1,5 +1,4 @@
-"""What is still there though it is over: services hardly collect garbage, so what is over must be freed at once, by
-counting references."""
+"""Finds leaked objects. Services rarely collect garbage, so reference counts alone must free every finished object."""
 
 from __future__ import annotations
 
@@ -25,12 +24,12 @@ def without_collector() -> Iterator[None]:
 
 
 def alive(*kinds: type) -> Counter[str]:
-    """How many objects there are of just these types, by name."""
+    """The number of objects of exactly these types, by name."""
     return Counter(type(each).__name__ for each in gc.get_objects() if type(each) in kinds)
 
 
 async def gone(*kinds: type) -> None:
-    """Returns when there is no object of just these types; what frees them may be on its way through a socket."""
+    """Waits until no object of exactly these types is left; a message that frees one may still be in a socket."""
     try:
         async with asyncio.timeout(PATIENCE_SECONDS):
             while alive(*kinds):  # noqa: ASYNC110 - freeing sets no event

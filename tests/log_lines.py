@@ -1,4 +1,4 @@
-"""What services log, read back from JSON."""
+"""Log lines of services, parsed from JSON."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LogLine:
-    """What a line says, and of which request; '-' of none."""
+    """A message and its request id, '-' without a request."""
 
     request_id: str
     message: str
 
 
 def log_lines(text: str) -> list[LogLine]:
-    """The whole lines of `text`."""
+    """Parses the complete lines of `text`."""
     whole, _, _ = text.rpartition("\n")
     records = map(json.loads, whole.splitlines())
     return [LogLine(record["request_id"], record["message"]) for record in records]

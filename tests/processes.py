@@ -1,4 +1,4 @@
-"""Service processes for tests: `python -m trtmesh.<service>` as a user would start it."""
+"""Service processes, started as a user would: `python -m trtmesh.<service>`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ServiceProcess:
 
     address: str
     admin_address: str
-    """Of a router; '' for any other service."""
+    """'' except for a router."""
     http_address: str
     """Likewise."""
     metrics_port: int | None
@@ -32,12 +32,12 @@ class ServiceProcess:
 
     @property
     def stderr(self) -> str:
-        """What it has logged so far; all of it after `wait`."""
+        """The log so far; complete after `wait`."""
         return "".join(self._log)
 
     @property
     def exit_status(self) -> int | None:
-        """None while it lives; negative the number of the signal that killed it."""
+        """None while it runs; the negative number of the signal that killed it."""
         return self._process.returncode
 
     def signal(self, number: signal.Signals) -> None:
@@ -48,13 +48,13 @@ class ServiceProcess:
         self._process.stdin.close()
 
     async def wait(self, seconds: float = STOP_SECONDS) -> int:
-        """Waits for its end; returns the exit status."""
+        """Waits for the process to end; returns its exit status."""
         async with asyncio.timeout(seconds):
             await asyncio.shield(self._collecting)
             return await self._process.wait()
 
     async def stop(self) -> int:
-        """Asks it to stop, as an orchestrator does, and waits for its end."""
+        """Sends SIGTERM, as an orchestrator does, and waits for the end."""
         self.signal(signal.SIGTERM)
         return await self.wait()
 
@@ -63,9 +63,9 @@ class ServiceProcess:
 async def service_process(
     service: str, *flags: str, env: Mapping[str, str] | None = None
 ) -> AsyncIterator[ServiceProcess]:
-    """Runs `python -m trtmesh.<service> <flags>`, on a port that the system chooses unless `flags` names one.
+    """Runs `python -m trtmesh.<service> <flags>` on a free port unless `flags` name one; kills it on exit.
 
-    The process may not be serving yet when its address is known. It is killed on the way out whatever happens.
+    The process announces its address before it serves.
     """
     process = await _start(service, flags, env)
     log: list[str] = []
@@ -99,7 +99,7 @@ async def service_process(
 
 @dataclass(frozen=True)
 class Exit:
-    """How a process ended."""
+    """The exit status and the output of a process."""
 
     status: int
     stdout: str
@@ -107,7 +107,7 @@ class Exit:
 
 
 async def run_to_exit(service: str, *flags: str, env: Mapping[str, str] | None = None) -> Exit:
-    """Runs a process that is expected to end by itself, such as one that cannot start."""
+    """Runs a process that ends by itself, such as one that cannot start."""
     process = await _start(service, flags, env)
     try:
         async with asyncio.timeout(START_SECONDS):
@@ -131,7 +131,7 @@ async def _start(
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        # Routers of tests must not meet on the default ports for admins and for HTTP.
+        # Concurrent routers must not share the default admin and HTTP ports.
         env={
             **os.environ,
             "TRTMESH_ROUTER_ADMIN_PORT": "0",

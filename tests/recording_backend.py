@@ -1,4 +1,4 @@
-"""A backend that remembers what it was asked and does what a test says."""
+"""A backend that records its calls and acts on a test's command."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ IDLE = BackendStats(
 
 
 class RecordingBackend:
-    """Implements Backend. Nothing happens by itself except that `stop` and `close` end sequences, as they must."""
+    """Implements Backend. Of itself it only ends sequences on `stop` and `close`."""
 
     def __init__(self, info: BackendInfo = INFO, adapters: Sequence[AdapterInfo] = ()) -> None:
         self.info = info
@@ -90,7 +90,7 @@ class RecordingBackend:
         self.end(*self.live, reason=pb.FINISH_REASON_CANCELLED)
 
     def step(self, tokens: dict[int, list[int]], offset: int = 0, **more: object) -> None:
-        """Delivers a step in which each key gets the tokens given, from `offset` on."""
+        """Delivers a step with tokens of each key, at `offset`."""
         self._advance()
         output = StepOutput(
             self.stats_now.step_count,
@@ -109,7 +109,7 @@ class RecordingBackend:
         reason: int = pb.FINISH_REASON_LENGTH,
         error: TrtmeshError | None = None,
     ) -> None:
-        """Delivers the ends of those of `keys` that live."""
+        """Delivers the ends of the live `keys`."""
         ends = [
             SequenceEnd(key, reason, len(self.live.pop(key).token_ids), 0, 0, error=error)
             for key in keys

@@ -1,4 +1,4 @@
-"""The wire contract and the page that documents it."""
+"""The wire contract and its documentation."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ TENSORS = {
 
 
 def rows_below(heading: str) -> list[list[str]]:
-    """Cells of the first table below a heading."""
+    """The cells of the first table below a heading."""
     section = PAGE.split(f"# {heading}\n", 1)[1]
     table = re.search(r"(?:^\|.*\n)+", section, re.MULTILINE)
     assert table, f"no table below {heading!r}"
@@ -114,7 +114,7 @@ def rows_below(heading: str) -> list[list[str]]:
 
 
 def resolve(path: str) -> FieldDescriptor | None:
-    """The field that `Message.field.field` names, or None."""
+    """The field of a path `Message.field.field`, or None."""
     first, *names = path.split(".")
     message: Descriptor | None = MESSAGES.get(first)
     field: FieldDescriptor | None = None
@@ -125,13 +125,13 @@ def resolve(path: str) -> FieldDescriptor | None:
 
 
 @pytest.mark.parametrize("heading", TENSORS)
-def test_every_tensor_has_one_row(heading: str) -> None:
+def test_tensor_table_has_one_row_for_each_tensor(heading: str) -> None:
     named = [row[0].strip("`") for row in rows_below(heading)]
     assert sorted(named) == sorted(TENSORS[heading].split())
 
 
 @pytest.mark.parametrize("heading", TENSORS)
-def test_every_tensor_goes_to_a_field_that_exists_or_is_refused(heading: str) -> None:
+def test_tensor_maps_to_an_existing_field_or_a_refusal(heading: str) -> None:
     for tensor, target, _ in rows_below(heading):
         if target.startswith("refused: "):
             continue
@@ -143,26 +143,26 @@ def test_every_tensor_goes_to_a_field_that_exists_or_is_refused(heading: str) ->
         assert [path for path in paths if resolve(path) is None] == []
 
 
-def test_a_path_that_does_not_exist_is_noticed() -> None:
+def test_field_lookup_rejects_an_unknown_path() -> None:
     assert resolve("GenerationConfig.sampling.top_k") is not None
     assert resolve("GenerationConfig.sampling.top_kk") is None
     assert resolve("GenerationConfig.sampling.top_k.more") is None
     assert resolve("Nothing.at_all") is None
 
 
-def test_every_proto_has_its_area() -> None:
+def test_contract_page_lists_every_proto() -> None:
     named = [row[0].strip("`") for row in rows_below("trtmesh.v1")]
     assert sorted(named) == sorted(path.name for path in PROTOS.glob("*.proto"))
 
 
-def test_the_page_has_the_error_table() -> None:
+def test_contract_page_has_the_error_table() -> None:
     documented = [tuple(row[:3]) for row in rows_below("Errors")]
     assert documented == [
         (f"`{row.reason}`", row.status.name, str(row.http.value)) for row in ERROR_TABLE
     ]
 
 
-def test_every_error_class_has_a_row_of_its_own() -> None:
+def test_error_table_has_one_row_for_each_class() -> None:
     classes = {
         value
         for value in vars(errors).values()
@@ -172,7 +172,7 @@ def test_every_error_class_has_a_row_of_its_own() -> None:
     assert len({row.reason for row in ERROR_TABLE}) == len(ERROR_TABLE)
 
 
-def test_the_page_names_the_metadata_keys() -> None:
+def test_contract_page_names_the_metadata_keys() -> None:
     keys = {row[0].strip("`") for row in rows_below("Metadata")}
     assert keys == {
         "x-request-id",
@@ -183,7 +183,7 @@ def test_the_page_names_the_metadata_keys() -> None:
     }
 
 
-def test_every_finish_reason_has_a_word_for_clients() -> None:
+def test_client_has_every_finish_reason() -> None:
     prefix = "FINISH_REASON_"
     names = [
         name.removeprefix(prefix).lower()

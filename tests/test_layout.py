@@ -1,4 +1,4 @@
-"""The rules that keep the parts of the repository apart."""
+"""The rules between the parts of the repository."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAY_IMPORT = {
 
 
 def imported_modules(file: Path) -> Iterator[str]:
-    """Every absolute module name that `file` imports anywhere, `from a import b` as a.b."""
+    """The absolute names of all modules that `file` imports, `from a import b` as a.b."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -42,7 +42,7 @@ def imported_modules(file: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def test_every_package_has_its_rule() -> None:
+def test_every_package_has_an_import_rule() -> None:
     assert set(PACKAGES) == set(MAY_IMPORT)
 
 
@@ -58,9 +58,8 @@ def test_packages_import_only_what_they_may(name: str) -> None:
     assert broken == []
 
 
-def test_few_commands_run_router_code() -> None:
-    """The replay of its placement, and the import of what its Triton door then serves. Everything else asks a router:
-    that is how the two stay apart."""
+def test_only_two_commands_import_the_router() -> None:
+    """`replay` runs its placement, `import-triton` checks what its Triton door will serve. The others ask a router."""
     importers = {
         file.relative_to(PACKAGES["cli"]).parts[0]
         for file in PACKAGES["cli"].rglob("*.py")
@@ -74,7 +73,7 @@ def test_few_commands_run_router_code() -> None:
     ("library", "home"),
     [("torch", "engine/backends/torch"), ("tensorrt_llm", "engine/backends/tensorrt_llm")],
 )
-def test_one_place_imports_the_library(library: str, home: str) -> None:
+def test_one_package_imports_the_library(library: str, home: str) -> None:
     importers = [
         file.as_posix()
         for package in PACKAGES.values()
@@ -85,7 +84,7 @@ def test_one_place_imports_the_library(library: str, home: str) -> None:
     assert [file for file in importers if f"/{home}/" not in file] == []
 
 
-def test_the_command_starts_without_heavy_libraries() -> None:
+def test_cli_starts_without_heavy_libraries() -> None:
     heavy = ("torch", "transformers", "tokenizers", "numpy")
     program = f"import sys, trtmesh.cli.app; print([m for m in {heavy} if m in sys.modules])"
     result = subprocess.run(
@@ -94,7 +93,7 @@ def test_the_command_starts_without_heavy_libraries() -> None:
     assert result.stdout.strip() == "[]"
 
 
-def test_the_namespace_package_has_no_marker() -> None:
+def test_namespace_package_has_no_init_file() -> None:
     """A `trtmesh/__init__.py` in one root would hide the other roots."""
     roots = [ROOT / path for path in PYPROJECT["tool"]["hatch"]["build"]["dev-mode-dirs"]]
     assert [root for root in roots if not (root / "trtmesh").is_dir()] == []
@@ -106,7 +105,7 @@ def test_every_package_is_typed() -> None:
     assert untyped == []
 
 
-def test_the_wheel_contains_only_the_packages(tmp_path: Path) -> None:
+def test_wheel_contains_only_the_packages(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, capture_output=True, check=True)
     (wheel,) = tmp_path.glob("*.whl")
@@ -130,7 +129,7 @@ def test_dependencies_are_bounded_above_and_below() -> None:
 
 
 def test_every_type_ignore_has_a_reason() -> None:
-    """Behind it, or in a comment above its line."""
+    """In its line or in a comment above."""
     mark = "# type: " + "ignore"
     bare = []
     for folder in ("services", "bench", "tests"):

@@ -1,4 +1,4 @@
-"""The metrics that the READMEs of the services name are those that the services serve."""
+"""The READMEs of the services name exactly the metrics served."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trtmesh.tokenizer.metrics import TokenizerMetrics
 
 SERVICES = Path(__file__).parents[1] / "services"
 NAME = re.compile(r"`([a-z]+(?:_[a-z]+)+)(?:{[a-z]+})?`")
-"""A word of several parts; that all begin with the name of the service is said once."""
+"""A metric name without its common prefix."""
 
 
 def of_engine(registry: CollectorRegistry) -> None:
@@ -23,7 +23,7 @@ def of_engine(registry: CollectorRegistry) -> None:
 @pytest.mark.parametrize(
     ("service", "register"), [("engine", of_engine), ("tokenizer", TokenizerMetrics)]
 )
-def test_a_readme_names_every_metric_as_it_is_served(
+def test_readme_names_exactly_the_metrics_served(
     service: str, register: Callable[[CollectorRegistry], object]
 ) -> None:
     registry = CollectorRegistry()

@@ -1,4 +1,4 @@
-"""What can be asked of the tests of faults."""
+"""Options of the fault tests."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Known where this folder or a file of it is named; elsewhere the default holds."""
+    """Adds options that apply when the command line names this folder or a file in it."""
     parser.addoption("--seeds", help="seeds of test_random_faults, as 3 or 0-99")

@@ -1,5 +1,5 @@
-"""A mesh of several of everything, in which anything may fail: two routers, two tokenizers, two engines, one of these
-under two addresses, and a proxy before each tokenizer and engine."""
+"""A mesh for random faults: two routers, two tokenizers, two engines (one under two addresses), and a proxy in front of
+each tokenizer and engine."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from trtmesh.chassis.errors import DeadlineExceeded, NotFound, Unavailable
 from trtmesh.client import AdminClient, Client
 
 LONGEST_SECONDS = 1.5
-"""How long a fault lasts at most: longer than routers wait for a silent worker."""
+"""Longest fault, longer than routers wait for a silent worker."""
 
 BUSY = {
     "router": tuple(f"trtmesh_router_{name}" for name in (*BUSY_GAUGES, "queued_items")),
     "engine": ("trtmesh_engine_used_blocks", "trtmesh_engine_live_sequences"),
     "tokenizer": ("trtmesh_tokenizer_open_decode_states",),
 }
-"""Gauges of what requests use, by service."""
+"""Gauges of resources in use, by service."""
 
 READY = ("trtmesh_router_ready_workers", "trtmesh_router_ready_tokenizers")
 
 ENGINE = (*SIMULATED, *WIDE_TOKENS, "--simulated-end-probability", "0.001")
 
 ROUTER = (
-    # Whatever is lost here comes back.
+    # Every lost process comes back.
     *("--worker-recovery-seconds", "60", "--tokenizer-recovery-seconds", "60"),
     *("--max-attempts", "100", "--silence-seconds", "2", "--grace-seconds", "1"),
 )
@@ -40,18 +40,18 @@ ROUTER = (
 
 @dataclass
 class Peer:
-    """One place in the mesh: the process there now, which others follow at the same address."""
+    """A place in the mesh: the current process, whose successors take the same address."""
 
     service: str
     flags: tuple[str, ...]
     process: ServiceProcess
     proxies: list[Proxy] = field(default_factory=list)
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held by the fault that it has."""
+    """Held while a fault lasts."""
     most_tasks: float = math.inf
-    """Tasks of the process when it is idle."""
+    """Tasks of the idle process."""
     policy: str = ""
-    """Of a router that was told another than its flags."""
+    """Set on a router whose policy differs from its flags."""
 
     @property
     def address(self) -> str:
@@ -63,7 +63,7 @@ class Peer:
 
 
 class FaultyMesh:
-    """Made by `faulty_mesh`."""
+    """Processes and the faults that can befall them; made by `faulty_mesh`."""
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self._processes: dict[int, AsyncExitStack] = {}
@@ -72,7 +72,7 @@ class FaultyMesh:
         self.tokenizers: list[Peer] = []
         self.routers: list[Peer] = []
         self._routers_lock = asyncio.Lock()
-        """One router is left at any time."""
+        """Keeps at least one router alive."""
         self.faults: Mapping[str, Callable[[random.Random], Awaitable[None]]] = {
             "kill an engine": self._kill_engine,
             "freeze an engine": self._freeze_engine,
@@ -94,7 +94,7 @@ class FaultyMesh:
         return [*self.engines, *self.tokenizers, *self.routers]
 
     async def start(self) -> None:
-        """Everything, until all is ready."""
+        """Starts every process and waits until all are ready."""
         tokenizer = ("--model-dir", str(DEMO))
         started = [self._start("engine", (*ENGINE, "--worker", name)) for name in ("one", "two")]
         started += [self._start("tokenizer", tokenizer) for _ in range(2)]
@@ -107,31 +107,30 @@ class FaultyMesh:
         flags = (*ROUTER, *links)
         self.routers = await asyncio.gather(*(self._start("router", flags) for _ in range(2)))
         await self.settle()
-        # What is built with the first call is there from now on.
+        # The first call builds what later calls reuse.
         for router in self.routers:
             async with Client(router.address) as client:
                 await client.complete(["the first"], max_tokens=2)
         await self.settle()
         for peer in self.peers:
             tasks = (await scrape(peer.process))["trtmesh_tasks"]
-            # gRPC has one more for a stream to a tokenizer that has had nothing to say yet.
+            # gRPC keeps another task for a tokenizer's stream until its first message.
             peer.most_tasks = tasks + len(self.tokenizers)
 
     def client(self, first: int) -> Client:
-        """A client that begins with one of the routers."""
+        """A client that tries the given router first."""
         addresses = [router.address for router in self.routers]
         return Client([*addresses[first:], *addresses[:first]], resume_seconds=60)
 
     async def set_policies(self, policies: Sequence[str]) -> None:
-        """How each router chooses a worker from now on, and those that take its place."""
+        """Sets the placement policy of each router and of its successors."""
         for router, policy in zip(self.routers, policies, strict=True):
             async with AdminClient(router.process.admin_address) as admin:
                 await admin.set_policy(policy)
             router.policy = policy
 
     async def settle(self) -> None:
-        """Waits until everything is ready and nothing is in use anywhere, tasks included; says what is left if it
-        never comes to that."""
+        """Waits until every process is ready and idle, tasks included; the failure names the remaining resources."""
         left: list[str] = []
 
         async def settled() -> bool:
@@ -156,7 +155,7 @@ class FaultyMesh:
         return [f"{name} of {peer.service} {peer.address} is {samples[name]:g}" for name in busy]
 
     async def suffer(self, name: str, draw: random.Random) -> None:
-        """One fault from its beginning to its repair."""
+        """Causes a fault and repairs it."""
         await self.faults[name](draw)
 
     async def _start(self, service: str, flags: tuple[str, ...], port: int = 0) -> Peer:
@@ -170,7 +169,7 @@ class FaultyMesh:
         return process
 
     async def _replace(self, peer: Peer, number: signal.Signals, seconds: float) -> None:
-        """Ends a process and starts another at its address, some time later."""
+        """Ends a process and, after a pause, starts a successor at its address."""
         peer.process.signal(number)
         await peer.process.wait()
         await self._processes.pop(peer.process.pid).aclose()
@@ -189,8 +188,7 @@ class FaultyMesh:
         await self._end_one(self.engines, signal.SIGTERM, draw)
 
     async def _drain_by_admin(self, draw: random.Random) -> None:
-        """What one router has on an engine finishes there or moves; then the engine is that router's again. A router
-        that dies meanwhile forgets the drain."""
+        """Drains an engine for one router, then resumes it. A router that dies meanwhile forgets the drain."""
         router, engine = draw.choice(self.routers), draw.choice(self.engines)
         seconds, proxy = draw.uniform(0, LONGEST_SECONDS / 2), draw.choice(engine.proxies)
         async with AdminClient(router.process.admin_address) as admin:
@@ -253,7 +251,7 @@ class FaultyMesh:
         await self._disturb(draw, lambda proxy: proxy.half_close(to_target=to_target))
 
     async def _disturb(self, draw: random.Random, disturb: Callable[[Proxy], None]) -> None:
-        """What happens to one address; where a process has two, the other stays well."""
+        """Disturbs one address of a process; a second address stays healthy."""
         peer = draw.choice([*self.engines, *self.tokenizers])
         proxy, seconds = draw.choice(peer.proxies), draw.uniform(0, LONGEST_SECONDS)
         async with peer.busy:
@@ -273,7 +271,7 @@ def _addresses(peers: list[Peer]) -> str:
 
 @asynccontextmanager
 async def faulty_mesh() -> AsyncIterator[FaultyMesh]:
-    """A mesh that is ready, with all of its processes killed on the way out."""
+    """Starts a mesh and waits until it is ready; kills its processes on exit."""
     async with AsyncExitStack() as stack:
         mesh = FaultyMesh(stack)
         await mesh.start()

@@ -1,4 +1,4 @@
-"""A mesh of two engines that die or freeze when they are told to, each behind a proxy that fails likewise."""
+"""A mesh of two engines that can be killed or frozen, each behind a proxy that can be cut or silenced."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = ("one", "two")
 
 @dataclass
 class Fragile:
-    """The mesh, and each engine and its proxy by the engine's name."""
+    """A mesh, its engines and their proxies by engine name."""
 
     mesh: Mesh
     engine_flags: Sequence[str]
@@ -28,7 +28,7 @@ class Fragile:
     proxies: dict[str, Proxy]
 
     def begun_on(self, reader: StreamReader, name: str) -> list[int]:
-        """Items that the client was told to have begun on an engine, by their batch_index."""
+        """The batch indices of the items that started on an engine."""
         return [
             batch_index
             for batch_index, item in enumerate(reader.items)
@@ -36,12 +36,12 @@ class Fragile:
         ]
 
     def proxy_of(self, reader: StreamReader, batch_index: int) -> Proxy:
-        """The proxy of the engine that an item began on; of either, where it has not begun."""
+        """The proxy of the engine where an item started, or of any engine before that."""
         started = reader.items[batch_index].started
         return self.proxies[started.worker if started else NAMES[0]]
 
     def cut(self, name: str) -> None:
-        """Closes the connection to an engine and refuses others."""
+        """Closes the connections to an engine and refuses new ones."""
         self.proxies[name].cut()
 
     def kill(self, name: str) -> None:
@@ -51,11 +51,11 @@ class Fragile:
         self.engines[name].signal(signal.SIGSTOP)
 
     async def moved_sequences(self) -> float:
-        """How many sequences went on elsewhere so far."""
+        """The number of sequences migrated so far."""
         return (await scrape(self.mesh.router)).get("trtmesh_router_moved_sequences_total", 0.0)
 
     async def mend(self, *dead: str) -> None:
-        """Everything works again; the `dead` were killed, and others take their places and addresses."""
+        """Repairs every fault; successors of the `dead` engines take their addresses."""
         for name in dead:
             await self.engines[name].wait()
             port = int(self.engines[name].address.rpartition(":")[2])
@@ -78,7 +78,7 @@ class Fragile:
 async def fragile_mesh(
     engine_flags: Sequence[str], model_dir: Path = DEMO
 ) -> AsyncIterator[Fragile]:
-    """Two equal engines."""
+    """Starts a mesh of two equal engines."""
     async with AsyncExitStack() as stack:
         found: list[Fragile] = []
 
@@ -93,7 +93,7 @@ async def fragile_mesh(
                 proxy = await stack.enter_async_context(proxy_to(engine.address))
                 fragile.proxies[name] = proxy
             addresses = ",".join(proxy.address for proxy in fragile.proxies.values())
-            # Nobody has to be patient here: both engines come back.
+            # Both engines come back.
             flags = ("--engines", addresses, "--worker-recovery-seconds", "60")
             await mesh.start_router(*flags)
             await mesh.ready(workers=len(NAMES), tokenizers=1)
@@ -103,7 +103,7 @@ async def fragile_mesh(
 
 
 def contents(items: Sequence[ItemResult]) -> list[Any]:
-    """What must not depend on what happened on the way."""
+    """The parts of a result that a fault must not change."""
     return [
         (
             (item.error, item.reason, item.usage.generated_tokens, item.usage.prompt_tokens),
@@ -114,7 +114,7 @@ def contents(items: Sequence[ItemResult]) -> list[Any]:
 
 
 def log_probs(items: Sequence[ItemResult]) -> list[float]:
-    """Every log-probability of every sequence, and the sum that its end told."""
+    """Every log-probability of every sequence, and their reported sum."""
     values: list[float] = []
     for sequence in (sequence for item in items for sequence in item.sequences):
         told = [chunk.details for chunk in sequence.chunks if chunk.details is not None]

@@ -1,4 +1,5 @@
-"""A client process that opens streams, says so, and goes on until it is killed: `hasty_client.py ROUTER STREAMS`."""
+"""A client process that opens streams, reports each message, and reads until it is killed:
+`hasty_client.py ROUTER STREAMS`."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ async def main(router: str, streams: int) -> None:
 
 
 async def read(client: Client, number: int) -> None:
-    """Reads one stream and tells of every message."""
+    """Reads one stream and reports every message."""
     async for event in client.generate([f"hasty {number}"], max_tokens=10_000):
         print(number, type(event).__name__, flush=True)
 

@@ -1,4 +1,4 @@
-"""A TCP connection that fails as networks do: it is cut, half closed, hangs, delays, or lets only one side speak."""
+"""A TCP proxy with the faults of networks: cut, half closed, silent in one or both directions, delayed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 
 
 class Proxy:
-    """Forwards connections to a target, byte by byte and in order, unless a test tells it otherwise."""
+    """Forwards connections to a target until a test makes it fail."""
 
     def __init__(self, target: str) -> None:
         host, _, port = target.rpartition(":")
@@ -21,37 +21,36 @@ class Proxy:
         self._is_cut = False
 
     def cut(self) -> None:
-        """Breaks every connection at once, without a farewell, and every one that is tried later: gRPC sends a call
-        again that never reached the old one."""
+        """Aborts every connection, present and future: gRPC retries a call that never reached the first one."""
         self._is_cut = True
         for writer in self._writers:
             writer.transport.abort()
 
     def freeze(self, *, to_target: bool = True, from_target: bool = True) -> None:
-        """Lets nothing through, in both directions or in one, while connections stay open: a network gone silent."""
+        """Forwards nothing in one or both directions; connections stay open."""
         if to_target:
             self._to_target.open.clear()
         if from_target:
             self._from_target.open.clear()
 
     def half_close(self, *, to_target: bool) -> None:
-        """Ends one direction of every connection as a peer does that will send no more; the other one goes on."""
+        """Half-closes every connection: one direction ends, the other stays open."""
         lane = self._to_target if to_target else self._from_target
         lane.half_close()
 
     def delay(self, seconds: float) -> None:
-        """Lets everything through later, from now on."""
+        """Delays everything from now on."""
         self._to_target.delay = self._from_target.delay = seconds
 
     def mend(self) -> None:
-        """Works again: what was frozen goes through, and new connections may be made."""
+        """Ends every fault: forwards what was held and accepts connections."""
         self._is_cut = False
         self.delay(0.0)
         for lane in (self._to_target, self._from_target):
             lane.open.set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection from its beginning to its end."""
+        """Forwards one connection until it ends."""
         try:
             there, back = await asyncio.open_connection(self._host, self._port)
         except OSError:
@@ -72,17 +71,17 @@ class Proxy:
 
 
 class _Lane:
-    """One direction."""
+    """One direction of every connection."""
 
     def __init__(self) -> None:
         self.open = asyncio.Event()
         self.open.set()
         self.delay = 0.0
         self._writers: set[asyncio.StreamWriter] = set()
-        """Those that may still be written to."""
+        """Writers whose direction is still open."""
 
     def half_close(self) -> None:
-        """Sends the end of the stream on every connection; what comes for it later is dropped."""
+        """Sends end-of-file on every connection; drops later data."""
         while self._writers:
             with suppress(OSError):
                 self._writers.pop().write_eof()
@@ -108,7 +107,7 @@ class _Lane:
 
 @asynccontextmanager
 async def proxy_to(target: str) -> AsyncIterator[Proxy]:
-    """A proxy of `target` on a port of its own."""
+    """Runs a proxy of `target` on a free port."""
     proxy = Proxy(target)
     server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()[:2]

@@ -1,4 +1,4 @@
-"""Whatever ends a request early, the engine's KV blocks and the router's handles are free again."""
+"""An early end frees the engine's KV blocks and the router's handles."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ AT_ONCE = 10
 BACKGROUND = 8
 BACKGROUND_TOKENS = 150
 MOST_TOKENS = 4000
-"""Of a request that is ended early: steps for which its blocks would be in use if nobody told the engine."""
+"""Length of a request that ends early: without a stop, its blocks would be in use for this many steps."""
 MOST_STEPS = 200
-"""Steps from an early end to the free blocks. In the engine there is none: a stop takes effect between two steps. Two
-reports of 20 ms, from which steps and blocks are read, are 10 steps of 4 ms, and the pause between two looks is 3; the
-rest is for client, router and wires on a machine that has other things to do. 24 were seen."""
+"""Bound on the steps from an early end to free blocks. A stop takes effect between two steps; two load reports of 20 ms
+are 10 steps of 4 ms, and the polling interval is 3. The rest allows for client, router and network on a busy machine;
+24 were measured."""
 
-# A block is longer than any sequence here: blocks in use are sequences that are not over.
+# One block holds any sequence here, so the blocks in use count live sequences.
 ENGINE = (*SIMULATED, "--simulated-tokens-per-block", "4096")
 
 
@@ -42,7 +42,7 @@ Ending = Callable[[Mesh, int, random.Random], Awaitable[None]]
 
 
 def open_some(mesh: Mesh, number: int, dice: random.Random, client: Client) -> StreamReader:
-    """A request that would go on for minutes, of one to three prompts with one or two sequences each."""
+    """Opens a long request of one to three prompts with one or two sequences each."""
     prompts = [
         f"prompt {number} {index} " * dice.choice((1, 30)) for index in range(dice.randint(1, 3))
     ]
@@ -87,18 +87,18 @@ async def deadline(mesh: Mesh, number: int, dice: random.Random) -> None:
         except DeadlineExceeded:
             pass
         else:
-            # The engine knows the deadline too, and may be the first to act.
+            # The engine knows the deadline too and may act first.
             assert {item.reason for item in items} == {FinishReason.CANCELLED}
         if number % 2 == 0 or reader.tokens():
             return
-        # Every second one is to reach the engine before its deadline, however slow the machine is.
+        # Every second request must reach the engine before its deadline, on any machine.
         seconds *= 2
 
 
 async def stop(mesh: Mesh, number: int, dice: random.Random) -> None:
     reader = open_some(mesh, number, dice, mesh.client)
     await asyncio.sleep(dice.uniform(0, 0.1))
-    # Until the request arrived, there is nothing to stop.
+    # There is nothing to stop before the request arrives.
     await eventually(lambda: mesh.client.stop(f"early-{number}"))
     for item in await reader.result():
         assert item.reason is FinishReason.STOPPED
@@ -106,7 +106,7 @@ async def stop(mesh: Mesh, number: int, dice: random.Random) -> None:
 
 @asynccontextmanager
 async def load(mesh: Mesh) -> AsyncIterator[None]:
-    """Streams that nobody ends early, one after another in each of some lanes, every one of them right."""
+    """Runs undisturbed streams in several lanes and checks their output."""
     over = asyncio.Event()
     prompts = [f"background {lane}" for lane in range(BACKGROUND)]
     alone = await mesh.client.complete(prompts, max_tokens=BACKGROUND_TOKENS)
@@ -133,13 +133,13 @@ async def load(mesh: Mesh) -> AsyncIterator[None]:
 
 
 async def ended_early(mesh: Mesh) -> float:
-    """Sequences that the engine had taken and whose requests were given up."""
+    """The number of sequences that ended as cancelled on the engine."""
     engine = await scrape(mesh.engines[0], reason="cancelled")
     return engine.get("trtmesh_engine_sequences_finished_total", 0.0)
 
 
 @pytest.mark.parametrize("ending", [cancel, disconnect, deadline, stop])
-async def test_an_early_end_frees_everything(mesh: Mesh, ending: Ending) -> None:
+async def test_early_end_frees_kv_blocks_and_handles(mesh: Mesh, ending: Ending) -> None:
     dice = random.Random(ending.__name__)
     worst_seconds, worst_steps = 0.0, 0.0
 
@@ -162,7 +162,7 @@ async def test_an_early_end_frees_everything(mesh: Mesh, ending: Ending) -> None
             worst_steps = max(worst_steps, after - steps)
     await mesh.idle()
     assert worst_steps <= MOST_STEPS
-    # Every second one was in its middle; the others may never have left their client.
+    # Every second request had tokens; the others may never have left their client.
     arrived = (await scrape(mesh.router))["trtmesh_router_requests_total"] - before
     assert arrived >= ROUNDS / 2
     if ending is deadline:

@@ -1,4 +1,4 @@
-"""Engines die, freeze and come back: their items go on elsewhere, and clients see what they see without it."""
+"""Engines die, freeze and come back: their items migrate, and clients see the same output."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENGINES = tuple(f"engine-{number}" for number in range(2))
 
 
 async def two_engines(mesh: Mesh) -> None:
-    """Two named engines, a tokenizer and their router, ready."""
+    """Starts two named engines, a tokenizer and their router."""
     await mesh.start_tokenizer()
     for name in ENGINES:
         await mesh.start_engine(*SIMULATED, "--worker", name)
@@ -35,7 +35,7 @@ async def two_engines(mesh: Mesh) -> None:
 
 
 async def opened(mesh: Mesh) -> StreamReader:
-    """One request whose items run on both engines until it is stopped."""
+    """Opens an endless request with items on both engines."""
     reader = mesh.open(PROMPTS, max_tokens=ENDLESS, ignore_end_id=True)
     await reader.until(lambda r: all(r.tokens(index) > 10 for index in range(len(PROMPTS))))
     assert {workers_of(item) for item in reader.items} == set(ENGINES)
@@ -48,12 +48,12 @@ def workers_of(item: ItemResult) -> str:
 
 
 async def check_moved(mesh: Mesh, reader: StreamReader, expected: Sequence[ItemResult]) -> None:
-    """Every item of the lost engine goes on elsewhere, and all are what they are when nothing happens."""
+    """Checks that every item of the lost engine migrated and that no output changed."""
     await mesh.counted("moved_sequences", len(PROMPTS) / len(ENGINES))
     check_beginning(await reader.stopped_at(TOKENS), expected)
 
 
-async def test_one_of_two_is_killed_and_comes_back() -> None:
+async def test_killed_engine_moves_its_items_and_rejoins_after_a_restart() -> None:
     async with running_mesh(start=two_engines) as mesh:
         expected = await mesh.client.complete(PROMPTS, max_tokens=TOKENS, ignore_end_id=True)
         reader = await opened(mesh)
@@ -73,7 +73,7 @@ async def test_one_of_two_is_killed_and_comes_back() -> None:
         await mesh.idle()
 
 
-async def test_one_of_two_freezes_and_thaws() -> None:
+async def test_frozen_engine_moves_its_items_and_rejoins_when_it_thaws() -> None:
     async with running_mesh(start=two_engines) as mesh:
         expected = await mesh.client.complete(PROMPTS, max_tokens=TOKENS, ignore_end_id=True)
         reader = await opened(mesh)
@@ -87,7 +87,7 @@ async def test_one_of_two_freezes_and_thaws() -> None:
         await mesh.idle()
 
 
-async def test_the_only_one_is_killed_and_nobody_comes() -> None:
+async def test_killed_only_engine_fails_its_items_after_the_recovery_time() -> None:
     flags = (*PATIENT, "--worker-recovery-seconds", "0.5")
     async with running_mesh(router_flags=flags) as mesh:
         (expected,) = await mesh.client.complete(["prompt"], max_tokens=TOKENS)
@@ -107,7 +107,7 @@ async def test_the_only_one_is_killed_and_nobody_comes() -> None:
         await mesh.idle()
 
 
-async def test_the_only_one_is_killed_and_comes_back() -> None:
+async def test_killed_only_engine_resumes_its_items_after_a_restart() -> None:
     async with running_mesh(router_flags=("--worker-recovery-seconds", "60")) as mesh:
         options: dict[str, Any] = {
             "max_tokens": 400,
@@ -133,13 +133,13 @@ async def test_the_only_one_is_killed_and_comes_back() -> None:
         await mesh.idle()
 
 
-async def test_one_of_two_drains() -> None:
+async def test_draining_engine_finishes_its_items_and_gets_no_more() -> None:
     async with running_mesh(start=two_engines) as mesh:
         expected = await mesh.client.complete(PROMPTS, max_tokens=TOKENS, ignore_end_id=True)
         reader = await opened(mesh)
         mesh.engines[0].signal(signal.SIGTERM)
         await mesh.only_ready(ENGINES[1])
-        # What it has goes on there, for all of its grace.
+        # Its items finish there, within its grace.
         here = max(reader.tokens(index) for index in range(len(PROMPTS)))
         check_beginning(await reader.stopped_at(max(TOKENS, here + 10)), expected)
         assert await mesh.engines[0].wait() == 0

@@ -1,5 +1,4 @@
-"""An engine is lost at every token of every sequence of a four-prompt request, under every policy, and the client does
-not notice."""
+"""An engine is lost at every token of a request, under every policy, and the client sees the same output."""
 
 from __future__ import annotations
 
@@ -44,14 +43,13 @@ async def lose(
     whole: Sequence[ItemResult],
     **options: Any,
 ) -> float:
-    """Loses the engine of a name, or the other one where the policy gave all items to that, when all of its sequences
-    have `position` tokens or more and none can be at its end; each of them must move. Returns the longest time that an
-    item was without an event."""
+    """Loses the named engine, or the other one if the policy placed every item there, once all of its sequences have
+    `position` tokens; checks that each of them migrates. Returns the longest gap between two events of an item."""
     before = await fragile.moved_sequences()
     reader = StreamReader(fragile.mesh.client, PROMPTS, **options, ignore_end_id=True)
 
     def chosen(reader: StreamReader) -> str:
-        """The engine to lose, '' before it is known."""
+        """The engine to lose; '' while unknown."""
         if fragile.begun_on(reader, name):
             return name
         (other,) = set(NAMES) - {name}
@@ -75,14 +73,14 @@ async def lose(
     finally:
         await reader.cancel()
     check_beginning(items, whole)
-    # Equal up to how kernels round for another batch.
+    # Kernels round differently in another batch.
     assert log_probs_of(items) == pytest.approx(log_probs_of(whole), abs=1e-2)
     await fragile.mend(*[victim] * (fault == "kill"))
     return reader.worst_gap_seconds()
 
 
 def log_probs_of(items: Sequence[ItemResult]) -> list[float]:
-    """Those of the first tokens of every sequence."""
+    """The log-probabilities of the first tokens of every sequence."""
     return [
         value
         for item in items
@@ -97,20 +95,20 @@ def log_probs_of(items: Sequence[ItemResult]) -> list[float]:
 
 
 async def undisturbed(fragile: Fragile, **options: Any) -> Sequence[ItemResult]:
-    """The first tokens of what the items are when nothing happens."""
+    """The first tokens of the items without a fault."""
     return await fragile.mesh.client.complete(
         PROMPTS, **options, max_tokens=TOKENS, ignore_end_id=True
     )
 
 
 async def cut_at_the_end(fragile: Fragile, positions: Iterable[int], **options: Any) -> None:
-    """Cuts an engine off when hardly a token is left, so that it may have sent all of them."""
+    """Cuts an engine off near the end, possibly after its last token."""
     options["max_tokens"] = TOKENS
     expected = await fragile.mesh.client.complete(PROMPTS, **options)
     for position in positions:
         reader = StreamReader(fragile.mesh.client, PROMPTS, **options)
         index = position % len(PROMPTS)
-        # mypy infers no lambda with defaults, which bind the variables of the loop.
+        # mypy cannot infer a lambda with defaults, which bind the loop variables.
         await reader.until(lambda r, i=index, p=position: min(r.positions(i), default=0) >= p)  # type: ignore[misc]
         fragile.proxy_of(reader, index).cut()
         items = await reader.result()
@@ -119,9 +117,9 @@ async def cut_at_the_end(fragile: Fragile, positions: Iterable[int], **options: 
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-async def test_an_engine_is_lost(simulated: Fragile, policy: str) -> None:
-    """Either engine, at every position or what is told at once with it; killed and frozen at every fifth, which is
-    another one under each policy, and cut off at the others."""
+async def test_engine_lost_at_any_token_goes_unnoticed(simulated: Fragile, policy: str) -> None:
+    """Loses either engine at every position: kills and freezes at every fifth one, which differs by policy, and cuts at
+    the others."""
     await simulated.mesh.admin.set_policy(policy)
     whole = await undisturbed(simulated, **SAMPLED)
     worst: defaultdict[str, float] = defaultdict(float)
@@ -140,7 +138,7 @@ async def test_an_engine_is_lost(simulated: Fragile, policy: str) -> None:
 
 
 @pytest.mark.parametrize("to_target", [True, False], ids=["nothing is read", "nothing is heard"])
-async def test_the_network_goes_silent(simulated: Fragile, to_target: bool) -> None:
+async def test_silent_network_moves_items(simulated: Fragile, to_target: bool) -> None:
     options = {**SAMPLED, "max_tokens": 600, "ignore_end_id": True}
     expected = contents(await simulated.mesh.client.complete(PROMPTS, **options))
     reader = StreamReader(simulated.mesh.client, PROMPTS, **options)
@@ -148,7 +146,7 @@ async def test_the_network_goes_silent(simulated: Fragile, to_target: bool) -> N
     frozen = simulated.proxy_of(reader, 0)
     frozen.freeze(to_target=to_target, from_target=not to_target)
     if to_target:
-        # What was sent before it went silent goes on; what comes later is never read.
+        # Earlier items continue there; later ones are never read.
         late = StreamReader(simulated.mesh.client, PROMPTS, **options)
         assert contents(await late.result()) == expected
         print(f"worst stall of what is not read: {late.worst_gap_seconds() * 1000:.0f} ms")
@@ -158,8 +156,8 @@ async def test_the_network_goes_silent(simulated: Fragile, to_target: bool) -> N
     await simulated.check_nothing_is_left()
 
 
-async def test_a_model_is_cut_off() -> None:
-    """The same with a real model, log-probabilities included."""
+async def test_torch_engine_cut_off_moves_items_with_their_log_probs() -> None:
+    """The same with a real model and log-probabilities."""
     options = {**SAMPLED, "log_probs": True}
     async with fragile_mesh(("--backend", "torch", "--model-dir", str(DEMO))) as torch:
         whole = await undisturbed(torch, **options)

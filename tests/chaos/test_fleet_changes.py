@@ -1,4 +1,4 @@
-"""Workers come, go, drain and come back by an admin's word or a file, under streams that do not notice."""
+"""Admin calls and address files add, drain, resume and remove workers under running streams."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def two_engines(mesh: Mesh) -> None:
 
 
 async def opened(mesh: Mesh) -> StreamReader:
-    """One request with items on every worker until it is stopped."""
+    """Opens an endless request with items on every worker."""
     reader = mesh.open(PROMPTS, max_tokens=ENDLESS, ignore_end_id=True)
     await reader.until(lambda r: all(r.tokens(index) > 5 for index in range(len(PROMPTS))))
     return reader
@@ -50,7 +50,7 @@ def workers_of(items: Sequence[ItemResult]) -> set[str]:
     return {item.started.worker for item in items if item.started}
 
 
-async def test_drained_resumed_removed_and_added_under_streams() -> None:
+async def test_admin_drains_resumes_removes_and_adds_workers_under_streams() -> None:
     async with running_mesh(start=two_engines) as mesh:
         expected = await mesh.client.complete(PROMPTS, max_tokens=TOKENS, ignore_end_id=True)
         reader = await opened(mesh)
@@ -83,7 +83,7 @@ async def test_drained_resumed_removed_and_added_under_streams() -> None:
         await mesh.idle()
 
 
-async def test_what_nobody_takes_stays_and_is_told() -> None:
+async def test_drain_reports_sequences_that_no_worker_accepts() -> None:
     async with running_mesh() as mesh:
         name = (await mesh.status()).workers[0].worker
         reader = mesh.open(["alone"], max_tokens=ENDLESS)
@@ -98,7 +98,7 @@ async def test_what_nobody_takes_stays_and_is_told() -> None:
             await mesh.admin.add_worker("nowhere")
 
 
-async def test_an_engine_whose_grace_is_short_is_left_before_it_ends() -> None:
+async def test_items_leave_an_engine_before_its_grace_ends() -> None:
     async with running_mesh(start=two_engines) as mesh:
         expected = await mesh.client.complete(PROMPTS, max_tokens=TOKENS, ignore_end_id=True)
         reader = await opened(mesh)
@@ -110,7 +110,7 @@ async def test_an_engine_whose_grace_is_short_is_left_before_it_ends() -> None:
         await mesh.idle()
 
 
-async def test_a_file_of_addresses_is_read_again(tmp_path: Path) -> None:
+async def test_changed_address_file_replaces_workers(tmp_path: Path) -> None:
     names = tmp_path / "engines"
     names.write_text("# nobody yet\n")
 
@@ -141,7 +141,7 @@ async def test_a_file_of_addresses_is_read_again(tmp_path: Path) -> None:
 
 
 def write(file: Path, text: str) -> None:
-    """Replaces a file at once, so that nobody reads half of it."""
+    """Replaces a file atomically."""
     new = file.with_suffix(".new")
     new.write_text(text)
     new.replace(file)
@@ -151,7 +151,7 @@ async def has_workers(mesh: Mesh, names: set[str]) -> bool:
     return {worker.worker for worker in (await mesh.status()).workers} == names
 
 
-async def test_a_watch_tells_every_change() -> None:
+async def test_watch_reports_every_change_of_state() -> None:
     async with running_mesh(engines=2) as mesh:
         watch = mesh.admin.watch_workers()
         try:

@@ -1,4 +1,4 @@
-"""Random faults, several at a time, at random moments of random streams; `make chaos SEEDS=0-99` runs more of them."""
+"""Random overlapping faults under random streams; `make chaos SEEDS=0-99` runs more seeds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROUTERS = 2
 REQUESTS = 6
 FAULTS = 6
 LAST_SECONDS = 2.0
-"""When the last request and the last fault begin."""
+"""Start of the last request and of the last fault."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -43,7 +43,7 @@ async def mesh() -> AsyncIterator[FaultyMesh]:
 
 
 def request(draw: random.Random) -> tuple[list[str], dict[str, Any]]:
-    """Prompts, and options under which they have one answer."""
+    """Draws prompts, and options with a deterministic output."""
     prompts = [f"{draw.randint(0, 9)} begins like the others" for _ in range(draw.randint(1, 4))]
     options: dict[str, Any] = {"max_tokens": draw.randint(1, 400)}
     match draw.choice(["greedy", "sampled", "held", "ids", "stops"]):
@@ -61,16 +61,16 @@ def request(draw: random.Random) -> tuple[list[str], dict[str, Any]]:
 
 
 def policies_of(seed: int) -> list[str]:
-    """One of each router; those of the next seed are the next ones."""
+    """The policy of each router; consecutive seeds go through all policies."""
     names = sorted(POLICIES)
     return [names[(ROUTERS * seed + router) % len(names)] for router in range(ROUTERS)]
 
 
-async def test_the_seeds_of_every_run_try_every_policy() -> None:
+async def test_default_seeds_cover_every_policy() -> None:
     assert {policy for seed in seeds(SEEDS) for policy in policies_of(seed)} == set(POLICIES)
 
 
-async def test_nothing_is_lost(mesh: FaultyMesh, seed: int) -> None:
+async def test_random_faults_lose_no_token(mesh: FaultyMesh, seed: int) -> None:
     draw = random.Random(seed)
     policies = policies_of(seed)
     print(f"seed {seed}: policies {' and '.join(policies)}")
@@ -83,7 +83,7 @@ async def test_nothing_is_lost(mesh: FaultyMesh, seed: int) -> None:
 async def suffer(
     mesh: FaultyMesh, seed: int, draw: random.Random, clients: Sequence[Client]
 ) -> None:
-    """Requests of either client, and faults, all drawn before the first begins."""
+    """Runs requests of both clients under faults, all drawn in advance."""
     requests = [request(draw) for _ in range(REQUESTS)]
     expected = [contents(await clients[0].complete(p, **options)) for p, options in requests]
     opens = sorted((draw.uniform(0, LAST_SECONDS), each) for each in range(REQUESTS))

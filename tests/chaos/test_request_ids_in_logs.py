@@ -1,4 +1,4 @@
-"""What happens to one request is found in the logs of every service by its id."""
+"""Log lines of every service carry the id of their request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENGINES = ("engine-0", "engine-1", "engine-2")
 
 
 async def logged(process: ServiceProcess, words: str) -> list[LogLine]:
-    """The lines of a process with `words`, once there are any."""
+    """Waits for log lines with `words`."""
     found: list[LogLine] = []
 
     async def there() -> bool:
@@ -42,13 +42,13 @@ async def telling_mesh(mesh: Mesh) -> None:
 
 
 async def engine_of(mesh: Mesh, reader: StreamReader) -> ServiceProcess:
-    """The engine that has the reader's only item."""
+    """The engine that runs the reader's only item."""
     await reader.tokens_here(1)
     ((item,),) = [request.items for request in (await mesh.admin.list_requests()).requests]
     return mesh.engines[ENGINES.index(item.worker)]
 
 
-async def test_lines_about_one_request_have_its_id() -> None:
+async def test_log_lines_carry_the_request_id() -> None:
     async with running_mesh(start=telling_mesh) as mesh:
         reader = mesh.open(["prompt"], request_id="r-lost", max_tokens=ENDLESS, ignore_end_id=True)
         (await engine_of(mesh, reader)).signal(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Routers die and stop in the middle of streams: a client of several goes on with another, and gets everything once."""
+"""Routers die, freeze and stop under streams: their clients resume on another router, without gap or repeat."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from e2e.mesh import (
     scrape,
 )
 from trtmesh.chassis.error_wire import REASON_METADATA_KEY
-from trtmesh.chassis.errors import Unavailable
+from trtmesh.chassis.errors import Draining, Unavailable
 from trtmesh.client import Client, FinishReason, GenerateItem, ItemResult, Prompt, Tokens
 from trtmesh.client.options import build_config
 from trtmesh.v1 import generation_pb2 as pb
@@ -44,7 +44,7 @@ async def mesh() -> AsyncIterator[Mesh]:
 
 
 def contents(items: Sequence[ItemResult]) -> list[Any]:
-    """What must not depend on which router told it."""
+    """The parts of a result that must not depend on the router."""
     return [
         (
             (item.error, item.reason, item.usage.generated_tokens, item.usage.prompt_tokens),
@@ -55,7 +55,9 @@ def contents(items: Sequence[ItemResult]) -> list[Any]:
 
 
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-async def test_a_connection_is_cut_at_every_token(mesh: Mesh, options: dict[str, Any]) -> None:
+async def test_connection_cut_at_any_token_resumes_on_the_next_router(
+    mesh: Mesh, options: dict[str, Any]
+) -> None:
     worst = 0.0
     went_on = 0
     expected = contents(await mesh.client.complete(PROMPTS, seed=7, **options))
@@ -68,7 +70,7 @@ async def test_a_connection_is_cut_at_every_token(mesh: Mesh, options: dict[str,
             await reader.until(partial(has_tokens, position=position))
             proxy.cut()
             assert contents(await reader.result()) == expected, position
-            # Near the end, the whole stream may have come before the cut.
+            # Near the end, the stream may be complete before the cut.
             went_on += client.address == mesh.router.address
             worst = max(worst, reader.worst_gap_seconds())
     await mesh.idle()
@@ -76,7 +78,7 @@ async def test_a_connection_is_cut_at_every_token(mesh: Mesh, options: dict[str,
     print(f"worst stall after a cut connection to a router: {worst * 1000:.0f} ms")
 
 
-async def test_a_drawn_seed_is_known_to_the_next_router(mesh: Mesh) -> None:
+async def test_drawn_seed_holds_on_the_next_router(mesh: Mesh) -> None:
     async with (
         proxy_to(mesh.router.address) as proxy,
         Client([proxy.address, mesh.router.address]) as client,
@@ -91,7 +93,7 @@ async def test_a_drawn_seed_is_known_to_the_next_router(mesh: Mesh) -> None:
         assert contents(items) == contents(expected)
 
 
-async def test_a_router_is_killed(mesh: Mesh) -> None:
+async def test_killed_router_loses_no_token_of_a_client_with_another(mesh: Mesh) -> None:
     doomed = await mesh.start("router", *links(mesh))
     expected = await mesh.client.complete(PROMPTS, seed=7, **SAMPLED)
     resumed = (await scrape(mesh.router)).get("trtmesh_router_resumed_requests_total", 0)
@@ -106,7 +108,7 @@ async def test_a_router_is_killed(mesh: Mesh) -> None:
             await mesh.counted("resumed_requests", resumed + 1)
             check_beginning(await reader.stopped_at(SAMPLED["max_tokens"], sequences=2), expected)
             told = [e for e in reader.events if isinstance(e, Tokens)]
-            # Every token once: what the second router told begins where the first one's ended.
+            # Every token once: the second router begins at the first one's last offset.
             assert sum(len(e.token_ids) for e in told) == sum(
                 len(s.token_ids) for item in reader.items for s in item.sequences
             )
@@ -119,7 +121,7 @@ async def test_a_router_is_killed(mesh: Mesh) -> None:
     await mesh.idle()
 
 
-async def test_a_router_that_stops_sends_its_clients_away(mesh: Mesh) -> None:
+async def test_stopping_router_hands_its_clients_to_the_next(mesh: Mesh) -> None:
     stopping = await mesh.start("router", *links(mesh), "--grace-seconds", "0.2")
     options = {**SAMPLED, "max_tokens": 400}
     expected = contents(await mesh.client.complete(PROMPTS, seed=7, **options))
@@ -133,7 +135,37 @@ async def test_a_router_that_stops_sends_its_clients_away(mesh: Mesh) -> None:
     await mesh.idle()
 
 
-async def test_a_stop_finds_the_router_that_has_the_request(mesh: Mesh) -> None:
+async def test_stopping_router_finishes_its_streams_within_its_grace() -> None:
+    async with running_mesh(router_flags=("--grace-seconds", "600")) as mesh:
+        expected = await mesh.client.complete(["running"], max_tokens=500)
+        readers = [mesh.open(["running"], max_tokens=ENDLESS) for _ in range(10)]
+        for reader in readers:
+            await reader.tokens_here(5)
+        mesh.router.signal(signal.SIGTERM)
+
+        async def refused() -> bool:
+            try:
+                await mesh.client.complete(["late"], max_tokens=1)
+            except Draining:
+                return True
+            return False
+
+        await eventually(refused)
+        for reader in readers:
+            here = reader.tokens()
+            check_beginning(await reader.stopped_at(max(500, here + 10)), expected)
+        assert await mesh.router.wait() == 0
+        async with Client(mesh.router.address) as late:
+            with pytest.raises(Unavailable):
+                await late.complete(["late"], max_tokens=1)
+        await eventually(lambda: holds_no_blocks(mesh))
+
+
+async def holds_no_blocks(mesh: Mesh) -> bool:
+    return await mesh.used_blocks() == 0
+
+
+async def test_stop_finds_the_router_of_the_request(mesh: Mesh) -> None:
     options = {"max_tokens": ENDLESS, "ignore_end_id": True}
     doomed = await mesh.start("router", *links(mesh))
     async with (
@@ -146,7 +178,7 @@ async def test_a_stop_finds_the_router_that_has_the_request(mesh: Mesh) -> None:
         assert await stranger.stop("found", [2]) == 1
         await reader.until(lambda r: r.items[2].reason)
         doomed.signal(signal.SIGKILL)
-        # Wherever it is by now: with the lost router, on its way, or with the next.
+        # The request may be on the lost router, between routers, or on the next.
         assert await client.stop("found", timeout_seconds=60) == len(PROMPTS) - 1
         items = await reader.result()
         assert {item.reason for item in items} == {FinishReason.STOPPED}
@@ -155,8 +187,8 @@ async def test_a_stop_finds_the_router_that_has_the_request(mesh: Mesh) -> None:
     await mesh.idle()
 
 
-async def test_a_stop_that_a_lost_router_had_heard_holds_on_the_next(mesh: Mesh) -> None:
-    # The two that are stopped would go on; the others end by themselves.
+async def test_stop_received_by_a_lost_router_holds_on_the_next(mesh: Mesh) -> None:
+    # Two are endless until stopped; the others end by themselves.
     prompts = [
         GenerateItem(
             prompt=Prompt(text=prompt),
@@ -169,7 +201,7 @@ async def test_a_stop_that_a_lost_router_had_heard_holds_on_the_next(mesh: Mesh)
         await eventually(lambda: ready(client))
         reader = StreamReader(client, prompts, request_id="heard")
         await reader.tokens_here(5)
-        # Nobody is there to end what is stopped.
+        # Frozen engines cannot end the stopped items.
         for engine in mesh.engines:
             engine.signal(signal.SIGSTOP)
         assert await client.stop("heard", [0, 2]) == 2
@@ -184,7 +216,7 @@ async def test_a_stop_that_a_lost_router_had_heard_holds_on_the_next(mesh: Mesh)
     await mesh.idle()
 
 
-async def test_a_frozen_router_holds_up_no_stop(mesh: Mesh) -> None:
+async def test_frozen_router_does_not_delay_a_stop(mesh: Mesh) -> None:
     frozen = await mesh.start("router", *links(mesh))
     async with Client([frozen.address, mesh.router.address]) as client:
         await eventually(lambda: ready(client))
@@ -198,13 +230,13 @@ async def test_a_frozen_router_holds_up_no_stop(mesh: Mesh) -> None:
 
 
 def links(mesh: Mesh) -> list[str]:
-    """Flags of another router of the same mesh."""
+    """Flags of a second router of the mesh."""
     engines = ",".join(engine.address for engine in mesh.engines)
     return ["--engines", engines, "--tokenizers", mesh.tokenizers[0].address, "--port", "0"]
 
 
 def has_tokens(reader: StreamReader, position: int) -> bool:
-    """Whether one of the items, another one each time, got to a position."""
+    """Whether an item, chosen by the position, has reached it."""
     return reader.tokens(position % len(PROMPTS)) >= position
 
 
@@ -223,7 +255,7 @@ def request(request_id: str = "again", **config: Any) -> router_pb2.GenerateRequ
     )
 
 
-async def test_what_cannot_go_on_exactly_is_refused(mesh: Mesh) -> None:
+async def test_resume_of_an_inexact_stream_is_refused(mesh: Mesh) -> None:
     some = router_pb2.SequenceOffset(token_ids=[5])
     drawn = pb.SamplingConfig(temperature=1.0)
     beams = pb.BeamSearchConfig(beam_width=2)
@@ -249,7 +281,7 @@ async def test_what_cannot_go_on_exactly_is_refused(mesh: Mesh) -> None:
         assert told.value.trailing_metadata().get(REASON_METADATA_KEY) == "INVALID_FIELD"
 
 
-async def test_a_request_that_is_still_live_goes_on_in_the_new_call(mesh: Mesh) -> None:
+async def test_resume_of_a_live_request_moves_it_to_the_new_call(mesh: Mesh) -> None:
     stub = router_pb2_grpc.MeshServiceStub(mesh.channel)
     asked = request("twice", stopping=pb.StoppingConfig(max_tokens=ENDLESS))
     (whole,) = await mesh.client.complete([PROMPTS[0]], max_tokens=300)
@@ -280,7 +312,7 @@ async def test_a_request_that_is_still_live_goes_on_in_the_new_call(mesh: Mesh) 
     assert "goes on in another call" in (told.value.details() or "")
 
 
-async def test_what_was_finished_is_not_told_again(mesh: Mesh) -> None:
+async def test_resume_repeats_nothing_that_finished(mesh: Mesh) -> None:
     stub = router_pb2_grpc.MeshServiceStub(mesh.channel)
     asked = request("over", stopping=pb.StoppingConfig(max_tokens=5))
     (whole,) = await mesh.client.complete([PROMPTS[0]], max_tokens=5)

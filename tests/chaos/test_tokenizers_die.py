@@ -1,4 +1,4 @@
-"""Tokenizers die, freeze, restart and drain while streams run: no text is lost, none comes twice, nothing hangs."""
+"""Tokenizers die, freeze, restart and drain under running streams, without lost or repeated text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trtmesh.client import ItemResult
 STREAMS = 12
 TOKENS = 300
 
-# Single bytes: a character needs several tokens, so a moved sequence has half of one to take along.
+# Single bytes: a character needs several tokens, so a migrating sequence may carry half of one.
 BYTES = ("--simulated-first-token-id", "8", "--simulated-last-token-id", "263")
 ENGINE = (*SIMULATED, *BYTES)
 
@@ -32,7 +32,7 @@ PROMPTS = [f"stream {number}" for number in range(STREAMS)]
 STOP_TEXT = "never generated"
 
 WAITING = ("--tokenizer-recovery-seconds", "3600")
-"""Flags of a router whose sequences wait for a tokenizer, however long one takes to start."""
+"""Router flags: sequences wait indefinitely for a tokenizer."""
 
 
 def contents(items: Sequence[ItemResult]) -> list[tuple[tuple[int, ...], str]]:
@@ -41,14 +41,14 @@ def contents(items: Sequence[ItemResult]) -> list[tuple[tuple[int, ...], str]]:
 
 
 async def undisturbed(mesh: Mesh) -> Sequence[ItemResult]:
-    """What the streams are when nothing happens to them."""
+    """The output of the streams without a fault."""
     found = await mesh.client.complete(PROMPTS, max_tokens=TOKENS)
     assert [item.text for item in found] == [decode(item.token_ids) for item in found]
     return found
 
 
 async def opened(mesh: Mesh) -> list[StreamReader]:
-    """The same streams, each a request of its own and somewhere in its middle; they go on until they are stopped."""
+    """Opens the same streams without end, one request each, at different positions."""
     readers = [
         mesh.open([prompt], max_tokens=ENDLESS, stop_texts=[STOP_TEXT] if index % 2 else [])
         for index, prompt in enumerate(PROMPTS)
@@ -59,13 +59,13 @@ async def opened(mesh: Mesh) -> list[StreamReader]:
 
 
 async def check_going_on(readers: Sequence[StreamReader], expected: Sequence[ItemResult]) -> None:
-    """Stops the streams, which went on as when nothing happens."""
+    """Stops the streams and checks their output."""
     least = max(TOKENS, 10 + max(reader.tokens() for reader in readers))
     for reader, whole in zip(readers, expected, strict=True):
         check_beginning(await reader.stopped_at(least), [whole])
 
 
-async def test_one_of_two_is_killed() -> None:
+async def test_killed_tokenizer_moves_its_decode_states() -> None:
     async with running_mesh(tokenizers=2, engine_flags=ENGINE) as mesh:
         expected = await undisturbed(mesh)
         readers = await opened(mesh)
@@ -77,13 +77,13 @@ async def test_one_of_two_is_killed() -> None:
         await mesh.idle()
 
 
-async def test_one_of_two_is_killed_while_texts_are_encoded() -> None:
-    """Some of them on the one, some on the other, and some in the queue for either."""
+async def test_killed_tokenizer_moves_its_encode_jobs() -> None:
+    """Texts are on either tokenizer or in its queue."""
     flags = ("--encodes-per-tokenizer", "3")
     async with running_mesh(tokenizers=2, engine_flags=ENGINE, router_flags=flags) as mesh:
         long_prompts = [f"{number} " + "word and another word " * 4000 for number in range(8)]
         expected = contents(await mesh.client.complete(long_prompts, max_tokens=4))
-        # Frozen, so that every text is still with them when one dies.
+        # Frozen, so that no text is encoded before one dies.
         for tokenizer in mesh.tokenizers:
             tokenizer.signal(signal.SIGSTOP)
         readers = [mesh.open([prompt], max_tokens=4) for prompt in long_prompts]
@@ -99,7 +99,7 @@ async def test_one_of_two_is_killed_while_texts_are_encoded() -> None:
         await mesh.idle()
 
 
-async def test_the_only_one_is_killed_and_comes_back() -> None:
+async def test_killed_only_tokenizer_resumes_its_streams_after_a_restart() -> None:
     async with running_mesh(engine_flags=ENGINE, router_flags=WAITING) as mesh:
         expected = await undisturbed(mesh)
         readers = await opened(mesh)
@@ -111,14 +111,14 @@ async def test_the_only_one_is_killed_and_comes_back() -> None:
 
 
 async def restart(mesh: Mesh) -> None:
-    """Kills the only tokenizer and starts another where it was."""
+    """Kills the only tokenizer and starts a successor at its address."""
     (killed,) = mesh.tokenizers
     killed.signal(signal.SIGKILL)
     await killed.wait()
     await mesh.start_tokenizer(port=int(killed.address.rpartition(":")[2]))
 
 
-async def test_the_only_one_is_killed_for_good() -> None:
+async def test_killed_only_tokenizer_fails_streams_with_text_only() -> None:
     flags = ("--tokenizer-recovery-seconds", "0.5")
     async with running_mesh(engine_flags=ENGINE, router_flags=flags) as mesh:
         readers = await opened(mesh)
@@ -139,8 +139,8 @@ async def test_the_only_one_is_killed_for_good() -> None:
         await mesh.idle()
 
 
-async def test_one_of_two_drains() -> None:
-    """What a rolling restart does: nothing fails, neither what runs nor what comes."""
+async def test_draining_tokenizer_fails_nothing() -> None:
+    """As in a rolling restart: neither running nor new requests fail."""
     async with running_mesh(tokenizers=2, engine_flags=ENGINE) as mesh:
         expected = await undisturbed(mesh)
         readers = await opened(mesh)
@@ -154,8 +154,8 @@ async def test_one_of_two_drains() -> None:
         await mesh.idle()
 
 
-async def test_one_of_two_freezes() -> None:
-    """Seen by what it leaves unanswered, long before its link counts as silent: of streams and of texts."""
+async def test_frozen_tokenizer_moves_its_decode_states() -> None:
+    """Detected by unanswered messages, long before the link counts as silent."""
     flags = ("--silence-seconds", "3600")
     async with running_mesh(tokenizers=2, engine_flags=ENGINE, router_flags=flags) as mesh:
         expected = await undisturbed(mesh)
@@ -168,7 +168,7 @@ async def test_one_of_two_freezes() -> None:
         await mesh.idle()
 
 
-async def test_one_of_two_freezes_with_texts_to_encode() -> None:
+async def test_frozen_tokenizer_moves_its_encode_jobs() -> None:
     flags = ("--silence-seconds", "3600")
     async with running_mesh(tokenizers=2, engine_flags=ENGINE, router_flags=flags) as mesh:
         os.kill(mesh.tokenizers[0].pid, signal.SIGSTOP)
@@ -178,7 +178,7 @@ async def test_one_of_two_freezes_with_texts_to_encode() -> None:
         await mesh.idle()
 
 
-async def test_killed_and_restarted_again_and_again() -> None:
+async def test_tokenizers_restarted_in_turn_lose_no_text() -> None:
     async with running_mesh(tokenizers=2, engine_flags=ENGINE) as mesh:
         expected = await undisturbed(mesh)
         for victim in (0, 1, 0):
@@ -194,7 +194,7 @@ async def test_killed_and_restarted_again_and_again() -> None:
         await mesh.idle()
 
 
-async def test_cancelled_while_there_is_no_tokenizer() -> None:
+async def test_requests_can_be_cancelled_without_a_tokenizer() -> None:
     async with running_mesh(engine_flags=ENGINE, router_flags=WAITING) as mesh:
         readers = await opened(mesh)
         mesh.tokenizers[0].signal(signal.SIGKILL)

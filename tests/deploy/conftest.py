@@ -1,4 +1,4 @@
-"""The stack under test, once for all scenarios; they run one after another and leave it whole."""
+"""One stack for all scenarios, which run one after another and leave it whole."""
 
 from __future__ import annotations
 

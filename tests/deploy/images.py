@@ -1,4 +1,4 @@
-"""The images under test: built from the files that the repository keeps, by what builds and runs containers here."""
+"""The images under test, built from the tracked files of the repository."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).parents[2]
 TAG = "test"
-"""Not `latest`, which is what an operator runs."""
+"""Not `latest`, which operators run."""
 
 
 def container_engine() -> str:
@@ -26,7 +26,7 @@ def compose_command() -> list[str]:
 
 
 def why_not() -> str:
-    """Why containers cannot run here; '' when they can."""
+    """The reason why containers cannot run here; '' if they can."""
     for command in ([container_engine(), "info"], [*compose_command(), "version"]):
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -38,7 +38,7 @@ def why_not() -> str:
 
 
 def build_images() -> None:
-    """Builds as `make images` does, and shows what that prints."""
+    """Builds as `make images` does and prints its output."""
     with kept_files() as context:
         subprocess.run(
             [
@@ -52,9 +52,9 @@ def build_images() -> None:
 
 @contextmanager
 def kept_files() -> Iterator[Path]:
-    """The repository as a clone of it would be, with changes that are not committed yet, but nothing that is untracked.
+    """A copy of the tracked files with their uncommitted changes.
 
-    What has no history, such as a release, is taken as it is, and so is everything where git is not installed.
+    Without git or a history, as in a release, the repository itself.
     """
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
         yield ROOT

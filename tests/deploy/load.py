@@ -1,4 +1,4 @@
-"""A steady load whose every token is known beforehand."""
+"""A steady load whose tokens are known in advance."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PROMPTS = [f"def {name}(items):\n    " for name in ("total", "largest", "join", 
 MAX_TOKENS = 96
 
 PATIENCE_SECONDS = 120.0
-"""How long every lane has to finish a request: a stream that hangs ends the test and not the day."""
+"""Time limit of a lane for one request: a hanging stream fails the test."""
 
 
 class Refused(Exception):
-    """A router turned a request away, or was not there, before the stream had begun."""
+    """A router refused a request or was unreachable before the stream began."""
 
 
 async def ask(client: Client, prompt: str, tokens: int = MAX_TOKENS) -> ItemResult:
@@ -33,14 +33,14 @@ async def ask(client: Client, prompt: str, tokens: int = MAX_TOKENS) -> ItemResu
 
 @dataclass
 class Lane:
-    """One request after another. It ends by itself only when one goes wrong."""
+    """One request after another; ends by itself only on a failure."""
 
     client: Client
     prompt: str
     right: ItemResult
     may_be_refused: bool
     begun: bool = False
-    """Whether the stream under way has told something."""
+    """Whether the current stream has delivered an event."""
     finished: int = 0
     refused: int = 0
     worst_gap_seconds: float = 0.0
@@ -60,7 +60,7 @@ class Lane:
                 self.finished += 1
 
     async def _stream(self) -> ItemResult:
-        """What one request came to; notes the longest silence of its stream."""
+        """The result of one request; records the longest gap of its stream."""
         results = Results(1)
         self.begun, last = False, time.monotonic()
         tokens = len(self.right.token_ids)
@@ -82,11 +82,11 @@ class Lane:
 
 @dataclass
 class Load:
-    """What the streams saw."""
+    """The outcome of the streams."""
 
     lanes: Sequence[Lane]
     faults: list[str] = field(default_factory=list)
-    """What ended a lane, which nothing may; known when the load is over."""
+    """The failures that ended lanes; complete when the load is over."""
 
     @property
     def finished(self) -> int:
@@ -109,13 +109,13 @@ async def steady_load(
     tokens: int = MAX_TOKENS,
     may_be_refused: bool = False,
 ) -> AsyncIterator[Load]:
-    """Keeps `streams` requests of at most `tokens` going while inside; those under way when it is left end too.
+    """Keeps `streams` requests of at most `tokens` running inside the block, and finishes the last ones on exit.
 
-    A router that drains turns new requests away, and one that starts anew is not there: where `may_be_refused`, such
-    a request is made again. A stream that has begun must become whole.
+    A draining router refuses new requests, and a restarting one is unreachable: with `may_be_refused`, such requests
+    are repeated. A stream that has begun must complete.
     """
     async with Client(addresses) as client:
-        # Of unlike lengths, so that they do not begin and end all at once.
+        # Different lengths, so that they do not start and end together.
         lengths = [tokens - number * tokens // 8 for number in range(len(PROMPTS))]
         right = [await ask(client, *asked) for asked in zip(PROMPTS, lengths, strict=True)]
         numbers = [index % len(PROMPTS) for index in range(streams)]
@@ -130,7 +130,7 @@ async def steady_load(
 
 
 async def _finish_one_more_each(load: Load, tasks: Sequence[asyncio.Task[NoReturn]]) -> None:
-    """Waits until every lane has finished another request, or one lane has ended."""
+    """Waits until every lane has finished another request or one has failed."""
     before = [lane.finished for lane in load.lanes]
 
     def unfinished() -> int:
@@ -147,8 +147,8 @@ async def _finish_one_more_each(load: Load, tasks: Sequence[asyncio.Task[NoRetur
 
 
 async def _faults(tasks: Sequence[asyncio.Task[NoReturn]]) -> list[str]:
-    """Ends the lanes; returns what else had ended, or now ends, one of them."""
-    # `cancel` asks nothing of a task that is over.
+    """Ends the lanes; returns their failures."""
+    # `cancel` does nothing to a finished task.
     cancelled = [task.cancel() for task in tasks]
     ends = await asyncio.gather(*tasks, return_exceptions=True)
     return [

@@ -1,4 +1,4 @@
-"""The compose stack under test, driven as an operator drives it: by compose and the container engine."""
+"""The compose stack under test, operated through compose and the container engine."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ COMPOSE_FILE = ROOT / "deploy" / "docker-compose.yml"
 VARIABLES = {"tokenizer": "TOKENIZERS", "engine": "ENGINES", "simulated": "SIMULATED"}
 READY_SECONDS = 180.0
 MEMORY_GIB = {"router": 1, "tokenizer": 2, "engine": 3}
-"""Limits unlike those that the compose file has by itself."""
+"""Limits that differ from the defaults of the compose file."""
 
 STOP_SECONDS = 40
-"""When a container that was asked to stop is killed; as `stop_grace_period` of the compose file."""
+"""Seconds until a stopping container is killed, as `stop_grace_period` in the compose file."""
 
 
 def free_port() -> int:
@@ -46,7 +46,7 @@ class Container:
 
 @dataclass
 class ComposeStack:
-    """One project of compose, with ports of its own."""
+    """A compose project with ports of its own."""
 
     project: str = "trtmesh-test"
     model_dir: Path = ROOT / "models" / "demo"
@@ -75,12 +75,12 @@ class ComposeStack:
         return f"127.0.0.1:{self.ports['ADMIN_PORT']}"
 
     def up(self, **scales: int) -> None:
-        """Starts what is missing and stops what is too much; whatever else runs is left alone."""
+        """Starts missing and stops surplus containers; leaves the others alone."""
         self.scales |= scales
-        # Without --no-recreate podman-compose starts all containers of a service anew when their number changes.
+        # Without --no-recreate podman-compose recreates all containers of a service when their number changes.
         self.compose("up", "--detach", "--no-build", "--no-recreate")
         for service, count in self.scales.items():
-            # Docker has stopped them by now; podman-compose only ever adds.
+            # Docker has stopped them by now; podman-compose only adds.
             for container in self.containers(service)[count:]:
                 self.stop(container)
                 self.remove(container)
@@ -111,7 +111,7 @@ class ComposeStack:
         )
 
     def containers(self, service: str) -> list[Container]:
-        """The running containers of a service, by their numbers: compose starts the lowest that is missing."""
+        """The running containers of a service by number; compose starts the lowest missing one."""
         labels = {"com.docker.compose.project": self.project, "com.docker.compose.service": service}
         filters = [f"--filter=label={name}={value}" for name, value in labels.items()]
         ids = self._run(self.engine, "ps", "--quiet", *filters).split()
@@ -119,15 +119,15 @@ class ComposeStack:
         return [Container(one["Id"], int(one["State"]["Pid"])) for one in found]
 
     def inspect(self, container_id: str) -> dict[str, Any]:
-        """All that the container engine knows of a container, running or not."""
+        """The container engine's description of a container, running or not."""
         (known,) = json.loads(self._run(self.engine, "inspect", container_id))
         return dict(known)
 
     def crash(self, container: Container) -> None:
-        """SIGKILL to the service itself, as the kernel does it when memory is out.
+        """Sends SIGKILL to the service itself, as the kernel does when memory is out.
 
-        A container engine that is asked for it takes the container for stopped by its operator, and the restart policy
-        does not act. It is asked where the process is not ours to kill, or runs on another machine, as on a Mac.
+        A kill through the container engine counts as an operator's stop and disables the restart policy. It is the
+        fallback where the process belongs to another user or machine, as on a Mac.
         """
         try:
             ours = b"trtmesh." in Path(f"/proc/{container.pid}/cmdline").read_bytes()
@@ -147,7 +147,7 @@ class ComposeStack:
         self._run(self.engine, "rm", "--force", container.id)
 
     def stop(self, container: Container) -> None:
-        """SIGTERM, after which the service must drain and end by itself, before the container engine kills it."""
+        """Sends SIGTERM; the service must drain and end before the container engine kills it."""
         self._run(self.engine, "stop", "--time", str(STOP_SECONDS), container.id)
         status = self.inspect(container.id)["State"]["ExitCode"]
         if status != 0:
@@ -176,7 +176,7 @@ class ComposeStack:
         )
 
     def health(self, container: Container) -> str:
-        """What the image's own check says of a running container; '' when it is healthy."""
+        """The complaint of the image's health check about a running container; '' if healthy."""
         kind, *check = self.inspect(container.id)["Config"]["Healthcheck"]["Test"]
         assert kind == "CMD"
         done = self.execute(container, *check)
@@ -202,7 +202,7 @@ class ComposeStack:
         return done.stdout
 
     def _environment(self) -> Mapping[str, str]:
-        # podman-compose heeds a single --scale, so the numbers go in as variables.
+        # podman-compose honours a single --scale, so the numbers are passed as variables.
         scales = {VARIABLES[service]: count for service, count in self.scales.items()}
         images = {"REGISTRY": "localhost/", "TAG": TAG}
         model = {"MODEL_DIR": self.model_dir, "MODEL_NAME": self.model_name}
@@ -217,7 +217,7 @@ def _number(known: Mapping[str, Any]) -> int:
 
 @contextmanager
 def running(stack: ComposeStack) -> Iterator[ComposeStack]:
-    """One router, one tokenizer and one engine; nothing is left afterwards."""
+    """Runs one router, one tokenizer and one engine; removes everything on exit."""
     try:
         stack.up(tokenizer=1, engine=1, simulated=0)
         yield stack

@@ -1,4 +1,4 @@
-"""What the images are built from, and when there is nothing to build them with."""
+"""The build context of the images, and machines without a container engine."""
 
 from __future__ import annotations
 
@@ -33,24 +33,26 @@ def test_untracked_files_are_left_out(repository: Path) -> None:
         assert files(context) == {"services/kept.py": "as changed since"}
 
 
-def test_a_release_is_taken_as_it_is(repository: Path) -> None:
+def test_release_without_history_is_built_as_it_is(repository: Path) -> None:
     with kept_files() as context:
         assert files(context) == {"services/kept.py": "as added"}
 
 
-def test_without_git_everything_is_taken(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repository_is_built_as_it_is_without_git(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (repository / ".git").mkdir()
     monkeypatch.setenv("PATH", "")
     with kept_files() as context:
         assert files(context) == {"services/kept.py": "as added"}
 
 
-def test_a_missing_container_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_container_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CONTAINER_ENGINE", "no-such-engine")
     assert why_not().startswith("no-such-engine: ")
 
 
-def test_a_missing_compose_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compose_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CONTAINER_ENGINE", "true")
     monkeypatch.setenv("COMPOSE", "no-such-compose --quiet")
     assert why_not().startswith("no-such-compose: ")

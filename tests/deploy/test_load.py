@@ -1,4 +1,4 @@
-"""The steady load sees what goes wrong with a stream, and takes nothing else for a fault."""
+"""The steady load reports every fault of a stream and nothing else."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ async def mesh() -> AsyncIterator[Mesh]:
 
 
 class Unreliable:
-    """Stands before a router, and from some moment on leaves every third of its streams in the middle."""
+    """A proxy of a router that, once told to, breaks every third stream in the middle."""
 
     def __init__(self, router: grpc.aio.Channel) -> None:
         self._generate: grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
         self._generate = router.unary_stream(GENERATE)
         self._begun = 0
         self.leaves_by: grpc.StatusCode | None = None
-        """OK ends the stream as if all were told; UNKNOWN stays and tells nothing more."""
+        """OK ends the stream early; UNKNOWN leaves it silent."""
 
     async def generate(
         self, request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]
@@ -95,7 +95,7 @@ async def another_router(mesh: Mesh, address: str = "127.0.0.1:0") -> ServicePro
         (grpc.StatusCode.OK, "StreamIncomplete"),
     ],
 )
-async def test_a_stream_that_breaks_off_is_a_fault(
+async def test_load_reports_a_stream_that_breaks_off(
     mesh: Mesh, leaves_by: grpc.StatusCode, fault: str
 ) -> None:
     async with unreliable(mesh) as (router, address):
@@ -105,7 +105,7 @@ async def test_a_stream_that_breaks_off_is_a_fault(
         assert {told.split(":")[0] for told in seen.faults} == {fault}
 
 
-async def test_a_stream_that_hangs_is_not_left_out(
+async def test_load_reports_a_stream_that_hangs(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with unreliable(mesh) as (router, address):
@@ -115,7 +115,7 @@ async def test_a_stream_that_hangs_is_not_left_out(
                 monkeypatch.setattr("deploy.load.PATIENCE_SECONDS", 2.0)
 
 
-async def test_a_router_that_drains_costs_no_stream(mesh: Mesh) -> None:
+async def test_load_survives_a_draining_router(mesh: Mesh) -> None:
     router = await another_router(mesh)
     async with steady_load(router.address, STREAMS, may_be_refused=True) as seen:
         assert await router.stop() == 0
@@ -123,7 +123,7 @@ async def test_a_router_that_drains_costs_no_stream(mesh: Mesh) -> None:
     assert seen.faults == []
 
 
-async def test_a_router_that_does_not_drain_costs_its_streams(mesh: Mesh) -> None:
+async def test_load_reports_the_streams_of_a_killed_router(mesh: Mesh) -> None:
     router = await another_router(mesh)
     async with steady_load(router.address, STREAMS, tokens=400, may_be_refused=True) as seen:
 
@@ -137,7 +137,7 @@ async def test_a_router_that_does_not_drain_costs_its_streams(mesh: Mesh) -> Non
     assert "Unavailable" in {told.split(":")[0] for told in seen.faults}
 
 
-async def test_a_refused_request_is_a_fault_where_nothing_refuses(mesh: Mesh) -> None:
+async def test_load_reports_an_unexpected_refusal(mesh: Mesh) -> None:
     router = await another_router(mesh)
     async with steady_load(router.address, STREAMS) as seen:
         assert await router.stop() == 0

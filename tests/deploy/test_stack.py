@@ -1,4 +1,4 @@
-"""The stack across real container boundaries. Run by `make compose-test`; prints a line for each scenario."""
+"""The stack across container boundaries, run by `make compose-test`; prints a line for each scenario."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TRTMESH = str(Path(sys.executable).with_name("trtmesh"))
 
 
 def trtmesh(stack: ComposeStack, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command of this machine, outside the containers."""
+    """The CLI of this machine, outside the containers."""
     environment = {
         **os.environ,
         "TRTMESH_ROUTER": stack.address,
@@ -44,13 +44,13 @@ def trtmesh(stack: ComposeStack, *arguments: str) -> subprocess.CompletedProcess
 
 
 async def until_ready(admin: AdminClient, workers: int, tokenizers: int) -> None:
-    """Waits until the router has exactly so many ready replicas and knows of no other."""
+    """Waits until the router knows exactly this many replicas, all ready."""
 
     async def reached() -> bool:
         try:
             status = await admin.list_workers()
         except Unavailable:
-            # The router itself starts anew.
+            # The router itself restarts.
             return False
         return [worker.state for worker in status.workers] == [READY] * workers and [
             tokenizer.state for tokenizer in status.tokenizers
@@ -62,7 +62,7 @@ async def until_ready(admin: AdminClient, workers: int, tokenizers: int) -> None
 
 
 async def add_second_router(stack: ComposeStack) -> None:
-    """Starts the second router, or nothing when it is there, and waits until it serves."""
+    """Starts the second router unless it runs, and waits until it serves."""
     if "second-router" not in stack.profiles:
         stack.profiles.append("second-router")
     await asyncio.to_thread(stack.up)
@@ -77,7 +77,7 @@ async def add_second_router(stack: ComposeStack) -> None:
 
 
 def answered(stack: ComposeStack, router: str) -> int:
-    """How many requests a router has answered, by its own count; `router` begins the name of its ports."""
+    """The number of requests a router has answered; `router` is the prefix of its port names."""
     url = f"http://127.0.0.1:{stack.ports[router + 'METRICS_PORT']}/metrics"
     with urllib.request.urlopen(url, timeout=10) as page:
         families = text_string_to_metric_families(page.read().decode())
@@ -102,7 +102,7 @@ async def under_load(
     tokens: int = MAX_TOKENS,
     may_be_refused: bool = False,
 ) -> None:
-    """Does something to the stack while streams go on; every one of them must be whole."""
+    """Acts on the stack under running streams, all of which must complete."""
     async with (
         steady_load(
             addresses or stack.address, streams, tokens=tokens, may_be_refused=may_be_refused
@@ -144,7 +144,7 @@ async def test_http_and_metrics_are_published(stack: ComposeStack) -> None:
     print("\nHTTP and metrics: reached from outside")
 
 
-async def test_the_router_image_has_neither_torch_nor_transformers(stack: ComposeStack) -> None:
+async def test_router_image_has_neither_torch_nor_transformers(stack: ComposeStack) -> None:
     for service, absent in (
         ("router", ("torch", "transformers", "tokenizers", "trtmesh.engine", "trtmesh.tokenizer")),
         ("tokenizer", ("torch", "trtmesh.engine", "trtmesh.router")),
@@ -167,7 +167,7 @@ async def test_containers_are_confined_as_the_compose_file_says(stack: ComposeSt
         assert host["RestartPolicy"]["Name"] == "unless-stopped", service
         assert "no-new-privileges" in str(host["SecurityOpt"]), service
         assert known["Config"]["User"] == "10001", service
-        # Not only asked for, but so: no privileges, no writing but to memory, nothing published but by the router.
+        # In effect, not only requested: no privileges, writes to memory only, ports published by the router only.
         written = stack.execute(container, "touch", "/app/file")
         assert "Read-only file system" in written.stderr, service
         assert stack.execute(container, "touch", "/tmp/file").returncode == 0, service
@@ -177,8 +177,8 @@ async def test_containers_are_confined_as_the_compose_file_says(stack: ComposeSt
     print("\nrouter, tokenizer, engine: limits, policies and privileges as told")
 
 
-async def test_a_model_of_ones_own_is_served(stack: ComposeStack, tmp_path: Path) -> None:
-    """In a stack of its own beside the other."""
+async def test_model_of_a_mounted_directory_is_served(stack: ComposeStack, tmp_path: Path) -> None:
+    """Runs in a stack of its own."""
     copy = shutil.copytree(stack.model_dir, tmp_path / "mine")
     own = ComposeStack(project="trtmesh-test-model", model_dir=copy, model_name="mine")
     with running(own):
@@ -207,13 +207,13 @@ async def test_engines_of_a_model_are_scaled_and_killed_under_load(stack: Compos
         await asyncio.to_thread(stack.up, engine=1)
         await until_ready(admin, 1, 1)
 
-    # Few and short: a step of a model on a CPU takes its time.
+    # Few and short: a model step on a CPU is slow.
     scenario = "the demo model: engine 1-2-1, and kill -9 of one of the two"
     await under_load(stack, scenario, act, streams=4, tokens=24)
 
 
 async def test_engines_give_way_to_simulated_ones(stack: ComposeStack) -> None:
-    """From here on the model is simulated: the scenarios are about containers, not about how fast a model is."""
+    """Switches to a simulated model: the remaining scenarios need no real one."""
     async with AdminClient(stack.admin_address) as admin:
         await asyncio.to_thread(stack.up, engine=0, simulated=1)
         await until_ready(admin, 1, 1)
@@ -230,7 +230,7 @@ async def test_engines_and_tokenizers_are_scaled_under_load(stack: ComposeStack)
 
 
 @pytest.mark.parametrize("service", ["simulated", "tokenizer"])
-async def test_a_killed_container_costs_no_token(stack: ComposeStack, service: str) -> None:
+async def test_killed_container_costs_no_token(stack: ComposeStack, service: str) -> None:
     async def act(admin: AdminClient) -> None:
         scale = {"simulated": 1, "tokenizer": 1} | {service: 2}
         await asyncio.to_thread(stack.up, **scale)
@@ -244,11 +244,11 @@ async def test_a_killed_container_costs_no_token(stack: ComposeStack, service: s
     await under_load(stack, f"kill -9 of one {service} of two", act)
 
 
-async def test_a_lost_network_costs_no_token(stack: ComposeStack) -> None:
+async def test_lost_network_costs_no_token(stack: ComposeStack) -> None:
     async def act(admin: AdminClient) -> None:
         await asyncio.to_thread(stack.up, simulated=2)
         await until_ready(admin, 2, 1)
-        # The last: compose would start another in the place of the first, and the one that stays would go.
+        # Last, because compose would replace the first container and remove the remaining one.
         lost = stack.containers("simulated")[-1]
         stack.disconnect(lost)
         await asyncio.sleep(8)
@@ -260,7 +260,7 @@ async def test_a_lost_network_costs_no_token(stack: ComposeStack) -> None:
 
 
 @pytest.mark.parametrize("service", ["simulated", "tokenizer", "router"])
-async def test_a_rolling_restart_costs_no_token(stack: ComposeStack, service: str) -> None:
+async def test_rolling_restart_costs_no_token(stack: ComposeStack, service: str) -> None:
     async def act(admin: AdminClient) -> None:
         scale = {"simulated": 2, "tokenizer": 2}
         await asyncio.to_thread(stack.up, **scale)
@@ -275,14 +275,14 @@ async def test_a_rolling_restart_costs_no_token(stack: ComposeStack, service: st
     )
 
 
-async def test_health_checks_say_that_all_are_ready(stack: ComposeStack) -> None:
+async def test_health_checks_report_every_container_healthy(stack: ComposeStack) -> None:
     for service in ("router", "tokenizer", "simulated"):
         for container in stack.containers(service):
             assert stack.health(container) == ""
     print("\nhealth checks of the images: ready")
 
 
-async def test_a_killed_router_of_two_costs_no_token(stack: ComposeStack) -> None:
+async def test_killed_router_of_two_costs_no_token(stack: ComposeStack) -> None:
     async def act(admin: AdminClient) -> None:
         stack.crash(stack.containers("router")[0])
         await asyncio.sleep(5)
@@ -318,7 +318,7 @@ async def test_grpc_balances_requests_over_two_routers(stack: ComposeStack) -> N
     print(f"\neight requests over one round_robin channel: {shares}")
 
 
-async def test_the_command_of_this_machine_administers_the_stack(stack: ComposeStack) -> None:
+async def test_cli_outside_the_containers_administers_the_stack(stack: ComposeStack) -> None:
     listed = await asyncio.to_thread(trtmesh, stack, "workers", "list", "--json")
     assert listed.returncode == 0, listed.stderr
     (worker,) = [json.loads(line) for line in listed.stdout.splitlines()]
@@ -330,7 +330,7 @@ async def test_the_command_of_this_machine_administers_the_stack(stack: ComposeS
     print(f"\nworkers list, drain and resume from outside: {worker['worker']}")
 
 
-async def test_the_stack_still_gives_the_same_tokens(stack: ComposeStack) -> None:
+async def test_stack_gives_the_same_tokens_at_the_end(stack: ComposeStack) -> None:
     async with Client(stack.address) as client:
         first, second = [[await ask(client, prompt) for prompt in PROMPTS] for _ in range(2)]
     assert [item.token_ids for item in first] == [item.token_ids for item in second]

@@ -1,4 +1,4 @@
-"""A mesh of real processes: routers, tokenizers and engines over real sockets, and a client of it."""
+"""A mesh of real processes (routers, tokenizers, engines) on real sockets, and its client."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from trtmesh.client.results import Results, SequenceResult
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 PATIENCE_SECONDS = 240.0
-"""How long a test waits for what must happen; no test depends on how soon it does."""
+"""Upper bound of a wait; no test depends on the actual time."""
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 DEMO_VOCABULARY = 6144
@@ -41,17 +41,17 @@ SIMULATED = (
     *("--simulated-vocabulary-size", str(DEMO_VOCABULARY)),
     *("--simulated-step-ms", "4", "--load-interval-seconds", "0.02"),
 )
-"""Flags of an engine that a mesh with the demo tokenizer takes for the demo model."""
+"""Engine flags: simulates the demo model, whose tokenizer a mesh has."""
 
 WIDE_TOKENS = ("--simulated-first-token-id", "8", "--simulated-last-token-id", "6143")
-"""Ids all over the demo vocabulary, among them parts of characters."""
+"""Engine flags: token ids span the demo vocabulary, parts of characters included."""
 
 ENDLESS = 20_000
-"""Tokens of a request that is stopped: more than it can get while a test looks at it, on any machine."""
+"""Tokens of a request to be stopped: more than a test can wait for."""
 
 PATIENT = ("--stall-seconds", "60", "--accepted-seconds", "60", "--next-token-seconds", "60",
            "--sibling-wait-seconds", "60")  # fmt: skip
-"""Flags of a router for tests in which no worker freezes: one that is slow for a moment is not left or passed over."""
+"""Router flags for tests without frozen workers: a slow moment neither moves items nor excludes the worker."""
 
 BUSY_GAUGES = (
     "live_requests",
@@ -65,20 +65,20 @@ BUSY_GAUGES = (
 async def eventually(
     condition: Callable[[], Awaitable[object]], seconds: float = PATIENCE_SECONDS
 ) -> None:
-    """Waits until `condition` holds, for what no event tells."""
+    """Polls `condition` until it holds."""
     async with asyncio.timeout(seconds):
         while not await condition():  # noqa: ASYNC110 - another process sets no event
             await asyncio.sleep(0.01)
 
 
 def decode(token_ids: Sequence[int], model_dir: Path = DEMO) -> str:
-    """The decode of the whole, as clients see texts: without special tokens."""
+    """Decodes all ids at once, without special tokens."""
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
 async def scrape(process: ServiceProcess, **labels: str) -> Mapping[str, float]:
-    """The samples of a process by name, those with `labels` summed over all other labels."""
+    """The metric samples of a process that have `labels`, summed by name."""
     url = f"http://127.0.0.1:{process.metrics_port}/metrics"
     text = await asyncio.to_thread(_read, url)
     values: dict[str, float] = {}
@@ -95,7 +95,7 @@ def _read(url: str) -> str:
 
 
 class StreamReader:
-    """Reads one request in the background and checks, event by event, what must hold for any stream."""
+    """Reads one request in the background and checks the order of its events."""
 
     def __init__(self, client: Client, prompts: Sequence[Any], **options: Any) -> None:
         self.events: list[Event] = []
@@ -111,37 +111,37 @@ class StreamReader:
 
     @property
     def request_id(self) -> str:
-        """As the router told it with its first event."""
+        """The id in the router's first event."""
         accepted = self.events[0]
         assert isinstance(accepted, Accepted)
         return accepted.request_id
 
     def tokens(self, batch_index: int = 0) -> int:
-        """How many tokens of an item are here, all sequences together."""
+        """The number of tokens received of an item, over all sequences."""
         return sum(map(_length, self.items[batch_index].sequences))
 
     def positions(self, batch_index: int) -> list[int]:
-        """How many tokens of each sequence of an item are here, as far as one is known."""
+        """The number of tokens received of each known sequence of an item."""
         return list(map(_length, self.items[batch_index].sequences))
 
     async def until(self, condition: Callable[[StreamReader], object]) -> None:
-        """Waits until `condition` holds or the stream is over."""
+        """Waits until `condition` holds or the stream ends."""
         async with asyncio.timeout(PATIENCE_SECONDS), self._arrived:
             await self._arrived.wait_for(lambda: condition(self) or self._task.done())
 
     async def tokens_here(self, least: int) -> None:
-        """Waits until so many tokens of the first item are here; fails when it ends with fewer."""
+        """Waits for `least` tokens of the first item; fails if it ends with fewer."""
         await self.until(lambda reader: reader.tokens() >= least)
         assert self.tokens() >= least, self.items[0]
 
     async def result(self) -> Sequence[ItemResult]:
-        """Waits for the end; raises what the call raised."""
+        """Waits for the end; raises the error of the call."""
         async with asyncio.timeout(PATIENCE_SECONDS):
             await asyncio.shield(self._task)
         return self.items
 
     async def stopped_at(self, least: int, sequences: int = 1) -> Sequence[ItemResult]:
-        """Stops the request when every sequence of every item has so many tokens, and waits for its end."""
+        """Stops the request once every sequence has `least` tokens, and waits for its end."""
 
         def all_there(reader: StreamReader) -> bool:
             return all(
@@ -156,11 +156,11 @@ class StreamReader:
         return await self.result()
 
     def worst_gap_seconds(self) -> float:
-        """Longest time that an item was without an event, the first one's included; to be printed, never asserted."""
+        """The longest gap before an event of an item, the first included; for printing only."""
         return max(b - a for times in self._times.values() for a, b in pairwise(times))
 
     async def cancel(self) -> None:
-        """Cancels the call as a client does that is not interested any more."""
+        """Cancels the call."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
@@ -185,13 +185,13 @@ class StreamReader:
 
 
 def _length(sequence: SequenceResult) -> int:
-    """Tokens of a sequence, without putting them together."""
+    """The number of tokens of a sequence, without joining its chunks."""
     last = sequence.chunks[-1] if sequence.chunks else None
     return last.token_offset + len(last.token_ids) if last else 0
 
 
 def check_beginning(items: Sequence[ItemResult], whole: Sequence[ItemResult]) -> None:
-    """Items that were stopped are, as far as `whole` goes, what they are when nothing happens."""
+    """Checks that stopped items begin as `whole` does."""
     for item, expected in zip(items, whole, strict=True):
         assert item.error is None
         assert item.reason is FinishReason.STOPPED
@@ -206,9 +206,9 @@ def check_beginning(items: Sequence[ItemResult], whole: Sequence[ItemResult]) ->
 
 @dataclass
 class OrderCheck:
-    """What every stream of events keeps, whatever happens: order, contiguous offsets, one terminal event an item.
+    """Checks invariants of every event stream: order, contiguous offsets, one terminal event an item.
 
-    Where a search `rewrites` its sequences, one may begin again at any time.
+    A beam search `rewrites` its sequences, so their offsets may return to 0.
     """
 
     rewrites: bool = False
@@ -251,7 +251,7 @@ class OrderCheck:
 
 
 class Mesh:
-    """Processes that belong together. Every one is killed when the mesh ends."""
+    """The processes of a mesh, killed when it ends."""
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self._stack = stack
@@ -261,7 +261,7 @@ class Mesh:
         self.client: Client
         self.admin: AdminClient
         self.channel: grpc.aio.Channel
-        """A channel to the router, for calls that the client does not make."""
+        """A channel to the router, for calls without a client method."""
 
     async def start(
         self, service: str, *flags: str, env: Mapping[str, str] | None = None
@@ -284,7 +284,7 @@ class Mesh:
         return process
 
     async def start_router(self, *flags: str) -> None:
-        """A router of all that was started before, and a client of it."""
+        """Starts a router of the processes started before, and its clients."""
         tokenizers = ",".join(process.address for process in self.tokenizers)
         peers = ["--engines", ",".join(process.address for process in self.engines)]
         if tokenizers:
@@ -297,7 +297,7 @@ class Mesh:
         self.channel = await self._stack.enter_async_context(channel)
 
     def open(self, prompts: Sequence[Any], **options: Any) -> StreamReader:
-        """Starts a request and reads it in the background."""
+        """Opens a request and reads it in the background."""
         reader = StreamReader(self.client, prompts, **options)
         self._stack.push_async_callback(reader.cancel)
         return reader
@@ -306,7 +306,7 @@ class Mesh:
         return await self.admin.list_workers()
 
     async def stages(self) -> list[str]:
-        """Where the live items are in their story."""
+        """The stages of the live items."""
         answer = await self.admin.list_requests()
         return [item.stage for request in answer.requests for item in request.items]
 
@@ -314,7 +314,7 @@ class Mesh:
         return stage in await self.stages()
 
     async def ready(self, workers: int, tokenizers: int = 0) -> None:
-        """Waits until so many workers and tokenizers are ready."""
+        """Waits until this many workers and tokenizers are ready."""
 
         async def all_ready() -> bool:
             status = await self.status()
@@ -335,7 +335,7 @@ class Mesh:
         await eventually(only_these)
 
     async def counted(self, name: str, least: float) -> None:
-        """Waits until a counter of the router, all labels together, has come so far."""
+        """Waits until a counter of the router, summed over labels, reaches `least`."""
 
         async def so_far() -> bool:
             samples = await scrape(self.router)
@@ -344,12 +344,12 @@ class Mesh:
         await eventually(so_far)
 
     async def gauges(self) -> Mapping[str, float]:
-        """The router's gauges of things in use."""
+        """The router's gauges of resources in use."""
         samples = await scrape(self.router)
         return {name: samples[f"trtmesh_router_{name}"] for name in BUSY_GAUGES}
 
     async def used_blocks(self) -> float:
-        """KV blocks in use on all engines, by their own gauges."""
+        """KV blocks in use on the living engines."""
         living = [engine for engine in self.engines if engine.exit_status is None]
         samples = await asyncio.gather(*(scrape(engine) for engine in living))
         return sum(sample["trtmesh_engine_used_blocks"] for sample in samples)
@@ -377,7 +377,7 @@ async def running_mesh(
     model_dir: Path = DEMO,
     start: Callable[[Mesh], Awaitable[None]] | None = None,
 ) -> AsyncIterator[Mesh]:
-    """A mesh that is ready, or what `start` makes of an empty one. Every process is killed on the way out."""
+    """Starts a mesh and waits until it is ready, or lets `start` do so; kills its processes on exit."""
 
     async def start_as_told(mesh: Mesh) -> None:
         starts = [mesh.start_tokenizer(model_dir) for _ in range(tokenizers)]

@@ -1,4 +1,4 @@
-"""A backend that breaks as a whole costs its items nothing but time; an item that breaks it is not handed on."""
+"""A broken backend moves its items; an item with a broken input fails alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trtmesh.chassis.errors import BackendFailed
 PROMPTS = [[300 + number, 40, 50, 60] for number in range(6)]
 POISON = 77
 STEPS_TO_BREAK = 20
-"""Far fewer than a request takes, and enough for its items to be in their middle."""
+"""Enough for every item to have tokens, far fewer than a request takes."""
 TORCH = ("--model-dir", str(DEMO), "--torch-threads", "1", "--torch-kv-cache-tokens", "8192")
 
 FAULTS = """
@@ -32,10 +32,10 @@ def hook(module, positional):
 
 torch.nn.modules.module.register_module_forward_pre_hook(hook)
 """
-"""Python runs sitecustomize.py when it starts, so that is how faults get into real processes."""
+"""Injected into real processes as sitecustomize.py, which Python runs at start."""
 
 
-async def test_items_of_a_broken_backend_go_on_elsewhere(tmp_path: Path) -> None:
+async def test_broken_backend_moves_its_items(tmp_path: Path) -> None:
     flags = [tmp_path / name for name in ("one", "two")]
 
     async def start(mesh: Mesh) -> None:
@@ -61,7 +61,7 @@ async def test_items_of_a_broken_backend_go_on_elsewhere(tmp_path: Path) -> None
 
 
 async def check_poison_stays(mesh: Mesh) -> None:
-    """An item whose own input fails ends, on the worker that had it, while its mates go on."""
+    """Checks that an item with a broken input fails without migrating, and that its batch mates continue."""
     poison, mate = await mesh.client.complete([[POISON, 5], PROMPTS[0]], max_tokens=20)
     assert isinstance(poison.error, BackendFailed)
     assert "this input is too much" in poison.error.message
@@ -79,8 +79,7 @@ async def moved(mesh: Mesh) -> float:
 
 
 def faulty(flag: Path) -> dict[str, str]:
-    """Environment of a process that fails on an input, and altogether a few steps after `flag` with the suffix .broken
-    is there."""
+    """Environment of a process that fails on POISON, and for good a few steps after the file `flag`.broken appears."""
     flag.mkdir()
     broken = str(flag.with_suffix(".broken"))
     code = FAULTS.format(flag=broken, poison=POISON, most_steps=STEPS_TO_BREAK)

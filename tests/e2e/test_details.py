@@ -1,4 +1,4 @@
-"""Controls and details through real processes: what the engine computes reaches the client whole, however it is cut."""
+"""Token controls and details through real processes: messages may be cut, details arrive whole."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def torch_mesh(folder: Path) -> AsyncIterator[Mesh]:
     torch.set_num_threads(1)
     flags = (
         *("--model-dir", str(folder), "--torch-dtype", "float32", "--torch-threads", "1"),
-        # A prompt takes several steps; a message carries few rows.
+        # Several steps a prompt, few rows a message.
         *("--torch-kv-cache-tokens", "2048", "--torch-max-step-tokens", "8"),
         *("--torch-max-logits-bytes", "300000", "--max-message-bytes", "65536"),
     )
@@ -83,7 +83,7 @@ def check(folder: Path, item: ItemResult) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_details_reach_the_client_whole_and_parallel_to_the_tokens(
+async def test_details_are_whole_and_parallel_to_the_tokens(
     torch_mesh: Mesh, folder: Path, stream: bool
 ) -> None:
     reader = torch_mesh.open(
@@ -135,7 +135,7 @@ async def test_bias_texts_and_bad_texts_steer_the_model(torch_mesh: Mesh, folder
     )
     expected = tiny_models.greedy(model, prompt, NEW_TOKENS, sequence_bias=bias)
     assert list(biased.token_ids) == expected
-    # A text of several ids: the model may begin it but not end it.
+    # A text of several ids: the model may begin but not complete it.
     word = "over the"
     strong: dict[str, Any] = {"embedding_bias_texts": [word], "embedding_bias_weights": [50.0]}
     (tempted,) = await torch_mesh.client.complete([PROMPT], **strong, **shape)
@@ -156,9 +156,7 @@ async def test_bias_texts_and_bad_texts_steer_the_model(torch_mesh: Mesh, folder
     )
 
 
-async def test_all_perf_metrics_and_the_prompt_come_where_asked_for(
-    torch_mesh: Mesh, folder: Path
-) -> None:
+async def test_perf_metrics_and_prompt_ids_come_on_request(torch_mesh: Mesh, folder: Path) -> None:
     prompt = "A prompt that no other test of this file sends " * 3
     shape: dict[str, Any] = {"max_tokens": 5, "ignore_end_id": True, "perf_metrics": True}
     (item,) = await torch_mesh.client.complete([prompt], exclude_prompt=False, **shape)
@@ -185,7 +183,7 @@ async def test_all_perf_metrics_and_the_prompt_come_where_asked_for(
     assert again.perf_metrics.kv_cache_alloc_total_blocks == blocks - (len(ids) - 1) // 16
 
 
-async def test_refusals_name_what_the_client_sent(torch_mesh: Mesh) -> None:
+async def test_refusal_names_the_field_of_the_client(torch_mesh: Mesh) -> None:
     (item,) = await torch_mesh.client.complete(["x"], context_logits=True, generation_logits=True)
     assert isinstance(item.error, InvalidField)
     assert "output.generation_logits" in item.error.message

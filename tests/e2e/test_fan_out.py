@@ -1,4 +1,4 @@
-"""One request, many prompts: every item lives, fails, stops and ends on its own."""
+"""One request of many prompts: each item fails, stops and finishes on its own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TOKENS = 40
 MOST_TOKENS = 8000
-"""Of an item that is stopped: more than it can get before."""
+"""Tokens of an item to be stopped: more than it can get."""
 
 
 async def test_items_are_independent(mesh: Mesh) -> None:
@@ -62,7 +62,7 @@ async def test_items_are_independent(mesh: Mesh) -> None:
 def check_metrics(
     before: Mapping[str, float], after: Mapping[str, float], items: Sequence[ItemResult]
 ) -> None:
-    """The router has counted and measured these items, of one sequence each, and nothing else."""
+    """Checks that the router counted and measured exactly these single-sequence items."""
 
     def gained(name: str) -> float:
         name = f"trtmesh_router_{name}"
@@ -73,7 +73,7 @@ def check_metrics(
     for name in ("time_to_first_token_seconds", "queue_seconds"):
         assert gained(f"{name}_count") == len(items)
     assert gained("time_to_first_token_seconds_sum") > gained("queue_seconds_sum") > 0
-    # Tokens that arrive together are one observation.
+    # Tokens of one message are one observation.
     assert 0 < gained("inter_token_seconds_count") <= generated_tokens - len(items)
     assert gained("inter_token_seconds_sum") > 0
     assert gained("prompt_tokens_per_item_count") == len(items)
@@ -106,7 +106,7 @@ BROKEN: dict[str, tuple[PromptLike, type[TrtmeshError], str]] = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-async def test_a_broken_item_fails_alone(mesh: Mesh, kind: str) -> None:
+async def test_broken_item_fails_alone(mesh: Mesh, kind: str) -> None:
     prompt, error, words = BROKEN[kind]
     good: list[PromptLike] = ["good one", "good two"]
     expected = await mesh.client.complete(good, max_tokens=TOKENS)
@@ -119,7 +119,7 @@ async def test_a_broken_item_fails_alone(mesh: Mesh, kind: str) -> None:
     await mesh.idle()
 
 
-async def test_what_fails_as_a_whole(mesh: Mesh) -> None:
+async def test_invalid_request_fails_whole(mesh: Mesh) -> None:
     with pytest.raises(ModelNotFound, match=r"'other'.*demo"):
         await mesh.client.complete(["x"], model="other", max_tokens=1)
     with pytest.raises(InvalidRequest, match=r"items\[1\]: prompt has neither text nor token_ids"):
@@ -132,7 +132,7 @@ async def test_what_fails_as_a_whole(mesh: Mesh) -> None:
         await mesh.client.complete(["x"], request_id="x" * 257, max_tokens=1)
 
 
-async def test_a_request_id_is_unique_among_live_requests(mesh: Mesh) -> None:
+async def test_request_id_is_unique_among_live_requests(mesh: Mesh) -> None:
     reader = mesh.open(["x"], request_id="twice", max_tokens=MOST_TOKENS)
     await reader.tokens_here(1)
     with pytest.raises(AlreadyExists, match="twice"):
@@ -144,7 +144,7 @@ async def test_a_request_id_is_unique_among_live_requests(mesh: Mesh) -> None:
     assert await mesh.client.stop("twice") == 0
 
 
-async def test_stop_of_some_items(mesh: Mesh) -> None:
+async def test_stop_ends_the_named_items_only(mesh: Mesh) -> None:
     stopped = (1, 4)
     items_asked = [
         GenerateItem(
@@ -169,7 +169,7 @@ async def test_stop_of_some_items(mesh: Mesh) -> None:
     await mesh.idle()
 
 
-async def test_stop_of_all_items(mesh: Mesh) -> None:
+async def test_stop_without_items_ends_all(mesh: Mesh) -> None:
     reader = mesh.open([f"item {i}" for i in range(6)], request_id="all", max_tokens=MOST_TOKENS)
     await reader.until(lambda r: all(r.tokens(index) > 5 for index in range(6)))
     assert await mesh.client.stop("all") == 6
@@ -177,8 +177,8 @@ async def test_stop_of_all_items(mesh: Mesh) -> None:
     await mesh.idle()
 
 
-async def test_stop_while_encoding(mesh: Mesh) -> None:
-    # Frozen, so that it has encoded nothing when the stop comes.
+async def test_stop_ends_an_item_in_its_encode_stage(mesh: Mesh) -> None:
+    # Frozen, so that it encodes nothing before the stop.
     mesh.tokenizers[0].signal(signal.SIGSTOP)
     reader = mesh.open(
         ["word " * 200_000, "short"], request_id="encoding", max_tokens=50, text=False
@@ -198,17 +198,17 @@ async def test_stop_while_encoding(mesh: Mesh) -> None:
     await mesh.idle()
 
 
-async def test_stop_as_soon_as_the_request_is_known(mesh: Mesh) -> None:
-    """Whatever stage an item is at, it ends with one terminal event."""
+async def test_stop_ends_items_of_any_stage(mesh: Mesh) -> None:
+    """An item of any stage ends with one terminal event."""
     for number in range(40):
         reader = mesh.open(["x", [5, 6]], request_id=f"soon {number}", max_tokens=MOST_TOKENS)
-        # mypy infers no lambda with defaults, which bind the variables of the loop.
+        # mypy cannot infer a lambda with defaults, which bind the loop variables.
         await eventually(lambda name=f"soon {number}": mesh.client.stop(name))  # type: ignore[misc]
         assert {item.reason for item in await reader.result()} == {FinishReason.STOPPED}
     await mesh.idle()
 
 
-async def test_sequences_of_an_item(mesh: Mesh) -> None:
+async def test_sequences_of_an_item_differ(mesh: Mesh) -> None:
     reader = mesh.open(
         ["several", "sequences"], num_return_sequences=3, temperature=1.0, seed=5, max_tokens=TOKENS
     )
@@ -222,7 +222,7 @@ async def test_sequences_of_an_item(mesh: Mesh) -> None:
     await mesh.idle()
 
 
-async def test_both_engines_are_used_in_turn(mesh: Mesh) -> None:
+async def test_round_robin_uses_both_engines(mesh: Mesh) -> None:
     answer = await mesh.admin.set_policy("round_robin")
     try:
         items = await mesh.open([f"item {index}" for index in range(8)], max_tokens=200).result()
@@ -233,7 +233,7 @@ async def test_both_engines_are_used_in_turn(mesh: Mesh) -> None:
     assert {workers.count(worker) for worker in workers} == {4}
 
 
-async def test_prompt_ids_are_used_as_they_are(mesh: Mesh) -> None:
+async def test_token_ids_of_a_prompt_are_used_unchanged(mesh: Mesh) -> None:
     ids = list(range(100, 120))
     (item,) = await mesh.client.complete([ids], max_tokens=4, exclude_prompt=False)
     assert item.started

@@ -1,4 +1,4 @@
-"""What comes back: texts cut at stop texts, whole or as it comes, with or without a tokenizer, seeds, log-probs."""
+"""Output options: stop texts, streamed or whole, token ids only, seeds, log-probabilities, perf metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_TOKENS = 8000
 
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("start", [7, 40])
-async def test_a_stop_text_across_token_borders(mesh: Mesh, start: int, include: bool) -> None:
+async def test_stop_text_spans_tokens(mesh: Mesh, start: int, include: bool) -> None:
     prompt = "find a stop text"
     (whole,) = await mesh.client.complete([prompt], max_tokens=TOKENS)
     stop_text = whole.text[whole.text.index(decode(whole.token_ids[start : start + 3])) :][1:9]
@@ -40,7 +40,7 @@ async def test_a_stop_text_across_token_borders(mesh: Mesh, start: int, include:
     await mesh.idle()
 
 
-async def test_a_stop_text_that_almost_comes_is_text(mesh: Mesh) -> None:
+async def test_beginning_of_a_stop_text_is_text(mesh: Mesh) -> None:
     (whole,) = await mesh.client.complete(["almost"], max_tokens=TOKENS)
     almost = whole.text[-4:] + "and then something else"
     (item,) = await mesh.client.complete(["almost"], max_tokens=TOKENS, stop_texts=[almost])
@@ -48,7 +48,7 @@ async def test_a_stop_text_that_almost_comes_is_text(mesh: Mesh) -> None:
     assert item.reason is FinishReason.LENGTH
 
 
-async def test_without_text_no_tokenizer_is_needed() -> None:
+async def test_token_ids_only_need_no_tokenizer() -> None:
     async with running_mesh(tokenizers=0) as mesh:
         (item,) = await mesh.client.complete([[5, 6, 7]], max_tokens=TOKENS, text=False)
         assert item.error is None
@@ -63,7 +63,7 @@ async def test_without_text_no_tokenizer_is_needed() -> None:
         await mesh.idle()
 
 
-async def test_without_text_no_decode_state_is_opened(mesh: Mesh) -> None:
+async def test_token_ids_only_open_no_decode_state(mesh: Mesh) -> None:
     reader = mesh.open(["x"], max_tokens=MOST_TOKENS, text=False, request_id="silent")
     await reader.tokens_here(50)
     assert (await mesh.gauges())["worker_sequences"] == 1
@@ -73,7 +73,7 @@ async def test_without_text_no_decode_state_is_opened(mesh: Mesh) -> None:
     assert item.text == ""
 
 
-async def test_without_text_a_stop_text_still_stops(mesh: Mesh) -> None:
+async def test_stop_text_ends_a_sequence_of_token_ids_only(mesh: Mesh) -> None:
     (whole,) = await mesh.client.complete(["stop"], max_tokens=TOKENS)
     stop_text = decode(whole.token_ids[20:23])[1:]
     (item,) = await mesh.client.complete(
@@ -84,7 +84,7 @@ async def test_without_text_a_stop_text_still_stops(mesh: Mesh) -> None:
     assert item.token_ids == whole.token_ids[: len(item.token_ids)]
 
 
-async def test_one_event_a_sequence(mesh: Mesh) -> None:
+async def test_unstreamed_sequence_comes_in_one_event(mesh: Mesh) -> None:
     (streamed,) = await mesh.client.complete(["x"], max_tokens=TOKENS)
     reader = mesh.open(["x"], max_tokens=TOKENS, stream=False, num_return_sequences=2)
     (item,) = await reader.result()
@@ -96,7 +96,7 @@ async def test_one_event_a_sequence(mesh: Mesh) -> None:
     assert item.token_ids == streamed.token_ids
 
 
-async def test_the_drawn_seed_is_told_and_repeats_the_stream(mesh: Mesh) -> None:
+async def test_drawn_seed_is_reported_and_repeats_the_stream(mesh: Mesh) -> None:
     prompts = ["a", "b"]
     first = await mesh.client.complete(prompts, max_tokens=TOKENS, temperature=1.0)
     second = await mesh.client.complete(prompts, max_tokens=TOKENS, temperature=1.0)
@@ -107,7 +107,7 @@ async def test_the_drawn_seed_is_told_and_repeats_the_stream(mesh: Mesh) -> None
     assert [item.token_ids for item in again] == [item.token_ids for item in first]
 
 
-async def test_a_seed_decides_a_stream_alone_and_among_others(mesh: Mesh) -> None:
+async def test_seed_determines_a_stream_in_any_batch(mesh: Mesh) -> None:
     async def sampled(prompt: str, seed: int) -> tuple[int, ...]:
         (item,) = await mesh.client.complete(
             [prompt], temperature=1.0, seed=seed, max_tokens=TOKENS
@@ -127,13 +127,13 @@ async def test_log_probs_are_refused_by_a_backend_without_them(mesh: Mesh) -> No
     assert "output.log_probs" in item.error.message
 
 
-async def test_bad_texts_are_refused_by_name_where_no_worker_knows_bad_words(mesh: Mesh) -> None:
+async def test_bad_texts_are_refused_by_a_backend_without_bad_words(mesh: Mesh) -> None:
     (item,) = await mesh.client.complete(["x"], max_tokens=2, bad_texts=["word"])
     assert isinstance(item.error, UnsupportedField)
     assert "stopping.bad_texts" in item.error.message
 
 
-async def test_perf_metrics_come_where_asked_for(mesh: Mesh) -> None:
+async def test_perf_metrics_come_on_request(mesh: Mesh) -> None:
     (item,) = await mesh.client.complete(["x"], max_tokens=5, perf_metrics=True)
     assert item.perf_metrics
     assert item.perf_metrics.first_token_time_ns <= item.perf_metrics.last_token_time_ns

@@ -1,4 +1,4 @@
-"""Placement seen from outside: real processes, whose caches are their own."""
+"""Placement over real engines with caches of their own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def other(mesh: Mesh) -> ServiceProcess:
 
 
 def prompt(prefix: int, tail: int, blocks: int = 4) -> list[int]:
-    """Token ids that begin with a prefix of some blocks and end in a tail of their own."""
+    """Token ids of a shared prefix and a tail."""
     return [100 + prefix] * (BLOCK * blocks) + [2000 + tail] * 8
 
 
@@ -51,8 +51,8 @@ def worker_of(item: ItemResult) -> str:
     return item.started.worker
 
 
-async def test_equal_prefixes_meet_on_the_worker_that_has_them(mesh: Mesh) -> None:
-    # Where nothing is known of a prefix, the policy alone need not use every worker for so few.
+async def test_equal_prefixes_meet_on_the_worker_that_holds_them(mesh: Mesh) -> None:
+    # For so few unknown prefixes, prefix_aware need not use every worker.
     await mesh.admin.set_policy("round_robin")
     homes = [worker_of(await place(mesh.client, prompt(p, 0))) for p in range(6)]
     assert len(set(homes)) == 3
@@ -64,7 +64,7 @@ async def test_equal_prefixes_meet_on_the_worker_that_has_them(mesh: Mesh) -> No
     await mesh.idle()
 
 
-async def test_two_routers_over_the_same_workers_agree(mesh: Mesh, other: ServiceProcess) -> None:
+async def test_two_routers_of_the_same_workers_agree(mesh: Mesh, other: ServiceProcess) -> None:
     homes = [worker_of(await place(mesh.client, prompt(p, 0))) for p in range(10, 16)]
 
     async def agree() -> bool:
@@ -79,7 +79,7 @@ async def test_two_routers_over_the_same_workers_agree(mesh: Mesh, other: Servic
     assert all(item.usage.cached_prompt_tokens == 4 * BLOCK for item in items)
 
 
-async def test_a_salt_keeps_prompts_apart(mesh: Mesh) -> None:
+async def test_salt_separates_equal_prompts(mesh: Mesh) -> None:
     ids = prompt(20, 0)
     await mesh.client.complete([ids], max_tokens=2, text=False, request_id="plain")
     config = build_config(None, {"max_tokens": 2, "text": False})
@@ -93,7 +93,7 @@ async def test_a_salt_keeps_prompts_apart(mesh: Mesh) -> None:
     assert max(c.cached_tokens for c in told.placements[0].candidates) == 4 * BLOCK
 
 
-async def test_the_policy_changes_while_the_router_runs(mesh: Mesh) -> None:
+async def test_policy_changes_while_the_router_runs(mesh: Mesh) -> None:
     await place(mesh.client, prompt(30, 0))
     assert len({worker_of(await place(mesh.client, prompt(30, t))) for t in range(1, 7)}) == 1
     answer = await mesh.admin.set_policy("round_robin")
@@ -105,7 +105,7 @@ async def test_the_policy_changes_while_the_router_runs(mesh: Mesh) -> None:
         await mesh.admin.set_policy("prefix_aware")
 
 
-async def test_siblings_compute_what_they_share_once(mesh: Mesh) -> None:
+async def test_siblings_compute_their_common_prefix_once(mesh: Mesh) -> None:
     ids = [prompt(40, tail) for tail in range(6)]
     items = await mesh.client.complete(ids, max_tokens=2, text=False)
     assert len({worker_of(item) for item in items}) == 1

@@ -1,4 +1,4 @@
-"""A client that reads slowly: its own stream waits off the workers, and nobody else notices."""
+"""A slow client: its paused stream occupies no worker and delays no other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Call = grpc.aio.UnaryStreamCall[router_pb2.GenerateRequest, router_pb2.GenerateR
 
 @asynccontextmanager
 async def slow_call(mesh: Mesh, **output: Any) -> AsyncIterator[Call]:
-    """A call of two sequences whose messages wait until they are read."""
+    """Opens a call of two sequences with a small flow-control window."""
     config = pb.GenerationConfig(
         sampling=pb.SamplingConfig(num_return_sequences=2, temperature=1.0, seed=3),
         stopping=pb.StoppingConfig(max_tokens=TOKENS, ignore_end_id=True),
@@ -40,7 +40,7 @@ async def slow_call(mesh: Mesh, **output: Any) -> AsyncIterator[Call]:
 
 
 async def read(call: Call, into: list[router_pb2.GenerateEvent]) -> bool:
-    """One message; False at the end."""
+    """Reads one message; False at the end."""
     response = await call.read()
     if not isinstance(response, router_pb2.GenerateResponse):
         return False
@@ -49,7 +49,7 @@ async def read(call: Call, into: list[router_pb2.GenerateEvent]) -> bool:
 
 
 async def read_all(call: Call) -> list[router_pb2.GenerateEvent]:
-    """The rest."""
+    """Reads to the end."""
     events: list[router_pb2.GenerateEvent] = []
     while await read(call, events):
         pass
@@ -57,7 +57,7 @@ async def read_all(call: Call) -> list[router_pb2.GenerateEvent]:
 
 
 def tokens_of(events: list[router_pb2.GenerateEvent]) -> tuple[dict[int, list[int]], str]:
-    """Ids of each sequence, every one exactly once and in order, and the text of the first."""
+    """The ids of each sequence, checked for gaps and repeats, and the text of the first."""
     ids: dict[int, list[int]] = {0: [], 1: []}
     text = ""
     for event in events:
@@ -72,7 +72,7 @@ def tokens_of(events: list[router_pb2.GenerateEvent]) -> tuple[dict[int, list[in
 @pytest.mark.parametrize(
     "limit", [("--client-buffer-tokens", "2000"), ("--client-buffer-bytes", "16000")]
 )
-async def test_a_slow_client_is_paused_and_gets_every_token_once_and_others_do_not_notice(
+async def test_slow_client_is_paused_and_delays_no_other(
     limit: tuple[str, str],
 ) -> None:
     flags = (*limit, "--client-stall-seconds", "3600")
@@ -85,7 +85,7 @@ async def test_a_slow_client_is_paused_and_gets_every_token_once_and_others_do_n
             events: list[router_pb2.GenerateEvent] = []
             assert await read(call, events)
             await eventually(lambda: mesh.has_stage("paused"))
-            # Paused, it holds no KV blocks and no handles on workers.
+            # A paused request holds no KV blocks and no handles.
             await eventually(lambda: holds_nothing(mesh))
             readers = [mesh.open([prompt], max_tokens=50) for prompt in prompts]
             for reader, normal in zip(readers, expected, strict=True):
@@ -107,7 +107,7 @@ async def holds_nothing(mesh: Mesh) -> bool:
     return await mesh.used_blocks() == 0 and not gauges["worker_sequences"]
 
 
-async def test_a_paused_request_can_be_stopped() -> None:
+async def test_paused_request_can_be_stopped() -> None:
     flags = ("--client-buffer-tokens", "2000", "--client-stall-seconds", "3600")
     async with running_mesh(engine_flags=FLAT_OUT, router_flags=flags) as mesh:
         async with slow_call(mesh) as call:

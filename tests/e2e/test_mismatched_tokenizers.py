@@ -1,4 +1,4 @@
-"""Processes whose tokenizers differ are refused, and say which fingerprints met."""
+"""A process of another tokenizer is refused with both fingerprints."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from trtmesh.v1 import router_admin_pb2 as admin_pb
 OTHER = "a-fingerprint-of-other-files"
 
 
-async def test_an_engine_with_another_tokenizer() -> None:
+async def test_engine_of_another_tokenizer_is_refused() -> None:
     async def start(mesh: Mesh) -> None:
         tokenizer = await mesh.start_tokenizer()
         await mesh.start_engine(*SIMULATED, "--simulated-tokenizer-fingerprint", OTHER)
-        # The router waits with its hello until it knows its tokenizer, but not for one that takes long to load.
+        # The router delays its hello for a known tokenizer, but not for one that is slow to load.
         await until_loaded(tokenizer)
         await mesh.start_router()
 
@@ -38,7 +38,7 @@ async def test_an_engine_with_another_tokenizer() -> None:
         assert OTHER in worker.problem
         assert tokenizer.fingerprint
         assert tokenizer.fingerprint in worker.problem
-        # The hello told of the tokenizer, so the engine itself refused it.
+        # The hello carries the fingerprint, so the engine itself refused it.
         assert worker.problem.startswith("FAILED_PRECONDITION")
         assert worker.worker == ""
         with pytest.raises(NoWorker):
@@ -46,7 +46,7 @@ async def test_an_engine_with_another_tokenizer() -> None:
 
 
 async def until_loaded(process: ServiceProcess) -> None:
-    """Waits until a process serves."""
+    """Waits until a process is serving."""
     async with grpc.aio.insecure_channel(process.address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         async with asyncio.timeout(PATIENCE_SECONDS):
@@ -55,7 +55,7 @@ async def until_loaded(process: ServiceProcess) -> None:
         watch.cancel()
 
 
-async def test_a_second_tokenizer_of_other_files(tmp_path: Path) -> None:
+async def test_tokenizer_of_other_files_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     file = folder / "tokenizer.json"
