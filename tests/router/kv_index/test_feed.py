@@ -46,7 +46,7 @@ def followed() -> tuple[KvIndex, Source, list[bool]]:
 
 
 def held(index: KvIndex) -> set[int]:
-    return {block for block in range(1, 40) if "w" in index.holders(block)}
+    return {block for block in range(1, 40) if "w" in index.match([block], 0.0)}
 
 
 def test_a_stream_begins_with_a_snapshot() -> None:

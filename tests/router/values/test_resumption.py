@@ -1,9 +1,8 @@
-"""What a client has of a request that goes on here."""
+"""Output that a client received before it resumes a request here."""
 
 from __future__ import annotations
 
 import asyncio
-import re
 from contextlib import AsyncExitStack
 
 import grpc
@@ -26,7 +25,7 @@ from trtmesh.v1 import router_pb2_grpc
 
 
 @pytest.mark.parametrize("finished", [1, 2, 3])
-def test_beams_of_which_not_all_are_over_begin_again_together(finished: int) -> None:
+def test_received_beams_restart_unless_all_are_finished(finished: int) -> None:
     config = pb.GenerationConfig()
     config.beam_search.beam_width = 3
     prompt = pb.Prompt(token_ids=pb.TokenIds(ids=[1]))
@@ -45,39 +44,45 @@ def test_beams_of_which_not_all_are_over_begin_again_together(finished: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("offset", "message"),
+    ("offset", "field"),
     [
         (
             # A number that the enum does not have.
             router_pb.SequenceOffset(finished=True, reason=99),  # type: ignore[arg-type]
-            "reason is 99 but must be a FinishReason",
+            "reason",
         ),
-        (router_pb.SequenceOffset(finished=True), "reason is not set but must be"),
-        (
-            router_pb.SequenceOffset(token_ids=[5], reason=pb.FINISH_REASON_LENGTH),
-            "reason is set but `finished` is not",
-        ),
-        (
-            router_pb.SequenceOffset(token_ids=[5] * 4),
-            "token_ids has 4 tokens but must have at most 3",
-        ),
+        (router_pb.SequenceOffset(finished=True), "reason"),
+        (router_pb.SequenceOffset(token_ids=[5], reason=pb.FINISH_REASON_LENGTH), "reason"),
+        (router_pb.SequenceOffset(token_ids=[5] * 4), "token_ids"),
+        (router_pb.SequenceOffset(batch_index=1), "batch_index"),
+        (router_pb.SequenceOffset(sequence_index=1), "sequence_index"),
     ],
 )
-def test_what_no_client_can_have_received_is_refused(
-    offset: router_pb.SequenceOffset, message: str
-) -> None:
+def test_impossible_offsets_are_refused(offset: router_pb.SequenceOffset, field: str) -> None:
     request = router_pb.GenerateRequest(request_id="r")
     request.items.add().prompt.token_ids.ids.append(1)
     request.config.stopping.max_tokens = 3
     resume = router_pb.ResumeRequest(request=request, received=[offset])
-    with pytest.raises(InvalidField, match=re.escape(f"received[0].{message}")):
+    with pytest.raises(InvalidField) as refused:
         parse_received(resume, parse_request(request, "", 10))
-    offset.CopyFrom(router_pb.SequenceOffset(token_ids=[5] * 3))
+    assert refused.value.field == f"received[0].{field}"
+
+
+def test_a_sequence_is_received_once() -> None:
+    request = router_pb.GenerateRequest(request_id="r")
+    request.items.add().prompt.token_ids.ids.append(1)
+    request.config.stopping.max_tokens = 3
+    # Greedy, so that it may resume without a seed.
+    offset = router_pb.SequenceOffset(token_ids=[5] * 3)
     resume = router_pb.ResumeRequest(request=request, received=[offset])
     assert parse_received(resume, parse_request(request, "", 10)).has(0)
+    resume = router_pb.ResumeRequest(request=request, received=[offset, offset])
+    with pytest.raises(InvalidField) as refused:
+        parse_received(resume, parse_request(request, "", 10))
+    assert refused.value.field == "received[1]"
 
 
-async def test_what_is_stopped_before_it_goes_on_ends_where_the_client_has_it() -> None:
+async def test_a_stop_before_resumption_ends_at_the_received_tokens() -> None:
     tokenizer = ScriptedTokenizer()
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(serving_engine(ScriptedEngine()))]

@@ -1,4 +1,4 @@
-"""What a router counts, in plain numbers that Prometheus reads when it scrapes."""
+"""The router's metrics: plain numbers, read by Prometheus at each scrape."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ from trtmesh.v1 import generation_pb2 as pb
 
 PREFIX = "trtmesh_router_"
 
-PLACEMENT_BUCKETS = (
-    1e-5, 2e-5, 3e-5, 4e-5, 5e-5, 6e-5, 7e-5, 8e-5, 9e-5, 1e-4, 1.5e-4, 2e-4, 3e-4, 5e-4, 1e-3, 1e-2,
-)  # fmt: skip
+PLACEMENT_BUCKETS = tuple(step / 1e5 for step in (*range(1, 11), 15, 20, 30, 50, 100, 1000))
 """Seconds."""
 
 MOST_REFUSED = 1000
-"""Label sets of refusals; keys beyond them are counted together."""
+"""Most label sets of refusals; further keys are counted together."""
 
 Gauges = Callable[[], dict[str, tuple[str, float]]]
 
 
 class RouterMetrics(Collector):
-    """The metrics of one router process. `gauges` gives name → (help, value) at each scrape."""
+    """The metrics of one router process. `gauges` returns name → (help, value) at each scrape."""
 
     def __init__(self) -> None:
         self.time_to_first_token = Histogram(
@@ -62,13 +60,13 @@ class RouterMetrics(Collector):
         self.gauges: Gauges = dict
 
     def note_refusal(self, reason: str, api_key: str) -> None:
-        """A request was refused at admission; `api_key` is the name of its key."""
+        """Counts a refusal at admission; `api_key` is the key's hash."""
         if (reason, api_key) not in self.refused and len(self.refused) >= MOST_REFUSED:
             api_key = "others"
         self.refused[reason, api_key] += 1
 
     def collect(self) -> Iterator[Metric]:
-        """What Prometheus scrapes; called from its own thread."""
+        """Called by Prometheus in a thread of its own."""
         for histogram in (
             self.time_to_first_token,
             self.inter_token,
@@ -83,18 +81,18 @@ class RouterMetrics(Collector):
             ("tokens_out", "Generated tokens received from workers.", self.tokens_out),
             (
                 "merged_tokens",
-                "Tokens that waited for a lagging client and were merged.",
+                "Tokens merged while they waited for a slow client.",
                 self.merged_tokens,
             ),
             ("client_messages", "Messages sent to clients.", self.client_messages),
-            ("resumed_requests", "Requests that went on here from another call.", self.resumed),
+            ("resumed_requests", "Requests resumed here from another call.", self.resumed),
             ("moved_decodes", "Sequences moved to another tokenizer.", self.moved_decodes),
         ):
             yield CounterMetricFamily(PREFIX + name, text, value=value)
         yield _labelled("requests", "Requests by outcome.", ("outcome",), self.requests)
         yield _labelled(
             "slow_clients",
-            "Requests whose tokens were coalesced, which were paused (each time) or cancelled for a slow client.",
+            "Requests coalesced, paused (each time) or cancelled for a slow client.",
             ("action",),
             self.slow_clients,
         )
@@ -108,7 +106,7 @@ class RouterMetrics(Collector):
         yield _labelled("items_placed", "Placements.", ("policy", "worker"), self.placed)
         yield _labelled(
             "moved_sequences",
-            "Sequences taken over by another worker, by cause.",
+            "Sequences moved to another worker, by cause.",
             ("cause",),
             self.moved,
         )
@@ -134,7 +132,7 @@ def _labelled(
 
 def _reason_word(reason: int) -> str:
     if reason not in pb.FinishReason.values():
-        # A worker may be newer than this router.
+        # From a newer worker.
         return "unknown"
     return (
         pb.FinishReason.Name(pb.FinishReason.ValueType(reason))

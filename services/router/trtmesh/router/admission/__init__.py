@@ -1,13 +1,6 @@
-"""How much a router takes on: permits for items, a queue before them, and token rates of API keys."""
+"""Limits the router's load: permits for items, a queue per model, and token rates of API keys."""
 
 from trtmesh.router.admission.permits import Admission, AdmissionLimits, Permit
 from trtmesh.router.admission.rate_limit import Bucket, RateLimiter, key_name
 
-__all__ = [
-    "Admission",
-    "AdmissionLimits",
-    "Bucket",
-    "Permit",
-    "RateLimiter",
-    "key_name",
-]
+__all__ = ["Admission", "AdmissionLimits", "Bucket", "Permit", "RateLimiter", "key_name"]

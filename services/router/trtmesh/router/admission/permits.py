@@ -1,8 +1,7 @@
-"""Permits: one for each item, taken with its request and given back with its end.
+"""One permit per item, taken with its request and given back with its end.
 
-An item with a permit runs or waits in its model's queue. A request whose items would not fit is refused as a whole and
-at once; afterwards each item waits for itself. Whoever waits goes by priority and then by arrival, and nobody who comes
-later passes a queue that is not empty. A call that takes the place of another one takes over the places of its items.
+An item with a permit runs or waits in its model's queue, ordered by priority, then arrival. A request is refused as a
+whole if its items do not fit. A call that replaces another one inherits the places of its items.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ UNKNOWN_RETRY_MS = 1000
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """`max_items` counts all items of the router, the others those of one model."""
+    """`max_items` counts all items of the router, the other limits the items of one model."""
 
     max_items: int
     max_running_items: int
@@ -31,7 +30,7 @@ class AdmissionLimits:
 
 
 class Permit:
-    """An item's right to exist, and from `admitted` on to run. Given back once; what is given back again is ignored."""
+    """An item's right to exist and, after `admitted`, to run. Giving it back twice is harmless."""
 
     __slots__ = ("queue", "running", "valid", "waiter")
 
@@ -42,7 +41,7 @@ class Permit:
         self.waiter: asyncio.Future[None] | None = None
 
     async def admitted(self, priority: int) -> None:
-        """Returns when the item may run. Raises QueueTimeout when that takes too long."""
+        """Waits until the item may run. Raises QueueTimeout."""
         await self.queue.wait(self, priority)
 
     def give_back(self) -> None:
@@ -53,12 +52,12 @@ class Permit:
 
     @property
     def waits(self) -> bool:
-        """Whether it is in the queue for its item's sake, which is not over, nor about to be."""
+        """Whether its item is queued and not over."""
         return self.valid and not self.running and not (self.waiter and self.waiter.done())
 
 
 class ModelQueue:
-    """The items of one model: those that run and those that wait."""
+    """Running and queued items of one model."""
 
     def __init__(self, admission: Admission, model: str, limits: AdmissionLimits) -> None:
         self._admission = admission
@@ -73,18 +72,19 @@ class ModelQueue:
 
     @property
     def queued(self) -> int:
-        """Items that have a permit and do not run."""
+        """Items with a permit that do not run."""
         return self.items - self.running
 
     def check(self, items: int, freed: int) -> None:
-        """Raises QueueFull when so many more do not fit once `freed` are gone, InvalidField when they never will."""
+        """Raises QueueFull if more items do not fit once `freed` have left, InvalidField if they never will."""
         limits = self._limits
         most = limits.max_running_items + limits.max_queued_items
         if items > most:
             raise InvalidField(
-                f"items has {items} prompts but model {self._model} takes at most {most} at once:"
+                f"has {items} prompts but model {self._model} takes at most {most} at once:"
                 f" {limits.max_running_items} run (max_running_items) and {limits.max_queued_items} wait"
-                " (max_queued_items); split the request"
+                " (max_queued_items); split the request",
+                field="items",
             )
         if self.items - freed + items > most:
             raise QueueFull.of(
@@ -131,7 +131,7 @@ class ModelQueue:
         self._grant()
 
     def retry_after_ms(self, ahead: int) -> int:
-        """When about `ahead` items will have ended, as fast as they end now."""
+        """Expected time until `ahead` items have ended, at the current pace."""
         if self._ends.value is None:
             return UNKNOWN_RETRY_MS
         milliseconds = round(self._ends.value * max(ahead, 1) * 1000)
@@ -147,7 +147,7 @@ class ModelQueue:
             if permit.waiter is not None:
                 permit.waiter.set_result(None)
         if len(self._waiting) > 2 * self.queued:
-            # Most are of items that are over. Whoever waits has a permit and does not run, so at most `queued` stay.
+            # Most belong to items that are over; at most `queued` of them wait.
             self._waiting = [entry for entry in self._waiting if entry[2].waits]
             heapq.heapify(self._waiting)
 
@@ -171,19 +171,22 @@ class Admission:
         return sum(queue.queued for queue in self._queues.values())
 
     def take(self, model: str, items: int, leaving: Sequence[Permit] = ()) -> list[Permit]:
-        """A permit for each item of a request. Raises QueueFull when they would be too many, InvalidField when they
-        always will be. `leaving` are permits of a call that ends for this one: they do not count, and those that run
-        hand their places on."""
+        """Takes a permit for each item of a request. Raises QueueFull, or InvalidField for more than ever fit.
+
+        `leaving` are the permits of the call that this one replaces: they do not count, and running ones hand their
+        places on.
+        """
         if model not in self._queues:
-            # Models are those that workers serve, so they are few.
+            # Bounded by the models of the workers.
             self._queues[model] = ModelQueue(self, model, self._limits)
         queue = self._queues[model]
         leaving = [permit for permit in leaving if permit.valid and permit.queue is queue]
         freed = len(leaving)
         if items > self._limits.max_items:
             raise InvalidField(
-                f"items has {items} prompts but the router takes at most {self._limits.max_items} (max_items) at once;"
-                " split the request"
+                f"has {items} prompts but the router takes at most {self._limits.max_items} (max_items) at once;"
+                " split the request",
+                field="items",
             )
         if self.live_items - freed + items > self._limits.max_items:
             raise QueueFull.of(

@@ -1,8 +1,7 @@
-"""Token rates of API keys: a bucket for each key that prompt and generated tokens are taken from.
+"""Limits the token rate of each API key with a token bucket.
 
-What an item will generate is not known when it comes, so tokens are taken when they are counted, those of a prompt when
-it is encoded and the others with each step, and a bucket may fall below zero; until it is filled again its key is
-refused. Keys themselves are kept nowhere, only their hashes.
+Prompt tokens are charged at encoding, generated tokens with each step. Output lengths are unknown in advance, so a
+bucket may fall below zero; the key is then refused until the bucket refills. Only hashes of keys are stored.
 """
 
 from __future__ import annotations
@@ -13,14 +12,16 @@ from hashlib import blake2b
 from trtmesh.chassis.errors import RateLimited
 
 MOST_KEYS = 10_000
-"""Buckets that are remembered, those of the latest requests; one that is forgotten begins full again."""
+"""Most buckets kept, by latest use; a forgotten bucket is full."""
 
 ANONYMOUS = "anonymous"
 
 
 def key_name(metadata: dict[str, str]) -> str:
-    """What a caller's API key is called in logs and metrics: a hash of it. The key is `x-api-key`, or the bearer token
-    of `authorization`; callers without one share a name."""
+    """The hash that names an API key in logs and metrics.
+
+    The key is `x-api-key` or the bearer token of `authorization`. Callers without a key share one name.
+    """
     key = metadata.get("x-api-key", "")
     scheme, _, token = metadata.get("authorization", "").partition(" ")
     if not key and scheme.lower() == "bearer":
@@ -29,7 +30,7 @@ def key_name(metadata: dict[str, str]) -> str:
 
 
 class Bucket:
-    """The tokens that one API key may use. Times are seconds of one clock."""
+    """Token bucket of one API key. Times are seconds of one clock."""
 
     __slots__ = ("_at", "_burst", "_key", "_level", "_rate")
 
@@ -40,8 +41,8 @@ class Bucket:
         self._at = now
 
     def check(self, now: float, *, in_debt: bool = False) -> None:
-        """Raises RateLimited, with the time until that is over, when the bucket is not above zero; `in_debt` asks only
-        whether it is less than a whole burst below."""
+        """Raises RateLimited, with the time to wait, unless the bucket is above zero; `in_debt` allows a debt of one
+        burst."""
         self._fill(now)
         lowest = -self._burst if in_debt else 0.0
         missing = lowest - self._level
@@ -54,9 +55,9 @@ class Bucket:
             )
 
     def spend(self, tokens: int, now: float) -> None:
-        """Takes tokens that were counted."""
+        """Charges tokens."""
         if now != self._at:
-            # Not so for all but the first sequence of a step.
+            # Equal for all sequences of a step but the first.
             self._fill(now)
         self._level -= tokens
 
@@ -66,7 +67,7 @@ class Bucket:
 
 
 class RateLimiter:
-    """The buckets of this router; a rate of None limits nothing."""
+    """The buckets of this router. A rate of None disables the limit."""
 
     def __init__(self, tokens_per_second: float | None, burst_tokens: int) -> None:
         self._rate = tokens_per_second
@@ -74,7 +75,7 @@ class RateLimiter:
         self._buckets: OrderedDict[str, Bucket] = OrderedDict()
 
     def bucket_of(self, key: str, now: float) -> Bucket | None:
-        """The bucket of a key, which is full where none is remembered; None where nothing is limited."""
+        """The bucket of a key; None without a limit."""
         if self._rate is None:
             return None
         bucket = self._buckets.get(key)

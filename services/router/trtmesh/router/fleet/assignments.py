@@ -1,4 +1,4 @@
-"""The sequences that one worker has, by the handles that both sides know them by."""
+"""The sequences of one worker, by handle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HANDLES = 2**32
 
 
 class Assignments:
-    """Hands out handles and takes them back; what is in use here counts in the worker's load guard."""
+    """Allocates handles to sequences, which count in the worker's load guard."""
 
     def __init__(
         self, address: str, guard: LoadGuard, send: Callable[[pb.EngineCommand], None]
@@ -26,13 +26,13 @@ class Assignments:
         self._send = send
         self._next_handle = 0
         self._queued: set[SequenceRun] = set()
-        """Sequences that may still wait in the worker's queue."""
+        """Sequences possibly still in the worker's queue."""
         self.sequences: dict[int, SequenceRun] = {}
         self.released: set[int] = set()
-        """Handles of sequences that went on elsewhere and whose ends are still to come."""
+        """Handles of moved sequences without a reported end."""
 
     def assign(self, runs: Sequence[SequenceRun], booking: Booking) -> int:
-        """Gives successive handles to sequences for which `booking` was taken; the first of them."""
+        """Gives successive handles to the sequences of `booking`; returns the first."""
         first = self._free_handles(len(runs))
         self._guard.assign(range(first, first + len(runs)), booking)
         for handle, run in enumerate(runs, first):
@@ -42,13 +42,12 @@ class Assignments:
         return first
 
     def stop(self, handle: int, reason: generation_pb.FinishReason.ValueType) -> None:
-        """Asks for the end of a sequence."""
+        """Asks the worker to end a sequence."""
         if handle in self.sequences:
             self._send(pb.EngineCommand(stop=pb.StopCommand(handles=[handle], reason=reason)))
 
     def release(self, handle: int, error: TrtmeshError | None) -> None:
-        """Stops a sequence that goes on elsewhere, because of `error` where the worker gave cause for it. Its handle is
-        free again when its end was heard."""
+        """Stops a sequence that moves; `error` names the worker's fault, if any. The reported end frees its handle."""
         self.stop(handle, generation_pb.FINISH_REASON_CANCELLED)
         if (run := self.sequences.pop(handle, None)) is not None:
             self._queued.discard(run)
@@ -56,7 +55,7 @@ class Assignments:
             self._guard.leave(handle, asyncio.get_running_loop().time(), error)
 
     def ended(self, handle: int, error: TrtmeshError | None, now: float) -> SequenceRun | None:
-        """The worker told the end of a sequence; None when it went on elsewhere before."""
+        """Removes a sequence at its reported end; None if it has moved."""
         run = self.sequences.pop(handle, None)
         if run is None:
             self.released.discard(handle)
@@ -66,24 +65,24 @@ class Assignments:
         return run
 
     def none_queued(self, now: float) -> None:
-        """The worker's queue is empty: all that was sent until now has started."""
+        """The worker's queue is empty, so every sequence has started."""
         for run in self._queued:
             run.times.started = now
         self._queued.clear()
 
     def late(self, now: float, deadlines: Deadlines) -> list[SequenceRun]:
-        """Sequences that wait for longer than they may."""
+        """Sequences past their deadline."""
         return [run for run in self.sequences.values() if _is_late(run.times, now, deadlines)]
 
     def by_owner(self) -> Mapping[Owner, list[SequenceRun]]:
-        """All sequences, those of one item together."""
+        """Sequences grouped by item."""
         by_owner: dict[Owner, list[SequenceRun]] = {}
         for run in self.sequences.values():
             by_owner.setdefault(run.owner, []).append(run)
         return by_owner
 
     def clear(self) -> list[SequenceRun]:
-        """The worker is gone, and every handle with it; the sequences that it had."""
+        """Frees every handle after the loss of the worker; returns its sequences."""
         runs = list(self.sequences.values())
         self.sequences.clear()
         self.released.clear()
@@ -91,7 +90,7 @@ class Assignments:
         return runs
 
     def _free_handles(self, count: int) -> int:
-        """The first of `count` successive handles that are not in use."""
+        """First of `count` successive free handles."""
         while True:
             first = self._next_handle if self._next_handle + count <= HANDLES else 0
             self._next_handle = first + count
@@ -109,7 +108,7 @@ def _is_late(times: SequenceTimes, now: float, deadlines: Deadlines) -> bool:
 
 
 class Handle:
-    """A sequence's assignment to a worker, which is asked to end it once, whoever asks how often."""
+    """The assignment of a sequence to a worker. Repeated stops are sent once."""
 
     __slots__ = ("_assignments", "_number", "_stopping")
 

@@ -1,4 +1,4 @@
-"""Where replicas come from: host:port entries, each of which may resolve to several addresses, and files of them."""
+"""Finds replicas from host:port entries, whose names may resolve to several addresses, and from files of them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ FILE = "file:"
 """Prefix of an entry that names a file of addresses."""
 
 FORGET_AFTER_FAILED_RESOLUTIONS = 15
-"""A name that stops resolving keeps its replicas this many rounds: a hiccup of DNS must not end streams."""
+"""Rounds for which an unresolvable name keeps its replicas, so that a DNS failure ends no stream."""
 
 PATIENCE_SECONDS = 1.0
-"""How long a round waits for a name."""
+"""Longest wait of a round for a name."""
 
 LARGEST_FILE = 2**20
 
 
 def check_entries(field: str, entries: Iterable[str]) -> None:
-    """Raises SettingsError for an entry that is neither host:port nor file:PATH."""
+    """Raises SettingsError unless every entry is host:port or file:PATH."""
     for entry in entries:
         if entry.startswith(FILE) and len(entry) > len(FILE):
             continue
@@ -41,10 +41,9 @@ def check_entries(field: str, entries: Iterable[str]) -> None:
 
 
 class Discovery:
-    """Keeps a set of addresses current and tells of every one that comes or goes.
+    """Keeps a set of addresses current and reports each change.
 
-    An address is told to go only after it was told to come, and never twice in a row. What is kept of an entry, its
-    lookup included, goes with the entry.
+    Joins and leaves of an address alternate. All state of an entry, its lookup included, is dropped with the entry.
     """
 
     def __init__(
@@ -59,16 +58,16 @@ class Discovery:
         self._on_join = on_join
         self._on_leave = on_leave
         self._found: dict[str, frozenset[str]] = {}
-        """The addresses of each entry."""
+        """Addresses by entry."""
         self._told: set[str] = set()
-        """The addresses that joined and did not leave."""
+        """Addresses reported as joined."""
         self._lookups: dict[str, asyncio.Task[frozenset[str]]] = {}
         self._failures: dict[str, int] = {}
         self._files: dict[str, list[str]] = {}
         self._file_problems: dict[str, str] = {}
 
     async def follow(self) -> None:
-        """Resolves for ever."""
+        """Resolves at the interval until cancelled."""
         try:
             while True:
                 await self.resolve()
@@ -78,7 +77,7 @@ class Discovery:
                 lookup.cancel()
 
     async def resolve(self) -> None:
-        """Resolves every entry once and tells what changed."""
+        """Resolves every entry once and reports the changes."""
         entries = frozenset(await self._spelt_out())
         self._forget_all_but(entries)
         await self._look_up(entries)
@@ -92,8 +91,7 @@ class Discovery:
                 del kept[entry]
 
     async def _look_up(self, entries: frozenset[str]) -> None:
-        """Looks every entry up. One that takes long is taken note of in a later round and delays no other: a name that
-        does not exist may keep a server of names busy for many seconds."""
+        """Looks every entry up. A slow lookup is read in a later round: an unknown name may take DNS many seconds."""
         for entry in entries - self._lookups.keys():
             self._lookups[entry] = asyncio.create_task(_addresses_of(entry))
         if self._lookups:
@@ -128,7 +126,7 @@ class Discovery:
             self._on_leave(address)
 
     async def _spelt_out(self) -> list[str]:
-        """The entries, with what files say now in their place. What cannot be read says what it said before."""
+        """The entries with files replaced by their addresses. An unreadable file keeps its former addresses."""
         entries: list[str] = []
         for entry in self._entries:
             if entry.startswith(FILE):
@@ -151,13 +149,13 @@ class Discovery:
 
 
 async def _addresses_of(entry: str) -> frozenset[str]:
-    """The addresses that an entry stands for. Raises OSError or UnicodeError where its name does not resolve."""
+    """Resolves an entry. Raises OSError or UnicodeError."""
     host, port = Address.parse(entry)
     with suppress(ValueError):
         ipaddress.ip_address(host)
         return frozenset((entry,))
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    # One family only: a host with an IPv4 and an IPv6 address is one replica, not two.
+    # One family only, so that a dual-stack host counts as one replica.
     family = min(family for family, *_ in found)
     return frozenset(
         str(Address(str(address[0]), int(address[1])))
@@ -167,7 +165,7 @@ async def _addresses_of(entry: str) -> frozenset[str]:
 
 
 def _addresses_in(path: str) -> list[str]:
-    """The lines of a file, without comments and blank lines. Raises OSError, or ValueError for what is no host:port."""
+    """Reads a file's addresses, skipping comments. Raises OSError, or ValueError for a line other than host:port."""
     with Path(path).open(encoding="utf-8") as file:
         text = file.read(LARGEST_FILE + 1)
     if len(text) > LARGEST_FILE:

@@ -1,4 +1,4 @@
-"""Workers join and leave: by discovery or by an admin's word, and no item is lost by it."""
+"""Adds and removes workers for discovery and admins, without losing an item."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.streams.sequence import SequenceRun
 
 POLL_SECONDS = 0.05
-"""How often it is looked whether a draining worker is empty."""
+"""Poll interval of a drain."""
 
 TAKEN_SECONDS = 1.0
-"""How long a drain waits, when nothing is on its worker any more, for others to take what left it."""
+"""How long a drain of an empty worker waits for its sequences to be placed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """What became of the sequences that a worker had when it was drained. Each is counted once."""
+    """Fate of the sequences on a drained worker. Each counts once."""
 
     worker: Worker
     finished: int
-    """Ended on it, or before another worker took them."""
+    """Ended on the worker or before another one took them."""
     moved: int
-    """Another worker took them."""
+    """Taken by another worker."""
     left: int
-    """No other worker took them yet."""
+    """Not yet taken by another worker."""
 
     @classmethod
     def of(cls, worker: Worker, runs: Sequence[SequenceRun]) -> Drained:
@@ -43,7 +43,7 @@ def _has(worker: Worker, run: SequenceRun) -> bool:
 
 
 class Membership:
-    """Who belongs to the fleet. `make` builds a worker; `link` begins to keep its stream open."""
+    """Membership of the fleet. `make` builds a worker; `link` keeps its stream open."""
 
     def __init__(
         self, fleet: Fleet, make: Callable[[str], Worker], link: Callable[[Worker], None]
@@ -53,7 +53,7 @@ class Membership:
         self._link = link
 
     def find(self, name: str) -> Worker:
-        """The worker of that name or address. Raises NotFound, and InvalidField for a name that several have."""
+        """Finds a worker by name or address. Raises NotFound, or InvalidField for an ambiguous name."""
         workers = self._fleet.workers
         if name in workers:
             return workers[name]
@@ -64,12 +64,13 @@ class Membership:
         if len(found) > 1:
             addresses = ", ".join(sorted(worker.address for worker in found))
             raise InvalidField(
-                f"worker {name!r} is the name of several; name one by address: {addresses}"
+                f"{name!r} is the name of several workers; name one by address: {addresses}",
+                field="worker",
             )
         return found[0]
 
     def join(self, address: str) -> Worker:
-        """The worker at `address`, a new one or one that was about to leave."""
+        """Adds the worker at `address`, or keeps it if it was leaving."""
         known = self._fleet.workers.get(address)
         if known is not None:
             known.leaving = False
@@ -82,34 +83,33 @@ class Membership:
         return worker
 
     def leave(self, address: str) -> None:
-        """The address of a worker is gone: it finishes what it has. An address goes when its worker begins to stop."""
+        """Lets a worker finish after its address disappeared, which happens when it begins to stop."""
         if (worker := self._fleet.workers.get(address)) is not None:
             worker.leaving = True
 
     def add(self, address: str) -> Worker:
-        """Joins what an admin names. Raises InvalidField for what is no host:port."""
+        """Adds a worker for an admin. Raises InvalidField unless `address` is host:port."""
         try:
             Address.parse(address)
         except ValueError as error:
-            raise InvalidField(f"address {error}; an IPv6 host is in brackets") from error
+            raise InvalidField(f"{error}; an IPv6 host is in brackets", field="address") from error
         return self.join(address)
 
     def remove(self, name: str) -> int:
-        """Forgets a worker as soon as nothing is on it, and moves what another one takes; how many sequences went.
+        """Moves a worker's sequences and forgets it once it is empty; returns the number moved now.
 
-        Discovery that names its address brings it back only after it stopped naming it.
+        Discovery re-adds it only after its address disappears and returns.
         """
         worker = self.find(name)
         worker.leaving = True
-        # Whoever adds it again wants it to take items.
+        # A later `add` means that it takes items.
         worker.drained = False
         before = len(worker.sequences)
         worker.evict("an admin removed it")
         return before - len(worker.sequences)
 
     async def drain(self, name: str, finish_seconds: float | None) -> Drained:
-        """Places nothing more on a worker, lets it finish for so long or, without limit, for as long as it takes, and
-        moves the rest."""
+        """Places nothing more on a worker, waits for its sequences within the limit, if any, and moves the rest."""
         worker = self.find(name)
         worker.drained = True
         runs = list(worker.sequences.values())
@@ -125,7 +125,7 @@ class Membership:
         return Drained.of(worker, runs)
 
     def resume(self, name: str) -> Worker:
-        """Takes a drain back. Raises NotFound for a worker that leaves."""
+        """Undoes a drain. Raises NotFound for a leaving worker."""
         worker = self.find(name)
         if worker.leaving:
             raise NotFound(

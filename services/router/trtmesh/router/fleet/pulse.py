@@ -1,7 +1,6 @@
-"""Whether a worker is alive: judged by what it tells and by the steps it makes, never by a port that answers.
+"""Judges whether a worker is alive by its reports and steps, never by an open port.
 
-Time is counted in ticks of the router's own event loop. A router that was itself held up for seconds sees one tick pass
-and not seconds, and so takes no worker for dead because of its own delay.
+Time is counted in ticks of the router's own event loop, so that a router stalled for seconds blames no worker for it.
 """
 
 from __future__ import annotations
@@ -14,18 +13,18 @@ from trtmesh.v1 import engine_pb2 as pb
 TICK_SECONDS = 0.1
 
 MISSED_LOADS = 5
-"""Load reports of a worker's own pace that may fail to come, however short `stall_seconds` is."""
+"""Load reports that may be missing, however short `stall_seconds` is."""
 
 SLOWER_THAN_BEFORE = 4
-"""How many times longer than the longest step of late a step may take, however short `next_token_seconds` is."""
+"""Allowed length of a step, in units of the longest recent one, however short `next_token_seconds` is."""
 
 FADING = 0.999
-"""What is left, after a tick, of the longest step of late: half after a minute."""
+"""Decay of the longest recent step per tick: half after a minute."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """How long a worker may take before its items go on elsewhere; the router's settings document each."""
+    """Time limits after which items move to another worker; documented in the router's settings."""
 
     stall_seconds: float = 1.0
     accepted_seconds: float = 1.0
@@ -35,7 +34,7 @@ class Deadlines:
 
 
 class Pulse:
-    """Judges one worker from the moment its stream is open."""
+    """Judges one worker from the opening of its stream."""
 
     def __init__(self, deadlines: Deadlines, load_interval_seconds: float = 0.0) -> None:
         self._deadlines = deadlines
@@ -57,11 +56,11 @@ class Pulse:
 
     @property
     def unread(self) -> int:
-        """Submit commands that the worker is not known to have read."""
+        """Submit commands without a confirmed read."""
         return max(0, self._submitted - self._received)
 
     def heard(self) -> None:
-        """A message came."""
+        """A message arrived."""
         self._silent = 0
 
     def submitted(self) -> None:
@@ -69,10 +68,10 @@ class Pulse:
         self._submitted += 1
 
     def on_load(self, load: pb.Load) -> None:
-        """The worker told its load."""
+        """A load report arrived."""
         if load.step_count != self._step_count or not self._busy:
             if self._busy and not self._was_silent:
-                # Silence says nothing of steps: a worker that was cut off for long is no slow one.
+                # After a silence the step count shows a broken network, not a slow step.
                 self._longest_step = max(self._longest_step, self._without_step)
             self._was_silent = False
             self._step_count = load.step_count
@@ -84,7 +83,7 @@ class Pulse:
             self._unread = 0
 
     def tick(self) -> str:
-        """What is wrong with the worker; '' when nothing is. Called every TICK_SECONDS."""
+        """Returns the worker's problem, or ''. Called every TICK_SECONDS."""
         self._silent += 1
         self._was_silent = self._was_silent or self._silent > self._most_silent
         self._longest_step *= FADING

@@ -1,4 +1,4 @@
-"""From a worker's steps to the sequences whose tokens they carry."""
+"""Distributes a worker's steps to its sequences."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from trtmesh.router.streams.sequence import End
 from trtmesh.v1 import engine_pb2 as pb
 
 UNACKNOWLEDGED_STEPS = 4
-"""Steps on their way at once. Few: what waits at the worker merges, what is on its way adds latency under load."""
+"""Steps in flight. Few, because tokens at the worker merge while steps in flight add latency."""
 
 ACKNOWLEDGE_EVERY = 2
-"""A write costs as much as handling several tokens, so every second step is acknowledged, with the one before it."""
+"""Steps per acknowledgement, since a write costs as much as several tokens."""
 
 
 class Steps:
-    """Reads the steps of one worker and acknowledges them."""
+    """Reads and acknowledges the steps of one worker."""
 
     def __init__(
         self,
@@ -36,11 +36,11 @@ class Steps:
         self._received = 0
 
     def opened(self) -> None:
-        """The worker's stream is a new one, on which nothing was received."""
+        """Starts counting on a new stream."""
         self._received = 0
 
     def take(self, step: pb.Step) -> None:
-        """Hands each sequence its tokens. This runs once for every token: no per-token objects, no logging."""
+        """Hands each sequence its tokens. Hot: no per-token objects, no logging."""
         sequences = self._assignments.sequences
         details = {each.handle: each.details for each in step.details} if step.details else {}
         for prompt in step.prompts:

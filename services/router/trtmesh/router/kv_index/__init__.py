@@ -1,5 +1,4 @@
-"""Which worker has which KV blocks: fed by the workers' own events, so that routers over the same workers agree, and by
-what this router has just sent where."""
+"""Maps KV blocks to workers, from the workers' own events and from this router's latest placements."""
 
 from trtmesh.router.kv_index.feed import KvFeed
 from trtmesh.router.kv_index.index import KvIndex

@@ -1,4 +1,4 @@
-"""Follows one worker's KV events: in order and without a gap, or from a snapshot anew."""
+"""Follows one worker's KV events in order, and restarts from a snapshot after a gap."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from trtmesh.v1 import engine_pb2 as pb
 
 
 class KvFeed:
-    """Between one worker's stream and the index.
+    """Feeds one worker's events to the index.
 
-    A new stream, a gap in the numbers and a new epoch ask for a snapshot, once; until it comes events are not taken.
-    After a gap what was known stays meanwhile, most of which is right; after a new epoch nothing of it is.
+    A new stream, a gap in the sequence numbers and a new epoch each request one snapshot; events before it are ignored.
+    A gap keeps the known blocks, most of which are still right; a new epoch clears them.
     """
 
     def __init__(self, index: KvIndex, address: str, ask_for_snapshot: Callable[[], None]) -> None:
@@ -21,19 +21,19 @@ class KvFeed:
         self._ask = ask_for_snapshot
         self._epoch = 0
         self._next: int | None = None
-        """Number of the next event; None while a snapshot is awaited."""
+        """Number of the next event; None until the snapshot arrives."""
 
     def opened(self) -> None:
-        """A stream to the worker is open: what it has is not known yet."""
+        """Requests a snapshot on a new stream."""
         self._wait_for_snapshot()
 
     def lost(self) -> None:
-        """The stream is over, and with it what was known."""
+        """Forgets the worker's blocks with its stream."""
         self._next = None
         self._index.forget(self._address)
 
     def take(self, events: pb.KvEvents) -> None:
-        """Events as they came."""
+        """Applies events in their order of arrival."""
         if events.snapshot:
             self._index.clear(self._address)
             self._apply(events.events)
@@ -46,7 +46,7 @@ class KvFeed:
         elif events.first_sequence > self._next:
             self._wait_for_snapshot()
         else:
-            # What a snapshot covered may still come.
+            # Events that the snapshot covers may still arrive.
             self._apply(events.events[self._next - events.first_sequence :])
             self._next = max(self._next, events.first_sequence + len(events.events))
 

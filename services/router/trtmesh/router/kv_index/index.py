@@ -1,4 +1,4 @@
-"""Blocks by hash, each with the workers that have it as the bits of an integer."""
+"""Blocks by hash, each with its holders as the bits of an integer."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Iterable, Sequence
 from trtmesh.router.kv_index.recent import RecentBlocks
 
 TOUCH_FROM = 0.5
-"""Share of the limit from which on lookups keep what they find from being evicted."""
+"""Fill level above which lookups refresh blocks for the eviction order."""
 
 NUMBER_BYTES = sys.getsizeof(2**63)
 
 
 class KvIndex:
-    """What every worker has, as far as it told, and what this router sent it in the last seconds.
+    """Blocks of every worker, from its events and from this router's placements of the last seconds.
 
-    At most `max_blocks` blocks are held, a block that several workers have counted for each. Beyond it those that were
-    stored or looked up longest ago go, whoever has them: the index then finds less than there is, never more.
+    Holds at most `max_blocks`, counting a block once per holder. Least recently used blocks are evicted, whichever
+    worker holds them; the index then underestimates the workers' caches, never the reverse.
     """
 
     def __init__(self, max_blocks: int) -> None:
@@ -36,29 +36,25 @@ class KvIndex:
 
     @property
     def approximate_bytes(self) -> int:
-        """Memory of the tables and the numbers in them."""
+        """Memory of the tables and their numbers."""
         tables = sys.getsizeof(self._blocks) + sum(map(sys.getsizeof, self._held.values()))
         return tables + 2 * NUMBER_BYTES * len(self._blocks) + self._recent.approximate_bytes
 
-    def holders(self, block: int) -> frozenset[str]:
-        """Addresses of the workers that told that they have a block."""
-        return frozenset(self._names(self._blocks.get(block, 0)))
-
     def store(self, address: str, hashes: Sequence[int]) -> None:
-        """A worker has these blocks now; a parent comes before its children."""
+        """Adds blocks of a worker, parents before children."""
         bit = 1 << self._slot(address)
         held, blocks = self._held[address], self._blocks
         before = len(held)
         held.update(hashes)
         self.size += len(held) - before
-        # The other way round, so that of a chain the end is evicted first.
+        # Reversed, so that the end of a chain is evicted first.
         for block in reversed(hashes):
             blocks[block] = blocks.get(block, 0) | bit
         if self.size > self._max_blocks:
             self._evict()
 
     def remove(self, address: str, hashes: Iterable[int]) -> None:
-        """A worker has these blocks no more."""
+        """Removes blocks of a worker."""
         held = self._held.get(address)
         if held is None:
             return
@@ -69,11 +65,11 @@ class KvIndex:
                 self._clear(block, bit)
 
     def clear(self, address: str) -> None:
-        """A worker has no block that is known."""
+        """Removes all blocks of a worker."""
         self.remove(address, [*self._held.get(address, ())])
 
     def forget(self, address: str) -> None:
-        """A worker is gone."""
+        """Removes a worker."""
         if address in self._slots:
             self.clear(address)
             slot = self._slots.pop(address)
@@ -81,12 +77,11 @@ class KvIndex:
             del self._addresses[slot], self._held[address]
 
     def expect(self, address: str, hashes: Sequence[int], now: float) -> None:
-        """A worker will have these blocks soon, because of what was just sent to it; forgotten after some seconds,
-        when its own events have told."""
+        """Adds blocks that a dispatched prompt will create, for the seconds until the worker's own events."""
         self._recent.add(1 << self._slot(address), hashes, now)
 
     def match(self, hashes: Sequence[int], now: float) -> dict[str, int]:
-        """How many of the first of `hashes` each worker has or will have soon; workers that have none are left out."""
+        """Length of the prefix of `hashes` on each worker with any, including expected blocks."""
         blocks, (young, old) = self._blocks, self._recent.at(now)
         found: dict[str, int] = {}
         active, depth = -1, 0

@@ -1,4 +1,4 @@
-"""Blocks that workers will have soon, forgotten by age and never one by one."""
+"""Blocks expected on workers soon, forgotten by age in two generations."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import sys
 from collections.abc import Sequence
 
 LIFE_SECONDS = 5.0
-"""Entries live between half of this and all of it: long enough for the worker's own event to arrive."""
+"""Longest life of an entry, and twice the shortest: enough for the worker's own event to arrive."""
 
 MOST_BLOCKS = 131_072
-"""Entries of both generations; beyond it the older goes early."""
+"""Entries of both generations; beyond it the older one is dropped early."""
 
 
 class RecentBlocks:
-    """Two generations of block → bits of workers; the older is dropped as a whole when the younger is old enough."""
+    """Two generations of block → bits of workers. The older is dropped as a whole once the younger is old enough."""
 
     def __init__(self) -> None:
         self._young: dict[int, int] = {}
@@ -33,18 +33,18 @@ class RecentBlocks:
             young[block] = young.get(block, 0) | bit
 
     def at(self, now: float) -> tuple[dict[int, int], dict[int, int]]:
-        """What is alive at a time: the younger and the older generation."""
+        """The younger and the older generation at a time."""
         age = now - self._born
         if age >= LIFE_SECONDS:
             self._turn(now)
             self._old = {}
         elif age >= LIFE_SECONDS / 2:
-            # As if it had been looked at in time: nothing lives longer because nobody looked.
+            # As if called in time, so that idle time does not prolong an entry's life.
             self._turn(self._born + LIFE_SECONDS / 2)
         return self._young, self._old
 
     def clear(self, bit: int) -> None:
-        """Forgets one worker's blocks."""
+        """Forgets the blocks of one worker."""
         for generation in (self._young, self._old):
             for block, mask in [*generation.items()]:
                 if mask & bit:

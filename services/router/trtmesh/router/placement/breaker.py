@@ -1,8 +1,7 @@
-"""Whether a worker failed so often that it should rest.
+"""Takes a worker out of placement after repeated faults.
 
-Only faults before an item's first token count: what fails later has shown that the worker works. What the caller did
-wrong and what a busy worker refuses count neither as fault nor as success. That an open breaker keeps nothing out when
-all are open is the placement's rule, not the breaker's.
+Only faults before an item's first token count; errors of the caller and back-pressure count neither as fault nor as
+success. If all breakers are open, placement ignores them.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ LONGEST_REST_SECONDS = 60.0
 MOST_DOUBLINGS = 10
 
 INCIDENT_SECONDS = 0.1
-"""Faults that follow each other so closely have one cause: a lost stream fails every item on it."""
+"""Faults within this time have one cause, such as a lost stream with many items."""
 
 
 class Breaker:
-    """Closed; after 3 successive faults open for 5 s, doubled with each further fault up to 60 s; then half-open: one
-    item is let through at a time, and its first token closes the breaker. Times are seconds of one clock."""
+    """A circuit breaker: three successive faults open it for 5 s, doubled by each further fault up to 60 s. Half-open
+    it admits one item at a time, and the first token closes it. Times are seconds of one clock."""
 
     def __init__(self) -> None:
         self.faults = 0
-        """Successive ones."""
+        """Successive faults."""
         self._last_error = ""
         self._last_fault = float("-inf")
         self._open_until = float("-inf")
@@ -40,7 +39,7 @@ class Breaker:
 
     @property
     def problem(self) -> str:
-        """Why it is not closed; '' when it is."""
+        """Why it is not closed, or ''."""
         return "" if self.closed else f"{self.faults} faults in a row, the last: {self._last_error}"
 
     def state(self, now: float) -> BreakerState:
@@ -49,22 +48,22 @@ class Breaker:
         return "open" if now < self._open_until else "half_open"
 
     def is_open(self, now: float) -> bool:
-        """Whether the worker should get nothing now: it rests, or its probe is on its way."""
+        """Whether the worker rests or has its probe already."""
         return not self.closed and (now < self._open_until or self._probing)
 
     def dispatched(self, now: float) -> None:
-        """An item goes to the worker; in the half-open state it is the probe."""
+        """An item was dispatched; in the half-open state it is the probe."""
         if not self.closed and now >= self._open_until:
             self._probing = True
 
     def succeeded(self) -> None:
-        """A first token came."""
+        """A first token arrived."""
         self.faults = 0
         self._probing = False
         self._open_until = float("-inf")
 
     def ended_neutrally(self) -> None:
-        """An item was over without a first token and without a fault."""
+        """An item ended without a first token and without a fault."""
         self._probing = False
 
     def failed(self, now: float, error: TrtmeshError) -> None:
@@ -77,6 +76,6 @@ class Breaker:
         self._last_error = error.message
         self._probing = False
         if not self.closed:
-            # Beyond the cap the doublings would one day be more than a float holds.
+            # Capped, or the power would overflow.
             doublings = min(self.faults - FAULTS_TO_OPEN, MOST_DOUBLINGS)
             self._open_until = now + min(FIRST_REST_SECONDS * 2.0**doublings, LONGEST_REST_SECONDS)

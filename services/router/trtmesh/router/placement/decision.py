@@ -1,4 +1,4 @@
-"""What was decided, in a form that costs little to make: the reasons follow from what it was decided from."""
+"""Decisions, kept as their inputs: scores and exclusions are recomputed only when somebody asks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trtmesh.router.placement.snapshot import PlacementQuery, WorkerSnapshot
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One worker as a placement saw it; `excluded_by` says why it was not considered, '' when it was."""
+    """One worker as a placement saw it, with the reason of its exclusion or ''."""
 
     worker: WorkerSnapshot
     score: float
@@ -22,7 +22,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A placement and what it was decided from."""
+    """A placement with its inputs."""
 
     policy: str
     chosen: WorkerSnapshot
@@ -31,18 +31,18 @@ class Decision:
 
     @property
     def excluded_by(self) -> list[str]:
-        """Why each worker of the fleet was not considered; '' where it was."""
+        """Reason of each worker's exclusion, or ''."""
         return exclusions(self.fleet, self.query)
 
     @property
     def scores(self) -> list[float]:
-        """The score of each worker of the fleet, those that were not considered or not drawn included."""
+        """Score of each worker, including excluded and unsampled ones."""
         eligible = [index for index, why in enumerate(self.excluded_by) if not why]
         return POLICIES[self.policy].costs(lift_cold(self.fleet, eligible), self.query)
 
     @property
     def candidates(self) -> list[Candidate]:
-        """Every worker that was looked at."""
+        """Every worker of the fleet."""
         cached = self.query.cached_tokens
         return [
             Candidate(worker, score, cached.get(worker.address, 0), why)
@@ -51,10 +51,10 @@ class Decision:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens whose KV the chosen worker was thought to have."""
+        """Prompt tokens with reusable KV on the chosen worker."""
         return self.query.cached_tokens.get(self.chosen.address, 0)
 
     @property
     def regret_tokens(self) -> int:
-        """Prompt tokens that another worker could have reused beyond those."""
+        """Further prompt tokens that another worker could have reused."""
         return max(self.query.cached_tokens.values(), default=0) - self.cached_tokens

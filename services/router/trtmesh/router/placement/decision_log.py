@@ -1,4 +1,4 @@
-"""The latest decisions, kept so that an operator can ask why an item went where it did."""
+"""Keeps the latest decisions for operators."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trtmesh.router.placement.decision import Decision
 
 @dataclass(frozen=True, slots=True)
 class DecisionRecord:
-    """One decision and the item it was made for. `cause` is first, retry or migration."""
+    """One decision and its item. `cause` is first, retry or migration."""
 
     request_id: str
     batch_index: int
@@ -19,8 +19,7 @@ class DecisionRecord:
 
 
 class DecisionLog:
-    """A ring of records. Snapshots are shared between the decisions of one moment, so that a record of a large fleet
-    costs a few bytes for each worker."""
+    """A ring of records. Decisions of one moment share their snapshots, so a record costs a few bytes per worker."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -33,5 +32,5 @@ class DecisionLog:
         self._records.append(record)
 
     def of_request(self, request_id: str) -> list[DecisionRecord]:
-        """What was decided for the items of a request, in order; empty when it is not known any more."""
+        """Decisions for the items of a request, in order; empty once forgotten."""
         return [record for record in self._records if record.request_id == request_id]

@@ -1,11 +1,11 @@
-"""What one worker has to do, as far as this router can know: its last report, and all that was sent since.
+"""Tracks the load of one worker: its last report plus everything dispatched since.
 
-Every dispatch takes a booking first, so that the next placement sees it at once and not with the next report, and gives
-it back exactly once, however the item ends. What a report shows beyond the bookings belongs to other routers:
+Every dispatch is booked first, so that the next placement counts it before the next report, and released exactly once.
+Reported load beyond the bookings belongs to other routers:
 
-    load = bookings now + max(0, reported - bookings when the report came)
+    load = bookings now + max(0, reported - bookings at the report)
 
-so an item is never counted twice, whether the report was made before the worker saw it or after.
+so an item counts once, whether or not the report includes it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from trtmesh.router.placement.breaker import Breaker
 from trtmesh.router.placement.rates import Rates, Report, Typical
 
 SLOW_START_SECONDS = 10.0
-"""How long a worker that joined is treated as if it had part of the fleet's mean load."""
+"""Time in which a new worker counts with a shrinking part of the fleet's mean load."""
 
 PRESSURE_SECONDS, MOST_PRESSURE = 0.15, 0.99
-"""Penalty of k / (1 - k) for a share k of KV blocks in use, as in SMG's expected wait."""
+"""Penalty of k / (1 - k) for a share k of used KV blocks, as in SMG's expected wait."""
 
 
 _NO_REPORT = Report(0.0)
 
 
 class Booking:
-    """The place of an item's sequences on a worker, from before their dispatch until the last one has left."""
+    """Load of an item's sequences on a worker, from before their dispatch until the last one leaves."""
 
     __slots__ = (
         "_booked_at",
@@ -47,17 +47,17 @@ class Booking:
         self._idle_before = idle_before
         self._waiting = True
         self.when_computed: Callable[[], None] | None = None
-        """Called once, when the prompt is computed or never will be here."""
+        """Called once the prompt is computed, or cannot be computed here any more."""
         self.prompt_tokens = prompt_tokens
         self.sequences = sequences
 
     @property
     def waiting(self) -> bool:
-        """Whether its prompt is still to be computed."""
+        """Whether its prompt is not computed yet."""
         return self._waiting and self.sequences > 0
 
     def started(self, now: float) -> None:
-        """Its first token came: its prompt is computed. Later calls do nothing."""
+        """The first token shows that the prompt is computed. Later calls do nothing."""
         if self.waiting:
             self._waiting = False
             seconds = now - self._booked_at if self._idle_before else None
@@ -65,13 +65,13 @@ class Booking:
             self._tell_computed()
 
     def leave(self, now: float, error: TrtmeshError | None = None) -> None:
-        """One of its sequences is over or goes on elsewhere, because of `error` if that is given."""
+        """One of its sequences ended or moved, because of `error` if given."""
         if self.sequences:
             waiting = self.waiting
             self.sequences -= 1
             last = not self.sequences
             prompt_tokens = self.prompt_tokens if waiting and last else 0
-            self._guard._on_left(1, prompt_tokens, last=last)
+            self._guard._on_left(prompt_tokens, last=last)
             if waiting:
                 self._guard._on_ended_early(error, now)
             if last:
@@ -83,7 +83,7 @@ class Booking:
             told()
 
     def release(self, now: float, error: TrtmeshError | None = None) -> None:
-        """All that are left leave. Later calls do nothing."""
+        """Releases all remaining sequences. Later calls do nothing."""
         while self.sequences:
             self.leave(now, error)
 
@@ -95,13 +95,13 @@ class LoadGuard:
         self._on_change = on_change
         self._report = _NO_REPORT
         self._steps = 0
-        """Those of the process that reported last, on whichever stream."""
+        """Steps of the process that reported last, on any stream."""
         self._joined_at = float("-inf")
         self._foreign_sequences = 0
         self._foreign_prompt_tokens = 0
         self._by_handle: dict[int, Booking] = {}
         self.awaiting: dict[int, Booking] = {}
-        """Bookings by handle as long as no token came for the handle; looked at for every token."""
+        """Bookings by handle before the handle's first token; read for every token."""
         self.booked_sequences = 0
         self.booked_prompt_tokens = 0
         self.bookings = 0
@@ -109,19 +109,18 @@ class LoadGuard:
         self.breaker = Breaker()
 
     def assign(self, handles: Iterable[int], booking: Booking) -> None:
-        """The sequences of a booking are dispatched under these handles."""
+        """Records the handles of a booking's sequences."""
         for handle in handles:
             self._by_handle[handle] = self.awaiting[handle] = booking
 
     def leave(self, handle: int, now: float, error: TrtmeshError | None = None) -> None:
-        """The sequence of a handle is over or goes on elsewhere; unknown handles are ignored."""
+        """The sequence of a handle ended or moved; unknown handles are ignored."""
         self.awaiting.pop(handle, None)
         if (booking := self._by_handle.pop(handle, None)) is not None:
             booking.leave(now, error)
 
     def lose(self, now: float, error: TrtmeshError | None) -> None:
-        """The stream is lost, because of `error` where the worker is to blame: all sequences leave, and nothing
-        is known of others' work there."""
+        """Releases all sequences of a lost stream and forgets the load of other routers. `error` blames the worker."""
         self._report = _NO_REPORT
         self.rates.break_off()
         self._foreign_sequences = self._foreign_prompt_tokens = 0
@@ -131,16 +130,16 @@ class LoadGuard:
 
     @property
     def sequences(self) -> int:
-        """Sequences on the worker, running or waiting."""
+        """Running and waiting sequences."""
         return self.booked_sequences + self._foreign_sequences
 
     @property
     def pending_prompt_tokens(self) -> int:
-        """Prompt tokens that are to be computed before another prompt's turn comes."""
+        """Prompt tokens queued before another prompt."""
         return self.booked_prompt_tokens + self._foreign_prompt_tokens
 
     def book(self, prompt_tokens: int, sequences: int, now: float) -> Booking:
-        """Counts an item of which `prompt_tokens` are to be computed."""
+        """Books an item with `prompt_tokens` to compute."""
         booking = Booking(self, prompt_tokens, sequences, now, idle_before=not self.sequences)
         self.bookings += 1
         self.booked_sequences += sequences
@@ -150,14 +149,14 @@ class LoadGuard:
         return booking
 
     def joined(self, now: float) -> None:
-        """The worker is ready, for the first time or again: its slow start begins."""
+        """Starts the slow start of a worker that became ready."""
         self._joined_at = now
         self._on_change()
 
     def take_report(self, report: Report) -> None:
         """A load report arrived."""
         if report.step_count < self._steps:
-            # Another process: what was learned of the one before may not hold.
+            # A new process may have other rates.
             self.rates = Rates()
         elif self._report is not _NO_REPORT:
             self.rates.learn(self._report, report)
@@ -172,8 +171,8 @@ class LoadGuard:
         return min(1.0, max(0.0, (now - self._joined_at) / SLOW_START_SECONDS))
 
     def wait_seconds(self, typical: Typical, max_batch_size: int) -> float:
-        """Predicted time until the worker would begin with another prompt: the prompts before it, and, beyond the
-        batch, the sequences that must end first."""
+        """Predicted time until another prompt starts: the queued prompts, and the sequences beyond the batch size that
+        must end first."""
         wait = self.pending_prompt_tokens * self.prefill_seconds(typical)
         excess = self.sequences + 1 - max_batch_size
         if max_batch_size and excess > 0:
@@ -202,9 +201,9 @@ class LoadGuard:
         self.breaker.succeeded()
         self._on_change()
 
-    def _on_left(self, sequences: int, prompt_tokens: int, *, last: bool) -> None:
+    def _on_left(self, prompt_tokens: int, *, last: bool) -> None:
         self.bookings -= last
-        self.booked_sequences -= sequences
+        self.booked_sequences -= 1
         self.booked_prompt_tokens -= prompt_tokens
         self._on_change()
 

@@ -1,14 +1,13 @@
-"""The policies: how each scores the workers that can take an item, and which of these it looks at.
+"""The placement policies, each of three pure functions.
 
-A policy is three pure functions. `shortlist` may narrow the choice down to some of the eligible; `costs` gives each of
-these a score, lower is better; `pick` takes the lowest, and of equals the one whose last turn is longest ago, or of a
-prefix that nobody has the one that rendezvous hashing names. The predicted cost of an item on a worker, in seconds:
+`shortlist` narrows the eligible workers down, `costs` scores them (lower is better), and `pick` takes the lowest score.
+Ties go to the least recently chosen worker or, for a prefix without a holder, to rendezvous hashing. Predicted cost of
+an item on a worker in seconds, with rates learned online (`rates.py`):
 
     wait + uncached prompt tokens * prefill + new tokens * step + pressure
 
-with rates that were learned online (`rates.py`). Formulas of its kind are Mooncake's TTFT estimate and the expected
-wait of SMG's power of two; to cost what is left to compute, and not what matches, is what makes a miss go to the least
-busy worker.
+Mooncake's TTFT estimate and the expected wait of SMG's power of two are similar. Costing the remaining computation,
+instead of the matched prefix, sends a miss to the least busy worker.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ Indexes = list[int]
 """Positions in the fleet."""
 
 SPILL_RATIO, SPILL_SEQUENCES = 1.5, 8
-"""`prefix_aware` leaves a worker that has the prefix when it has more sequences than both the mean times the ratio
-and the mean plus the number: a prefix that is hot spreads to another worker."""
+"""`prefix_aware` leaves the holder of a prefix above both mean * ratio and mean + number of sequences, so that a hot
+prefix spreads."""
 
 HOLDERS = 2
 SAMPLES = 2
-"""`auto` looks at the two workers with the longest prefix and at two others by chance: routers that see the same
-reports then do not all choose the same worker."""
+"""`auto` considers the two workers with the longest prefix and two random ones, so that routers with equal reports do
+not all choose the same worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How a worker is chosen among those that can take an item."""
+    """Chooses among the eligible workers."""
 
     costs: Callable[[Fleet, PlacementQuery], list[float]]
     shortlist: Callable[[Indexes, Fleet, PlacementQuery], Indexes]
@@ -68,7 +67,7 @@ def _all(eligible: Indexes, fleet: Fleet, query: PlacementQuery) -> Indexes:
 
 
 def _sample(eligible: Indexes, draw: int) -> Indexes:
-    """Two different ones, or all when there are no more."""
+    """Two different workers, or all of fewer."""
     count = len(eligible)
     if count <= SAMPLES:
         return eligible
@@ -102,7 +101,7 @@ def _holders_and_sample(eligible: Indexes, fleet: Fleet, query: PlacementQuery) 
 
 def _lowest(fleet: Fleet, costs: list[float], query: PlacementQuery) -> int:
     turns = [worker.last_turn for worker in fleet]
-    # Of equals in both the first: where the policy drew, that is chance.
+    # Full ties go to the first, which is random after a draw.
     return min(zip(costs, turns, range(len(fleet)), strict=True))[2]
 
 
@@ -110,7 +109,7 @@ def _lowest_or_rendezvous(fleet: Fleet, costs: list[float], query: PlacementQuer
     index = _lowest(fleet, costs, query)
     if query.prefix is None or fleet[index].address in query.cached_tokens:
         return index
-    # Routers that do not know yet of what the others sent compute a new prefix once then, and not once each.
+    # Routers unaware of each other's recent placements then compute a new prefix once in total.
     equals = {fleet[n].address: n for n, cost in enumerate(costs) if cost == costs[index]}
     return equals[highest(equals, query.prefix)]
 

@@ -1,8 +1,7 @@
-"""Rendezvous hashing, also highest random weight (HRW; Thaler and Ravishankar, 1998): who gets a key, without a table.
+"""Rendezvous hashing, or highest random weight (HRW; Thaler and Ravishankar, 1998): assigns keys without a table.
 
-Every worker has a pseudo-random weight for every key, and the highest gets it. So routers that know the same workers
-agree without a word, also after a restart; when a worker leaves, only its own keys move, evenly to all others; and
-one that joins takes only what it gets itself.
+Each worker has a pseudo-random weight for each key, and the highest weight wins. Routers with the same workers agree
+without communication, even after a restart. A leaving worker's keys spread evenly; a joining worker moves only its own.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ MASK = 2**64 - 1
 
 
 def highest(addresses: Iterable[str], key: int) -> str:
-    """The address that gets `key`, a number taken modulo 2**64. At least one address, in any order.
+    """The address with the highest weight for `key`, of at least one, in any order.
 
-    A weight is the product of two odd numbers modulo 2**64, whose high bits decide: multiplicative hashing
-    (Dietzfelbinger et al., 1997) with a factor that is random for each key. It costs one multiplication a worker.
+    A weight is the product of two odd numbers modulo 2**64, compared by its high bits: multiplicative hashing
+    (Dietzfelbinger et al., 1997) with a random factor per key. It costs one multiplication per worker.
     """
     factor = _odd((key & MASK).to_bytes(8, "little"))
     return max(addresses, key=lambda address: (_factor_of(address) * factor & MASK, address))

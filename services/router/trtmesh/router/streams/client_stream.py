@@ -1,4 +1,4 @@
-"""What waits to be sent to one client: events in order, tokens of a sequence merged while they wait."""
+"""Queues events for one client in order, and merges waiting tokens of a sequence."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
 MOST_MESSAGE_BYTES = 2 * 2**20
-"""Size of one message, unless one token has more: below the 4 MiB that gRPC clients take if they say nothing."""
+"""Most bytes of a message with several tokens, below the default limit of gRPC clients, 4 MiB."""
 
 TOKEN_BYTES = 4
-"""What an id counts beside its text and data."""
+"""Bytes counted for an id beside its text and data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """What may wait for one client."""
+    """Most output waiting for one client."""
 
     tokens: int
     bytes: int
@@ -32,18 +32,18 @@ UNLIMITED = Credit(sys.maxsize, sys.maxsize)
 
 
 class Watcher(Protocol):
-    """Whoever acts on a client that is slow."""
+    """Acts on a slow client."""
 
     def on_full(self) -> None:
-        """More waits than the credit allows; told once until `on_read`."""
+        """The credit is exceeded. Called once until `on_read`."""
 
     def on_read(self) -> None:
-        """Everything taken before was sent, and at most half of the credit waits."""
+        """At most half of the credit is used, and the last message was sent."""
 
 
 @dataclass(slots=True)
 class WaitingTokens:
-    """Tokens of one sequence that may still grow: nothing of that sequence was queued behind them."""
+    """Tokens of one sequence; later ones are merged until another event of the sequence follows."""
 
     batch_index: int
     sequence_index: int
@@ -55,11 +55,11 @@ class WaitingTokens:
 
     @property
     def end(self) -> int:
-        """Offset of the token that would follow."""
+        """Offset of the next token."""
         return self.token_offset + len(self.token_ids)
 
     def clear(self) -> None:
-        """Makes place for the whole sequence anew; what was sent of it is replaced."""
+        """Empties the entry for a sequence that restarts from offset 0."""
         self.token_offset = self.size = 0
         self.token_ids, self.texts, self.details = [], [], None
 
@@ -76,11 +76,11 @@ Waiting = WaitingTokens | WaitingEvent
 
 
 class ClientStream:
-    """The queue between the data path, which only puts, and the RPC handler, which only takes.
+    """The queue between the data path, which puts, and the RPC handler, which takes.
 
-    Nothing is merged by a timer: a client that keeps up gets every step as its own message, and one that lags gets
-    what piled up while the last message was on its way. Deltas of several items that are ready together leave as
-    one message, as far as they fit one, and the opening event leaves with the first that follows it.
+    Merging uses no timer: a fast client gets every step as its own message, and a slow one gets everything queued
+    during its last write. Deltas ready together share a message within its limit, and the opening event leaves with the
+    next one.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class ClientStream:
         text: str,
         details: pb.TokenDetails | None,
     ) -> None:
-        """Queues new tokens of a sequence, or all of it anew from offset 0. `token_ids` is taken over."""
+        """Queues new tokens of a sequence, or a restart from offset 0. Takes ownership of `token_ids`."""
         key = (batch_index, sequence_index)
         waiting = self._growing.get(key)
         if waiting is not None and token_offset < waiting.end:
@@ -138,18 +138,18 @@ class ClientStream:
         self._count(size)
 
     def put(self, event: router_pb.GenerateEvent) -> None:
-        """Queues any other event behind everything queued before it."""
+        """Queues any other event."""
         self._growing.pop((event.batch_index, event.sequence_index), None)
         self._append(WaitingEvent(event, event.ByteSize()))
 
     def close(self) -> None:
-        """Says that nothing more comes; `take` gives what is left, be it the opening event alone, and then None."""
+        """Ends the queue: `take` returns the rest, even the opening event alone, then None."""
         self._closed = True
         self._followed = bool(self._entries)
         self._wake()
 
     async def take(self) -> Sequence[Waiting] | None:
-        """All that waits, for one message; None at the end. One taker only, which comes back once it has sent it."""
+        """Waits for the entries of the next message; None at the end. Only one taker, which returns after its write."""
         self._taken_at = None
         self._tell_room()
         while not self._followed:
@@ -162,11 +162,11 @@ class ClientStream:
         return entries
 
     def unread_seconds(self, now: float) -> float:
-        """How long the last message has been on its way, at the event loop's time `now`; 0 when none is."""
+        """Duration of the current write at `now`, a time of the event loop; 0 without one."""
         return 0.0 if self._taken_at is None else now - self._taken_at
 
     def _take_entries(self) -> list[Waiting]:
-        """What the next message carries: everything, unless it is too large for one."""
+        """Takes as many entries as fit into a message, at least one."""
         entries, count = self._entries, len(self._entries)
         if self.waiting_bytes > MOST_MESSAGE_BYTES:
             totals = accumulate(entry.size for entry in entries)
@@ -218,7 +218,7 @@ class ClientStream:
 
 
 def as_response(waiting: Sequence[Waiting]) -> router_pb.GenerateResponse:
-    """What was taken, as the native API sends it."""
+    """Builds the native API's message from taken entries."""
     response = router_pb.GenerateResponse()
     for entry in waiting:
         event = response.events.add()
@@ -230,7 +230,7 @@ def as_response(waiting: Sequence[Waiting]) -> router_pb.GenerateResponse:
 
 
 def _holds_tensor(details: pb.TokenDetails | None) -> bool:
-    """Whether merging is impossible: arrays grow like tokens, tensors do not."""
+    """Whether the details cannot be merged: tensors do not grow like arrays."""
     return details is not None and details.HasField("generation_logits")
 
 

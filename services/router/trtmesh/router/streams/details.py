@@ -1,4 +1,4 @@
-"""Optional per-token data, kept by token so that it can be cut wherever the text is cut."""
+"""Buffers optional per-token data by token, so that it can be cut where the text is cut."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class TokenDetailBuffer:
-    """Holds the details of tokens that are with the decoder, in token order."""
+    """Details of tokens at the decoder, in token order."""
 
     def __init__(self) -> None:
         self._log_probs: list[float] = []
@@ -19,10 +19,10 @@ class TokenDetailBuffer:
         self._rows: list[bytes] = []
         self._row_shape: tuple[int, list[int]] = (0, [])
         self.cumulative_log_prob = 0.0
-        """Sum of the log-probabilities so far. A worker that goes on with a sequence does not know it."""
+        """Sum of the log-probabilities so far, unknown to a worker that resumes the sequence."""
 
     def add(self, details: pb.TokenDetails, known: int = 0) -> None:
-        """Appends the data of the next tokens, the first `known` of which were here before."""
+        """Appends the data of the next tokens, skipping the first `known` of them."""
         log_probs = details.log_probs[known:]
         self._log_probs.extend(log_probs)
         self._top.extend(details.top_log_probs[known:])
@@ -31,7 +31,7 @@ class TokenDetailBuffer:
                 self.cumulative_log_prob = details.cumulative_log_prob
             else:
                 self.cumulative_log_prob += sum(log_probs)
-            # The sum is told after the last of these tokens only.
+            # The sum belongs to the last of these tokens.
             self._cumulative.extend([None] * (len(log_probs) - 1))
             self._cumulative.append(self.cumulative_log_prob)
         if details.HasField("generation_logits"):
@@ -44,13 +44,13 @@ class TokenDetailBuffer:
             self._row_shape = (logits.data_type, list(logits.shape[1:]))
 
     def fitting(self, count: int, most_bytes: int) -> int:
-        """How many of the next `count` tokens have logits of at most `most_bytes` together, at least one."""
+        """Number of the next `count` tokens with logits of at most `most_bytes` in total, at least one."""
         if not self._rows:
             return count
         return min(count, max(1, most_bytes // max(1, len(self._rows[0]))))
 
     def take(self, count: int) -> pb.TokenDetails | None:
-        """The data of the next `count` tokens."""
+        """Takes the data of the next `count` tokens."""
         if not count:
             return None
         details = pb.TokenDetails(
@@ -69,13 +69,13 @@ class TokenDetailBuffer:
 
 
 def unheard(details: pb.PromptDetails, told: int) -> tuple[pb.PromptDetails | None, int]:
-    """What `details` tell of positions from `told` on, if anything, and the position up to which all is told then."""
+    """The part of `details` from position `told` on, or None, and the end of the known positions."""
     logits = details.context_logits if details.HasField("context_logits") else None
     rows = logits.shape[0] if logits is not None else len(details.log_probs)
     end = details.token_offset + rows
     known = told - details.token_offset
     if known <= 0:
-        # What tells of no position says that the prompt has no more than its first token.
+        # Empty details mean a prompt of one token.
         return details, max(told, end)
     if end <= told:
         return None, told

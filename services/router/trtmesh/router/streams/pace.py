@@ -1,4 +1,4 @@
-"""How fast a client reads, and what is done about one that is slow: merge what waits, then pause, then cancel."""
+"""Handles slow clients: their tokens are merged, then their request is paused, then cancelled."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from trtmesh.router.streams.client_stream import ClientStream, Credit
 AtLimit = Literal["pause", "cancel"]
 
 MOST_OVERDRAFT = 16
-"""How many times its credit a client may let wait before its request is ended, although it is paused: what was on its
-way, and beam searches, which begin again from nothing when they are moved and are not paused."""
+"""Multiple of the credit that ends a request. Despite a pause, tokens in flight arrive, and beams are never paused."""
 
 
 @dataclass(frozen=True, slots=True)
 class PaceRules:
-    """What may wait for one client, what happens beyond that, and how long one message may stay unread."""
+    """Credit of one client, the action beyond it, and the longest write of one message."""
 
     credit: Credit
     at_limit: AtLimit
@@ -28,11 +27,11 @@ class PaceRules:
 
 
 def _nobody(*_: object) -> None:
-    """Whom a request is told that is over."""
+    """Replaces the callbacks of a request that is over."""
 
 
 class Pace:
-    """Watches the client of one request. `change` is called whenever `paused` changed, `end` at most once."""
+    """Watches the client of one request. Calls `change` when `paused` changes, and `end` at most once."""
 
     def __init__(
         self,
@@ -51,17 +50,17 @@ class Pace:
         self.paused = False
 
     def on_full(self) -> None:
-        """More waits than the credit allows. Called in the middle of handing out a step, so it acts behind that."""
+        """The credit is exceeded. Called while a step is distributed, so the action is deferred."""
         asyncio.get_running_loop().call_soon(self._act)
 
     def on_read(self) -> None:
-        """The client has read so much that there is room again."""
+        """The client has caught up."""
         if self.paused:
             self.paused = False
             self._change()
 
     def judge(self, now: float) -> None:
-        """Ends the request when its client reads nothing for too long, or when pausing does not help."""
+        """Ends the request if its client has stalled or pausing does not help."""
         credit, client = self._rules.credit, self._client
         if (
             client.unread_seconds(now) > self._rules.stall_seconds
@@ -71,7 +70,7 @@ class Pace:
             self._cancel(now)
 
     def close(self) -> None:
-        """The request is over: counts what became of it, and lets go of whom it told."""
+        """The request is over: counts its merged tokens and drops the callbacks."""
         self._ended = True
         self._change = self._end = _nobody
         self._metrics.merged_tokens += self._client.merged_tokens

@@ -1,4 +1,4 @@
-"""What the client of one sequence gets of it: tokens with their text and data, as they come or all at the end."""
+"""Puts a sequence's tokens, texts and data to its client, streamed or all at the end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trtmesh.v1 import router_pb2 as router_pb
 
 
 class SequenceOutput:
-    """Puts what was decoded of one sequence to its client, as its item asks for it."""
+    """The output of one sequence in the form that its item requests."""
 
     __slots__ = (
         "_batch_index",
@@ -41,16 +41,16 @@ class SequenceOutput:
 
     @property
     def cumulative_log_prob(self) -> float | None:
-        """Sum of the log-probabilities of all tokens so far; None where no data of tokens is asked for."""
+        """Sum of the log-probabilities so far; None if not requested."""
         return self._details.cumulative_log_prob if self._details else None
 
     def add_details(self, details: pb.TokenDetails, known: int) -> None:
-        """Keeps the data of tokens that are yet to be decoded, the first `known` of which were here before."""
+        """Keeps the data of tokens at the decoder, skipping the first `known` of them."""
         if self._details is not None:
             self._details.add(details, known)
 
     def put_prompt(self, details: pb.PromptDetails) -> None:
-        """Puts data of prompt positions; each once, however many workers tell it."""
+        """Puts data of prompt positions not put before."""
         fresh, self._prompt_told = unheard(details, self._prompt_told)
         if fresh is not None:
             event = router_pb.GenerateEvent(
@@ -61,7 +61,7 @@ class SequenceOutput:
             self._client.put(event)
 
     def put_start(self, metrics: pb.PerfMetrics) -> None:
-        """Puts what is known of times and KV figures before the first token; unstreamed, the end tells all."""
+        """Puts the metrics before the first token, if streamed; the end repeats them."""
         if self._held_texts is None:
             started = router_pb.SequenceStarted(perf_metrics=metrics)
             event = router_pb.GenerateEvent(
@@ -72,9 +72,9 @@ class SequenceOutput:
             self._client.put(event)
 
     def deliver(self, token_ids: list[int], start: int, end: int, text: str) -> None:
-        """Puts `token_ids[start:end]` and their text, or holds the text for the end where nothing is streamed."""
+        """Puts `token_ids[start:end]` with their text, or holds the text until the end."""
         if not self._wants_text:
-            # Decoded for its stop texts alone.
+            # Decoded only for its stop texts.
             text = ""
         if self._held_texts is None:
             self._put(token_ids, start, end, text)
@@ -82,33 +82,33 @@ class SequenceOutput:
             self._held_texts.append(text)
 
     def complete(self, token_ids: list[int], end: int) -> None:
-        """The sequence is over with `token_ids[:end]`: puts all of it where nothing was streamed."""
+        """The sequence ended with `token_ids[:end]`: puts all of it unless streamed."""
         if self._held_texts:
             self._put(token_ids, 0, end, "".join(self._held_texts))
 
     def restart(self) -> None:
-        """Forgets everything; the next put, from offset 0, replaces what the client has."""
+        """Forgets everything; the next put, from offset 0, replaces it at the client."""
         if self._details is not None:
             self._details = TokenDetailBuffer()
         if self._held_texts:
             self._held_texts = []
 
     def _put(self, token_ids: list[int], start: int, end: int, text: str) -> None:
-        """Puts tokens in one event, or in several where their logits are large."""
+        """Puts tokens in one event, or in several for large logits."""
         details = self._details
         while True:
             count = end - start
             if details is not None:
                 count = details.fitting(count, MOST_MESSAGE_BYTES)
-            behind = start + count
+            stop = start + count
             self._client.put_tokens(
                 self._batch_index,
                 self._sequence_index,
                 start,
-                token_ids[start:behind],
-                text if behind == end else "",
+                token_ids[start:stop],
+                text if stop == end else "",
                 details.take(count) if details is not None else None,
             )
-            start = behind
+            start = stop
             if start == end:
                 return

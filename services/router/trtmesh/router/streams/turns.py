@@ -1,4 +1,4 @@
-"""Whose turn it is on the event loop."""
+"""Limits the writes of one pass of the event loop."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import asyncio
 from collections import deque
 
 PER_TURN = 128
-"""Writes of one pass of the event loop: nothing else waits long for so many; bench/README.md has what was tried."""
+"""Writes per pass, few enough not to delay other work; bench/README.md has the measurements."""
 
 
 class Turns:
-    """Wakes waiters in the order they asked, a few in each pass of the event loop.
+    """Wakes waiters in order, a few in each pass of the event loop.
 
-    A step makes a message ready for every client at once. If all were written in one pass, a new request would get one
-    chance a step to come one stage further, and a thousand streams would keep it out for seconds.
+    A step readies a message for every client at once. If a single pass wrote all messages, a new request would advance
+    one stage per step, and a thousand streams would delay the request by seconds.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Turns:
         self._planned = False
 
     def ask(self, waiter: asyncio.Future[None]) -> None:
-        """Sets the result of `waiter` when its turn comes."""
+        """Sets the result of `waiter` in its turn."""
         self._waiting.append(waiter)
         if not self._planned:
             self._planned = True

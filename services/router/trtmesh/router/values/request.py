@@ -1,4 +1,4 @@
-"""From a GenerateRequest to one that cannot be wrong."""
+"""Parses a GenerateRequest into a request that is valid by construction."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ ROUTER_FIELDS = frozenset(
         "stopping.stop_texts",
     }
 )
-"""Config fields that the router acts on itself, alone or with a tokenizer; workers never see them."""
+"""Config fields for the router and its tokenizers; workers never see them."""
 
 IDS_OF_TEXTS = {
     "stopping.bad_texts": "stopping.bad_token_ids",
     "sampling.embedding_bias_texts": "sampling.embedding_bias_token_ids",
 }
-"""Fields whose texts a tokenizer turns into ids, and the fields in which workers get these."""
+"""Fields of texts, with the fields of their ids for the worker."""
 
 
 def with_texts(supported: Iterable[str]) -> frozenset[str]:
-    """The fields that a worker acts on, and those that it acts on once texts are ids."""
+    """A worker's supported fields, plus those it supports after tokenization."""
     fields = frozenset(supported)
     return fields | {texts for texts, ids in IDS_OF_TEXTS.items() if ids in fields}
 
 
 @dataclass(frozen=True, slots=True)
 class ItemRequest:
-    """One prompt and what is asked of it. `message` is the config as it came, for the worker."""
+    """One prompt and its config. `message` is the unparsed config, for the worker."""
 
     batch_index: int
     prompt: Prompt
@@ -52,17 +52,17 @@ class ItemRequest:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Texts that a tokenizer must turn into ids: bad texts, then bias texts."""
+        """Texts to tokenize: bad texts, then bias texts."""
         return self.config.stopping.bad_texts + self.config.sampling.embedding_bias_texts
 
     @property
     def told_prompt_tokens(self) -> int | None:
-        """Tokens of the prompt as its client told them; None for a text, which somebody must encode to know."""
+        """Length of a prompt sent as token ids; None for a text."""
         return None if self.prompt.token_ids is None else len(self.prompt.token_ids)
 
     @property
     def worker_fields(self) -> frozenset[str]:
-        """Fields that the worker must act on, under the names that the client used."""
+        """Fields that the worker must support, under the client's names."""
         return self.config.fields_set - (ROUTER_FIELDS - IDS_OF_TEXTS.keys())
 
 
@@ -78,7 +78,7 @@ class GenerationRequest:
 def parse_request(
     message: router_pb.GenerateRequest, metadata_request_id: str, max_items: int
 ) -> GenerationRequest:
-    """The request, or an InvalidRequest that names the field and, for an item, its batch_index."""
+    """Raises InvalidRequest with the field and, for an item, its batch_index."""
     request_id = message.request_id or metadata_request_id or secrets.token_hex(8)
     if len(request_id) > MAX_REQUEST_ID_LENGTH or not request_id.isprintable():
         raise InvalidField(
@@ -116,12 +116,10 @@ def _parse_item(
 def worker_config(
     item: ItemRequest, prompt_tokens: int, word_ids: list[tuple[int, ...]], drawn_seed: int
 ) -> pb.GenerationConfig:
-    """The config for the worker: the router's fields taken out, texts replaced by ids, the seed set.
+    """The worker's config: without the router's fields, with ids for texts, and with a seed.
 
-    `drawn_seed` is for an item that has no seed.
-
-    `word_ids` are the ids of `item.words` in the same order. A text without ids asks for nothing. One extra id of a
-    prompt that came as text holds for each of its tokens.
+    `word_ids` are the ids of `item.words` in order; empty ones are dropped. `drawn_seed` is for an item without a seed.
+    A single extra id of a text prompt is repeated for each token.
     """
     config = pb.GenerationConfig()
     config.CopyFrom(item.message)
@@ -135,7 +133,7 @@ def worker_config(
     _replace_bias_texts(config.sampling, word_ids[bad_texts:])
     extra_ids = config.prompt_tuning.extra_ids
     if item.prompt.text is not None and len(extra_ids) == 1:
-        # Whoever sends a text does not know how many tokens it has.
+        # The sender of a text does not know its number of tokens.
         extra_ids.extend([extra_ids[0]] * (prompt_tokens - 1))
     seed = item.config.sampling.seed
     config.sampling.seed = drawn_seed if seed is None else seed
@@ -143,7 +141,7 @@ def worker_config(
 
 
 def _replace_bias_texts(sampling: pb.SamplingConfig, word_ids: list[tuple[int, ...]]) -> None:
-    """Puts the ids of bias texts before the lists of ids that were given, as their weights are."""
+    """Puts the ids of bias texts before the client's lists of ids, in the order of the weights."""
     if not word_ids:
         return
     lists = word_ids + [tuple(given.ids) for given in sampling.embedding_bias_token_ids]

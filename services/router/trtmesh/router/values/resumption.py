@@ -1,4 +1,4 @@
-"""What a client already has of a request that it wants to go on here."""
+"""The output that a client already has of a request it resumes here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trtmesh.v1 import router_pb2 as router_pb
 
 @dataclass(frozen=True, slots=True)
 class ReceivedSequence:
-    """One sequence as far as its client has it. `reason` is set exactly when its end was received."""
+    """One sequence up to the client's last token. `reason` is set if and only if its end was received."""
 
     token_ids: tuple[int, ...]
     reason: pb.FinishReason.ValueType | None = None
@@ -22,22 +22,21 @@ class ReceivedSequence:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What a client has, by (batch_index, sequence_index), and the items that are over for it."""
+    """Received sequences by (batch_index, sequence_index), and the items with a received terminal event."""
 
     sequences: Mapping[tuple[int, int], ReceivedSequence] = field(default_factory=dict)
     finished_items: frozenset[int] = frozenset()
 
     @property
     def anything(self) -> bool:
-        """Whether the client has something of the request."""
         return bool(self.sequences or self.finished_items)
 
     def has(self, batch_index: int) -> bool:
-        """Whether the client has something of an item that is not over."""
+        """Whether the client has part of an unfinished item."""
         return any(index == batch_index for index, _ in self.sequences)
 
     def rest_of(self, request: GenerationRequest) -> list[ItemRequest]:
-        """The items that are not over for the client."""
+        """The items without a received terminal event."""
         return [item for item in request.items if item.batch_index not in self.finished_items]
 
 
@@ -45,9 +44,11 @@ NOTHING = Received()
 
 
 def parse_received(message: router_pb.ResumeRequest, request: GenerationRequest) -> Received:
-    """Raises InvalidField where the request could not go on as if nothing had happened."""
+    """Raises InvalidField if the request could not continue as if uninterrupted."""
     if not message.request.request_id:
-        raise InvalidField("request.request_id is empty but must name the request to go on with")
+        raise InvalidField(
+            "is empty but must name the request to resume", field="request.request_id"
+        )
     sequences = {}
     for number, offset in enumerate(message.received):
         name = f"received[{number}]"
@@ -60,10 +61,10 @@ def parse_received(message: router_pb.ResumeRequest, request: GenerationRequest)
             raise InvalidField.of(f"{name}.sequence_index", offset.sequence_index, limit)
         key = (offset.batch_index, offset.sequence_index)
         if key in sequences:
-            raise InvalidField(f"{name} names a sequence that came before; send each one once")
+            raise InvalidField("repeats a sequence; send each one once", field=name)
         sequences[key] = _parse(name, offset, item)
     for index, item in enumerate(request.items):
-        _forget_cut_search(index, item, sequences)
+        _forget_cut_beams(index, item, sequences)
     for index in message.finished_items:
         if index >= len(request.items):
             limit = f"below {len(request.items)}, the number of items"
@@ -71,10 +72,10 @@ def parse_received(message: router_pb.ResumeRequest, request: GenerationRequest)
     return Received(sequences, frozenset(message.finished_items))
 
 
-def _forget_cut_search(
+def _forget_cut_beams(
     batch_index: int, item: ItemRequest, sequences: dict[tuple[int, int], ReceivedSequence]
 ) -> None:
-    """Beams begin again all together, so one whose end was received before the others' is told once more."""
+    """Drops received beams unless all ended, since beams restart together."""
     if item.config.beam_search.beam_width == 1:
         return
     keys = [(batch_index, index) for index in range(item.config.sequences)]
@@ -84,32 +85,41 @@ def _forget_cut_search(
 
 
 def _parse(name: str, offset: router_pb.SequenceOffset, item: ItemRequest) -> ReceivedSequence:
-    config = item.config
     if offset.finished and not offset.reason:
-        raise InvalidField(f"{name}.reason is not set but must be, as the sequence is finished")
+        raise InvalidField("is not set but the sequence is finished", field=f"{name}.reason")
     if offset.reason and not offset.finished:
-        raise InvalidField(f"{name}.reason is set but `finished` is not; set both or none")
+        raise InvalidField("is set but `finished` is not; set both or none", field=f"{name}.reason")
     if offset.reason not in pb.FinishReason.values():
         raise InvalidField.of(f"{name}.reason", offset.reason, "a FinishReason of this release")
-    most = config.stopping.max_tokens
+    most = item.config.stopping.max_tokens
     if most is not None and len(offset.token_ids) > most:
         raise InvalidField(
-            f"{name}.token_ids has {len(offset.token_ids)} tokens but must have at most {most}, the item's max_tokens"
+            f"has {len(offset.token_ids)} tokens but must have at most {most}, the item's max_tokens",
+            field=f"{name}.token_ids",
         )
-    has_sum = offset.HasField("cumulative_log_prob")
     if offset.token_ids and not offset.finished:
-        if config.sampling.seed is None and not config.sampling.greedy:
-            raise InvalidField(
-                f"{name} has drawn tokens but the item no sampling.seed; set the seed that `accepted` reported"
-            )
-        if config.beam_search.beam_width > 1:
-            raise InvalidField(f"{name} is a beam, which begins again; send no token_ids of it")
-        if not config.output.stream:
-            raise InvalidField(f"{name} is not streamed; send token_ids only once it is finished")
-        if config.output.log_probs and not has_sum:
-            raise InvalidField(f"{name}.cumulative_log_prob is not set but the item asks for it")
+        _check_resumable(name, offset, item)
+    has_sum = offset.HasField("cumulative_log_prob")
     return ReceivedSequence(
         tuple(offset.token_ids),
         offset.reason if offset.finished else None,
         offset.cumulative_log_prob if has_sum else None,
     )
+
+
+def _check_resumable(name: str, offset: router_pb.SequenceOffset, item: ItemRequest) -> None:
+    """Raises InvalidField for an unfinished sequence that cannot continue after its tokens."""
+    config = item.config
+    if config.sampling.seed is None and not config.sampling.greedy:
+        raise InvalidField(
+            "has sampled tokens but the item has no sampling.seed; set the seed that `accepted` reported",
+            field=name,
+        )
+    if config.beam_search.beam_width > 1:
+        raise InvalidField("is a beam, which restarts; send no token_ids of it", field=name)
+    if not config.output.stream:
+        raise InvalidField("is not streamed; send token_ids only once it is finished", field=name)
+    if config.output.log_probs and not offset.HasField("cumulative_log_prob"):
+        raise InvalidField(
+            "is not set but the item requests log_probs", field=f"{name}.cumulative_log_prob"
+        )
