@@ -1,4 +1,4 @@
-"""The life of a connection to another process: connect, talk, lose, try again."""
+"""The life cycle of a replica: connect, talk, lose the connection, reconnect."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ LEAVING = "it was removed, or its address is gone; it finishes what it has"
 DRAINED = "an admin drains it"
 
 SILENCE_CHECKS = 10
-"""How often, within the longest silence, it is looked whether a peer is silent."""
+"""Checks for silence during the longest permitted silence."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSettings:
-    """What every link to another process is told."""
+    """Settings of the connection to a replica."""
 
     max_message_bytes: int
     silence_seconds: float
 
 
 class ReplicaState(Enum):
-    """How far a replica is usable, as this router sees it."""
+    """Usability of a replica as this router sees it."""
 
     CONNECTING = "connecting"
     READY = "ready"
@@ -55,9 +55,10 @@ class ReplicaState(Enum):
 
 
 class Replica(ABC):
-    """One tokenizer or worker by address, with a state for people and for placement.
+    """A tokenizer or worker at one address, with a state for operators and placement.
 
-    `run` owns the connection and the stream; both end with it.
+    `run` owns the connection and the stream; both end with it. Subclasses implement `talk`, `lost` and the questions
+    `busy` and `expecting`.
     """
 
     def __init__(self, address: str, settings: LinkSettings) -> None:
@@ -71,7 +72,7 @@ class Replica(ABC):
 
     @property
     def leaving(self) -> bool:
-        """Whether it was removed or its address is gone."""
+        """Whether it was removed, or discovery no longer lists its address."""
         return self._leaving
 
     @leaving.setter
@@ -81,7 +82,7 @@ class Replica(ABC):
 
     @property
     def drained(self) -> bool:
-        """Whether an admin wants nothing placed on it."""
+        """Whether an admin drains it."""
         return self._drained
 
     @drained.setter
@@ -91,7 +92,7 @@ class Replica(ABC):
 
     @abstractmethod
     def touch(self) -> None:
-        """Whether it takes anything may have changed."""
+        """Readiness may have changed."""
 
     @property
     def ready(self) -> bool:
@@ -100,10 +101,10 @@ class Replica(ABC):
     @property
     @abstractmethod
     def busy(self) -> bool:
-        """Whether anything of this router is on it."""
+        """Whether it has work of this router."""
 
     async def run(self) -> None:
-        """Keeps a stream open for ever; cancelled when the replica leaves the fleet."""
+        """Keeps a stream open until cancelled; the owner cancels it when the replica leaves the fleet."""
         try:
             while True:
                 await self._talk_once()
@@ -130,7 +131,7 @@ class Replica(ABC):
             self.lost("it was removed from the fleet")
             raise
         except Exception as error:
-            # Broad on purpose: a defect in handling one replica must not end the router's link to it for ever.
+            # Broad on purpose: after a defect the router must still reconnect to this replica.
             log.exception("link to %s failed", self.address)
             problem = f"{type(error).__name__}: {error}"
         self._become(state, problem)
@@ -139,14 +140,14 @@ class Replica(ABC):
     @property
     @abstractmethod
     def expecting(self) -> bool:
-        """Whether the peer owes a message, so that its silence means that it is gone, stuck or cut off."""
+        """Whether the peer owes a message: silence then means a dead, frozen or disconnected peer."""
 
     def _heard(self) -> None:
-        """The peer sent something, or owes something from now on."""
+        """Restarts the measured silence: the peer sent a message, or owes one from now on."""
         self._heard_at = asyncio.get_running_loop().time()
 
     async def _talk_unless_silent(self, *halves: Coroutine[Any, Any, None]) -> None:
-        """Runs the halves of a stream until one of them ends or the peer is silent for too long."""
+        """Runs the halves of a stream until one ends. Raises Unavailable after too long a silence."""
         self._heard()
         await until_first_ends(*halves, self._watch_silence())
 
@@ -165,11 +166,11 @@ class Replica(ABC):
 
     @abstractmethod
     async def talk(self, connection: ClientConnection) -> None:
-        """Opens the stream and handles it until it ends; calls `_become` when the replica is ready."""
+        """Opens the stream and serves it until it ends. Calls `_become` once the replica is ready."""
 
     @abstractmethod
     def lost(self, problem: str) -> None:
-        """Gives up everything that was on the stream."""
+        """Gives up all work on the stream; `problem` says why."""
 
 
 def _describe(error: grpc.aio.AioRpcError) -> str:

@@ -1,4 +1,4 @@
-"""The address where admins reach a router: a server of its own, apart from the one that clients reach."""
+"""The admin address of a router: a gRPC server apart from the clients' one."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ LOOPBACK_HOSTS = ("127.", "localhost", "::1", "[::1]")
 
 
 class AdminDoor:
-    """Serves the admin service from `open` to `close`. It is well while it is open: admins come when the mesh is not.
+    """Serves RouterAdminService from `open` to `close`, and is healthy even while the mesh is not.
 
-    With a token, every call but health checks must carry it.
+    With a token configured, every call except health checks must carry it.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class AdminDoor:
         reflection.enable_server_reflection(names, self._server)
 
     def listen(self, host: str, port: int) -> str:
-        """Takes the address and returns it. Raises StartupError."""
+        """Binds the address and returns it. Raises StartupError."""
         if not self._guarded and not host.startswith(LOOPBACK_HOSTS):
             log.warning(
-                "admin_host is %s and no token is asked for: whoever reaches it may stop requests and remove workers;"
+                "admin_host is %s without an admin token: every caller may stop requests and remove workers;"
                 " set admin_token_file or %s",
                 host,
                 ADMIN_TOKEN_VARIABLE,
@@ -56,7 +56,7 @@ class AdminDoor:
         return address
 
     async def open(self) -> None:
-        """Answers from now on."""
+        """Starts to answer."""
         await self._health.set(SERVICE_NAME, health_pb2.HealthCheckResponse.SERVING)
         await self._server.start()
 
@@ -66,7 +66,7 @@ class AdminDoor:
 
 
 class TokenGuard:
-    """Ends calls that do not carry the token before their handlers see them."""
+    """Rejects calls without the token before their handlers run."""
 
     def __init__(self, token: AdminToken) -> None:
         self._token = token
@@ -80,7 +80,5 @@ class TokenGuard:
 
 async def _refuse(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
     async with answering(context):
-        raise Unauthenticated(
-            "this router asks its admins for a token, and the call carried none or a wrong one"
-        )
+        raise Unauthenticated("the call has no admin token or a wrong one")
     raise RuntimeError("unreachable: answering re-raises")

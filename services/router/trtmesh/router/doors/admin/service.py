@@ -1,37 +1,36 @@
-"""RouterAdminService over what the router knows. Calls that this release does not serve say so."""
+"""RouterAdminService: the router's state, and an admin's changes to it. Adapters are UNIMPLEMENTED in this release."""
 
 from __future__ import annotations
 
 import asyncio
-import re
 from itertools import islice
 from typing import Any, NoReturn
 
 import grpc
 from trtmesh.chassis.errors import NotFound, UnsupportedCall
 from trtmesh.chassis.rpc import answering
-from trtmesh.router.doors.admin.explanation import describe_decision
-from trtmesh.router.doors.admin.live_view import describe_requests
+from trtmesh.router.doors.admin.descriptions import (
+    describe_decision,
+    describe_requests,
+    describe_tokenizer,
+    describe_worker,
+    describe_workers,
+)
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.membership import Membership
-from trtmesh.router.fleet.worker import Worker
-from trtmesh.router.links.replica import Replica, ReplicaState
 from trtmesh.router.placement import POLICIES
 from trtmesh.router.requests.requests import Requests
 from trtmesh.router.tokenizers.pool import TokenizerPool
-from trtmesh.router.tokenizers.tokenizer import Tokenizer
 from trtmesh.v1 import router_admin_pb2 as pb
 from trtmesh.v1 import router_admin_pb2_grpc
 
 WATCH_SECONDS = 0.25
-"""How often it is looked whether the workers that somebody watches changed."""
+"""Interval between two looks at watched workers."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
-    """The admin's view of a router."""
-
     def __init__(
         self,
         fleet: Fleet,
@@ -49,7 +48,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
     ) -> pb.ListWorkersResponse:
         async with answering(context):
             return pb.ListWorkersResponse(
-                workers=self._describe_workers(),
+                workers=describe_workers(self._fleet.workers.values()),
                 tokenizers=self._describe_tokenizers(),
                 policy=self._fleet.policy,
                 live_requests=len(self._requests.live),
@@ -61,11 +60,11 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
         async with answering(context):
             live = self._requests.live
             if request.request_id:
-                told = [live[request.request_id]] if request.request_id in live else []
+                chosen = [live[request.request_id]] if request.request_id in live else []
             else:
-                told = list(islice(live.values(), request.limit or None))
+                chosen = list(islice(live.values(), request.limit or None))
             return pb.ListRequestsResponse(
-                requests=await describe_requests(told, self._worker_name), live_requests=len(live)
+                requests=await describe_requests(chosen, self._worker_name), live_requests=len(live)
             )
 
     async def StopRequest(
@@ -95,7 +94,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
             live = self._requests.live.get(wanted)
             if not records and live is None:
                 raise NotFound(
-                    f"no decision for request {wanted!r} is known; the router keeps the latest"
+                    f"request {wanted!r} has no recorded decision; the router keeps the last"
                     f" {self._fleet.decisions.most} (explained_decisions)"
                 )
             items = live.items if live else ()
@@ -109,37 +108,22 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
         worker = self._fleet.workers.get(address)
         return worker.name if worker else address
 
-    def _describe_workers(self) -> list[pb.Worker]:
-        """By name, where `engine-10` comes behind `engine-9`."""
-        described = map(_describe_worker, self._fleet.workers.values())
-        return sorted(described, key=lambda w: (_numbered(w.worker), _numbered(w.address)))
-
     def _describe_tokenizers(self) -> list[pb.TokenizerReplica]:
-        tokenizers = self._tokenizers.tokenizers.values()
-        return [self._describe_tokenizer(tokenizer) for tokenizer in tokenizers]
-
-    def _describe_tokenizer(self, tokenizer: Tokenizer) -> pb.TokenizerReplica:
-        problem = self._tokenizers.problem(tokenizer)
-        return pb.TokenizerReplica(
-            address=tokenizer.address,
-            state=_state_of(tokenizer, refused=tokenizer.ready and bool(problem)),
-            problem=problem,
-            fingerprint=tokenizer.description.fingerprint,
-            model=tokenizer.description.model,
-            sequences=tokenizer.decodes,
-        )
+        pool = self._tokenizers
+        return [describe_tokenizer(t, pool.problem(t)) for t in pool.tokenizers.values()]
 
     # mypy-protobuf knows only generators; a coroutine that writes is the other form that grpc.aio accepts.
     async def WatchWorkers(self, request: pb.WatchWorkersRequest, context: _Context) -> None:  # type: ignore[override]
         async with answering(context):
-            told = None
+            written = None
             while True:
                 now = pb.WatchWorkersResponse(
-                    workers=self._describe_workers(), tokenizers=self._describe_tokenizers()
+                    workers=describe_workers(self._fleet.workers.values()),
+                    tokenizers=self._describe_tokenizers(),
                 )
-                if now != told:
+                if now != written:
                     await context.write(now)
-                    told = now
+                    written = now
                 await asyncio.sleep(WATCH_SECONDS)
 
     async def AddWorker(
@@ -147,7 +131,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
     ) -> pb.AddWorkerResponse:
         async with answering(context):
             worker = self._members.add(request.address)
-            return pb.AddWorkerResponse(worker=_describe_worker(worker))
+            return pb.AddWorkerResponse(worker=describe_worker(worker))
 
     async def DrainWorker(
         self, request: pb.DrainWorkerRequest, context: _Context
@@ -156,7 +140,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
             finish = request.finish_ms / 1000 if request.HasField("finish_ms") else None
             drained = await self._members.drain(request.worker, finish)
             return pb.DrainWorkerResponse(
-                worker=_describe_worker(drained.worker),
+                worker=describe_worker(drained.worker),
                 finished_sequences=drained.finished,
                 moved_sequences=drained.moved,
                 left_sequences=drained.left,
@@ -167,7 +151,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
     ) -> pb.ResumeWorkerResponse:
         async with answering(context):
             worker = self._members.resume(request.worker)
-            return pb.ResumeWorkerResponse(worker=_describe_worker(worker))
+            return pb.ResumeWorkerResponse(worker=describe_worker(worker))
 
     async def RemoveWorker(
         self, request: pb.RemoveWorkerRequest, context: _Context
@@ -193,51 +177,3 @@ async def _refuse(call: str, context: _Context) -> NoReturn:
     async with answering(context):
         raise UnsupportedCall(f"{call} is not served by this release")
     raise RuntimeError("unreachable: answering re-raises")
-
-
-def _state_of(replica: Replica, *, refused: bool) -> pb.WorkerState.ValueType:
-    if refused:
-        return pb.WORKER_STATE_REFUSED
-    if (replica.leaving or replica.drained) and replica.state is ReplicaState.READY:
-        return pb.WORKER_STATE_DRAINING
-    return _STATES[replica.state]
-
-
-_STATES = {
-    ReplicaState.CONNECTING: pb.WORKER_STATE_CONNECTING,
-    ReplicaState.READY: pb.WORKER_STATE_READY,
-    ReplicaState.STALLED: pb.WORKER_STATE_STALLED,
-    ReplicaState.DRAINING: pb.WORKER_STATE_DRAINING,
-    ReplicaState.GONE: pb.WORKER_STATE_GONE,
-    ReplicaState.REFUSED: pb.WORKER_STATE_REFUSED,
-}
-
-
-_BREAKER_STATES = {
-    "closed": pb.BREAKER_STATE_CLOSED,
-    "open": pb.BREAKER_STATE_OPEN,
-    "half_open": pb.BREAKER_STATE_HALF_OPEN,
-}
-
-
-def _numbered(name: str) -> list[int | str]:
-    """What sorts names by the numbers in them: texts at even places, numbers at odd ones."""
-    return [
-        int(part) if place % 2 else part for place, part in enumerate(re.split(r"(\d{1,18})", name))
-    ]
-
-
-def _describe_worker(worker: Worker) -> pb.Worker:
-    refused = worker.mismatch if worker.ready else ""
-    breaker = worker.guard.breaker
-    return pb.Worker(
-        worker=worker.engine.worker,
-        address=worker.address,
-        state=_state_of(worker, refused=bool(refused)),
-        problem=refused or worker.unusable or breaker.problem,
-        engine=worker.engine,
-        load=worker.load,
-        items=len({run.owner for run in worker.sequences.values()}),
-        breaker=_BREAKER_STATES[breaker.state(asyncio.get_running_loop().time())],
-        faults=breaker.faults,
-    )

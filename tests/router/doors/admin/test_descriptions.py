@@ -4,7 +4,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from trtmesh.router.doors.admin.live_view import ITEMS_AT_ONCE, describe_requests
+from trtmesh.router.doors.admin.descriptions import ITEMS_AT_ONCE, describe_requests
 from trtmesh.v1 import generation_pb2 as pb
 
 
@@ -38,21 +38,21 @@ def request(items: int, *sequences: Any) -> Any:
     )
 
 
-async def test_every_state_of_a_sequence_is_told() -> None:
+async def test_live_request_shows_the_state_of_each_sequence() -> None:
     ended = sequence(assignment=None, over=True, reason=pb.FINISH_REASON_STOP_WORD)
     moving = sequence(assignment=None, moved=True)
-    (told,) = await describe_requests(
+    (described,) = await describe_requests(
         [request(1, sequence(), moving, ended)], {"h:1": "w"}.__getitem__
     )
-    assert (told.age_ms, told.unread_ms, told.waiting_tokens) == (1500, 250, 5)
-    assert not told.HasField("remaining_ms")
-    running, moving, ended = told.items[0].sequences
+    assert (described.age_ms, described.unread_ms, described.waiting_tokens) == (1500, 250, 5)
+    assert not described.HasField("remaining_ms")
+    running, moving, ended = described.items[0].sequences
     assert (running.worker, running.generated_tokens, running.next_token_offset) == ("w", 3, 2)
     assert (moving.worker, moving.moved, moving.reason) == ("", True, 0)
     assert ended.reason == pb.FINISH_REASON_STOP_WORD
 
 
-async def test_a_long_list_lets_the_streams_go_on() -> None:
+async def test_long_list_yields_to_the_event_loop() -> None:
     turns = 0
 
     async def stream() -> None:
@@ -62,7 +62,7 @@ async def test_a_long_list_lets_the_streams_go_on() -> None:
             await asyncio.sleep(0)
 
     streaming = asyncio.create_task(stream())
-    told = await describe_requests([request(ITEMS_AT_ONCE // 2)] * 20, str)
+    described = await describe_requests([request(ITEMS_AT_ONCE // 2)] * 20, str)
     streaming.cancel()
-    assert len(told) == 20
+    assert len(described) == 20
     assert turns == 10

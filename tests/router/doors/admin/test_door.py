@@ -67,7 +67,7 @@ async def guarded(tmp_path: Path) -> AsyncIterator[RouterClient]:
 
 
 @pytest.mark.parametrize("token", [None, AdminToken.of("wrong"), AdminToken.of(SECRET + "x")])
-async def test_every_call_without_the_token_is_refused(
+async def test_call_without_the_token_is_refused(
     guarded: RouterClient, token: AdminToken | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -78,13 +78,13 @@ async def test_every_call_without_the_token_is_refused(
 
 
 @pytest.mark.parametrize("token", [AdminToken.of(SECRET), f"{SECRET}\n"])
-async def test_the_token_opens_every_call(guarded: RouterClient, token: AdminToken | str) -> None:
+async def test_token_opens_every_call(guarded: RouterClient, token: AdminToken | str) -> None:
     async with AdminClient(guarded.admin.address, token=token) as admin:
         assert not [e for e in await every_call(admin) if isinstance(e, Unauthenticated)]
         assert (await admin.get_policy()).policy == "auto"
 
 
-async def test_health_alone_needs_no_token(guarded: RouterClient) -> None:
+async def test_health_check_needs_no_token(guarded: RouterClient) -> None:
     async with grpc.aio.insecure_channel(guarded.admin.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         name = "trtmesh.v1.RouterAdminService"
@@ -98,7 +98,7 @@ async def test_health_alone_needs_no_token(guarded: RouterClient) -> None:
         assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
 
 
-async def test_neither_address_serves_what_the_other_does() -> None:
+async def test_client_and_admin_address_serve_different_services() -> None:
     async with serving_router([NOBODY]) as client:
         async with AdminClient(client.address) as lost:
             errors = await every_call(lost)
@@ -109,7 +109,7 @@ async def test_neither_address_serves_what_the_other_does() -> None:
             assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_a_live_request_is_told_with_its_sequences() -> None:
+async def test_live_request_is_listed_with_its_sequences() -> None:
     fields = ["stopping.max_tokens", "sampling.num_return_sequences"]
     engine = ScriptedEngine(worker="w", supported_fields=fields)
     async with serving_engine(engine) as address, serving_router([address]) as client:
@@ -152,7 +152,7 @@ async def test_a_live_request_is_told_with_its_sequences() -> None:
         await second.aclose()
 
 
-async def test_the_token_may_come_from_the_environment() -> None:
+async def test_token_comes_from_the_environment() -> None:
     env = {"TRTMESH_ADMIN_TOKEN": SECRET}
     async with service_process("router", "--port", "0", "--engines", NOBODY, env=env) as router:
         async with AdminClient(router.admin_address) as admin:
@@ -173,7 +173,7 @@ async def test_the_token_may_come_from_the_environment() -> None:
         (("--admin-host", "nowhere.invalid"), {}, 2, "cannot listen for admins on nowhere.invalid"),
     ],
 )
-async def test_an_admin_address_that_cannot_be_as_asked_ends_the_process(
+async def test_unusable_admin_address_ends_the_process(
     flags: tuple[str, ...], env: dict[str, str], status: int, words: str
 ) -> None:
     ended = await run_to_exit("router", "--port", "0", "--engines", NOBODY, *flags, env=env)
@@ -181,8 +181,8 @@ async def test_an_admin_address_that_cannot_be_as_asked_ends_the_process(
     assert words in ended.stderr
 
 
-async def test_an_open_address_without_a_token_is_warned_of() -> None:
+async def test_public_address_without_a_token_is_warned_of() -> None:
     flags = ("--port", "0", "--engines", NOBODY, "--admin-host", "0.0.0.0")
     async with service_process("router", *flags) as router:
         await router.stop()
-    assert "no token is asked for" in router.stderr
+    assert "without an admin token" in router.stderr

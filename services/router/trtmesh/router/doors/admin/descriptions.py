@@ -1,0 +1,164 @@
+"""Workers, tokenizers, live requests and placements as messages of the admin API."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Iterable
+
+from trtmesh.router.fleet.worker import Worker
+from trtmesh.router.links.replica import Replica, ReplicaState
+from trtmesh.router.placement.decision import Candidate
+from trtmesh.router.placement.decision_log import DecisionRecord
+from trtmesh.router.requests.item import ItemRun
+from trtmesh.router.requests.live_request import LiveRequest
+from trtmesh.router.streams.sequence import SequenceRun
+from trtmesh.router.tokenizers.tokenizer import Tokenizer
+from trtmesh.v1 import generation_pb2
+from trtmesh.v1 import router_admin_pb2 as pb
+
+NameOf = Callable[[str], str]
+"""Name of the worker at an address."""
+
+ITEMS_AT_ONCE = 64
+"""Items described between two passes of the event loop: about a millisecond of work."""
+
+_STATES = {
+    ReplicaState.CONNECTING: pb.WORKER_STATE_CONNECTING,
+    ReplicaState.READY: pb.WORKER_STATE_READY,
+    ReplicaState.STALLED: pb.WORKER_STATE_STALLED,
+    ReplicaState.DRAINING: pb.WORKER_STATE_DRAINING,
+    ReplicaState.GONE: pb.WORKER_STATE_GONE,
+    ReplicaState.REFUSED: pb.WORKER_STATE_REFUSED,
+}
+
+_BREAKER_STATES = {
+    "closed": pb.BREAKER_STATE_CLOSED,
+    "open": pb.BREAKER_STATE_OPEN,
+    "half_open": pb.BREAKER_STATE_HALF_OPEN,
+}
+
+
+def describe_workers(workers: Iterable[Worker]) -> list[pb.Worker]:
+    """Workers by name; `engine-10` follows `engine-9`."""
+    described = map(describe_worker, workers)
+    return sorted(described, key=lambda w: (_numbered(w.worker), _numbered(w.address)))
+
+
+def describe_worker(worker: Worker) -> pb.Worker:
+    refused = worker.mismatch if worker.ready else ""
+    breaker = worker.guard.breaker
+    return pb.Worker(
+        worker=worker.engine.worker,
+        address=worker.address,
+        state=_state_of(worker, refused=bool(refused)),
+        problem=refused or worker.unusable or breaker.problem,
+        engine=worker.engine,
+        load=worker.load,
+        items=len({run.owner for run in worker.sequences.values()}),
+        breaker=_BREAKER_STATES[breaker.state(asyncio.get_running_loop().time())],
+        faults=breaker.faults,
+    )
+
+
+def describe_tokenizer(tokenizer: Tokenizer, problem: str) -> pb.TokenizerReplica:
+    """A tokenizer, and the pool's `problem` with it."""
+    return pb.TokenizerReplica(
+        address=tokenizer.address,
+        state=_state_of(tokenizer, refused=tokenizer.ready and bool(problem)),
+        problem=problem,
+        fingerprint=tokenizer.description.fingerprint,
+        model=tokenizer.description.model,
+        sequences=tokenizer.decodes,
+    )
+
+
+def _state_of(replica: Replica, *, refused: bool) -> pb.WorkerState.ValueType:
+    if refused:
+        return pb.WORKER_STATE_REFUSED
+    if (replica.leaving or replica.drained) and replica.state is ReplicaState.READY:
+        return pb.WORKER_STATE_DRAINING
+    return _STATES[replica.state]
+
+
+def _numbered(name: str) -> list[int | str]:
+    """Sort key for names with numbers: text at even places, numbers at odd ones."""
+    return [
+        int(part) if place % 2 else part for place, part in enumerate(re.split(r"(\d{1,18})", name))
+    ]
+
+
+async def describe_requests(live: Iterable[LiveRequest], name_of: NameOf) -> list[pb.LiveRequest]:
+    """Live requests, each in its state at the time of its description."""
+    described, items = [], 0
+    for each in live:
+        described.append(_describe_request(each, name_of))
+        items += len(each.items)
+        if items >= ITEMS_AT_ONCE:
+            items = 0
+            await asyncio.sleep(0)
+    return described
+
+
+def _describe_request(live: LiveRequest, name_of: NameOf) -> pb.LiveRequest:
+    client, now = live.client, asyncio.get_running_loop().time()
+    return pb.LiveRequest(
+        request_id=live.context.request_id,
+        model=live.context.model,
+        age_ms=int(live.context.age_seconds() * 1000),
+        items=[_describe_item(item, name_of) for item in live.items],
+        waiting_tokens=client.waiting_tokens,
+        unread_ms=int(client.unread_seconds(now) * 1000),
+        remaining_ms=live.context.remaining_ms(),
+    )
+
+
+def _describe_item(item: ItemRun, name_of: NameOf) -> pb.LiveItem:
+    return pb.LiveItem(
+        batch_index=item.batch_index,
+        stage=item.stage,
+        worker=item.worker,
+        prompt_tokens=item.prompt_tokens,
+        generated_tokens=item.generated_tokens,
+        sequences=[_describe_sequence(run, name_of) for run in item.sequences],
+    )
+
+
+def _describe_sequence(run: SequenceRun, name_of: NameOf) -> pb.LiveSequence:
+    return pb.LiveSequence(
+        sequence_index=run.sequence_index,
+        worker=name_of(run.assignment.address) if run.assignment else "",
+        generated_tokens=len(run.token_ids),
+        next_token_offset=run.decoded,
+        moved=run.moved,
+        reason=run.reason if run.over else generation_pb2.FINISH_REASON_UNSPECIFIED,
+    )
+
+
+def describe_decision(record: DecisionRecord) -> pb.Placement:
+    """A placement, best candidate first."""
+    decision = record.decision
+    ranked = sorted(decision.candidates, key=lambda c: (bool(c.excluded_by), c.score))
+    return pb.Placement(
+        batch_index=record.batch_index,
+        policy=decision.policy,
+        worker=decision.chosen.worker,
+        candidates=map(_describe_candidate, ranked),
+        cause=record.cause,
+        prompt_tokens=decision.query.prompt_tokens,
+        regret_tokens=decision.regret_tokens,
+    )
+
+
+def _describe_candidate(candidate: Candidate) -> pb.PlacementCandidate:
+    worker = candidate.worker
+    return pb.PlacementCandidate(
+        worker=worker.worker or worker.address,
+        score=candidate.score,
+        excluded_by=candidate.excluded_by,
+        cached_tokens=candidate.cached_tokens,
+        sequences=worker.sequences,
+        wait_seconds=worker.wait_seconds,
+        prefill_seconds=worker.prefill_seconds,
+        step_seconds=worker.step_seconds,
+    )
