@@ -15,7 +15,7 @@ from trtmesh.engine.backends.torch.decoding import Choice, Decoding, decodings_o
 from trtmesh.engine.backends.torch.isolation import Failure, fault, isolated
 from trtmesh.engine.backends.torch.model.prompt_table import PromptTable
 from trtmesh.engine.backends.torch.sampling.readers import reader_for
-from trtmesh.engine.backends.torch.scheduling.deadlines import Deadlines
+from trtmesh.engine.backends.torch.scheduling.heap import SequenceHeap
 from trtmesh.engine.backends.torch.scheduling.scheduler import Scheduler
 from trtmesh.engine.backends.torch.scheduling.sequence import Chunk, Sequence
 from trtmesh.v1 import generation_pb2 as pb
@@ -42,7 +42,7 @@ class Engine:
         self._broken: BackendFailed | None = None
         # Ends, and tokens that were held back until then.
         self._between = StepOutput(0)
-        self._deadlines = Deadlines(self._lives)
+        self._deadlines = SequenceHeap(self._lives)
         # By the keys that come back and by those of the sequences.
         self._decodings: dict[int, Decoding[Any]] = {}
 
@@ -62,7 +62,12 @@ class Engine:
             if decoding.ends:
                 self._end(decoding, decoding.ends)
             else:
-                self._deadlines.add(decoding.sequences[0], self.scheduler.present_sequences)
+                self._watch(decoding.sequences[0])
+
+    def _watch(self, sequence: Sequence) -> None:
+        if sequence.deadline is not None:
+            self._deadlines.push(sequence.deadline, sequence)
+            self._deadlines.tidy(self.scheduler.present_sequences)
 
     def prepared(self, sequences: Iterable[Sequence], table: PromptTable | TrtmeshError) -> None:
         """Lets the sequences of an item start with their prompt table, or ends them with its error."""
@@ -94,8 +99,9 @@ class Engine:
 
     def end_overdue(self) -> None:
         """Ends the sequences whose deadline has passed."""
-        overdue = self._deadlines.take(time.monotonic())
-        self.stop([sequence.key for sequence in overdue], pb.FINISH_REASON_CANCELLED)
+        now = time.monotonic()
+        while (sequence := self._deadlines.first()) and (sequence.deadline or now) <= now:
+            self.stop([sequence.key], pb.FINISH_REASON_CANCELLED)
 
     def take_ends(self) -> StepOutput | None:
         """The ends since the last step; None without any."""

@@ -1,4 +1,4 @@
-"""Which blocks the sequences of the batch hold, as one array, so that a step gathers rows instead of walking lists."""
+"""The blocks of all sequences in the batch as one array, so that a step gathers rows instead of walking lists."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK
 
 
 class BlockTables:
-    """`rows` is [max_batch_size, blocks of the longest sequence]; places without a block hold NULL_BLOCK.
+    """`rows` is [max_batch_size, blocks of the longest sequence], padded with NULL_BLOCK.
 
-    `versions` [max_batch_size] changes where a row becomes another sequence's, or goes on from what another computed.
+    `versions` [max_batch_size] changes when a row goes to another sequence or takes over the KV of another.
     """
 
     def __init__(self, max_batch_size: int, blocks_per_sequence: int) -> None:
@@ -26,7 +26,7 @@ class BlockTables:
         return len(self._free)
 
     def take(self) -> int:
-        """A row that nobody has; ask `free_slots` first."""
+        """Returns a free row; check `free_slots` first."""
         slot = self._free.pop()
         self.versions[slot] += 1
         return slot
@@ -36,7 +36,7 @@ class BlockTables:
         self.rows[slot, first : first + len(blocks)] = blocks
 
     def replace(self, slot: int, blocks: Sequence[int]) -> None:
-        """Makes `blocks` all that the row holds."""
+        """Replaces the whole row."""
         self.rows[slot] = NULL_BLOCK
         self.versions[slot] += 1
         self.put(slot, 0, blocks)

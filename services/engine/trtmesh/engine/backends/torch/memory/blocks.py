@@ -1,13 +1,13 @@
-"""The KV blocks as numbers: who holds which, and which hold KV that may be reused. No tensors here.
+"""The KV blocks as numbers: their references, and their KV that may be reused. No tensors here.
 
     empty ──allocate──▶ held ──release──▶ empty                 (never published)
                           └──release──▶ idle ──hold──▶ held     (published under a hash)
-                                         ├──allocate──▶ held    (evicted: its hash is forgotten)
-                                         └──allocate──▶ held, and its content goes to the host under its hash
+                                         ├──allocate──▶ held    (evicted, hash forgotten)
+                                         └──allocate──▶ held    (evicted, content moved to the host under its hash)
     host ──begin──▶ held                                        (copied back)
 
-Block 0 is never given out: it pads block tables and its content stays zero. Numbers 1 to `total_blocks` are on the
-device, the `host_blocks` after them in the host's memory, where nothing is computed.
+Block 0 is never allocated: it pads block tables and stays zero. Blocks 1 to `total_blocks` are on the device, the
+following `host_blocks` in host memory, where nothing is computed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NULL_BLOCK = 0
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Block `target` gets the content of `source`; that of the null block is zero."""
+    """Copies block `source` to block `target`; from the null block, clears it."""
 
     source: int
     target: int
@@ -33,19 +33,19 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """KV that a sequence may begin with: whole blocks to share, and one to copy for the `tokens` beyond them."""
+    """KV that a sequence can begin with: full blocks to share, and a partial block to copy."""
 
     blocks: list[int]
     tokens: int
-    """All tokens covered."""
+    """Tokens covered, with the partial block."""
     partial: int = NULL_BLOCK
 
 
 class BlockPool:
     """Blocks with reference counts.
 
-    A published block that nobody holds stays idle until it is needed; the order of eviction is EvictionOrder's.
-    Holders release a chain from its end, so that among equals a child is evicted before its parent.
+    A published block without references stays idle until EvictionOrder gives it up. A chain is released from its end,
+    so that among equals a child is evicted before its parent.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class BlockPool:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks of the device that nobody holds."""
+        """Device blocks without references."""
         return len(self._empty) + len(self._idle)
 
     @property
     def used_blocks(self) -> int:
-        """Blocks of the device that sequences hold."""
+        """Device blocks held by sequences."""
         return self.total_blocks - self.free_blocks
 
     @property
@@ -83,15 +83,15 @@ class BlockPool:
         return self.host_blocks - len(self._host_empty)
 
     def can_allocate(self, count: int, *, beside: Prefix | None = None) -> bool:
-        """Whether `count` blocks can be had once those of the prefix `beside` are held."""
+        """Whether `count` blocks can be allocated in addition to the prefix `beside`."""
         if beside:
             count += sum(1 for block in beside.blocks if self._takes_one(block))
             count += beside.partial in self._idle
         return count <= self.free_blocks
 
     def begin(self, prefix: Prefix) -> list[int]:
-        """Blocks with one reference more that hold the tokens of `prefix`; ask `can_allocate` first."""
-        # All are held first, so that what is allocated below evicts none of them.
+        """Returns blocks with the tokens of `prefix`, each with a new reference; check `can_allocate` first."""
+        # Held first, so that the allocations below evict none of them.
         sources = [*prefix.blocks, prefix.partial] if prefix.partial else prefix.blocks
         for block in sources:
             if self._is_host(block):
@@ -114,7 +114,7 @@ class BlockPool:
         return blocks
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """Adds a reference to blocks of the device that are held or published."""
+        """Adds a reference to device blocks that are held or published."""
         for block in blocks:
             if block == NULL_BLOCK:
                 continue
@@ -123,19 +123,19 @@ class BlockPool:
             self._references[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """Blocks of zeros with one reference; ask `can_allocate` first."""
+        """Returns cleared blocks with one reference; check `can_allocate` first."""
         blocks = self._allocate(count)
         self._moves += [Move(NULL_BLOCK, block) for block in blocks]
         return blocks
 
     def copy(self, block: int) -> int:
-        """A block with one reference and the content that `block` has now; ask `can_allocate` first."""
+        """Returns a copy of `block` with one reference; check `can_allocate` first."""
         (copy,) = self._allocate(1)
         self._moves.append(Move(block, copy))
         return copy
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Takes a reference from each of a sequence's blocks."""
+        """Drops a reference to each of a sequence's blocks."""
         for block in reversed(blocks):
             if block == NULL_BLOCK:
                 continue
@@ -147,7 +147,7 @@ class BlockPool:
                     self._empty.append(block)
 
     def publish(self, block: int, block_hash: int, parent_hash: int, token_ids: list[int]) -> None:
-        """Lets a full held block be reused under its hash; one of the device that has that hash already stays."""
+        """Publishes a full held block under its hash, unless a device block is published under it."""
         if block in self.published:
             return
         there = self.published.find(block_hash)
@@ -159,7 +159,7 @@ class BlockPool:
             self._host_empty.append(there)
 
     def retain(self, block_hash: int, retention: Retention) -> None:
-        """Says how dear the block under a hash is, if there is one, held or idle."""
+        """Sets the retention of the block published under a hash, if any."""
         block = self.published.find(block_hash)
         if block is None:
             return
@@ -170,17 +170,17 @@ class BlockPool:
             order.add(block, retention)
 
     def retract(self, blocks: Iterable[int]) -> None:
-        """Forgets the hashes of held blocks, whose content turned out to be useless."""
+        """Unpublishes held blocks with bad content."""
         for block in blocks:
             if block in self.published:
                 self.published.remove(block)
 
     def take_events(self) -> list[KvEvent]:
-        """What changed in what can be reused, wherever it lies, since the last call."""
+        """Returns the changes of published blocks since the last call."""
         return self.published.take_events()
 
     def take_moves(self) -> list[Move]:
-        """What is to be done to the blocks' content before the next step, in this order."""
+        """Returns the moves to carry out before the next step, in order."""
         moves, self._moves = self._moves, []
         return moves
 
@@ -188,7 +188,7 @@ class BlockPool:
         return block > self.total_blocks
 
     def _takes_one(self, block: int) -> bool:
-        """Whether beginning with `block` leaves one free block less."""
+        """Whether a prefix with `block` costs a free block."""
         return self._is_host(block) or block in self._idle
 
     def _allocate(self, count: int) -> list[int]:
@@ -201,8 +201,8 @@ class BlockPool:
 
     def _evict(self) -> int:
         block, retention = self._idle.pop()
-        dear = retention.priority >= self._offload_min_priority
-        place = self._host_place() if dear else NULL_BLOCK
+        offloads = retention.priority >= self._offload_min_priority
+        place = self._host_place() if offloads else NULL_BLOCK
         if place:
             self._moves.append(Move(block, place))
             self.published.rebind(block, place)
@@ -212,7 +212,7 @@ class BlockPool:
         return block
 
     def _host_place(self) -> int:
-        """An empty place in the host's memory; the null block if there is none."""
+        """Returns an empty place in host memory; the null block without any."""
         if self._host_empty:
             return self._host_empty.pop()
         if not len(self._host):

@@ -1,4 +1,4 @@
-"""In which order what is only kept for reuse is given up."""
+"""The order in which idle blocks are evicted."""
 
 from __future__ import annotations
 
@@ -8,34 +8,33 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 DEFAULT_PRIORITY = 35
-"""Priority of what nobody gave one; TensorRT-LLM's."""
+"""The priority without a wish, as in TensorRT-LLM."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How dear a block is: `priority` from 0 to 100, for `seconds` from when it first becomes idle, or for ever."""
+    """A `priority` from 0 to 100, held for `seconds` from the moment the block first becomes idle; None for ever."""
 
     priority: int = DEFAULT_PRIORITY
     seconds: float | None = None
     expiry: float | None = None
-    """When the seconds are over, once they began; it stays whoever uses the block meanwhile."""
+    """The end of the seconds, once they began; later use of the block does not move it."""
 
 
 DEFAULT = Retention()
 
 
 class EvictionOrder:
-    """Numbers of idle blocks: the lowest priority goes first, and among equals the one that came first.
+    """Numbers of idle blocks: the lowest priority goes first, and among equals the least recently added.
 
-    A priority whose time is over becomes the default; its block then counts as one that came at that moment, as in
-    TensorRT-LLM.
+    An expired priority becomes the default, and its block counts as added at that moment, as in TensorRT-LLM.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._queues: dict[int, OrderedDict[int, None]] = {}
         self._retention_of: dict[int, Retention] = {}
-        # Also holds what was discarded since, which is skipped when its time comes.
+        # Discarded numbers stay and are skipped when their time comes.
         self._expiries: list[tuple[float, int]] = []
 
     def __len__(self) -> int:
@@ -45,7 +44,7 @@ class EvictionOrder:
         return number in self._retention_of
 
     def add(self, number: int, retention: Retention) -> None:
-        """Puts in a number that is not there, as the last of its priority."""
+        """Adds a new number as the last of its priority."""
         self._expire()
         if retention.seconds is None or retention.priority == DEFAULT_PRIORITY:
             self._queue(number, retention)
@@ -60,12 +59,12 @@ class EvictionOrder:
         self._tidy()
 
     def discard(self, number: int) -> Retention:
-        """Takes out a number that is there; returns what it was kept with, the default where that is over."""
+        """Removes a number; returns its retention, the default once expired."""
         self._expire()
         return self._unqueue(number)
 
     def pop(self) -> tuple[int, Retention]:
-        """Takes out the first; returns its number and what it was kept with."""
+        """Removes the first number; returns it with its retention."""
         self._expire()
         number = next(iter(self._queues[min(self._queues)]))
         return number, self._unqueue(number)

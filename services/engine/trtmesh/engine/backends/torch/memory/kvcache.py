@@ -1,10 +1,9 @@
-"""The KV pool as one tensor, and the numbers by which attention finds rows in it.
+"""The KV pool as one tensor, and the row numbers by which attention addresses it.
 
-Layout [blocks, layers, 2, kv_heads, tokens_per_block, head_dim], with 2 for key and value: one block is one run of
-bytes, and so is a range of its heads. Seen as rows of [tokens_per_block * head_dim], the keys of (block, layer, head)
-are row ((block * layers + layer) * 2 + 0) * kv_heads + head and its values kv_heads rows further; the row of a layer is
-thus that of layer 0 plus a constant, so one index serves all layers, each applied to a view that begins at its own
-constant.
+Layout [blocks, layers, 2, kv_heads, tokens_per_block, head_dim], with 2 for key and value, so that a block, or a range
+of its heads, is contiguous. In a view of rows of [tokens_per_block * head_dim], the keys of (block, layer, head) are
+row ((block * layers + layer) * 2 + 0) * kv_heads + head, and the values kv_heads rows further. Rows of different layers
+differ by a constant, so one index serves all layers, each with a view that begins at its constant.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Rows = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What a token leaves in the cache; the value size may be below head_dim, which then is the key's."""
+    """The KV of one token. Where the sizes of keys and values differ, `head_dim` is the larger."""
 
     layers: int
     kv_heads: int
@@ -33,10 +32,7 @@ class KvShape:
 
 
 class KvCache:
-    """The pool; block 0 is the null block, so it holds one block more than can be given out.
-
-    The blocks numbered after those of the pool are in `host`, [host_blocks, ...] of the same shape.
-    """
+    """The device blocks in `pool`, with the null block as block 0; the host blocks, numbered after them, in `host`."""
 
     def __init__(
         self,
@@ -63,13 +59,13 @@ class KvCache:
         # For each layer [rows, tokens_per_block * head_dim] and [rows, head_dim].
         self.block_rows = [block_rows[first:] for first in firsts]
         self._token_rows = [token_rows[first * tokens_per_block :] for first in firsts]
-        # Of a block's keys and values in a layer.
+        # The keys and values of a block in a layer.
         self._head_rows: Rows = np.arange(2 * heads, dtype=np.int64)
 
     def carry_out(self, moves: Sequence[Move]) -> None:
-        """Does what the block pool decided, as if one move after another.
+        """Carries out the moves of the block pool, with the effect of one after another.
 
-        Blocks that are given out become zero: what is masked is still multiplied, by zero, and must be finite.
+        New blocks are cleared: masked values are still multiplied, by zero, and must be finite.
         """
         for batch in _batches(moves, self.pool.shape[0]):
             target, targets = self._place([move.target for move in batch])
@@ -81,7 +77,7 @@ class KvCache:
                 target.index_copy_(0, targets, content)
 
     def _place(self, blocks: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The memory that blocks of one kind are in, and their indexes there."""
+        """The tensor that holds blocks of one kind, and their indexes in it."""
         first_of_host = self.pool.shape[0]
         if blocks[0] < first_of_host:
             return self.pool, torch.tensor(blocks, device=self.pool.device)
@@ -105,7 +101,7 @@ class KvCache:
 
 
 def _batches(moves: Sequence[Move], first_of_host: int) -> Iterator[list[Move]]:
-    """Runs of moves of one kind that may be read whole and then written: none reads or writes what another writes."""
+    """Runs of moves of one kind that can be read at once and then written: no target occurs twice or as a source."""
     batch: list[Move] = []
     written: set[int] = set()
     kind = None

@@ -1,4 +1,4 @@
-"""Which blocks can be found by what they hold, and what is told of it."""
+"""Blocks by the hashes of their content, and the events about them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trtmesh.engine.backend import BlocksRemoved, BlocksStored, KvEvent
 from trtmesh.engine.backends.torch.memory.eviction import DEFAULT, Retention
 
 CANDIDATES = 64
-"""Most blocks that are compared token by token with what follows a prefix; the newest are."""
+"""Most blocks compared token by token for partial reuse; the newest are."""
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class _Entry:
 
 
 class Published:
-    """Blocks under the hashes of their content: each hash once, each block under one hash."""
+    """A one-to-one map of hashes and blocks."""
 
     def __init__(self, *, events: bool = True) -> None:
         self._tells = events
@@ -44,12 +44,12 @@ class Published:
         return list(self._by_hash)
 
     def find(self, block_hash: int) -> int | None:
-        """The block under a hash."""
+        """The block published under a hash."""
         entry = self._by_hash.get(block_hash)
         return entry.block if entry else None
 
     def match_partly(self, parent_hash: int, token_ids: Sequence[int]) -> tuple[int, int]:
-        """The block after `parent_hash` that begins with most of `token_ids`, and with how many; 0 of none."""
+        """The child of `parent_hash` with the longest beginning of `token_ids`, and its length; (0, 0) without any."""
         best, most = 0, 0
         children = self._children.get(parent_hash, {})
         for entry in islice(reversed(children.values()), CANDIDATES):
@@ -63,7 +63,7 @@ class Published:
         return best, most
 
     def add(self, block: int, block_hash: int, parent_hash: int, token_ids: list[int]) -> None:
-        """A block that is not published under a hash that is not there."""
+        """Publishes a block under a new hash."""
         entry = _Entry(block, block_hash, parent_hash, token_ids)
         self._by_hash[block_hash] = self._by_block[block] = entry
         self._children.setdefault(parent_hash, {})[block_hash] = entry
@@ -80,12 +80,12 @@ class Published:
             self._events.append(stored)
 
     def rebind(self, block: int, other: int) -> None:
-        """The content of a published block is now found in `other`, which is not published."""
+        """Moves the hash of a published block to `other`, which is unpublished."""
         entry = self._by_block[other] = self._by_block.pop(block)
         entry.block = other
 
     def remove(self, block: int) -> None:
-        """A published block is no longer found."""
+        """Unpublishes a block."""
         entry = self._by_block.pop(block)
         del self._by_hash[entry.block_hash]
         siblings = self._children[entry.parent_hash]
@@ -103,16 +103,16 @@ class Published:
             self._events.append(BlocksRemoved([entry.block_hash]))
 
     def retention(self, block: int) -> Retention:
-        """How dear a published block is."""
+        """The retention of a published block."""
         return self._by_block[block].retention
 
     def retain(self, block: int, retention: Retention) -> None:
-        """Says how dear a published block is from its next release on."""
+        """Sets the retention of a block, if published, from its next release on."""
         entry = self._by_block.get(block)
         if entry:
             entry.retention = retention
 
     def take_events(self) -> list[KvEvent]:
-        """What changed since the last call."""
+        """Returns the changes since the last call."""
         events, self._events = self._events, []
         return events

@@ -1,4 +1,4 @@
-"""Sequences that exchange their KV."""
+"""Sequences that continue from the KV of others, as the beams of a search do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Pairs = SequenceOf[tuple[Sequence, Sequence]]
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """What a sequence had before anything was exchanged."""
+    """The state of a sequence before the exchange."""
 
     blocks: list[int]
     num_computed: int
@@ -34,10 +34,10 @@ class _State:
 
 
 def reassign(pairs: Pairs, pool: BlockPool, tables: BlockTables, tokens_per_block: int) -> int:
-    """Scheduler.reassign for the blocks; returns how many were copied.
+    """Scheduler.reassign for the blocks; returns the number of copies.
 
-    Of a block that is not full the heir, one of those that go on from a sequence, takes over the block itself; the
-    others get copies. As many sequences end up with such a block as had one, so the pool never lacks one.
+    Full blocks are shared. One child of each parent, the heir, takes over the partial block; the other children get
+    copies. As many sequences have a partial block afterwards as before, so the pool has enough blocks.
     """
     heirs = {parent.key: child.key for child, parent in reversed(pairs)}
     heirs |= {child.key: child.key for child, parent in pairs if child is parent}

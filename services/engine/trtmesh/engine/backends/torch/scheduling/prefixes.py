@@ -1,4 +1,4 @@
-"""What of a sequence's KV is there already, and what it leaves for others."""
+"""Reuse of KV: finding the blocks that a sequence can begin with, and publishing its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NOTHING = Prefix([], 0)
 
 
 class Prefixes:
-    """Finds and publishes the blocks of sequences; what must have logits is always computed."""
+    """Finds and publishes blocks. A token whose logits are needed is always computed."""
 
     def __init__(
         self, pool: BlockPool, rules: SchedulingRules, *, reuse: bool, partial_reuse: bool
@@ -24,13 +24,13 @@ class Prefixes:
         self._partial_reuse = partial_reuse
 
     def find(self, sequence: Sequence) -> Prefix:
-        """The longest beginning whose KV is there, of its leader or published."""
+        """The longest beginning with KV, from the leader or from published blocks."""
         led = self.of_leader(sequence)
         published = self._published(sequence)
         return led if led.tokens >= published.tokens else published
 
     def of_leader(self, sequence: Sequence) -> Prefix:
-        """What its leader has computed for it."""
+        """The beginning that its leader has computed."""
         leader = sequence.leader
         if leader is None or leader.slot < 0:
             return NOTHING
@@ -43,7 +43,7 @@ class Prefixes:
         return Prefix(leader.blocks[:full], tokens, leader.blocks[full] if part else NULL_BLOCK)
 
     def publish(self, sequence: Sequence) -> None:
-        """Offers its blocks that have become full since the last time."""
+        """Publishes the blocks that became full since the last call."""
         full = sequence.num_computed // self._size
         first, sequence.num_published = sequence.num_published, full
         if not self._reuses(sequence):
@@ -56,8 +56,7 @@ class Prefixes:
         self.retain(sequence, first, full)
 
     def retain(self, sequence: Sequence, first: int, last: int) -> None:
-        """Gives what is published of its blocks [first, last), by whomever, the retention it asks for; without a wish
-        they keep theirs."""
+        """Sets the retention of published blocks [first, last) as its item asks; blocks without a wish keep theirs."""
         wishes = sequence.config.kv_cache
         if not (wishes.token_ranges or wishes.decode_priority is not None):
             return
@@ -87,7 +86,7 @@ class Prefixes:
         return Prefix(blocks, tokens + more, partial)
 
     def _match(self, hashes: list[int]) -> list[int]:
-        """Blocks of the longest beginning that is there as far as its next token sees; the null block for the rest."""
+        """Blocks of the longest published beginning; the null block where the next token does not see a block."""
         blocks: list[int] = []
         first = longest = 0
         for number, name in enumerate(hashes, start=1):
@@ -103,7 +102,7 @@ class Prefixes:
         return [NULL_BLOCK] * unseen + blocks[unseen:longest]
 
     def _hashes(self, sequence: Sequence, count: int) -> list[int]:
-        """Hashes of at least its first `count` blocks, all of them full."""
+        """Hashes of at least its first `count` blocks, which are full."""
         hashes = sequence.hashes
         while len(hashes) < count:
             parent = hashes[-1] if hashes else sequence.root
@@ -113,9 +112,9 @@ class Prefixes:
 
 
 def retention_of(sequence: Sequence, token: int) -> Retention | None:
-    """What is asked for the block that begins with the token at this index; None if nothing is.
+    """The retention that its item asks for the block beginning at index `token`; None without a wish.
 
-    The first range that covers the token decides for the prompt, the decode priority for what follows it.
+    In the prompt the first range that covers the token decides, after the prompt the decode priority.
     """
     wishes = sequence.config.kv_cache
     if token >= sequence.prompt_tokens:

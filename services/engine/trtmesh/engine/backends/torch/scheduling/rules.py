@@ -1,4 +1,4 @@
-"""By which rules sequences are admitted, paused and cut into steps."""
+"""The rules by which sequences are admitted, paused and cut into steps."""
 
 from __future__ import annotations
 
@@ -9,48 +9,49 @@ from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class SchedulingRules:
-    """What the settings come to for the scheduler."""
+    """Settings of the scheduler."""
 
     tokens_per_block: int
     max_step_tokens: int
     chunk_tokens: int | None = None
-    """Most tokens of one sequence in a step; None computes what a sequence lacks whole, if it fits a step at all."""
+    """Most tokens of one sequence in a step; None computes all missing tokens at once, as far as they fit a step."""
     never_pause: bool = False
-    """Whether a sequence starts only when the pool holds it to its end."""
+    """Whether a sequence starts only when the pool can hold its longest form."""
     static_batch: bool = False
-    """Whether a batch starts only when the one before has wholly ended."""
-
+    """Whether a batch starts only after the end of the previous batch."""
     window: int | None = None
-    """Tokens before and with it that a token sees; None where it sees all."""
+    """Tokens that a token sees, itself included; None for all."""
 
     def __post_init__(self) -> None:
         if self.static_batch and not self.never_pause:
-            raise ValueError("a static batch that pauses sequences would never end as one")
+            raise ValueError(
+                "a static batch needs never_pause: a paused sequence would join the next batch"
+            )
 
     def blocks(self, tokens: int) -> int:
-        """Blocks that this many tokens fill."""
+        """Blocks for this many tokens."""
         return -(-tokens // self.tokens_per_block)
 
     def unseen_blocks(self, tokens: int) -> int:
-        """Leading blocks that neither the token after this many nor a later one sees."""
+        """Leading blocks outside the window of the next token and of all later tokens."""
         if self.window is None:
             return 0
         return max(0, tokens + 1 - self.window) // self.tokens_per_block
 
     def growth(self, sequence: Sequence) -> int:
-        """Blocks kept free for a running sequence beyond those that it has."""
+        """Blocks to keep free for a running sequence."""
         to_come = self.blocks_to_come(sequence, len(sequence.blocks))
         return to_come if self.never_pause else min(1, to_come)
 
     def blocks_to_come(self, sequence: Sequence, blocks: int) -> int:
-        """Blocks that a sequence with `blocks` of them may still need; the last token's KV never is."""
+        """Blocks that a sequence with `blocks` blocks may still need. The last token needs no KV."""
         longest = max(sequence.rule.limit - 1, len(sequence.tokens))
         return max(0, self.blocks(longest) - blocks)
 
     def chunk(self, lacking: int, left: int, *, first: bool) -> int:
-        """Tokens to compute of `lacking` where the step has `left`; `first` where it has nothing yet.
+        """Tokens to compute of `lacking` in a step with `left` tokens to give; `first` in an empty step.
 
-        A sequence that lacks one token always gets it, so that the batch goes on together.
+        A sequence always gets at least one token, so that the batch advances together.
         """
         if self.chunk_tokens is not None:
             return min(lacking, max(1, min(left, self.chunk_tokens)))

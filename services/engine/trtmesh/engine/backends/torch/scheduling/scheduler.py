@@ -1,32 +1,32 @@
-"""Who computes what in the next step.
+"""Decides the tokens that each sequence computes in the next step.
 
-There is no prefill and no decode: a sequence is `tokens` and `num_computed`, and a step hands out tokens until the
-two meet. Chunked prefill, reuse of prefixes and going on after preemption are that one rule.
+There are no prefill and decode phases: a sequence is `tokens` and `num_computed`, and steps hand out tokens until the
+two meet. This one rule covers chunked prefill, prefix reuse and recovery from preemption.
 
-A sequence is admitted when all its present tokens fit the pool and what the rules keep for the running ones to grow
-is left: a block for each, or, where nobody may be paused, all that they may come to need. When growing finds no block,
-the running sequence of the highest rank loses its blocks and waits again in its old place. The sequence of the lowest
-rank is thus never preempted and always goes on; ranks of newcomers rise with the steps, so every sequence becomes the
-lowest at last. Nothing overtakes the first that waits, so large sequences do not starve either.
+A sequence is admitted when its present tokens fit the pool and enough blocks remain for the running sequences to grow:
+one each, or, where the rules forbid pauses, all the blocks that they may ever need. When a running sequence finds no
+block to grow into, the sequence of the highest rank loses its blocks and returns to its old place in the queue. So the
+lowest rank is never preempted and always advances. Ranks of newcomers rise with the steps, so every sequence has the
+lowest rank some day. Nothing overtakes the head of the queue, so large sequences do not starve either.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import insort
+from collections.abc import Iterator
 
 from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
 from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, BlockPool, Prefix
 from trtmesh.engine.backends.torch.scheduling.forks import Pairs, reassign
+from trtmesh.engine.backends.torch.scheduling.heap import SequenceHeap
 from trtmesh.engine.backends.torch.scheduling.prefixes import Prefixes
-from trtmesh.engine.backends.torch.scheduling.room import Room
 from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
 from trtmesh.engine.backends.torch.scheduling.sequence import Chunk, Sequence
-from trtmesh.engine.backends.torch.scheduling.waiting import WaitingQueue
 
 
 class Scheduler:
-    """The sequences of a backend, waiting and running, and the blocks they hold."""
+    """The waiting and running sequences of a backend, and their blocks."""
 
     def __init__(
         self, pool: BlockPool, tables: BlockTables, rules: SchedulingRules, prefixes: Prefixes
@@ -42,13 +42,12 @@ class Scheduler:
         self.paused_sequences = self.preemptions = 0
         self._rules = rules
         self._prefixes = prefixes
-        self._room = Room(pool, tables, rules)
         self._by_key: dict[int, Sequence] = {}
-        self._waiting = WaitingQueue(self._lives)
-        # Counted as waiting, but in no queue.
+        self._waiting = SequenceHeap(self._lives)
+        # Counted as waiting, but not in the queue.
         self._unready: dict[int, Sequence] = {}
         self._arrivals = 0
-        # Under the key of a leader.
+        # By the key of their leader.
         self._followers: dict[int, list[Sequence]] = {}
 
     @property
@@ -69,28 +68,28 @@ class Scheduler:
         return self._by_key.get(key)
 
     def add(self, sequence: Sequence, step_count: int) -> None:
-        """Takes a new sequence in; `step_count` is that of now."""
+        """Takes a new sequence in at step `step_count`."""
         self._enter(sequence, step_count - sequence.head_start)
         self._queue(sequence)
 
     def ready(self, sequence: Sequence) -> None:
-        """A sequence of this scheduler that was added before it was ready may start, in the place that it had."""
+        """Lets a sequence that was added unready start, in its place of the queue."""
         del self._unready[sequence.key]
-        self._waiting.push(sequence)
+        self._waiting.push(sequence.rank, sequence)
 
     def reassign(self, pairs: Pairs) -> None:
-        """Each pair's first sequence goes on from the computed KV of the second, all pairs at once.
+        """Makes each pair's first sequence continue from the computed KV of the second, all pairs at once.
 
-        All sequences run, the firsts are distinct, and every second is among them. This needs no block where as many
-        tokens are computed of each. The caller gives the firsts their new tokens.
+        All sequences run, the firsts are distinct, and every second is also a first. No additional block is needed
+        where all have equally many computed tokens. The caller gives the firsts their new tokens.
         """
         self.new_blocks += reassign(pairs, self.pool, self.tables, self._rules.tokens_per_block)
 
     def remove(self, sequence: Sequence, *, content_is_good: bool = True) -> None:
-        """Lets go of a sequence and frees what it holds; bad content is not kept for reuse."""
+        """Removes a sequence and frees its blocks; bad content is not kept for reuse."""
         del self._by_key[sequence.key]
         self._wake_followers(sequence)
-        # Else the dead would be kept by a chain of leaders.
+        # A chain of leaders would keep dead sequences in memory.
         sequence.leader = None
         if sequence.mates:
             sequence.mates.remove(sequence)
@@ -100,7 +99,7 @@ class Scheduler:
             self.waiting_sequences -= 1
             self._unready.pop(sequence.key, None)
             self._unpause(sequence)
-            self._waiting.forget_removed(self.waiting_sequences)
+            self._waiting.tidy(self.waiting_sequences)
             return
         if not content_is_good:
             self.pool.retract(sequence.blocks)
@@ -108,12 +107,12 @@ class Scheduler:
         self._release(sequence)
 
     def schedule(self) -> list[Chunk]:
-        """What to compute in the next step, in rank order: of every running sequence that lacks something."""
+        """The chunks of the next step, in rank order, of every running sequence with uncomputed tokens."""
         self._grow()
         self._admit()
         chunks = self._chunks()
         while not chunks and self.running:
-            # All await mates that find no room. The lowest rank fits alone, and is reached at last.
+            # All wait for mates that find no room. The lowest rank fits alone and is reached in the end.
             self._preempt(self.running[-1])
             self._admit()
             chunks = self._chunks()
@@ -124,7 +123,7 @@ class Scheduler:
         chunks: list[Chunk] = []
         for sequence in self.running:
             lacking = len(sequence.tokens) - sequence.num_computed
-            # Most lack one, and one is what anybody gets.
+            # Most sequences lack one token, and every sequence gets at least one.
             count = lacking if lacking < 2 else self._rules.chunk(lacking, left, first=not chunks)
             if count:
                 left -= count
@@ -132,7 +131,7 @@ class Scheduler:
         return chunks
 
     def computed(self, chunk: Chunk) -> None:
-        """The KV of `chunk` is in its blocks."""
+        """Notes that the KV of `chunk` is in its blocks, or will be before any later step reads it."""
         sequence = chunk.sequence
         sequence.num_computed = chunk.start + chunk.count
         prompt = min(sequence.num_computed, sequence.submitted_tokens) - chunk.start
@@ -157,7 +156,7 @@ class Scheduler:
     def _queue(self, sequence: Sequence) -> None:
         self.waiting_sequences += 1
         if sequence.is_ready:
-            self._waiting.push(sequence)
+            self._waiting.push(sequence.rank, sequence)
         else:
             self._unready[sequence.key] = sequence
 
@@ -173,7 +172,7 @@ class Scheduler:
                 self._append(sequence, self.pool.allocate(1))
             else:
                 self._preempt(self.running[-1])
-                # The paused may have mates anywhere.
+                # Its mates, paused with it, may have been anywhere.
                 position = 0
 
     def _admit(self) -> None:
@@ -187,14 +186,36 @@ class Scheduler:
             if closed and not (sequence.leader and sequence.leader.slot >= 0):
                 return
             prefix = self._prefixes.find(sequence)
-            if prefix.partial and not self._room.suffices(sequence, prefix, self.running):
-                # The block to copy from may be the one that is missing.
+            if prefix.partial and not self._has_room(sequence, prefix):
+                # The block to copy from may be the missing block.
                 prefix = Prefix(prefix.blocks, len(prefix.blocks) * self._rules.tokens_per_block)
-            if not self._room.suffices(sequence, prefix, self.running):
+            if not self._has_room(sequence, prefix):
                 return
             self._waiting.pop()
             self.waiting_sequences -= 1
             self._start(sequence, prefix)
+
+    def _has_room(self, sequence: Sequence, prefix: Prefix) -> bool:
+        """Whether a waiting sequence that begins with `prefix` can start together with its mates, and all running
+        sequences can still go on."""
+        awaited = {each.key: each for mate in self.running for each in _missing(mate)}
+        awaited |= {each.key: each for each in _missing(sequence)}
+        awaited.pop(sequence.key, None)
+        if 1 + len(awaited) > self.tables.free_slots:
+            return False
+        needed = self._needs(sequence, len(prefix.blocks))
+        for each in awaited.values():
+            # A mate computes the prompt.
+            shared = min(each.prompt_tokens, each.most_reusable)
+            needed += self._needs(each, shared // self._rules.tokens_per_block)
+        needed += sum(map(self._rules.growth, self.running))
+        return self.pool.can_allocate(needed, beside=prefix)
+
+    def _needs(self, sequence: Sequence, shared: int) -> int:
+        """Free blocks that a sequence needs to start with `shared` blocks."""
+        blocks = self._rules.blocks(len(sequence.tokens))
+        to_come = self._rules.blocks_to_come(sequence, blocks) if self._rules.never_pause else 0
+        return blocks - shared + to_come
 
     def _start(self, sequence: Sequence, prefix: Prefix) -> None:
         self._unpause(sequence)
@@ -230,10 +251,10 @@ class Scheduler:
         self.new_blocks += blocks
 
     def _drop(self, sequence: Sequence) -> None:
-        """Releases the blocks that a sliding window has left behind, but for what others are to begin with."""
+        """Releases the blocks outside the sliding window, except those that other sequences are to begin with."""
         seen_from = sequence.num_computed
         if sequence.key in self._followers or any(mate.slot < 0 for mate in sequence.mates):
-            # They compute the last token of the prompt, if not more.
+            # Followers compute at least the last token of the prompt.
             seen_from = min(seen_from, sequence.prompt_tokens - 1)
         first, last = sequence.num_dropped, self._rules.unseen_blocks(seen_from)
         if last > first:
@@ -243,7 +264,7 @@ class Scheduler:
             sequence.num_dropped = last
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Releases the blocks of a running sequence and its mates; they wait again, in their old places."""
+        """Releases the blocks of a running sequence and its mates, and queues them in their old places."""
         for each in sequence.mates or [sequence]:
             if each.slot < 0:
                 continue
@@ -269,7 +290,7 @@ class Scheduler:
         sequence.slot = -1
 
     def _awaited(self, sequence: Sequence) -> Sequence | None:
-        """Its leader, if that has yet to compute the prompt of both."""
+        """Its leader, where the leader has yet to compute the prompt of both."""
         leader = sequence.leader
         if leader is None or not self._lives(leader):
             return None
@@ -277,10 +298,16 @@ class Scheduler:
         return leader if leader.num_computed < shared else None
 
     def _wake_followers(self, leader: Sequence) -> None:
-        """Queues those that need not wait for their leader; where it is gone, the first leads the others."""
+        """Queues the followers of a leader that has computed the prompt. Where the leader is gone, its first follower
+        leads the others."""
         followers = [each for each in self._followers.pop(leader.key, []) if self._lives(each)]
         if not self._lives(leader):
             for each in followers:
                 each.leader = followers[0] if each is not followers[0] else None
         for each in followers:
-            self._waiting.push(each)
+            self._waiting.push(each.rank, each)
+
+
+def _missing(sequence: Sequence) -> Iterator[Sequence]:
+    """Mates that wait."""
+    return (each for each in sequence.mates if each.slot < 0)

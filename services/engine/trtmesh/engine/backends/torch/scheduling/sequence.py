@@ -1,4 +1,4 @@
-"""One sequence: its tokens, how many of them have their KV computed, and what it holds."""
+"""One sequence: its tokens, the KV computed of them, and the blocks that hold it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from trtmesh.engine.backends.torch.sampling.readers import Reader
 
 PRIORITY_STEPS = 256
-"""Steps of waiting that a point of priority is worth; what waits long enough overtakes any priority."""
+"""Steps of waiting that one point of priority is worth."""
 MOST_PRIORITY = 16
-"""Points beyond which, above zero and below, priority counts no further; else what is lowest could wait for ever."""
+"""Priorities beyond this, in either direction, count as this; otherwise the lowest could wait for ever."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -44,31 +44,31 @@ class Sequence(Continuation):
     """For the log."""
     deadline: float | None = None
     leader: Sequence | None = None
-    """Sequence with the same prompt, which computes it; this one begins with a copy of its KV."""
+    """The sequence that computes the prompt they share; this sequence begins with a copy of its KV."""
     prompt_table: PromptTable | None = None
-    """What ids after the vocabulary mean in the prompt."""
+    """The embeddings of ids beyond the vocabulary in the prompt."""
     table_lease: Lease | None = None
-    """Memory of that table, which may still be read."""
+    """Memory of that table, which may not have been read yet."""
     mates: list[Sequence] = field(default_factory=list)
-    """Sequences with the same prompt that are admitted and paused only all together, this one among them; one list that
-    all of them share and that each leaves at its end. Empty for one on its own."""
+    """Sequences that are admitted and paused only together, this sequence included; they share one list, which each
+    leaves at its end. Empty for a sequence on its own."""
     root: int = ROOT_HASH
-    """Parent hash of its first block: all that its KV depends on besides the tokens before."""
+    """Parent hash of its first block: everything but tokens that its KV depends on."""
     num_computed: int = 0
-    """Leading tokens whose KV is in the blocks."""
+    """Leading tokens with their KV in the blocks."""
     blocks: list[int] = field(default_factory=list)
     hashes: list[int] = field(default_factory=list)
-    """Hashes of its leading full blocks, as far as they were needed."""
+    """Hashes of its leading full blocks, computed on demand."""
     num_dropped: int = 0
-    """Leading blocks that no token to come will see, and that it no longer holds."""
+    """Leading blocks that no further token sees; they are released."""
     num_published: int = 0
-    """Leading blocks that were offered for reuse."""
+    """Leading blocks offered for reuse."""
     slot: int = -1
-    """Row of the block table while it is in the batch."""
+    """Row of the block table; -1 outside the batch."""
     rank: tuple[int, int] = (0, 0)
-    """Place in every order: lower goes first and is preempted last. Never changes."""
+    """Fixed place in every order: the lowest starts first and is preempted last."""
     paused: bool = False
-    """Whether it had started and gave its blocks to others."""
+    """Whether it had started and lost its blocks to others."""
     cached_prompt_tokens: int = 0
     reader: Reader | None = None
     """Still needs logits of submitted tokens."""
@@ -76,16 +76,16 @@ class Sequence(Continuation):
 
     @property
     def is_ready(self) -> bool:
-        """Whether it has all that it needs to be computed; its prompt table may still be read."""
+        """Whether it can be computed; False while its prompt table is being read."""
         return self.table_lease is None or self.prompt_table is not None
 
     def give_table(self, table: PromptTable) -> None:
-        """Takes in what its lease is for."""
+        """Takes the table of its lease."""
         self.prompt_table = table
         self.root = root_hash(self.config.kv_cache.salt, prompt_table_digest=table.digest)
 
     def let_go(self) -> None:
-        """Drops what is large: some lists keep sequences that are over for a while."""
+        """Drops large members: some lists keep ended sequences for a while."""
         self.prompt_table = self.reader = self.history = None
         if self.table_lease:
             self.table_lease.give_back()
@@ -93,18 +93,18 @@ class Sequence(Continuation):
 
     @property
     def head_start(self) -> int:
-        """Steps that its priority lets it go before its time."""
+        """Steps by which its priority advances its rank."""
         return max(-MOST_PRIORITY, min(MOST_PRIORITY, self.config.priority)) * PRIORITY_STEPS
 
     @property
     def most_reusable(self) -> int:
-        """Leading tokens whose KV may come from elsewhere: those whose logits nobody wants."""
+        """Leading tokens that may reuse KV: their logits are not needed."""
         last = len(self.tokens) - 1
         return last if self.reader is None else min(self.reader.next, last)
 
     @property
     def pending_prompt_tokens(self) -> int:
-        """Submitted tokens whose KV is not computed."""
+        """Submitted tokens without KV."""
         return max(0, self.submitted_tokens - self.num_computed)
 
     def append(self, token: int, now_ns: int) -> None:
@@ -117,7 +117,7 @@ class Sequence(Continuation):
     def tell_next(
         self, token: int, details: TokenDetails | None, output: StepOutput, now_ns: int
     ) -> None:
-        """Adds a generated token to its tokens and, with what is to be told of it, to the output of a step."""
+        """Appends a generated token, and adds it with its details to the output of a step."""
         output.keys.append(self.key)
         output.token_offsets.append(self.generated_tokens)
         output.token_counts.append(1)
@@ -133,7 +133,7 @@ class Sequence(Continuation):
     def end(
         self, reason: int, stop_token_ids: tuple[int, ...] = (), error: TrtmeshError | None = None
     ) -> SequenceEnd:
-        """The end as it is delivered; while the sequence still holds its blocks."""
+        """The end as delivered; to be asked for before its blocks are released."""
         times = self.times
         return SequenceEnd(
             key=self.key,
@@ -165,7 +165,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class Times:
-    """When things happened, in nanoseconds of the Unix clock, and how many blocks that took, over all its starts."""
+    """Times in nanoseconds of the Unix clock, and blocks allocated over all its starts."""
 
     arrival_ns: int
     scheduled_ns: int = 0
@@ -186,7 +186,7 @@ class Times:
         )
 
     def metrics_at_start(self) -> PerfMetrics:
-        """What is known with the first token."""
+        """The metrics known with the first token."""
         return replace(self.perf_metrics(), last_token_time_ns=0)
 
 
@@ -196,10 +196,10 @@ def sequences_of(
     rule: EndRule,
     token_rules: TokenRules,
 ) -> list[Sequence]:
-    """Sequences of an item under `keys`; the first computes the prompt for all."""
+    """The sequences of an item, named `keys`; the first computes the prompt for all."""
     sequences: list[Sequence] = []
     root = root_hash(item.config.kv_cache.salt)
-    # The table as it came is not kept for as long as they live.
+    # The table as received need not live as long as they do.
     config = replace(item.config, prompt_tuning=None)
     for index, key in enumerate(keys):
         sequence = Sequence(
