@@ -9,15 +9,15 @@ from dataclasses import replace
 import pytest
 from tritonclient.grpc import service_pb2 as kserve
 from trtmesh.chassis.errors import DeadlineExceeded, InternalError, TrtmeshError
-from trtmesh.router.doors.triton.answers import Answers
-from trtmesh.router.doors.triton.grpc.responses import Output, ResponseWriter, text_data
-from trtmesh.router.doors.triton.models import Model, triton_models
-from trtmesh.router.doors.triton.plain_text import PlainText
-from trtmesh.router.doors.triton.templates.generation import Call, read_call, to_request
-from trtmesh.router.doors.triton.templates.outputs import OutputBuilder
+from trtmesh.router.doors.triton.answers import Answers, PlainText
+from trtmesh.router.doors.triton.calls import read_call
+from trtmesh.router.doors.triton.grpc.responses import ResponseWriter
+from trtmesh.router.doors.triton.models import triton_models
+from trtmesh.router.doors.triton.templates.generation import GenerationTemplate
+from trtmesh.router.doors.triton.templates.template import Call, Model
+from trtmesh.router.doors.triton.tensors import Output, text_data
 from trtmesh.router.settings import TritonSettings
 from trtmesh.router.streams.client_stream import Waiting, WaitingEvent, WaitingTokens
-from trtmesh.router.values.request import parse_request
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
@@ -98,6 +98,11 @@ def some_news(random_: random.Random) -> list[list[Waiting]]:
     return messages
 
 
+def template_of(model: Model) -> GenerationTemplate:
+    assert isinstance(model.template, GenerationTemplate)
+    return model.template
+
+
 def streaming_call(model: Model) -> Call:
     sent = kserve.ModelInferRequest(model_name=model.name)
     for tensor, data_type, data in (
@@ -113,13 +118,13 @@ def streaming_call(model: Model) -> Call:
 @pytest.mark.parametrize("name", ["ensemble", "tensorrt_llm_bls"])
 def test_plain_texts_are_answered_like_everything_else(name: str) -> None:
     model, call = MODELS[name], streaming_call(MODELS[name])
-    request = parse_request(to_request(call), "", 1)
-    builder = OutputBuilder(call, request)
-    assert builder.one_text_only
+    request = template_of(model).request(call, "", 1)
+    builder = template_of(model).output_builder(call, request)
+    assert builder.only_new_text
     seen = set()
     for seed in range(500):
-        everything = Answers(call, request, builder, to_error)
-        plain = PlainText(to_error, final_alone=model.final_alone)
+        everything = Answers(call, request, builder, to_error, with_prompts=True)
+        plain = PlainText(to_error, final_alone=model.template.final_alone)
         writer = ResponseWriter(name, "")
         for message in some_news(random.Random(seed)):
             everything.see(message)
@@ -141,7 +146,8 @@ def test_plain_texts_are_answered_like_everything_else(name: str) -> None:
 def test_what_a_worker_cut_off_is_no_whole_text(decoupled: bool) -> None:
     """It cancels by itself only what runs out of time."""
     call = streaming_call(MODELS["ensemble"])
-    request = parse_request(to_request(call), "", 1)
+    template = template_of(call.model)
+    request = template.request(call, "", 1)
     call = replace(call, model=replace(call.model, decoupled=decoupled))
     reason = pb.FINISH_REASON_CANCELLED
     news: list[Waiting] = [
@@ -153,7 +159,8 @@ def test_what_a_worker_cut_off_is_no_whole_text(decoupled: bool) -> None:
             router_pb.GenerateEvent(item_finished=router_pb.ItemFinished(reason=reason)), 0
         ),
     ]
-    collected = Answers(call, request, OutputBuilder(call, request), to_error)
+    builder = template.output_builder(call, request)
+    collected = Answers(call, request, builder, to_error, with_prompts=True)
     plain = PlainText(to_error, final_alone=False)
     either: list[Answers | PlainText] = [collected, plain] if decoupled else [collected]
     for answers in either:
@@ -190,5 +197,6 @@ def test_plain_texts_are_those_with_nothing_beside_them(
     for name in outputs:
         sent.outputs.add(name=name)
     call = read_call(MODELS["ensemble"], sent)
-    builder = OutputBuilder(call, parse_request(to_request(call), "", 1))
-    assert builder.one_text_only is only
+    template = template_of(call.model)
+    builder = template.output_builder(call, template.request(call, "", 1))
+    assert builder.only_new_text is only

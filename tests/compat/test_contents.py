@@ -6,10 +6,11 @@ import struct
 from typing import Any
 
 import pytest
+from compat.triton import asked
 from tritonclient.grpc import service_pb2 as kserve
 from trtmesh.chassis.errors import InvalidRequest
+from trtmesh.router.doors.triton.calls import read_call
 from trtmesh.router.doors.triton.models import triton_models
-from trtmesh.router.doors.triton.templates.generation import read_call, to_request
 from trtmesh.router.settings import TritonSettings
 
 ENSEMBLE = triton_models(TritonSettings())["ensemble"]
@@ -47,7 +48,7 @@ def typed_request() -> Any:
 
 def test_raw_and_typed_contents_mean_the_same() -> None:
     raw, typed = (
-        to_request(read_call(ENSEMBLE, request)) for request in (raw_request(), typed_request())
+        asked(read_call(ENSEMBLE, request)) for request in (raw_request(), typed_request())
     )
     assert raw == typed
     (item,) = raw.items
@@ -58,7 +59,7 @@ def test_raw_and_typed_contents_mean_the_same() -> None:
 
 def refused(request: Any) -> str:
     with pytest.raises(InvalidRequest) as caught:
-        to_request(read_call(ENSEMBLE, request))
+        asked(read_call(ENSEMBLE, request))
     return caught.value.message
 
 
@@ -74,7 +75,7 @@ def test_mixed_contents_are_refused() -> None:
         (1, b"\0", "input byte size mismatch for input 'max_tokens'"),
         (0, b"\5\0\0\0hi", "incomplete string length indicator or data"),
         (0, b"", "unexpected number of string elements 0 for inference input 'text_input'"),
-        (0, struct.pack("<I", 1) + b"\xff", "holds text that is no UTF-8"),
+        (0, struct.pack("<I", 1) + b"\xff", "text_input is not valid UTF-8"),
     ],
 )
 def test_broken_raw_contents(index: int, data: bytes, message: str) -> None:

@@ -38,7 +38,7 @@ def test_the_models_of_the_page_are_ones_that_are_served() -> None:
     settings = TritonSettings.model_validate(yaml.safe_load(block)["router"]["triton"])
     models = triton_models(settings)
     assert (models["chat"].decoupled, models["chat_whole"].max_batch_size) == (True, 8)
-    assert models["tensorrt_llm"].template == "llmapi"
+    assert models["tensorrt_llm"].template.name == "llmapi"
 
 
 def test_pictures_of_the_page_are_refused() -> None:

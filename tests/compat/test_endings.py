@@ -10,18 +10,17 @@ import grpc
 import numpy as np
 import pytest
 from compat.plain_http import PlainHttp
-from compat.triton import SyncStream, Triton, make_inputs, request
+from compat.triton import SyncStream, Triton, asked, make_inputs, request
 from e2e.mesh import Mesh, eventually, running_mesh, scrape
 from tritonclient.grpc import service_pb2 as kserve
 from tritonclient.utils import InferenceServerException
 from trtmesh.chassis.errors import InvalidRequest, TrtmeshError
 from trtmesh.router.doors.triton.answers import Answer, Answers
+from trtmesh.router.doors.triton.calls import read_call
 from trtmesh.router.doors.triton.models import triton_models
-from trtmesh.router.doors.triton.templates.generation import read_call, to_request
-from trtmesh.router.doors.triton.templates.outputs import OutputBuilder
+from trtmesh.router.doors.triton.templates.generation import GenerationTemplate
 from trtmesh.router.settings import TritonSettings
 from trtmesh.router.streams.client_stream import WaitingEvent, WaitingTokens
-from trtmesh.router.values.request import parse_request
 from trtmesh.v1 import router_pb2 as router_pb
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -263,8 +262,11 @@ async def test_a_handed_over_request_has_its_state() -> None:
     sent = message("tensorrt_llm", tensors, "handed over")
     sent.parameters["request_type"].string_param = "context_only"
     call = read_call(model, sent)
-    generation = parse_request(to_request(call), "", 1)
-    answers = Answers(call, generation, OutputBuilder(call, generation), _no_error)
+    template = call.model.template
+    assert isinstance(template, GenerationTemplate)
+    generation = asked(call)
+    builder = template.output_builder(call, generation)
+    answers = Answers(call, generation, builder, _no_error, with_prompts=False)
     finished = router_pb.SequenceFinished(handoff_state=b"\1\2\3")
     events = [
         router_pb.GenerateEvent(sequence_finished=finished),
@@ -278,11 +280,13 @@ async def test_a_handed_over_request_has_its_state() -> None:
     assert (state.data_type, state.shape, state.data) == ("UINT8", (1, 3), b"\1\2\3")
     sent.parameters["request_type"].string_param = "both"
     refused = read_call(model, sent)
-    with pytest.raises(InvalidRequest, match="'request_type' is 'both' but must be one of"):
-        to_request(refused)
+    with pytest.raises(InvalidRequest) as caught:
+        asked(refused)
+    assert (caught.value.field, caught.value.value) == ("handoff.phase", "'both'")
     again = message(
         "tensorrt_llm", tensors | {"context_phase_params": np.array([[1, 2, 3]], np.uint8)}, ""
     )
     again.parameters["request_type"].string_param = "generation_only"
-    (item,) = to_request(read_call(model, again)).items
+    (item,) = asked(read_call(model, again)).items
+    assert item.config.handoff is not None
     assert item.config.handoff.state == b"\1\2\3"

@@ -13,8 +13,7 @@ from compat.triton import Triton
 from e2e.mesh import Mesh, running_mesh
 from trtmesh.chassis.errors import InvalidField, QueueFull
 from trtmesh.router.doors.triton.models import triton_models
-from trtmesh.router.doors.triton.templates.generation import Call
-from trtmesh.router.doors.triton.wording import in_tensors, of_request
+from trtmesh.router.doors.triton.templates.template import Call
 from trtmesh.router.settings import TritonSettings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -168,32 +167,37 @@ def call(model: str, *, rows: int = 1, sent: Mapping[str, Any] | None = None) ->
     return Call(MODELS[model], "", sent or {}, rows, frozenset(), {})
 
 
-async def test_parts_of_fields_keep_what_they_say_of_them() -> None:
-    core = call("tensorrt_llm")
-    for own, theirs in (
-        ("kv_cache.token_ranges[3].token_end is 1", "retention_token_range_ends[3] is 1"),
-        ("kv_cache.token_ranges has 300", "retention_token_range_starts has 300"),
-        ("lora.weights.data_type is 0", "lora_weights.data_type is 0"),
-        ("10.0.0.1:80 has lora.weightsome", "10.0.0.1:80 has lora.weightsome"),
-        ("(sampling.top_k)", "(runtime_top_k)"),
-    ):
-        error = in_tensors(InvalidField(own), core)
-        assert (type(error), error.message) == (InvalidField, theirs)
+@pytest.mark.parametrize(
+    ("field", "tensor"),
+    [
+        ("kv_cache.token_ranges[3].token_end", "retention_token_range_ends[3]"),
+        ("kv_cache.token_ranges", "retention_token_range_starts"),
+        ("kv_cache.token_ranges[3]", "retention_token_range_starts[3]"),
+        ("lora.weights.data_type", "lora_weights.data_type"),
+        ("lora.weightsome", "lora.weightsome"),
+        ("sampling.top_k", "runtime_top_k"),
+        ("handoff.phase", "parameter 'request_type'"),
+    ],
+)
+async def test_a_field_is_named_by_its_tensor(field: str, tensor: str) -> None:
+    assert call("tensorrt_llm").tensor_of(field) == tensor
 
 
-async def test_of_several_tensors_that_was_meant_which_was_sent() -> None:
-    error = InvalidField("sampling.top_p_min is 0")
-    for name in ("runtime_top_p_min", "runtime_top_k_min"):
-        assert in_tensors(error, call("tensorrt_llm", sent={name: None})).message == f"{name} is 0"
+@pytest.mark.parametrize("name", ["runtime_top_p_min", "runtime_top_k_min"])
+async def test_a_field_of_two_tensors_is_named_by_the_one_sent(name: str) -> None:
+    assert call("tensorrt_llm", sent={name: None}).tensor_of("sampling.top_p_min") == name
 
 
-async def test_an_error_stays_what_it_was() -> None:
-    blamed = QueueFull("full", worker="w", retry_after_ms=5).of_item(1)
-    error = of_request(blamed, call("ensemble"))
-    assert (type(error), error.message) == (QueueFull, "full")
-    assert (error.worker, error.retry_after_ms) == ("w", 5)
-    several = of_request(QueueFull("full").of_item(1), call("ensemble", rows=2))
-    assert several.message == "row 1: full"
+async def test_a_sentence_has_tensors_and_the_row_of_a_batch() -> None:
+    error = InvalidField.of("sampling.top_p", 3.0, "in [0, 1]").of_item(1)
+    sentence = "top_p is 3.0 but must be in [0, 1]"
+    assert call("ensemble").sentence(error) == sentence
+    assert call("ensemble", rows=2).sentence(error) == f"row 1: {sentence}"
+    limited = InvalidField.of("stopping.min_tokens", 9, "at most 5", "stopping.max_tokens")
+    assert (
+        call("ensemble").sentence(limited) == "min_tokens is 9 but must be at most 5 (max_tokens)"
+    )
+    assert call("ensemble", rows=2).sentence(QueueFull("full")) == "full"
 
 
 async def test_every_input_that_reaches_a_field_says_which() -> None:

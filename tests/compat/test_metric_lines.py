@@ -20,12 +20,21 @@ from trtmesh.chassis.errors import (
     SlowClient,
     WorkerLost,
 )
-from trtmesh.router.doors.triton.engine_metrics import EngineFigures, engine_families
-from trtmesh.router.doors.triton.exposition import Sample, family, number
-from trtmesh.router.doors.triton.metrics import TritonMetrics
+from trtmesh.router.doors.triton.metrics import (
+    EngineFigures,
+    Sample,
+    TritonMetrics,
+    engine_families,
+    family,
+    number,
+)
 from trtmesh.router.doors.triton.models import triton_models
-from trtmesh.router.doors.triton.statistics import FAILURE_REASONS, Statistics, failure_reason
-from trtmesh.router.doors.triton.token_lengths import Lengths
+from trtmesh.router.doors.triton.statistics import (
+    FAILURE_REASONS,
+    Lengths,
+    Statistics,
+    failure_reason,
+)
 from trtmesh.router.settings import TritonSettings
 
 BUSY = EngineFigures(

@@ -5,13 +5,15 @@ from __future__ import annotations
 from array import array
 
 import pytest
+from compat.triton import asked
 from tritonclient.grpc import model_config_pb2
 from tritonclient.grpc import service_pb2 as kserve
 from trtmesh.chassis.errors import InvalidRequest
+from trtmesh.router.doors.triton.calls import read_call
 from trtmesh.router.doors.triton.models import describe_config, triton_models
-from trtmesh.router.doors.triton.templates.generation import read_call, to_request
+from trtmesh.router.doors.triton.templates.put import parse_words
+from trtmesh.router.doors.triton.templates.tokenization import format_words
 from trtmesh.router.doors.triton.tensors import InputTensor
-from trtmesh.router.doors.triton.words import format_words, parse_words
 from trtmesh.router.settings import TritonSettings
 
 TEXT = """
@@ -159,7 +161,7 @@ def test_logits_have_the_type_of_the_setting(data_type: str) -> None:
     ):
         request.inputs.add(name=name, datatype=kind, shape=(1, 1))
         request.raw_input_contents.append(data)
-    (item,) = to_request(read_call(model, request)).items
+    (item,) = asked(read_call(model, request)).items
     assert item.config.output.logits_data_type == {"FP32": 1, "FP16": 2, "BF16": 3}[data_type]
 
 

@@ -12,6 +12,9 @@ import numpy as np
 import tritonclient.grpc as sync_grpc
 import tritonclient.grpc.aio as aio_grpc
 from tritonclient.utils import np_to_triton_dtype
+from trtmesh.router.doors.triton.templates.generation import GenerationTemplate
+from trtmesh.router.doors.triton.templates.template import Call
+from trtmesh.router.values.request import GenerationRequest
 
 PATIENCE_SECONDS = 60.0
 
@@ -22,6 +25,12 @@ TYPES = {
     str: np.object_,
     bytes: np.object_,
 }
+
+
+def asked(call: Call) -> GenerationRequest:
+    """The request of the mesh that a call asks for."""
+    assert isinstance(call.model.template, GenerationTemplate)
+    return call.model.template.request(call, "name", 8)
 
 
 def array(value: Any, dtype: Any = None) -> Any:

@@ -13,18 +13,11 @@ from trtmesh.cli.triton_import.config_file import is_unset
 from trtmesh.cli.triton_import.engine_arguments import arguments_of, convert_argument
 from trtmesh.cli.triton_import.fields import convert_fields
 from trtmesh.cli.triton_import.findings import Draft, Finding, Subject
-from trtmesh.cli.triton_import.parameters import PARAMETERS
+from trtmesh.cli.triton_import.recipes import ENGINE_PARAMETERS, Recipe
 from trtmesh.cli.triton_import.references import Repository
 from trtmesh.cli.triton_import.repository import ENGINE_ARGUMENTS, RepositoryModel
 from trtmesh.cli.triton_import.rules import MODELS, TORCH, unsupported
-from trtmesh.cli.triton_import.weights import ENGINE_PARAMETERS, Weights, find_weights
-
-INHERITED: Mapping[str, Sequence[str]] = {
-    "tensorrt_llm": ("decoupled", "exclude_input_in_output", "max_beam_width"),
-    "preprocessing": ("add_special_tokens",),
-    "postprocessing": ("skip_special_tokens",),
-}
-"""What a text model is as its steps are, where it does not say."""
+from trtmesh.cli.triton_import.weights import Weights, find_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +44,11 @@ def convert_repository(
     _put_weights(weights, device, draft)
     for model in repository:
         if model.name in unserved:
-            subject = Subject(model.name, "the whole model", str(model.template or "unknown"))
+            template = "unknown" if model.recipe is None else model.recipe.template.name
+            subject = Subject(model.name, "the whole model", template)
             draft.refuse(subject, unserved[model.name])
-        else:
-            _convert_model(model, repository, weights, draft)
+        elif model.recipe is not None:
+            _convert_model(model, model.recipe, repository, weights, draft)
     for model in repository:
         if model.name not in unserved:
             _inherit(model, repository, draft)
@@ -73,11 +67,11 @@ def _unserved(repository: Repository, weights: Weights) -> dict[str, str]:
 def _weights_problem(model: RepositoryModel, repository: Repository, weights: Weights) -> str:
     cores = repository.cores_of(model)
     needed = [weights.needed[core] for core in cores if core in weights.needed]
-    if model.template in ("preprocessing", "postprocessing"):
-        # It may belong to several models; one of them is enough to have something to do.
+    if model.tokenizes:
+        # One of the models that it serves is enough.
         return needed[0] if len(needed) == len(cores) else ""
     if not needed and len({weights.directories[core] for core in cores}) > 1:
-        return f"models with different weights stand behind it: {', '.join(cores)}"
+        return f"models with different weights serve it: {', '.join(cores)}"
     return needed[0] if needed else ""
 
 
@@ -91,42 +85,38 @@ def _put_weights(weights: Weights, device: str, draft: Draft) -> None:
 
 
 def _convert_model(
-    model: RepositoryModel, repository: Repository, weights: Weights, draft: Draft
+    model: RepositoryModel, recipe: Recipe, repository: Repository, weights: Weights, draft: Draft
 ) -> None:
     cores = repository.cores_of(model)
     directory = next(weights.directories[core] for core in cores if core in weights.directories)
-    own = (*MODELS, model.name)
-    draft.put((*own, "template"), model.template)
+    draft.put((*model.path, "template"), recipe.template.name)
     if len(weights.distinct) > 1:
-        draft.put((*own, "model"), directory.name)
-    _convert_steps(model, repository, draft)
-    _convert_parameters(model, directory, draft)
-    for name, value in arguments_of(model.engine_arguments):
+        draft.put((*model.path, "model"), directory.name)
+    _convert_steps(model, recipe, draft)
+    _convert_parameters(model, recipe, directory, draft)
+    for name, value in arguments_of(model.declared.engine_arguments or {}):
         subject = Subject(model.name, f"{ENGINE_ARGUMENTS}: {name}", value)
         if is_unset(value):
             draft.leave(subject)
         else:
             convert_argument(name, subject, draft)
-    convert_fields(model, draft)
+    convert_fields(model, recipe, draft)
 
 
-def _convert_steps(model: RepositoryModel, repository: Repository, draft: Draft) -> None:
-    """The models that a request to this one counts for too."""
-    path = (*MODELS, model.name, "steps")
-    steps = repository.steps_of(model)
-    if model.template == "ensemble":
-        draft.carry(Subject(model.name, "ensemble_scheduling", ", ".join(steps)), path, steps)
-    elif model.template == "disaggregated_serving_bls":
-        # One engine does what both halves do, and the last one is what clients get.
-        draft.put(path, steps[-1:])
+def _convert_steps(model: RepositoryModel, recipe: Recipe, draft: Draft) -> None:
+    """The models that its requests count for too."""
+    path, steps = (*model.path, "steps"), model.steps[recipe.counted_steps]
+    if recipe.steps_field:
+        draft.carry(Subject(model.name, recipe.steps_field, ", ".join(steps)), path, steps)
     elif steps:
         draft.put(path, steps)
 
 
-def _convert_parameters(model: RepositoryModel, directory: Path, draft: Draft) -> None:
+def _convert_parameters(
+    model: RepositoryModel, recipe: Recipe, directory: Path, draft: Draft
+) -> None:
     """In the order of the rules, because some decide what others mean; those without a rule last."""
-    assert model.template is not None
-    rules, parameters = PARAMETERS[model.template], model.parameters
+    rules, parameters = recipe.parameters, model.parameters
     known = [name for name in rules if name in parameters]
     for name in (*known, *(name for name in parameters if name not in rules)):
         subject = Subject(model.name, f"parameters.{name}", parameters[name])
@@ -134,7 +124,7 @@ def _convert_parameters(model: RepositoryModel, directory: Path, draft: Draft) -
             draft.leave(subject)
         elif name in ENGINE_PARAMETERS:
             draft.replace(subject, f"the engine reads the Hugging Face model in {directory}")
-        elif name == "tokenizer_dir" and model.template != "tensorrt_llm":
+        elif name == "tokenizer_dir" and name not in rules:
             _convert_tokenizer(subject, directory, draft)
         else:
             rules.get(name, unsupported("no model of TensorRT-LLM's has it"))(subject, draft)
@@ -158,11 +148,11 @@ def _convert_tokenizer(subject: Subject, directory: Path, draft: Draft) -> None:
 
 
 def _inherit(model: RepositoryModel, repository: Repository, draft: Draft) -> None:
-    """Settings that a text model gets from the models that it is made of."""
-    for step in repository.steps_of(model):
-        template = repository.models[step].template if step in repository.models else None
-        for name in INHERITED.get(template or "", ()):
-            path = (*MODELS, model.name, name)
-            value = draft.get((*MODELS, step, name))
+    """Settings that a text model takes over from its steps."""
+    for name in model.steps:
+        step = repository.models.get(name)
+        for setting in step.recipe.inherited if step and step.recipe else ():
+            path = (*model.path, setting)
+            value = draft.get((*MODELS, name, setting))
             if value is not None and draft.get(path) is None:
                 draft.put(path, value)

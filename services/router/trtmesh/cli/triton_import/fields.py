@@ -18,10 +18,9 @@ from trtmesh.cli.triton_import.parameters import (
     NO_PICTURES,
     NO_SPECULATION,
 )
-from trtmesh.cli.triton_import.references import CORES
+from trtmesh.cli.triton_import.recipes import Recipe
 from trtmesh.cli.triton_import.repository import VERSION, RepositoryModel
-from trtmesh.cli.triton_import.rules import MODELS, TORCH
-from trtmesh.router.doors.triton.templates.template import FORMS
+from trtmesh.cli.triton_import.rules import TORCH
 from trtmesh.router.doors.triton.tensors import TensorSpec
 
 LOGITS = ("context_logits", "generation_logits")
@@ -69,29 +68,27 @@ REFUSED_INPUTS: Mapping[str, Sequence[str]] = {
 """Beginnings of the names of inputs that are declared but refused by name, by the reason."""
 
 
-GENERATING = ("tensorrt_llm", "tensorrt_llm_bls", "disaggregated_serving_bls")
-"""Templates whose configuration says whether they answer with streams."""
-
-
 def refusal(name: str) -> str:
     """Why a request that has this input is refused by name; '' when it is not."""
     return next((r for r, begins in REFUSED_INPUTS.items() if name.startswith(tuple(begins))), "")
 
 
-def convert_fields(model: RepositoryModel, draft: Draft) -> None:
+def convert_fields(model: RepositoryModel, recipe: Recipe, draft: Draft) -> None:
     """Decides about every field that is set but parameters, name, backend and platform."""
     config = model.config
     for field, value in config.ListFields():
         if (convert := CONVERTED.get(field.name)) is not None:
-            convert(model, draft)
+            convert(model, recipe, draft)
         elif field.name not in LOOKED_AT:
             reason = OTHER_FIELDS.get(field.name, "it has no counterpart")
             draft.refuse(Subject(model.name, field.name, _shown(value)), reason)
-    _convert_decoupled(model, draft)
-    _convert_batch_size(model, draft)
+    if recipe.says_decoupled:
+        _convert_decoupled(model, draft)
+    if recipe.template.batched:
+        _convert_batch_size(model, draft)
     for unfilled in model.file.unfilled:
         subject = Subject(model.name, unfilled.field or "an element", unfilled.key)
-        if unfilled.field == "decoupled" and model.template in GENERATING:
+        if unfilled.field == "decoupled" and recipe.says_decoupled:
             draft.leave(subject, "it is false, as where a configuration of Triton does not say it")
         else:
             draft.leave(subject)
@@ -99,20 +96,18 @@ def convert_fields(model: RepositoryModel, draft: Draft) -> None:
 
 def _convert_batch_size(model: RepositoryModel, draft: Draft) -> None:
     size = model.config.max_batch_size
-    if model.template == "llmapi" or (not size and _is_unfilled(model, "max_batch_size")):
+    if not size and _is_unfilled(model, "max_batch_size"):
         return
     subject = Subject(model.name, "max_batch_size", str(size))
     if size > 0:
-        draft.carry(subject, (*MODELS, model.name, "max_batch_size"), size)
+        draft.carry(subject, (*model.path, "max_batch_size"), size)
     else:
         draft.refuse(subject, "tensors have a batch dimension here, as in TensorRT-LLM's template")
 
 
 def _convert_decoupled(model: RepositoryModel, draft: Draft) -> None:
     """Of what generates; an ensemble is what its steps are, and model.yaml says it for llmapi."""
-    if model.template not in GENERATING:
-        return
-    path = (*MODELS, model.name, "decoupled")
+    path = (*model.path, "decoupled")
     decoupled = model.config.model_transaction_policy.decoupled
     if _is_unfilled(model, "decoupled"):
         # Triton's default, which is not that of the door; told with what is unset.
@@ -126,20 +121,18 @@ def _is_unfilled(model: RepositoryModel, field: str) -> bool:
     return any(unfilled.field == field for unfilled in model.file.unfilled)
 
 
-def _convert_inputs(model: RepositoryModel, draft: Draft) -> None:
-    assert model.template is not None
-    _convert_tensors("input", model, model.config.input, FORMS[model.template].inputs, draft)
+def _convert_inputs(model: RepositoryModel, recipe: Recipe, draft: Draft) -> None:
+    _convert_tensors("input", model, model.config.input, recipe.template.inputs, draft)
 
 
-def _convert_outputs(model: RepositoryModel, draft: Draft) -> None:
-    assert model.template is not None
+def _convert_outputs(model: RepositoryModel, recipe: Recipe, draft: Draft) -> None:
     outputs = model.config.output
-    served = FORMS[model.template].all_outputs()
+    served = recipe.template.all_outputs()
     _convert_tensors("output", model, outputs, served, draft)
     for name in LOGITS:
         types = {_data_type(out) for out in outputs if out.name == name} - {""}
         for data_type in types & {"FP16", "BF16"}:
-            path = (*MODELS, model.name, "logits_data_type")
+            path = (*model.path, "logits_data_type")
             draft.carry(Subject(model.name, f"output.{name}.data_type", data_type), path, data_type)
 
 
@@ -180,12 +173,12 @@ def _data_type(tensor: Any) -> str:
     return "BYTES" if name == "STRING" else str(name)
 
 
-def _convert_instances(model: RepositoryModel, draft: Draft) -> None:
+def _convert_instances(model: RepositoryModel, recipe: Recipe, draft: Draft) -> None:
     count = sum(group.count or 1 for group in model.config.instance_group)
     subject = Subject(model.name, "instance_group", f"count {count}")
-    if model.template in CORES and count > 1:
+    if recipe.is_core and count > 1:
         draft.carry(subject, ("mesh", "engines"), count)
-    elif model.template in CORES:
+    elif recipe.is_core:
         draft.replace(
             subject,
             "mesh.engines says how many engines there are, one unless it is set; on the CPU unless --device or"
@@ -195,7 +188,7 @@ def _convert_instances(model: RepositoryModel, draft: Draft) -> None:
         draft.replace(subject, "one router serves any number of requests at once")
 
 
-def _convert_batching(model: RepositoryModel, draft: Draft) -> None:
+def _convert_batching(model: RepositoryModel, recipe: Recipe, draft: Draft) -> None:
     batching = model.config.dynamic_batching
 
     def subject(name: str, value: object) -> Subject:
@@ -210,20 +203,22 @@ def _convert_batching(model: RepositoryModel, draft: Draft) -> None:
                 text = "the request parameter `priority` takes any level, the lower the earlier"
                 draft.replace(subject(field.name, value), text)
             case "default_queue_policy":
-                _convert_queue_policy(model, value, draft)
+                _convert_queue_policy(model, recipe, value, draft)
             case _:
                 reason = "responses come as they are ready, in one queue by priority and arrival"
                 draft.refuse(subject(field.name, value), reason)
 
 
-def _convert_queue_policy(model: RepositoryModel, policy: Any, draft: Draft) -> None:
+def _convert_queue_policy(
+    model: RepositoryModel, recipe: Recipe, policy: Any, draft: Draft
+) -> None:
     for field, value in policy.ListFields():
         name = f"dynamic_batching.default_queue_policy.{field.name}"
         subject = Subject(model.name, name, _shown(value))
         match field.name:
-            case "max_queue_size" if model.template == "tensorrt_llm":
+            case "max_queue_size" if recipe.has_queue:
                 draft.carry(subject, (*TORCH, "max_queue_size"), value)
-            case "default_timeout_microseconds" if model.template == "tensorrt_llm":
+            case "default_timeout_microseconds" if recipe.has_queue:
                 draft.carry(subject, ("router", "queue_seconds"), value / 1e6)
             case "max_queue_size":
                 draft.replace(
@@ -233,7 +228,7 @@ def _convert_queue_policy(model: RepositoryModel, policy: Any, draft: Draft) -> 
                 draft.refuse(subject, "a request that waits too long ends with an error")
 
 
-def _convert_versions(model: RepositoryModel, draft: Draft) -> None:
+def _convert_versions(model: RepositoryModel, _: Recipe, draft: Draft) -> None:
     policy = model.config.version_policy
     if policy.HasField("specific") and list(policy.specific.versions) != [int(VERSION)]:
         subject = Subject(model.name, "version_policy", _shown(policy))
@@ -245,7 +240,7 @@ def _convert_versions(model: RepositoryModel, draft: Draft) -> None:
         )
 
 
-CONVERTED: Mapping[str, Callable[[RepositoryModel, Draft], None]] = {
+CONVERTED: Mapping[str, Callable[[RepositoryModel, Recipe, Draft], None]] = {
     "input": _convert_inputs,
     "output": _convert_outputs,
     "instance_group": _convert_instances,

@@ -22,7 +22,6 @@ from trtmesh.cli.triton_import.rules import (
     unsupported,
     whole,
 )
-from trtmesh.router.doors.triton.model_settings import Template
 
 BATCHING = {
     "inflight_fused_batching": "inflight_fused_batching",
@@ -136,8 +135,6 @@ CORE_PARAMETERS: Mapping[str, Rule] = {
     "gpt_model_type": _batching,
     "batching_strategy": _batching,
     "gpu_device_ids": _devices,
-    "gpt_model_path": replaced("the engine reads Hugging Face weights: see mesh.model"),
-    "engine_dir": replaced("the engine reads Hugging Face weights: see mesh.model"),
     "encoder_model_path": unsupported(NO_ENCODER),
     "cross_kv_cache_fraction": unsupported(NO_ENCODER),
     "max_beam_width": _beam_width,
@@ -195,33 +192,26 @@ CORE_PARAMETERS: Mapping[str, Rule] = {
 }
 
 TEXT_PARAMETERS: Mapping[str, Rule] = {
-    "tokenizer_dir": replaced("tokenizers are processes of their own: see mesh.model"),
     "tokenizer_type": replaced("the tokenizer's own files say what it is"),
     "add_special_tokens": _special_tokens,
     "skip_special_tokens": _special_tokens,
     "multimodal_model_path": unsupported(NO_VISION_TOWER),
     "max_num_images": unsupported(NO_VISION_TOWER),
     "hf_model_path": replaced("the model's own files are read: see mesh.model"),
-    "gpt_model_path": replaced("the model's own files are read: see mesh.model"),
-    "engine_dir": replaced("the model's own files are read: see mesh.model"),
 }
 
-PARAMETERS: Mapping[Template, Mapping[str, Rule]] = {
-    "tensorrt_llm": CORE_PARAMETERS,
-    "preprocessing": TEXT_PARAMETERS,
-    "postprocessing": TEXT_PARAMETERS,
-    "ensemble": {},
-    "tensorrt_llm_bls": {
-        "accumulate_tokens": own("accumulate_tokens", truth),
-        "tensorrt_llm_model_name": replaced(
-            "it is served by the mesh itself; requests count for this model too"
-        ),
-        "tensorrt_llm_draft_model_name": unsupported(NO_SPECULATION),
-        "multimodal_encoders_name": unsupported(NO_PICTURES),
-    },
-    "disaggregated_serving_bls": {
-        "context_model_name": replaced(ONE_ENGINE),
-        "generation_model_name": replaced(f"{ONE_ENGINE}; requests count for this model too"),
-    },
-    "llmapi": {"gpu_device_ids": _devices},
+BLS_PARAMETERS: Mapping[str, Rule] = {
+    "accumulate_tokens": own("accumulate_tokens", truth),
+    "tensorrt_llm_model_name": replaced(
+        "the mesh serves it itself; requests count for this model too"
+    ),
+    "tensorrt_llm_draft_model_name": unsupported(NO_SPECULATION),
+    "multimodal_encoders_name": unsupported(NO_PICTURES),
 }
+
+DISAGGREGATED_PARAMETERS: Mapping[str, Rule] = {
+    "context_model_name": replaced(ONE_ENGINE),
+    "generation_model_name": replaced(f"{ONE_ENGINE}; requests count for this model too"),
+}
+
+LLMAPI_PARAMETERS: Mapping[str, Rule] = {"gpu_device_ids": _devices}

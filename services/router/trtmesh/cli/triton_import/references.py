@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from trtmesh.cli.triton_import.config_file import is_unset
 from trtmesh.cli.triton_import.repository import RepositoryModel, read_repository
-
-CORES = frozenset({"tensorrt_llm", "llmapi"})
-"""Templates that run a model of their own."""
-STEPS = frozenset({"preprocessing", "tensorrt_llm", "postprocessing"})
-"""Templates that an ensemble may be made of."""
 
 
 class Repository:
@@ -28,56 +22,39 @@ class Repository:
     def __iter__(self) -> Iterator[RepositoryModel]:
         return iter(self.models.values())
 
-    def steps_of(self, model: RepositoryModel) -> list[str]:
-        """The models that a text model is made of, by the names it has for them."""
-        if model.template == "ensemble":
-            return [step.model_name for step in model.config.ensemble_scheduling.step]
-        if model.template == "tensorrt_llm_bls":
-            core = model.parameters.get("tensorrt_llm_model_name", "")
-            return ["preprocessing", "tensorrt_llm" if is_unset(core) else core, "postprocessing"]
-        if model.template == "disaggregated_serving_bls":
-            names = ("context_model_name", "generation_model_name")
-            texts = [model.parameters.get(name, "") for name in names]
-            return [text for text in texts if not is_unset(text)]
-        return []
-
     def cores_of(self, model: RepositoryModel) -> list[str]:
-        """The models with weights that stand behind a model. A tokenizer alone belongs to whoever has it as a step."""
-        if model.template in CORES:
+        """The models with weights behind a model. Those of a tokenizer are those of the models that have it as a
+        step."""
+        if model.is_core:
             return [model.name]
         users = [model]
-        if model.template in ("preprocessing", "postprocessing"):
-            users = [user for user in self if model.name in self.steps_of(user)]
+        if model.tokenizes:
+            users = [user for user in self if model.name in user.steps]
             if not users:
-                return [core.name for core in self if core.template in CORES][:1]
+                return [core.name for core in self if core.is_core][:1]
         return [
             step
             for user in users
-            for step in self.steps_of(user)
-            if step in self.models and self.models[step].template in CORES
+            for step in user.steps
+            if step in self.models and self.models[step].is_core
         ]
 
-    def preprocessors_of(self, core: RepositoryModel) -> list[RepositoryModel]:
-        """What encodes for a core model, and decodes its answers."""
-        templates = ("preprocessing", "postprocessing")
-        return [
-            model
-            for model in self
-            if model.template in templates and core.name in self.cores_of(model)
-        ]
+    def tokenizers_of(self, core: RepositoryModel) -> list[RepositoryModel]:
+        """The models that encode or decode for a core model."""
+        return [model for model in self if model.tokenizes and core.name in self.cores_of(model)]
 
     def problem(self, model: RepositoryModel) -> str:
-        """Why the mesh cannot be what the model is; '' when it can, as far as the configurations tell."""
-        if model.template is None:
-            return "it is none of TensorRT-LLM's models, and no code of a repository is run"
-        missing = [name for name in self.steps_of(model) if name not in self.models]
-        if model.template == "ensemble":
-            for name in self.steps_of(model):
-                if name in self.models and self.models[name].template not in STEPS:
-                    return f"its step '{name}' is none that the mesh has"
-        elif model.template == "tensorrt_llm_bls":
-            # It needs its core alone: what encodes and decodes is the mesh's.
-            missing = [name for name in missing if name not in ("preprocessing", "postprocessing")]
-        if missing:
-            return f"it asks model '{missing[0]}', which the repository does not have"
-        return "" if self.cores_of(model) else "no model with weights stands behind it"
+        """Why the mesh cannot serve a model; '' where the configurations say nothing against it."""
+        if model.recipe is None:
+            return "it is not one of TensorRT-LLM's models, and no code of a repository is run"
+        for name in model.steps:
+            if name not in self.models:
+                if name not in model.recipe.provided_steps:
+                    return f"it asks model '{name}', which the repository does not have"
+            elif model.recipe.step_recipes and not self._is_one_of(name, model.recipe.step_recipes):
+                return f"its step '{name}' has no counterpart in the mesh"
+        return "" if self.cores_of(model) else "no model with weights serves it"
+
+    def _is_one_of(self, name: str, templates: Sequence[str]) -> bool:
+        recipe = self.models[name].recipe
+        return recipe is not None and recipe.template.name in templates

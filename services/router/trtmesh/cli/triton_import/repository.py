@@ -1,4 +1,4 @@
-"""The models of a repository, and which of TensorRT-LLM's models each of them is."""
+"""The models of a repository, and the recipe of each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.cli.triton_import.config_file import ConfigFile, read_config, read_limited
-from trtmesh.router.doors.triton.model_settings import Template
+from trtmesh.cli.triton_import.recipes import RECIPES, Declared, Recipe
+from trtmesh.cli.triton_import.rules import MODELS
 
 MAX_MODELS = 256
 """Most models of a repository."""
@@ -20,14 +21,13 @@ VERSION = "1"
 
 @dataclass(frozen=True, slots=True)
 class RepositoryModel:
-    """One model directory. `template` is None where it is none of TensorRT-LLM's models."""
+    """One model directory. `recipe` is None where it is none of TensorRT-LLM's models."""
 
     name: str
     directory: Path
     file: ConfigFile
-    template: Template | None
-    engine_arguments: Mapping[str, Any]
-    """Of `model.yaml`, which the llmapi model has beside its code."""
+    declared: Declared
+    recipe: Recipe | None
 
     @property
     def config(self) -> Any:
@@ -35,7 +35,25 @@ class RepositoryModel:
 
     @property
     def parameters(self) -> Mapping[str, str]:
-        return {key: each.string_value for key, each in sorted(self.config.parameters.items())}
+        return self.declared.parameters
+
+    @property
+    def is_core(self) -> bool:
+        return self.recipe is not None and self.recipe.is_core
+
+    @property
+    def tokenizes(self) -> bool:
+        return self.recipe is not None and self.recipe.tokenizes
+
+    @property
+    def steps(self) -> list[str]:
+        """The models that it asks, by the names it has for them."""
+        return [] if self.recipe is None else self.recipe.steps(self.declared)
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """Its place in the configuration."""
+        return (*MODELS, self.name)
 
 
 def read_repository(directory: Path) -> list[RepositoryModel]:
@@ -65,8 +83,9 @@ def _read_model(directory: Path) -> RepositoryModel:
             " does not load either"
         )
     arguments = _read_engine_arguments(directory / VERSION / ENGINE_ARGUMENTS)
-    template = _recognise(file.config, has_engine_arguments=arguments is not None)
-    return RepositoryModel(directory.name, directory, file, template, arguments or {})
+    declared = Declared(file.config, arguments)
+    recipe = next((recipe for recipe in RECIPES if recipe.recognises(declared)), None)
+    return RepositoryModel(directory.name, directory, file, declared, recipe)
 
 
 def _read_engine_arguments(file: Path) -> Mapping[str, Any] | None:
@@ -79,23 +98,3 @@ def _read_engine_arguments(file: Path) -> Mapping[str, Any] | None:
     if not isinstance(content, dict):
         raise SettingsError(f"{file} must be a mapping of arguments")
     return {str(key): value for key, value in content.items()}
-
-
-def _recognise(config: Any, *, has_engine_arguments: bool) -> Template | None:
-    """By what the model declares, because directories may have any name."""
-    inputs = {given.name for given in config.input}
-    if config.platform == "ensemble" or config.HasField("ensemble_scheduling"):
-        return "ensemble"
-    if config.backend == "tensorrtllm":
-        return "tensorrt_llm"
-    if "QUERY" in inputs:
-        return "preprocessing"
-    if "TOKENS_BATCH" in inputs:
-        return "postprocessing"
-    if "context_model_name" in config.parameters or "generation_model_name" in config.parameters:
-        return "disaggregated_serving_bls"
-    if "text_input" in inputs:
-        if has_engine_arguments or any(name.startswith("sampling_param_") for name in inputs):
-            return "llmapi"
-        return "tensorrt_llm_bls"
-    return "tensorrt_llm" if "input_ids" in inputs else None

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from trtmesh.chassis.errors import ModelUnusable, SettingsError
 from trtmesh.cli.triton_import.config_file import is_unset
-from trtmesh.cli.triton_import.references import CORES, Repository
+from trtmesh.cli.triton_import.references import Repository
 from trtmesh.cli.triton_import.repository import RepositoryModel
 
-ENGINE_PARAMETERS = ("gpt_model_path", "engine_dir")
 EVERY = ""
 """Stands for all models where a directory is given without a name."""
 
@@ -31,7 +30,7 @@ class Weights:
 def find_weights(repository: Repository, given: Mapping[str, Path]) -> Weights:
     """The given directories, else what the repository names and a Hugging Face model is in. Raises SettingsError for
     a name that is no such model, or ModelUnusable where there is nothing to serve."""
-    cores = [model for model in repository if model.template in CORES]
+    cores = [model for model in repository if model.is_core]
     unknown = set(given) - {EVERY} - {core.name for core in cores}
     if unknown:
         known = ", ".join(core.name for core in cores) or "none"
@@ -72,16 +71,14 @@ def _check_one_engine(cores: Sequence[RepositoryModel], given: Mapping[str, Path
 
 def _source(core: RepositoryModel) -> str:
     """The engine or model that the repository names, as it is written there; '' where none is."""
-    if core.template == "llmapi":
-        return str(core.engine_arguments.get("model") or "")
-    texts = (core.parameters.get(name, "") for name in ENGINE_PARAMETERS)
-    return next((text for text in texts if not is_unset(text)), "")
+    assert core.recipe is not None
+    return core.recipe.engine(core.declared)
 
 
 def _named_directory(repository: Repository, core: RepositoryModel) -> Path | None:
     """The first directory with a Hugging Face model that the repository itself names."""
     texts = [_source(core)]
-    for model in repository.preprocessors_of(core):
+    for model in repository.tokenizers_of(core):
         parameters = model.parameters
         texts += [parameters.get(name, "") for name in ("hf_model_path", "tokenizer_dir")]
     for text in texts:

@@ -1,4 +1,4 @@
-"""From the events of a request to its responses: when there is one, and which is the last."""
+"""From the events of a request to its responses: when one is due, and which is the last."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from trtmesh.chassis.errors import DeadlineExceeded, InternalError, TrtmeshError
-from trtmesh.router.doors.triton.grpc.responses import Output
-from trtmesh.router.doors.triton.templates.generation import Call
-from trtmesh.router.doors.triton.templates.llmapi import LlmApiOutputs
 from trtmesh.router.doors.triton.templates.outputs import (
+    TEXT_OUTPUT,
     Block,
     OutputBuilder,
     RowOutput,
     SequenceOutput,
 )
-from trtmesh.router.doors.triton.templates.template import Kind
-from trtmesh.router.doors.triton.wording import of_row
+from trtmesh.router.doors.triton.templates.template import Call
+from trtmesh.router.doors.triton.tensors import Output, text_data
 from trtmesh.router.streams.client_stream import Waiting, WaitingTokens
 from trtmesh.router.values.request import GenerationRequest
 from trtmesh.v1 import generation_pb2 as pb
@@ -24,7 +22,7 @@ from trtmesh.v1 import router_pb2 as router_pb
 
 
 class Answer(NamedTuple):
-    """One response. `only_end` is one that says nothing but that it was the last."""
+    """One response. `only_end` marks one that only ends its request."""
 
     outputs: Sequence[Output] = ()
     error: TrtmeshError | None = None
@@ -33,14 +31,14 @@ class Answer(NamedTuple):
 
 
 ItemError = Callable[[router_pb.ItemFailed], TrtmeshError]
-"""The error of a failed item as Triton's clients know it."""
+"""Makes the error of a failed item."""
 
 
 def cut_off_error(reasons: Iterable[int]) -> TrtmeshError | None:
-    """The error of an item whose sequences ended for `reasons`, None where they came to ends of their own.
+    """The error of an item whose sequences ended for `reasons`; None where they ended by themselves.
 
-    Whoever hears of it still reads, so it was cancelled by the worker, which has the deadline of the call too. No
-    output of these models could say so, and a text that was cut off must not look like a whole one.
+    Its client is still reading, so a worker cancelled it, at the deadline of the call. No output of these models could
+    say so, and a text that was cut off must not look complete.
     """
     if pb.FINISH_REASON_CANCELLED not in reasons:
         return None
@@ -48,14 +46,16 @@ def cut_off_error(reasons: Iterable[int]) -> TrtmeshError | None:
 
 
 class Answers:
-    """Collects what happens to a request and says what there is to respond."""
+    """Collects the events of a request and makes its responses."""
 
     def __init__(
         self,
         call: Call,
         request: GenerationRequest,
-        builder: OutputBuilder | LlmApiOutputs,
+        builder: OutputBuilder,
         item_error: ItemError,
+        *,
+        with_prompts: bool,
     ) -> None:
         self._call = call
         self._item_error = item_error
@@ -72,9 +72,9 @@ class Answers:
         self._with_prompt = {
             index
             for index, item in enumerate(request.items)
-            if call.model.kind is Kind.TEXT and not item.config.output.exclude_prompt
+            if with_prompts and not item.config.output.exclude_prompt
         }
-        """Rows whose text has the prompt before it."""
+        """Rows whose text begins with the prompt."""
         self._cumulative = self._beams or call.model.accumulate
         self._touched: dict[int, TrtmeshError | None] = {}
         self._over: set[int] = set()
@@ -87,7 +87,7 @@ class Answers:
         return len(self._over) == len(self.rows)
 
     def see(self, waiting: Sequence[Waiting]) -> None:
-        """Takes what happened."""
+        """Collects events."""
         for entry in waiting:
             if isinstance(entry, WaitingTokens):
                 index = entry.batch_index
@@ -125,14 +125,14 @@ class Answers:
                 self._end(row, self._item_error(event.item_failed))
 
     def _end(self, row: RowOutput, error: TrtmeshError | None) -> None:
-        error = error and of_row(error, row.index, self._call)
+        error = error and error.of_item(row.index)
         self._touched[row.index] = error
         self.error = self.error or error
         self._over.add(row.index)
         self._newly_over.add(row.index)
 
     def texts_to_complete(self) -> list[tuple[RowOutput, SequenceOutput]]:
-        """Sequences whose text is still to get the prompt's before it, with their rows."""
+        """Sequences whose text still lacks the prompt, with their rows."""
         rows = [
             self.rows[index]
             for index in self._newly_over & self._with_prompt
@@ -141,7 +141,7 @@ class Answers:
         return [(row, sequence) for row in rows for sequence in row.sequences]
 
     def take(self) -> list[Answer]:
-        """The responses that are due now; the last one of the request is final."""
+        """The responses that are due now; the last of the request is final."""
         if not self._call.model.decoupled:
             return self._stacked()
         tell = self._tell_fresh if self._call.streaming else self._tell_whole
@@ -157,11 +157,11 @@ class Answers:
         return answers
 
     def _marked(self, answers: list[Answer]) -> list[Answer]:
-        """The last answers, with the sign that they are."""
-        if self._call.model.final_alone:
+        """The last answers, the last of them marked final."""
+        if self._call.model.template.final_alone:
             return [*answers, Answer(final=True, only_end=True)]
         if not answers:
-            # The end came alone; clients that see no empty responses must see this one.
+            # Nothing is new, but clients that skip empty responses must see the end.
             row = self.rows[-1]
             answers = [self._answer([(row, row.sequences if self._beams else row.sequences[-1:])])]
         *others, last = answers
@@ -169,7 +169,7 @@ class Answers:
 
     def _stacked(self) -> list[Answer]:
         """One response of all rows, when all are over."""
-        # Those that have their whole texts wait with them for the others.
+        # Rows with complete texts wait for the others.
         self._newly_over.clear()
         if not self.all_over:
             return []
@@ -180,7 +180,7 @@ class Answers:
         return [Answer(self._builder.build(block), final=True)]
 
     def _tell_whole(self, row: RowOutput, *, over: bool) -> list[Answer]:
-        """All of a row when it is over: its beams together, other sequences one by one."""
+        """A whole row when it is over: its beams together, other sequences one by one."""
         if not over:
             return []
         if self._beams:
@@ -188,10 +188,10 @@ class Answers:
         return [self._answer([(row, [sequence])]) for sequence in row.sequences]
 
     def _tell_fresh(self, row: RowOutput, *, over: bool) -> list[Answer]:
-        """What came of a row since it was last told; of beams all, because any may be rewritten."""
+        """The news of a row; all of its beams, because any may be rewritten."""
         fresh = [sequence for sequence in row.sequences if sequence.fresh]
         if over and self._perf_metrics:
-            # They are known whole at the end only, so the end is told even if no token came with it.
+            # They are complete at the end only, which needs a response even without a new token.
             fresh = fresh or row.sequences[-1:]
         if fresh and self._beams:
             answers = [self._answer([(row, row.sequences)])]
@@ -205,3 +205,55 @@ class Answers:
 
     def _answer(self, block: Block) -> Answer:
         return Answer(self._builder.build(block))
+
+
+class PlainText:
+    """Answers of a request that streams one new text a response, the cheapest way.
+
+    Most requests are such. Its responses are those of Answers; it collects nothing that none of them shows.
+    """
+
+    def __init__(self, item_error: ItemError, *, final_alone: bool) -> None:
+        self._item_error = item_error
+        self._final_alone = final_alone
+        self._texts: list[str] = []
+        self._fresh = False
+        self._over = False
+        self.error: TrtmeshError | None = None
+        """Of the only row."""
+
+    def see(self, waiting: Sequence[Waiting]) -> None:
+        """Collects events."""
+        for entry in waiting:
+            if isinstance(entry, WaitingTokens):
+                self._texts += entry.texts
+                self._fresh = True
+            else:
+                event = entry.event
+                if event.HasField("item_finished"):
+                    self._over = True
+                    self.error = cut_off_error((event.item_finished.reason,))
+                elif event.HasField("item_failed"):
+                    self._over = True
+                    self.error = self._item_error(event.item_failed)
+
+    def texts_to_complete(self) -> Sequence[tuple[RowOutput, SequenceOutput]]:
+        """None: streams leave the prompt out."""
+        return ()
+
+    def take(self) -> list[Answer]:
+        """The responses that are due now; the last of the request is final."""
+        if not self._over:
+            return [Answer(self._text())] if self._fresh else []
+        answers = [Answer(self._text())] if self._fresh else []
+        if self.error is not None:
+            answers.append(Answer(error=self.error))
+        if self._final_alone:
+            return [*answers, Answer(final=True, only_end=True)]
+        *others, last = answers or [Answer(self._text())]
+        return [*others, last._replace(final=True)]
+
+    def _text(self) -> list[Output]:
+        texts, self._texts, self._fresh = self._texts, [], False
+        text = texts[0] if len(texts) == 1 else "".join(texts)
+        return [Output(TEXT_OUTPUT, "BYTES", (1,), text_data((text,)))]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import grpc
 from trtmesh.chassis.service import Runtime
-from trtmesh.router.doors.triton.engine_metrics import EngineFigures, engine_figures
 from trtmesh.router.doors.triton.generations import Generations
 from trtmesh.router.doors.triton.grpc.door import TritonDoor
 from trtmesh.router.doors.triton.http.door import HttpDoor, HttpLimits
-from trtmesh.router.doors.triton.models import Model
+from trtmesh.router.doors.triton.metrics import EngineFigures, engine_figures
 from trtmesh.router.doors.triton.server import TritonServer
+from trtmesh.router.doors.triton.templates.template import Model
 from trtmesh.router.doors.triton.texts import TextsOf
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.metrics import RouterMetrics

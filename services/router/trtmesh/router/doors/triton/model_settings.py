@@ -1,4 +1,4 @@
-"""What can be said of each Triton model by itself."""
+"""Settings of each Triton model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from trtmesh.chassis.settings import Settings
 
-Template = Literal[
+TemplateName = Literal[
     "ensemble",
     "tensorrt_llm_bls",
     "tensorrt_llm",
@@ -18,15 +18,15 @@ Template = Literal[
     "disaggregated_serving_bls",
     "llmapi",
 ]
-"""A model of TensorRT-LLM's Triton backend by the name that its template has there; `llmapi` is the other model that is
-called `tensorrt_llm` there."""
+"""Templates of TensorRT-LLM's Triton backend, by their names there; `llmapi` is the other model called
+`tensorrt_llm`."""
 
-DEFAULT_STEPS: Mapping[Template, tuple[str, ...]] = {
+DEFAULT_STEPS: Mapping[TemplateName, tuple[str, ...]] = {
     "ensemble": ("preprocessing", "tensorrt_llm", "postprocessing"),
     "tensorrt_llm_bls": ("preprocessing", "tensorrt_llm", "postprocessing"),
     "disaggregated_serving_bls": ("tensorrt_llm",),
 }
-"""Of the templates whose models ask others."""
+"""The models that an ensemble or BLS asks, where its settings do not say."""
 
 LogitsDataType = Literal["FP32", "FP16", "BF16"]
 MaxBatchSize = Annotated[int, Field(ge=1, le=65536)]
@@ -34,22 +34,22 @@ ModelName = Annotated[str, Field(pattern=r"^[^/\s]+$", max_length=256)]
 
 
 class TritonModelSettings(Settings):
-    """One model. What is unset is as the settings of the whole door say."""
+    """One model. An unset value is that of the door's settings."""
 
-    template: Template
-    """Whose tensors and ways it has."""
+    template: TemplateName
+    """The template of its tensors and behaviour."""
     model: str | None = None
-    """Model of the mesh behind it."""
+    """Model of the mesh that serves it."""
     decoupled: bool | None = None
     """Whether it answers with a stream of responses."""
     max_batch_size: MaxBatchSize | None = None
     """Most rows of a request; `llmapi` has no batch dimension."""
     max_beam_width: Annotated[int, Field(ge=1, le=65536)] | None = None
-    """Most beams of a search; unset leaves it to the engine."""
+    """Most beams; unset leaves the limit to the engine."""
     exclude_input_in_output: bool | None = None
     """Whether the prompt is left out of the output where a request does not say."""
     accumulate_tokens: bool | None = None
-    """Whether each response of a stream holds the whole text so far; for `llmapi` it does unless said otherwise."""
+    """Whether each response of a stream holds the whole text so far; default true for `llmapi`."""
     logits_data_type: LogitsDataType | None = None
     """Element type of logits outputs."""
     add_special_tokens: bool | None = None
@@ -57,8 +57,7 @@ class TritonModelSettings(Settings):
     skip_special_tokens: bool | None = None
     """Whether texts leave special tokens out."""
     steps: tuple[str, ...] = ()
-    """Names of the models that requests count for too: the steps that an ensemble tells, or the models that a BLS
-    asks."""
+    """Models that its requests count for too: an ensemble's steps, or the models that a BLS asks."""
 
     @field_validator("steps")
     @classmethod
@@ -70,7 +69,7 @@ class TritonModelSettings(Settings):
 
 
 def _parse_json(value: object) -> object:
-    """A text as the JSON that it is; anything else as it is."""
+    """Parses a text; passes anything else through."""
     return json.loads(value) if isinstance(value, str) else value
 
 

@@ -1,36 +1,49 @@
-"""The Triton models, whatever protocol asks for them: each door translates into these calls and back."""
+"""The Triton models for both doors, gRPC and HTTP, in messages of the KServe protocol."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from importlib.metadata import version
 from typing import Any
 
 from tritonclient.grpc import service_pb2 as kserve
-from trtmesh.chassis.errors import Cancelled, UnsupportedCall
+from trtmesh.chassis.errors import InvalidRequest, TrtmeshError, UnsupportedCall, UnsupportedField
 from trtmesh.router.doors.generation import Caller
 from trtmesh.router.doors.triton.answers import Answer
-from trtmesh.router.doors.triton.engine_metrics import EngineFigures
-from trtmesh.router.doors.triton.generations import Generations, Send
-from trtmesh.router.doors.triton.log_settings import change_log_settings
-from trtmesh.router.doors.triton.metrics import TritonMetrics
+from trtmesh.router.doors.triton.calls import read_call
+from trtmesh.router.doors.triton.generations import Generations
+from trtmesh.router.doors.triton.metrics import EngineFigures, TritonMetrics
 from trtmesh.router.doors.triton.models import (
     MODEL_VERSION,
-    Model,
     describe_config,
     describe_metadata,
+    find_model,
     triton_models,
 )
 from trtmesh.router.doors.triton.statistics import Counting, Statistics
-from trtmesh.router.doors.triton.templates.generation import find_model, read_call
-from trtmesh.router.doors.triton.templates.preprocessing import postprocess, preprocess
-from trtmesh.router.doors.triton.templates.template import Kind
+from trtmesh.router.doors.triton.templates.generation import GenerationTemplate
+from trtmesh.router.doors.triton.templates.template import Call, Model
+from trtmesh.router.doors.triton.templates.tokenization import TokenizerTemplate
 from trtmesh.router.doors.triton.texts import TextsOf
 from trtmesh.router.settings import TritonSettings
 
+VERBOSE = "log_verbose_level"
+
+
+class Speech:
+    """The sentences in which a door answers errors: in the words of a call, once it is read."""
+
+    def __init__(self) -> None:
+        self.call: Call | None = None
+
+    def __call__(self, error: TrtmeshError) -> str:
+        return error.message if self.call is None else self.call.sentence(error)
+
 
 class TritonServer:
-    """Answers in messages of the KServe protocol. `is_ready` says whether the mesh takes requests."""
+    """What both doors ask. `is_ready` says whether the mesh takes requests."""
 
     def __init__(
         self,
@@ -46,18 +59,25 @@ class TritonServer:
         self.is_ready = is_ready
 
     def metrics(self, figures_of: Callable[[Model], EngineFigures]) -> TritonMetrics:
-        """The metrics of what is served here."""
+        """The metrics of these models."""
         return TritonMetrics(self._models, self._statistics, figures_of)
 
     def find_model(self, name: str, version: str) -> Model:
-        """The model that a caller names. Raises ModelNotFound."""
+        """Raises ModelNotFound."""
         return find_model(self._models, name, version)
+
+    def read(self, request: Any, speech: Speech, model: Model | None = None) -> Call:
+        """The call of a ModelInferRequest, in whose words errors are spoken from here on. Raises ModelNotFound or
+        InvalidRequest."""
+        model = model or self.find_model(request.model_name, request.model_version)
+        call = speech.call = read_call(model, request)
+        return call
 
     def is_model_ready(self, name: str, version: str) -> bool:
         return name in self._models and version in ("", MODEL_VERSION) and self.is_ready()
 
     def describe(self, extensions: tuple[str, ...]) -> Any:
-        """A ServerMetadataResponse; the extensions are the door's."""
+        """A ServerMetadataResponse with the extensions of a door."""
         return kserve.ServerMetadataResponse(
             name="trtmesh", version=version("trtmesh"), extensions=extensions
         )
@@ -71,7 +91,7 @@ class TritonServer:
         return describe_config(self.find_model(name, version))
 
     def statistics(self, name: str, version: str) -> Any:
-        """A ModelStatisticsResponse: of all models where none is named. Raises ModelNotFound."""
+        """A ModelStatisticsResponse; without a name, of all models. Raises ModelNotFound."""
         models = [self.find_model(name, version)] if name else [*self._models.values()]
         return kserve.ModelStatisticsResponse(
             model_stats=[self._statistics.describe(model) for model in models]
@@ -87,7 +107,7 @@ class TritonServer:
         return response
 
     def change_trace_settings(self, asked: Mapping[str, Any]) -> Any:
-        """A TraceSettingResponse. Nothing is traced here, which is what the settings say; to change them is refused."""
+        """A TraceSettingResponse, which says that tracing is off. Raises UnsupportedCall for any change."""
         if asked:
             raise UnsupportedCall("this server does not trace; leave the trace settings alone")
         response = kserve.TraceSettingResponse()
@@ -95,25 +115,58 @@ class TritonServer:
         return response
 
     def change_log_settings(self, asked: Mapping[str, Any]) -> Any:
-        """A LogSettingsResponse. `log_verbose_level` above 0 logs whatever there is to log; the other settings are as
-        the process began. Raises InvalidRequest or UnsupportedField."""
-        return change_log_settings(asked)
+        """A LogSettingsResponse. A `log_verbose_level` above 0 logs everything; no other setting changes at run time.
+        Raises InvalidRequest or UnsupportedField."""
+        _check_log_settings(asked)
+        log = logging.getLogger("trtmesh")
+        if VERBOSE in asked:
+            log.setLevel(logging.DEBUG if asked[VERBOSE].uint32_param else logging.NOTSET)
+        response = kserve.LogSettingsResponse()
+        for name, level in (
+            ("log_info", logging.INFO),
+            ("log_warning", logging.WARNING),
+            ("log_error", logging.ERROR),
+        ):
+            response.settings[name].bool_param = log.isEnabledFor(level)
+        response.settings[VERBOSE].uint32_param = int(log.isEnabledFor(logging.DEBUG))
+        response.settings["log_format"].string_param = "default"
+        response.settings["log_file"].string_param = ""
+        return response
 
-    async def serve(self, model: Model, request: Any, caller: Caller, send: Send) -> None:
-        """Does what a ModelInferRequest to `model` asks and sends each answer. Raises TrtmeshError."""
-        with self._statistics.counting(read_call(model, request)) as counting:
-            await self._answer(counting, caller, send)
+    @asynccontextmanager
+    async def serve(self, call: Call, caller: Caller) -> AsyncIterator[AsyncIterator[Answer]]:
+        """The answers of a call, while inside. Raises TrtmeshError, for the door to speak."""
+        with self._statistics.counting(call) as counting:
+            template = call.model.template
+            if isinstance(template, TokenizerTemplate):
+                outputs = await template.outputs_of(call, self._texts_of(call.model))
+                yield _only(Answer(outputs, final=True))
+            elif isinstance(template, GenerationTemplate):
+                async with self._generate(counting, template, caller) as answers:
+                    yield answers
 
-    async def _answer(self, counting: Counting, caller: Caller, send: Send) -> None:
-        call = counting.call
-        if call.stops:
-            self._generations.stop(call)
-            if call.model.template == "llmapi":
-                raise Cancelled("Request cancelled by client")
-            await send(Answer(final=True))
-        elif call.model.kind is Kind.PREPROCESSING:
-            await send(Answer(await preprocess(call, self._texts_of(call.model)), final=True))
-        elif call.model.kind is Kind.POSTPROCESSING:
-            await send(Answer(await postprocess(call, self._texts_of(call.model)), final=True))
+    @asynccontextmanager
+    async def _generate(
+        self, counting: Counting, template: GenerationTemplate, caller: Caller
+    ) -> AsyncIterator[AsyncIterator[Answer]]:
+        if counting.call.stops:
+            self._generations.stop(counting.call, template)
+            template.check_stopped()
+            yield _only(Answer(final=True))
         else:
-            await self._generations.run(counting, caller, send)
+            async with self._generations.run(counting, template, caller) as answers:
+                yield answers
+
+
+async def _only(answer: Answer) -> AsyncIterator[Answer]:
+    yield answer
+
+
+def _check_log_settings(asked: Mapping[str, Any]) -> None:
+    for name, value in asked.items():
+        if name != VERBOSE:
+            raise UnsupportedField(
+                f"log setting '{name}' cannot be changed while the server runs; only {VERBOSE} can"
+            )
+        if value.WhichOneof("parameter_choice") != "uint32_param":
+            raise InvalidRequest(f"log setting '{VERBOSE}' must be a number, at least 0")

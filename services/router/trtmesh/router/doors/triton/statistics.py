@@ -1,34 +1,36 @@
-"""What each model served: told by ModelStatistics, and to Prometheus under Triton's names."""
+"""Counts what each model served, for ModelStatistics and for Prometheus."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from tritonclient.grpc import service_pb2
 from trtmesh.chassis.errors import Blame, TrtmeshError
-from trtmesh.router.doors.triton.answers import Answers
-from trtmesh.router.doors.triton.models import MODEL_VERSION, Model
-from trtmesh.router.doors.triton.plain_text import PlainText
-from trtmesh.router.doors.triton.templates.generation import Call
-from trtmesh.router.doors.triton.templates.template import Kind
-from trtmesh.router.doors.triton.token_lengths import TokenLengths
+from trtmesh.router.doors.triton.answers import Answers, PlainText
+from trtmesh.router.doors.triton.models import MODEL_VERSION
+from trtmesh.router.doors.triton.templates.template import Call, Model, Share, Spent
 from trtmesh.router.requests.item import ItemRun
 from trtmesh.router.requests.live_request import LiveRequest
 
 FAILURE_REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
-"""Triton's words for why a request failed."""
+"""Triton's reasons for the failure of a request."""
 
 REASONS_BY_BLAME = {Blame.LOAD: "REJECTED", Blame.CLIENT: "CANCELED", Blame.PEER: "BACKEND"}
+
+LENGTH_BOUNDS = (10, 50, 100, 500, 1000)
+"""Histogram buckets of TensorRT-LLM's backend."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """What one model served. A request is one execution."""
+    """Counts of one model. A request is one execution."""
 
     succeeded: int = 0
     failed: Counter[str] = field(default_factory=Counter)
@@ -39,17 +41,42 @@ class Counts:
     rows: int = 0
     last_ms: int = 0
 
-    def succeed(self, rows: int, ns: int, compute_ns: int, queue_ns: int = 0) -> None:
+    def succeed(self, rows: int, share: Share) -> None:
         self.succeeded += 1
         self.rows += rows
-        self.success_ns += ns
-        self.compute_ns += compute_ns
-        self.queue_ns += queue_ns
+        self.success_ns += share.total
+        self.compute_ns += share.computed
+        self.queue_ns += share.queued
         self.last_ms = time.time_ns() // 1_000_000
 
     def fail(self, reason: str, ns: int) -> None:
         self.failed[reason] += 1
         self.failure_ns += ns
+
+
+class Lengths:
+    """A histogram of token counts."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(LENGTH_BOUNDS) + 1)
+        self.total = 0
+
+    def observe(self, tokens: int) -> None:
+        self._counts[bisect_left(LENGTH_BOUNDS, tokens)] += 1
+        self.total += tokens
+
+    def buckets(self) -> Iterator[tuple[str, int]]:
+        """Upper bounds, and the number of observations up to each."""
+        bounds = (*map(str, LENGTH_BOUNDS), "+Inf")
+        return zip(bounds, accumulate(self._counts), strict=True)
+
+
+@dataclass(slots=True)
+class TokenLengths:
+    """Tokens of prompts and of outputs; an output counts all of its sequences."""
+
+    prompts: Lengths = field(default_factory=Lengths)
+    outputs: Lengths = field(default_factory=Lengths)
 
 
 class Counting:
@@ -60,8 +87,8 @@ class Counting:
         self.steps = steps
         self.error: TrtmeshError | None = None
         """Of the first row that failed."""
-        self.encode_ns = self.queue_ns = 0
-        """In which its first row was encoded, and in which it waited beside that."""
+        self._encode_ns = self._queue_ns = 0
+        """Of its first row: encoding, and the rest of its wait."""
         self.lengths: list[tuple[int, int]] = []
         """Tokens of prompt and output of each row."""
         self._live: LiveRequest | None = None
@@ -69,7 +96,7 @@ class Counting:
 
     @contextmanager
     def generating(self, live: LiveRequest, answers: Answers | PlainText) -> Iterator[None]:
-        """It is a request of the mesh while inside, and what it took is known at the end."""
+        """Follows a request of the mesh while inside."""
         self._live = live
         try:
             yield
@@ -81,41 +108,40 @@ class Counting:
     def _read(self, items: Sequence[ItemRun]) -> None:
         self.lengths = [(item.prompt_tokens, item.generated_tokens) for item in items]
         first = items[0]
-        self.encode_ns = int(first.encode_seconds * 1e9)
+        self._encode_ns = int(first.encode_seconds * 1e9)
         waited = (first.queue_seconds or 0.0) - first.encode_seconds
-        self.queue_ns = max(0, int(waited * 1e9))
+        self._queue_ns = max(0, int(waited * 1e9))
 
     @property
-    def ns(self) -> int:
-        return time.monotonic_ns() - self._began_ns
+    def spent(self) -> Spent:
+        return Spent(time.monotonic_ns() - self._began_ns, self._encode_ns, self._queue_ns)
 
     @property
     def pending(self) -> bool:
-        """Whether it is a request of the mesh that waits to be executed."""
+        """Whether a request of the mesh waits for execution."""
         live = self._live
         return live is not None and all(item.queue_seconds is None for item in live.items)
 
     @property
     def core(self) -> Model | None:
-        """The model among it and its steps that generates."""
+        """The generating model: its own, or that of a step."""
         models = (self.call.model, *self.steps)
-        return next((model for model in models if model.is_core), None)
+        return next((model for model in models if model.template.is_core), None)
 
 
 class Statistics:
-    """Counts requests by model, from the moment that their inputs are read. What an ensemble serves, its steps serve
-    too, and so it is with BLS."""
+    """Counts requests by model, once their inputs are read. Requests to an ensemble or BLS count for its steps too."""
 
     def __init__(self, models: Mapping[str, Model]) -> None:
         self._models = models
         self._counts: dict[str, Counts] = {}
         self._running: set[Counting] = set()
         self.lengths: dict[str, TokenLengths] = {}
-        """Of prompts and outputs, by the model that generated them."""
+        """By the model that generated."""
 
     @contextmanager
     def counting(self, call: Call) -> Iterator[Counting]:
-        """Counts one request; whatever is raised inside, or answered as an error, makes it a failed one."""
+        """Counts a request: as failed where something is raised inside or answered as an error."""
         counting = Counting(call, self._steps_of(call.model))
         self._running.add(counting)
         try:
@@ -132,11 +158,11 @@ class Statistics:
             self._running.discard(counting)
 
     def counts(self) -> dict[str, Counts]:
-        """By model; models without a request are left out. A copy that another thread may read."""
+        """By model, without models that had no request. A copy, for another thread."""
         return dict(self._counts)
 
     def pending(self) -> Counter[str]:
-        """Requests that wait to be executed, by model."""
+        """Requests waiting for execution, by model."""
         return Counter(
             model.name
             for counting in list(self._running)
@@ -145,7 +171,7 @@ class Statistics:
         )
 
     def describe(self, model: Model) -> service_pb2.ModelStatistics:
-        """The counts of one model. What the mesh computes is told as inference; it does not copy in and out apart."""
+        """The counts of one model. All computation is inference: input and output are not measured apart."""
         counts = self._counts.get(model.name, Counts())
         answer = service_pb2.ModelStatistics(
             name=model.name,
@@ -170,29 +196,20 @@ class Statistics:
         return self._counts.setdefault(model.name, Counts())
 
     def _succeed(self, counting: Counting) -> None:
-        call, ns = counting.call, counting.ns
-        encode_ns, queue_ns = counting.encode_ns, counting.queue_ns
-        whole = 0 if call.model.is_ensemble else ns - queue_ns
-        own_queue = queue_ns if call.model.is_core else 0
-        self._of(call.model).succeed(call.batch_size, ns, whole, own_queue)
+        call, spent, template = counting.call, counting.spent, counting.call.model.template
+        computed = 0 if call.model.is_ensemble else spent.total - spent.queued
+        own = Share(spent.total, computed, spent.queued if template.is_core else 0)
+        self._of(call.model).succeed(call.batch_size, own)
         for step in counting.steps:
-            match step.kind:
-                case Kind.PREPROCESSING:
-                    self._of(step).succeed(call.batch_size, encode_ns, encode_ns)
-                case Kind.TOKENS:
-                    rest = max(0, ns - encode_ns)
-                    computed = max(0, rest - queue_ns)
-                    self._of(step).succeed(call.batch_size, rest, computed, queue_ns)
-                case _:
-                    # Texts are made of tokens while these come: it takes no time of its own.
-                    self._of(step).succeed(call.batch_size, 0, 0)
+            self._of(step).succeed(call.batch_size, step.template.share(spent))
         if counting.lengths and counting.core is not None:
             lengths = self.lengths.setdefault(counting.core.name, TokenLengths())
             for prompt_tokens, generated_tokens in counting.lengths:
-                lengths.observe(prompt_tokens, generated_tokens)
+                lengths.prompts.observe(prompt_tokens)
+                lengths.outputs.observe(generated_tokens)
 
     def _fail(self, counting: Counting, error: BaseException) -> None:
-        reason, ns = failure_reason(error), counting.ns
+        reason, ns = failure_reason(error), counting.spent.total
         failed = [counting.call.model]
         if counting.core is not None and counting.core is not counting.call.model:
             failed.append(counting.core)
@@ -201,7 +218,7 @@ class Statistics:
 
 
 def failure_reason(error: BaseException) -> str:
-    """Triton's word for what ended a request."""
+    """Triton's reason for what ended a request."""
     match error:
         case asyncio.CancelledError() | GeneratorExit() | ConnectionError():
             return "CANCELED"

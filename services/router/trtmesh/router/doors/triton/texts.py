@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from trtmesh.router.doors.triton.models import Model
+from trtmesh.router.doors.triton.templates.template import Model
 from trtmesh.router.tokenizers.decoding import TextOptions
 from trtmesh.router.tokenizers.pool import TokenizerPool
 from trtmesh.v1 import tokenizer_pb2 as tokenizer_pb

@@ -1,4 +1,4 @@
-"""GRPCInferenceService, as Triton's clients know it: on the port of the native API, over the same requests."""
+"""GRPCInferenceService, on the port of the native API."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from trtmesh.chassis.logs import request_id_bound
 from trtmesh.chassis.rpc import answering
 from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.router.doors.generation import caller_of, metadata_of
-from trtmesh.router.doors.triton.answers import Answer
 from trtmesh.router.doors.triton.grpc.responses import ResponseWriter
-from trtmesh.router.doors.triton.server import TritonServer
+from trtmesh.router.doors.triton.server import Speech, TritonServer
 
 log = logging.getLogger(__name__)
 
 SERVICE_NAME = "inference.GRPCInferenceService"
 EXTENSIONS = ("model_configuration", "model_repository", "statistics")
 MOST_REQUESTS_OF_A_STREAM = 4096
-"""Requests of one stream that run at once; further ones are not read before some of these are over."""
+"""Concurrent requests of one stream; more are read as these end."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -41,7 +40,7 @@ class TritonDoor:
         self._server = server
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Adds the methods that are served; all others answer UNIMPLEMENTED."""
+        """Adds the methods served here; all others answer UNIMPLEMENTED."""
         methods = {}
         service = kserve.DESCRIPTOR.services_by_name["GRPCInferenceService"]
         for method in service.methods:
@@ -91,32 +90,27 @@ class TritonDoor:
 
     async def ModelInfer(self, request: Any, context: _Context) -> bytes:
         """One request, one response."""
-        async with answering(context, request.id):
+        speech = Speech()
+        async with answering(context, request.id, speech):
             model = self._server.find_model(request.model_name, request.model_version)
             if model.decoupled:
                 raise UnsupportedCall(
                     "ModelInfer RPC doesn't support models with decoupled transaction policy"
                 )
-            answers: list[Answer] = []
-
-            async def collect(answer: Answer) -> None:
+            call = self._server.read(request, speech, model)
+            async with self._server.serve(call, caller_of(context)) as answers:
+                (answer,) = [answer async for answer in answers]
                 if answer.error is not None:
                     raise answer.error
-                answers.append(answer)
-
-            await self._server.serve(model, request, caller_of(context), collect)
-            (answer,) = answers
             return ResponseWriter(model.name, request.id).unary(answer.outputs)
         raise AssertionError("answering ends the call")
 
     async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: _Context) -> None:
-        """Any number of requests, which run beside each other; all are finished when the client has sent its last."""
-        metadata = metadata_of(context)
-        async with answering(context):
-            stream = _InferStream(
-                self._server, context, errors_end_it=metadata.get("triton_grpc_error") == "true"
-            )
-            await stream.live(requests)
+        """Runs any number of requests concurrently; ends when all are over and the client has sent its last."""
+        errors_end_it = metadata_of(context).get("triton_grpc_error") == "true"
+        stream = _InferStream(self._server, context, errors_end_it=errors_end_it)
+        async with answering(context, sentence=stream.sentence):
+            await stream.run(requests)
 
 
 class _InferStream:
@@ -128,13 +122,18 @@ class _InferStream:
         self._errors_end_it = errors_end_it
         self._writing = asyncio.Lock()
         self._cut_off = False
-        """Whether a write was cancelled on its way: nothing can be written behind it, so the stream must end."""
+        """Whether a write was cancelled half-way: nothing can follow it, so the stream must end."""
         self._room = asyncio.Semaphore(MOST_REQUESTS_OF_A_STREAM)
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._speech = Speech()
+        """Of the request that ended the stream, where one did."""
 
-    async def live(self, requests: AsyncIterator[Any]) -> None:
-        """Serves until the client has sent its last request and all are over, or until one failure ends it all."""
+    def sentence(self, error: TrtmeshError) -> str:
+        return self._speech(error)
+
+    async def run(self, requests: AsyncIterator[Any]) -> None:
+        """Serves until the client has sent its last request and all are over, or until a failure ends the stream."""
         try:
             await until_first_ends(self._serve_all(requests), self._failure)
         finally:
@@ -162,41 +161,43 @@ class _InferStream:
             self._failure.set_exception(error)
 
     async def _serve_one(self, request: Any) -> None:
-        """One request; its errors are responses and end nothing else, except that a client does not read."""
-        writer = ResponseWriter(request.model_name, request.id)
+        """One request. Its errors are responses; only a client that does not read ends the stream."""
+        writer, speech = ResponseWriter(request.model_name, request.id), Speech()
         parameter = request.parameters.get("triton_enable_empty_final_response")
         empty_final = parameter is not None and parameter.bool_param
-
-        async def send(answer: Answer) -> None:
-            if answer.error is not None:
-                await self._write_error(writer, answer.error, final=answer.final)
-            elif empty_final or not answer.only_end:
-                await self._write(writer.streamed(answer.outputs, final=answer.final))
-
         with request_id_bound(request.id):
             try:
-                model = self._server.find_model(request.model_name, request.model_version)
-                await self._server.serve(model, request, caller_of(self._context), send)
+                call = self._server.read(request, speech)
+                async with self._server.serve(call, caller_of(self._context)) as answers:
+                    async for answer in answers:
+                        if answer.error is not None:
+                            await self._write_error(
+                                writer, speech, answer.error, final=answer.final
+                            )
+                        elif empty_final or not answer.only_end:
+                            await self._write(writer.streamed(answer.outputs, final=answer.final))
             except SlowClient:
                 raise
             except TrtmeshError as error:
-                await self._write_error(writer, error, final=True)
+                await self._write_error(writer, speech, error, final=True)
             except Exception as error:
                 # Broad on purpose: a defect met by one request must end that request alone, and visibly.
-                log.exception("a request failed for an unforeseen reason")
+                log.exception("a request failed unexpectedly")
                 defect = InternalError(f"{type(error).__name__}: {error}")
-                await self._write_error(writer, defect, final=True)
+                await self._write_error(writer, speech, defect, final=True)
 
     async def _write_error(
-        self, writer: ResponseWriter, error: TrtmeshError, *, final: bool
+        self, writer: ResponseWriter, speech: Speech, error: TrtmeshError, *, final: bool
     ) -> None:
-        log.info("request refused: %s: %s", error.reason, error.message)
+        sentence = speech(error)
+        log.info("request refused: %s: %s", error.reason, sentence)
         if self._errors_end_it or self._cut_off:
+            self._speech = speech
             raise error
-        await self._write(writer.failed(error.message, final=final))
+        await self._write(writer.failed(sentence, final=final))
 
     async def _write(self, message: bytes) -> None:
-        # One write at a time is what a stream takes.
+        # A stream takes one write at a time.
         async with self._writing:
             if self._cut_off:
                 raise asyncio.CancelledError
@@ -208,7 +209,7 @@ class _InferStream:
 
 
 def _handler(method: Any, handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
-    """A method of the service; responses may be messages or bytes that are ready to be sent."""
+    """A method whose responses are messages, or bytes ready to be sent."""
     make = (
         grpc.stream_stream_rpc_method_handler
         if method.client_streaming

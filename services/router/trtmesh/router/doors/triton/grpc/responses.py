@@ -1,35 +1,19 @@
-"""Responses as bytes: what is the same in every response of a request is serialised once and the data set behind it."""
+"""Responses as bytes: the part that all responses of a request share is serialised once, and the data appended."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from tritonclient.grpc import service_pb2 as kserve
 from trtmesh.router.doors.triton.models import MODEL_VERSION
-
-Shape = tuple[int, ...]
+from trtmesh.router.doors.triton.tensors import Output
 
 MOST_HEADS = 32
-"""Serialised heads kept for a request; shapes that grow with every response make new ones."""
-
-
-class Output(NamedTuple):
-    """One output tensor: KServe data type, shape, elements row-major and little-endian."""
-
-    name: str
-    data_type: str
-    shape: Shape
-    data: bytes
-
-
-def text_data(texts: Iterable[str]) -> bytes:
-    """Elements of a BYTES tensor."""
-    return b"".join([len(data).to_bytes(4, "little") + data for data in map(str.encode, texts)])
+"""Serialised heads kept for a request: growing shapes make a new one for every response."""
 
 
 def _tag(message: str, field: str) -> bytes:
-    """What stands before a length-delimited field of a message."""
+    """The tag of a length-delimited field of a message."""
     number = kserve.DESCRIPTOR.message_types_by_name[message].fields_by_name[field].number
     return _long_varint(number << 3 | 2)
 
@@ -44,7 +28,7 @@ def _long_varint(value: int) -> bytes:
 
 
 SHORT_VARINTS = [_long_varint(value) for value in range(2048)]
-"""Of the lengths that responses with a few tokens have."""
+"""Of the lengths of responses with a few tokens."""
 
 
 def _varint(value: int) -> bytes:
@@ -73,7 +57,7 @@ class ResponseWriter:
         return b"".join((RESPONSE_TAG, _varint(sum(map(len, parts))), *parts))
 
     def failed(self, message: str, *, final: bool) -> bytes:
-        """A ModelStreamInferResponse that says what went wrong; the stream goes on."""
+        """A ModelStreamInferResponse with an error; the stream goes on."""
         # Triton's clients take an empty message for success.
         message = message or "unknown error"
         response = kserve.ModelStreamInferResponse(error_message=message)

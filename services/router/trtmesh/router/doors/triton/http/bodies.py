@@ -1,4 +1,4 @@
-"""Bodies of HTTP requests: received within limits of size and time, decompressed, read as JSON."""
+"""Bodies over HTTP: received within limits of size and time, decompressed, parsed as JSON; messages as JSON."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from http import HTTPStatus
 from typing import Any
 
 from aiohttp import hdrs, web
+from google.protobuf.descriptor import FieldDescriptor
 from trtmesh.chassis.errors import InvalidRequest, UnsupportedCall
 
 COMPRESSED = ("gzip", "deflate")
 
 
 async def read_body(request: web.Request, receive_seconds: float) -> bytes:
-    """The body, decompressed, at most as large as the application says both before and behind that. Raises TrtmeshError
-    or an HTTPException."""
+    """The body, decompressed. `client_max_size` limits it before and after. Raises TrtmeshError or an HTTPException."""
     encoding = request.headers.get(hdrs.CONTENT_ENCODING, "").lower()
     if encoding not in (*COMPRESSED, "", "identity"):
         raise UnsupportedCall(
@@ -24,7 +24,7 @@ async def read_body(request: web.Request, receive_seconds: float) -> bytes:
         )
     body = await _receive(request, receive_seconds)
     if encoding in COMPRESSED:
-        # zlib lets other threads run meanwhile.
+        # zlib releases the GIL.
         return await asyncio.to_thread(_decompress, body, request.client_max_size)
     return body
 
@@ -42,13 +42,13 @@ async def _receive(request: web.Request, receive_seconds: float) -> bytes:
 
 
 def _decompress(body: bytes, most_bytes: int) -> bytes:
-    """A body of gzip or deflate, which say themselves which they are. No more than one byte too many is ever made."""
+    """Decompresses gzip or deflate, whichever the header says, up to one byte over the limit."""
     decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)
     try:
         data = decompressor.decompress(body, most_bytes + 1)
     except zlib.error as error:
         raise InvalidRequest(
-            f"the body of the request is not compressed as it says: {error}"
+            f"the body of the request is not valid gzip or deflate: {error}"
         ) from error
     if len(data) > most_bytes:
         raise _too_large(most_bytes)
@@ -75,14 +75,42 @@ def parse_json(body: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"failed to parse the request JSON buffer: {error}") from error
     if not isinstance(parsed, dict):
-        raise InvalidRequest("failed to parse the request JSON buffer: it is no JSON object")
+        raise InvalidRequest("failed to parse the request JSON buffer: it is not a JSON object")
     return parsed
 
 
 def to_json(value: Any) -> bytes:
-    """Compact JSON. Numbers that are none, such as a log-probability of minus infinity, stand as Triton writes them."""
+    """Compact JSON, with NaN and infinities as Triton writes them."""
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def json_response(value: Any, status: int = HTTPStatus.OK) -> web.Response:
     return web.Response(body=to_json(value), status=status, content_type="application/json")
+
+
+def as_json(message: Any) -> dict[str, Any]:
+    """A KServe message as Triton writes it: fields at their default included, and 64-bit numbers as numbers, which
+    protobuf's own JSON writes as texts."""
+    return {
+        field.name: _field(message, field)
+        for field in message.DESCRIPTOR.fields
+        if not field.has_presence or message.HasField(field.name)
+    }
+
+
+def _field(message: Any, field: FieldDescriptor) -> Any:
+    value = getattr(message, field.name)
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        of_values = field.message_type.fields_by_name["value"]
+        return {str(key): _one(value[key], of_values) for key in value}
+    if field.is_repeated:
+        return [_one(element, field) for element in value]
+    return _one(value, field)
+
+
+def _one(value: Any, field: FieldDescriptor) -> Any:
+    if field.message_type is not None:
+        return as_json(value)
+    if field.enum_type is not None:
+        return field.enum_type.values_by_number[value].name
+    return value

@@ -1,4 +1,4 @@
-"""Triton's HTTP endpoints: on a port of their own, over the same models and requests as GRPCInferenceService."""
+"""Triton's HTTP endpoints, on a port of their own."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from aiohttp import web
 from tritonclient.grpc import service_pb2 as kserve
 from trtmesh.chassis.addresses import bind
 from trtmesh.chassis.errors import InvalidRequest, UnsupportedCall
-from trtmesh.router.doors.triton.http.bodies import json_response, read_json
+from trtmesh.router.doors.triton.http.bodies import as_json, json_response, read_json
 from trtmesh.router.doors.triton.http.errors import answering
 from trtmesh.router.doors.triton.http.inference import Inference
-from trtmesh.router.doors.triton.http.json_messages import as_json
 from trtmesh.router.doors.triton.server import TritonServer
 
 log = logging.getLogger(__name__)
@@ -26,13 +25,13 @@ EXTENSIONS = (
     *("parameters", "statistics"),
 )
 IDLE_SECONDS = 75.0
-"""How long a connection may be without a request, or with the head of one that does not end."""
+"""How long a connection may idle, or take to send the head of a request."""
 CLOSE_SECONDS = 0.5
-"""What is left to requests once the process stops, like that of the gRPC server."""
+"""Time left to requests once the process stops, as at the gRPC server."""
 LINGER_SECONDS = 2.0
-"""How long a client that was answered early may go on sending before its connection is closed."""
+"""How long a client that was answered early may keep sending."""
 WAITING_CONNECTIONS = 1024
-"""Connections that may wait to be accepted."""
+"""Backlog of the listening socket."""
 MODEL = "/v2/models/{model}"
 VERSION = "/versions/{version:[0-9]+}"
 ELSEWHERE = {
@@ -40,7 +39,7 @@ ELSEWHERE = {
     "/v2/cudasharedmemory{rest:.*}": "shared memory",
     "/v2/repository/models/{rest:.*}": "loading and unloading of models",
 }
-"""What Triton does and this server does not."""
+"""Features of Triton that are not served here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class HttpLimits:
 
 
 class HttpDoor:
-    """Serves from `open` to `close`. A client that disconnects cancels what it asked for."""
+    """Serves from `open` to `close`. A client that disconnects cancels its request."""
 
     def __init__(self, server: TritonServer, limits: HttpLimits) -> None:
         self._server = server
@@ -77,7 +76,6 @@ class HttpDoor:
         return address
 
     async def open(self) -> None:
-        """Answers from now on."""
         assert self._socket is not None
         await self._runner.setup()
         await web.SockSite(self._runner, self._socket, backlog=WAITING_CONNECTIONS).start()
@@ -161,8 +159,8 @@ def model_of(request: web.Request) -> tuple[str, str]:
     return request.match_info.get("model", ""), request.match_info.get("version", "")
 
 
-def _yes_or_no(yes: bool) -> web.Response:  # noqa: FBT001 - the one thing it says
-    """Triton's health answers: a status and nothing else."""
+def _yes_or_no(yes: bool) -> web.Response:  # noqa: FBT001 - its only subject
+    """Triton's health answer: a status without a body."""
     return web.Response(status=HTTPStatus.OK if yes else HTTPStatus.BAD_REQUEST)
 
 
@@ -182,7 +180,7 @@ def _set_log_setting(setting: Any, name: str, value: Any) -> None:
         case str():
             setting.string_param = value
         case _:
-            raise InvalidRequest(f"log setting '{name}' must be a number, a truth value or a text")
+            raise InvalidRequest(f"log setting '{name}' must be a number, a boolean or a string")
 
 
 def _only_value(setting: Any) -> Any:

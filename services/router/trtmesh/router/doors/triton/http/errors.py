@@ -1,4 +1,4 @@
-"""What a client of the HTTP door hears when something goes wrong: `{"error": ...}` under the status of the error."""
+"""Errors over HTTP: `{"error": ...}` under the status of the error."""
 
 from __future__ import annotations
 
@@ -18,49 +18,55 @@ from trtmesh.chassis.errors import (
 from trtmesh.chassis.logs import request_id_bound
 from trtmesh.chassis.rpc import REQUEST_ID_METADATA_KEY
 from trtmesh.router.doors.triton.http.bodies import json_response
+from trtmesh.router.doors.triton.server import Speech
 
 log = logging.getLogger(__name__)
+
+SPEECH = web.RequestKey("speech", Speech)
+"""Says the errors of a request."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @web.middleware
 async def answering(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Around every handler. A TrtmeshError ends the request with its status; any other exception is a defect, is logged
+    """Wraps every handler: a TrtmeshError ends the request with its status; any other exception is a defect, is logged
     with its traceback and ends the request with 500."""
+    speech = request[SPEECH] = Speech()
     with request_id_bound(request.headers.get(REQUEST_ID_METADATA_KEY, "")):
         try:
             return await handler(request)
         except SlowClient as error:
-            # Whatever is written waits behind what the client does not read.
+            # The client does not read, so no response would reach it.
             log.info("request ended: %s: %s", error.reason, error.message)
             if request.transport is not None:
                 request.transport.abort()
             raise asyncio.CancelledError from error
         except TrtmeshError as error:
-            return refuse(error)
+            return refuse(error, speech(error))
         except web.HTTPException as error:
             return _as_json(error)
         except ConnectionError as error:
-            # The client left while something was written: as good as the cancel that is on its way.
+            # The client left during a write: its cancellation is on its way.
             raise asyncio.CancelledError from error
         except Exception as error:
             # Broad on purpose: a defect must reach the caller as a status, not as a broken connection.
-            log.exception("a request failed for an unforeseen reason")
-            return refuse(InternalError(f"{type(error).__name__}: {error}"))
+            log.exception("a request failed unexpectedly")
+            sentence = f"{type(error).__name__}: {error}"
+            return refuse(InternalError(sentence), sentence)
 
 
-def refuse(error: TrtmeshError) -> web.Response:
+def refuse(error: TrtmeshError, sentence: str) -> web.Response:
     """The response that carries an error."""
     level = logging.DEBUG if isinstance(error, Unavailable) else logging.INFO
-    log.log(level, "request refused: %s: %s", error.reason, error.message)
-    response = json_response({"error": error.message}, error.row.http)
+    log.log(level, "request refused: %s: %s", error.reason, sentence)
+    response = json_response({"error": sentence}, error.row.http)
     response.headers.update(error_headers(error))
     return response
 
 
 def error_headers(error: TrtmeshError) -> dict[str, str]:
-    """The reason word, and when to try again where the error says."""
+    """The reason word, and when to try again where that is known."""
     headers = {REASON_METADATA_KEY: error.reason}
     if error.retry_after_ms is not None:
         headers[hdrs.RETRY_AFTER] = str(math.ceil(error.retry_after_ms / 1000))
@@ -68,7 +74,7 @@ def error_headers(error: TrtmeshError) -> dict[str, str]:
 
 
 def _as_json(error: web.HTTPException) -> web.Response:
-    """What aiohttp says, such as 404 and 405, in Triton's form."""
+    """aiohttp's own errors, such as 404 and 405, in Triton's form."""
     text = error.text
     told = error.reason if text is None or text.startswith(f"{error.status}:") else text
     response = json_response({"error": told}, error.status)

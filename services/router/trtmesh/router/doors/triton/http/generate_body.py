@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trtmesh.chassis.errors import InvalidRequest
-from trtmesh.router.doors.triton.grpc.responses import Output
 from trtmesh.router.doors.triton.http.infer_body import (
     begin_request,
     response_parameters,
     set_parameter,
 )
 from trtmesh.router.doors.triton.http.json_tensors import BINARY_ONLY, flatten, raw_data, values
-from trtmesh.router.doors.triton.models import MODEL_VERSION, Model
-from trtmesh.router.doors.triton.tensors import TensorSpec
+from trtmesh.router.doors.triton.models import MODEL_VERSION
+from trtmesh.router.doors.triton.templates.template import Model
+from trtmesh.router.doors.triton.tensors import Output, TensorSpec
 
 NESTED = "parameters"
 """The key of an object whose keys count like those beside it."""

@@ -10,10 +10,11 @@ from typing import Any
 from tritonclient.grpc import service_pb2 as kserve
 from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.chassis.logs import rebind_request_id
-from trtmesh.router.doors.triton.grpc.responses import Output
 from trtmesh.router.doors.triton.http.bodies import parse_json, to_json
 from trtmesh.router.doors.triton.http.json_tensors import flatten, raw_data, values
-from trtmesh.router.doors.triton.models import MODEL_VERSION, Model
+from trtmesh.router.doors.triton.models import MODEL_VERSION
+from trtmesh.router.doors.triton.templates.template import Model
+from trtmesh.router.doors.triton.tensors import Output
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 RESERVED_PREFIX = "triton_"

@@ -1,8 +1,8 @@
-"""`infer`, `generate` and `generate_stream`: one ModelInferRequest each, served as it would be over gRPC."""
+"""`infer`, `generate` and `generate_stream`: each a ModelInferRequest, served like one over gRPC."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -11,13 +11,13 @@ from trtmesh.chassis.errors import InternalError, SlowClient, TrtmeshError, Unsu
 from trtmesh.router.admission import key_name
 from trtmesh.router.doors.generation import Caller
 from trtmesh.router.doors.triton.answers import Answer
-from trtmesh.router.doors.triton.grpc.responses import Output
 from trtmesh.router.doors.triton.http.bodies import json_response, read_body, read_json, to_json
-from trtmesh.router.doors.triton.http.errors import error_headers
+from trtmesh.router.doors.triton.http.errors import SPEECH, error_headers
 from trtmesh.router.doors.triton.http.generate_body import generate_response, read_generate
 from trtmesh.router.doors.triton.http.infer_body import HEADER_LENGTH, read_infer, write_infer
-from trtmesh.router.doors.triton.models import Model
 from trtmesh.router.doors.triton.server import TritonServer
+from trtmesh.router.doors.triton.templates.template import Model
+from trtmesh.router.doors.triton.tensors import Output
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 COMPRESSIONS = {
@@ -59,19 +59,18 @@ class Inference:
         return json_response(generate_response(model, asked.id, outputs))
 
     async def generate_stream(self, request: web.Request) -> web.StreamResponse:
-        """Responses as server-sent events, each as soon as there is something to tell."""
+        """Responses as server-sent events."""
         model = self._model_of(request)
         asked = read_generate(model, await read_json(request, self._receive_seconds))
         events = _EventStream(request)
-
-        async def send(answer: Answer) -> None:
-            if answer.error is not None:
-                await events.fail(answer.error)
-            elif not answer.only_end:
-                await events.send(generate_response(model, asked.id, answer.outputs))
-
         try:
-            await self._server.serve(model, asked, _caller_of(request), send)
+            call = self._server.read(asked, request[SPEECH], model)
+            async with self._server.serve(call, _caller_of(request)) as answers:
+                async for answer in answers:
+                    if answer.error is not None:
+                        await events.fail(answer.error)
+                    elif not answer.only_end:
+                        await events.send(generate_response(model, asked.id, answer.outputs))
         except SlowClient:
             raise
         except TrtmeshError as error:
@@ -84,21 +83,9 @@ class Inference:
         self, request: web.Request, model: Model, asked: Any
     ) -> Sequence[Output]:
         """The outputs of a request that has exactly one response. Raises TrtmeshError."""
-        responses: list[Sequence[Output]] = []
-
-        async def collect(answer: Answer) -> None:
-            if answer.error is not None:
-                raise answer.error
-            if answer.only_end:
-                return
-            if responses:
-                raise _not_one_response()
-            responses.append(answer.outputs)
-
-        await self._server.serve(model, asked, _caller_of(request), collect)
-        if not responses:
-            raise _not_one_response()
-        return responses[0]
+        call = self._server.read(asked, request[SPEECH], model)
+        async with self._server.serve(call, _caller_of(request)) as answers:
+            return await _only_outputs(answers)
 
     def _model_of(self, request: web.Request) -> Model:
         path = request.match_info
@@ -106,7 +93,7 @@ class Inference:
 
 
 class _EventStream:
-    """A response of server-sent events. Its status is that of the first."""
+    """A response of server-sent events; the first decides its status."""
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
@@ -122,9 +109,8 @@ class _EventStream:
         await response.write(b"data: " + to_json(message) + b"\n\n")
 
     async def fail(self, error: TrtmeshError) -> None:
-        """An event that says what went wrong."""
         response = await self._begin(error.row.http, error_headers(error))
-        await response.write(b"data: " + to_json({"error": error.message}) + b"\n\n")
+        await response.write(b"data: " + to_json({"error": self._request[SPEECH](error)}) + b"\n\n")
 
     async def end(self) -> web.StreamResponse:
         response = await self._begin(HTTPStatus.OK, {})
@@ -140,6 +126,21 @@ class _EventStream:
         return self._response
 
 
+async def _only_outputs(answers: AsyncIterator[Answer]) -> Sequence[Output]:
+    responses: list[Sequence[Output]] = []
+    async for answer in answers:
+        if answer.error is not None:
+            raise answer.error
+        if answer.only_end:
+            continue
+        if responses:
+            raise _not_one_response()
+        responses.append(answer.outputs)
+    if not responses:
+        raise _not_one_response()
+    return responses[0]
+
+
 def _not_one_response() -> InternalError:
     return InternalError(
         "generate expects model to produce exactly 1 response, use generate stream for model that generates various"
@@ -153,7 +154,7 @@ def _caller_of(request: web.Request) -> Caller:
 
 
 def _coding_of(request: web.Request) -> web.ContentCoding | None:
-    """The compression of the response that the client would like best of those served."""
+    """The supported compression that the client prefers."""
     best, best_weight = None, 0.0
     for part in request.headers.get(hdrs.ACCEPT_ENCODING, "").split(","):
         name, _, weight = part.partition(";q=")

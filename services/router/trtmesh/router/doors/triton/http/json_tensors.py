@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trtmesh.chassis.errors import InvalidRequest
-from trtmesh.router.doors.triton.grpc.responses import Output, text_data
-from trtmesh.router.doors.triton.tensors import ELEMENT_CODES
+from trtmesh.router.doors.triton.tensors import ELEMENT_CODES, Output, text_data
 
 BINARY_ONLY = ("FP16", "BF16")
 """What JSON has no numbers for."""

@@ -1,16 +1,28 @@
-"""What came of a request to the llmapi flavour of `tensorrt_llm`, as output tensors."""
+"""`llmapi`, upstream's other `tensorrt_llm`: names of its own, no batch dimension, one output element a sequence."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from trtmesh.router.doors.triton.grpc.responses import Output, text_data
-from trtmesh.router.doors.triton.templates.generation import Call
-from trtmesh.router.doors.triton.templates.outputs import Block, RowOutput, SequenceOutput
-from trtmesh.router.doors.triton.tensors import ELEMENT_CODES
+from trtmesh.chassis.errors import Cancelled, InternalError, InvalidRequest
+from trtmesh.router.doors.triton.templates.generation import GenerationTemplate
+from trtmesh.router.doors.triton.templates.outputs import (
+    Block,
+    OutputBuilder,
+    RowOutput,
+    SequenceOutput,
+)
+from trtmesh.router.doors.triton.templates.template import Call, Model
+from trtmesh.router.doors.triton.templates.tensor_table import LLMAPI_INPUTS, LLMAPI_OUTPUTS
+from trtmesh.router.doors.triton.tensors import ELEMENT_CODES, Output, text_data
+from trtmesh.router.values.request import GenerationRequest
 from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import router_pb2 as router_pb
 
+MAX_TOKENS = 32
+"""New tokens where a request does not say, as in TensorRT-LLM's LLM API."""
 FINISH_REASONS: Mapping[int, str] = {
     pb.FINISH_REASON_END_ID: "stop",
     pb.FINISH_REASON_STOP_WORD: "stop",
@@ -19,18 +31,49 @@ FINISH_REASONS: Mapping[int, str] = {
     pb.FINISH_REASON_CANCELLED: "cancelled",
 }
 NOTHING = "None"
-"""What stands for no reason (yet)."""
+"""Stands for no reason (yet)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlmApiTemplate(GenerationTemplate):
+    """The refusals and defaults of upstream's Python model."""
+
+    def parameters(self, model: Model) -> Mapping[str, str]:
+        return {"accumulate_tokens": str(model.accumulate).lower()}
+
+    def check(self, call: Call) -> None:
+        if call.streaming and not call.model.decoupled:
+            raise InternalError("Streaming is only supported in decoupled mode.")
+        given = {"lora_id", "lora_name", "lora_path"} & call.inputs.keys()
+        # The path may be left out: adapters are known by id and name.
+        if given and not given >= {"lora_id", "lora_name"}:
+            raise InternalError("lora_id, lora_name, and lora_path must all be provided together")
+
+    def settle(self, item: router_pb.GenerateItem, call: Call) -> None:
+        super().settle(item, call)
+        if not item.config.stopping.HasField("max_tokens"):
+            item.config.stopping.max_tokens = MAX_TOKENS
+
+    def unnamed_stop(self) -> InvalidRequest:
+        return InvalidRequest("A request id must be provided for request cancellation")
+
+    def check_stopped(self) -> None:
+        raise Cancelled("Request cancelled by client")
+
+    def output_builder(self, call: Call, request: GenerationRequest) -> OutputBuilder:
+        return LlmApiOutputs(call)
 
 
 class LlmApiOutputs:
-    """Makes the tensors that one request asked for: one element a sequence."""
+    """Makes the output tensors of one request."""
+
+    only_new_text = False
 
     def __init__(self, call: Call) -> None:
         self._call = call
         self._perf_metrics = call.flag("sampling_param_return_perf_metrics")
 
     def build(self, block: Block) -> list[Output]:
-        """The outputs of one response."""
         ((row, sequences),) = block
         outputs = [_texts("text_output", ("".join(s.texts) for s in sequences))]
         outputs += self._reasons(sequences)
@@ -56,7 +99,7 @@ def _perf_metrics(row: RowOutput) -> Iterable[Output]:
     hit_rate = reused / (reused + computed) if reused + computed else 0.0
     for name, data_type, number in (
         ("kv_cache_reused_block", "INT32", reused),
-        # Every block that was not found was computed anew.
+        # A block not found is computed.
         ("kv_cache_missed_block", "INT32", computed),
         ("kv_cache_alloc_new_blocks", "INT32", computed),
         ("kv_cache_alloc_total_blocks", "INT32", metrics.kv_cache_alloc_total_blocks),
@@ -75,3 +118,15 @@ def _perf_metrics(row: RowOutput) -> Iterable[Output]:
 def _texts(name: str, texts: Iterable[str]) -> Output:
     each = list(texts)
     return Output(name, "BYTES", (len(each),), text_data(each))
+
+
+LLMAPI = LlmApiTemplate(
+    name="llmapi",
+    backend="python",
+    inputs=LLMAPI_INPUTS,
+    outputs=LLMAPI_OUTPUTS,
+    text=True,
+    is_core=True,
+    batched=False,
+    accumulates=True,
+)

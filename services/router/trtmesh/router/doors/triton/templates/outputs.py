@@ -1,4 +1,4 @@
-"""What came of a request, as output tensors."""
+"""What came of the rows of a request, and the output tensors that the executor's templates make of it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import struct
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from trtmesh.router.doors.triton.grpc.responses import Output, text_data
-from trtmesh.router.doors.triton.templates.generation import Call
-from trtmesh.router.doors.triton.templates.specs import PERF_OUTPUTS
-from trtmesh.router.doors.triton.templates.template import Kind
-from trtmesh.router.doors.triton.tensors import ELEMENT_CODES, MESH_DATA_TYPES
+from trtmesh.router.doors.triton.templates.template import Call
+from trtmesh.router.doors.triton.templates.tensor_table import PERF_OUTPUTS
+from trtmesh.router.doors.triton.tensors import ELEMENT_CODES, MESH_DATA_TYPES, Output, text_data
 from trtmesh.router.streams.client_stream import WaitingTokens
 from trtmesh.router.values.request import GenerationRequest
 from trtmesh.v1 import generation_pb2 as pb
@@ -19,7 +18,7 @@ from trtmesh.v1 import generation_pb2 as pb
 TEXT_OUTPUT = "text_output"
 PAD_ID = -1
 PAD_LOG_PROB = -1.0
-"""What stands behind a row that is shorter than others of its tensor, as in Triton's C++ backend."""
+"""Fill up rows that are shorter than others of their tensor, as in Triton's C++ backend."""
 
 KSERVE_DATA_TYPES = {number: name for name, number in MESH_DATA_TYPES.items()}
 PERF_CODES = {spec.name: ELEMENT_CODES[spec.data_type] for spec in PERF_OUTPUTS}
@@ -27,7 +26,7 @@ PERF_CODES = {spec.name: ELEMENT_CODES[spec.data_type] for spec in PERF_OUTPUTS}
 
 @dataclass(slots=True)
 class SequenceOutput:
-    """What is to be told of one sequence: all of it, or what came since it was last told."""
+    """What the next response tells of one sequence: all of it, or what is new."""
 
     index: int
     token_ids: list[int] = field(default_factory=list)
@@ -40,10 +39,10 @@ class SequenceOutput:
     fresh: bool = False
     finish_reason: int = pb.FINISH_REASON_UNSPECIFIED
     stop_text: str | None = None
-    """The stop text that cut the text, which then may be shorter than the text of its ids."""
+    """The stop text at which the text ends, even if the text of its ids goes further."""
 
     def add(self, tokens: WaitingTokens) -> None:
-        """Takes new tokens, or the whole of a rewritten beam."""
+        """Adds new tokens, or the whole of a rewritten beam."""
         if tokens.token_offset < self.generated:
             self.clear()
         self.generated = tokens.end
@@ -54,7 +53,7 @@ class SequenceOutput:
         self.fresh = True
 
     def clear(self) -> None:
-        """Forgets what was told."""
+        """Drops everything told so far."""
         self.token_ids.clear()
         self.texts.clear()
         self.log_probs.clear()
@@ -71,7 +70,7 @@ class SequenceOutput:
 
 @dataclass(slots=True)
 class RowOutput:
-    """What is to be told of one row of the batch."""
+    """What the next response tells of one row of the batch."""
 
     index: int
     sequences: list[SequenceOutput]
@@ -85,12 +84,25 @@ Block = Sequence[tuple[RowOutput, Sequence[SequenceOutput]]]
 """Rows of one response, each with equally many sequences."""
 
 
-class OutputBuilder:
-    """Makes the tensors that one request asked for."""
+class OutputBuilder(Protocol):
+    """Makes the output tensors of one request."""
 
-    def __init__(self, call: Call, request: GenerationRequest) -> None:
+    @property
+    def only_new_text(self) -> bool:
+        """Whether a streamed response is its new text and nothing else, unless beams or the model rewrite it."""
+        ...
+
+    def build(self, block: Block) -> list[Output]:
+        """The outputs of one response."""
+        ...
+
+
+class DetailedOutputs:
+    """Texts or token ids, and the details that the request asked for."""
+
+    def __init__(self, call: Call, request: GenerationRequest, *, text: bool) -> None:
         output = request.items[0].config.output
-        self._text = call.model.kind is Kind.TEXT
+        self._text = text
         self._batch_index = call.batch_size > 1 and call.model.decoupled
         config = request.items[0].config
         self._sequence_index = (
@@ -120,12 +132,10 @@ class OutputBuilder:
         self._requested = call.requested
 
     @property
-    def one_text_only(self) -> bool:
-        """Whether every response of a stream that is neither searched nor accumulated is the text that is new in it."""
+    def only_new_text(self) -> bool:
         return self._text and not self._more and self._requested <= {TEXT_OUTPUT}
 
     def build(self, block: Block) -> list[Output]:
-        """The outputs of one response."""
         outputs = [_text(block)] if self._text else _tokens(block)
         if self._more:
             outputs += self._optional(block)
@@ -170,7 +180,7 @@ def _text(block: Block) -> Output:
 
 
 def _tokens(block: Block) -> list[Output]:
-    """Ids behind those of the prompt where it is part of the output, and how many there are."""
+    """The ids, after those of the prompt where it is part of the output, and their number."""
     rows = [[*row.prompt_ids, *s.token_ids] for row, sequences in block for s in sequences]
     longest = max(map(len, rows))
     ids = array("i")
@@ -220,7 +230,7 @@ class _Matrix:
 
 
 def _joined(parts: Sequence[pb.Tensor]) -> _Matrix:
-    """Arrays of the same columns, one below the other."""
+    """Arrays of equal columns, one below the other."""
     if not parts:
         return _Matrix("", 0, 0, b"")
     return _Matrix(
@@ -232,7 +242,7 @@ def _joined(parts: Sequence[pb.Tensor]) -> _Matrix:
 
 
 def _stack(name: str, matrices: Sequence[_Matrix]) -> Output:
-    """[matrices, rows, columns]; matrices with fewer rows are filled up with zeros."""
+    """[matrices, rows, columns], filled up with zeros."""
     longest = max(matrix.rows for matrix in matrices)
     known = next((matrix for matrix in matrices if matrix.rows), _Matrix("FP32", 0, 0, b""))
     size = len(known.data) // known.rows if known.rows else 0

@@ -1,24 +1,25 @@
-"""How one row of an input is put into the item of that row: a number, a text, a list, an array, or its own way."""
+"""Sets a field of an item to one row of an input: a number, a text, a list, an array, or in the input's own way."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trtmesh.chassis.errors import InvalidRequest
+from trtmesh.chassis.errors import InvalidRequest, UnsupportedField
 from trtmesh.router.doors.triton.tensors import InputTensor
-from trtmesh.router.doors.triton.words import parse_words
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
 PutRow = Callable[[router_pb.GenerateItem, InputTensor, int], None]
 """Puts one row of an input into the item of that row. Raises InvalidRequest."""
+PAD_OFFSET = -1
+"""Fills a row of offsets in a word list."""
 
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """A PutRow and the fields of the config that it may set, by which an error is traced back to the input."""
+    """A PutRow and the fields that it may set, by which an error finds its input again."""
 
     put_row: PutRow
     fields: tuple[str, ...]
@@ -36,11 +37,13 @@ def _set(message: Any, field: str, value: Any, tensor: InputTensor) -> None:
     try:
         setattr(message, field, value)
     except (ValueError, TypeError) as error:
-        raise InvalidRequest(f"input '{tensor.name}' is {value!r}: {error}") from error
+        raise InvalidRequest(
+            f"is {value!r}: {error}", field=tensor.name, value=repr(value)
+        ) from error
 
 
 def _at(item: router_pb.GenerateItem, path: str) -> tuple[Any, str]:
-    """The message that holds the field `path` of the config, and the field's name."""
+    """The message that holds a field of the config, and the field's own name."""
     *groups, name = path.split(".")
     message: Any = item.config
     for group in groups:
@@ -49,7 +52,7 @@ def _at(item: router_pb.GenerateItem, path: str) -> tuple[Any, str]:
 
 
 def value(path: str) -> Put:
-    """One number or truth value."""
+    """A number or a truth value."""
 
     @sets(path)
     def put(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
@@ -60,7 +63,7 @@ def value(path: str) -> Put:
 
 
 def positive(path: str) -> Put:
-    """One number, or truth value, that asks for nothing unless it is above 0; so several may ask for the same."""
+    """A number or truth value that counts only above 0, so several inputs may set one field."""
 
     @sets(path)
     def put(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
@@ -80,13 +83,13 @@ def values(path: str) -> Put:
         try:
             getattr(message, name)[:] = tensor.row(row)
         except (ValueError, TypeError) as error:
-            raise InvalidRequest(f"input '{tensor.name}': {error}") from error
+            raise InvalidRequest(f"cannot be set: {error}", field=tensor.name) from error
 
     return put
 
 
 def text(path: str) -> Put:
-    """One text."""
+    """A text."""
 
     @sets(path)
     def put(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
@@ -97,7 +100,7 @@ def text(path: str) -> Put:
 
 
 def texts(path: str) -> Put:
-    """Texts, of which empty ones mean none."""
+    """Texts without the empty ones."""
 
     @sets(path)
     def put(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
@@ -108,7 +111,7 @@ def texts(path: str) -> Put:
 
 
 def weighted_texts(path: str) -> Put:
-    """Texts that have a weight each; an empty one goes once all inputs are read, with its weight."""
+    """Texts with a weight each; `drop_fillers` removes the empty ones later, with their weights."""
 
     @sets(path)
     def put(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
@@ -119,7 +122,7 @@ def weighted_texts(path: str) -> Put:
 
 
 def words(path: str) -> Put:
-    """Token id sequences, as ids and offsets."""
+    """Token id sequences."""
 
     @sets(path)
     def put(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
@@ -148,18 +151,22 @@ def prompt_text(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> 
 
 @sets("prompt.token_ids")
 def prompt_ids(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
-    try:
-        item.prompt.token_ids.ids[:] = tensor.row(row)
-        item.prompt.token_ids.SetInParent()
-    except ValueError as error:
-        raise InvalidRequest(f"input '{tensor.name}' holds an id below 0: {error}") from error
+    _set_ids(item.prompt.token_ids, tensor, row)
+    item.prompt.token_ids.SetInParent()
 
 
 @sets("prompt.token_ids")
 def prompt_length(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
     if item.prompt.HasField("token_ids"):
-        # It is the length of encoder_input_features where these come instead.
+        # Otherwise it is the length of encoder_input_features.
         _trim(item.prompt.token_ids.ids, tensor, row)
+
+
+def _set_ids(message: Any, tensor: InputTensor, row: int) -> None:
+    try:
+        message.ids[:] = tensor.row(row)
+    except ValueError as error:
+        raise InvalidRequest(f"holds an id below 0: {error}", field=tensor.name) from error
 
 
 def _trim(ids: Any, tensor: InputTensor, row: int) -> None:
@@ -167,18 +174,14 @@ def _trim(ids: Any, tensor: InputTensor, row: int) -> None:
     length = tensor.scalar(row)
     if not 0 <= length <= len(ids):
         raise InvalidRequest(
-            f"input '{tensor.name}' is {length} but must be in [0, {len(ids)}], the ids of its row"
+            field=tensor.name, value=str(length), limit=f"in [0, {len(ids)}], the ids of its row"
         )
     del ids[length:]
 
 
 @sets("encoder_decoder.decoder_prompt.token_ids")
 def decoder_ids(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
-    prompt = item.config.encoder_decoder.decoder_prompt
-    try:
-        prompt.token_ids.ids[:] = tensor.row(row)
-    except ValueError as error:
-        raise InvalidRequest(f"input '{tensor.name}' holds an id below 0: {error}") from error
+    _set_ids(item.config.encoder_decoder.decoder_prompt.token_ids, tensor, row)
 
 
 @sets("encoder_decoder.decoder_prompt.token_ids")
@@ -189,13 +192,16 @@ def decoder_length(item: router_pb.GenerateItem, tensor: InputTensor, row: int) 
 @sets("stopping.max_tokens")
 def max_tokens(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
     if tensor.scalar(row) < 1:
-        raise InvalidRequest(f"{tensor.name} must be a single value > 0, not {tensor.scalar(row)}")
+        given = str(tensor.scalar(row))
+        raise InvalidRequest(
+            f"must be a single value > 0, not {given}", field=tensor.name, value=given, limit="> 0"
+        )
     item.config.stopping.max_tokens = tensor.scalar(row)
 
 
 @sets("stopping.end_id", "stopping.ignore_end_id")
 def end_id(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
-    """-1 is the id that never comes."""
+    """-1 is an id that no model generates."""
     if tensor.scalar(row) == -1:
         item.config.stopping.ignore_end_id = True
     else:
@@ -214,7 +220,7 @@ def stop_texts(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> N
 def early_stopping(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
     given = int(tensor.scalar(row))
     if given not in (0, 1, 2):
-        raise InvalidRequest(f"input '{tensor.name}' is {given} but must be 0, 1 or 2")
+        raise InvalidRequest(field=tensor.name, value=str(given), limit="0, 1 or 2")
     item.config.beam_search.early_stopping = pb.EarlyStopping.ValueType(given + 1)
 
 
@@ -228,18 +234,18 @@ def guide_type(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> N
     }
     if given not in known:
         raise InvalidRequest(
-            f"input '{tensor.name}' is {given!r} but must be one of {', '.join(known)}"
+            field=tensor.name, value=repr(given), limit=f"one of {', '.join(known)}"
         )
     item.config.guided_decoding.guide_type = known[given]
 
 
 @sets("prompt_tuning.extra_ids")
 def extra_ids(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
-    """One id a prompt token, or none; what stands behind belongs to the padding."""
+    """One id for each prompt token, or none; the rest is padding."""
     ids, tokens = tensor.row(row), len(item.prompt.token_ids.ids)
     if ids and len(ids) < tokens:
         raise InvalidRequest(
-            f"input '{tensor.name}' has {len(ids)} ids but the prompt has {tokens}; give one for each"
+            f"has {len(ids)} ids but the prompt has {tokens}; give one for each", field=tensor.name
         )
     item.config.prompt_tuning.extra_ids[:] = ids[:tokens]
 
@@ -263,8 +269,9 @@ def range_field(field: str) -> Put:
         ranges, given = item.config.kv_cache.token_ranges, tensor.row(row)
         if len(given) != len(ranges):
             raise InvalidRequest(
-                f"input '{tensor.name}' has {len(given)} values but retention_token_range_starts has"
-                f" {len(ranges)}; they must be equally many"
+                f"has {len(given)} values but retention_token_range_starts has {len(ranges)}; they must be equally"
+                " many",
+                field=tensor.name,
             )
         for retention, one in zip(ranges, given, strict=True):
             if one != -1:
@@ -288,3 +295,62 @@ def image_pixels(item: router_pb.GenerateItem, tensor: InputTensor, row: int) ->
 def image_urls(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
     for url in tensor.texts(row):
         item.config.multimodal.images.add(url=url)
+
+
+@sets("prompt.text")
+def only_prompt_text(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
+    texts = tensor.texts(row)
+    if len(texts) != 1:
+        raise InvalidRequest(
+            f"has {len(texts)} texts but the model takes one; send a request for each",
+            field=tensor.name,
+        )
+    item.prompt.text = texts[0]
+
+
+@sets("sampling.best_of")
+def best_of(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
+    """1 asks for nothing."""
+    if tensor.scalar(row) != 1:
+        _set(item.config.sampling, "best_of", tensor.scalar(row), tensor)
+
+
+@sets("sampling.logits_post_processor")
+def logits_post_processor(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
+    """An empty name asks for nothing."""
+    if name := tensor.texts(row)[0]:
+        item.config.sampling.logits_post_processor = name
+
+
+@sets()
+def adapter_path(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:  # noqa: ARG001 - a PutRow
+    raise UnsupportedField(
+        "names a path, which this server never reads for a request; leave it out and name an adapter with lora_id and"
+        " lora_name",
+        field=tensor.name,
+    )
+
+
+def parse_words(tensor: InputTensor, row: int) -> list[Sequence[int]]:
+    """The words of a row of shape [2, n]: the ids of all words, and below them where each word ends."""
+    elements = tensor.row(row)
+    length = len(elements) // 2
+    ids, offsets = elements[:length], list(elements[length:])
+    while offsets and offsets[-1] == PAD_OFFSET:
+        offsets.pop()
+    words: list[Sequence[int]] = []
+    start = 0
+    for end in offsets:
+        if not start < end <= length:
+            raise InvalidRequest(
+                f"Invalid format for word list: input '{tensor.name}' has the offset {end} after {start}, but offsets"
+                f" must increase to at most {length}, followed by -1"
+            )
+        word = ids[start:end]
+        if min(word) < 0:
+            raise InvalidRequest(
+                f"Invalid format for word list: input '{tensor.name}' holds an id below 0"
+            )
+        words.append(word)
+        start = end
+    return words

@@ -1,96 +1,160 @@
-"""The templates of TensorRT-LLM's Triton models: what every model of one has in common."""
+"""What a template decides for its models, a model as its settings leave it, and one call of a model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
+from typing import Any, NamedTuple
 
-from trtmesh.router.doors.triton.model_settings import LogitsDataType, Template
-from trtmesh.router.doors.triton.templates.inputs import (
-    BLS_INPUTS,
-    TEXT_INPUTS,
-    TOKEN_INPUTS,
-    InputSpec,
-)
-from trtmesh.router.doors.triton.templates.llmapi_specs import LLMAPI_INPUTS, LLMAPI_OUTPUTS
-from trtmesh.router.doors.triton.templates.specs import (
-    DISAGGREGATED_INPUTS,
-    HANDOFF_OUTPUT,
-    POSTPROCESSING_INPUTS,
-    POSTPROCESSING_OUTPUTS,
-    PREPROCESSING_INPUTS,
-    PREPROCESSING_OUTPUTS,
-    TEXT_OUTPUT,
-    TOKEN_OUTPUTS,
-    generation_outputs,
-)
-from trtmesh.router.doors.triton.tensors import TensorSpec
+from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.router.doors.triton.model_settings import LogitsDataType, TemplateName
+from trtmesh.router.doors.triton.templates.tensor_table import InputSpec
+from trtmesh.router.doors.triton.tensors import InputTensor, TensorSpec
 
 
-class Kind(Enum):
-    """What a model makes of a request."""
+class Spent(NamedTuple):
+    """Nanoseconds of a request to an ensemble or BLS."""
 
-    TEXT = "text"
-    """Text in, text out."""
-    TOKENS = "tokens"
-    """Token ids in, token ids out."""
-    PREPROCESSING = "preprocessing"
-    """Text in, the inputs of the core model out."""
-    POSTPROCESSING = "postprocessing"
-    """Token ids in, text out."""
+    total: int
+    encoding: int
+    queued: int
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """What the models of one template have in common."""
+class Share(NamedTuple):
+    """Nanoseconds that count for one step of it."""
 
-    kind: Kind
+    total: int = 0
+    computed: int = 0
+    queued: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Template:
+    """One of TensorRT-LLM's Triton models. Its subclasses are GenerationTemplate and TokenizerTemplate."""
+
+    name: TemplateName
     backend: str
+    """'' for an ensemble."""
     inputs: tuple[InputSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    decoupled: bool = True
+    """Whether a model may answer with a stream of responses."""
+    is_core: bool = False
+    """Whether it generates by itself, where ensembles and BLS ask another model to."""
+    batched: bool = True
+    """Whether tensors have a batch dimension."""
+    reshapes_scalars: bool = False
+    """Whether its configuration drops the last dimension of scalar inputs."""
     final_alone: bool = False
     """Whether the end of a stream is a response of its own."""
     accumulates: bool | None = False
-    """Whether texts accumulate where a model does not say; None is what the door's settings say."""
-    batched: bool = True
-    """Whether tensors have a batch dimension."""
-    details: bool = True
-    """Whether it has the outputs that the generating ones of the five models share."""
-
-    @property
-    def generates(self) -> bool:
-        return self.kind in (Kind.TEXT, Kind.TOKENS)
+    """Whether texts accumulate where a model does not say; None takes the door's setting."""
 
     def all_outputs(self, logits_data_type: LogitsDataType = "FP32") -> tuple[TensorSpec, ...]:
-        """Every output."""
-        return (*self.outputs, *(generation_outputs(logits_data_type) if self.details else ()))
+        return self.outputs
+
+    def parameters(self, model: Model) -> Mapping[str, str]:
+        """The parameters of its ModelConfig."""
+        return {}
+
+    def check_outputs(self, call: Call) -> None:
+        """Raises InvalidRequest where the requested outputs lack one that must be there."""
+
+    def share(self, spent: Spent) -> Share:
+        """What counts for this step. Decoding overlaps generation and takes no time of its own."""
+        return Share()
 
 
-FORMS: Mapping[Template, Form] = {
-    "ensemble": Form(Kind.TEXT, "", TEXT_INPUTS, (TEXT_OUTPUT,)),
-    "tensorrt_llm_bls": Form(
-        Kind.TEXT, "python", BLS_INPUTS, (TEXT_OUTPUT,), final_alone=True, accumulates=None
-    ),
-    "tensorrt_llm": Form(
-        Kind.TOKENS, "tensorrtllm", TOKEN_INPUTS, (*TOKEN_OUTPUTS, HANDOFF_OUTPUT)
-    ),
-    "disaggregated_serving_bls": Form(
-        Kind.TOKENS, "python", DISAGGREGATED_INPUTS, TOKEN_OUTPUTS, final_alone=True
-    ),
-    "llmapi": Form(
-        Kind.TEXT,
-        "python",
-        LLMAPI_INPUTS,
-        LLMAPI_OUTPUTS,
-        accumulates=True,
-        batched=False,
-        details=False,
-    ),
-    "preprocessing": Form(
-        Kind.PREPROCESSING, "python", PREPROCESSING_INPUTS, PREPROCESSING_OUTPUTS, details=False
-    ),
-    "postprocessing": Form(
-        Kind.POSTPROCESSING, "python", POSTPROCESSING_INPUTS, POSTPROCESSING_OUTPUTS, details=False
-    ),
-}
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One model as clients see it, every setting decided."""
+
+    name: str
+    template: Template
+    inputs: Mapping[str, InputSpec]
+    outputs: Mapping[str, TensorSpec]
+    mesh_model: str
+    """The model of the mesh that serves it; '' is the only one."""
+    decoupled: bool
+    max_batch_size: int
+    """0 where tensors have no batch dimension."""
+    max_beam_width: int | None
+    exclude_input_in_output: bool
+    accumulate: bool
+    """Whether every response of a stream holds the whole text so far."""
+    logits_data_type: LogitsDataType
+    add_special_tokens: bool
+    skip_special_tokens: bool
+    steps: tuple[str, ...]
+    """Models that its requests count for too."""
+
+    @property
+    def is_ensemble(self) -> bool:
+        return self.template.backend == ""
+
+    @property
+    def batch_dims(self) -> tuple[int, ...]:
+        """The dimensions before those of a TensorSpec."""
+        return (-1,) if self.max_batch_size else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request with its inputs read. `request_id` is the client's and may be '' or live."""
+
+    model: Model
+    request_id: str
+    inputs: Mapping[str, InputTensor]
+    batch_size: int
+    requested: frozenset[str]
+    """Outputs asked for; empty asks for all."""
+    parameters: Mapping[str, Any]
+
+    def wants(self, output: str) -> bool:
+        return not self.requested or output in self.requested
+
+    def flag(self, name: str) -> bool:
+        """A truth value that all rows agree on."""
+        tensor = self.inputs.get(name)
+        return tensor is not None and bool(tensor.scalar(0))
+
+    @property
+    def stops(self) -> bool:
+        """Whether it only ends another request."""
+        return self.flag("stop")
+
+    @property
+    def streaming(self) -> bool:
+        return self.flag("stream") or self.flag("streaming")
+
+    @property
+    def timeout_seconds(self) -> float | None:
+        microseconds = self.parameters.get("timeout", 0)
+        return microseconds / 1e6 if isinstance(microseconds, int) and microseconds > 0 else None
+
+    def sentence(self, error: TrtmeshError) -> str:
+        """An error in the names of the tensors that were sent, with its row in a batch."""
+        sentence = error.sentence(self.tensor_of)
+        if error.batch_index is None or self.batch_size == 1:
+            return sentence
+        return f"row {error.batch_index}: {sentence}"
+
+    def tensor_of(self, field: str) -> str:
+        """The tensor that sets a field such as `kv_cache.token_ranges[3].token_end`; the field where none does."""
+        tensors = self._tensors_by_field()
+        head, tail = field, ""
+        while head:
+            plain, bracket, index = head.partition("[")
+            index, _, rest = index.partition("]")
+            if (tensor := tensors.get(plain + rest)) is not None:
+                return tensor + (f"[{index}]" if bracket else "") + tail
+            head, _, last = head.rpartition(".")
+            tail = f".{last}{tail}"
+        return field
+
+    def _tensors_by_field(self) -> dict[str, str]:
+        """Of several tensors that set one field, one that was sent."""
+        sent_last = sorted(self.model.inputs.values(), key=lambda spec: spec.name in self.inputs)
+        return {"handoff.phase": "parameter 'request_type'"} | {
+            field: spec.name for spec in sent_last if spec.put for field in spec.put.fields
+        }

@@ -1,0 +1,172 @@
+"""How the models of each template are recognised in a repository and imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trtmesh.cli.triton_import.config_file import is_unset
+from trtmesh.cli.triton_import.parameters import (
+    BLS_PARAMETERS,
+    CORE_PARAMETERS,
+    DISAGGREGATED_PARAMETERS,
+    LLMAPI_PARAMETERS,
+    TEXT_PARAMETERS,
+)
+from trtmesh.cli.triton_import.rules import Rule
+from trtmesh.router.doors.triton.templates.catalogue import TEMPLATES
+from trtmesh.router.doors.triton.templates.template import Template
+
+Parameters = Mapping[str, str]
+ENGINE_PARAMETERS = ("gpt_model_path", "engine_dir")
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """What a model directory declares of itself."""
+
+    config: Any
+    """A ModelConfig."""
+    engine_arguments: Mapping[str, Any] | None
+    """Of `model.yaml`, where there is one."""
+
+    @property
+    def inputs(self) -> frozenset[str]:
+        return frozenset(given.name for given in self.config.input)
+
+    @property
+    def parameters(self) -> Parameters:
+        return {key: each.string_value for key, each in sorted(self.config.parameters.items())}
+
+    @property
+    def is_ensemble(self) -> bool:
+        has_scheduling: bool = self.config.HasField("ensemble_scheduling")
+        return has_scheduling or self.config.platform == "ensemble"
+
+
+def _no_steps(_: Declared) -> list[str]:
+    return []
+
+
+def _ensemble_steps(model: Declared) -> list[str]:
+    return [step.model_name for step in model.config.ensemble_scheduling.step]
+
+
+def _bls_steps(model: Declared) -> list[str]:
+    core = model.parameters.get("tensorrt_llm_model_name", "")
+    return ["preprocessing", "tensorrt_llm" if is_unset(core) else core, "postprocessing"]
+
+
+def _halves(model: Declared) -> list[str]:
+    names = ("context_model_name", "generation_model_name")
+    texts = [model.parameters.get(name, "") for name in names]
+    return [text for text in texts if not is_unset(text)]
+
+
+def _engine_of_parameters(model: Declared) -> str:
+    texts = (model.parameters.get(name, "") for name in ENGINE_PARAMETERS)
+    return next((text for text in texts if not is_unset(text)), "")
+
+
+def _model_of_arguments(model: Declared) -> str:
+    return str((model.engine_arguments or {}).get("model") or "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The import of one template."""
+
+    template: Template
+    recognises: Callable[[Declared], bool]
+    """Asked in the order of RECIPES: directories may have any name."""
+    parameters: Mapping[str, Rule] = field(default_factory=dict)
+    steps: Callable[[Declared], list[str]] = _no_steps
+    """The models that it asks, by the names it has for them."""
+    steps_field: str = ""
+    """The field that lists the steps, where one does."""
+    counted_steps: slice = slice(None)
+    """The steps that its requests count for."""
+    step_recipes: Sequence[str] = ()
+    """Templates of its steps, where it takes no others."""
+    provided_steps: Sequence[str] = ()
+    """Steps that the mesh provides if the repository lacks them."""
+    says_decoupled: bool = False
+    """Whether its configuration sets whether it answers with streams."""
+    has_queue: bool = False
+    """Whether its queue is the engine's."""
+    tokenizes: bool = False
+    """Whether it is a tokenizer that serves the models which have it as a step."""
+    engine: Callable[[Declared], str] = _engine_of_parameters
+    """The engine or model that the repository names; '' where it names none."""
+    inherited: Sequence[str] = ()
+    """Settings that an ensemble or BLS takes over from it as a step."""
+
+    @property
+    def is_core(self) -> bool:
+        """Whether it runs weights of its own."""
+        return self.template.is_core
+
+
+RECIPES = (
+    Recipe(
+        template=TEMPLATES["ensemble"],
+        recognises=lambda model: model.is_ensemble,
+        steps=_ensemble_steps,
+        steps_field="ensemble_scheduling",
+        step_recipes=("preprocessing", "tensorrt_llm", "postprocessing"),
+    ),
+    Recipe(
+        template=TEMPLATES["tensorrt_llm"],
+        recognises=lambda model: model.config.backend == "tensorrtllm",
+        parameters=CORE_PARAMETERS,
+        says_decoupled=True,
+        has_queue=True,
+        inherited=("decoupled", "exclude_input_in_output", "max_beam_width"),
+    ),
+    Recipe(
+        template=TEMPLATES["preprocessing"],
+        recognises=lambda model: "QUERY" in model.inputs,
+        parameters=TEXT_PARAMETERS,
+        tokenizes=True,
+        inherited=("add_special_tokens",),
+    ),
+    Recipe(
+        template=TEMPLATES["postprocessing"],
+        recognises=lambda model: "TOKENS_BATCH" in model.inputs,
+        parameters=TEXT_PARAMETERS,
+        tokenizes=True,
+        inherited=("skip_special_tokens",),
+    ),
+    Recipe(
+        template=TEMPLATES["disaggregated_serving_bls"],
+        recognises=lambda model: (
+            "context_model_name" in model.parameters or "generation_model_name" in model.parameters
+        ),
+        parameters=DISAGGREGATED_PARAMETERS,
+        steps=_halves,
+        # One engine serves both halves, and the last half is what clients get.
+        counted_steps=slice(-1, None),
+        says_decoupled=True,
+    ),
+    Recipe(
+        template=TEMPLATES["llmapi"],
+        recognises=lambda model: (
+            "text_input" in model.inputs
+            and (
+                model.engine_arguments is not None
+                or any(name.startswith("sampling_param_") for name in model.inputs)
+            )
+        ),
+        parameters=LLMAPI_PARAMETERS,
+        engine=_model_of_arguments,
+    ),
+    Recipe(
+        template=TEMPLATES["tensorrt_llm_bls"],
+        recognises=lambda model: "text_input" in model.inputs,
+        parameters=BLS_PARAMETERS,
+        steps=_bls_steps,
+        provided_steps=("preprocessing", "postprocessing"),
+        says_decoupled=True,
+    ),
+)

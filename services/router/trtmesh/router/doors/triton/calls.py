@@ -1,0 +1,230 @@
+"""From a ModelInferRequest to a call: every tensor checked against its declaration, in Triton's own words."""
+
+from __future__ import annotations
+
+import math
+import struct
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from trtmesh.chassis.errors import InvalidRequest
+from trtmesh.router.doors.triton.templates.template import Call, Model
+from trtmesh.router.doors.triton.templates.tensor_table import InputSpec
+from trtmesh.router.doors.triton.tensors import ELEMENT_CODES, InputTensor
+
+CONTENTS_FIELDS = {
+    "BOOL": "bool_contents",
+    "UINT8": "uint_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "BYTES": "bytes_contents",
+}
+"""Fields of typed contents; the 16-bit types have none and come raw only."""
+
+BATCH_DIMENSION_NOTE = (
+    " NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each"
+    " input shape. If you want to specify the full shape including the batch dim in your input dims config, try"
+    " setting max_batch_size to zero. See the model configuration docs for more info on max_batch_size."
+)
+
+ONE_FOR_ALL_ROWS = frozenset(
+    {
+        *("stop", "stream", "streaming", "beam_width", "num_return_sequences", "return_log_probs"),
+        *("return_context_logits", "return_generation_logits", "return_perf_metrics"),
+        *("return_kv_cache_reuse_stats", "return_num_input_tokens", "return_num_output_tokens"),
+    }
+)
+"""Inputs that shape the responses, so all rows of a request must agree on them."""
+
+
+def read_call(model: Model, request: Any) -> Call:
+    """The call that a ModelInferRequest asks for. Raises InvalidRequest."""
+    inputs, batch_size = _read_inputs(request, model)
+    _check_alike(inputs, batch_size)
+    call = Call(
+        model,
+        request.id,
+        inputs,
+        batch_size,
+        _requested_outputs(model, request.outputs),
+        {name: _parameter(parameter) for name, parameter in request.parameters.items()},
+    )
+    if not call.stops:
+        _check_complete(inputs, model)
+    model.template.check_outputs(call)
+    return call
+
+
+def _check_alike(inputs: Mapping[str, InputTensor], batch_size: int) -> None:
+    if batch_size == 1:
+        return
+    for name in ONE_FOR_ALL_ROWS & inputs.keys():
+        if len({inputs[name].scalar(row) for row in range(batch_size)}) > 1:
+            raise InvalidRequest(
+                "differs between the rows of the batch, which must agree on it; send a request for each value",
+                field=name,
+            )
+
+
+def _requested_outputs(model: Model, outputs: Iterable[Any]) -> frozenset[str]:
+    for output in outputs:
+        if output.name not in model.outputs:
+            raise InvalidRequest(
+                f"unexpected inference output '{output.name}' for model '{model.name}'"
+            )
+        if any(name.startswith(("shared_memory", "classification")) for name in output.parameters):
+            raise InvalidRequest(
+                f"output '{output.name}' of model '{model.name}' asks for shared memory or classification, which this"
+                " server does not support; leave the parameters out"
+            )
+    return frozenset(output.name for output in outputs)
+
+
+def _parameter(parameter: Any) -> Any:
+    kind = parameter.WhichOneof("parameter_choice")
+    return getattr(parameter, kind) if kind else None
+
+
+def _read_inputs(request: Any, model: Model) -> tuple[dict[str, InputTensor], int]:
+    """The inputs by name, and the batch size; without a batch dimension a request is one row."""
+    raw = iter(request.raw_input_contents) if request.raw_input_contents else None
+    tensors: dict[str, InputTensor] = {}
+    batch_size = 0
+    for given in request.inputs:
+        spec = model.inputs.get(given.name)
+        if spec is None:
+            raise InvalidRequest(
+                f"unexpected inference input '{given.name}' for model '{model.name}'"
+            )
+        if given.name in tensors:
+            raise InvalidRequest(f"input '{given.name}' already exists in request")
+        _check(given, spec, model)
+        shape = tuple(given.shape) if model.max_batch_size else (1, *given.shape)
+        batch_size = batch_size or shape[0]
+        if shape[0] != batch_size:
+            raise InvalidRequest(
+                f"input '{given.name}' batch size does not match other inputs for '{model.name}'"
+            )
+        elements = _elements(given, raw, model.name)
+        tensors[given.name] = InputTensor(given.name, given.datatype, shape, elements)
+    left_over = len(list(raw or ()))
+    if left_over:
+        raise InvalidRequest(
+            f"raw_input_contents has {left_over} more entries than model '{model.name}' got inputs"
+        )
+    if batch_size > model.max_batch_size > 0:
+        raise InvalidRequest(
+            f"inference request batch-size must be <= {model.max_batch_size} for '{model.name}'"
+        )
+    return tensors, batch_size
+
+
+def _check_complete(names: Iterable[str], model: Model) -> None:
+    required = [spec.name for spec in model.inputs.values() if not spec.optional]
+    missing = sorted(set(required).difference(names))
+    if missing:
+        got = sorted(names)
+        raise InvalidRequest(
+            f"expected number of inputs between {len(required)} and {len(model.inputs)} but got {len(got)} inputs for"
+            f" model '{model.name}'. Got input(s) {_listed(got)}, but missing required input(s) {_listed(missing)}."
+            " Please provide all required input(s)."
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"[{','.join(repr(name) for name in names)}]"
+
+
+def _check(given: Any, spec: InputSpec, model: Model) -> None:
+    if given.datatype not in spec.data_types:
+        raise InvalidRequest(
+            f"inference input '{spec.name}' data-type is '{given.datatype}', but model '{model.name}' expects"
+            f" '{spec.data_type}'"
+        )
+    if any(name.startswith("shared_memory") for name in given.parameters):
+        raise InvalidRequest(
+            f"input '{spec.name}' of model '{model.name}' is in shared memory, which this server does not support;"
+            " send its contents"
+        )
+    expected, shape = (*model.batch_dims, *spec.dims), tuple(given.shape)
+    fits = len(shape) == len(expected) and all(
+        got == want or (want == -1 and got >= 0) for got, want in zip(shape, expected, strict=True)
+    )
+    batched = model.max_batch_size > 0
+    if not fits or (batched and shape[0] < 1):
+        raise InvalidRequest(
+            f"unexpected shape for input '{spec.name}' for model '{model.name}'. Expected"
+            f" {_dims(expected)}, got {_dims(shape)}." + (BATCH_DIMENSION_NOTE if batched else "")
+        )
+
+
+def _dims(dims: Sequence[int]) -> str:
+    return f"[{','.join(map(str, dims))}]"
+
+
+def _elements(given: Any, raw: Iterator[bytes] | None, model: str) -> array[Any] | Sequence[bytes]:
+    """The elements; `raw` is None where all contents are typed."""
+    count = math.prod(given.shape)
+    if given.HasField("contents"):
+        if raw is not None:
+            raise InvalidRequest(
+                "contents field must not be specified when using raw_input_contents for"
+                f" '{given.name}' for model '{model}'"
+            )
+        return _typed(given, count, model)
+    data = next(raw, b"") if raw is not None else b""
+    if given.datatype == "BYTES":
+        return _split(data, given.name, count)
+    elements = array(ELEMENT_CODES[given.datatype])
+    if len(data) != count * elements.itemsize:
+        raise InvalidRequest(
+            f"input byte size mismatch for input '{given.name}' for model '{model}'. Expected"
+            f" {count * elements.itemsize}, got {len(data)}"
+        )
+    elements.frombytes(data)
+    return elements
+
+
+def _typed(given: Any, count: int, model: str) -> array[Any] | Sequence[bytes]:
+    wanted = CONTENTS_FIELDS.get(given.datatype)
+    for field, values in given.contents.ListFields():
+        if field.name != wanted and len(values):
+            raise InvalidRequest(
+                f"unexpected explicit tensor data for input tensor '{given.name}' for model '{model}' of type"
+                f" '{field.name}', expected datatype '{given.datatype}'"
+            )
+    values = getattr(given.contents, wanted) if wanted else ()
+    if len(values) != count:
+        raise InvalidRequest(
+            f"unexpected number of elements {len(values)} for inference input '{given.name}', expecting {count}"
+        )
+    if given.datatype == "BYTES":
+        return tuple(values)
+    try:
+        return array(ELEMENT_CODES[given.datatype], values)
+    except OverflowError as error:
+        raise InvalidRequest(
+            f"input '{given.name}' for model '{model}' holds a value outside of {given.datatype}: {error}"
+        ) from error
+
+
+def _split(data: bytes, name: str, count: int) -> Sequence[bytes]:
+    """BYTES elements, each after its length in four bytes."""
+    elements: list[bytes] = []
+    position = 0
+    while position + 4 <= len(data):
+        (length,) = struct.unpack_from("<I", data, position)
+        position += 4 + length
+        elements.append(data[position - length : position])
+    if position != len(data):
+        raise InvalidRequest(
+            f"incomplete string length indicator or data for inference input '{name}'"
+        )
+    if len(elements) != count:
+        raise InvalidRequest(
+            f"unexpected number of string elements {len(elements)} for inference input '{name}', expecting {count}"
+        )
+    return elements

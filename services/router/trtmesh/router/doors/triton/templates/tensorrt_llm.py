@@ -1,0 +1,86 @@
+"""Token ids in, token ids out: `tensorrt_llm`, the core model, and `disaggregated_serving_bls`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trtmesh.chassis.errors import InternalError, InvalidRequest
+from trtmesh.router.doors.triton.templates.generation import PHASES, ExecutorTemplate
+from trtmesh.router.doors.triton.templates.template import Call, Model, Share, Spent
+from trtmesh.router.doors.triton.templates.tensor_table import (
+    DISAGGREGATED_INPUTS,
+    HANDOFF_OUTPUT,
+    TOKEN_INPUTS,
+    TOKEN_OUTPUTS,
+)
+from trtmesh.v1 import router_pb2 as router_pb
+
+PROMPT_INPUTS = {"input_ids", "encoder_input_features"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenTemplate(ExecutorTemplate):
+    """Both, but for the phases of a handoff."""
+
+    def parameters(self, model: Model) -> Mapping[str, str]:
+        return {"exclude_input_in_output": str(model.exclude_input_in_output).lower()}
+
+    def check_outputs(self, call: Call) -> None:
+        for output in TOKEN_OUTPUTS:
+            if not call.wants(output.name):
+                raise InvalidRequest(
+                    f"{output.name} tensor must be present in list of output tensors"
+                )
+
+    def check(self, call: Call) -> None:
+        super().check(call)
+        if not PROMPT_INPUTS & call.inputs.keys():
+            raise InternalError("input_ids or encoder_input_features is not present in the request")
+
+    def settle(self, item: router_pb.GenerateItem, call: Call) -> None:
+        super().settle(item, call)
+        item.config.output.text = False
+        if not item.config.stopping.HasField("end_id"):
+            # The core model has no end id of its own.
+            item.config.stopping.ignore_end_id = True
+
+    def share(self, spent: Spent) -> Share:
+        rest = max(0, spent.total - spent.encoding)
+        return Share(rest, max(0, rest - spent.queued), spent.queued)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DisaggregatedTemplate(TokenTemplate):
+    """Serves both halves of a handoff in one engine."""
+
+    def check(self, call: Call) -> None:
+        super().check(call)
+        phase = call.parameters.get("request_type", "context_and_generation")
+        if phase in PHASES and phase != "context_and_generation":
+            raise InvalidRequest(
+                f"is {phase!r} but model '{call.model.name}' computes and continues a prompt in one engine; leave it"
+                " out",
+                field="handoff.phase",
+                value=repr(phase),
+                limit="context_and_generation",
+            )
+
+
+TENSORRT_LLM = TokenTemplate(
+    name="tensorrt_llm",
+    backend="tensorrtllm",
+    inputs=TOKEN_INPUTS,
+    outputs=(*TOKEN_OUTPUTS, HANDOFF_OUTPUT),
+    text=False,
+    is_core=True,
+    reshapes_scalars=True,
+)
+DISAGGREGATED_SERVING_BLS = DisaggregatedTemplate(
+    name="disaggregated_serving_bls",
+    backend="python",
+    inputs=DISAGGREGATED_INPUTS,
+    outputs=TOKEN_OUTPUTS,
+    text=False,
+    final_alone=True,
+)

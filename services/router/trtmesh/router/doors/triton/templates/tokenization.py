@@ -1,0 +1,214 @@
+"""`preprocessing` and `postprocessing`: the tokenizer alone, as tensors."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trtmesh.chassis.errors import InvalidRequest, UnsupportedField
+from trtmesh.router.doors.triton.templates.put import PAD_OFFSET
+from trtmesh.router.doors.triton.templates.template import Call, Share, Spent, Template
+from trtmesh.router.doors.triton.templates.tensor_table import (
+    POSTPROCESSING_INPUTS,
+    POSTPROCESSING_OUTPUTS,
+    PREPROCESSING_INPUTS,
+    PREPROCESSING_OUTPUTS,
+    VISION_INPUTS,
+)
+from trtmesh.router.doors.triton.tensors import Output, Shape, text_data
+from trtmesh.router.doors.triton.texts import Texts
+
+IdRows = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """One row: ids of the texts, and of the words that have some."""
+
+    query: Sequence[int]
+    decoder_query: Sequence[int]
+    bad_words: IdRows
+    stop_words: IdRows
+    bias: Sequence[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerTemplate(Template, ABC):
+    """Asks a tokenizer alone and answers with one response."""
+
+    backend: str = "python"
+    decoupled: bool = False
+
+    @abstractmethod
+    async def outputs_of(self, call: Call, texts: Texts) -> list[Output]:
+        """The outputs of a call. Raises InvalidRequest, UnsupportedField or NoTokenizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreprocessingTemplate(TokenizerTemplate):
+    """Makes the inputs of the core model."""
+
+    def share(self, spent: Spent) -> Share:
+        return Share(spent.encoding, spent.encoding)
+
+    async def outputs_of(self, call: Call, texts: Texts) -> list[Output]:
+        _check_no_vision(call)
+        about = texts.describe()
+        end_id = about.eos_id if about.HasField("eos_id") else -1
+        pad_id = about.pad_id if about.HasField("pad_id") else end_id
+        end_ids = _given(call, "END_ID", end_id)
+        pad_ids = _given(call, "PAD_ID", pad_id)
+        rows = await asyncio.gather(
+            *(
+                _encode_row(call, row, texts, about.vocabulary_size)
+                for row in range(call.batch_size)
+            )
+        )
+        queries = [row.query for row in rows]
+        decoder_queries = [row.decoder_query or [pad_ids[i]] for i, row in enumerate(rows)]
+        lengths = call.inputs["REQUEST_OUTPUT_LEN"]
+        outputs = [
+            _padded("INPUT_ID", "i", queries, pad_ids),
+            _padded("REQUEST_INPUT_LEN", "i", [[len(ids)] for ids in queries]),
+            _padded("DECODER_INPUT_ID", "i", decoder_queries, pad_ids),
+            _padded("REQUEST_DECODER_INPUT_LEN", "i", [[len(ids)] for ids in decoder_queries]),
+            _words(call, "BAD_WORDS", [row.bad_words for row in rows]),
+            _words(call, "STOP_WORDS", [row.stop_words for row in rows]),
+            _padded("EMBEDDING_BIAS", "f", [row.bias for row in rows]),
+            _padded(
+                "REQUEST_OUTPUT_LEN", "i", [[lengths.scalar(i)] for i in range(call.batch_size)]
+            ),
+            _padded("OUT_END_ID", "i", [[i] for i in end_ids]),
+            _padded("OUT_PAD_ID", "i", [[i] for i in pad_ids]),
+            _padded("OUT_PROMPT_TABLE_EXTRA_IDS", "Q", _extra_ids(call, max(map(len, queries)))),
+        ]
+        return [output for output in outputs if call.wants(output.name)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PostprocessingTemplate(TokenizerTemplate):
+    """Decodes all rows and beams into one flat list."""
+
+    async def outputs_of(self, call: Call, texts: Texts) -> list[Output]:
+        tokens, lengths = call.inputs["TOKENS_BATCH"], call.inputs["SEQUENCE_LENGTH"]
+        if tokens.shape[:2] != lengths.shape:
+            raise InvalidRequest(
+                f"has shape {list(lengths.shape)} but TOKENS_BATCH has {list(tokens.shape)}; give one length for each"
+                " row and beam",
+                field="SEQUENCE_LENGTH",
+            )
+        longest = tokens.shape[2]
+        sequences: list[Sequence[int]] = []
+        for index in range(len(lengths.elements)):
+            length: int = lengths.scalar(index)
+            ids: Any = tokens.elements[index * longest :][: min(length, longest)]
+            if length < 0 or (len(ids) and min(ids) < 0):
+                raise InvalidRequest(
+                    f"have a length or an id below 0 in sequence {index}",
+                    fields=("TOKENS_BATCH", "SEQUENCE_LENGTH"),
+                )
+            sequences.append(ids)
+        decoded = await asyncio.gather(*(texts.decode(ids) for ids in sequences))
+        return [Output("OUTPUT", "BYTES", (len(decoded),), text_data(decoded))]
+
+
+PREPROCESSING = PreprocessingTemplate(
+    name="preprocessing", inputs=PREPROCESSING_INPUTS, outputs=PREPROCESSING_OUTPUTS
+)
+POSTPROCESSING = PostprocessingTemplate(
+    name="postprocessing", inputs=POSTPROCESSING_INPUTS, outputs=POSTPROCESSING_OUTPUTS
+)
+
+
+def _check_no_vision(call: Call) -> None:
+    for spec in VISION_INPUTS:
+        if spec.name in call.inputs:
+            raise UnsupportedField(
+                f"of model '{call.model.name}' needs a vision encoder, which this server does not have; send text"
+                " alone",
+                field=spec.name,
+            )
+
+
+async def _encode_row(call: Call, row: int, texts: Texts, vocabulary_size: int) -> _Encoded:
+    special = call.model.add_special_tokens
+    bad, stop, bias_words = (
+        call.inputs[name].texts(row) if name in call.inputs else []
+        for name in ("BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS")
+    )
+    # Empty words fill up rows. Words with weights keep them, because the weights count them.
+    bad, stop = [word for word in bad if word], [word for word in stop if word]
+    given = call.inputs.get("EMBEDDING_BIAS_WEIGHTS")
+    weights = given.row(row) if given else ()
+    if len(weights) != len(bias_words):
+        raise InvalidRequest(
+            f"has {len(bias_words)} words but EMBEDDING_BIAS_WEIGHTS {len(weights)}; they must be equally many",
+            field="EMBEDDING_BIAS_WORDS",
+        )
+    query = call.inputs["QUERY"].texts(row)[0]
+    encoded = await texts.encode(query, [*bad, *stop, *bias_words], add_special_tokens=special)
+    decoder_query: Sequence[int] = ()
+    if "DECODER_QUERY" in call.inputs:
+        text = call.inputs["DECODER_QUERY"].texts(row)[0]
+        decoder_query = (await texts.encode(text, add_special_tokens=special)).token_ids
+    ids = [list(word.ids) for word in encoded.words]
+    bias = [0.0] * (vocabulary_size if bias_words else 0)
+    for word, weight in zip(ids[len(bad) + len(stop) :], weights, strict=True):
+        for token_id in word:
+            bias[token_id] += weight
+    return _Encoded(
+        list(encoded.token_ids),
+        list(decoder_query),
+        [word for word in ids[: len(bad)] if word],
+        [word for word in ids[len(bad) : len(bad) + len(stop)] if word],
+        bias,
+    )
+
+
+def _given(call: Call, name: str, default: int) -> list[int]:
+    """A value for each row."""
+    tensor = call.inputs.get(name)
+    return [tensor.scalar(row) if tensor else default for row in range(call.batch_size)]
+
+
+def _padded(
+    name: str, code: str, rows: Sequence[Sequence[float]], pads: Sequence[float] = ()
+) -> Output:
+    """Rows filled up to the longest, each with its own padding."""
+    longest = max(map(len, rows))
+    data: array[Any] = array(code)
+    for index, row in enumerate(rows):
+        data.extend(row)
+        data.extend([pads[index] if pads else 0] * (longest - len(row)))
+    data_type = {"i": "INT32", "f": "FP32", "Q": "UINT64"}[code]
+    return Output(name, data_type, (len(rows), longest), data.tobytes())
+
+
+def _extra_ids(call: Call, longest: int) -> list[list[int]]:
+    tensor = call.inputs.get("PROMPT_TABLE_EXTRA_ID")
+    return [[tensor.scalar(row)] * longest if tensor else [] for row in range(call.batch_size)]
+
+
+def _words(call: Call, name: str, rows: Sequence[IdRows]) -> Output:
+    given = f"{name}_DICT" in call.inputs
+    shape, data = format_words(rows) if given else ((len(rows), 2, 0), b"")
+    return Output(f"{name}_IDS", "INT32", shape, data)
+
+
+def format_words(rows: Sequence[Sequence[Sequence[int]]]) -> tuple[Shape, bytes]:
+    """Shape [rows, 2, n] and data of each row's word list: ids padded with 0, offsets with -1."""
+    length = max((sum(map(len, words)) for words in rows), default=0)
+    length = max(1, length, *map(len, rows))
+    data = array("i")
+    for words in rows:
+        ids = [token_id for word in words for token_id in word]
+        offsets: list[int] = []
+        for word in words:
+            offsets.append((offsets[-1] if offsets else 0) + len(word))
+        data.extend(ids + [0] * (length - len(ids)))
+        data.extend(offsets + [PAD_OFFSET] * (length - len(offsets)))
+    return (len(rows), 2, length), data.tobytes()
