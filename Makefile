@@ -14,7 +14,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input install \
 	--root-user-action=ignore $(PIP_ARGS) -c constraints.txt
 # models/training is left out: its scripts call torch and transformers where those have no types, or wrong ones.
-TYPED := services protos/generate.py deploy/requirements.py bench tests
+TYPED := services protos/generate.py protos/triton_tensors.py deploy/requirements.py bench tests
 INSTALLED := .venv/installed
 INSTALLED_DEV := .venv/installed-dev
 
@@ -45,6 +45,7 @@ types: $(INSTALLED_DEV)  ## Check types
 
 protos: $(INSTALLED_DEV)  ## Generate the stubs beside the protos
 	$(BIN)/python protos/generate.py
+	$(BIN)/python protos/triton_tensors.py
 
 bench: $(INSTALLED_DEV)  ## Run one benchmark, B=<name>; without B list them
 	@$(BIN)/python bench/run.py $(B)

@@ -272,14 +272,14 @@ BAD_BODIES: list[tuple[Any, Mapping[str, str], str]] = [
     (
         {"inputs": [TEXT | {"parameters": {"shared_memory_region": "r"}}]},
         {},
-        "is in shared memory, which this server does not read",
+        "is in shared memory, which this server does not support",
     ),
     ({"parameters": {"triton_x": 1}}, {}, "are reserved for Triton usage"),
     ({"outputs": [{"name": "nothing"}]}, {}, "unexpected inference output 'nothing'"),
     (
         {"outputs": [{"name": "text_output", "parameters": {"classification": 2}}]},
         {},
-        "as classes, which this server does not do",
+        "asks for shared memory or classification",
     ),
     ({}, {"Inference-Header-Content-Length": "x"}, "Unable to parse Inference-Header-Content-"),
     (

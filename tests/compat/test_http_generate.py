@@ -124,7 +124,7 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("ensemble", GOOD | {"id": 7}, 400, "Unable to parse 'id'"),
     ("ensemble", GOOD | {"parameters": 7}, 400, "Expected JSON object for keyword: 'parameters'"),
     ("ensemble", b"{", 400, "failed to parse the request JSON buffer"),
-    ("ensemble", b"[]", 400, "failed to parse the request JSON buffer: it is no JSON object"),
+    ("ensemble", b"[]", 400, "failed to parse the request JSON buffer: it is not a JSON object"),
     ("ensemble", b"[" * 100_000, 400, "failed to parse the request JSON buffer"),
     ("tensorrt_llm", {"input_ids": [1], "input_lengths": 1, "request_output_len": 2,
                       "stop_words_list": [1, 2, 3]}, 400,

@@ -178,7 +178,7 @@ async def test_a_stopped_request_ends_with_what_it_has(mesh: Mesh, triton: Trito
         ),
         (
             {"lora_id": one(1, np.uint64), "lora_name": text("a"), "lora_path": text("/a")},
-            "no adapter from a path",
+            "names a path, which this server never reads",
         ),
         ({"image_url": text("https://example.org/a.png")}, "image_url not supported"),
         ({"sampling_param_best_of": one(2)}, "best_of"),

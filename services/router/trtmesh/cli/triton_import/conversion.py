@@ -105,7 +105,8 @@ def _convert_model(
 
 def _convert_steps(model: RepositoryModel, recipe: Recipe, draft: Draft) -> None:
     """The models that its requests count for too."""
-    path, steps = (*model.path, "steps"), model.steps[recipe.counted_steps]
+    path = (*model.path, "steps")
+    steps = model.steps[-1:] if recipe.counts_last_step else model.steps
     if recipe.steps_field:
         draft.carry(Subject(model.name, recipe.steps_field, ", ".join(steps)), path, steps)
     elif steps:

@@ -85,8 +85,8 @@ class Recipe:
     """The models that it asks, by the names it has for them."""
     steps_field: str = ""
     """The field that lists the steps, where one does."""
-    counted_steps: slice = slice(None)
-    """The steps that its requests count for."""
+    counts_last_step: bool = False
+    """Whether its requests count for the last step alone."""
     step_recipes: Sequence[str] = ()
     """Templates of its steps, where it takes no others."""
     provided_steps: Sequence[str] = ()
@@ -146,7 +146,7 @@ RECIPES = (
         parameters=DISAGGREGATED_PARAMETERS,
         steps=_halves,
         # One engine serves both halves, and the last half is what clients get.
-        counted_steps=slice(-1, None),
+        counts_last_step=True,
         says_decoupled=True,
     ),
     Recipe(

@@ -231,11 +231,13 @@ class PlainText:
             else:
                 event = entry.event
                 if event.HasField("item_finished"):
-                    self._over = True
-                    self.error = cut_off_error((event.item_finished.reason,))
+                    self._end(cut_off_error((event.item_finished.reason,)))
                 elif event.HasField("item_failed"):
-                    self._over = True
-                    self.error = self._item_error(event.item_failed)
+                    self._end(self._item_error(event.item_failed))
+
+    def _end(self, error: TrtmeshError | None) -> None:
+        self._over = True
+        self.error = error and error.of_item(0)
 
     def texts_to_complete(self) -> Sequence[tuple[RowOutput, SequenceOutput]]:
         """None: streams leave the prompt out."""

@@ -48,7 +48,7 @@ def _decompress(body: bytes, most_bytes: int) -> bytes:
         data = decompressor.decompress(body, most_bytes + 1)
     except zlib.error as error:
         raise InvalidRequest(
-            f"the body of the request is not valid gzip or deflate: {error}"
+            f"the body of the request is not a valid compressed stream: {error}"
         ) from error
     if len(data) > most_bytes:
         raise _too_large(most_bytes)
