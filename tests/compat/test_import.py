@@ -227,7 +227,7 @@ def test_what_stands_on_something_missing_is_not_served(tmp_path: Path) -> None:
     (directory / "custom" / "config.pbtxt").write_text('backend: "python"')
     conversion = convert(directory)
     assert conversion.unserved == {
-        "custom": "it is none of TensorRT-LLM's models, and no code of a repository is run",
+        "custom": "it is not one of TensorRT-LLM's models, and no code of a repository is run",
         "tensorrt_llm_bls_chat": "it asks model 'tensorrt_llm', which the repository does not have",
     }
     assert "custom" not in conversion.sections["router"]["triton"]["models"]

@@ -152,8 +152,10 @@ class SimulatedBackend:
         wanted = max_tokens or 1
         if wanted > room:
             raise PromptTooLong(
-                f"the prompt has {prompt} tokens and stopping.max_tokens asks for {wanted} more, but a sequence"
-                f" has at most {settings.max_sequence_tokens}; shorten the prompt or ask for fewer tokens"
+                f"asks for {wanted} more tokens after a prompt of {prompt}, but a sequence has at most"
+                f" {settings.max_sequence_tokens}; shorten the prompt or ask for fewer tokens",
+                field="stopping.max_tokens",
+                value=str(wanted),
             )
         highest = max(item.token_ids)
         if highest >= settings.vocabulary_size:

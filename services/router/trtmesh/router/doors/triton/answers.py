@@ -1,4 +1,4 @@
-"""From the events of a request to its responses: when one is due, and which is the last."""
+"""From the events of a request to responses: decides when to respond and marks the last response."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ ItemError = Callable[[router_pb.ItemFailed], TrtmeshError]
 
 
 def cut_off_error(reasons: Iterable[int]) -> TrtmeshError | None:
-    """The error of an item whose sequences ended for `reasons`; None where they ended by themselves.
+    """The error of an item by the finish reasons of its sequences, None for natural ends.
 
-    Its client is still reading, so a worker cancelled it, at the deadline of the call. No output of these models could
-    say so, and a text that was cut off must not look complete.
+    Its client still reads, so a worker cancelled the item at the deadline of the call. No output of these models has a
+    word for that, and a truncated text must not look complete.
     """
     if pb.FINISH_REASON_CANCELLED not in reasons:
         return None
@@ -46,7 +46,7 @@ def cut_off_error(reasons: Iterable[int]) -> TrtmeshError | None:
 
 
 class Answers:
-    """Collects the events of a request and makes its responses."""
+    """Collects the events of a request and makes responses."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Answers:
         self._newly_over.add(row.index)
 
     def texts_to_complete(self) -> list[tuple[RowOutput, SequenceOutput]]:
-        """Sequences whose text still lacks the prompt, with their rows."""
+        """Finished sequences still without their prompt's text, with their rows."""
         rows = [
             self.rows[index]
             for index in self._newly_over & self._with_prompt
@@ -141,7 +141,7 @@ class Answers:
         return [(row, sequence) for row in rows for sequence in row.sequences]
 
     def take(self) -> list[Answer]:
-        """The responses that are due now; the last of the request is final."""
+        """The responses due now; the last of the request is final."""
         if not self._call.model.decoupled:
             return self._stacked()
         tell = self._tell_fresh if self._call.streaming else self._tell_whole
@@ -161,14 +161,14 @@ class Answers:
         if self._call.model.template.final_alone:
             return [*answers, Answer(final=True, only_end=True)]
         if not answers:
-            # Nothing is new, but clients that skip empty responses must see the end.
+            # No news, but clients without empty responses must see the end.
             row = self.rows[-1]
             answers = [self._answer([(row, row.sequences if self._beams else row.sequences[-1:])])]
         *others, last = answers
         return [*others, Answer(last.outputs, last.error, final=True)]
 
     def _stacked(self) -> list[Answer]:
-        """One response of all rows, when all are over."""
+        """A response of all rows, when all are over."""
         # Rows with complete texts wait for the others.
         self._newly_over.clear()
         if not self.all_over:
@@ -180,7 +180,7 @@ class Answers:
         return [Answer(self._builder.build(block), final=True)]
 
     def _tell_whole(self, row: RowOutput, *, over: bool) -> list[Answer]:
-        """A whole row when it is over: its beams together, other sequences one by one."""
+        """A whole row at its end: beams together, other sequences apart."""
         if not over:
             return []
         if self._beams:
@@ -188,10 +188,10 @@ class Answers:
         return [self._answer([(row, [sequence])]) for sequence in row.sequences]
 
     def _tell_fresh(self, row: RowOutput, *, over: bool) -> list[Answer]:
-        """The news of a row; all of its beams, because any may be rewritten."""
+        """The news of a row, or all beams, because any beam may be rewritten."""
         fresh = [sequence for sequence in row.sequences if sequence.fresh]
         if over and self._perf_metrics:
-            # They are complete at the end only, which needs a response even without a new token.
+            # Metrics are complete only at the end, so the end needs a response even without new tokens.
             fresh = fresh or row.sequences[-1:]
         if fresh and self._beams:
             answers = [self._answer([(row, row.sequences)])]
@@ -208,10 +208,8 @@ class Answers:
 
 
 class PlainText:
-    """Answers of a request that streams one new text a response, the cheapest way.
-
-    Most requests are such. Its responses are those of Answers; it collects nothing that none of them shows.
-    """
+    """The responses of Answers at less cost, for a single sequence that streams its new text and nothing else: the most
+    common request."""
 
     def __init__(self, item_error: ItemError, *, final_alone: bool) -> None:
         self._item_error = item_error
@@ -244,7 +242,7 @@ class PlainText:
         return ()
 
     def take(self) -> list[Answer]:
-        """The responses that are due now; the last of the request is final."""
+        """The responses due now; the last of the request is final."""
         if not self._over:
             return [Answer(self._text())] if self._fresh else []
         answers = [Answer(self._text())] if self._fresh else []

@@ -37,11 +37,11 @@ ONE_FOR_ALL_ROWS = frozenset(
         *("return_kv_cache_reuse_stats", "return_num_input_tokens", "return_num_output_tokens"),
     }
 )
-"""Inputs that shape the responses, so all rows of a request must agree on them."""
+"""Inputs that shape the responses: all rows of a request must agree on them."""
 
 
 def read_call(model: Model, request: Any) -> Call:
-    """The call that a ModelInferRequest asks for. Raises InvalidRequest."""
+    """Reads a ModelInferRequest. Raises InvalidRequest."""
     inputs, batch_size = _read_inputs(request, model)
     _check_alike(inputs, batch_size)
     call = Call(
@@ -212,7 +212,7 @@ def _typed(given: Any, count: int, model: str) -> array[Any] | Sequence[bytes]:
 
 
 def _split(data: bytes, name: str, count: int) -> Sequence[bytes]:
-    """BYTES elements, each after its length in four bytes."""
+    """BYTES elements, each preceded by four bytes of length."""
     elements: list[bytes] = []
     position = 0
     while position + 4 <= len(data):

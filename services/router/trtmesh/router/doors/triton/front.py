@@ -10,7 +10,7 @@ from trtmesh.router.doors.triton.http.door import HttpDoor, HttpLimits
 from trtmesh.router.doors.triton.metrics import EngineFigures, engine_figures
 from trtmesh.router.doors.triton.server import TritonServer
 from trtmesh.router.doors.triton.templates.template import Model
-from trtmesh.router.doors.triton.texts import TextsOf
+from trtmesh.router.doors.triton.templates.texts import TextsOf
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.requests import Requests
@@ -61,12 +61,12 @@ class TritonFront:
             await self._http.close()
 
     def _longest_prompt(self) -> int:
-        """Most tokens of a prompt, with at least one new token behind it."""
+        """Most tokens of a prompt that leaves room for a new token."""
         workers = self._fleet.workers.values()
         return max((w.engine.max_sequence_tokens for w in workers), default=1) - 1
 
     def _engine_figures(self, model: Model) -> EngineFigures:
-        """Of the workers behind a model; asked for in the thread of the metrics."""
+        """Figures of a model's workers. Runs on the thread of the metrics endpoint."""
         workers = [worker for worker in [*self._fleet.workers.values()] if worker.engine.model]
         names = {worker.engine.model for worker in workers}
         served = model.mesh_model or (names.pop() if len(names) == 1 else "")

@@ -1,4 +1,4 @@
-"""Generation requests of the Triton door while they run, and the names by which clients stop them."""
+"""Runs the generation requests of the Triton door, and stops them by name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trtmesh.router.doors.triton.statistics import Counting
 from trtmesh.router.doors.triton.templates.generation import GenerationTemplate, ItemFailure
 from trtmesh.router.doors.triton.templates.outputs import RowOutput, SequenceOutput
 from trtmesh.router.doors.triton.templates.template import Call
-from trtmesh.router.doors.triton.texts import Texts, TextsOf
+from trtmesh.router.doors.triton.templates.texts import Texts, TextsOf
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.live_request import LiveRequest
 from trtmesh.router.requests.requests import Requests
@@ -53,7 +53,7 @@ class Generations:
         self._named: dict[str, LiveRequest] = {}
 
     def stop(self, call: Call, template: GenerationTemplate) -> None:
-        """Ends a request of any model early; does nothing where it is unknown or over."""
+        """Ends a request of any model early, if the request is known and running."""
         if not call.request_id:
             raise template.unnamed_stop()
         live = self._named.get(call.request_id)
@@ -104,8 +104,8 @@ class Generations:
         return template.failed(call, failure)
 
     def _mesh_name(self, name: str) -> str:
-        """The client's name of a request where the mesh can use it, else '', which lets the mesh choose one: Triton
-        takes any name any number of times."""
+        """The client's name of a request, or '' for a name of the mesh's choice: Triton accepts any name, any number
+        of times."""
         usable = name not in self._requests.live and name.isprintable()
         return name if usable and len(name) <= MAX_REQUEST_ID_LENGTH else ""
 
@@ -142,7 +142,7 @@ class TimeLimit:
     def keep(self, waiting: Coroutine[Any, Any, T]) -> Awaitable[T]:
         """The result of `waiting`. Raises DeadlineExceeded when time is up before.
 
-        Only waits are cut off: a write that is cut off leaves its stream unusable.
+        Only waits are cut off: an interrupted write leaves the stream unusable.
         """
         return waiting if self._deadline is None else self._within(waiting, self._deadline)
 
@@ -157,13 +157,13 @@ class TimeLimit:
                 f"the request took longer than its timeout of {self._seconds} s"
             ) from None
         finally:
-            # It may not have started.
+            # The coroutine may not have started.
             waiting.close()
 
 
 async def _whole_text(texts: Texts, row: RowOutput, sequence: SequenceOutput) -> str:
-    """The text of the prompt's ids and the generated ones, decoded together: a tokenizer may put a space between them.
-    Where a stop text cut the generated text, it cuts this text too."""
+    """The text of prompt and generated ids, decoded together because a tokenizer may put a space between them. It ends
+    at the same stop text as the generated text."""
     text = "".join(sequence.texts)
     whole = await texts.decode([*row.prompt_ids, *sequence.token_ids])
     if sequence.stop_text is None:

@@ -48,7 +48,7 @@ COUNTERS: Mapping[str, tuple[str, Callable[[Counts], int]]] = {
 
 
 class TritonMetrics:
-    """Text for the metrics endpoint, which reads it on its own thread."""
+    """Text for the metrics endpoint, called on the endpoint's thread."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ def engine_figures(workers: Iterable[Worker]) -> EngineFigures:
 
 
 def _in_context(worker: Worker) -> int:
-    """Running sequences of this router whose prompt the worker is computing."""
+    """Running sequences of this router in the context phase."""
     runs = list(worker.sequences.values())
     without_token = sum(not run.token_ids for run in runs)
     return min(max(0, without_token - worker.load.waiting_sequences), worker.load.running_sequences)
@@ -181,7 +181,7 @@ Read = Callable[[EngineFigures], Number]
 
 
 class _Family(NamedTuple):
-    """A family whose samples differ in one label besides model and version."""
+    """A family with one label besides model and version."""
 
     name: str
     text: str

@@ -26,7 +26,7 @@ DEFAULT_STEPS: Mapping[TemplateName, tuple[str, ...]] = {
     "tensorrt_llm_bls": ("preprocessing", "tensorrt_llm", "postprocessing"),
     "disaggregated_serving_bls": ("tensorrt_llm",),
 }
-"""The models that an ensemble or BLS asks, where its settings do not say."""
+"""Default steps of ensembles and BLS."""
 
 LogitsDataType = Literal["FP32", "FP16", "BF16"]
 MaxBatchSize = Annotated[int, Field(ge=1, le=65536)]
@@ -34,14 +34,14 @@ ModelName = Annotated[str, Field(pattern=r"^[^/\s]+$", max_length=256)]
 
 
 class TritonModelSettings(Settings):
-    """One model. An unset value is that of the door's settings."""
+    """A model. The door's settings are the defaults."""
 
     template: TemplateName
     """The template of its tensors and behaviour."""
     model: str | None = None
-    """Model of the mesh that serves it."""
+    """Serving model of the mesh."""
     decoupled: bool | None = None
-    """Whether it answers with a stream of responses."""
+    """Whether responses come as a stream."""
     max_batch_size: MaxBatchSize | None = None
     """Most rows of a request; `llmapi` has no batch dimension."""
     max_beam_width: Annotated[int, Field(ge=1, le=65536)] | None = None
@@ -53,11 +53,11 @@ class TritonModelSettings(Settings):
     logits_data_type: LogitsDataType | None = None
     """Element type of logits outputs."""
     add_special_tokens: bool | None = None
-    """Whether prompts are encoded with the special tokens that the tokenizer adds."""
+    """Whether prompts are encoded with the tokenizer's special tokens."""
     skip_special_tokens: bool | None = None
     """Whether texts leave special tokens out."""
     steps: tuple[str, ...] = ()
-    """Models that its requests count for too: an ensemble's steps, or the models that a BLS asks."""
+    """Models for which requests count too: an ensemble's steps, or the models behind a BLS."""
 
     @field_validator("steps")
     @classmethod

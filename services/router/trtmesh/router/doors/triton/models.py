@@ -37,7 +37,7 @@ def find_model(models: Mapping[str, Model], name: str, version: str) -> Model:
 
 
 def _settle(name: str, own: TritonModelSettings, door: TritonSettings) -> Model:
-    """A model with its own settings, else the door's."""
+    """A model with its own settings, completed by the door's."""
     template = TEMPLATES[own.template]
     logits_data_type = _own(own.logits_data_type, door.logits_data_type)
     return Model(

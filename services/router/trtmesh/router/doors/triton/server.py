@@ -25,15 +25,15 @@ from trtmesh.router.doors.triton.models import (
 from trtmesh.router.doors.triton.statistics import Counting, Statistics
 from trtmesh.router.doors.triton.templates.generation import GenerationTemplate
 from trtmesh.router.doors.triton.templates.template import Call, Model
+from trtmesh.router.doors.triton.templates.texts import TextsOf
 from trtmesh.router.doors.triton.templates.tokenization import TokenizerTemplate
-from trtmesh.router.doors.triton.texts import TextsOf
 from trtmesh.router.settings import TritonSettings
 
 VERBOSE = "log_verbose_level"
 
 
 class Speech:
-    """The sentences in which a door answers errors: in the words of a call, once it is read."""
+    """Says errors in the words of a call, once the call is read."""
 
     def __init__(self) -> None:
         self.call: Call | None = None
@@ -43,7 +43,7 @@ class Speech:
 
 
 class TritonServer:
-    """What both doors ask. `is_ready` says whether the mesh takes requests."""
+    """Answers both doors. `is_ready` says whether the mesh takes requests."""
 
     def __init__(
         self,
@@ -67,8 +67,7 @@ class TritonServer:
         return find_model(self._models, name, version)
 
     def read(self, request: Any, speech: Speech, model: Model | None = None) -> Call:
-        """The call of a ModelInferRequest, in whose words errors are spoken from here on. Raises ModelNotFound or
-        InvalidRequest."""
+        """Reads a ModelInferRequest, for `speech` too. Raises ModelNotFound or InvalidRequest."""
         model = model or self.find_model(request.model_name, request.model_version)
         call = speech.call = read_call(model, request)
         return call
@@ -107,7 +106,7 @@ class TritonServer:
         return response
 
     def change_trace_settings(self, asked: Mapping[str, Any]) -> Any:
-        """A TraceSettingResponse, which says that tracing is off. Raises UnsupportedCall for any change."""
+        """A TraceSettingResponse: tracing is off. Raises UnsupportedCall for any change."""
         if asked:
             raise UnsupportedCall("this server does not trace; leave the trace settings alone")
         response = kserve.TraceSettingResponse()

@@ -1,4 +1,4 @@
-"""Counts what each model served, for ModelStatistics and for Prometheus."""
+"""Counts requests by model, for ModelStatistics and for Prometheus."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Lengths:
 
 @dataclass(slots=True)
 class TokenLengths:
-    """Tokens of prompts and of outputs; an output counts all of its sequences."""
+    """Tokens of prompts and of outputs, the sequences of an output summed."""
 
     prompts: Lengths = field(default_factory=Lengths)
     outputs: Lengths = field(default_factory=Lengths)
@@ -130,7 +130,7 @@ class Counting:
 
 
 class Statistics:
-    """Counts requests by model, once their inputs are read. Requests to an ensemble or BLS count for its steps too."""
+    """Counts requests by model, once their inputs are read. Requests to an ensemble or BLS count for the steps too."""
 
     def __init__(self, models: Mapping[str, Model]) -> None:
         self._models = models
@@ -158,7 +158,7 @@ class Statistics:
             self._running.discard(counting)
 
     def counts(self) -> dict[str, Counts]:
-        """By model, without models that had no request. A copy, for another thread."""
+        """By model, only models with requests. A copy, for another thread."""
         return dict(self._counts)
 
     def pending(self) -> Counter[str]:

@@ -1,4 +1,4 @@
-"""Tensors of the KServe protocol: how a model declares one, an input cut into rows, an output as bytes."""
+"""Tensors of the KServe protocol: declarations, inputs by rows, outputs as bytes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class InputTensor:
-    """One input: `shape` with the batch dimension, elements row-major; BYTES elements one by one."""
+    """An input: `shape` includes the batch dimension; elements are row-major, BYTES as separate strings."""
 
     name: str
     data_type: str
@@ -71,7 +71,7 @@ class InputTensor:
         return self.shape[1:]
 
     def row(self, index: int) -> Any:
-        """The elements of one row of the batch."""
+        """The elements of a row of the batch."""
         size = math.prod(self.row_shape)
         return self.elements[index * size : (index + 1) * size]
 

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 SERVICE_NAME = "inference.GRPCInferenceService"
 EXTENSIONS = ("model_configuration", "model_repository", "statistics")
 MOST_REQUESTS_OF_A_STREAM = 4096
-"""Concurrent requests of one stream; more are read as these end."""
+"""Concurrent requests of a stream; more are read as running requests end."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -106,7 +106,7 @@ class TritonDoor:
         raise AssertionError("answering ends the call")
 
     async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: _Context) -> None:
-        """Runs any number of requests concurrently; ends when all are over and the client has sent its last."""
+        """Runs any number of requests concurrently, until all are over and the client has half-closed."""
         errors_end_it = metadata_of(context).get("triton_grpc_error") == "true"
         stream = _InferStream(self._server, context, errors_end_it=errors_end_it)
         async with answering(context, sentence=stream.sentence):
@@ -122,18 +122,18 @@ class _InferStream:
         self._errors_end_it = errors_end_it
         self._writing = asyncio.Lock()
         self._cut_off = False
-        """Whether a write was cancelled half-way: nothing can follow it, so the stream must end."""
+        """Whether a write was cancelled half-way: the stream must end."""
         self._room = asyncio.Semaphore(MOST_REQUESTS_OF_A_STREAM)
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._speech = Speech()
-        """Of the request that ended the stream, where one did."""
+        """Speech of the request that ended the stream."""
 
     def sentence(self, error: TrtmeshError) -> str:
         return self._speech(error)
 
     async def run(self, requests: AsyncIterator[Any]) -> None:
-        """Serves until the client has sent its last request and all are over, or until a failure ends the stream."""
+        """Serves until all requests are over and the client has half-closed, or until a failure ends the stream."""
         try:
             await until_first_ends(self._serve_all(requests), self._failure)
         finally:
@@ -161,7 +161,7 @@ class _InferStream:
             self._failure.set_exception(error)
 
     async def _serve_one(self, request: Any) -> None:
-        """One request. Its errors are responses; only a client that does not read ends the stream."""
+        """Serves a request. Errors become responses; only a slow client ends the stream."""
         writer, speech = ResponseWriter(request.model_name, request.id), Speech()
         parameter = request.parameters.get("triton_enable_empty_final_response")
         empty_final = parameter is not None and parameter.bool_param
@@ -181,7 +181,7 @@ class _InferStream:
             except TrtmeshError as error:
                 await self._write_error(writer, speech, error, final=True)
             except Exception as error:
-                # Broad on purpose: a defect met by one request must end that request alone, and visibly.
+                # Broad on purpose: a defect must end only the affected request, and visibly.
                 log.exception("a request failed unexpectedly")
                 defect = InternalError(f"{type(error).__name__}: {error}")
                 await self._write_error(writer, speech, defect, final=True)
@@ -197,7 +197,7 @@ class _InferStream:
         await self._write(writer.failed(sentence, final=final))
 
     async def _write(self, message: bytes) -> None:
-        # A stream takes one write at a time.
+        # Concurrent writes are not allowed.
         async with self._writing:
             if self._cut_off:
                 raise asyncio.CancelledError
@@ -209,7 +209,7 @@ class _InferStream:
 
 
 def _handler(method: Any, handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
-    """A method whose responses are messages, or bytes ready to be sent."""
+    """A method with messages or serialised bytes as responses."""
     make = (
         grpc.stream_stream_rpc_method_handler
         if method.client_streaming

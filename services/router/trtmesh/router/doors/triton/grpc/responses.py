@@ -1,4 +1,4 @@
-"""Responses as bytes: the part that all responses of a request share is serialised once, and the data appended."""
+"""Responses as bytes. The head common to the responses of a request is serialised once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trtmesh.router.doors.triton.models import MODEL_VERSION
 from trtmesh.router.doors.triton.tensors import Output
 
 MOST_HEADS = 32
-"""Serialised heads kept for a request: growing shapes make a new one for every response."""
+"""Serialised heads kept for a request: growing shapes need a new head for every response."""
 
 
 def _tag(message: str, field: str) -> bytes:

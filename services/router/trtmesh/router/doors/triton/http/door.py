@@ -29,7 +29,7 @@ IDLE_SECONDS = 75.0
 CLOSE_SECONDS = 0.5
 """Time left to requests once the process stops, as at the gRPC server."""
 LINGER_SECONDS = 2.0
-"""How long a client that was answered early may keep sending."""
+"""How long a client may keep sending after an early answer."""
 WAITING_CONNECTIONS = 1024
 """Backlog of the listening socket."""
 MODEL = "/v2/models/{model}"
@@ -39,7 +39,7 @@ ELSEWHERE = {
     "/v2/cudasharedmemory{rest:.*}": "shared memory",
     "/v2/repository/models/{rest:.*}": "loading and unloading of models",
 }
-"""Features of Triton that are not served here."""
+"""Features of Triton without a counterpart here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class HttpDoor:
 
 
 def model_of(request: web.Request) -> tuple[str, str]:
-    """Name and version of the model in the path; '' where it has none."""
+    """Name and version of the model in the path, or ''."""
     return request.match_info.get("model", ""), request.match_info.get("version", "")
 
 

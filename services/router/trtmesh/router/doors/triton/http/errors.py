@@ -30,8 +30,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @web.middleware
 async def answering(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Wraps every handler: a TrtmeshError ends the request with its status; any other exception is a defect, is logged
-    with its traceback and ends the request with 500."""
+    """Wraps every handler. A TrtmeshError ends the request with the error's status; any other exception is a defect, is
+    logged with a traceback and ends the request with 500."""
     speech = request[SPEECH] = Speech()
     with request_id_bound(request.headers.get(REQUEST_ID_METADATA_KEY, "")):
         try:
@@ -47,7 +47,7 @@ async def answering(request: web.Request, handler: Handler) -> web.StreamRespons
         except web.HTTPException as error:
             return _as_json(error)
         except ConnectionError as error:
-            # The client left during a write: its cancellation is on its way.
+            # The client left during a write; the cancellation of the handler follows.
             raise asyncio.CancelledError from error
         except Exception as error:
             # Broad on purpose: a defect must reach the caller as a status, not as a broken connection.
@@ -66,7 +66,7 @@ def refuse(error: TrtmeshError, sentence: str) -> web.Response:
 
 
 def error_headers(error: TrtmeshError) -> dict[str, str]:
-    """The reason word, and when to try again where that is known."""
+    """The reason word, and a known time to retry."""
     headers = {REASON_METADATA_KEY: error.reason}
     if error.retry_after_ms is not None:
         headers[hdrs.RETRY_AFTER] = str(math.ceil(error.retry_after_ms / 1000))

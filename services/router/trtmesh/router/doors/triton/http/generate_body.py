@@ -1,4 +1,4 @@
-"""Bodies of `generate` and `generate_stream`: plain JSON, whose keys are inputs of the model or request parameters."""
+"""Bodies of `generate` and `generate_stream`: plain JSON; keys are inputs of the model or request parameters."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from trtmesh.router.doors.triton.templates.template import Model
 from trtmesh.router.doors.triton.tensors import Output, TensorSpec
 
 NESTED = "parameters"
-"""The key of an object whose keys count like those beside it."""
+"""An object under this key is merged into the top level."""
 
 
 def read_generate(model: Model, message: Mapping[str, Any]) -> Any:
-    """The ModelInferRequest that the JSON object asks for. Raises InvalidRequest."""
+    """Makes a ModelInferRequest. Raises InvalidRequest."""
     request = begin_request(model, message)
     _read_keys(request, model, {k: v for k, v in message.items() if k not in ("id", NESTED)})
     nested = message.get(NESTED, {})
@@ -33,7 +33,7 @@ def read_generate(model: Model, message: Mapping[str, Any]) -> Any:
 
 
 def generate_response(model: Model, request_id: str, outputs: Sequence[Output]) -> dict[str, Any]:
-    """A response: a value by output, a list of them where an output has not exactly one."""
+    """A response: each output's value, as a list unless there is exactly one."""
     message = response_parameters(model)
     for output in outputs:
         elements = values(output)
@@ -63,7 +63,7 @@ def _add_input(
 
 
 def _data_type(spec: TensorSpec, elements: Sequence[Any]) -> str:
-    """The first type of the input that JSON can write and that the elements have."""
+    """The input's first type with a JSON form, BOOL if all elements are booleans."""
     able = [data_type for data_type in spec.data_types if data_type not in BINARY_ONLY]
     if "BOOL" in able and elements and all(type(element) is bool for element in elements):
         return "BOOL"
@@ -71,8 +71,8 @@ def _data_type(spec: TensorSpec, elements: Sequence[Any]) -> str:
 
 
 def _shape(spec: TensorSpec, count: int, batch_dims: Sequence[int]) -> list[int]:
-    """The shape of `count` elements that come without one: fixed extents as they are, the innermost open one takes what
-    is left and the others are 1. So three texts for an input of one text are a batch. Raises InvalidRequest."""
+    """Infers a shape for `count` elements: the innermost open extent takes the rest, other open extents are 1. So three
+    texts for an input of a single text are a batch. Raises InvalidRequest."""
     shape = [*batch_dims, *spec.dims]
     fixed = math.prod(extent for extent in shape if extent > 0)
     left, rest = divmod(count, fixed)

@@ -1,4 +1,4 @@
-"""Bodies of `infer`: JSON, with the data of tensors in it or, by the binary tensor data extension, behind it."""
+"""Bodies of `infer`: JSON with tensor data inside or, by the binary tensor data extension, appended."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BINARY_SIZE = "binary_data_size"
 
 @dataclass(slots=True)
 class BinaryOutputs:
-    """Which outputs the caller wants as binary data."""
+    """The outputs requested as binary data."""
 
     default: bool = False
     named: dict[str, bool] = field(default_factory=dict)
@@ -33,15 +33,14 @@ class BinaryOutputs:
 
 
 def begin_request(model: Model, message: Mapping[str, Any]) -> Any:
-    """A ModelInferRequest with nothing but its id, which what is logged has from here on. Raises InvalidRequest."""
+    """A ModelInferRequest with an id alone, which the log lines carry from here on. Raises InvalidRequest."""
     request = kserve.ModelInferRequest(model_name=model.name, id=text_of(message, "id", ""))
     rebind_request_id(request.id)
     return request
 
 
 def read_infer(model: Model, body: bytes, header_length: str | None) -> tuple[Any, BinaryOutputs]:
-    """The ModelInferRequest of a body whose JSON is `header_length` bytes long, all of it where that is None. Raises
-    InvalidRequest."""
+    """Parses a body; its JSON has `header_length` bytes, None without binary data. Raises InvalidRequest."""
     length = _header_length(model, header_length, len(body))
     message = parse_json(body[:length])
     request = begin_request(model, message)
@@ -66,7 +65,7 @@ def read_infer(model: Model, body: bytes, header_length: str | None) -> tuple[An
 def write_infer(
     model: Model, request_id: str, outputs: Sequence[Output], binary: BinaryOutputs
 ) -> tuple[bytes, int | None]:
-    """The body of a response, and the length of its JSON where binary data stand behind that."""
+    """The body of a response, and the length of the JSON if binary data follow."""
     told = []
     data: list[bytes] = []
     for output in outputs:
@@ -90,7 +89,7 @@ def write_infer(
 
 
 def response_parameters(model: Model) -> dict[str, Any]:
-    """What Triton's ensembles say of a sequence in each response, though there is none."""
+    """The parameters in every response of Triton's ensembles, although there is no sequence."""
     return (
         {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
         if model.is_ensemble
@@ -112,7 +111,7 @@ def set_parameter(request: Any, name: str, value: Any) -> None:
 
 
 def _put(parameter: Any, value: Any) -> bool:
-    """Sets an InferParameter; False where it has no place for the value."""
+    """Sets an InferParameter; False for a value of another type."""
     match value:
         case bool():
             parameter.bool_param = value
@@ -131,7 +130,7 @@ def text_of(message: Mapping[str, Any], key: str, default: str | None = None) ->
     """A text of a JSON object. Raises InvalidRequest."""
     value = message.get(key, default)
     if not isinstance(value, str):
-        raise InvalidRequest(f"Unable to parse '{key}': it must be a text")
+        raise InvalidRequest(f"Unable to parse '{key}': it must be a string")
     return value
 
 
@@ -142,7 +141,7 @@ def _header_length(model: Model, given: str | None, body_length: int) -> int:
         raise InvalidRequest(f"Unable to parse {HEADER_LENGTH}, got: {given}")
     length = int(given)
     if length == 0:
-        # Then the body is the data of the only input; the models here have several.
+        # The body would be the data of an only input, but these models have several inputs.
         raise InvalidRequest(
             f"Raw request must only have 1 input (found 1) to be deduced but got {len(model.inputs)} inputs in"
             f" '{model.name}' model configuration"
@@ -155,7 +154,7 @@ def _header_length(model: Model, given: str | None, body_length: int) -> int:
 
 
 def _read_input(request: Any, given: Any, rest: memoryview) -> memoryview:
-    """Adds an input, with data from `rest` where it is binary; returns what is left of that."""
+    """Adds an input, with binary data from `rest`; returns the remaining bytes."""
     if not isinstance(given, dict):
         raise InvalidRequest("Unable to parse 'inputs': each must be a JSON object")
     name, data_type = text_of(given, "name"), text_of(given, "datatype")
@@ -209,7 +208,7 @@ def _read_output(request: Any, wanted: Any, binary: BinaryOutputs) -> None:
             binary.named[output.name] = value is True
         elif not _put(output.parameters[key], value):
             raise InvalidRequest(f"parameter '{key}' of output '{output.name}' has invalid type.")
-    # Naming an output without the parameter asks for JSON, whatever the default is.
+    # Naming an output without the parameter asks for JSON, regardless of the default.
     binary.named.setdefault(output.name, False)
 
 

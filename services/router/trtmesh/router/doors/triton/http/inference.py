@@ -1,4 +1,4 @@
-"""`infer`, `generate` and `generate_stream`: each a ModelInferRequest, served like one over gRPC."""
+"""`infer`, `generate` and `generate_stream`: translated into a ModelInferRequest and served like over gRPC."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Inference:
         self._receive_seconds = receive_seconds
 
     async def infer(self, request: web.Request) -> web.Response:
-        """One response, as JSON and binary tensors."""
+        """A single response, as JSON and binary tensors."""
         model = self._model_of(request)
         if model.decoupled:
             raise UnsupportedCall(
@@ -52,7 +52,7 @@ class Inference:
         return response
 
     async def generate(self, request: web.Request) -> web.Response:
-        """One response, as plain JSON."""
+        """A single response, as plain JSON."""
         model = self._model_of(request)
         asked = read_generate(model, await read_json(request, self._receive_seconds))
         outputs = await self._only_response(request, model, asked)
@@ -82,7 +82,7 @@ class Inference:
     async def _only_response(
         self, request: web.Request, model: Model, asked: Any
     ) -> Sequence[Output]:
-        """The outputs of a request that has exactly one response. Raises TrtmeshError."""
+        """The outputs of the only response. Raises TrtmeshError."""
         call = self._server.read(asked, request[SPEECH], model)
         async with self._server.serve(call, _caller_of(request)) as answers:
             return await _only_outputs(answers)
@@ -93,7 +93,7 @@ class Inference:
 
 
 class _EventStream:
-    """A response of server-sent events; the first decides its status."""
+    """A response of server-sent events; the first event sets the status."""
 
     def __init__(self, request: web.Request) -> None:
         self._request = request

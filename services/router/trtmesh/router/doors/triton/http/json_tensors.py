@@ -1,4 +1,4 @@
-"""Tensor data as JSON writes it, to and from the bytes that KServe messages carry."""
+"""Tensor data between JSON and the raw bytes of KServe messages."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.router.doors.triton.tensors import ELEMENT_CODES, Output, text_data
 
 BINARY_ONLY = ("FP16", "BF16")
-"""What JSON has no numbers for."""
+"""Types without a JSON form."""
 
 
 def flatten(data: Any) -> list[Any]:
-    """The elements of a scalar, of a list, or of lists in each other, row by row."""
+    """The elements of a scalar or of nested lists, row by row."""
     return list(_elements(data)) if isinstance(data, list) else [data]
 
 
@@ -35,7 +35,7 @@ def raw_data(name: str, data_type: str, elements: Sequence[Any]) -> bytes:
         )
     kinds = set(map(type, elements))
     if data_type == "BYTES":
-        _expect(name, data_type, kinds, {str}, "texts")
+        _expect(name, data_type, kinds, {str}, "strings")
         return text_data(elements)
     if data_type == "BOOL":
         _expect(name, data_type, kinds, {bool}, "true or false")
@@ -51,7 +51,7 @@ def raw_data(name: str, data_type: str, elements: Sequence[Any]) -> bytes:
         return array(code, elements).tobytes()
     except OverflowError as error:
         raise InvalidRequest(
-            f"Unable to parse 'data': input '{name}' holds a value that is no {data_type}: {error}"
+            f"Unable to parse 'data': input '{name}' holds a value outside of {data_type}: {error}"
         ) from error
 
 
@@ -63,7 +63,7 @@ def _expect(name: str, data_type: str, kinds: set[type], allowed: set[type], wor
 
 
 def values(output: Output) -> list[Any]:
-    """The elements of an output, for JSON. Raises InvalidRequest for what JSON has no numbers for."""
+    """The elements of an output, for JSON. Raises InvalidRequest for types without a JSON form."""
     if output.data_type in BINARY_ONLY:
         raise InvalidRequest(
             f"sending {output.data_type} data via JSON is not supported. Please use the binary data format for output"

@@ -1,4 +1,4 @@
-"""All templates, by the name that a model's settings give."""
+"""All templates, by their name in the settings."""
 
 from __future__ import annotations
 

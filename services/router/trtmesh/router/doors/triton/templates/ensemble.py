@@ -17,7 +17,7 @@ VISION_INPUTS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class BlsTemplate(ExecutorTemplate):
-    """Speculates with draft tokens, in upstream's words for what that rules out."""
+    """Takes draft tokens, with upstream's refusals around speculation."""
 
     def parameters(self, model: Model) -> Mapping[str, str]:
         return {"accumulate_tokens": str(model.accumulate).lower()}

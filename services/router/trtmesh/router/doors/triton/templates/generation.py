@@ -34,7 +34,7 @@ FIRST_PRIORITY = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class ItemFailure:
-    """An item that failed, with the figures that Triton's messages mention."""
+    """A failed item, with the figures in Triton's messages."""
 
     error: TrtmeshError
     request_id: str
@@ -54,7 +54,7 @@ class GenerationTemplate(Template, ABC):
         """Makes the outputs of the call's responses."""
 
     def request(self, call: Call, request_id: str, max_items: int) -> GenerationRequest:
-        """The request of the mesh that a call asks for. Raises InvalidRequest or InternalError."""
+        """Translates a call. Raises InvalidRequest or InternalError."""
         self.check(call)
         request = router_pb.GenerateRequest(model=call.model.mesh_model)
         puts = [
@@ -74,7 +74,7 @@ class GenerationTemplate(Template, ABC):
         return parse_request(request, request_id, max_items)
 
     def check(self, call: Call) -> None:
-        """Raises InternalError, like upstream, for inputs that do not go together."""
+        """Raises InternalError, like upstream, for inputs in conflict."""
         if call.streaming and not call.model.decoupled:
             raise InternalError(
                 "Streaming is only supported if model is deployed using decoupled mode."
@@ -97,14 +97,14 @@ class GenerationTemplate(Template, ABC):
         _apply_parameters(config, call.parameters)
 
     def unnamed_stop(self) -> InvalidRequest:
-        """The error of a stop request that has no id."""
+        """The error of a stop request without an id."""
         return InvalidRequest("Trying to stop a request but request ID is not provided")
 
     def check_stopped(self) -> None:
-        """Raises the error that answers a stop request, where an empty response does not."""
+        """Raises the answer to a stop request where upstream answers with an error."""
 
     def failed(self, call: Call, failure: ItemFailure) -> TrtmeshError:
-        """The error of an item; where Triton has words of its own, an error that quotes it."""
+        """The error of an item, quoted by Triton's own error where Triton has one."""
         error = failure.error
         if isinstance(error, PromptTooLong):
             return InternalError(
@@ -116,7 +116,7 @@ class GenerationTemplate(Template, ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutorTemplate(GenerationTemplate):
-    """The four that upstream builds on TensorRT-LLM's C++ executor."""
+    """Templates over TensorRT-LLM's C++ executor, upstream."""
 
     def all_outputs(self, logits_data_type: LogitsDataType = "FP32") -> tuple[TensorSpec, ...]:
         return (*self.outputs, *detail_outputs(logits_data_type))
@@ -133,7 +133,7 @@ class ExecutorTemplate(GenerationTemplate):
             and not sampling.HasField("top_p")
             and (sampling.HasField("temperature") or sampling.HasField("top_k"))
         ):
-            # The executor samples only with top_k or top_p, whatever the temperature.
+            # The executor samples only with top_k or top_p, even at a temperature.
             sampling.top_k = 1
 
     def failed(self, call: Call, failure: ItemFailure) -> TrtmeshError:
@@ -148,7 +148,7 @@ class ExecutorTemplate(GenerationTemplate):
 
 
 def _drop_fillers(sampling: pb.SamplingConfig) -> None:
-    """Removes empty words, which fill up the rows of a batch, with their weights."""
+    """Removes empty words, the padding of a batch, with their weights."""
     words, weights = sampling.embedding_bias_texts, sampling.embedding_bias_weights
     if "" in words and len(words) == len(weights):
         kept = [(word, weight) for word, weight in zip(words, weights, strict=True) if word]
@@ -165,7 +165,7 @@ def _settle_beams(config: pb.GenerationConfig, max_beam_width: int | None) -> No
     if width <= 1 and config.HasField("beam_search"):
         if config.beam_search.HasField("beam_width") and width < 1:
             raise InvalidRequest(field="beam_search.beam_width", value="0", limit="at least 1")
-        # None of it applies to a single beam.
+        # Nothing else of beam search applies to a single beam.
         config.ClearField("beam_search")
 
 

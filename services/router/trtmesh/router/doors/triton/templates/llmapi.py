@@ -1,4 +1,4 @@
-"""`llmapi`, upstream's other `tensorrt_llm`: names of its own, no batch dimension, one output element a sequence."""
+"""`llmapi`, upstream's other `tensorrt_llm`: other names, no batch dimension, an output element for each sequence."""
 
 from __future__ import annotations
 

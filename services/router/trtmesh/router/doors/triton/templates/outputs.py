@@ -1,4 +1,4 @@
-"""What came of the rows of a request, and the output tensors that the executor's templates make of it."""
+"""The results of a request by row and sequence, and their output tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trtmesh.v1 import generation_pb2 as pb
 TEXT_OUTPUT = "text_output"
 PAD_ID = -1
 PAD_LOG_PROB = -1.0
-"""Fill up rows that are shorter than others of their tensor, as in Triton's C++ backend."""
+"""Pad short rows of a tensor, as in Triton's C++ backend."""
 
 KSERVE_DATA_TYPES = {number: name for name, number in MESH_DATA_TYPES.items()}
 PERF_CODES = {spec.name: ELEMENT_CODES[spec.data_type] for spec in PERF_OUTPUTS}
@@ -26,7 +26,7 @@ PERF_CODES = {spec.name: ELEMENT_CODES[spec.data_type] for spec in PERF_OUTPUTS}
 
 @dataclass(slots=True)
 class SequenceOutput:
-    """What the next response tells of one sequence: all of it, or what is new."""
+    """The content of a sequence for the next response: everything, or the news."""
 
     index: int
     token_ids: list[int] = field(default_factory=list)
@@ -39,10 +39,10 @@ class SequenceOutput:
     fresh: bool = False
     finish_reason: int = pb.FINISH_REASON_UNSPECIFIED
     stop_text: str | None = None
-    """The stop text at which the text ends, even if the text of its ids goes further."""
+    """The stop text that ended the text, maybe before the end of the ids."""
 
     def add(self, tokens: WaitingTokens) -> None:
-        """Adds new tokens, or the whole of a rewritten beam."""
+        """Adds new tokens, or a rewritten beam as a whole."""
         if tokens.token_offset < self.generated:
             self.clear()
         self.generated = tokens.end
@@ -70,7 +70,7 @@ class SequenceOutput:
 
 @dataclass(slots=True)
 class RowOutput:
-    """What the next response tells of one row of the batch."""
+    """The content of a row for the next response."""
 
     index: int
     sequences: list[SequenceOutput]
@@ -81,7 +81,7 @@ class RowOutput:
 
 
 Block = Sequence[tuple[RowOutput, Sequence[SequenceOutput]]]
-"""Rows of one response, each with equally many sequences."""
+"""Rows of a response, each with equally many sequences."""
 
 
 class OutputBuilder(Protocol):
@@ -89,7 +89,7 @@ class OutputBuilder(Protocol):
 
     @property
     def only_new_text(self) -> bool:
-        """Whether a streamed response is its new text and nothing else, unless beams or the model rewrite it."""
+        """Whether streamed responses hold new text alone, provided that nothing rewrites texts."""
         ...
 
     def build(self, block: Block) -> list[Output]:
@@ -98,7 +98,7 @@ class OutputBuilder(Protocol):
 
 
 class DetailedOutputs:
-    """Texts or token ids, and the details that the request asked for."""
+    """Texts or token ids, and requested details."""
 
     def __init__(self, call: Call, request: GenerationRequest, *, text: bool) -> None:
         output = request.items[0].config.output
@@ -180,7 +180,7 @@ def _text(block: Block) -> Output:
 
 
 def _tokens(block: Block) -> list[Output]:
-    """The ids, after those of the prompt where it is part of the output, and their number."""
+    """Token ids, after the prompt's where the output includes the prompt, and their number."""
     rows = [[*row.prompt_ids, *s.token_ids] for row, sequences in block for s in sequences]
     longest = max(map(len, rows))
     ids = array("i")
@@ -230,7 +230,7 @@ class _Matrix:
 
 
 def _joined(parts: Sequence[pb.Tensor]) -> _Matrix:
-    """Arrays of equal columns, one below the other."""
+    """Stacks arrays with equal columns."""
     if not parts:
         return _Matrix("", 0, 0, b"")
     return _Matrix(

@@ -1,4 +1,4 @@
-"""Sets a field of an item to one row of an input: a number, a text, a list, an array, or in the input's own way."""
+"""Setters: each sets a field of an item from a row of an input."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
 PutRow = Callable[[router_pb.GenerateItem, InputTensor, int], None]
-"""Puts one row of an input into the item of that row. Raises InvalidRequest."""
+"""Puts a row of an input into an item. Raises InvalidRequest."""
 PAD_OFFSET = -1
 """Fills a row of offsets in a word list."""
 
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """A PutRow and the fields that it may set, by which an error finds its input again."""
+    """A PutRow with its fields, which lead from an error back to the input."""
 
     put_row: PutRow
     fields: tuple[str, ...]
@@ -29,7 +29,7 @@ class Put:
 
 
 def sets(*fields: str) -> Callable[[PutRow], Put]:
-    """Makes a Put of a function that sets these fields."""
+    """Declares the fields of a PutRow."""
     return lambda put_row: Put(put_row, fields)
 
 
@@ -43,7 +43,7 @@ def _set(message: Any, field: str, value: Any, tensor: InputTensor) -> None:
 
 
 def _at(item: router_pb.GenerateItem, path: str) -> tuple[Any, str]:
-    """The message that holds a field of the config, and the field's own name."""
+    """The parent message of a field of the config, and the field's name."""
     *groups, name = path.split(".")
     message: Any = item.config
     for group in groups:
@@ -52,7 +52,7 @@ def _at(item: router_pb.GenerateItem, path: str) -> tuple[Any, str]:
 
 
 def value(path: str) -> Put:
-    """A number or a truth value."""
+    """A number or a boolean."""
 
     @sets(path)
     def put(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
@@ -63,7 +63,7 @@ def value(path: str) -> Put:
 
 
 def positive(path: str) -> Put:
-    """A number or truth value that counts only above 0, so several inputs may set one field."""
+    """A number or boolean, ignored unless above 0: so several inputs may share a field."""
 
     @sets(path)
     def put(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
@@ -111,7 +111,7 @@ def texts(path: str) -> Put:
 
 
 def weighted_texts(path: str) -> Put:
-    """Texts with a weight each; `drop_fillers` removes the empty ones later, with their weights."""
+    """Texts with weights. Empty texts stay until their weights are there too."""
 
     @sets(path)
     def put(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
@@ -158,7 +158,7 @@ def prompt_ids(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> N
 @sets("prompt.token_ids")
 def prompt_length(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
     if item.prompt.HasField("token_ids"):
-        # Otherwise it is the length of encoder_input_features.
+        # Without ids, the length is that of encoder_input_features.
         _trim(item.prompt.token_ids.ids, tensor, row)
 
 
@@ -241,7 +241,7 @@ def guide_type(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> N
 
 @sets("prompt_tuning.extra_ids")
 def extra_ids(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
-    """One id for each prompt token, or none; the rest is padding."""
+    """An id for each prompt token, or none; the rest is padding."""
     ids, tokens = tensor.row(row), len(item.prompt.token_ids.ids)
     if ids and len(ids) < tokens:
         raise InvalidRequest(
@@ -332,7 +332,7 @@ def adapter_path(item: router_pb.GenerateItem, tensor: InputTensor, row: int) ->
 
 
 def parse_words(tensor: InputTensor, row: int) -> list[Sequence[int]]:
-    """The words of a row of shape [2, n]: the ids of all words, and below them where each word ends."""
+    """The words of a row of shape [2, n]: all ids, and below them the end of each word."""
     elements = tensor.row(row)
     length = len(elements) // 2
     ids, offsets = elements[:length], list(elements[length:])

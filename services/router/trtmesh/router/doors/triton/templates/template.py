@@ -1,4 +1,4 @@
-"""What a template decides for its models, a model as its settings leave it, and one call of a model."""
+"""The three subjects of the door: a template, a model with all settings decided, one call of a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Spent(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Nanoseconds that count for one step of it."""
+    """Nanoseconds counted for one of its steps."""
 
     total: int = 0
     computed: int = 0
@@ -40,13 +40,13 @@ class Template:
     decoupled: bool = True
     """Whether a model may answer with a stream of responses."""
     is_core: bool = False
-    """Whether it generates by itself, where ensembles and BLS ask another model to."""
+    """Whether it generates itself: ensembles and BLS ask another model."""
     batched: bool = True
     """Whether tensors have a batch dimension."""
     reshapes_scalars: bool = False
-    """Whether its configuration drops the last dimension of scalar inputs."""
+    """Whether ModelConfig drops the last dimension of scalar inputs."""
     final_alone: bool = False
-    """Whether the end of a stream is a response of its own."""
+    """Whether a stream ends with a separate, empty response."""
     accumulates: bool | None = False
     """Whether texts accumulate where a model does not say; None takes the door's setting."""
 
@@ -54,27 +54,27 @@ class Template:
         return self.outputs
 
     def parameters(self, model: Model) -> Mapping[str, str]:
-        """The parameters of its ModelConfig."""
+        """The parameters in ModelConfig."""
         return {}
 
     def check_outputs(self, call: Call) -> None:
-        """Raises InvalidRequest where the requested outputs lack one that must be there."""
+        """Raises InvalidRequest if the requested outputs lack a mandatory output."""
 
     def share(self, spent: Spent) -> Share:
-        """What counts for this step. Decoding overlaps generation and takes no time of its own."""
+        """The time counted for this step: none for decoding, because it overlaps generation."""
         return Share()
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One model as clients see it, every setting decided."""
+    """A model as clients see it, every setting decided."""
 
     name: str
     template: Template
     inputs: Mapping[str, InputSpec]
     outputs: Mapping[str, TensorSpec]
     mesh_model: str
-    """The model of the mesh that serves it; '' is the only one."""
+    """The serving model of the mesh; '' if the mesh has only one."""
     decoupled: bool
     max_batch_size: int
     """0 where tensors have no batch dimension."""
@@ -86,7 +86,7 @@ class Model:
     add_special_tokens: bool
     skip_special_tokens: bool
     steps: tuple[str, ...]
-    """Models that its requests count for too."""
+    """Models for which its requests count too."""
 
     @property
     def is_ensemble(self) -> bool:
@@ -114,7 +114,7 @@ class Call:
         return not self.requested or output in self.requested
 
     def flag(self, name: str) -> bool:
-        """A truth value that all rows agree on."""
+        """A boolean input, equal in all rows."""
         tensor = self.inputs.get(name)
         return tensor is not None and bool(tensor.scalar(0))
 
@@ -133,14 +133,14 @@ class Call:
         return microseconds / 1e6 if isinstance(microseconds, int) and microseconds > 0 else None
 
     def sentence(self, error: TrtmeshError) -> str:
-        """An error in the names of the tensors that were sent, with its row in a batch."""
+        """An error in the client's words: its tensors and, in a batch, the row."""
         sentence = error.sentence(self.tensor_of)
         if error.batch_index is None or self.batch_size == 1:
             return sentence
         return f"row {error.batch_index}: {sentence}"
 
     def tensor_of(self, field: str) -> str:
-        """The tensor that sets a field such as `kv_cache.token_ranges[3].token_end`; the field where none does."""
+        """The name of the tensor for a field such as `kv_cache.token_ranges[3].token_end`, else the field itself."""
         tensors = self._tensors_by_field()
         head, tail = field, ""
         while head:
@@ -153,7 +153,7 @@ class Call:
         return field
 
     def _tensors_by_field(self) -> dict[str, str]:
-        """Of several tensors that set one field, one that was sent."""
+        """Prefers a tensor of this call where several set one field."""
         sent_last = sorted(self.model.inputs.values(), key=lambda spec: spec.name in self.inputs)
         return {"handoff.phase": "parameter 'request_type'"} | {
             field: spec.name for spec in sent_last if spec.put for field in spec.put.fields

@@ -1,7 +1,6 @@
-"""Every tensor of the Triton models, once: its declaration, the field of a GenerateItem that an input sets, the message
-field that an output comes from. `protos/triton_tensors.py` renders the contract's page from it.
+"""The only table of the Triton models' tensors: declarations, the setter of each input, the source of each output.
 
-Inputs are put in the order of these tables: an input that depends on another (a length on its ids) follows it.
+`protos/triton_tensors.py` renders it into the contract's page. Setters run in this order, so a length follows its ids.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from trtmesh.router.doors.triton.tensors import Shape, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class InputSpec(TensorSpec):
-    """An input; without `put` the template acts on it itself, or nothing does (`pad_id`)."""
+    """An input; without `put`, read by the template itself or ignored (`pad_id`)."""
 
     optional: bool = True
     scalar: bool = False
@@ -44,7 +43,7 @@ def _one(
     *,
     optional: bool = True,
 ) -> InputSpec:
-    """One value a row."""
+    """A value for each row."""
     return InputSpec(name, (data_type,), ONE, source, note, optional, scalar=True, put=where)
 
 
@@ -233,7 +232,7 @@ DISAGGREGATED_INPUTS = tuple(
 def _plain(
     name: str, data_type: str, where: Put | None = None, source: str = "", note: str = ""
 ) -> InputSpec:
-    """One value a row, declared without a reshape."""
+    """A value for each row, declared without a reshape."""
     return InputSpec(name, (data_type,), ONE, source, note, put=where)
 
 
@@ -293,7 +292,7 @@ VISION_INPUTS = (
     _in("IMAGES", "BYTES", "refused: needs a vision encoder", dims=ANY),
     _in("VIDEO_BYTES", "UINT8", "refused: needs a vision encoder", dims=PICTURES),
 )
-"""Of `preprocessing`: declared so that clients see them, and refused by name."""
+"""Of `preprocessing`: declared for clients to see, and refused by name."""
 _EXTRA_IDS = "`GenerationConfig.prompt_tuning.extra_ids`"
 _WORDS, _MAX_TOKENS = "`EncodeCommand.words`", "`GenerationConfig.stopping.max_tokens`"
 _BIAS_WEIGHTS = "`GenerationConfig.sampling.embedding_bias_weights`"
@@ -363,7 +362,7 @@ _SUM = "`TokenDetails.cumulative_log_prob`, `SequenceFinished.cumulative_log_pro
 
 
 def detail_outputs(logits_data_type: str) -> tuple[TensorSpec, ...]:
-    """The outputs on demand that the generating models but llmapi share."""
+    """Outputs on demand, common to the generating models except llmapi."""
     return (
         _out("cum_log_probs", "FP32", _SUM, -1),
         _out("output_log_probs", "FP32", "`TokenDetails.log_probs`", -1, -1),

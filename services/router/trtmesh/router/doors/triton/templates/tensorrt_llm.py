@@ -21,7 +21,7 @@ PROMPT_INPUTS = {"input_ids", "encoder_input_features"}
 
 @dataclass(frozen=True, kw_only=True)
 class TokenTemplate(ExecutorTemplate):
-    """Both, but for the phases of a handoff."""
+    """Tensors and rules common to both."""
 
     def parameters(self, model: Model) -> Mapping[str, str]:
         return {"exclude_input_in_output": str(model.exclude_input_in_output).lower()}

@@ -19,15 +19,15 @@ from trtmesh.router.doors.triton.templates.tensor_table import (
     PREPROCESSING_OUTPUTS,
     VISION_INPUTS,
 )
+from trtmesh.router.doors.triton.templates.texts import Texts
 from trtmesh.router.doors.triton.tensors import Output, Shape, text_data
-from trtmesh.router.doors.triton.texts import Texts
 
 IdRows = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """One row: ids of the texts, and of the words that have some."""
+    """A row: ids of its texts and words, without words that have no ids."""
 
     query: Sequence[int]
     decoder_query: Sequence[int]
@@ -38,7 +38,7 @@ class _Encoded:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerTemplate(Template, ABC):
-    """Asks a tokenizer alone and answers with one response."""
+    """Asks only a tokenizer and answers once."""
 
     backend: str = "python"
     decoupled: bool = False
@@ -91,7 +91,7 @@ class PreprocessingTemplate(TokenizerTemplate):
 
 @dataclass(frozen=True, kw_only=True)
 class PostprocessingTemplate(TokenizerTemplate):
-    """Decodes all rows and beams into one flat list."""
+    """Decodes all rows and beams into a flat list."""
 
     async def outputs_of(self, call: Call, texts: Texts) -> list[Output]:
         tokens, lengths = call.inputs["TOKENS_BATCH"], call.inputs["SEQUENCE_LENGTH"]
