@@ -152,7 +152,7 @@ class SimulatedBackend:
         wanted = max_tokens or 1
         if wanted > room:
             raise PromptTooLong(
-                f"asks for {wanted} more tokens after a prompt of {prompt}, but a sequence has at most"
+                f"asks for {wanted} more after a prompt of {prompt} tokens, but a sequence has at most"
                 f" {settings.max_sequence_tokens}; shorten the prompt or ask for fewer tokens",
                 field="stopping.max_tokens",
                 value=str(wanted),
