@@ -71,7 +71,7 @@ def routers(engines: str, count: int, policy: str) -> Iterator[list[dict[str, An
     try:
         flags = ("--port", "0", "--admin-port", "0", "--http-port", "none", "--metrics-port", "0")
         started: list[Any] = [
-            _start(children, "router", *flags, "--policy", policy, "--engines", engines)
+            _start(children, "router", *flags, "--placement-policy", policy, "--engines", engines)
             for _ in range(count)
         ]
         for each in started:

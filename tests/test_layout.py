@@ -58,15 +58,16 @@ def test_packages_import_only_what_they_may(name: str) -> None:
     assert broken == []
 
 
-def test_only_two_commands_import_the_router() -> None:
-    """`replay` runs its placement, `import-triton` checks what its Triton door will serve. The others ask a router."""
+def test_few_commands_import_the_router() -> None:
+    """`replay` runs its placement, `import-triton` checks what its Triton door will serve, and a stack's settings name
+    its policies. The others ask a router."""
     importers = {
         file.relative_to(PACKAGES["cli"]).parts[0]
         for file in PACKAGES["cli"].rglob("*.py")
         for module in imported_modules(file)
         if module.startswith("trtmesh.router.")
     }
-    assert importers == {"replay.py", "triton_import"}
+    assert importers == {"mesh_settings.py", "replay.py", "triton_import"}
 
 
 @pytest.mark.parametrize(

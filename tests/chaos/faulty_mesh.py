@@ -33,8 +33,8 @@ ENGINE = (*SIMULATED, *WIDE_TOKENS, "--simulated-end-probability", "0.001")
 
 ROUTER = (
     # Every lost process comes back.
-    *("--worker-recovery-seconds", "60", "--tokenizer-recovery-seconds", "60"),
-    *("--max-attempts", "100", "--silence-seconds", "2", "--grace-seconds", "1"),
+    *("--retries-worker-wait-seconds", "60", "--retries-tokenizer-wait-seconds", "60"),
+    *("--retries-max-attempts", "100", "--deadlines-silence-seconds", "2", "--grace-seconds", "1"),
 )
 
 
@@ -175,7 +175,7 @@ class FaultyMesh:
         await self._processes.pop(peer.process.pid).aclose()
         await asyncio.sleep(seconds)
         port = int(peer.address.rpartition(":")[2])
-        flags = (*peer.flags, "--policy", peer.policy) if peer.policy else peer.flags
+        flags = (*peer.flags, "--placement-policy", peer.policy) if peer.policy else peer.flags
         peer.process = await self._run(peer.service, flags, port)
 
     async def _kill_engine(self, draw: random.Random) -> None:

@@ -94,7 +94,7 @@ async def fragile_mesh(
                 fragile.proxies[name] = proxy
             addresses = ",".join(proxy.address for proxy in fragile.proxies.values())
             # Both engines come back.
-            flags = ("--engines", addresses, "--worker-recovery-seconds", "60")
+            flags = ("--engines", addresses, "--retries-worker-wait-seconds", "60")
             await mesh.start_router(*flags)
             await mesh.ready(workers=len(NAMES), tokenizers=1)
 

@@ -30,7 +30,7 @@ async def two_engines(mesh: Mesh) -> None:
     await mesh.start_tokenizer()
     for name in ENGINES:
         await mesh.start_engine(*SIMULATED, "--worker", name)
-    await mesh.start_router("--policy", "round_robin")
+    await mesh.start_router("--placement-policy", "round_robin")
     await mesh.ready(workers=2, tokenizers=1)
 
 
@@ -88,7 +88,7 @@ async def test_frozen_engine_moves_its_items_and_rejoins_when_it_thaws() -> None
 
 
 async def test_killed_only_engine_fails_its_items_after_the_recovery_time() -> None:
-    flags = (*PATIENT, "--worker-recovery-seconds", "0.5")
+    flags = (*PATIENT, "--retries-worker-wait-seconds", "0.5")
     async with running_mesh(router_flags=flags) as mesh:
         (expected,) = await mesh.client.complete(["prompt"], max_tokens=TOKENS)
         reader = mesh.open(["prompt"], max_tokens=ENDLESS)
@@ -108,7 +108,7 @@ async def test_killed_only_engine_fails_its_items_after_the_recovery_time() -> N
 
 
 async def test_killed_only_engine_resumes_its_items_after_a_restart() -> None:
-    async with running_mesh(router_flags=("--worker-recovery-seconds", "60")) as mesh:
+    async with running_mesh(router_flags=("--retries-worker-wait-seconds", "60")) as mesh:
         options: dict[str, Any] = {
             "max_tokens": 400,
             "temperature": 1.0,

@@ -31,7 +31,7 @@ async def two_engines(mesh: Mesh) -> None:
     await mesh.start_tokenizer()
     for name in NAMES:
         await mesh.start_engine(*SIMULATED, "--worker", name, "--grace-seconds", "3")
-    await mesh.start_router(*PATIENT, "--policy", "round_robin")
+    await mesh.start_router(*PATIENT, "--placement-policy", "round_robin")
     await mesh.ready(workers=2, tokenizers=1)
 
 

@@ -31,7 +31,7 @@ ENGINE = (*SIMULATED, *BYTES)
 PROMPTS = [f"stream {number}" for number in range(STREAMS)]
 STOP_TEXT = "never generated"
 
-WAITING = ("--tokenizer-recovery-seconds", "3600")
+WAITING = ("--retries-tokenizer-wait-seconds", "3600")
 """Router flags: sequences wait indefinitely for a tokenizer."""
 
 
@@ -79,7 +79,7 @@ async def test_killed_tokenizer_moves_its_decode_states() -> None:
 
 async def test_killed_tokenizer_moves_its_encode_jobs() -> None:
     """Texts are on either tokenizer or in its queue."""
-    flags = ("--encodes-per-tokenizer", "3")
+    flags = ("--encoding-max-per-tokenizer", "3")
     async with running_mesh(tokenizers=2, engine_flags=ENGINE, router_flags=flags) as mesh:
         long_prompts = [f"{number} " + "word and another word " * 4000 for number in range(8)]
         expected = contents(await mesh.client.complete(long_prompts, max_tokens=4))
@@ -119,7 +119,7 @@ async def restart(mesh: Mesh) -> None:
 
 
 async def test_killed_only_tokenizer_fails_streams_with_text_only() -> None:
-    flags = ("--tokenizer-recovery-seconds", "0.5")
+    flags = ("--retries-tokenizer-wait-seconds", "0.5")
     async with running_mesh(engine_flags=ENGINE, router_flags=flags) as mesh:
         readers = await opened(mesh)
         ids_only = mesh.open([PROMPTS[0]], max_tokens=TOKENS, text=False)
@@ -156,7 +156,7 @@ async def test_draining_tokenizer_fails_nothing() -> None:
 
 async def test_frozen_tokenizer_moves_its_decode_states() -> None:
     """Detected by unanswered messages, long before the link counts as silent."""
-    flags = ("--silence-seconds", "3600")
+    flags = ("--deadlines-silence-seconds", "3600")
     async with running_mesh(tokenizers=2, engine_flags=ENGINE, router_flags=flags) as mesh:
         expected = await undisturbed(mesh)
         readers = await opened(mesh)
@@ -169,7 +169,7 @@ async def test_frozen_tokenizer_moves_its_decode_states() -> None:
 
 
 async def test_frozen_tokenizer_moves_its_encode_jobs() -> None:
-    flags = ("--silence-seconds", "3600")
+    flags = ("--deadlines-silence-seconds", "3600")
     async with running_mesh(tokenizers=2, engine_flags=ENGINE, router_flags=flags) as mesh:
         os.kill(mesh.tokenizers[0].pid, signal.SIGSTOP)
         asked = [mesh.client.complete([prompt], max_tokens=3) for prompt in PROMPTS]

@@ -213,7 +213,7 @@ def test_the_address_for_clients_is_told_from_that_for_admins(router: str) -> No
     assert result.returncode == 1
     (line,) = result.stderr.splitlines()
     assert router in line
-    assert "router.admin_port" in line
+    assert "router.admin.port" in line
 
 
 async def test_a_token_is_shown_from_a_file_or_the_environment(tmp_path: Path) -> None:

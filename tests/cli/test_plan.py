@@ -41,7 +41,7 @@ def test_a_command_line_runs_the_service_with_this_python() -> None:
         "--host": "127.0.0.1",
         "--stop-on-stdin-eof": "true",
         "--grace-seconds": "30.0",
-        "--policy": "round_robin",
+        "--placement-policy": "round_robin",
         "--tokenizers": "t:1,t:2",
         "--engines": "e:1",
         "--port": "8001",
@@ -128,6 +128,11 @@ def test_the_environment_may_name_the_models_and_the_file(
     ("content", "variable", "complaint"),
     [
         ("router: {port: 1}", "", r"router\.port of the configuration file .* set mesh\.port"),
+        (
+            "router: {http: {port: none}}",
+            "",
+            r"router\.http\.port of the configuration file .* set mesh\.http_port",
+        ),
         ("engine: {worker: w}", "", r"engine\.worker of the configuration file .* leave it out"),
         ("", "TRTMESH_TOKENIZER_GRACE_SECONDS", "TOKENIZER_GRACE_SECONDS .* mesh.grace_seconds"),
     ],
@@ -156,8 +161,9 @@ def test_every_setting_that_the_stack_gives_is_one_that_it_refuses(service: str)
     _, _, _, *flags = process.command(process.ports)
     given = {flag.removeprefix("--").replace("-", "_") for flag in flags[::2]} - {"model_dir"}
     for name in given:
-        with pytest.raises(SettingsError, match=f"{service}.{name}"):
-            refuse_overruled({service: {name: 1}}, {})
+        variable = f"TRTMESH_{service}_{name}".upper()
+        with pytest.raises(SettingsError, match=variable):
+            refuse_overruled({}, {variable: "1"})
 
 
 def test_defaults_of_a_command_yield_to_whatever_is_said(

@@ -13,10 +13,10 @@ from trtmesh.router.doors.triton.answers import Answers, PlainText
 from trtmesh.router.doors.triton.calls import read_call
 from trtmesh.router.doors.triton.grpc.responses import ResponseWriter
 from trtmesh.router.doors.triton.models import triton_models
+from trtmesh.router.doors.triton.settings import TritonSettings
 from trtmesh.router.doors.triton.templates.generation import GenerationTemplate
 from trtmesh.router.doors.triton.templates.template import Call, Model
 from trtmesh.router.doors.triton.tensors import Output, text_data
-from trtmesh.router.settings import TritonSettings
 from trtmesh.router.streams.client_stream import Waiting, WaitingEvent, WaitingTokens
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb

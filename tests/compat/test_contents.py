@@ -11,7 +11,7 @@ from tritonclient.grpc import service_pb2 as kserve
 from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.router.doors.triton.calls import read_call
 from trtmesh.router.doors.triton.models import triton_models
-from trtmesh.router.settings import TritonSettings
+from trtmesh.router.doors.triton.settings import TritonSettings
 
 ENSEMBLE = triton_models(TritonSettings())["ensemble"]
 RAW = {

@@ -18,8 +18,8 @@ from trtmesh.chassis.errors import InvalidRequest, TrtmeshError
 from trtmesh.router.doors.triton.answers import Answer, Answers
 from trtmesh.router.doors.triton.calls import read_call
 from trtmesh.router.doors.triton.models import triton_models
+from trtmesh.router.doors.triton.settings import TritonSettings
 from trtmesh.router.doors.triton.templates.generation import GenerationTemplate
-from trtmesh.router.settings import TritonSettings
 from trtmesh.router.streams.client_stream import WaitingEvent, WaitingTokens
 from trtmesh.v1 import router_pb2 as router_pb
 
@@ -221,9 +221,9 @@ async def test_a_timeout_cuts_no_message(triton: Triton) -> None:
 
 async def test_a_full_queue_is_said_as_triton_says_it() -> None:
     limits = (
-        "--max-running-items",
+        "--admission-max-running-items",
         "1",
-        "--max-queued-items",
+        "--admission-max-queued-items",
         "1",
         "--triton-decoupled",
         "ensemble",

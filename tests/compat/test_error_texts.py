@@ -13,8 +13,8 @@ from compat.triton import Triton
 from e2e.mesh import Mesh, running_mesh
 from trtmesh.chassis.errors import InvalidField, QueueFull
 from trtmesh.router.doors.triton.models import triton_models
+from trtmesh.router.doors.triton.settings import TritonSettings
 from trtmesh.router.doors.triton.templates.template import Call
-from trtmesh.router.settings import TritonSettings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

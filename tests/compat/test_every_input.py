@@ -20,7 +20,7 @@ from recording_backend import INFO, RecordingBackend
 from tokenizers import Tokenizer
 from trtmesh.chassis.vocabulary import GenerationConfig, Image, Tensor, TokenRangeRetention
 from trtmesh.router.doors.triton.models import triton_models
-from trtmesh.router.settings import TritonSettings
+from trtmesh.router.doors.triton.settings import TritonSettings
 from trtmesh.v1 import generation_pb2 as pb
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -114,7 +114,7 @@ async def test_a_body_that_does_not_come() -> None:
         head = HEAD + b"Content-Length: 100\r\nConnection: close\r\n\r\n"
         answer = await raw(http, head, b"{")
     assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
-    assert b"did not come within 1 s (http_receive_seconds)" in answer
+    assert b"did not come within 1 s (http.receive_seconds)" in answer
 
 
 async def test_a_head_without_end(http: PlainHttp) -> None:

@@ -16,7 +16,7 @@ from e2e.mesh import SIMULATED, WIDE_TOKENS, Mesh, running_mesh
 from tritonclient.utils import InferenceServerException
 from trtmesh.cli.triton_requests import TritonModel
 from trtmesh.router.doors.triton.models import describe_config, triton_models
-from trtmesh.router.settings import TritonSettings
+from trtmesh.router.doors.triton.settings import TritonSettings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

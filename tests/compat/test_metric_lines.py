@@ -29,13 +29,13 @@ from trtmesh.router.doors.triton.metrics import (
     number,
 )
 from trtmesh.router.doors.triton.models import triton_models
+from trtmesh.router.doors.triton.settings import TritonSettings
 from trtmesh.router.doors.triton.statistics import (
     FAILURE_REASONS,
     Lengths,
     Statistics,
     failure_reason,
 )
-from trtmesh.router.settings import TritonSettings
 
 BUSY = EngineFigures(
     max_batch_size=16,

@@ -11,10 +11,10 @@ from tritonclient.grpc import service_pb2 as kserve
 from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.router.doors.triton.calls import read_call
 from trtmesh.router.doors.triton.models import describe_config, triton_models
+from trtmesh.router.doors.triton.settings import TritonSettings
 from trtmesh.router.doors.triton.templates.put import parse_words
 from trtmesh.router.doors.triton.templates.tokenization import format_words
 from trtmesh.router.doors.triton.tensors import InputTensor
-from trtmesh.router.settings import TritonSettings
 
 TEXT = """
 text_input* BYTES 1            decoder_text_input BYTES 1     max_tokens* INT32 1

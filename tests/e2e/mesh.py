@@ -49,8 +49,10 @@ WIDE_TOKENS = ("--simulated-first-token-id", "8", "--simulated-last-token-id", "
 ENDLESS = 20_000
 """Tokens of a request to be stopped: more than a test can wait for."""
 
-PATIENT = ("--stall-seconds", "60", "--accepted-seconds", "60", "--next-token-seconds", "60",
-           "--sibling-wait-seconds", "60")  # fmt: skip
+PATIENT = (
+    *("--deadlines-stall-seconds", "60", "--deadlines-accepted-seconds", "60"),
+    *("--deadlines-next-token-seconds", "60", "--siblings-wait-seconds", "60"),
+)
 """Router flags for tests without frozen workers: a slow moment neither moves items nor excludes the worker."""
 
 BUSY_GAUGES = (

@@ -42,7 +42,7 @@ async def test_broken_backend_moves_its_items(tmp_path: Path) -> None:
         await mesh.start_tokenizer()
         for flag in flags:
             await mesh.start_engine(*TORCH, "--worker", flag.name, env=faulty(flag))
-        await mesh.start_router(*PATIENT, "--policy", "round_robin")
+        await mesh.start_router(*PATIENT, "--placement-policy", "round_robin")
         await mesh.ready(workers=2, tokenizers=1)
 
     async with running_mesh(start=start) as mesh:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 BLOCK = 32
 """Tokens of a block of the simulated backend."""
-FLAGS = (*PATIENT, "--policy", "prefix_aware")
+FLAGS = (*PATIENT, "--placement-policy", "prefix_aware")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -12,6 +12,7 @@ from router.scripted import (
     READY,
     RouterClient,
     ScriptedEngine,
+    merged,
     serving_engine,
     serving_router,
     until_states,
@@ -48,7 +49,7 @@ async def scene(
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(serving_engine(engine))]
         tokenizers = [await stack.enter_async_context(serving_tokenizer(tokenizer))]
-        settings.setdefault("worker_recovery_seconds", 0.2)
+        settings = merged({"retries": {"worker_wait_seconds": 0.2}}, settings)
         client = await stack.enter_async_context(serving_router(engines, tokenizers, **settings))
         await until_states(client, [admin_pb.WorkerState.ValueType(workers)], [READY])
         scene = Scene(engine, tokenizer, client)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeAlias
 
@@ -176,14 +176,21 @@ class RouterClient(Client):
         return await self.admin.list_workers()
 
 
+def merged(defaults: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, with the defaults for what they leave out of each group."""
+    groups = {name: {**group, **settings.get(name, {})} for name, group in defaults.items()}
+    return {**settings, **groups}
+
+
 @asynccontextmanager
 async def serving_router(
     engines: Sequence[str], tokenizers: Sequence[str] = (), **settings: Any
 ) -> AsyncIterator[RouterClient]:
     """A router in this process; yields a client of it."""
     runtime = Runtime()
-    settings = {"engines": tuple(engines), "tokenizers": tuple(tokenizers), **settings}
-    router = Router(RouterSettings(admin_port=0, http_port=None, **settings), runtime)
+    own = {"admin": {"port": 0}, "http": {"port": None}}
+    settings = {"engines": tuple(engines), "tokenizers": tuple(tokenizers)} | merged(own, settings)
+    router = Router(RouterSettings.model_validate(settings), runtime)
     runtime.health = Health(router.service_names)
     server = GrpcServer(MESSAGE_BYTES)
     await runtime.health.register(server)

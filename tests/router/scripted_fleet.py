@@ -14,6 +14,7 @@ from router.scripted import (
     RouterClient,
     ScriptedEngine,
     eventually,
+    merged,
     serving_engine,
     serving_router,
     until_states,
@@ -29,6 +30,8 @@ FIELDS = [
     "stopping.max_tokens", "sampling.seed", "sampling.temperature", "sampling.num_return_sequences",
     "output.log_probs", "output.prompt_log_probs",
 ]  # fmt: skip
+
+DEFAULTS = {"retries": {"worker_wait_seconds": 0.3}, "deadlines": {"stall_seconds": 60}}
 
 
 class Fleet:
@@ -106,7 +109,7 @@ async def fleet(*engines: ScriptedEngine, **settings: Any) -> AsyncIterator[Flee
     )
     async with AsyncExitStack() as stack:
         addresses = [await stack.enter_async_context(serving_engine(e)) for e in engines]
-        settings = {"worker_recovery_seconds": 0.3, "stall_seconds": 60} | settings
+        settings = merged(DEFAULTS, settings)
         client = await stack.enter_async_context(serving_router(addresses, **settings))
         await until_states(client, [READY] * len(engines), [])
         fleet = Fleet(engines, client)

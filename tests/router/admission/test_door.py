@@ -43,7 +43,7 @@ def call(client: RouterClient, ids: list[int], **options: Any) -> asyncio.Task[A
 
 
 async def test_items_beyond_the_limit_wait_by_priority_and_the_queue_is_bounded() -> None:
-    async with door(max_running_items=1, max_queued_items=2) as (engine, client):
+    async with door(admission={"max_running_items": 1, "max_queued_items": 2}) as (engine, client):
         running = call(client, [1])
         await engine.submitted()
         waiting = [call(client, [2], priority=0)]
@@ -63,7 +63,7 @@ async def test_items_beyond_the_limit_wait_by_priority_and_the_queue_is_bounded(
 
 
 async def test_an_item_that_waited_too_long_says_so() -> None:
-    async with door(max_running_items=1, queue_seconds=0.01) as (engine, client):
+    async with door(admission={"max_running_items": 1, "queue_seconds": 0.01}) as (engine, client):
         running = call(client, [1])
         await engine.submitted()
         (item,) = await call(client, [2])
@@ -74,13 +74,13 @@ async def test_an_item_that_waited_too_long_says_so() -> None:
 
 
 async def test_a_request_that_never_fits_is_refused_for_good() -> None:
-    async with door(max_running_items=1, max_queued_items=2) as (_, client):
+    async with door(admission={"max_running_items": 1, "max_queued_items": 2}) as (_, client):
         with pytest.raises(InvalidField, match="items has 4 prompts but model m takes at most 3"):
             await client.complete([[1]] * 4, text=False, max_tokens=9)
 
 
 async def test_tokens_are_taken_with_each_step() -> None:
-    async with door(key_tokens_per_second=1e-6, key_burst_tokens=10) as (engine, client):
+    async with door(rate_limit={"tokens_per_second": 1e-6, "burst_tokens": 10}) as (engine, client):
         streaming = call(client, [1] * 5)
         (submit,) = await engine.submitted()
         second = call(client, [2])
@@ -96,7 +96,7 @@ async def test_tokens_are_taken_with_each_step() -> None:
 
 async def test_a_key_without_tokens_left_is_refused_with_a_hint() -> None:
     async with (
-        door(key_tokens_per_second=1.0, key_burst_tokens=10) as (engine, client),
+        door(rate_limit={"tokens_per_second": 1.0, "burst_tokens": 10}) as (engine, client),
         grpc.aio.insecure_channel(client.address) as channel,
     ):
         stub = router_pb2_grpc.MeshServiceStub(channel)

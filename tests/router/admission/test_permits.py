@@ -14,7 +14,14 @@ from trtmesh.router.admission import Admission, AdmissionLimits, Permit
 def admission(
     running: int = 2, queued: int = 3, items: int = 100, seconds: float = 60.0
 ) -> Admission:
-    return Admission(AdmissionLimits(items, running, queued, seconds))
+    return Admission(
+        AdmissionLimits(
+            max_items=items,
+            max_running_items=running,
+            max_queued_items=queued,
+            queue_seconds=seconds,
+        )
+    )
 
 
 @settings(deadline=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from trtmesh.chassis.errors import RateLimited
-from trtmesh.router.admission import Bucket, RateLimiter, key_name
+from trtmesh.router.admission import Bucket, RateLimit, RateLimiter, key_name
 from trtmesh.router.admission.rate_limit import ANONYMOUS, MOST_KEYS
 from trtmesh.router.streams.sequence import Charge
 
@@ -16,7 +16,7 @@ def bucket_of(limiter: RateLimiter, key: str = "k") -> Bucket:
 
 
 def test_a_key_that_used_up_its_tokens_waits_until_they_came_again() -> None:
-    limiter = RateLimiter(100.0, 1000)
+    limiter = RateLimiter(RateLimit(tokens_per_second=100.0, burst_tokens=1000))
     bucket = bucket_of(limiter)
     bucket.check(0.0)
     bucket.spend(1500, 0.0)
@@ -30,7 +30,7 @@ def test_a_key_that_used_up_its_tokens_waits_until_they_came_again() -> None:
 
 
 def test_a_bucket_holds_no_more_than_a_burst() -> None:
-    bucket = bucket_of(RateLimiter(100.0, 1000))
+    bucket = bucket_of(RateLimiter(RateLimit(tokens_per_second=100.0, burst_tokens=1000)))
     bucket.spend(1, 0.0)
     bucket.spend(1000, 3600.0)
     with pytest.raises(RateLimited):
@@ -38,7 +38,7 @@ def test_a_bucket_holds_no_more_than_a_burst() -> None:
 
 
 def test_what_goes_on_may_be_a_burst_in_debt() -> None:
-    bucket = bucket_of(RateLimiter(1.0, 10))
+    bucket = bucket_of(RateLimiter(RateLimit(tokens_per_second=1.0, burst_tokens=10)))
     bucket.spend(19, 0.0)
     bucket.check(0.0, in_debt=True)
     bucket.spend(3, 0.0)
@@ -56,7 +56,7 @@ def test_what_goes_on_may_be_a_burst_in_debt() -> None:
 def test_each_token_of_a_sequence_is_taken_once(
     received: int, lengths: list[int], taken: int
 ) -> None:
-    bucket = bucket_of(RateLimiter(1.0, 100))
+    bucket = bucket_of(RateLimiter(RateLimit(tokens_per_second=1.0, burst_tokens=100)))
     charge = Charge(bucket.spend, received)
     for length in lengths:
         charge.up_to(length, 0.0)
@@ -68,8 +68,8 @@ def test_each_token_of_a_sequence_is_taken_once(
 
 
 def test_no_rate_limits_nothing_and_keys_are_bounded() -> None:
-    assert RateLimiter(None, 1).bucket_of("k", 0.0) is None
-    limiter = RateLimiter(1.0, 10)
+    assert RateLimiter(RateLimit()).bucket_of("k", 0.0) is None
+    limiter = RateLimiter(RateLimit(tokens_per_second=1.0, burst_tokens=10))
     for number in range(MOST_KEYS + 100):
         limiter.bucket_of(str(number), 0.0)
     assert len(limiter._buckets) == MOST_KEYS

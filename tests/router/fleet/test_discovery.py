@@ -224,7 +224,9 @@ async def test_replicas_join_and_leave_a_running_router(names: Names) -> None:
         port = first.address.rpartition(":")[2]
         names.answers["engines"] = ["127.0.0.1"]
         client = await stack.enter_async_context(
-            serving_router([f"engines:{port}"], policy="round_robin", resolve_seconds=0.05)
+            serving_router(
+                [f"engines:{port}"], placement={"policy": "round_robin"}, resolve_seconds=0.05
+            )
         )
         await until_states(client, [READY], [])
         second = ("--worker", "second", "--host", "127.0.0.2", "--port", port)

@@ -67,7 +67,7 @@ async def three_items_on_one() -> AsyncIterator[Fleet]:
     async with (
         serving_engine(one) as first,
         serving_engine(two) as second,
-        serving_router([first], stall_seconds=60) as client,
+        serving_router([first], deadlines={"stall_seconds": 60}) as client,
     ):
         await until_states(client, [READY], [])
         asked = asyncio.create_task(client.complete([[5], [6], [7]], max_tokens=9, text=False))

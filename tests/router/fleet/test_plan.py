@@ -9,10 +9,10 @@ from trtmesh.chassis.vocabulary import Lora
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.plan import Plan
 from trtmesh.router.fleet.worker import Worker
-from trtmesh.router.kv_index import KvIndex, PromptBlocks
+from trtmesh.router.kv_index import PromptBlocks
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement import WHOLE, Capability, PlacementQuery
-from trtmesh.router.placement.decision_log import DecisionLog
+from trtmesh.router.placement.settings import PlacementSettings
 from trtmesh.router.values.adapter import Adapter
 from trtmesh.v1 import engine_pb2 as pb
 
@@ -23,7 +23,7 @@ QUERY = PlacementQuery("m", prompt_tokens=100, sequences=2)
 
 def fleet_of(*roles: pb.WorkerRole.ValueType) -> tuple[Fleet, list[Worker]]:
     """A fleet of ready workers, one of each role."""
-    fleet = Fleet("least_loaded", RouterMetrics(), DecisionLog(10), KvIndex(100))
+    fleet = Fleet(PlacementSettings(policy="least_loaded"), RouterMetrics())
     workers = [link(f"127.0.0.1:{port}") for port in range(1, len(roles) + 1)]
     for worker, role in zip(workers, roles, strict=True):
         worker._on_welcome(pb.GetEngineResponse(model="m", role=role))

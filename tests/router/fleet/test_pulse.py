@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from hypothesis import given
 from hypothesis import strategies as st
-from trtmesh.router.fleet.pulse import TICK_SECONDS, Deadlines, Pulse
+from trtmesh.router.fleet.pulse import TICK_SECONDS, Pulse
+from trtmesh.router.links.deadlines import Deadlines
 from trtmesh.v1 import engine_pb2 as pb
 
 DEADLINES = Deadlines(stall_seconds=1.0, accepted_seconds=0.5, next_token_seconds=2.0)

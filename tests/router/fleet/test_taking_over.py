@@ -132,7 +132,7 @@ async def door(**settings: Any) -> AsyncIterator[Door]:
 
 
 async def test_a_call_goes_on_where_another_one_is_not_admitted() -> None:
-    async with door(max_running_items=1, max_queued_items=1) as router:
+    async with door(admission={"max_running_items": 1, "max_queued_items": 1}) as router:
         request = router.request("r")
         live = router.generate(request)
         await router.engine.submitted()
@@ -149,11 +149,8 @@ async def test_a_call_goes_on_where_another_one_is_not_admitted() -> None:
 
 async def test_a_call_takes_the_place_of_one_that_is_live_where_nothing_is_left() -> None:
     async with door(
-        max_running_items=1,
-        max_queued_items=1,
-        max_items=2,
-        key_tokens_per_second=1e-6,
-        key_burst_tokens=1,
+        admission={"max_running_items": 1, "max_queued_items": 1, "max_items": 2},
+        rate_limit={"tokens_per_second": 1e-6, "burst_tokens": 1},
     ) as router:
         request = router.request("r")
         live = router.generate(request)
@@ -176,7 +173,7 @@ async def test_a_call_takes_the_place_of_one_that_is_live_where_nothing_is_left(
 
 
 async def test_of_several_calls_that_take_over_the_last_one_has_the_request() -> None:
-    async with door(max_running_items=1, max_queued_items=3) as router:
+    async with door(admission={"max_running_items": 1, "max_queued_items": 3}) as router:
         request = router.request("r")
         live = router.generate(request)
         await router.engine.submitted()
@@ -230,7 +227,7 @@ async def test_a_client_that_leaves_while_it_takes_over_leaves_nothing(
 
 
 async def test_what_a_client_has_costs_it_nothing_again() -> None:
-    async with door(key_tokens_per_second=1e-6, key_burst_tokens=10) as router:
+    async with door(rate_limit={"tokens_per_second": 1e-6, "burst_tokens": 10}) as router:
         for number in range(9):
             request = router.request(f"r{number}", prompt_tokens=50)
             going_on = router.resume(request, token_ids=[7] * 20)

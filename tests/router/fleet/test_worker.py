@@ -5,11 +5,11 @@ from __future__ import annotations
 from trtmesh.router.fleet import worker
 from trtmesh.router.fleet.facts import Facts
 from trtmesh.router.fleet.fleet import Fleet
-from trtmesh.router.fleet.pulse import Deadlines
 from trtmesh.router.kv_index import KvIndex
-from trtmesh.router.links.replica import LEAVING, LinkSettings
+from trtmesh.router.links.deadlines import Deadlines
+from trtmesh.router.links.replica import LEAVING
 from trtmesh.router.metrics import RouterMetrics
-from trtmesh.router.placement.decision_log import DecisionLog
+from trtmesh.router.placement.settings import PlacementSettings
 from trtmesh.v1 import engine_pb2 as pb
 
 
@@ -19,7 +19,7 @@ def link(address: str = "127.0.0.1:1") -> worker.Worker:
 
     return worker.Worker(
         address,
-        settings=LinkSettings(max_message_bytes=2**20, silence_seconds=10.0),
+        max_message_bytes=2**20,
         router_name="router",
         tokenizers_known=known,
         fingerprint_of=lambda _: "",
@@ -39,7 +39,7 @@ async def test_a_role_without_handoff_is_refused() -> None:
 
 async def test_one_that_joins_where_another_left_is_seen() -> None:
     """No placement looks in between, so both are told of at once, in whatever order."""
-    fleet = Fleet("round_robin", RouterMetrics(), DecisionLog(10), KvIndex(100))
+    fleet = Fleet(PlacementSettings(policy="round_robin"), RouterMetrics())
     addresses = [f"127.0.0.1:{port}" for port in range(1, 33)]
     for address in addresses:
         fleet.join(link(address))

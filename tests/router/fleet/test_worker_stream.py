@@ -122,7 +122,7 @@ async def test_oversized_item_fails_alone() -> None:
 
 
 async def test_items_beyond_the_limit_are_refused_at_once() -> None:
-    async with scene(max_items=5) as on:
+    async with scene(admission={"max_items": 5}) as on:
         asked = [on.ask("a", "b", max_tokens=1, request_id=f"r{index}") for index in range(8)]
         submits = await on.engine.submitted(4)
         results = {index: request for index, request in enumerate(asked) if request.done()}

@@ -47,7 +47,9 @@ async def rests(on: Fleet, engine: ScriptedEngine) -> str:
 async def test_one_that_takes_items_and_gives_no_token_gets_none_for_a_while(
     long_rest: None,
 ) -> None:
-    async with fleet(first_token_seconds=0.3, policy="round_robin") as on:
+    async with fleet(
+        deadlines={"first_token_seconds": 0.3}, placement={"policy": "round_robin"}
+    ) as on:
         on.start([5])
         sick = await on.first()
         well = on.other(sick)
@@ -68,7 +70,7 @@ async def test_one_that_takes_items_and_gives_no_token_gets_none_for_a_while(
 
 
 async def test_one_that_freezes_again_and_again_gets_none_for_a_while(long_rest: None) -> None:
-    async with fleet(stall_seconds=0.5, policy="round_robin") as on:
+    async with fleet(deadlines={"stall_seconds": 0.5}, placement={"policy": "round_robin"}) as on:
         on.start([5])
         sick = await on.first()
         on.serve(on.other(sick))
@@ -89,7 +91,7 @@ async def test_one_that_freezes_again_and_again_gets_none_for_a_while(long_rest:
 
 @pytest.mark.parametrize("generating", [True, False])
 async def test_a_queue_that_others_hold_up_is_no_fault(*, generating: bool) -> None:
-    async with fleet(started_seconds=0.5, first_token_seconds=60) as on:
+    async with fleet(deadlines={"started_seconds": 0.5, "first_token_seconds": 60}) as on:
         on.start([5])
         one = await on.first()
         await one.report(waiting_sequences=1)
@@ -142,7 +144,7 @@ async def test_where_all_rest_all_are_used_and_a_first_token_ends_it(
     monkeypatch.setattr(breaker, "INCIDENT_SECONDS", 0.0)
     monkeypatch.setattr(breaker, "FIRST_REST_SECONDS", rest_seconds)
     monkeypatch.setattr(breaker, "LONGEST_REST_SECONDS", rest_seconds)
-    async with fleet(policy="round_robin") as on:
+    async with fleet(placement={"policy": "round_robin"}) as on:
         for number in range(6):
             asked = on.ask([5])
             await on.submitted(number + 1)

@@ -43,7 +43,9 @@ async def told(on: Fleet, engine: ScriptedEngine, **load: float) -> None:
 
 
 async def test_load_reports_count() -> None:
-    async with fleet(policy="least_loaded", next_token_seconds=3600) as on:
+    async with fleet(
+        placement={"policy": "least_loaded"}, deadlines={"next_token_seconds": 3600}
+    ) as on:
         busy, idle = on.engines
         await told(on, busy, running_sequences=5)
         for number in range(4):
@@ -55,7 +57,7 @@ async def test_load_reports_count() -> None:
 
 
 async def test_rates_that_were_learned_are_used() -> None:
-    async with fleet(*engines("one"), next_token_seconds=3600) as on:
+    async with fleet(*engines("one"), deadlines={"next_token_seconds": 3600}) as on:
         (engine,) = on.engines
         on.serve(engine)
         for number in range(1, LOOKS):
@@ -72,7 +74,9 @@ async def test_rates_that_were_learned_are_used() -> None:
 async def test_a_worker_that_joins_again_starts_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as long_ago:
         long_ago.setattr(load_guard.LoadGuard, "joined", lambda *_: None)
-        async with fleet(policy="least_loaded", next_token_seconds=3600) as on:
+        async with fleet(
+            placement={"policy": "least_loaded"}, deadlines={"next_token_seconds": 3600}
+        ) as on:
             long_ago.undo()
             monkeypatch.setattr(load_guard, "SLOW_START_SECONDS", 3600.0)
             one, two = on.engines
@@ -90,9 +94,8 @@ async def test_a_worker_that_joins_again_starts_slowly(monkeypatch: pytest.Monke
 async def test_siblings_beyond_the_cap_avoid_the_worker_of_those_before() -> None:
     async with fleet(
         *engines("one", "two", tokens_per_block=4),
-        policy="prefix_aware",
-        siblings_together=2,
-        sibling_wait_seconds=60,
+        placement={"policy": "prefix_aware"},
+        siblings={"max_together": 2, "wait_seconds": 60},
     ) as on:
         on.start(*([*[5] * 12, tail] for tail in range(4)), request_id="r")
         # The second and the fourth wait for those before them.
@@ -109,7 +112,9 @@ async def test_siblings_beyond_the_cap_avoid_the_worker_of_those_before() -> Non
 
 async def test_what_was_just_sent_counts_as_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recent, "LIFE_SECONDS", 3600.0)
-    async with fleet(*engines("one", "two", tokens_per_block=4), policy="prefix_aware") as on:
+    async with fleet(
+        *engines("one", "two", tokens_per_block=4), placement={"policy": "prefix_aware"}
+    ) as on:
         on.start([5] * 9, request_id="before")
         home = await on.first()
         on.start([5] * 9, request_id="after")
@@ -147,7 +152,7 @@ async def expected_tokens(on: Fleet, request_id: str, model: str, **options: Any
 async def test_the_length_of_sequences_is_learned_for_each_model() -> None:
     one, two = engines("one", model="m")[0], engines("two", model="n")[0]
     pair = {"num_return_sequences": 2, "temperature": 1.0, "seed": 1}
-    async with fleet(one, two, policy="power_of_two") as on:
+    async with fleet(one, two, placement={"policy": "power_of_two"}) as on:
         asked = on.ask([5], model="m", max_tokens=1000, **pair)
         (submit,) = await one.submitted()
         first, second = submit.handle, submit.handle + 1

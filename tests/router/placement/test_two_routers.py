@@ -33,7 +33,11 @@ async def test_a_new_prefix_goes_to_the_same_worker(monkeypatch: pytest.MonkeyPa
         routers = []
         for _ in range(2):
             router = await stack.enter_async_context(
-                serving_router(addresses, policy="prefix_aware", next_token_seconds=3600)
+                serving_router(
+                    addresses,
+                    placement={"policy": "prefix_aware"},
+                    deadlines={"next_token_seconds": 3600},
+                )
             )
             await until_states(router, [READY] * len(engines), [])
             routers.append(router)

@@ -220,7 +220,7 @@ def test_a_file_that_cannot_be_written_is_a_wrong_setting(
         flags = ("--port", "0", "--engines", "127.0.0.1:1", "--record-file", str(file))
         assert run(RouterSettings, Router, flags) == 2
         (line,) = capfd.readouterr().err.splitlines()
-        assert "router.record_file" in line
+        assert "router.record.file" in line
         assert str(file) in line
 
 
@@ -237,7 +237,7 @@ async def test_a_router_records_what_can_be_replayed(tmp_path: Path) -> None:
     engine = ScriptedEngine(supported_fields=["stopping.max_tokens"], tokens_per_block=4)
     async with (
         serving_engine(engine) as address,
-        serving_router([address], policy="auto", record_file=file) as client,
+        serving_router([address], placement={"policy": "auto"}, record={"file": file}) as client,
     ):
         await until_states(client, [READY], [])
         ids = list(range(1, 11))
@@ -258,10 +258,10 @@ async def test_a_router_records_what_can_be_replayed(tmp_path: Path) -> None:
 async def test_items_that_no_worker_took_are_recorded_too(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     engine = ScriptedEngine(supported_fields=["stopping.max_tokens"])
-    limits: dict[str, Any] = {"max_running_items": 1, "max_queued_items": 1, "queue_seconds": 0.05}
+    limits = {"max_running_items": 1, "max_queued_items": 1, "queue_seconds": 0.05}
     async with (
         serving_engine(engine) as address,
-        serving_router([address], record_file=file, **limits) as client,
+        serving_router([address], record={"file": file}, admission=limits) as client,
     ):
         await until_states(client, [READY], [])
         options: dict[str, Any] = {"text": False, "max_tokens": 9}

@@ -252,7 +252,7 @@ async def test_a_stop_ends_an_item_that_waits_for_another_worker() -> None:
         connection = await stack.enter_async_context(AsyncExitStack())
         address = await connection.enter_async_context(serving_engine(worker))
         client = await stack.enter_async_context(
-            serving_router([address], worker_recovery_seconds=recovery)
+            serving_router([address], retries={"worker_wait_seconds": recovery})
         )
         await until_states(client, [READY], [])
         asked = Asked(client, items=1)

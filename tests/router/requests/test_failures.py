@@ -52,7 +52,9 @@ async def test_an_item_with_tokens_resumes_only_on_workers_that_resume_exactly()
     inexact.refusal = exact.refusal = "not yet"
     async with AsyncExitStack() as stack:
         addresses = [await stack.enter_async_context(serving_engine(e)) for e in engines]
-        client = await stack.enter_async_context(serving_router(addresses, stall_seconds=60))
+        client = await stack.enter_async_context(
+            serving_router(addresses, deadlines={"stall_seconds": 60})
+        )
         await until_states(client, [READY, REFUSED, REFUSED], [])
         on = Fleet(engines, client)
         asked = on.ask([5], request_id="r", temperature=1.0, seed=3)
@@ -111,7 +113,7 @@ async def test_sequences_of_an_item_go_on_one_by_one_and_those_that_ended_stay_e
 
 
 async def test_a_worker_that_wakes_up_again_repeats_nothing() -> None:
-    async with fleet(stall_seconds=0.5) as on:
+    async with fleet(deadlines={"stall_seconds": 0.5}) as on:
         asked = on.ask([5])
         one = await on.first()
         handle = one.submits[0].handle
@@ -135,7 +137,7 @@ async def test_a_worker_that_wakes_up_again_repeats_nothing() -> None:
 
 async def test_items_stay_on_a_silent_worker_where_there_is_no_other() -> None:
     engine = ScriptedEngine(supported_fields=FIELDS)
-    async with fleet(engine, stall_seconds=0.5) as on:
+    async with fleet(engine, deadlines={"stall_seconds": 0.5}) as on:
         asked = on.ask([5])
         (submit,) = await engine.submitted()
         engine.reporting = False
@@ -151,7 +153,9 @@ async def test_items_leave_a_silent_worker_as_soon_as_there_is_another() -> None
     two.refusal = "not yet"
     async with AsyncExitStack() as stack:
         addresses = [await stack.enter_async_context(serving_engine(e)) for e in (one, two)]
-        client = await stack.enter_async_context(serving_router(addresses, stall_seconds=0.5))
+        client = await stack.enter_async_context(
+            serving_router(addresses, deadlines={"stall_seconds": 0.5})
+        )
         await until_states(client, [READY, admin_pb.WORKER_STATE_REFUSED], [])
         on = Fleet((one, two), client)
         asked = on.ask([5])
@@ -165,7 +169,7 @@ async def test_items_leave_a_silent_worker_as_soon_as_there_is_another() -> None
 
 
 async def test_an_item_leaves_a_silent_worker_for_one_that_was_lost_with_it_before() -> None:
-    async with fleet(silence_seconds=3600, stall_seconds=0.5) as on:
+    async with fleet(deadlines={"silence_seconds": 3600, "stall_seconds": 0.5}) as on:
         asked = on.ask([5])
         one = await on.first()
         await one.hang_up()
@@ -181,7 +185,7 @@ async def test_an_item_leaves_a_silent_worker_for_one_that_was_lost_with_it_befo
 
 
 async def test_reports_without_steps_do_not_keep_an_item_waiting() -> None:
-    async with fleet(next_token_seconds=0.3) as on:
+    async with fleet(deadlines={"next_token_seconds": 0.3}) as on:
         on.start([5])
         one = await on.first()
         await one.report(step_count=4, running_sequences=1)
@@ -191,7 +195,7 @@ async def test_reports_without_steps_do_not_keep_an_item_waiting() -> None:
 
 
 async def test_an_item_that_is_not_read_goes_elsewhere() -> None:
-    async with fleet(accepted_seconds=0.3) as on:
+    async with fleet(deadlines={"accepted_seconds": 0.3}) as on:
         for engine in on.engines:
             await engine.report(received_items=0)
         on.start([5])
@@ -201,7 +205,9 @@ async def test_an_item_that_is_not_read_goes_elsewhere() -> None:
 
 
 async def test_a_sequence_that_starves_goes_elsewhere_alone() -> None:
-    async with fleet(first_token_seconds=1.0, policy="round_robin") as on:
+    async with fleet(
+        deadlines={"first_token_seconds": 1.0}, placement={"policy": "round_robin"}
+    ) as on:
         on.start([5], [6], [7], max_tokens=1000)
         await on.submitted(3)
         one = next(engine for engine in on.engines if len(engine.submits) == 2)
@@ -216,7 +222,7 @@ async def test_a_sequence_that_starves_goes_elsewhere_alone() -> None:
 
 
 async def test_one_that_waits_in_a_queue_goes_elsewhere() -> None:
-    async with fleet(started_seconds=0.3, first_token_seconds=60) as on:
+    async with fleet(deadlines={"started_seconds": 0.3, "first_token_seconds": 60}) as on:
         on.start([5])
         one = await on.first()
         await one.report(waiting_sequences=1, step_count=0)
@@ -240,7 +246,7 @@ async def test_back_pressure_sends_an_item_on_until_all_are_full() -> None:
 
 
 async def test_an_item_waits_while_workers_that_drain_are_all_there_is() -> None:
-    async with fleet(worker_recovery_seconds=30) as on:
+    async with fleet(retries={"worker_wait_seconds": 30}) as on:
         asked = on.ask([5])
         one = await on.first()
         await one.step(ends=[refusal(one.submits[0].handle, Draining("draining"))])
@@ -254,7 +260,7 @@ async def test_an_item_waits_while_workers_that_drain_are_all_there_is() -> None
 
 
 async def test_an_item_in_the_middle_waits_where_all_are_full() -> None:
-    async with fleet(worker_recovery_seconds=30) as on:
+    async with fleet(retries={"worker_wait_seconds": 30}) as on:
         asked = on.ask([5])
         one = await on.first()
         await one.step((one.submits[0].handle, 0, [7]))
@@ -269,7 +275,7 @@ async def test_an_item_in_the_middle_waits_where_all_are_full() -> None:
 
 
 async def test_an_item_that_breaks_every_worker_is_given_up() -> None:
-    async with fleet(max_attempts=3, worker_recovery_seconds=30) as on:
+    async with fleet(retries={"max_attempts": 3, "worker_wait_seconds": 30}) as on:
         asked = on.ask([5])
         for count in range(1, 4):
             await on.submitted(count)

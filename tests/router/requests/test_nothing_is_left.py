@@ -39,7 +39,7 @@ async def test_however_a_request_ends() -> None:
     async with (
         serving_engine(engine) as address,
         serving_tokenizer(tokenizer) as decoder,
-        serving_router([address], [decoder], worker_recovery_seconds=20) as client,
+        serving_router([address], [decoder], retries={"worker_wait_seconds": 20}) as client,
     ):
         await until_states(client, [READY], [READY])
 

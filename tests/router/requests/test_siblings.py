@@ -28,7 +28,7 @@ def found(seat: Seat | None) -> Seat:
 
 
 async def test_the_first_leads_and_those_after_it_follow_up_to_the_cap() -> None:
-    siblings = Siblings(SiblingRules(most_together=3, wait_seconds=60))
+    siblings = Siblings(SiblingRules(max_together=3, wait_seconds=60))
     guard = LoadGuard(lambda: None)
     assert siblings.find(blocks(1, 0)) is None
     leader = found(siblings.lead(blocks(1, 0)))
@@ -51,7 +51,7 @@ async def test_the_first_leads_and_those_after_it_follow_up_to_the_cap() -> None
 
 async def test_a_leader_that_is_lost_or_never_sent_frees_its_followers() -> None:
     for end in ("lost", "closed"):
-        siblings = Siblings(SiblingRules(most_together=9, wait_seconds=60))
+        siblings = Siblings(SiblingRules(max_together=9, wait_seconds=60))
         leader = found(siblings.lead(blocks(1, 0)))
         follower = found(siblings.find(blocks(1, 1)))
         if end == "lost":
@@ -64,13 +64,13 @@ async def test_a_leader_that_is_lost_or_never_sent_frees_its_followers() -> None
 
 
 async def test_a_follower_does_not_wait_for_ever() -> None:
-    siblings = Siblings(SiblingRules(most_together=9, wait_seconds=0.01))
+    siblings = Siblings(SiblingRules(max_together=9, wait_seconds=0.01))
     siblings.lead(blocks(1, 0))
     await found(siblings.find(blocks(1, 1))).wait()
 
 
 async def test_short_prompts_have_no_siblings() -> None:
-    siblings = Siblings(SiblingRules(most_together=9, wait_seconds=60))
+    siblings = Siblings(SiblingRules(max_together=9, wait_seconds=60))
     assert siblings.lead([7]) is None
     assert siblings.find([7]) is None
 
@@ -84,7 +84,9 @@ async def test_siblings_of_a_request_go_to_one_worker_one_after_another() -> Non
     async with (
         serving_engine(engines[0]) as first,
         serving_engine(engines[1]) as second,
-        serving_router([first, second], policy="auto", sibling_wait_seconds=60) as client,
+        serving_router(
+            [first, second], placement={"policy": "auto"}, siblings={"wait_seconds": 60}
+        ) as client,
     ):
         await until_states(client, [READY, READY], [])
         prompts = [[*prefix, tail] for tail in range(3)]

@@ -13,6 +13,7 @@ from router.scripted import (
     READY,
     ScriptedEngine,
     eventually,
+    merged,
     serving_engine,
     serving_router,
     until_states,
@@ -42,7 +43,7 @@ async def unread_search(**settings: Any) -> AsyncIterator[tuple[ScriptedEngine, 
     request = router_pb2.GenerateRequest(
         request_id="search", items=[router_pb2.GenerateItem(prompt=prompt)], config=config
     )
-    settings.setdefault("client_stall_seconds", 3600)
+    settings = merged({"client": {"stall_seconds": 3600}}, settings)
     async with serving_engine(engine) as address, serving_router([address], **settings) as client:
         await until_states(client, [READY], [])
         async with grpc.aio.insecure_channel(client.address, options=FIXED_WINDOW) as channel:
@@ -62,7 +63,7 @@ async def rewrite(engine: ScriptedEngine, number: int) -> None:
 
 async def test_what_waits_is_replaced_and_the_search_is_not_moved() -> None:
     # What waits is two beams at most, a third of what would end the request, however often they are rewritten.
-    async with unread_search(client_buffer_tokens=8_000) as (engine, call):
+    async with unread_search(client={"buffer_tokens": 8_000}) as (engine, call):
         for number in range(REWRITES):
             await rewrite(engine, number)
         handle = engine.submits[0].handle
@@ -89,7 +90,7 @@ async def test_what_waits_is_replaced_and_the_search_is_not_moved() -> None:
 
 
 async def test_more_than_sixteen_credits_end_the_request() -> None:
-    async with unread_search(client_buffer_tokens=1_000) as (engine, call):
+    async with unread_search(client={"buffer_tokens": 1_000}) as (engine, call):
         number = 0
         while not engine.stops:
             await rewrite(engine, number := number + 1)

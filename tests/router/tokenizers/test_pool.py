@@ -19,7 +19,7 @@ from trtmesh.chassis.errors import (
     TokenizerLost,
 )
 from trtmesh.client import FinishReason
-from trtmesh.router.links.replica import LinkSettings
+from trtmesh.router.links.deadlines import Deadlines, Retries
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.tokenizers.decoding import TextOptions
 from trtmesh.router.tokenizers.pool import EncodeLimits, TokenizerPool
@@ -102,7 +102,7 @@ async def test_tokenizer_with_an_incomplete_answer_counts_as_lost() -> None:
 
 async def test_losses_with_progress_between_them_are_not_counted_together() -> None:
     tokenizer = ScriptedTokenizer()
-    async with scene(tokenizer=tokenizer, max_attempts=2) as on:
+    async with scene(tokenizer=tokenizer, retries={"max_attempts": 2}) as on:
         asked = on.ask("a", max_tokens=9)
         (submit,) = await on.engine.submitted()
 
@@ -126,7 +126,7 @@ def times_asked(tokenizer: ScriptedTokenizer, token_id: int) -> int:
 
 async def test_jobs_queue_behind_a_full_tokenizer_and_a_full_queue_refuses() -> None:
     tokenizer = ScriptedTokenizer()
-    async with scene(tokenizer=tokenizer, encodes_per_tokenizer=1, max_queued_encodes=3) as on:
+    async with scene(tokenizer=tokenizer, encoding={"max_per_tokenizer": 1, "max_queued": 3}) as on:
         tokenizer.answering.clear()
         asked = on.ask("a", "b", "c", "d", max_tokens=1, request_id="first")
         await eventually(lambda: tokenizer.encodes)
@@ -151,7 +151,9 @@ async def test_jobs_queue_behind_a_full_tokenizer_and_a_full_queue_refuses() -> 
 
 async def test_queued_job_times_out() -> None:
     tokenizer = ScriptedTokenizer()
-    async with scene(tokenizer=tokenizer, encodes_per_tokenizer=1, queue_seconds=0.05) as on:
+    async with scene(
+        tokenizer=tokenizer, encoding={"max_per_tokenizer": 1, "queue_seconds": 0.05}
+    ) as on:
         tokenizer.answering.clear()
         first = on.ask("a", max_tokens=1)
         await eventually(lambda: tokenizer.encodes)
@@ -163,7 +165,9 @@ async def test_queued_job_times_out() -> None:
 
 async def test_jobs_of_a_lost_tokenizer_are_encoded_by_the_next() -> None:
     tokenizer = ScriptedTokenizer()
-    async with scene(tokenizer=tokenizer, encodes_per_tokenizer=1, queue_seconds=60) as on:
+    async with scene(
+        tokenizer=tokenizer, encoding={"max_per_tokenizer": 1, "queue_seconds": 60}
+    ) as on:
         tokenizer.answering.clear()
         asked = on.ask("a", "b", "c", max_tokens=1)
         await eventually(lambda: tokenizer.encodes)
@@ -195,14 +199,15 @@ async def pool_of(
     *tokenizers: ScriptedTokenizer, recovery_seconds: float = 0.0
 ) -> AsyncIterator[TokenizerPool]:
     """A pool connected to tokenizers."""
-    limits = EncodeLimits(outstanding=4, queued=8, queue_seconds=1.0)
-    pool = TokenizerPool(recovery_seconds, limits, 2, RouterMetrics())
+    limits = EncodeLimits(max_per_tokenizer=4, max_queued=8, queue_seconds=1.0)
+    retries = Retries(max_attempts=2, tokenizer_wait_seconds=recovery_seconds)
+    pool = TokenizerPool(limits, retries, RouterMetrics())
     async with AsyncExitStack() as stack:
         links = []
         for tokenizer in tokenizers:
             address = await stack.enter_async_context(serving_tokenizer(tokenizer))
-            settings = LinkSettings(max_message_bytes=2**20, silence_seconds=10.0)
-            link = Tokenizer(address, settings=settings, decode_seconds=10.0, pool=pool)
+            deadlines = Deadlines(decode_seconds=10.0)
+            link = Tokenizer(address, deadlines=deadlines, max_message_bytes=2**20, pool=pool)
             pool.tokenizers[address] = link
             links.append(asyncio.create_task(link.run()))
         await eventually(lambda: all(link.ready for link in pool.tokenizers.values()))

@@ -1,24 +1,37 @@
 """Settings of a process: flags over environment over YAML file over defaults, read once at start.
 
-A settings class is a frozen pydantic model, nested at will. The leaf `torch.kv_cache_tokens` of the section `engine`
-is the flag `--torch-kv-cache-tokens`, the variable `TRTMESH_ENGINE_TORCH_KV_CACHE_TOKENS` and, in the file,
-`engine: {torch: {kv_cache_tokens: ...}}`. The layers are merged here and not by pydantic-settings because an error
-must name the source that a value came from, which that library forgets when it merges.
+A settings class is a frozen pydantic model of groups, each a frozen model that the code it configures is given whole.
+The leaf `torch.kv_cache.tokens` of the section `engine` is the flag `--torch-kv-cache-tokens`, the variable
+`TRTMESH_ENGINE_TORCH_KV_CACHE_TOKENS` and, in the file, `engine: {torch: {kv_cache: {tokens: ...}}}`. The layers are
+merged here, not by pydantic-settings: an error must name the source of a value, and that library loses it on merging.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from inspect import getdoc
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, Union, get_args, get_origin
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NoReturn,
+    TypeGuard,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+)
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import core_schema
 from trtmesh.chassis.config_file import SECTIONS, read_config_file, suggestion
 from trtmesh.chassis.errors import SettingsError
 
@@ -26,29 +39,36 @@ LeafPath = tuple[str, ...]
 
 
 def split_commas(value: object) -> object:
-    """A text as the list of its parts; anything else as it is."""
+    """Splits a text into a list; anything else stays as it is."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     return value
 
 
 CommaList = Annotated[tuple[str, ...], BeforeValidator(split_commas)]
-"""A list that a flag or a variable gives separated by commas."""
+"""A list; comma-separated in a flag or a variable."""
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 """A TCP port; 0 lets the operating system choose."""
 
 
 def none_word(value: object) -> object:
-    """None for the word `none`, which is how a flag or a variable takes a default away."""
+    """Turns the word `none`, which unsets a default in a flag or a variable, into None."""
     return None if isinstance(value, str) and value.strip().lower() == "none" else value
 
 
 OptionalPort = Annotated[Port | None, BeforeValidator(none_word)]
-"""A TCP port, or None; a flag or a variable says `none`."""
+"""A TCP port, or None; `none` in a flag or a variable."""
 
-Policy = Literal["round_robin", "least_loaded", "power_of_two", "prefix_aware", "auto"]
-"""How a router chooses a worker; here because a stack takes the setting too."""
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """Limits a text to some words, as a Literal would, where a table names them."""
+
+    words: tuple[str, ...]
+
+    def __get_pydantic_core_schema__(self, _source: object, _handler: object) -> Any:
+        return core_schema.literal_schema([*self.words])
 
 
 class Settings(BaseModel):
@@ -58,9 +78,11 @@ class Settings(BaseModel):
 
 
 class ServiceSettings(Settings):
-    """What every service process can be told."""
+    """Settings of every service process."""
 
     section: ClassVar[str]
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Dotted names of the past, each with the name, or the names, separated by spaces, that replaced it."""
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 listens on all."""
@@ -69,15 +91,15 @@ class ServiceSettings(Settings):
     metrics_port: OptionalPort = None
     """Port of the Prometheus endpoint; unset or `none` serves no metrics."""
     grace_seconds: Annotated[float, Field(ge=0, le=86400)] = 30.0
-    """How long in-flight work may go on after the first SIGTERM or SIGINT."""
+    """Time for in-flight work to finish after the first SIGTERM or SIGINT."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level that is logged."""
     log_format: Literal["text", "json"] = "text"
     """Form of a log line, on standard error."""
     max_message_bytes: Annotated[int, Field(ge=1024, le=2**31 - 1)] = 64 * 2**20
-    """Largest message that is received or sent."""
+    """Largest gRPC message, sent or received."""
     stop_on_stdin_eof: bool = False
-    """Whether the end of standard input stops the process, so that it does not outlive its parent."""
+    """Whether to stop at the end of standard input, so that the process does not outlive its parent."""
 
 
 S = TypeVar("S", bound=ServiceSettings)
@@ -97,7 +119,7 @@ def load_settings(
     argv: Sequence[str],
     environ: Mapping[str, str] | None = None,
 ) -> S:
-    """The settings of one process. Raises SettingsError that names the field, the source and the value."""
+    """Reads the settings of one process. Raises SettingsError that names the field, the source and the value."""
     leaves = dict(iterate_leaves(cls))
     environ = os.environ if environ is None else environ
     flags, config_file = _flag_layer(cls, leaves, argv)
@@ -108,21 +130,34 @@ def load_settings(
     return _validate(cls, layers)
 
 
-def iterate_leaves(
+def iterate_groups(
     model: type[BaseModel], prefix: LeafPath = ()
-) -> Iterator[tuple[LeafPath, FieldInfo]]:
-    """Every field of `model` that is not itself a settings model, by path."""
+) -> Iterator[tuple[LeafPath, type[BaseModel]]]:
+    """Yields `model` and every settings model nested in it, by path."""
+    yield prefix, model
     for name, info in model.model_fields.items():
-        kind = info.annotation
-        if isinstance(kind, type) and issubclass(kind, Settings):
-            yield from iterate_leaves(kind, (*prefix, name))
-        else:
-            yield (*prefix, name), info
+        if _is_group(kind := info.annotation):
+            yield from iterate_groups(kind, (*prefix, name))
+
+
+def iterate_leaves(model: type[BaseModel]) -> Iterator[tuple[LeafPath, FieldInfo]]:
+    """Yields every field of `model` and its groups that is not itself a group, by path."""
+    for path, group in iterate_groups(model):
+        yield from (((*path, name), info) for name, info in leaves_of(group))
+
+
+def leaves_of(group: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
+    """Yields the fields of one group, without the groups nested in it."""
+    return ((n, info) for n, info in group.model_fields.items() if not _is_group(info.annotation))
+
+
+def _is_group(kind: object) -> TypeGuard[type[Settings]]:
+    return isinstance(kind, type) and issubclass(kind, Settings)
 
 
 def help_of(info: FieldInfo) -> str:
-    """What `--help` says of a field: its description, the words that it may be where they are given, its default."""
-    words = _words(info.annotation)
+    """Describes a field: its meaning, its words if it is limited to some, its default."""
+    words = allowed_words(info)
     notes = [f"one of {', '.join(words)}"] if words else []
     default = None if info.is_required() else info.get_default(call_default_factory=True)
     if default not in (None, "", (), {}):
@@ -131,13 +166,17 @@ def help_of(info: FieldInfo) -> str:
     return f"{text} ({'; '.join(notes)})" if notes else text
 
 
-def _words(kind: object) -> list[str]:
-    """The values of a Literal, or of one that may be unset."""
-    if get_origin(kind) is Literal:
+def allowed_words(kind: object) -> list[str]:
+    """Lists the values of a Literal or a OneOf, also where None is one more."""
+    if isinstance(kind, OneOf):
+        return [*kind.words]
+    if isinstance(kind, FieldInfo):
+        parts: Sequence[object] = (kind.annotation, *kind.metadata)
+    elif get_origin(kind) is Literal:
         return [str(word) for word in get_args(kind)]
-    if get_origin(kind) in (Union, UnionType):
-        return [word for part in get_args(kind) for word in _words(part)]
-    return []
+    else:
+        parts = get_args(kind) if get_origin(kind) in (Union, UnionType, Annotated) else ()
+    return [word for part in parts for word in allowed_words(part)]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -148,19 +187,27 @@ class _Parser(argparse.ArgumentParser):
 def _flag_layer(
     cls: type[ServiceSettings], leaves: Mapping[LeafPath, FieldInfo], argv: Sequence[str]
 ) -> tuple[Layer, str | None]:
-    parser = _Parser(prog=f"python -m trtmesh.{cls.section}", allow_abbrev=False)
-    parser.add_argument("--config", metavar="FILE", help="YAML file with this section")
-    for path, info in leaves.items():
-        parser.add_argument(
-            _flag(path),
-            dest=".".join(path),
-            metavar="VALUE",
-            help=help_of(info).replace("%", "%%"),
-        )
-    given = vars(parser.parse_args(argv))
+    _refuse_renamed("flag", (part.partition("=")[0] for part in argv), _renamed(cls, _flag))
+    given = vars(_parser(cls).parse_args(argv))
     config_file = given.pop("config")
     values = {tuple(dest.split(".")): value for dest, value in given.items() if value is not None}
     return Layer("flag", values, {path: _flag(path) for path in leaves}), config_file
+
+
+def _parser(cls: type[ServiceSettings]) -> argparse.ArgumentParser:
+    parser = _Parser(prog=f"python -m trtmesh.{cls.section}", allow_abbrev=False)
+    parser.add_argument("--config", metavar="FILE", help="YAML file with this section")
+    for path, group in iterate_groups(cls):
+        title, meaning = ".".join(path), (getdoc(group) or "").replace("%", "%%")
+        section = parser.add_argument_group(title, meaning) if path else parser
+        for name, info in leaves_of(group):
+            section.add_argument(
+                _flag((*path, name)),
+                dest=".".join((*path, name)),
+                metavar="VALUE",
+                help=help_of(info).replace("%", "%%"),
+            )
+    return parser
 
 
 def _flag(path: LeafPath) -> str:
@@ -171,8 +218,13 @@ def _environment_layer(
     cls: type[ServiceSettings], leaves: Mapping[LeafPath, FieldInfo], environ: Mapping[str, str]
 ) -> Layer:
     prefix = f"TRTMESH_{cls.section.upper()}_"
-    names = {path: prefix + "_".join(path).upper() for path in leaves}
+
+    def variable(path: LeafPath) -> str:
+        return prefix + "_".join(path).upper()
+
+    names = {path: variable(path) for path in leaves}
     known = {name: path for path, name in names.items()}
+    _refuse_renamed("environment variable", environ, _renamed(cls, variable))
     for name, value in environ.items():
         _refuse_misspelt_section(name)
         if name.startswith(prefix) and name not in known:
@@ -184,8 +236,27 @@ def _environment_layer(
     return Layer("environment variable", values, names)
 
 
+def _renamed(
+    cls: type[ServiceSettings], spell: Callable[[LeafPath], str]
+) -> Mapping[str, Sequence[str]]:
+    """Maps the names of the past to today's, as one source spells them; a name whose spelling stays is left out."""
+    spelt = {
+        spell(tuple(old.split("."))): [spell(tuple(name.split("."))) for name in new.split()]
+        for old, new in cls.renamed.items()
+    }
+    return {old: new for old, new in spelt.items() if [old] != new}
+
+
+def _refuse_renamed(
+    source: str, given: Iterable[str], renamed: Mapping[str, Sequence[str]]
+) -> None:
+    for name in given:
+        if name in renamed:
+            raise SettingsError(f"{source} {name} is now {' and '.join(renamed[name])}")
+
+
 def _refuse_misspelt_section(name: str) -> None:
-    """A variable that seems meant for a service; other services read theirs, and other programs may have any."""
+    """Refuses a variable that seems meant for a service; others may be for another service or another program."""
     start, _, rest = name.partition("_")
     section = rest.partition("_")[0].lower()
     if (
@@ -201,33 +272,30 @@ def _refuse_misspelt_section(name: str) -> None:
 def _file_layer(
     cls: type[ServiceSettings], leaves: Mapping[LeafPath, FieldInfo], file: Path
 ) -> Layer:
-    values: dict[LeafPath, object] = {}
-    _collect(
-        read_config_file(file).get(cls.section, {}), (), leaves, values, f"{file}: {cls.section}"
-    )
-    names = {path: f"{file}: {'.'.join((cls.section, *path))}" for path in leaves}
-    return Layer("file", values, names)
+    def dotted(path: LeafPath) -> str:
+        return ".".join((cls.section, *path))
+
+    names = {path: f"{file}: {dotted(path)}" for path in leaves}
+    given = dict(_flatten(read_config_file(file).get(cls.section, {}), (), leaves))
+    _refuse_renamed(f"file {file}:", map(dotted, given), _renamed(cls, dotted))
+    for path in [path for path in given if path not in leaves]:
+        known = [".".join(leaf) for leaf in leaves]
+        raise SettingsError(
+            f"{file}: {dotted(path)} = {given[path]!r} is no setting{suggestion('.'.join(path), known)}"
+        )
+    return Layer("file", given, names)
 
 
-def _collect(
-    section: Mapping[str, object],
-    prefix: LeafPath,
-    leaves: Mapping[LeafPath, FieldInfo],
-    values: dict[LeafPath, object],
-    where: str,
-) -> None:
+def _flatten(
+    section: Mapping[str, object], prefix: LeafPath, leaves: Mapping[LeafPath, FieldInfo]
+) -> Iterator[tuple[LeafPath, object]]:
+    """Yields the values of a section by path; a mapping is a value unless its path is a group's."""
     for name, value in section.items():
         path = (*prefix, str(name))
-        if path in leaves:
-            values[path] = value
-        elif isinstance(value, dict) and any(leaf[: len(path)] == path for leaf in leaves):
-            _collect(value, path, leaves, values, where)
+        if isinstance(value, dict) and any(leaf[: len(path)] == path != leaf for leaf in leaves):
+            yield from _flatten(value, path, leaves)
         else:
-            known = {".".join(leaf) for leaf in leaves}
-            dotted = ".".join(path)
-            raise SettingsError(
-                f"{where}.{dotted} = {value!r} is no setting{suggestion(dotted, known)}"
-            )
+            yield path, value
 
 
 def _validate(cls: type[S], layers: Sequence[Layer]) -> S:

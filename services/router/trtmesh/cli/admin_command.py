@@ -73,7 +73,7 @@ async def _connected(
             raise
         raise UnsupportedCall(
             f"{address} does not serve this: {error}; --admin must name the admin address of a router"
-            " (router.admin_port), which is not the one for clients"
+            " (router.admin.port), which is not the one for clients"
         ) from error
 
 

@@ -15,12 +15,12 @@ from pydantic import Field
 from trtmesh.chassis.settings import (
     CommaList,
     OptionalPort,
-    Policy,
     Port,
     ServiceSettings,
     help_of,
     load_settings,
 )
+from trtmesh.router.placement.settings import PolicyName
 
 Replicas = Annotated[int, Field(ge=1, le=64)]
 
@@ -58,7 +58,7 @@ class MeshSettings(ServiceSettings):
     """Port of the first engine, the next ones following; 0 takes free ones."""
     tokenizer_port: Port = 0
     """Port of the first tokenizer, the next ones following; 0 takes free ones."""
-    policy: Policy | None = None
+    policy: PolicyName | None = None
     """Placement policy; unset leaves it to the router's own settings."""
     log_dir: Path | None = None
     """Directory for one log file a process; unset logs to standard error."""

@@ -1,4 +1,4 @@
-"""Settings of the services that the stack gives its processes itself, so that others would be given in vain."""
+"""Settings of the services in the sources that a stack shares with them, and those that the stack sets itself."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _GIVEN: Mapping[str, Mapping[str, str]] = {
         **_COMMON,
         "host": "mesh.host",
         "port": "mesh.port",
-        "admin_port": "mesh.admin_port",
-        "http_port": "mesh.http_port",
+        "admin.port": "mesh.admin_port",
+        "http.port": "mesh.http_port",
         "tokenizers": "mesh.tokenizers, their number",
         "engines": "mesh.engines, their number",
     },
 }
-"""What to set in the place of each; for some there is nothing."""
+"""The setting of the stack that replaces each; some have none."""
 
 
 def refuse_overruled(sections: Sections, environ: Mapping[str, str]) -> None:
-    """Raises SettingsError for a setting of a service that the stack would overrule without a word."""
+    """Raises SettingsError for a setting of a service that the stack would overrule silently."""
     for service, names in _GIVEN.items():
         for name, instead in names.items():
             for source in _sources(service, name, sections, environ):
@@ -40,15 +40,36 @@ def refuse_overruled(sections: Sections, environ: Mapping[str, str]) -> None:
 
 
 def has_own(service: str, name: str, sections: Sections, environ: Mapping[str, str]) -> bool:
-    """Whether the file or a variable gives a service that setting."""
+    """Whether a variable or the file sets a service's setting, by its dotted name."""
     return any(_sources(service, name, sections, environ))
+
+
+def own_value(
+    service: str, name: str, sections: Sections, environ: Mapping[str, str]
+) -> object | None:
+    """Returns the value of a service's setting from a variable or the file; None if neither sets it."""
+    group, leaf = _place(service, name, sections)
+    return environ.get(_variable(service, name)) or group.get(leaf)
 
 
 def _sources(
     service: str, name: str, sections: Sections, environ: Mapping[str, str]
 ) -> Iterator[str]:
-    variable = f"TRTMESH_{service}_{name}".upper()
-    if variable in environ:
+    if (variable := _variable(service, name)) in environ:
         yield f"environment variable {variable}"
-    if name in sections.get(service, {}):
+    group, leaf = _place(service, name, sections)
+    if leaf in group:
         yield f"{service}.{name} of the configuration file"
+
+
+def _variable(service: str, name: str) -> str:
+    return f"TRTMESH_{service}_{name}".replace(".", "_").upper()
+
+
+def _place(service: str, name: str, sections: Sections) -> tuple[Mapping[str, object], str]:
+    """Returns the group of the file that may hold a setting, empty if there is none, and the setting's name in it."""
+    group: object = sections.get(service)
+    *groups, leaf = name.split(".")
+    for part in groups:
+        group = group.get(part) if isinstance(group, Mapping) else None
+    return (group if isinstance(group, Mapping) else {}), leaf

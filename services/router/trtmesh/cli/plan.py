@@ -13,7 +13,7 @@ from trtmesh.chassis.config_file import read_config_file
 from trtmesh.chassis.cores import physical_cores
 from trtmesh.chassis.errors import ModelUnusable, SettingsError
 from trtmesh.cli.mesh_settings import MeshSettings
-from trtmesh.cli.overruled import has_own, refuse_overruled
+from trtmesh.cli.overruled import has_own, own_value, refuse_overruled
 
 LOOPBACK = "127.0.0.1"
 ROUTER_PORTS = ("port", "http_port", "metrics_port", "admin_port")
@@ -83,7 +83,7 @@ class Plan:
 
     def routers(self, tokenizers: Iterable[str], engines: Iterable[str]) -> list[ProcessPlan]:
         settings = self._settings
-        policy = ("--policy", settings.policy) if settings.policy else ()
+        policy = ("--placement-policy", settings.policy) if settings.policy else ()
         peers = ("--tokenizers", ",".join(tokenizers), "--engines", ",".join(engines))
         return [
             ProcessPlan(
@@ -104,10 +104,7 @@ class Plan:
 
     def admin_token(self) -> AdminToken | None:
         """What the routers ask admins for. Raises SettingsError."""
-        name = "admin_token_file"
-        file = os.environ.get(f"TRTMESH_ROUTER_{name.upper()}") or self._sections.get(
-            "router", {}
-        ).get(name)
+        file = own_value("router", "admin.token_file", self._sections, os.environ)
         return read_admin_token(Path(str(file)) if file else None, os.environ)
 
     def _router_ports(self) -> Mapping[str, int | None]:

@@ -26,7 +26,7 @@ def _finite(value: float) -> float:
 
 
 def replay(
-    file: Annotated[Path, typer.Argument(help="A router's record_file, or a Mooncake trace.")],
+    file: Annotated[Path, typer.Argument(help="A router's record.file, or a Mooncake trace.")],
     policy: Annotated[
         list[str] | None,
         typer.Option(help="Policy to try; give it several times. Without it all are tried."),

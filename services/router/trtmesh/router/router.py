@@ -10,9 +10,8 @@ from contextlib import suppress
 from contextvars import Context
 
 import grpc
-from trtmesh.chassis.admin_token import read_admin_token
 from trtmesh.chassis.service import Runtime
-from trtmesh.router.admission import Admission, AdmissionLimits, RateLimiter
+from trtmesh.router.admission import Admission, RateLimiter
 from trtmesh.router.doors.admin.door import AdminDoor
 from trtmesh.router.doors.admin.service import RouterAdminService
 from trtmesh.router.doors.native import MeshService
@@ -21,22 +20,15 @@ from trtmesh.router.doors.triton.grpc.door import SERVICE_NAME
 from trtmesh.router.fleet.discovery import Discovery, check_entries
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.membership import Membership
-from trtmesh.router.fleet.pulse import Deadlines
 from trtmesh.router.fleet.worker import Worker
-from trtmesh.router.kv_index import KvIndex
-from trtmesh.router.links.replica import LinkSettings, Replica
+from trtmesh.router.links.replica import Replica
 from trtmesh.router.metrics import RouterMetrics
-from trtmesh.router.placement.decision_log import DecisionLog
 from trtmesh.router.replay import Recorder
-from trtmesh.router.requests.attempts import Retry
 from trtmesh.router.requests.context import Mesh
 from trtmesh.router.requests.requests import Requests
-from trtmesh.router.requests.siblings import SiblingRules
 from trtmesh.router.settings import RouterSettings
-from trtmesh.router.streams.client_stream import Credit
-from trtmesh.router.streams.pace import PaceRules
 from trtmesh.router.streams.turns import Turns
-from trtmesh.router.tokenizers.pool import EncodeLimits, TokenizerPool
+from trtmesh.router.tokenizers.pool import TokenizerPool
 from trtmesh.router.tokenizers.tokenizer import Tokenizer
 from trtmesh.v1 import router_pb2_grpc
 
@@ -58,66 +50,34 @@ class Router:
         self._name = f"{socket.gethostname()}-{os.getpid()}"
         self._metrics = RouterMetrics()
         self._turns = Turns()
-        self._fleet = Fleet(
-            settings.policy,
-            self._metrics,
-            DecisionLog(settings.explained_decisions),
-            KvIndex(settings.kv_index_blocks),
-        )
+        self._fleet = Fleet(settings.placement, self._metrics)
         self._tokenizers = TokenizerPool(
-            settings.tokenizer_recovery_seconds,
-            EncodeLimits(
-                settings.encodes_per_tokenizer, settings.max_queued_encodes, settings.queue_seconds
-            ),
-            settings.max_attempts,
-            self._metrics,
-            expected=bool(settings.tokenizers),
+            settings.encoding, settings.retries, self._metrics, expected=bool(settings.tokenizers)
         )
-        self._admission = Admission(
-            AdmissionLimits(
-                settings.max_items,
-                settings.max_running_items,
-                settings.max_queued_items,
-                settings.queue_seconds,
-            )
-        )
-        rate_limiter = RateLimiter(settings.key_tokens_per_second, settings.key_burst_tokens)
-        retry = Retry(settings.max_attempts, settings.worker_recovery_seconds)
+        self._admission = Admission(settings.admission)
         self._recorder = (
-            Recorder(settings.record_file, settings.record_max_bytes)
-            if settings.record_file
+            Recorder(settings.record.file, settings.record.max_bytes)
+            if settings.record.file
             else None
         )
-        siblings = SiblingRules(settings.siblings_together, settings.sibling_wait_seconds)
         mesh = Mesh(
             self._fleet,
             self._tokenizers,
             self._admission,
-            rate_limiter,
+            RateLimiter(settings.rate_limit),
             self._metrics,
             self._turns,
-            retry,
-            siblings,
+            settings.retries,
+            settings.siblings,
             self._recorder,
         )
-        credit = Credit(settings.client_buffer_tokens, settings.client_buffer_bytes)
-        pace = PaceRules(credit, settings.client_at_limit, settings.client_stall_seconds)
-        self._requests = Requests(mesh, pace)
-        self._deadlines = Deadlines(
-            stall_seconds=settings.stall_seconds,
-            accepted_seconds=settings.accepted_seconds,
-            started_seconds=settings.started_seconds,
-            first_token_seconds=settings.first_token_seconds,
-            next_token_seconds=settings.next_token_seconds,
-        )
-        self._link_settings = LinkSettings(settings.max_message_bytes, settings.silence_seconds)
-        self._decode_seconds = settings.decode_seconds
+        self._requests = Requests(mesh, settings.client)
         self._links: dict[Replica, asyncio.Task[None]] = {}
         self._keepers: list[asyncio.Task[None]] = []
         self._members = Membership(self._fleet, self._make_worker, self._link)
         self._admin_door = AdminDoor(
             RouterAdminService(self._fleet, self._members, self._tokenizers, self._requests),
-            read_admin_token(settings.admin_token_file, os.environ),
+            settings.admin,
             settings.max_message_bytes,
         )
         self._triton = self._triton_front() if settings.triton.enabled else None
@@ -127,18 +87,18 @@ class Router:
             runtime.registry.register(self._recorder)
 
     def register(self, server: grpc.aio.Server) -> None:
-        settings = self._settings
-        mesh_service = MeshService(self._requests, self._metrics, settings.max_items_per_request)
+        mesh_service = MeshService(self._requests, self._metrics)
         router_pb2_grpc.add_MeshServiceServicer_to_server(mesh_service, server)
-        self._runtime.addresses["admin_address"] = self._admin_door.listen(
-            settings.admin_host, settings.admin_port
-        )
+        self._runtime.addresses["admin_address"] = self._admin_door.listen()
         if self._triton is not None:
             self._triton.register(server)
 
     def _triton_front(self) -> TritonFront:
         return TritonFront(
-            self._settings,
+            self._settings.triton,
+            self._settings.http,
+            self._settings.host,
+            self._settings.max_message_bytes,
             self._runtime,
             self._fleet,
             self._tokenizers,
@@ -190,8 +150,8 @@ class Router:
             return
         tokenizer = Tokenizer(
             address,
-            settings=self._link_settings,
-            decode_seconds=self._decode_seconds,
+            deadlines=self._settings.deadlines,
+            max_message_bytes=self._settings.max_message_bytes,
             pool=self._tokenizers,
         )
         self._tokenizers.tokenizers[address] = tokenizer
@@ -204,12 +164,12 @@ class Router:
     def _make_worker(self, address: str) -> Worker:
         return Worker(
             address,
-            settings=self._link_settings,
+            deadlines=self._settings.deadlines,
+            max_message_bytes=self._settings.max_message_bytes,
             router_name=self._name,
             tokenizers_known=self._tokenizers.known,
             fingerprint_of=self._tokenizers.fingerprint_of,
             metrics=self._metrics,
-            deadlines=self._deadlines,
             kv_index=self._fleet.kv_index,
             on_change=self._fleet.changed,
             on_touch=self._fleet.touch,

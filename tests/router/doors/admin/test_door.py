@@ -62,7 +62,7 @@ async def every_call(admin: AdminClient) -> list[TrtmeshError]:
 async def guarded(tmp_path: Path) -> AsyncIterator[RouterClient]:
     file = tmp_path / "token"
     file.write_text(f"{SECRET}\n")
-    async with serving_router([NOBODY], admin_token_file=file) as client:
+    async with serving_router([NOBODY], admin={"token_file": file}) as client:
         yield client
 
 

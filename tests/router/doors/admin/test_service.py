@@ -27,7 +27,7 @@ async def two_workers(
     async with (
         serving_engine(engines[0]) as first,
         serving_engine(engines[1]) as second,
-        serving_router([first, second], policy=policy) as client,
+        serving_router([first, second], placement={"policy": policy}) as client,
     ):
         await until_states(client, [READY, READY], [])
         yield client, engines

@@ -219,7 +219,7 @@ def _convert_queue_policy(
             case "max_queue_size" if recipe.has_queue:
                 draft.carry(subject, (*TORCH, "max_queue_size"), value)
             case "default_timeout_microseconds" if recipe.has_queue:
-                draft.carry(subject, ("router", "queue_seconds"), value / 1e6)
+                draft.carry(subject, ("router", "admission", "queue_seconds"), value / 1e6)
             case "max_queue_size":
                 draft.replace(
                     subject, "tokenizers have bounded queues: tokenizer.max_queued_encodes"

@@ -10,23 +10,31 @@ import asyncio
 import heapq
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import Annotated
 
+from pydantic import Field
 from trtmesh.chassis.errors import InvalidField, QueueFull, QueueTimeout
+from trtmesh.chassis.settings import Settings
 from trtmesh.router.placement.rates import Ewma
 
 SHORTEST_RETRY_MS, LONGEST_RETRY_MS = 100, 60_000
 UNKNOWN_RETRY_MS = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class AdmissionLimits:
-    """`max_items` counts all items of the router, the other limits the items of one model."""
+class AdmissionLimits(Settings):
+    """How many items the router takes on."""
 
-    max_items: int
-    max_running_items: int
-    max_queued_items: int
-    queue_seconds: float
+    max_items: Annotated[int, Field(ge=1, le=1_000_000)] = 8192
+    """Most live items; a request over the limit is refused with QUEUE_FULL, or with INVALID_FIELD if it alone has
+    more."""
+    max_running_items: Annotated[int, Field(ge=1, le=1_000_000)] = 8192
+    """Most running items of one model; more wait in its queue, by priority and arrival."""
+    max_queued_items: Annotated[int, Field(ge=0, le=1_000_000)] = 8192
+    """Most waiting items of one model; a request over the limit is refused with QUEUE_FULL."""
+    queue_seconds: Annotated[float, Field(gt=0, le=86400)] = 60.0
+    """Longest wait of an item in its model's queue, then QUEUE_TIMEOUT."""
+    max_items_per_request: Annotated[int, Field(ge=1, le=65536)] = 1024
+    """Most prompts of one request."""
 
 
 class Permit:
@@ -82,16 +90,16 @@ class ModelQueue:
         if items > most:
             raise InvalidField(
                 f"has {items} prompts but model {self._model} takes at most {most} at once:"
-                f" {limits.max_running_items} run (max_running_items) and {limits.max_queued_items} wait"
-                " (max_queued_items); split the request",
+                f" {limits.max_running_items} run (admission.max_running_items) and {limits.max_queued_items} wait"
+                " (admission.max_queued_items); split the request",
                 field="items",
             )
         if self.items - freed + items > most:
             raise QueueFull.of(
                 limits.max_queued_items,
                 f"model {self._model} has {self.running} items running and {self.queued} queued, {items} asked;"
-                f" {limits.max_running_items} may run (max_running_items) and {limits.max_queued_items} wait"
-                " (max_queued_items)",
+                f" {limits.max_running_items} may run (admission.max_running_items) and {limits.max_queued_items} wait"
+                " (admission.max_queued_items)",
                 retry_after_ms=self.retry_after_ms(self.items - freed + items - most),
             )
 
@@ -117,7 +125,7 @@ class ModelQueue:
                 await permit.waiter
         if not permit.running:
             raise QueueTimeout(
-                f"the item waited {self._limits.queue_seconds:g} s (queue_seconds) for one of"
+                f"the item waited {self._limits.queue_seconds:g} s (admission.queue_seconds) for one of"
                 f" {self._limits.max_running_items} places of model {self._model}; try again later",
                 retry_after_ms=self.retry_after_ms(self.queued),
             )
@@ -162,7 +170,7 @@ class Admission:
     """The permits of a router."""
 
     def __init__(self, limits: AdmissionLimits) -> None:
-        self._limits = limits
+        self.limits = limits
         self._queues: dict[str, ModelQueue] = {}
         self.live_items = 0
 
@@ -178,20 +186,20 @@ class Admission:
         """
         if model not in self._queues:
             # Bounded by the models of the workers.
-            self._queues[model] = ModelQueue(self, model, self._limits)
+            self._queues[model] = ModelQueue(self, model, self.limits)
         queue = self._queues[model]
         leaving = [permit for permit in leaving if permit.valid and permit.queue is queue]
         freed = len(leaving)
-        if items > self._limits.max_items:
+        if items > self.limits.max_items:
             raise InvalidField(
-                f"has {items} prompts but the router takes at most {self._limits.max_items} (max_items) at once;"
-                " split the request",
+                f"has {items} prompts but the router takes at most {self.limits.max_items}"
+                " (admission.max_items) at once; split the request",
                 field="items",
             )
-        if self.live_items - freed + items > self._limits.max_items:
+        if self.live_items - freed + items > self.limits.max_items:
             raise QueueFull.of(
-                self._limits.max_items,
-                f"{self.live_items} items live, {items} asked, {self._limits.max_items} allowed (max_items)",
+                self.limits.max_items,
+                f"{self.live_items} items live, {items} asked, {self.limits.max_items} allowed (admission.max_items)",
                 retry_after_ms=queue.retry_after_ms(items),
             )
         queue.check(items, freed)

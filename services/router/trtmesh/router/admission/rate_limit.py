@@ -8,13 +8,25 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from hashlib import blake2b
+from typing import Annotated
 
+from pydantic import Field
 from trtmesh.chassis.errors import RateLimited
+from trtmesh.chassis.settings import Settings
 
 MOST_KEYS = 10_000
 """Most buckets kept, by latest use; a forgotten bucket is full."""
 
 ANONYMOUS = "anonymous"
+
+
+class RateLimit(Settings):
+    """Token bucket of each API key, at this router."""
+
+    tokens_per_second: Annotated[float, Field(gt=0)] | None = None
+    """Rate at which a bucket fills; it pays for prompt and generated tokens. Unset limits nothing."""
+    burst_tokens: Annotated[int, Field(ge=1)] = 100_000
+    """Size of a bucket."""
 
 
 def key_name(metadata: dict[str, str]) -> str:
@@ -49,7 +61,7 @@ class Bucket:
         if missing >= 0:
             seconds = (1 + missing) / self._rate
             raise RateLimited(
-                f"API key {self._key} used up its {self._rate:g} tokens a second (key_tokens_per_second);"
+                f"API key {self._key} used up its {self._rate:g} tokens a second (rate_limit.tokens_per_second);"
                 f" try again in {seconds:.1f} s",
                 retry_after_ms=int(seconds * 1000) + 1,
             )
@@ -67,11 +79,11 @@ class Bucket:
 
 
 class RateLimiter:
-    """The buckets of this router. A rate of None disables the limit."""
+    """The buckets of this router."""
 
-    def __init__(self, tokens_per_second: float | None, burst_tokens: int) -> None:
-        self._rate = tokens_per_second
-        self._burst = float(burst_tokens)
+    def __init__(self, limit: RateLimit) -> None:
+        self._rate = limit.tokens_per_second
+        self._burst = float(limit.burst_tokens)
         self._buckets: OrderedDict[str, Bucket] = OrderedDict()
 
     def bucket_of(self, key: str, now: float) -> Bucket | None:

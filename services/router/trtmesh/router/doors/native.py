@@ -21,12 +21,9 @@ from trtmesh.v1 import router_pb2_grpc
 class MeshService(router_pb2_grpc.MeshServiceServicer):
     """Translates native calls into requests, and their events into responses."""
 
-    def __init__(
-        self, requests: Requests, metrics: RouterMetrics, max_items_per_request: int
-    ) -> None:
+    def __init__(self, requests: Requests, metrics: RouterMetrics) -> None:
         self._requests = requests
         self._metrics = metrics
-        self._max_items = max_items_per_request
 
     # mypy-protobuf knows only generators; a coroutine that writes is the other form that grpc.aio accepts.
     async def Generate(  # type: ignore[override]
@@ -36,7 +33,9 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
     ) -> None:
         with counted(self._metrics) as call:
             async with answering(context, request.request_id):
-                valid = parse_request(request, request_id_of(context), self._max_items)
+                valid = parse_request(
+                    request, request_id_of(context), self._requests.max_items_per_request
+                )
                 rebind_request_id(valid.request_id)
                 caller = caller_of(context)
                 opening = self._requests.open(valid, caller.remaining_seconds, caller.api_key)
@@ -54,7 +53,7 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
 
         with counted(self._metrics) as call:
             async with answering(context, request.request.request_id):
-                valid = parse_request(request.request, "", self._max_items)
+                valid = parse_request(request.request, "", self._requests.max_items_per_request)
                 received = parse_received(request, valid)
                 caller = caller_of(context)
                 opening = self._requests.resume(

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
 from trtmesh.chassis.errors import TrtmeshError
-from trtmesh.router.fleet.pulse import Deadlines
+from trtmesh.router.links.deadlines import Deadlines
 from trtmesh.router.placement.load_guard import Booking, LoadGuard
 from trtmesh.router.streams.sequence import Owner, SequenceRun, SequenceTimes
 from trtmesh.v1 import engine_pb2 as pb

@@ -28,6 +28,7 @@ from trtmesh.router.placement import (
 )
 from trtmesh.router.placement.decision_log import DecisionLog
 from trtmesh.router.placement.rates import Ewma, Typical, typical_of
+from trtmesh.router.placement.settings import PlacementSettings
 from trtmesh.router.values.adapter import Adapter
 
 UNKNOWN = Typical()
@@ -37,17 +38,15 @@ UNKNOWN = Typical()
 class Fleet:
     """All workers by address."""
 
-    def __init__(
-        self, policy: str, metrics: RouterMetrics, decisions: DecisionLog, kv_index: KvIndex
-    ) -> None:
-        self.policy = policy
+    def __init__(self, settings: PlacementSettings, metrics: RouterMetrics) -> None:
+        self.policy = settings.policy
         self.workers: dict[str, Worker] = {}
         self._snapshots: dict[str, WorkerSnapshot] = {}
         self._snapshot: tuple[WorkerSnapshot, ...] = ()
         self._touched: set[str] = set()
         """Addresses, because a worker may be replaced at its address between two placements."""
-        self.decisions = decisions
-        self.kv_index = kv_index
+        self.decisions = DecisionLog(settings.explained_decisions)
+        self.kv_index = KvIndex(settings.kv_index_blocks)
         self._metrics = metrics
         self._turn = 0
         self._typical: dict[str, Typical] = {}

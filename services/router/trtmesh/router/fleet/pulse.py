@@ -6,8 +6,8 @@ Time is counted in ticks of the router's own event loop, so that a router stalle
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
+from trtmesh.router.links.deadlines import Deadlines
 from trtmesh.v1 import engine_pb2 as pb
 
 TICK_SECONDS = 0.1
@@ -20,17 +20,6 @@ SLOWER_THAN_BEFORE = 4
 
 FADING = 0.999
 """Decay of the longest recent step per tick: half after a minute."""
-
-
-@dataclass(frozen=True, slots=True)
-class Deadlines:
-    """Time limits after which items move to another worker; documented in the router's settings."""
-
-    stall_seconds: float = 1.0
-    accepted_seconds: float = 1.0
-    started_seconds: float = 30.0
-    first_token_seconds: float = 30.0
-    next_token_seconds: float = 1.5
 
 
 class Pulse:

@@ -11,10 +11,11 @@ from trtmesh.chassis.outbox import Outbox
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.router.fleet.assignments import Assignments
 from trtmesh.router.fleet.facts import Facts, held_adapters, report_of, tokenizer_mismatch
-from trtmesh.router.fleet.pulse import TICK_SECONDS, Deadlines, Pulse
+from trtmesh.router.fleet.pulse import TICK_SECONDS, Pulse
 from trtmesh.router.fleet.steps import UNACKNOWLEDGED_STEPS, Steps
 from trtmesh.router.kv_index import KvFeed, KvIndex
-from trtmesh.router.links.replica import DRAINED, LEAVING, LinkSettings, Replica, ReplicaState
+from trtmesh.router.links.deadlines import Deadlines
+from trtmesh.router.links.replica import DRAINED, LEAVING, Replica, ReplicaState
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement import WHOLE, WorkerSnapshot
 from trtmesh.router.placement.filters import missing
@@ -46,20 +47,19 @@ class Worker(Replica):
         self,
         address: str,
         *,
-        settings: LinkSettings,
+        deadlines: Deadlines,
+        max_message_bytes: int,
         router_name: str,
         tokenizers_known: Callable[[], Awaitable[None]],
         fingerprint_of: Callable[[str], str],
         metrics: RouterMetrics,
-        deadlines: Deadlines,
         kv_index: KvIndex,
         on_change: Callable[[], None],
         on_touch: Callable[[Worker], None],
     ) -> None:
-        super().__init__(address, settings)
+        super().__init__(address, deadlines, max_message_bytes)
         self._on_change = on_change
         self._on_touch = on_touch
-        self._deadlines = deadlines
         self._pulse = Pulse(deadlines)
         self._moving: TrtmeshError | None = None
         self._evicted: TrtmeshError | None = None
@@ -155,7 +155,7 @@ class Worker(Replica):
 
         Raises InvalidRequest for an item larger than a message, which would break the stream for all others.
         """
-        size, most = command.ByteSize(), self._settings.max_message_bytes - MESSAGE_OVERHEAD_BYTES
+        size, most = command.ByteSize(), self._max_message_bytes - MESSAGE_OVERHEAD_BYTES
         if size > most:
             raise InvalidRequest(
                 f"the item takes {size} bytes on its way to worker {self.name} but may have at most {most}"

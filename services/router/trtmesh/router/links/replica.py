@@ -6,7 +6,6 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -17,6 +16,7 @@ from trtmesh.chassis.errors import Mismatch, TrtmeshError, Unavailable
 from trtmesh.chassis.grpc.client import ClientConnection, connected
 from trtmesh.chassis.grpc.client.call import ENDED
 from trtmesh.chassis.tasks import until_first_ends
+from trtmesh.router.links.deadlines import Deadlines
 
 log = logging.getLogger(__name__)
 
@@ -29,14 +29,6 @@ DRAINED = "an admin drains it"
 
 SILENCE_CHECKS = 10
 """Checks for silence during the longest permitted silence."""
-
-
-@dataclass(frozen=True, slots=True)
-class LinkSettings:
-    """Settings of the connection to a replica."""
-
-    max_message_bytes: int
-    silence_seconds: float
 
 
 class ReplicaState(Enum):
@@ -61,13 +53,14 @@ class Replica(ABC):
     `busy` and `expecting`.
     """
 
-    def __init__(self, address: str, settings: LinkSettings) -> None:
+    def __init__(self, address: str, deadlines: Deadlines, max_message_bytes: int) -> None:
         self.address = address
         self.state = ReplicaState.CONNECTING
         self.problem = "connecting"
         self._leaving = False
         self._drained = False
-        self._settings = settings
+        self._deadlines = deadlines
+        self._max_message_bytes = max_message_bytes
         self._heard_at = 0.0
 
     @property
@@ -115,9 +108,10 @@ class Replica(ABC):
 
     async def _talk_once(self) -> None:
         state, problem = ReplicaState.CONNECTING, ENDED
-        most_bytes = self._settings.max_message_bytes
         try:
-            async with connected(self.address, most_bytes, GREETING_SECONDS) as connection:
+            async with connected(
+                self.address, self._max_message_bytes, GREETING_SECONDS
+            ) as connection:
                 await self.talk(connection)
         except Mismatch as error:
             state, problem = ReplicaState.REFUSED, error.message
@@ -152,7 +146,7 @@ class Replica(ABC):
         await until_first_ends(*halves, self._watch_silence())
 
     async def _watch_silence(self) -> None:
-        loop, longest = asyncio.get_running_loop(), self._settings.silence_seconds
+        loop, longest = asyncio.get_running_loop(), self._deadlines.silence_seconds
         while True:
             await asyncio.sleep(longest / SILENCE_CHECKS)
             if self.expecting and loop.time() - self._heard_at > longest:

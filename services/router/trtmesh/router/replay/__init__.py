@@ -1,7 +1,16 @@
 """What-if: traffic is recorded to a file, and replayed offline over a simulated fleet with the same placement code."""
 
-from trtmesh.router.replay.recorder import RecordedItem, Recorder
+from trtmesh.router.replay.recorder import RecordedItem, Recorder, RecordSettings
 from trtmesh.router.replay.simulation import FleetModel, Outcome, replay
 from trtmesh.router.replay.trace import Arrival, read_trace
 
-__all__ = ["Arrival", "FleetModel", "Outcome", "RecordedItem", "Recorder", "read_trace", "replay"]
+__all__ = [
+    "Arrival",
+    "FleetModel",
+    "Outcome",
+    "RecordSettings",
+    "RecordedItem",
+    "Recorder",
+    "read_trace",
+    "replay",
+]

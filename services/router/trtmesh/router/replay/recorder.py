@@ -10,10 +10,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
+from pydantic import Field
 from trtmesh.chassis.errors import SettingsError, TrtmeshError
+from trtmesh.chassis.settings import Settings
 from trtmesh.router.placement.decision_log import DecisionRecord
 from trtmesh.router.values.request import GenerationRequest
 
@@ -42,17 +45,23 @@ class RecordedItem:
     hashes: Sequence[int] = ()
 
 
+class RecordSettings(Settings):
+    """Recorded traffic, for `trtmesh replay`."""
+
+    file: Path | None = None
+    """File to append one line to for each item that ends; unset records nothing. Hashes of prompt blocks are written,
+    prompts are not."""
+    max_bytes: Annotated[int, Field(ge=4096)] = 256 * 2**20
+    """Size at which the file is moved to `<file>.1`, replacing it; both together take at most twice as much."""
+
+
 class Recorder(Collector):
-    """One line for each item, when it is over. At `most_bytes` the file is moved to `<file>.1`, which is replaced, so
-    that both together take at most twice as much.
+    """Writes one line for each item that ends. Raises SettingsError if the file cannot be written."""
 
-    Prompts are not written; the hashes of their blocks are. Raises SettingsError where the file cannot be written.
-    """
-
-    def __init__(self, file: Path, most_bytes: int) -> None:
+    def __init__(self, file: Path, max_bytes: int) -> None:
         _check_writable(file)
         self._file = file
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._waiting: deque[str] = deque(maxlen=MOST_WAITING)
         self._to_unix = time.time() - time.monotonic()
         self.lost = 0
@@ -130,7 +139,7 @@ class Recorder(Collector):
             self.written += len(lines)
 
     def _rotate(self) -> None:
-        if self._file.exists() and self._file.stat().st_size >= self._most_bytes:
+        if self._file.exists() and self._file.stat().st_size >= self._max_bytes:
             self._file.replace(self._file.with_name(self._file.name + ".1"))
 
 
@@ -138,10 +147,10 @@ def _check_writable(file: Path) -> None:
     """Makes the file where there is none. Raises SettingsError."""
     try:
         if file.exists() and not file.is_file():
-            raise SettingsError(f"router.record_file is {str(file)!r}, which is no regular file")
+            raise SettingsError(f"router.record.file is {str(file)!r}, which is no regular file")
         with file.open("a"):
             pass
     except OSError as error:
         raise SettingsError(
-            f"router.record_file is {str(file)!r}, which cannot be written: {error.strerror}"
+            f"router.record.file is {str(file)!r}, which cannot be written: {error.strerror}"
         ) from error

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from trtmesh.chassis.errors import NoWorker, QueueFull, TrtmeshError, WorkerLost
 
 Failures: TypeAlias = dict[str, TrtmeshError]
 """Latest error of each worker to leave out, by address."""
-
-
-@dataclass(frozen=True, slots=True)
-class Retry:
-    """Limits on an item's search for a worker."""
-
-    most_attempts: int
-    recovery_seconds: float
 
 
 class Attempts:
@@ -79,7 +70,7 @@ class Attempts:
 def too_many_losses(losses: int, error: TrtmeshError) -> WorkerLost:
     """The error of an item after its last attempt."""
     return WorkerLost(
-        f"{losses} workers in a row were lost with this item (max_attempts), the last one so: {error.message}",
+        f"{losses} workers in a row were lost with this item (retries.max_attempts), the last one so: {error.message}",
         worker=error.worker,
     )
 

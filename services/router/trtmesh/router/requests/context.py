@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from trtmesh.router.admission import Admission, Bucket, RateLimiter
 from trtmesh.router.fleet.fleet import Fleet
+from trtmesh.router.links.deadlines import Retries
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.replay import Recorder
-from trtmesh.router.requests.attempts import Retry
 from trtmesh.router.requests.siblings import SiblingRules, Siblings
 from trtmesh.router.streams.client_stream import ClientStream
 from trtmesh.router.streams.pace import Pace
@@ -28,7 +28,7 @@ class Mesh:
     rate_limiter: RateLimiter
     metrics: RouterMetrics
     turns: Turns
-    retry: Retry
+    retries: Retries
     siblings: SiblingRules
     recorder: Recorder | None = None
 

@@ -13,7 +13,7 @@ from trtmesh.router.requests.context import Mesh, RequestContext
 from trtmesh.router.requests.item import ItemRun
 from trtmesh.router.requests.siblings import Siblings
 from trtmesh.router.streams.client_stream import ClientStream
-from trtmesh.router.streams.pace import Pace, PaceRules
+from trtmesh.router.streams.pace import ClientLimits, Pace
 from trtmesh.router.values.request import GenerationRequest
 from trtmesh.router.values.resumption import Received
 from trtmesh.v1 import router_pb2 as router_pb
@@ -39,7 +39,7 @@ class LiveRequest:
         admitted: Admitted,
         received: Received,
         remaining_seconds: float | None,
-        pace: PaceRules,
+        client_limits: ClientLimits,
     ) -> None:
         now = asyncio.get_running_loop().time()
         seed = secrets.randbits(64)
@@ -47,9 +47,9 @@ class LiveRequest:
             request_id=request.request_id, model=admitted.model, seed=seed
         )
         self.client = ClientStream(
-            router_pb.GenerateEvent(accepted=accepted), mesh.turns, pace.credit
+            router_pb.GenerateEvent(accepted=accepted), mesh.turns, client_limits.credit
         )
-        self.pace = Pace(pace, self.client, mesh.metrics, self._on_pace, self.end)
+        self.pace = Pace(client_limits, self.client, mesh.metrics, self._on_pace, self.end)
         self.client.watcher = self.pace
         self.context = RequestContext(
             mesh=mesh,

@@ -37,7 +37,7 @@ class Placer:
         self._identity: Identity | None = None
         self._deadline: float | None = None
         self._first: DecisionRecord | None = None
-        self.attempts = Attempts(context.mesh.retry.most_attempts)
+        self.attempts = Attempts(context.mesh.retries.max_attempts)
 
     @property
     def began(self) -> bool:
@@ -88,7 +88,7 @@ class Placer:
     ) -> TrtmeshError | None:
         """Waits for a reason to try again, or for `news` of the item; returns the error once the wait is futile."""
         now = asyncio.get_running_loop().time()
-        self._deadline = self._deadline or now + self._context.mesh.retry.recovery_seconds
+        self._deadline = self._deadline or now + self._context.mesh.retries.worker_wait_seconds
         seconds_left = self._deadline - now
         full = self.attempts.full
         if full is not None and not generated:

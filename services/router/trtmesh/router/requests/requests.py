@@ -19,7 +19,7 @@ from trtmesh.router.admission import Permit
 from trtmesh.router.admission.rate_limit import ANONYMOUS
 from trtmesh.router.requests.context import Mesh
 from trtmesh.router.requests.live_request import Admitted, LiveRequest
-from trtmesh.router.streams.pace import PaceRules
+from trtmesh.router.streams.pace import ClientLimits
 from trtmesh.router.values.request import GenerationRequest
 from trtmesh.router.values.resumption import NOTHING, Received
 
@@ -27,13 +27,17 @@ from trtmesh.router.values.resumption import NOTHING, Received
 class Requests:
     """All live requests."""
 
-    def __init__(self, mesh: Mesh, pace: PaceRules) -> None:
+    def __init__(self, mesh: Mesh, client_limits: ClientLimits) -> None:
         self._mesh = mesh
-        self._pace = pace
+        self._client_limits = client_limits
         self._draining = False
         self._empty = asyncio.Event()
         self._empty.set()
         self.live: dict[str, LiveRequest] = {}
+
+    @property
+    def max_items_per_request(self) -> int:
+        return self._mesh.admission.limits.max_items_per_request
 
     @asynccontextmanager
     async def open(
@@ -80,7 +84,9 @@ class Requests:
         received: Received,
         remaining_seconds: float | None,
     ) -> AsyncIterator[LiveRequest]:
-        live = LiveRequest(self._mesh, request, admitted, received, remaining_seconds, self._pace)
+        live = LiveRequest(
+            self._mesh, request, admitted, received, remaining_seconds, self._client_limits
+        )
         self.live[request.request_id] = live
         self._empty.clear()
         tasks = [asyncio.create_task(live.run(item)) for item in live.items]

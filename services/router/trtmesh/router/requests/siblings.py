@@ -11,19 +11,23 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Annotated
 
+from pydantic import Field
+from trtmesh.chassis.settings import Settings
 from trtmesh.router.placement.load_guard import Booking
 
 LEAST_SHARED_BLOCKS = 2
 """Shortest common prefix worth a wait, in blocks."""
 
 
-@dataclass(frozen=True, slots=True)
-class SiblingRules:
-    """Most items of a group, and the longest wait for its leader."""
+class SiblingRules(Settings):
+    """Items of one request whose prompts begin alike."""
 
-    most_together: int
-    wait_seconds: float
+    max_together: Annotated[int, Field(ge=1, le=65536)] = 8
+    """Most siblings that go to one worker together; 1 places each on its own."""
+    wait_seconds: Annotated[float, Field(ge=0, le=3600)] = 1.0
+    """Longest wait of an item for the shared beginning that a sibling computes."""
 
 
 @dataclass(slots=True)
@@ -80,7 +84,7 @@ class Siblings:
         if key is None or not self._groups[key]:
             return None
         last = self._groups[key][-1]
-        if last.members >= self._rules.most_together:
+        if last.members >= self._rules.max_together:
             return self.lead(blocks)
         last.members += 1
         return Seat(last, frozenset(), self._rules.wait_seconds)

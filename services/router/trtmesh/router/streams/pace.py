@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
 from trtmesh.chassis.errors import SlowClient
+from trtmesh.chassis.settings import Settings
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.streams.client_stream import ClientStream, Credit
-
-AtLimit = Literal["pause", "cancel"]
 
 MOST_OVERDRAFT = 16
 """Multiple of the credit that ends a request. Despite a pause, tokens in flight arrive, and beams are never paused."""
 
 
-@dataclass(frozen=True, slots=True)
-class PaceRules:
-    """Credit of one client, the action beyond it, and the longest write of one message."""
+class ClientLimits(Settings):
+    """What may wait for one client to read it."""
 
-    credit: Credit
-    at_limit: AtLimit
-    stall_seconds: float
+    buffer_tokens: Annotated[int, Field(ge=1)] = 65_536
+    """Tokens that may wait before `at_limit` applies."""
+    buffer_bytes: Annotated[int, Field(ge=1)] = 64 * 2**20
+    """Bytes of tokens, texts, log-probabilities and logits that may wait before `at_limit` applies."""
+    at_limit: Literal["pause", "cancel"] = "pause"
+    """Action on a full buffer: `pause` takes the request's sequences off their workers and continues them, on any
+    worker, once the client has read; `cancel` ends the request with SLOW_CLIENT."""
+    stall_seconds: Annotated[float, Field(gt=0, le=86400)] = 30.0
+    """Longest time that a message may stay unread, paused or not, then SLOW_CLIENT."""
+
+    @property
+    def credit(self) -> Credit:
+        return Credit(self.buffer_tokens, self.buffer_bytes)
 
 
 def _nobody(*_: object) -> None:
@@ -35,13 +43,13 @@ class Pace:
 
     def __init__(
         self,
-        rules: PaceRules,
+        limits: ClientLimits,
         client: ClientStream,
         metrics: RouterMetrics,
         change: Callable[[], None],
         end: Callable[[SlowClient], None],
     ) -> None:
-        self._rules = rules
+        self._limits = limits
         self._client = client
         self._metrics = metrics
         self._change = change
@@ -61,11 +69,11 @@ class Pace:
 
     def judge(self, now: float) -> None:
         """Ends the request if its client has stalled or pausing does not help."""
-        credit, client = self._rules.credit, self._client
+        limits, client = self._limits, self._client
         if (
-            client.unread_seconds(now) > self._rules.stall_seconds
-            or client.waiting_tokens > MOST_OVERDRAFT * credit.tokens
-            or client.waiting_bytes > MOST_OVERDRAFT * credit.bytes
+            client.unread_seconds(now) > limits.stall_seconds
+            or client.waiting_tokens > MOST_OVERDRAFT * limits.buffer_tokens
+            or client.waiting_bytes > MOST_OVERDRAFT * limits.buffer_bytes
         ):
             self._cancel(now)
 
@@ -80,7 +88,7 @@ class Pace:
     def _act(self) -> None:
         if not self._client.full or self._ended:
             return
-        if self._rules.at_limit == "cancel":
+        if self._limits.at_limit == "cancel":
             self._cancel(asyncio.get_running_loop().time())
         elif not self.paused:
             self.paused = True
@@ -92,12 +100,12 @@ class Pace:
             return
         self._ended = True
         self._metrics.slow_clients["cancelled"] += 1
-        client, rules = self._client, self._rules
+        client, limits = self._client, self._limits
         self._end(
             SlowClient(
                 f"the client left {client.waiting_tokens} tokens and {client.waiting_bytes} bytes unread for"
-                f" {client.unread_seconds(now):.1f} s; limits are {rules.credit.tokens} tokens"
-                f" (client_buffer_tokens), {rules.credit.bytes} bytes (client_buffer_bytes) and"
-                f" {rules.stall_seconds:g} s (client_stall_seconds)"
+                f" {client.unread_seconds(now):.1f} s; limits are {limits.buffer_tokens} tokens"
+                f" (client.buffer_tokens), {limits.buffer_bytes} bytes (client.buffer_bytes) and"
+                f" {limits.stall_seconds:g} s (client.stall_seconds)"
             )
         )

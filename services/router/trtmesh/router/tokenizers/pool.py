@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import Annotated
 
+from pydantic import Field
 from trtmesh.chassis.errors import NoTokenizer, QueueFull, QueueTimeout, TokenizerLost
+from trtmesh.chassis.settings import Settings
+from trtmesh.router.links.deadlines import Retries
 from trtmesh.router.links.replica import LEAVING
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.tokenizers.decoding import DecodedSequence, TextOptions, WholeText
@@ -22,13 +25,15 @@ RETRY_MS = 1000
 """When clients may retry if no tokenizer is free."""
 
 
-@dataclass(frozen=True, slots=True)
-class EncodeLimits:
-    """Most jobs on one tokenizer, most jobs in the queues, and the longest wait in a queue."""
+class EncodeLimits(Settings):
+    """Texts on their way to tokenizers."""
 
-    outstanding: int
-    queued: int
-    queue_seconds: float
+    max_per_tokenizer: Annotated[int, Field(ge=1, le=1_000_000)] = 256
+    """Most texts that one tokenizer has to encode for this router at once; more wait, by arrival."""
+    max_queued: Annotated[int, Field(ge=1, le=1_000_000)] = 8192
+    """Most waiting texts of one model; one more ends its item with QUEUE_FULL."""
+    queue_seconds: Annotated[float, Field(gt=0, le=86400)] = 60.0
+    """Longest wait of a text, then QUEUE_TIMEOUT."""
 
 
 class Parked:
@@ -63,27 +68,24 @@ class TokenizerPool:
 
     def __init__(
         self,
-        recovery_seconds: float,
         limits: EncodeLimits,
-        most_losses: int,
+        retries: Retries,
         metrics: RouterMetrics,
         *,
         expected: bool = True,
     ) -> None:
         # Without configured tokenizers there is none to wait for.
-        recovery_seconds = recovery_seconds if expected else 0.0
+        wait_seconds = retries.tokenizer_wait_seconds if expected else 0.0
         self._limits = limits
-        self._most_losses = most_losses
+        self._max_attempts = retries.max_attempts
         self._metrics = metrics
         self._seen = asyncio.Event()
         if not expected:
             self._seen.set()
         self.tokenizers: dict[str, Tokenizer] = {}
         self._fingerprints: dict[str, str] = {}
-        self._waiting_sequences = WaitingRoom[DecodedSequence](
-            recovery_seconds, self._fail_sequence
-        )
-        self._waiting_jobs = WaitingRoom[EncodeJob](recovery_seconds, self._fail_job)
+        self._waiting_sequences = WaitingRoom[DecodedSequence](wait_seconds, self._fail_sequence)
+        self._waiting_jobs = WaitingRoom[EncodeJob](wait_seconds, self._fail_job)
         self._queues: dict[str, WaitingRoom[EncodeJob]] = {}
         self._parked = Parked(self._waiting_sequences)
 
@@ -130,7 +132,7 @@ class TokenizerPool:
     async def encode(self, model: str, command: pb.EncodeCommand) -> pb.Encoded:
         """Ids of texts. Raises NoTokenizer, QueueFull, QueueTimeout, TokenizerLost, or the tokenizer's own error."""
         rooms = (self._waiting_jobs, self._queue_of(model))
-        if sum(map(len, rooms)) >= self._limits.queued:
+        if sum(map(len, rooms)) >= self._limits.max_queued:
             raise self._queue_full()
         job = EncodeJob(model, command)
         self._place_job(job)
@@ -190,10 +192,10 @@ class TokenizerPool:
         """A tokenizer was lost: its work moves, unless so many were lost with it that it may be the cause."""
         for job in jobs:
             job.losses += 1
-            if job.losses >= self._most_losses and not job.done.done():
+            if job.losses >= self._max_attempts and not job.done.done():
                 job.done.set_exception(_too_many_losses(job))
         for sequence in sequences:
-            if sequence.note_decoder_lost() >= self._most_losses:
+            if sequence.note_decoder_lost() >= self._max_attempts:
                 sequence.fail(_undecodable(sequence))
         self.move(
             [job for job in jobs if not job.done.done()],
@@ -234,7 +236,7 @@ class TokenizerPool:
                 self._waiting_jobs.admit(job)
             return
         while queue:
-            roomy = [t for t in able if t.encodes < self._limits.outstanding]
+            roomy = [t for t in able if t.encodes < self._limits.max_per_tokenizer]
             if not roomy:
                 return
             _least_busy(roomy).encode(queue.leave_first())
@@ -286,18 +288,19 @@ class TokenizerPool:
         if not job.done.done():
             job.done.set_exception(
                 QueueTimeout(
-                    f"every tokenizer of model {job.model} had {self._limits.outstanding} texts to encode for"
-                    f" {self._limits.queue_seconds:g} s (queue_seconds); try again later, or start more tokenizers",
+                    f"every tokenizer of model {job.model} had {self._limits.max_per_tokenizer} texts to encode for"
+                    f" {self._limits.queue_seconds:g} s (encoding.queue_seconds); try again later, or start"
+                    " more tokenizers",
                     limit=f"{self._limits.queue_seconds:g}",
                     retry_after_ms=RETRY_MS,
                 )
             )
 
     def _queue_full(self) -> QueueFull:
-        most = self._limits.queued
+        most = self._limits.max_queued
         return QueueFull.of(
             most,
-            f"{most} texts wait for a tokenizer (max_queued_encodes); start more tokenizers",
+            f"{most} texts wait for a tokenizer (encoding.max_queued); start more tokenizers",
             retry_after_ms=RETRY_MS,
         )
 
@@ -309,12 +312,12 @@ def _least_busy(tokenizers: Iterable[Tokenizer]) -> Tokenizer:
 def _too_many_losses(job: EncodeJob) -> TokenizerLost:
     return TokenizerLost(
         f"{job.losses} tokenizers were lost while they encoded the {job.command.ByteSize()} bytes of this item"
-        " (max_attempts); send a shorter text, or check max_message_bytes of tokenizers and routers"
+        " (retries.max_attempts); send a shorter text, or check max_message_bytes of tokenizers and routers"
     )
 
 
 def _undecodable(sequence: DecodedSequence) -> TokenizerLost:
     return TokenizerLost(
         f"{sequence.decoder_losses} tokenizers in a row were lost with sequence {sequence.sequence_index} before one"
-        f" decoded token {sequence.decoded} (max_attempts); see their logs"
+        f" decoded token {sequence.decoded} (retries.max_attempts); see their logs"
     )

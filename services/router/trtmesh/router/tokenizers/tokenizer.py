@@ -13,7 +13,8 @@ from trtmesh.chassis.errors import Draining, SchemaMismatch, TrtmeshError, Unava
 from trtmesh.chassis.grpc.client import ClientCall, ClientConnection, Method
 from trtmesh.chassis.outbox import Outbox
 from trtmesh.chassis.service import SCHEMA_REVISION
-from trtmesh.router.links.replica import LinkSettings, Replica, ReplicaState
+from trtmesh.router.links.deadlines import Deadlines
+from trtmesh.router.links.replica import Replica, ReplicaState
 from trtmesh.router.tokenizers.decoding import DecodedSequence
 from trtmesh.router.tokenizers.unanswered import LOOKS, DecodeBatch, Unanswered
 from trtmesh.v1 import tokenizer_pb2 as pb
@@ -79,12 +80,11 @@ class Tokenizer(Replica):
         self,
         address: str,
         *,
-        settings: LinkSettings,
-        decode_seconds: float,
+        deadlines: Deadlines,
+        max_message_bytes: int,
         pool: Pool,
     ) -> None:
-        super().__init__(address, settings)
-        self._decode_seconds = decode_seconds
+        super().__init__(address, deadlines, max_message_bytes)
         self._pool = pool
         self.description = pb.GetTokenizerResponse()
         self._jobs: dict[int, EncodeJob] = {}
@@ -249,10 +249,12 @@ class Tokenizer(Replica):
     async def _watch_decodes(self) -> None:
         """Raises Unavailable if tokens stay unanswered while another tokenizer answers: slow together is not frozen."""
         while True:
-            await asyncio.sleep(self._decode_seconds / LOOKS)
+            await asyncio.sleep(self._deadlines.decode_seconds / LOOKS)
             self._unanswered.look()
             if self._unanswered.overdue and self._pool.answers_elsewhere(self):
-                raise Unavailable(f"it left tokens unanswered for {self._decode_seconds:g} s")
+                raise Unavailable(
+                    f"it left tokens unanswered for {self._deadlines.decode_seconds:g} s"
+                )
             if self._jobs and not self._unanswered:
                 # A long text takes its time; an answer to an empty batch shows that the process is alive.
                 self._unanswered.add(DecodeBatch([], []))

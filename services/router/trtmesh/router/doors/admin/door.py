@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
+from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from trtmesh.chassis.addresses import listen
-from trtmesh.chassis.admin_token import ADMIN_TOKEN_VARIABLE, AdminToken
+from trtmesh.chassis.admin_token import ADMIN_TOKEN_VARIABLE, AdminToken, read_admin_token
 from trtmesh.chassis.errors import Unauthenticated
 from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.rpc import answering
+from trtmesh.chassis.settings import Port, Settings
 from trtmesh.v1 import router_admin_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -20,6 +23,17 @@ log = logging.getLogger(__name__)
 SERVICE_NAME = "trtmesh.v1.RouterAdminService"
 HEALTH_NAME = "grpc.health.v1.Health"
 LOOPBACK_HOSTS = ("127.", "localhost", "::1", "[::1]")
+
+
+class AdminSettings(Settings):
+    """Address for admins."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: Port = 8003
+    """Port to listen on."""
+    token_file: Path | None = None
+    """File with the token that calls must carry; unset means the variable TRTMESH_ADMIN_TOKEN, without it no token."""
 
 
 class AdminDoor:
@@ -31,9 +45,11 @@ class AdminDoor:
     def __init__(
         self,
         service: router_admin_pb2_grpc.RouterAdminServiceServicer,
-        token: AdminToken | None,
+        settings: AdminSettings,
         max_message_bytes: int,
     ) -> None:
+        self._settings = settings
+        token = read_admin_token(settings.token_file, os.environ)
         self._guarded = token is not None
         self._server = GrpcServer(max_message_bytes, TokenGuard(token) if token else None)
         router_admin_pb2_grpc.add_RouterAdminServiceServicer_to_server(service, self._server)
@@ -42,16 +58,17 @@ class AdminDoor:
         names = (SERVICE_NAME, HEALTH_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 
-    def listen(self, host: str, port: int) -> str:
+    def listen(self) -> str:
         """Binds the address and returns it. Raises StartupError."""
+        host = self._settings.host
         if not self._guarded and not host.startswith(LOOPBACK_HOSTS):
             log.warning(
-                "admin_host is %s without an admin token: every caller may stop requests and remove workers;"
-                " set admin_token_file or %s",
+                "admin.host is %s without an admin token: every caller may stop requests and remove workers;"
+                " set admin.token_file or %s",
                 host,
                 ADMIN_TOKEN_VARIABLE,
             )
-        address = listen(self._server, host, port, "listen for admins")
+        address = listen(self._server, host, self._settings.port, "listen for admins")
         log.info("listening for admins on %s", address)
         return address
 

@@ -6,15 +6,15 @@ import grpc
 from trtmesh.chassis.service import Runtime
 from trtmesh.router.doors.triton.generations import Generations
 from trtmesh.router.doors.triton.grpc.door import TritonDoor
-from trtmesh.router.doors.triton.http.door import HttpDoor, HttpLimits
+from trtmesh.router.doors.triton.http.door import HttpDoor, HttpSettings
 from trtmesh.router.doors.triton.metrics import EngineFigures, engine_figures
 from trtmesh.router.doors.triton.server import TritonServer
+from trtmesh.router.doors.triton.settings import TritonSettings
 from trtmesh.router.doors.triton.templates.template import Model
 from trtmesh.router.doors.triton.templates.texts import TextsOf
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.requests import Requests
-from trtmesh.router.settings import RouterSettings
 from trtmesh.router.tokenizers.pool import TokenizerPool
 
 
@@ -23,34 +23,33 @@ class TritonFront:
 
     def __init__(
         self,
-        settings: RouterSettings,
+        settings: TritonSettings,
+        http: HttpSettings,
+        host: str,
+        max_message_bytes: int,
         runtime: Runtime,
         fleet: Fleet,
         tokenizers: TokenizerPool,
         requests: Requests,
         metrics: RouterMetrics,
     ) -> None:
-        self._settings = settings
         self._runtime = runtime
         self._fleet = fleet
         texts_of = TextsOf(tokenizers, requests.served_model)
-        most_items = settings.max_items_per_request
-        generations = Generations(requests, texts_of, metrics, most_items, self._longest_prompt)
+        generations = Generations(requests, texts_of, metrics, self._longest_prompt)
         server = TritonServer(
-            settings.triton, generations, texts_of, is_ready=lambda: not runtime.health.problems
+            settings, generations, texts_of, is_ready=lambda: not runtime.health.problems
         )
         self._door = TritonDoor(server)
-        limits = HttpLimits(settings.max_message_bytes, settings.http_receive_seconds)
-        self._http = None if settings.http_port is None else HttpDoor(server, limits)
+        serves_http = http.port is not None
+        self._http = HttpDoor(server, http, host, max_message_bytes) if serves_http else None
         runtime.more_metrics = server.metrics(self._engine_figures).text
 
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the gRPC methods and takes the address for HTTP. Raises StartupError."""
         self._door.register(server)
         if self._http is not None:
-            assert self._settings.http_port is not None
-            address = self._http.listen(self._settings.host, self._settings.http_port)
-            self._runtime.addresses["http_address"] = address
+            self._runtime.addresses["http_address"] = self._http.listen()
 
     async def open(self) -> None:
         if self._http is not None:

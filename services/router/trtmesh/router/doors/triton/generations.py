@@ -42,13 +42,11 @@ class Generations:
         requests: Requests,
         texts_of: TextsOf,
         metrics: RouterMetrics,
-        max_items: int,
         longest_prompt: Callable[[], int],
     ) -> None:
         self._requests = requests
         self._texts_of = texts_of
         self._metrics = metrics
-        self._max_items = max_items
         self._longest_prompt = longest_prompt
         self._named: dict[str, LiveRequest] = {}
 
@@ -67,7 +65,8 @@ class Generations:
         """The answers of a call, while inside. Raises TrtmeshError."""
         call = counting.call
         with counted(self._metrics) as generation:
-            request = template.request(call, self._mesh_name(call.request_id), self._max_items)
+            name, max_items = self._mesh_name(call.request_id), self._requests.max_items_per_request
+            request = template.request(call, name, max_items)
             rebind_request_id(request.request_id)
             answers = self._answers_of(call, template, request)
             limit, texts = TimeLimit(call.timeout_seconds), self._texts_of(call.model)

@@ -7,11 +7,14 @@ from typing import TypeVar
 
 from tritonclient.grpc import model_config_pb2, service_pb2
 from trtmesh.chassis.errors import ModelNotFound
-from trtmesh.router.doors.triton.model_settings import DEFAULT_STEPS, TritonModelSettings
+from trtmesh.router.doors.triton.settings import (
+    DEFAULT_STEPS,
+    TritonModelSettings,
+    TritonSettings,
+)
 from trtmesh.router.doors.triton.templates.catalogue import FIVE_MODELS, TEMPLATES
 from trtmesh.router.doors.triton.templates.template import Model
 from trtmesh.router.doors.triton.tensors import TensorSpec
-from trtmesh.router.settings import TritonSettings
 
 MODEL_VERSION = "1"
 

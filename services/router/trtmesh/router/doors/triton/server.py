@@ -22,12 +22,12 @@ from trtmesh.router.doors.triton.models import (
     find_model,
     triton_models,
 )
+from trtmesh.router.doors.triton.settings import TritonSettings
 from trtmesh.router.doors.triton.statistics import Counting, Statistics
 from trtmesh.router.doors.triton.templates.generation import GenerationTemplate
 from trtmesh.router.doors.triton.templates.template import Call, Model
 from trtmesh.router.doors.triton.templates.texts import TextsOf
 from trtmesh.router.doors.triton.templates.tokenization import TokenizerTemplate
-from trtmesh.router.settings import TritonSettings
 
 VERBOSE = "log_verbose_level"
 

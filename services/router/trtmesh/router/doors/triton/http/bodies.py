@@ -35,7 +35,7 @@ async def _receive(request: web.Request, receive_seconds: float) -> bytes:
             return await request.read()
     except TimeoutError:
         raise web.HTTPRequestTimeout(
-            text=f"the body of the request did not come within {receive_seconds:g} s (http_receive_seconds)"
+            text=f"the body of the request did not come within {receive_seconds:g} s (http.receive_seconds)"
         ) from None
     except web.HTTPRequestEntityTooLarge:
         raise _too_large(request.client_max_size) from None

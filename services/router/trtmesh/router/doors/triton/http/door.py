@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Annotated, Any
 
 from aiohttp import web
+from pydantic import Field
 from tritonclient.grpc import service_pb2 as kserve
 from trtmesh.chassis.addresses import bind
 from trtmesh.chassis.errors import InvalidRequest, UnsupportedCall
+from trtmesh.chassis.settings import OptionalPort, Settings
 from trtmesh.router.doors.triton.http.bodies import as_json, json_response, read_json
 from trtmesh.router.doors.triton.http.errors import answering
 from trtmesh.router.doors.triton.http.inference import Inference
@@ -42,22 +43,26 @@ ELSEWHERE = {
 """Features of Triton without a counterpart here."""
 
 
-@dataclass(frozen=True, slots=True)
-class HttpLimits:
-    """Limits of one request."""
+class HttpSettings(Settings):
+    """The Triton door over HTTP."""
 
-    body_bytes: int
-    receive_seconds: float
+    port: OptionalPort = 8000
+    """Port to listen on; `none` serves no HTTP."""
+    receive_seconds: Annotated[float, Field(gt=0, le=3600)] = 60.0
+    """Time for a client to send the body of a request."""
 
 
 class HttpDoor:
     """Serves from `open` to `close`. A client that disconnects cancels its request."""
 
-    def __init__(self, server: TritonServer, limits: HttpLimits) -> None:
+    def __init__(
+        self, server: TritonServer, settings: HttpSettings, host: str, max_body_bytes: int
+    ) -> None:
         self._server = server
-        self._limits = limits
-        app = web.Application(middlewares=[answering], client_max_size=limits.body_bytes)
-        self._add_routes(app, Inference(server, limits.receive_seconds))
+        self._settings = settings
+        self._host = host
+        app = web.Application(middlewares=[answering], client_max_size=max_body_bytes)
+        self._add_routes(app, Inference(server, settings.receive_seconds))
         self._runner = web.AppRunner(
             app,
             access_log=None,
@@ -69,9 +74,10 @@ class HttpDoor:
         )
         self._socket: socket.socket | None = None
 
-    def listen(self, host: str, port: int) -> str:
+    def listen(self) -> str:
         """Takes the address and returns it. Raises StartupError."""
-        self._socket, address = bind(host, port, "listen for HTTP")
+        assert self._settings.port is not None
+        self._socket, address = bind(self._host, self._settings.port, "listen for HTTP")
         log.info("listening for HTTP on %s", address)
         return address
 
@@ -130,7 +136,7 @@ class HttpDoor:
         return json_response(as_json(self._server.statistics(*model_of(request))))
 
     async def _repository_index(self, request: web.Request) -> web.Response:
-        asked = await read_json(request, self._limits.receive_seconds)
+        asked = await read_json(request, self._settings.receive_seconds)
         only_ready = asked.get("ready", False)
         if not isinstance(only_ready, bool):
             raise InvalidRequest("Unable to parse 'ready': it must be true or false")
@@ -141,13 +147,13 @@ class HttpDoor:
     async def _trace_settings(self, request: web.Request) -> web.Response:
         if name := request.match_info.get("model"):
             self._server.find_model(name, "")
-        asked = await read_json(request, self._limits.receive_seconds)
+        asked = await read_json(request, self._settings.receive_seconds)
         settings = self._server.change_trace_settings(asked).settings
         return json_response({name: list(settings[name].value) for name in settings})
 
     async def _log_settings(self, request: web.Request) -> web.Response:
         asked = kserve.LogSettingsRequest()
-        given = await read_json(request, self._limits.receive_seconds)
+        given = await read_json(request, self._settings.receive_seconds)
         for name, value in given.items():
             _set_log_setting(asked.settings[name], name, value)
         settings = self._server.change_log_settings(asked.settings).settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trtmesh.router.doors.triton.model_settings import TemplateName
+from trtmesh.router.doors.triton.settings import TemplateName
 from trtmesh.router.doors.triton.templates.ensemble import ENSEMBLE, TENSORRT_LLM_BLS
 from trtmesh.router.doors.triton.templates.llmapi import LLMAPI
 from trtmesh.router.doors.triton.templates.template import Template

@@ -14,7 +14,7 @@ from trtmesh.chassis.errors import (
     PromptTooLong,
     TrtmeshError,
 )
-from trtmesh.router.doors.triton.model_settings import LogitsDataType
+from trtmesh.router.doors.triton.settings import LogitsDataType
 from trtmesh.router.doors.triton.templates.outputs import DetailedOutputs, OutputBuilder
 from trtmesh.router.doors.triton.templates.template import Call, Template
 from trtmesh.router.doors.triton.templates.tensor_table import detail_outputs

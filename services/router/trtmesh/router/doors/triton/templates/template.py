@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from trtmesh.chassis.errors import TrtmeshError
-from trtmesh.router.doors.triton.model_settings import LogitsDataType, TemplateName
+from trtmesh.router.doors.triton.settings import LogitsDataType, TemplateName
 from trtmesh.router.doors.triton.templates.tensor_table import InputSpec
 from trtmesh.router.doors.triton.tensors import InputTensor, TensorSpec
 

@@ -1,4 +1,4 @@
-"""Settings of each Triton model."""
+"""Settings of the Triton door and of each of its models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
-from trtmesh.chassis.settings import Settings
+from trtmesh.chassis.settings import Settings, split_commas
 
 TemplateName = Literal[
     "ensemble",
@@ -47,7 +47,7 @@ class TritonModelSettings(Settings):
     max_beam_width: Annotated[int, Field(ge=1, le=65536)] | None = None
     """Most beams; unset leaves the limit to the engine."""
     exclude_input_in_output: bool | None = None
-    """Whether the prompt is left out of the output where a request does not say."""
+    """Whether the output leaves the prompt out, unless a request says otherwise."""
     accumulate_tokens: bool | None = None
     """Whether each response of a stream holds the whole text so far; default true for `llmapi`."""
     logits_data_type: LogitsDataType | None = None
@@ -75,3 +75,39 @@ def _parse_json(value: object) -> object:
 
 TritonModels = Annotated[Mapping[ModelName, TritonModelSettings], BeforeValidator(_parse_json)]
 """Models by name; a flag or a variable gives them as JSON."""
+
+
+DecoupledTemplate = Literal[
+    "ensemble", "tensorrt_llm", "tensorrt_llm_bls", "disaggregated_serving_bls"
+]
+
+
+class TritonSettings(Settings):
+    """The Triton door: Triton's models, in the words of their configurations."""
+
+    enabled: bool = True
+    """Whether KServe v2 requests are served beside the native API."""
+    model: str = ""
+    """Model of the mesh that runs the Triton models; empty means the only one."""
+    models: TritonModels = Field(default_factory=dict)
+    """Models by name, each with its `template` and its differences from these settings; empty means the five of
+    TensorRT-LLM's template. JSON in a flag or a variable."""
+    decoupled: Annotated[tuple[DecoupledTemplate, ...], BeforeValidator(split_commas)] = (
+        "ensemble",
+        "tensorrt_llm",
+        "tensorrt_llm_bls",
+        "disaggregated_serving_bls",
+    )
+    """Templates whose models stream responses; the others give one response to each request."""
+    max_batch_size: MaxBatchSize = 128
+    """Most rows of a request."""
+    exclude_input_in_output: bool = False
+    """Whether the output leaves the prompt out, unless a request says otherwise."""
+    accumulate_tokens: bool = False
+    """Whether each response of a tensorrt_llm_bls stream holds the whole text so far."""
+    logits_data_type: LogitsDataType = "FP32"
+    """Element type of logits outputs."""
+    add_special_tokens: bool = True
+    """Whether prompts are encoded with the special tokens that the tokenizer adds."""
+    skip_special_tokens: bool = True
+    """Whether texts leave special tokens out."""

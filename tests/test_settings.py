@@ -1,0 +1,96 @@
+"""Settings of all services: old names are refused with the new ones, and the page of all settings is current."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from trtmesh.chassis.errors import SettingsError
+from trtmesh.chassis.settings import ServiceSettings, iterate_leaves, load_settings
+from trtmesh.cli.mesh_settings import MeshSettings
+from trtmesh.engine.settings import EngineSettings
+from trtmesh.router.settings import RouterSettings
+from trtmesh.tokenizer.settings import TokenizerSettings
+
+ROOT = Path(__file__).parents[1]
+SERVICES: tuple[type[ServiceSettings], ...] = (
+    RouterSettings,
+    EngineSettings,
+    TokenizerSettings,
+    MeshSettings,
+)
+RENAMED = [(cls, old, new) for cls in SERVICES for old, new in cls.renamed.items()]
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace(".", "-").replace("_", "-")
+
+
+def variable(cls: type[ServiceSettings], name: str) -> str:
+    return f"TRTMESH_{cls.section}_{name}".replace(".", "_").upper()
+
+
+def refusal(
+    cls: type[ServiceSettings], *argv: str, environ: dict[str, str] | None = None
+) -> str | None:
+    try:
+        load_settings(cls, argv, environ or {})
+    except SettingsError as error:
+        return str(error)
+    return None
+
+
+def spelt_anew(old: list[str], new: list[str]) -> Iterator[tuple[str, str]]:
+    """The old spelling of a source and the expected end of its refusal; nothing where the spelling stays."""
+    if old != new:
+        yield old[0], f"{old[0]} is now {' and '.join(new)}"
+
+
+@pytest.mark.parametrize(("cls", "old", "new"), RENAMED)
+def test_old_names_are_refused_with_the_new_ones(
+    cls: type[ServiceSettings], old: str, new: str, tmp_path: Path
+) -> None:
+    names = new.split()
+    for name, end in spelt_anew([flag(old)], [flag(each) for each in names]):
+        assert refusal(cls, name, "1") == refusal(cls, f"{name}=1") == f"flag {end}"
+    for name, end in spelt_anew([variable(cls, old)], [variable(cls, each) for each in names]):
+        assert refusal(cls, environ={name: "1"}) == f"environment variable {end}"
+    file = tmp_path / "mesh.yaml"
+    content: object = 1
+    for part in reversed([cls.section, *old.split(".")]):
+        content = {part: content}
+    file.write_text(yaml.safe_dump(content))
+    dotted = [f"{cls.section}.{each}" for each in names]
+    expected = f"file {file}: {cls.section}.{old} is now {' and '.join(dotted)}"
+    assert refusal(cls, "--config", str(file)) == expected
+
+
+@pytest.mark.parametrize(("cls", "old", "new"), RENAMED)
+def test_new_names_are_settings_and_old_ones_are_not(
+    cls: type[ServiceSettings], old: str, new: str
+) -> None:
+    leaves = {".".join(path) for path, _ in iterate_leaves(cls)}
+    assert set(new.split()) <= leaves
+    assert old not in leaves
+
+
+@pytest.mark.parametrize("cls", SERVICES)
+def test_every_setting_is_described(cls: type[ServiceSettings]) -> None:
+    bare = [".".join(path) for path, info in iterate_leaves(cls) if not info.description]
+    assert bare == []
+
+
+@pytest.mark.parametrize("cls", SERVICES)
+def test_no_two_settings_have_one_spelling(cls: type[ServiceSettings]) -> None:
+    spelt = [flag(".".join(path)) for path, _ in iterate_leaves(cls)]
+    assert len(spelt) == len(set(spelt))
+
+
+def test_the_settings_page_is_current() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "settings.py"))
+    assert script["PAGE"].read_text(encoding="utf-8") == script["page"](), (
+        "run `python docs/settings.py`"
+    )
