@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.engine.backend import (
-    AdapterInfo,
     BackendInfo,
     BackendStats,
     Capabilities,
     Deliver,
     Fail,
+    HeldAdapter,
     SequenceEnd,
     StepOutput,
     Submission,
@@ -28,6 +28,7 @@ INFO = BackendInfo(
     max_sequence_tokens=1000,
     max_batch_size=100,
     max_sequences_per_item=256,
+    max_queue_size=100,
     tokens_per_block=4,
     total_blocks=100,
     supported_fields=frozenset({"stopping.max_tokens"}),
@@ -55,7 +56,7 @@ IDLE = BackendStats(
 class RecordingBackend:
     """Implements Backend. Of itself it only ends sequences on `stop` and `close`."""
 
-    def __init__(self, info: BackendInfo = INFO, adapters: Sequence[AdapterInfo] = ()) -> None:
+    def __init__(self, info: BackendInfo = INFO, adapters: Sequence[HeldAdapter] = ()) -> None:
         self.info = info
         self.stats_now = IDLE
         self.items: list[Submission] = []
@@ -82,7 +83,7 @@ class RecordingBackend:
     def stats(self) -> BackendStats:
         return self.stats_now
 
-    def adapters(self) -> Sequence[AdapterInfo]:
+    def adapters(self) -> Sequence[HeldAdapter]:
         return self._adapters
 
     async def close(self) -> None:

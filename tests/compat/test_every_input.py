@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 from compat.triton import Triton
 from e2e.mesh import DEMO, DEMO_VOCABULARY, Mesh, eventually, running_mesh
-from engine.test_config_fields import LEAVES
+from engine.config_fields import LEAVES
 from engine_streams import serving
 from recording_backend import INFO, RecordingBackend
 from tokenizers import Tokenizer

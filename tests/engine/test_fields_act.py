@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from engine.backend_lab import Lab, config_of, lab
-from engine.test_config_fields import LEAVES, config_with
+from engine.config_fields import LEAVES, config_with
 from engine_streams import router_stream, serving, submit
 from oracle import tiny_models
 from trtmesh.chassis.errors import TrtmeshError

@@ -260,7 +260,7 @@ async def test_what_asks_for_too_many_logits_is_refused_before_anything_is_compu
         for prompt, config, name in [
             ([5] * 11, configure(max_tokens=1, context_logits=True), "output.context_logits"),
             ([5], configure(max_tokens=11, generation_logits=True), "output.generation_logits"),
-            ([5], configure(generation_logits=True), "lower stopping.max_tokens"),
+            ([5], configure(generation_logits=True), "ask for fewer tokens"),
             (
                 [5],
                 configure(max_tokens=6, generation_logits=True, num_return_sequences=2),

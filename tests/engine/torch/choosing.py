@@ -11,7 +11,7 @@ from trtmesh.engine.backends.torch.sampling.choice import Chooser
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.filters import Filters
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
-from trtmesh.engine.backends.torch.stopping import EndRule
+from trtmesh.engine.stopping import EndRule
 
 CHOOSER = Chooser(highest, descending)
 

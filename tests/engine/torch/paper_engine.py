@@ -14,7 +14,7 @@ from trtmesh.engine.backends.torch.scheduling.prefixes import Prefixes
 from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
 from trtmesh.engine.backends.torch.scheduling.scheduler import Scheduler
 from trtmesh.engine.backends.torch.scheduling.sequence import Chunk, Sequence
-from trtmesh.engine.backends.torch.stopping import EndRule
+from trtmesh.engine.stopping import EndRule
 
 BLOCK = 4
 EMPTY = -1

@@ -20,7 +20,7 @@ from trtmesh.engine.backends.torch.beams.decoding import BeamDecoding
 from trtmesh.engine.backends.torch.beams.search import Extras
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
 from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
-from trtmesh.engine.backends.torch.stopping import EndRule
+from trtmesh.engine.stopping import EndRule
 from trtmesh.v1 import generation_pb2 as pb
 
 

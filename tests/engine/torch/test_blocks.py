@@ -7,7 +7,7 @@ from itertools import takewhile
 
 from hypothesis import given
 from hypothesis import strategies as st
-from trtmesh.chassis.block_hashes import ROOT_HASH, block_hash, root_hash
+from trtmesh.chassis.block_hashes import ROOT_HASH
 from trtmesh.engine.backend import BlocksRemoved, BlocksStored
 from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, BlockPool, Prefix
 
@@ -88,29 +88,6 @@ def test_events_tell_chains_and_evictions_in_order() -> None:
     pool.allocate(2)
     assert pool.take_events() == [BlocksRemoved([11, 10])]
     assert pool.take_events() == []
-
-
-def test_hashes_cover_all_that_came_before_and_the_salt() -> None:
-    one = block_hash(ROOT_HASH, [1, 2])
-    assert one == block_hash(root_hash(None), [1, 2])
-    assert one != block_hash(root_hash("a"), [1, 2])
-    assert root_hash("a") != root_hash("")
-    assert block_hash(one, [3, 4]) != block_hash(block_hash(ROOT_HASH, [2, 1]), [3, 4])
-
-
-def test_every_part_of_an_identity_gives_another_root() -> None:
-    roots = [
-        root_hash(),
-        root_hash(""),
-        root_hash("a"),
-        root_hash(adapter=(1, "v1")),
-        root_hash(adapter=(1, "v2")),
-        root_hash(adapter=(11, "")),
-        root_hash(prompt_table_digest=b"a"),
-        root_hash("a", adapter=(1, "v1")),
-        root_hash("a", adapter=(1, "v1"), prompt_table_digest=b"a"),
-    ]
-    assert len(set(roots)) == len(roots)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6)), max_size=200))

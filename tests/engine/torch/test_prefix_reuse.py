@@ -101,7 +101,12 @@ async def test_events_add_up_to_what_is_reusable(llama: Path) -> None:
         for output in engine.outputs:
             mirror.record(output.kv_events)
         pool = engine.backend._engine.scheduler.pool
-        stored = [block for event in mirror.snapshot() for block in event.block_hashes]
+        stored = [
+            block
+            for event in mirror.snapshot()
+            if isinstance(event, BlocksStored)
+            for block in event.block_hashes
+        ]
         assert sorted(stored) == sorted(pool.published.hashes)
         assert 0 < len(stored) <= pool.total_blocks
 

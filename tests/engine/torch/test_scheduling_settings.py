@@ -89,7 +89,7 @@ async def test_retention_keeps_a_prompt(llama: Path) -> None:
             {"token_ranges": (TokenRangeRetention(4, 4, 9),)},
             r"kv_cache\.token_ranges\[0\]\.token_end is 4",
         ),
-        ({"decode_duration_ms": 5}, r"decode_duration_ms is set without kv_cache\.decode_priority"),
+        ({"decode_duration_ms": 5}, r"kv_cache\.decode_duration_ms is set, but"),
     ],
 )
 async def test_retention_that_means_nothing_is_refused(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from trtmesh.chassis import vocabulary
 from trtmesh.engine.backends.torch.beams.search import BeamSearch, Hypothesis
-from trtmesh.engine.backends.torch.stopping import End
+from trtmesh.engine.stopping import End
 from trtmesh.v1 import generation_pb2 as pb
 
 END = 0

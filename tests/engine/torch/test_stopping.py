@@ -6,49 +6,7 @@ from pathlib import Path
 
 from engine.torch.harness import configure, running
 from oracle import tiny_models
-from trtmesh.chassis.vocabulary import Stopping
-from trtmesh.engine.backends.torch.stopping import EndRule
 from trtmesh.v1 import generation_pb2 as pb
-
-PROMPT = [9, 9]
-
-
-def rule(stopping: Stopping, *, limit: int = 100) -> EndRule:
-    return EndRule(stopping, (0, 1), len(PROMPT), limit)
-
-
-def test_the_models_end_ids_end_unless_another_is_given_or_all_are_ignored() -> None:
-    tokens = [*PROMPT, 5, 1]
-    assert rule(Stopping()).end_after(tokens) == (pb.FINISH_REASON_END_ID, (1,))
-    assert rule(Stopping(end_id=7)).end_after(tokens) is None
-    assert rule(Stopping(end_id=7)).end_after([*PROMPT, 7]) == (pb.FINISH_REASON_END_ID, (7,))
-    assert rule(Stopping(ignore_end_id=True)).end_after(tokens) is None
-
-
-def test_a_stop_word_ends_with_its_last_token_also_one_that_overlaps_itself() -> None:
-    words = rule(Stopping(stop_token_ids=((4, 4, 5), (6,))))
-    assert words.end_after([*PROMPT, 4, 4]) is None
-    assert words.end_after([*PROMPT, 4, 4, 4, 5]) == (pb.FINISH_REASON_STOP_WORD, (4, 4, 5))
-    assert words.end_after([*PROMPT, 6]) == (pb.FINISH_REASON_STOP_WORD, (6,))
-
-
-def test_a_stop_word_does_not_reach_into_the_prompt() -> None:
-    assert rule(Stopping(stop_token_ids=((9, 5),))).end_after([*PROMPT, 5]) is None
-
-
-def test_min_tokens_delays_end_ids_and_stop_words_but_not_the_limit() -> None:
-    early = rule(Stopping(min_tokens=2, stop_token_ids=((5,),)), limit=len(PROMPT) + 4)
-    assert early.bans_end_ids(len(PROMPT) + 1)
-    assert not early.bans_end_ids(len(PROMPT) + 2)
-    assert early.end_after([*PROMPT, 5, 5]) is None
-    assert early.end_after([*PROMPT, 5, 5, 5]) == (pb.FINISH_REASON_STOP_WORD, (5,))
-    hurried = rule(Stopping(min_tokens=9), limit=len(PROMPT) + 2)
-    assert hurried.end_after([*PROMPT, 3, 3]) == (pb.FINISH_REASON_LENGTH, ())
-
-
-def test_the_content_beats_the_length_at_the_same_token() -> None:
-    full = rule(Stopping(), limit=len(PROMPT) + 1)
-    assert full.end_after([*PROMPT, 0]) == (pb.FINISH_REASON_END_ID, (0,))
 
 
 async def test_stop_words_that_span_steps_end_a_sequence(llama: Path) -> None:

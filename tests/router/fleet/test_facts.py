@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.fleet.facts import Facts, Identity, held_adapters
 from trtmesh.router.placement import WHOLE, Capability
-from trtmesh.router.values.adapter import Adapter
 from trtmesh.v1 import engine_pb2 as pb
 
 

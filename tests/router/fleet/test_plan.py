@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from router.fleet.test_worker import link
 from trtmesh.chassis.errors import BackendFailed, NoWorker
-from trtmesh.chassis.vocabulary import Lora
+from trtmesh.chassis.vocabulary import Adapter, Lora
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.plan import Plan
 from trtmesh.router.fleet.worker import Worker
@@ -13,7 +13,6 @@ from trtmesh.router.kv_index import PromptBlocks
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement import WHOLE, Capability, PlacementQuery
 from trtmesh.router.placement.settings import PlacementSettings
-from trtmesh.router.values.adapter import Adapter
 from trtmesh.v1 import engine_pb2 as pb
 
 PREFILL, DECODE = frozenset({Capability.PREFILL}), frozenset({Capability.DECODE})

@@ -8,10 +8,9 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trtmesh.chassis.block_hashes import chain, root_hash
-from trtmesh.chassis.vocabulary import GenerationConfig, KvCache, Lora
+from trtmesh.chassis.vocabulary import Adapter, GenerationConfig, KvCache, Lora
 from trtmesh.router.kv_index import KvIndex, PromptBlocks, prefix_root
 from trtmesh.router.kv_index.recent import LIFE_SECONDS, MOST_BLOCKS, RecentBlocks
-from trtmesh.router.values.adapter import Adapter
 
 WORKERS = "abcde"
 ACTIONS = st.lists(

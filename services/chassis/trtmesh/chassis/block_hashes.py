@@ -9,6 +9,8 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
+from trtmesh.chassis.vocabulary import Adapter
+
 ROOT_HASH = 0
 """Parent of the first block of a sequence without a salt."""
 
@@ -18,17 +20,17 @@ TOKEN_BYTES = array("I").itemsize
 def root_hash(
     salt: str | None = None,
     *,
-    adapter: tuple[int, str] | None = None,
+    adapter: Adapter | None = None,
     prompt_table_digest: bytes | None = None,
 ) -> int:
-    """Parent of the first block, so that equal tokens whose KV differs, or may not be shared, have different names.
+    """Parent of the first block: gives equal tokens different names where their KV differs or must not be shared.
 
-    `adapter` is id and version; `prompt_table_digest` is that of the embeddings which ids above the vocabulary mean.
-    The model is not in it: a worker has one for its life, and what it tells of its blocks names it.
+    Of the adapter, id and version count. `prompt_table_digest` is the digest of the embeddings of the ids above the
+    vocabulary. The model does not count, because a worker serves one model for its life.
     """
     parts = (
         (b"salt", None if salt is None else salt.encode()),
-        (b"adapter", None if adapter is None else f"{adapter[0]}:{adapter[1]}".encode()),
+        (b"adapter", None if adapter is None else f"{adapter.id}:{adapter.version}".encode()),
         (b"table", prompt_table_digest),
     )
     # With its length before each part no two sets of parts are spelt the same.
@@ -36,11 +38,6 @@ def root_hash(
         name + len(part).to_bytes(8, "little") + part for name, part in parts if part is not None
     )
     return _number(blake2b(content, digest_size=8).digest()) if content else ROOT_HASH
-
-
-def block_hash(parent_hash: int, token_ids: Sequence[int]) -> int:
-    """Name of a full block."""
-    return chain(parent_hash, token_ids, len(token_ids))[0]
 
 
 def chain(parent_hash: int, token_ids: Sequence[int], tokens_per_block: int) -> list[int]:

@@ -104,6 +104,15 @@ class Lora:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """Identity of a LoRA; `version` is the digest of its content, '' where no worker has reported one."""
+
+    id: int
+    name: str = ""
+    version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class PromptTuning:
     embedding_table: Tensor | None = None
     vocabulary_size: int | None = None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from trtmesh.chassis.errors import TrtmeshError
-from trtmesh.chassis.vocabulary import GenerationConfig, Tensor
+from trtmesh.chassis.vocabulary import Adapter, GenerationConfig, Tensor
 from trtmesh.v1 import engine_pb2 as epb
 
 
@@ -45,16 +45,22 @@ class BackendInfo:
     capabilities: Capabilities
     end_ids: tuple[int, ...]
     data_type: int
+    max_queue_size: int
+    """Most sequences that may wait beyond those with a place in the batch."""
+    max_prompt_tokens: int | None = None
+    """Most tokens of a prompt, where that is less than a sequence may have."""
+    max_logits_bytes: int | None = None
+    """Most bytes of logits that one item may ask for."""
     static_batching: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """One item to generate.
+    """One item to generate; its config sets supported fields only.
 
     `keys` names its sequences, in sequence_index order from `sequence_index` on. `token_ids` is the prompt followed
-    by `emitted_tokens` tokens that were generated before, here or elsewhere: the item goes on at the next position,
-    its offsets and limits count them, and its draws and penalties are those of an uninterrupted run.
+    by `emitted_tokens` tokens that were generated before, here or elsewhere: generation continues at the next
+    position, offsets and limits count these tokens, and draws and penalties are those of an uninterrupted run.
     `config.sampling.seed` is set, and every text of the config was replaced by ids.
     `deadline` is a time of `time.monotonic()`, or None.
     """
@@ -67,6 +73,10 @@ class Submission:
     emitted_tokens: int
     config: GenerationConfig
     deadline: float | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.token_ids) - self.emitted_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +151,7 @@ class BlocksStored:
     parent_hash: int
     block_hashes: list[int]
     token_ids: list[int]
-    adapter_id: int = 0
+    adapter: Adapter | None = None
 
 
 @dataclass(slots=True)
@@ -206,12 +216,10 @@ class BackendStats:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterInfo:
-    """An adapter that a backend holds."""
+class HeldAdapter:
+    """An adapter in the memory of a backend."""
 
-    id: int
-    name: str
-    version: str
+    adapter: Adapter
     on_device: bool
 
 
@@ -251,7 +259,7 @@ class Backend(Protocol):
     def stats(self) -> BackendStats:
         """The load now."""
 
-    def adapters(self) -> Sequence[AdapterInfo]:
+    def adapters(self) -> Sequence[HeldAdapter]:
         """The adapters held; empty where adapters are not supported."""
 
     async def close(self) -> None:

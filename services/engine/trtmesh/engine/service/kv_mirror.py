@@ -6,14 +6,16 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.backend import BlocksRemoved, BlocksStored, KvEvent
+from trtmesh.engine.kv_blocks import KvEventLog
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
     parent: int
     token_ids: Sequence[int]
-    adapter_id: int
+    adapter: Adapter | None
 
 
 class KvMirror:
@@ -41,21 +43,22 @@ class KvMirror:
                 self._blocks.clear()
         return first
 
-    def snapshot(self) -> list[BlocksStored]:
+    def snapshot(self) -> list[KvEvent]:
         """Events that build what is stored now, parents before children."""
-        events: list[BlocksStored] = []
+        log = KvEventLog()
         told: set[int] = set()
         for block in self._blocks:
             for link in self._untold_chain(block, told):
-                self._append(events, link)
-        return events
+                entry = self._blocks[link]
+                log.stored(entry.parent, link, entry.token_ids, entry.adapter)
+        return log.take()
 
     def _store(self, event: BlocksStored) -> None:
         size = len(event.token_ids) // max(1, len(event.block_hashes))
         parent = event.parent_hash
         for number, block in enumerate(event.block_hashes):
             tokens = event.token_ids[number * size : (number + 1) * size]
-            self._blocks[block] = _Block(parent, tokens, event.adapter_id)
+            self._blocks[block] = _Block(parent, tokens, event.adapter)
             parent = block
 
     def _untold_chain(self, block: int, told: set[int]) -> list[int]:
@@ -66,14 +69,3 @@ class KvMirror:
             links.append(block)
             block = self._blocks[block].parent
         return links[::-1]
-
-    def _append(self, events: list[BlocksStored], block: int) -> None:
-        entry = self._blocks[block]
-        last = events[-1] if events else None
-        if last and last.block_hashes[-1] == entry.parent and last.adapter_id == entry.adapter_id:
-            last.block_hashes.append(block)
-            last.token_ids += entry.token_ids
-        else:
-            events.append(
-                BlocksStored(entry.parent, [block], list(entry.token_ids), entry.adapter_id)
-            )

@@ -9,11 +9,11 @@ from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.chassis.vocabulary import Tensor
 from trtmesh.engine.backend import (
-    AdapterInfo,
     BackendInfo,
     BackendStats,
     BlocksRemoved,
     BlocksStored,
+    HeldAdapter,
     KvEvent,
     PerfMetrics,
     PromptDetails,
@@ -103,7 +103,8 @@ def kv_event_message(event: KvEvent) -> epb.KvEvent:
             parent_hash=event.parent_hash,
             block_hashes=event.block_hashes,
             token_ids=event.token_ids,
-            adapter_id=event.adapter_id,
+            adapter_id=event.adapter.id if event.adapter else 0,
+            adapter_version=event.adapter.version if event.adapter else "",
         )
         return epb.KvEvent(stored=stored)
     if isinstance(event, BlocksRemoved):
@@ -111,17 +112,15 @@ def kv_event_message(event: KvEvent) -> epb.KvEvent:
     return epb.KvEvent(cleared=epb.KvBlocksCleared())
 
 
-def adapter_states(adapters: Iterable[AdapterInfo]) -> epb.AdapterStates:
+def adapter_states(held: Iterable[HeldAdapter]) -> epb.AdapterStates:
     """The adapters that a backend holds."""
     return epb.AdapterStates(
         adapters=[
             epb.AdapterState(
-                id=adapter.id,
-                name=adapter.name,
-                version=adapter.version,
-                place=epb.ADAPTER_PLACE_DEVICE if adapter.on_device else epb.ADAPTER_PLACE_HOST,
+                **asdict(each.adapter),
+                place=epb.ADAPTER_PLACE_DEVICE if each.on_device else epb.ADAPTER_PLACE_HOST,
             )
-            for adapter in adapters
+            for each in held
         ]
     )
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
+from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.placement import WHOLE, Capability
 from trtmesh.router.placement.rates import Report
-from trtmesh.router.values.adapter import Adapter
 from trtmesh.router.values.request import with_texts
 from trtmesh.v1 import engine_pb2 as pb
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from trtmesh.chassis.errors import InvalidField, NoWorker, PromptTooLong, UnsupportedField
-from trtmesh.chassis.vocabulary import Lora
+from trtmesh.chassis.vocabulary import Adapter, Lora
 from trtmesh.router.fleet.facts import Identity
 from trtmesh.router.fleet.plan import Leg, Plan
 from trtmesh.router.fleet.worker import Worker
@@ -29,7 +29,6 @@ from trtmesh.router.placement import (
 from trtmesh.router.placement.decision_log import DecisionLog
 from trtmesh.router.placement.rates import Ewma, Typical, typical_of
 from trtmesh.router.placement.settings import PlacementSettings
-from trtmesh.router.values.adapter import Adapter
 
 UNKNOWN = Typical()
 """Rates of a model before its workers have shown any."""

@@ -9,6 +9,7 @@ from trtmesh.chassis.errors import Draining, InvalidRequest, QueueTimeout, Trtme
 from trtmesh.chassis.grpc.client import ClientCall, ClientConnection, Method
 from trtmesh.chassis.outbox import Outbox
 from trtmesh.chassis.service import SCHEMA_REVISION
+from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.fleet.assignments import Assignments
 from trtmesh.router.fleet.facts import Facts, held_adapters, report_of, tokenizer_mismatch
 from trtmesh.router.fleet.pulse import TICK_SECONDS, Pulse
@@ -22,7 +23,6 @@ from trtmesh.router.placement.filters import missing
 from trtmesh.router.placement.load_guard import Booking, LoadGuard
 from trtmesh.router.placement.rates import Typical
 from trtmesh.router.streams.sequence import SequenceRun
-from trtmesh.router.values.adapter import Adapter
 from trtmesh.v1 import engine_pb2 as pb
 
 DRAIN_MARGIN_MS = 1000

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trtmesh.chassis.block_hashes import chain, root_hash
-from trtmesh.chassis.vocabulary import GenerationConfig
-from trtmesh.router.values.adapter import Adapter
+from trtmesh.chassis.vocabulary import Adapter, GenerationConfig
 
 BEYOND_TOKENS = ("prompt_tuning.", "multimodal.", "encoder_decoder.")
 """Groups of fields that change a prompt's KV without changing its token ids."""
@@ -25,7 +24,7 @@ def prefix_root(config: GenerationConfig, adapter: Adapter | None = None) -> int
         return root_hash(config.kv_cache.salt)
     if adapter is None or config.lora.weights is not None:
         return None
-    return root_hash(config.kv_cache.salt, adapter=(adapter.id, adapter.version))
+    return root_hash(config.kv_cache.salt, adapter=adapter)
 
 
 class PromptBlocks:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from trtmesh.router.values.adapter import Adapter
+from trtmesh.chassis.vocabulary import Adapter
 
 
 class Capability(Enum):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trtmesh.chassis.errors import PromptEmpty
+from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.kv_index import PromptBlocks, prefix_root
 from trtmesh.router.requests.context import RequestContext
-from trtmesh.router.values.adapter import Adapter
 from trtmesh.router.values.request import ItemRequest
 from trtmesh.v1 import tokenizer_pb2 as tokenizer_pb
 

@@ -15,25 +15,17 @@ import time
 from collections.abc import Sequence as SequenceOf
 from hashlib import blake2b
 
-from trtmesh.chassis.errors import (
-    BackendFailed,
-    InvalidField,
-    OutOfBlocks,
-    PromptEmpty,
-    PromptTooLong,
-    QueueFull,
-    TokenOutOfVocabulary,
-)
+from trtmesh.chassis.errors import BackendFailed, PromptTooLong, QueueFull
+from trtmesh.engine.admission import admit, check_queue
 from trtmesh.engine.backend import (
-    AdapterInfo,
     BackendInfo,
     BackendStats,
     Capabilities,
     Deliver,
     Fail,
+    HeldAdapter,
     Submission,
 )
-from trtmesh.engine.backends.simulated.endings import EndRule
 from trtmesh.engine.backends.simulated.scheduler import Scheduler
 from trtmesh.engine.backends.simulated.sequence import Sequence
 from trtmesh.engine.backends.simulated.settings import SimulatedSettings
@@ -81,6 +73,7 @@ class SimulatedBackend:
 
     def __init__(self, settings: SimulatedSettings) -> None:
         self._settings = settings
+        self._info = _info(settings)
         self._scheduler = Scheduler(settings)
         self._source = TokenSource(
             settings.first_token_id,
@@ -98,16 +91,18 @@ class SimulatedBackend:
         self._deliver, self._fail = deliver, fail
         self._loop = asyncio.get_running_loop()
         await asyncio.sleep(self._settings.load_ms / 1000)
-        return self._info()
+        return self._info
 
     def submit(self, item: Submission) -> None:
-        settings = self._settings
-        rule = EndRule(item.config.stopping, (settings.end_id,), self._check(item))
+        scheduler, settings = self._scheduler, self._settings
+        rule = admit(item, self._info)
+        self._check(item)
+        check_queue(item, self._info, scheduler.present_sequences, scheduler.running_sequences)
         self._items += 1
         for index in range(len(item.keys)):
             sequence = Sequence(item, index, rule, self._source, settings.tokens_per_block)
             sequence.fails = self._items == settings.fail_item
-            self._scheduler.add(sequence)
+            scheduler.add(sequence)
         self._go_on()
 
     def stop(self, keys: SequenceOf[int], reason: int) -> None:
@@ -131,7 +126,7 @@ class SimulatedBackend:
             generated_tokens=scheduler.generated_tokens,
         )
 
-    def adapters(self) -> SequenceOf[AdapterInfo]:
+    def adapters(self) -> SequenceOf[HeldAdapter]:
         return ()
 
     async def close(self) -> None:
@@ -141,49 +136,19 @@ class SimulatedBackend:
         self._scheduler.stop_all(pb.FINISH_REASON_CANCELLED)
         self._deliver_leftover()
 
-    def _check(self, item: Submission) -> int:
-        """Most tokens that each sequence of `item` may generate; raises when the item cannot be taken."""
-        settings, scheduler = self._settings, self._scheduler
-        prompt = len(item.token_ids) - item.emitted_tokens
-        if prompt < 1:
-            raise PromptEmpty("the prompt has no tokens; send at least one")
-        room = settings.max_sequence_tokens - prompt
-        max_tokens = item.config.stopping.max_tokens
-        wanted = max_tokens or 1
-        if wanted > room:
+    def _check(self, item: Submission) -> None:
+        """Refuses what only this backend refuses."""
+        asked, longest = item.config.stopping.max_tokens or 1, self._settings.max_sequence_tokens
+        if item.prompt_tokens + asked > longest:
             raise PromptTooLong(
-                f"asks for {wanted} more after a prompt of {prompt} tokens, but a sequence has at most"
-                f" {settings.max_sequence_tokens}; shorten the prompt or ask for fewer tokens",
+                f"asks for {asked} new tokens after a prompt of {item.prompt_tokens} tokens, but a sequence has at"
+                f" most {longest}; shorten the prompt or ask for fewer tokens",
                 field="stopping.max_tokens",
-                value=str(wanted),
+                value=str(asked),
             )
-        highest = max(item.token_ids)
-        if highest >= settings.vocabulary_size:
-            raise TokenOutOfVocabulary(
-                f"token id {highest} of the prompt is not below the vocabulary size, {settings.vocabulary_size}"
-            )
-        limit = room if max_tokens is None else max_tokens
-        blocks = -(-(prompt + limit) // settings.tokens_per_block)
-        if blocks > settings.total_blocks:
-            raise OutOfBlocks(
-                f"a sequence of {prompt} prompt and {limit} new tokens needs {blocks} KV blocks, but the pool has"
-                f" {settings.total_blocks}"
-            )
-        end_id = item.config.stopping.end_id
-        if end_id is not None and end_id >= settings.vocabulary_size:
-            limit_text = f"below the vocabulary size, {settings.vocabulary_size}"
-            raise InvalidField.of("stopping.end_id", end_id, limit_text)
-        refuse_after = settings.refuse_after_items
-        queued = scheduler.waiting_sequences + len(item.keys)
+        refuse_after = self._settings.refuse_after_items
         if refuse_after is not None and self._items >= refuse_after:
             raise QueueFull("the queue is full because simulated.refuse_after_items says so")
-        if queued > settings.max_queue_size + max(0, scheduler.free_places):
-            most = settings.max_queue_size
-            raise QueueFull.of(
-                most,
-                f"{scheduler.waiting_sequences} sequences wait and at most {most} may (max_queue_size)",
-            )
-        return limit
 
     def _go_on(self) -> None:
         """Starts stepping if there is something to do; delivers what arose between steps in the next turn."""
@@ -191,7 +156,7 @@ class SimulatedBackend:
             return
         if self._flush is None:
             self._flush = self._loop.call_soon(self._deliver_leftover)
-        if self._timer is None and self._scheduler.has_work:
+        if self._timer is None and self._scheduler.present_sequences:
             # In the next turn, so that items that came together start together.
             self._step_ends_at = time.monotonic()
             self._timer = self._loop.call_soon(self._begin_step)
@@ -224,7 +189,7 @@ class SimulatedBackend:
         self._deliver(self._scheduler.finish(prompt_tokens))
         if self._strike():
             return
-        if self._scheduler.has_work:
+        if self._scheduler.present_sequences:
             self._begin_step()
 
     def _strike(self) -> bool:
@@ -243,23 +208,24 @@ class SimulatedBackend:
             )
         return self._frozen
 
-    def _info(self) -> BackendInfo:
-        settings = self._settings
-        content = repr((settings.first_token_id, settings.last_token_id, settings.end_id))
-        content += repr((settings.end_probability, settings.vocabulary_size))
-        return BackendInfo(
-            backend="simulated",
-            model="simulated",
-            model_fingerprint="simulated-" + blake2b(content.encode(), digest_size=8).hexdigest(),
-            tokenizer_fingerprint=settings.tokenizer_fingerprint,
-            vocabulary_size=settings.vocabulary_size,
-            max_sequence_tokens=settings.max_sequence_tokens,
-            max_batch_size=settings.max_batch_size,
-            max_sequences_per_item=settings.max_sequences_per_item,
-            tokens_per_block=settings.tokens_per_block,
-            total_blocks=settings.total_blocks,
-            supported_fields=SUPPORTED_FIELDS,
-            capabilities=CAPABILITIES,
-            end_ids=(settings.end_id,),
-            data_type=pb.DATA_TYPE_FP32,
-        )
+
+def _info(settings: SimulatedSettings) -> BackendInfo:
+    content = repr((settings.first_token_id, settings.last_token_id, settings.end_id))
+    content += repr((settings.end_probability, settings.vocabulary_size))
+    return BackendInfo(
+        backend="simulated",
+        model="simulated",
+        model_fingerprint="simulated-" + blake2b(content.encode(), digest_size=8).hexdigest(),
+        tokenizer_fingerprint=settings.tokenizer_fingerprint,
+        vocabulary_size=settings.vocabulary_size,
+        max_sequence_tokens=settings.max_sequence_tokens,
+        max_batch_size=settings.max_batch_size,
+        max_sequences_per_item=settings.max_sequences_per_item,
+        max_queue_size=settings.max_queue_size,
+        tokens_per_block=settings.tokens_per_block,
+        total_blocks=settings.total_blocks,
+        supported_fields=SUPPORTED_FIELDS,
+        capabilities=CAPABILITIES,
+        end_ids=(settings.end_id,),
+        data_type=pb.DATA_TYPE_FP32,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
+from trtmesh.engine.backend import StepOutput
 from trtmesh.engine.backends.simulated.sequence import Sequence
 
 
@@ -33,10 +34,12 @@ class Batch:
         self._tokens.append(iter(run))
         self._due[step + len(run) - 1].append(sequence)
 
-    def step(self, step: int) -> tuple[list[int], list[int], list[int], list[int]]:
-        """Keys, token offsets, token counts and token ids of one step."""
-        offsets = [step - first for first in self._first_steps]
-        return self._keys[:], offsets, [1] * len(offsets), list(map(next, self._tokens))
+    def step(self, step: int, output: StepOutput) -> None:
+        """Adds the tokens of one step to `output`."""
+        output.keys += self._keys
+        output.token_offsets += [step - first for first in self._first_steps]
+        output.token_counts += [1] * len(self._keys)
+        output.token_ids += map(next, self._tokens)
 
     def finished(self, step: int) -> list[Sequence]:
         """Members whose last token was generated in `step`, still members; gives the others their next run."""

@@ -12,20 +12,14 @@ import time
 from collections import deque
 from itertools import count
 
-from trtmesh.chassis.block_hashes import chain
 from trtmesh.chassis.errors import BackendFailed
-from trtmesh.engine.backend import (
-    BlocksRemoved,
-    BlocksStored,
-    KvEvent,
-    SequenceEnd,
-    SequenceStart,
-    StepOutput,
-)
+from trtmesh.engine.backend import StepOutput
 from trtmesh.engine.backends.simulated.batch import Batch
 from trtmesh.engine.backends.simulated.block_pool import BlockPool
 from trtmesh.engine.backends.simulated.sequence import Sequence
 from trtmesh.engine.backends.simulated.settings import SimulatedSettings
+from trtmesh.engine.kv_blocks import KvEventLog
+from trtmesh.engine.ledger import Ledger
 from trtmesh.v1 import generation_pb2 as pb
 
 
@@ -47,43 +41,38 @@ class Scheduler:
         self._arrivals = count()
         self._prefilling: deque[Sequence] = deque()
         self._joined: list[Sequence] = []
-        self._by_key: dict[int, Sequence] = {}
-        self._kv_events: list[KvEvent] = []
-        self._starts: list[SequenceStart] = []
-        self._ends: list[SequenceEnd] = []
+        self._ledger = Ledger[Sequence]()
+        self._kv_events = KvEventLog()
 
     @property
     def running_sequences(self) -> int:
-        return len(self._by_key) - self.waiting_sequences
+        return len(self._ledger.live) - self.waiting_sequences
 
     @property
-    def free_places(self) -> int:
-        """Sequences that the batch could take at once."""
-        return self._max_batch_size - self.running_sequences
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._by_key)
+    def present_sequences(self) -> int:
+        """Waiting and running together."""
+        return len(self._ledger.live)
 
     def add(self, sequence: Sequence) -> None:
         """Puts a sequence into the queue; one that a migration brought complete ends at once."""
-        self._by_key[sequence.key] = sequence
+        self._ledger.add(sequence.key, sequence)
         self.waiting_sequences += 1
         self.pending_prompt_tokens += sequence.prefill_left
-        if sequence.emitted_tokens >= sequence.rule.max_tokens:
-            self._end(sequence, pb.FINISH_REASON_LENGTH)
+        end = sequence.rule.end_after(sequence.tokens)
+        if end:
+            self._end(sequence, *end)
             return
         heapq.heappush(self._waiting, (-sequence.priority, next(self._arrivals), sequence))
 
     def stop(self, keys: list[int], reason: int) -> None:
         """Ends sequences between steps; unknown keys are ignored."""
         for key in keys:
-            sequence = self._by_key.get(key)
+            sequence = self._ledger.live.get(key)
             if sequence:
                 self._end(sequence, reason)
 
     def stop_all(self, reason: int) -> None:
-        self.stop(list(self._by_key), reason)
+        self.stop(list(self._ledger.live), reason)
 
     def begin(self) -> int:
         """Admits and computes prompts; returns how many prompt tokens the step computes."""
@@ -108,60 +97,47 @@ class Scheduler:
         """Ends the step that `begin` began and tells what it made known."""
         self.step_count += 1
         self.computed_prompt_tokens += computed_prompt_tokens
-        batch = self.batch
-        keys, offsets, counts, token_ids = batch.step(self.step_count)
-        self.generated_tokens += len(token_ids)
+        output = self._ledger.output
+        self.batch.step(self.step_count, output)
+        self.generated_tokens += len(output.token_ids)
         self._see_first_tokens()
-        for sequence in batch.finished(self.step_count):
+        for sequence in self.batch.finished(self.step_count):
             if sequence.ending:
-                self._end(sequence, sequence.ending.reason, sequence.ending.stop_token_ids)
-        return self._output(keys, offsets, counts, token_ids)
+                self._end(sequence, *sequence.ending)
+        return self._output()
 
     def leftover(self) -> StepOutput | None:
         """Ends and KV events that arose between steps, if any."""
-        return self._output([], [], [], []) if self._ends or self._kv_events else None
+        return self._output() if self._ledger.output.ends or self._kv_events else None
 
-    def _output(
-        self, keys: list[int], offsets: list[int], counts: list[int], token_ids: list[int]
-    ) -> StepOutput:
-        ends, self._ends = self._ends, []
-        starts, self._starts = self._starts, []
-        kv_events, self._kv_events = self._kv_events, []
-        return StepOutput(
-            self.step_count,
-            keys,
-            offsets,
-            counts,
-            token_ids,
-            starts=starts,
-            ends=ends,
-            kv_events=kv_events,
-        )
+    def _output(self) -> StepOutput:
+        output = self._ledger.take(self.step_count)
+        output.kv_events = self._kv_events.take()
+        return output
 
     def _admit(self) -> None:
         while self._waiting:
             sequence = self._waiting[0][2]
             if sequence.ended:
                 heapq.heappop(self._waiting)
-            elif self.free_places > 0 and self._allocate(sequence):
+            elif self.running_sequences < self._max_batch_size and self._allocate(sequence):
                 heapq.heappop(self._waiting)
                 self.waiting_sequences -= 1
-                sequence.scheduled_ns = time.time_ns()
+                sequence.times.scheduled_ns = time.time_ns()
                 self._prefilling.append(sequence)
             else:
                 return
 
     def _allocate(self, sequence: Sequence) -> bool:
-        hashes = sequence.reusable_hashes
+        # The last token is always computed, for its logits.
+        hashes = sequence.names(sequence.submitted_tokens - 1)
         shared = hashes[: self.pool.match(hashes)]
         private = sequence.blocks_at_most - len(shared)
         if not self.pool.can_acquire(shared, private):
             return False
-        evicted = self.pool.acquire(shared, private)
-        if evicted:
-            self._kv_events.append(BlocksRemoved(evicted))
-        sequence.shared, sequence.private_blocks = shared, private
-        sequence.reused_blocks = len(shared)
+        self._kv_events.removed(self.pool.acquire(shared, private))
+        sequence.shared_blocks, sequence.private_blocks = len(shared), private
+        sequence.times.reused_blocks, sequence.times.new_blocks = len(shared), private
         reused = len(shared) * sequence.tokens_per_block
         sequence.prefill_left -= reused
         self.pending_prompt_tokens -= reused
@@ -174,13 +150,13 @@ class Scheduler:
         for sequence in joined:
             if sequence.ended:
                 continue
-            sequence.first_token_ns = time.time_ns()
-            self._share(sequence, sequence.context, sequence.hashes)
+            sequence.times.first_token_ns = time.time_ns()
+            self._share(sequence, sequence.submitted_tokens)
             if sequence.fails:
                 error = BackendFailed("the item failed because simulated.fail_item says so")
                 self._end(sequence, pb.FINISH_REASON_ERROR, error=error)
             elif sequence.wants_metrics:
-                self._starts.append(sequence.start())
+                self._ledger.output.starts.append(sequence.start())
 
     def _end(
         self,
@@ -193,40 +169,28 @@ class Scheduler:
         if sequence.slot >= 0:
             generated = self.step_count - sequence.first_step + 1
             self.batch.leave(sequence)
-        self._ends.append(sequence.end(reason, generated, stop_token_ids, error))
-        self._release(sequence, generated)
+        if sequence.times.first_token_ns:
+            sequence.times.last_token_ns = time.time_ns()
+            # The KV of the last token was never computed.
+            self._share(sequence, sequence.rule.prompt_tokens + generated - 1)
+        self.pool.release(sequence.hashes[: sequence.shared_blocks], sequence.private_blocks)
         self.pending_prompt_tokens -= sequence.prefill_left
-        if not sequence.scheduled_ns:
+        if not sequence.times.scheduled_ns:
             self.waiting_sequences -= 1
         sequence.ended = True
-        del self._by_key[sequence.key]
+        self._ledger.end(sequence.end(reason, generated, stop_token_ids, error))
 
-    def _release(self, sequence: Sequence, generated: int) -> None:
-        if sequence.first_token_ns and sequence.reuse:
-            # The KV of the last token was never computed.
-            tokens = sequence.all_tokens(generated)[:-1]
-            known = len(sequence.hashes) * sequence.tokens_per_block
-            parent = sequence.hashes[-1] if sequence.hashes else sequence.root
-            hashes = chain(parent, tokens[known:], sequence.tokens_per_block)
-            self._share(sequence, tokens, sequence.hashes + hashes)
-        self.pool.release(sequence.shared, sequence.private_blocks)
-
-    def _share(self, sequence: Sequence, tokens: list[int], hashes: list[int]) -> None:
-        """Makes the sequence's full blocks reusable, as far as they are not yet."""
-        done = len(sequence.shared)
-        fresh = hashes[done:]
-        if not fresh:
-            return
-        size = sequence.tokens_per_block
-        stored: BlocksStored | None = None
-        for number, is_new in enumerate(self.pool.share(fresh), done):
-            if not is_new:
-                stored = None
-                continue
-            if stored is None:
-                stored = BlocksStored(hashes[number - 1] if number else sequence.root, [], [])
-                self._kv_events.append(stored)
-            stored.block_hashes.append(hashes[number])
-            stored.token_ids += tokens[number * size : (number + 1) * size]
-        sequence.shared = sequence.shared + fresh
+    def _share(self, sequence: Sequence, tokens: int) -> None:
+        """Makes the full blocks of the sequence's first `tokens` tokens reusable, as far as they are not yet."""
+        size, shared = sequence.tokens_per_block, sequence.shared_blocks
+        fresh = sequence.names(tokens)[shared:]
+        parent = sequence.hashes[shared - 1] if shared else sequence.root
+        for number, (block, is_new) in enumerate(
+            zip(fresh, self.pool.share(fresh), strict=True), shared
+        ):
+            if is_new:
+                content = sequence.tokens[number * size : (number + 1) * size]
+                self._kv_events.stored(parent, block, content)
+            parent = block
+        sequence.shared_blocks += len(fresh)
         sequence.private_blocks -= len(fresh)

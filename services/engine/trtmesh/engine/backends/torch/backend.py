@@ -16,18 +16,18 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trtmesh.chassis.errors import QueueFull, TrtmeshError, WorkerLost
+from trtmesh.chassis.errors import TrtmeshError, WorkerLost
 from trtmesh.chassis.vocabulary import PromptTuning
+from trtmesh.engine.admission import admit, check_queue
 from trtmesh.engine.backend import (
-    AdapterInfo,
     BackendInfo,
     BackendStats,
     Deliver,
     Fail,
+    HeldAdapter,
     StepOutput,
     Submission,
 )
-from trtmesh.engine.backends.torch.admission import admit
 from trtmesh.engine.backends.torch.model.prompt_tables import PromptTables
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
 from trtmesh.engine.backends.torch.scheduling.sequence import Sequence, sequences_of
@@ -103,12 +103,8 @@ class TorchBackend:
         return self._loaded.engine
 
     def submit(self, item: Submission) -> None:
-        rule = admit(
-            item,
-            self._loaded.info,
-            max_logits_bytes=self._settings.max_logits_bytes,
-            longest_prompt=self._settings.longest_prompt,
-        )
+        info = self._loaded.info
+        rule = admit(item, info)
         token_rules = TokenRules(
             item.config, normalize_log_probs=self._settings.normalize_log_probs
         )
@@ -120,15 +116,7 @@ class TorchBackend:
                 raise WorkerLost("the engine has failed and takes nothing any more")
             # One number, because what waits may start to run between two looks and would count as both.
             present = scheduler.present_sequences + self._incoming_sequences
-            asked = max(len(item.keys), item.config.beam_search.beam_width)
-            if present + asked > self._settings.max_queue_size + self._settings.max_batch_size:
-                waiting = max(0, present - len(scheduler.running))
-                most = self._settings.max_queue_size
-                raise QueueFull.of(
-                    most,
-                    f"{waiting} sequences wait and at most {most} may (max_queue_size) beyond those with a place in the"
-                    " batch",
-                )
+            check_queue(item, info, present, len(scheduler.running))
             lanes = self._lane_keys(item)
             sequences = sequences_of(item, lanes or item.keys, rule, token_rules)
             if item.config.prompt_tuning:
@@ -191,7 +179,7 @@ class TorchBackend:
             pinned_memory_bytes=self._loaded.cache.pinned_bytes,
         )
 
-    def adapters(self) -> SequenceOf[AdapterInfo]:
+    def adapters(self) -> SequenceOf[HeldAdapter]:
         return ()
 
     async def close(self) -> None:

@@ -78,6 +78,9 @@ def load_engine(model_dir: Path, settings: TorchSettings) -> Loaded:
         max_sequences_per_item=min(
             settings.max_sequences_per_item, settings.max_batch_size + settings.max_queue_size
         ),
+        max_queue_size=settings.max_queue_size,
+        max_prompt_tokens=settings.longest_prompt,
+        max_logits_bytes=settings.max_logits_bytes,
         tokens_per_block=settings.tokens_per_block,
         total_blocks=sizes.blocks,
         supported_fields=supported_fields(settings.decoding_mode),

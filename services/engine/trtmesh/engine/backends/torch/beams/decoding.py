@@ -24,7 +24,7 @@ from trtmesh.engine.backends.torch.beams.search import BeamSearch, Extras, Hypot
 from trtmesh.engine.backends.torch.sampling.details import most_likely, tensor_of
 from trtmesh.engine.backends.torch.scheduling.forks import Pairs
 from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
-from trtmesh.engine.backends.torch.stopping import End
+from trtmesh.engine.stopping import End
 from trtmesh.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trtmesh.chassis import vocabulary
-from trtmesh.engine.backends.torch.stopping import End
+from trtmesh.engine.stopping import End
 from trtmesh.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:

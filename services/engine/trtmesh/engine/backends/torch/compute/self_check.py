@@ -21,7 +21,7 @@ from trtmesh.engine.backends.torch.model import attention
 from trtmesh.engine.backends.torch.model.model import Model
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
 from trtmesh.engine.backends.torch.scheduling.sequence import Chunk, Sequence
-from trtmesh.engine.backends.torch.stopping import EndRule
+from trtmesh.engine.stopping import EndRule
 
 CHUNKS = (7, 9, 1, 1, 5)
 MATE_CHUNKS = (3, 1, 1, 4, 2)

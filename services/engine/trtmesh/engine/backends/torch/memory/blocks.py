@@ -177,7 +177,7 @@ class BlockPool:
 
     def take_events(self) -> list[KvEvent]:
         """Returns the changes of published blocks since the last call."""
-        return self.published.take_events()
+        return self.published.events.take()
 
     def take_moves(self) -> list[Move]:
         """Returns the moves to carry out before the next step, in order."""

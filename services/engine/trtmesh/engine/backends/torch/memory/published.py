@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from trtmesh.engine.backend import BlocksRemoved, BlocksStored, KvEvent
 from trtmesh.engine.backends.torch.memory.eviction import DEFAULT, Retention
+from trtmesh.engine.kv_blocks import KvEventLog
 
 CANDIDATES = 64
 """Most blocks compared token by token for partial reuse; the newest are."""
@@ -26,12 +26,11 @@ class Published:
     """A one-to-one map of hashes and blocks."""
 
     def __init__(self, *, events: bool = True) -> None:
-        self._tells = events
+        self.events = KvEventLog(enabled=events)
         self._by_hash: dict[int, _Entry] = {}
         self._by_block: dict[int, _Entry] = {}
         # Newest last.
         self._children: dict[int, dict[int, _Entry]] = {}
-        self._events: list[KvEvent] = []
 
     def __contains__(self, block: int) -> bool:
         return block in self._by_block
@@ -67,17 +66,7 @@ class Published:
         entry = _Entry(block, block_hash, parent_hash, token_ids)
         self._by_hash[block_hash] = self._by_block[block] = entry
         self._children.setdefault(parent_hash, {})[block_hash] = entry
-        if self._tells:
-            self._tell_stored(entry)
-
-    def _tell_stored(self, entry: _Entry) -> None:
-        last = self._events[-1] if self._events else None
-        if isinstance(last, BlocksStored) and last.block_hashes[-1] == entry.parent_hash:
-            last.block_hashes.append(entry.block_hash)
-            last.token_ids += entry.token_ids
-        else:
-            stored = BlocksStored(entry.parent_hash, [entry.block_hash], list(entry.token_ids))
-            self._events.append(stored)
+        self.events.stored(parent_hash, block_hash, token_ids)
 
     def rebind(self, block: int, other: int) -> None:
         """Moves the hash of a published block to `other`, which is unpublished."""
@@ -92,15 +81,7 @@ class Published:
         del siblings[entry.block_hash]
         if not siblings:
             del self._children[entry.parent_hash]
-        if self._tells:
-            self._tell_removed(entry)
-
-    def _tell_removed(self, entry: _Entry) -> None:
-        last = self._events[-1] if self._events else None
-        if isinstance(last, BlocksRemoved):
-            last.block_hashes.append(entry.block_hash)
-        else:
-            self._events.append(BlocksRemoved([entry.block_hash]))
+        self.events.removed([entry.block_hash])
 
     def retention(self, block: int) -> Retention:
         """The retention of a published block."""
@@ -111,8 +92,3 @@ class Published:
         entry = self._by_block.get(block)
         if entry:
             entry.retention = retention
-
-    def take_events(self) -> list[KvEvent]:
-        """Returns the changes since the last call."""
-        events, self._events = self._events, []
-        return events

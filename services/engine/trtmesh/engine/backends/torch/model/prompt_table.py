@@ -20,7 +20,7 @@ from torch.func import functional_call
 from trtmesh.chassis import vocabulary
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.chassis.vocabulary import PromptTuning
-from trtmesh.engine.backends.torch.admission import table_rows
+from trtmesh.engine.admission import table_rows
 from trtmesh.v1 import generation_pb2 as pb
 
 DTYPES = {

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from trtmesh.engine.backends.torch.sampling.history import History
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
-from trtmesh.engine.backends.torch.stopping import EndRule
+from trtmesh.engine.stopping import EndRule
 
 
 @dataclass(slots=True, eq=False)

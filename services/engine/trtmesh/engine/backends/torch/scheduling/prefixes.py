@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from trtmesh.chassis.block_hashes import block_hash
 from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, BlockPool, Prefix
 from trtmesh.engine.backends.torch.memory.eviction import Retention
 from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
 from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
+from trtmesh.engine.kv_blocks import extend_names
 
 NOTHING = Prefix([], 0)
 
@@ -103,12 +103,7 @@ class Prefixes:
 
     def _hashes(self, sequence: Sequence, count: int) -> list[int]:
         """Hashes of at least its first `count` blocks, which are full."""
-        hashes = sequence.hashes
-        while len(hashes) < count:
-            parent = hashes[-1] if hashes else sequence.root
-            first = len(hashes) * self._size
-            hashes.append(block_hash(parent, sequence.tokens[first : first + self._size]))
-        return hashes
+        return extend_names(sequence.hashes, sequence.root, sequence.tokens, self._size, count)
 
 
 def retention_of(sequence: Sequence, token: int) -> Retention | None:

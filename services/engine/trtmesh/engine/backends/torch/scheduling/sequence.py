@@ -20,7 +20,7 @@ from trtmesh.engine.backend import (
 )
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
-from trtmesh.engine.backends.torch.stopping import EndRule
+from trtmesh.engine.stopping import EndRule
 
 if TYPE_CHECKING:
     from trtmesh.engine.backends.torch.model.prompt_table import PromptTable

@@ -184,6 +184,12 @@ class TestTokens:
             assert run.ends[1].reason == pb.FINISH_REASON_LENGTH
             assert run.ends[1].generated_tokens == 3
 
+    async def test_migrated_sequence_with_its_end_id_ends_at_once(self) -> None:
+        async with running(end_id=2) as run:
+            assert await run.generate(item(1, 9, emitted=(5, 2))) == []
+            assert run.ends[1].reason == pb.FINISH_REASON_END_ID
+            assert run.ends[1].stop_token_ids == (2,)
+
     async def test_sequences_of_an_item_differ_when_sampled(self) -> None:
         async with running() as run:
             await run.generate(item(keys=(1, 2), sampling=SAMPLED))
@@ -245,7 +251,7 @@ class TestBlocks:
     async def test_what_can_never_fit_is_refused(self) -> None:
         async with running(tokens_per_block=4, total_blocks=6) as run:
             with pytest.raises(OutOfBlocks, match="needs 7 KV blocks, but the pool has 6"):
-                run.backend.submit(item(1, 22))
+                run.backend.submit(item(1, 23))
 
 
 class TestScheduling:

@@ -12,46 +12,59 @@ End = tuple[int, tuple[int, ...]]
 
 
 class EndRule:
-    """When the sequences of one item end; asked after each token.
+    """When the sequences of one item end: `end_after` judges one token, `first_end` a run of them.
 
-    The ending token or word is part of the output. While fewer than `min_tokens` tokens were generated before it, an
-    end id is not chosen (`bans_end_ids`) and a word that is completed does not end the sequence.
+    The ending token or word is part of the output. Before `min_tokens` tokens were generated, end ids are banned
+    (`bans_end_ids`) and a completed stop word does not end the sequence. Lengths and limits include the prompt.
     """
 
     def __init__(
         self, stopping: Stopping, model_end_ids: Sequence[int], prompt_tokens: int, limit: int
     ) -> None:
-        """`limit` is the most tokens of the sequence, prompt included."""
+        """`limit` is the most tokens of the sequence."""
         own = model_end_ids if stopping.end_id is None else (stopping.end_id,)
         self.end_ids = frozenset() if stopping.ignore_end_id else frozenset(own)
         self.prompt_tokens = prompt_tokens
         self.limit = limit
         self._words_by_last = _by_last_id(stopping.stop_token_ids)
-        # Length of the sequence, prompt included, before which nothing but the limit ends it.
+        self._ending_ids = self.end_ids | self._words_by_last.keys()
+        # Below this length only the limit ends the sequence.
         self._open_until = prompt_tokens + stopping.min_tokens
 
     @property
     def ending_tokens(self) -> int:
-        """At most so many ids end a sequence before its limit."""
+        """Most ids that can end a sequence before its limit."""
         return len(self.end_ids) + len(self._words_by_last)
 
     def bans_end_ids(self, length: int) -> bool:
-        """Whether the token at index `length` must be no end id."""
+        """Whether the token at index `length` must not be an end id."""
         return length < self._open_until and bool(self.end_ids)
 
-    def end_after(self, tokens: Sequence[int]) -> End | None:
-        """How the sequence ends with the last of `tokens`, its prompt and what was generated; None if it goes on."""
-        token = tokens[-1]
-        length = len(tokens)
+    def end_after(self, tokens: Sequence[int], length: int | None = None) -> End | None:
+        """How the sequence ends with the last of its first `length` tokens, by default all; None if it continues."""
+        length = length or len(tokens)
+        token = tokens[length - 1]
         if length > self._open_until:
             if token in self.end_ids:
                 return pb.FINISH_REASON_END_ID, (token,)
             for word in self._words_by_last.get(token, ()):
-                generated = length - self.prompt_tokens
-                if generated >= len(word) and tuple(tokens[-len(word) :]) == word:
+                start = length - len(word)
+                if start >= self.prompt_tokens and tuple(tokens[start:length]) == word:
                     return pb.FINISH_REASON_STOP_WORD, word
         if length >= self.limit:
             return pb.FINISH_REASON_LENGTH, ()
+        return None
+
+    def first_end(self, tokens: Sequence[int], start: int) -> tuple[int, End] | None:
+        """Length and end of the sequence if it ends with one of the tokens from index `start` on."""
+        last = min(len(tokens), self.limit)
+        if self._ending_ids.isdisjoint(tokens[start:last]):
+            # Only the limit can end it.
+            start = last - 1
+        for length in range(start + 1, last + 1):
+            end = self.end_after(tokens, length)
+            if end:
+                return length, end
         return None
 
 

@@ -21,12 +21,13 @@ from engine_streams import (
 )
 from recording_backend import INFO, RecordingBackend
 from trtmesh.chassis.errors import BackendFailed, OutOfBlocks
+from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.backend import (
-    AdapterInfo,
     BlocksCleared,
     BlocksRemoved,
     BlocksStored,
     Capabilities,
+    HeldAdapter,
     PerfMetrics,
     PromptDetails,
     SequenceStart,
@@ -113,7 +114,9 @@ class TestOpening:
             pass
 
     async def test_adapters_are_told_on_opening(self) -> None:
-        backend = RecordingBackend(adapters=[AdapterInfo(7, "french", "v1", on_device=False)])
+        backend = RecordingBackend(
+            adapters=[HeldAdapter(Adapter(7, "french", "v1"), on_device=False)]
+        )
         async with serving(backend) as engine, router_stream(engine.address) as stream:
             await stream.until(lambda: stream.adapter_states)
             (state,) = stream.adapter_states
@@ -503,7 +506,9 @@ class TestLoadAndKvEvents:
             router_stream(engine.address) as a,
             router_stream(engine.address) as b,
         ):
-            backend.step({}, kv_events=[BlocksStored(0, [11, 12], [1, 2, 3, 4], 5)])
+            backend.step(
+                {}, kv_events=[BlocksStored(0, [11, 12], [1, 2, 3, 4], Adapter(5, version="v2"))]
+            )
             backend.step({}, kv_events=[BlocksRemoved([12]), BlocksCleared()])
             for stream in (a, b):
                 await stream.until(partial(_kv_events_arrived, stream, 3))
@@ -515,7 +520,8 @@ class TestLoadAndKvEvents:
                 ]
                 assert numbers == [0, 1, 2]
                 first = stream.kv_events[0].events[0].stored
-                assert (list(first.block_hashes), first.adapter_id) == ([11, 12], 5)
+                assert list(first.block_hashes) == [11, 12]
+                assert (first.adapter_id, first.adapter_version) == (5, "v2")
 
     async def test_a_snapshot_rebuilds_what_is_stored(self) -> None:
         backend = simulated(tokens_per_block=4, total_blocks=32)

@@ -1,0 +1,220 @@
+"""Whether a backend can take an item: everything asked of it before a step sees it, the same for every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+from trtmesh.chassis.errors import (
+    InvalidField,
+    OutOfBlocks,
+    PromptEmpty,
+    PromptTooLong,
+    QueueFull,
+    TokenOutOfVocabulary,
+)
+from trtmesh.chassis.parsing import ELEMENT_BYTES
+from trtmesh.chassis.vocabulary import GenerationConfig, KvCache, PromptTuning
+from trtmesh.engine.backend import BackendInfo, Submission
+from trtmesh.engine.kv_blocks import blocks_needed
+from trtmesh.engine.stopping import EndRule
+from trtmesh.v1 import generation_pb2 as pb
+
+
+def admit(item: Submission, info: BackendInfo) -> EndRule:
+    """When the item's sequences end. Raises InvalidRequest or OutOfBlocks for an item that can never be computed."""
+    prompt_tokens = item.prompt_tokens
+    _check_prompt(prompt_tokens, info)
+    _check_retention(item.config.kv_cache)
+    _check_ids(item, info.vocabulary_size)
+    if item.config.beam_search.beam_width > 1:
+        _check_beams(item.config, info)
+    limit = _limit(item, info)
+    _check_logits(item, limit, info)
+    # An end id that the model has no logit for can neither come nor be held back.
+    end_ids = [token for token in info.end_ids if token < info.vocabulary_size]
+    return EndRule(item.config.stopping, end_ids, prompt_tokens, limit)
+
+
+def check_queue(item: Submission, info: BackendInfo, present: int, running: int) -> None:
+    """Raises QueueFull where the item finds no place; `present` sequences wait or run, `running` of them run."""
+    asked = max(len(item.keys), item.config.beam_search.beam_width)
+    most = info.max_queue_size
+    if present + asked > most + info.max_batch_size:
+        waiting = max(0, present - running)
+        raise QueueFull.of(
+            most,
+            f"{waiting} sequences wait and at most {most} may (max_queue_size) beyond those with a place in the"
+            " batch",
+        )
+
+
+def table_rows(asked: PromptTuning | None) -> int:
+    """How many ids above the vocabulary have a meaning in the prompt."""
+    if asked is None or asked.embedding_table is None:
+        return 0
+    return (
+        asked.embedding_table.shape[0] if asked.vocabulary_size is None else asked.vocabulary_size
+    )
+
+
+def _check_prompt(prompt_tokens: int, info: BackendInfo) -> None:
+    if prompt_tokens < 1:
+        raise PromptEmpty("the prompt has no tokens; send at least one")
+    if prompt_tokens >= info.max_sequence_tokens:
+        raise PromptTooLong(
+            f"the prompt has {prompt_tokens} tokens, but with at least one new token a sequence has at most"
+            f" {info.max_sequence_tokens}; shorten the prompt"
+        )
+    longest = info.max_prompt_tokens
+    if longest is not None and prompt_tokens > longest:
+        raise PromptTooLong(
+            f"the prompt has {prompt_tokens} tokens, but without chunked context it must fit a step, which has"
+            f" {longest}; shorten it, or raise the worker's max_step_tokens or set its chunked_context"
+        )
+
+
+def _check_retention(wishes: KvCache) -> None:
+    for index, each in enumerate(wishes.token_ranges):
+        if each.token_end is not None and each.token_end <= each.token_start:
+            raise InvalidField.of(
+                f"kv_cache.token_ranges[{index}].token_end",
+                each.token_end,
+                f"above token_start, {each.token_start}",
+            )
+    if wishes.decode_duration_ms is not None and wishes.decode_priority is None:
+        raise InvalidField(
+            "is set, but the priority whose duration it is is not set",
+            field="kv_cache.decode_duration_ms",
+            limit_field="kv_cache.decode_priority",
+        )
+
+
+def _check_ids(item: Submission, vocabulary_size: int) -> None:
+    _check_prompt_ids(item, vocabulary_size)
+    if item.config.output.prompt_log_probs and max(item.token_ids) >= vocabulary_size:
+        raise InvalidField(
+            "is set, but the prompt has ids of its embedding table, which have no log-probabilities; leave it out",
+            field="output.prompt_log_probs",
+        )
+    for field, ids in _ids_of(item.config):
+        highest = max(ids, default=0)
+        if highest >= vocabulary_size:
+            raise InvalidField.of(field, highest, f"below the vocabulary size, {vocabulary_size}")
+    bias = len(item.config.sampling.embedding_bias)
+    if bias not in (0, vocabulary_size):
+        raise InvalidField(
+            f"has {bias} values but must have one for each of the {vocabulary_size} ids of the vocabulary, or none",
+            field="sampling.embedding_bias",
+        )
+
+
+def _check_prompt_ids(item: Submission, vocabulary_size: int) -> None:
+    rows = table_rows(item.config.prompt_tuning)
+    bound = vocabulary_size + rows
+    if max(item.token_ids) < bound and min(item.token_ids) >= 0:
+        return
+    position, token = next(
+        (position, token) for position, token in enumerate(item.token_ids) if not 0 <= token < bound
+    )
+    sizes = f"the vocabulary size, {vocabulary_size}"
+    if rows:
+        sizes = f"{bound}, the vocabulary size and the {rows} rows of the embedding table"
+    raise TokenOutOfVocabulary(
+        f"token id {token} at position {position} of the prompt is not below {sizes}"
+    )
+
+
+def _ids_of(config: GenerationConfig) -> Iterator[tuple[str, Iterable[int]]]:
+    """The token ids in the config, by field."""
+    stopping, sampling = config.stopping, config.sampling
+    if stopping.end_id is not None:
+        yield "stopping.end_id", (stopping.end_id,)
+    if sampling.top_p_reset_id is not None:
+        yield "sampling.top_p_reset_id", (sampling.top_p_reset_id,)
+    yield "stopping.stop_token_ids", chain.from_iterable(stopping.stop_token_ids)
+    yield "stopping.bad_token_ids", chain.from_iterable(stopping.bad_token_ids)
+    bias_ids = chain.from_iterable(sampling.embedding_bias_token_ids)
+    yield "sampling.embedding_bias_token_ids", bias_ids
+
+
+def _check_beams(config: GenerationConfig, info: BackendInfo) -> None:
+    """Beam search ranks and draws nothing, and its output may change until it is over."""
+    width, sampling = config.beam_search.beam_width, config.sampling
+    most = min(info.max_sequences_per_item, info.max_batch_size)
+    if width > most:
+        limit = f"at most {most}, the fewer of the worker's sequences of an item and of a batch"
+        raise InvalidField.of("beam_search.beam_width", width, limit)
+    drawing = (
+        # Clients that send every field send values that change nothing.
+        ("sampling.top_k", sampling.top_k, (None, 0, 1)),
+        ("sampling.top_p", sampling.top_p, (None, 0, 1)),
+        ("sampling.min_p", sampling.min_p, (None, 0)),
+        ("sampling.top_p_min", sampling.top_p_min, (None,)),
+        ("sampling.top_p_decay", sampling.top_p_decay, (None, 1)),
+        ("sampling.top_p_reset_id", sampling.top_p_reset_id, (None,)),
+        ("output.normalize_log_probs", config.output.normalize_log_probs, (None, True)),
+    )
+    for field, value, harmless in drawing:
+        if value not in harmless:
+            raise InvalidField(
+                f"is {value!r} with a beam width of {width}, but beams are ranked, not drawn; leave it unset",
+                field=field,
+                value=repr(value),
+                limit_field="beam_search.beam_width",
+            )
+
+
+def _limit(item: Submission, info: BackendInfo) -> int:
+    """Most tokens of each sequence, prompt included."""
+    prompt_tokens, beams = item.prompt_tokens, item.config.beam_search.beam_width
+    capacity = _capacity(prompt_tokens, beams, info)
+    max_tokens = item.config.stopping.max_tokens
+    longest = info.max_sequence_tokens
+    if max_tokens is None:
+        limit = min(longest, capacity)
+        wanted = prompt_tokens + 1
+    else:
+        limit = wanted = min(longest, prompt_tokens + max_tokens)
+    if wanted > capacity:
+        blocks = f"needs {blocks_needed(wanted, info.tokens_per_block)} KV blocks"
+        if beams > 1:
+            blocks = f"in each of {beams} beams needs more KV blocks"
+        raise OutOfBlocks(
+            f"a sequence of {prompt_tokens} prompt tokens and {wanted - prompt_tokens} new ones {blocks}, but the"
+            f" pool has {info.total_blocks}"
+        )
+    return limit
+
+
+def _capacity(prompt_tokens: int, beams: int, info: BackendInfo) -> int:
+    """Most tokens of each of an item's beams if it has the pool to itself; a sequence on its own is one beam."""
+    size = info.tokens_per_block
+    # Beams share the prompt's full blocks except the last, which each beam computes for its logits.
+    shared = (prompt_tokens - 1) // size if beams > 1 else 0
+    # The last token's KV is never needed, so full blocks hold one token more.
+    return (shared + (info.total_blocks - shared) // beams) * size + 1
+
+
+def _check_logits(item: Submission, limit: int, info: BackendInfo) -> None:
+    output, most = item.config.output, info.max_logits_bytes
+    if most is None:
+        return
+    row_bytes = info.vocabulary_size * ELEMENT_BYTES[output.logits_data_type or pb.DATA_TYPE_FP32]
+    wanted = []
+    if output.context_logits:
+        wanted.append(("output.context_logits", item.prompt_tokens, "shorten the prompt"))
+    if output.generation_logits:
+        # Beam search keeps those of all beams until it is over, however many come back then.
+        sequences = max(len(item.keys), item.config.beam_search.beam_width)
+        rows = (limit - item.prompt_tokens) * sequences
+        wanted.append(("output.generation_logits", rows, "ask for fewer tokens"))
+    for field, rows, remedy in wanted:
+        if rows * row_bytes > most:
+            raise InvalidField(
+                f"of {rows} tokens over {info.vocabulary_size} ids takes {rows * row_bytes} bytes but must take at"
+                f" most {most} (max_logits_bytes); {remedy} or for a smaller data type",
+                field=field,
+                value=str(rows * row_bytes),
+                limit=f"at most {most} bytes",
+            )

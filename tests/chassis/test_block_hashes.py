@@ -1,0 +1,38 @@
+"""Names of KV blocks."""
+
+from __future__ import annotations
+
+from trtmesh.chassis.block_hashes import ROOT_HASH, chain, root_hash
+from trtmesh.chassis.vocabulary import Adapter
+
+
+def test_only_full_blocks_have_names() -> None:
+    assert chain(ROOT_HASH, [1, 2, 3], 4) == []
+    assert len(chain(ROOT_HASH, [1, 2, 3, 4, 5], 4)) == 1
+
+
+def test_a_name_covers_all_tokens_before() -> None:
+    one, other = chain(ROOT_HASH, [1, 2, 3, 4], 2), chain(ROOT_HASH, [9, 2, 3, 4], 2)
+    assert one[1] != other[1]
+    assert chain(one[0], [3, 4], 2) == one[1:]
+
+
+def test_salts_separate() -> None:
+    roots = {root_hash(None), root_hash(""), root_hash("a"), root_hash("b")}
+    assert len(roots) == 4
+    assert len({chain(root, [1, 2], 2)[0] for root in roots}) == 4
+
+
+def test_every_part_of_an_identity_changes_the_root() -> None:
+    roots = [
+        root_hash(),
+        root_hash(""),
+        root_hash("a"),
+        root_hash(adapter=Adapter(1, version="v1")),
+        root_hash(adapter=Adapter(1, version="v2")),
+        root_hash(adapter=Adapter(11, version="")),
+        root_hash(prompt_table_digest=b"a"),
+        root_hash("a", adapter=Adapter(1, version="v1")),
+        root_hash("a", adapter=Adapter(1, version="v1"), prompt_table_digest=b"a"),
+    ]
+    assert len(set(roots)) == len(roots)
