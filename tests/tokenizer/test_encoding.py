@@ -77,7 +77,7 @@ def plain(text: str) -> EncodeRequest:
     return EncodeRequest(text, add_special_tokens=False)
 
 
-async def test_texts_and_words_in_one_batch() -> None:
+async def test_texts_and_words_share_a_batch() -> None:
     tokenizer = GatedTokenizer()
     async with encoder_over(tokenizer) as encoder:
         outcomes = await asyncio.gather(
@@ -95,7 +95,7 @@ async def test_texts_and_words_in_one_batch() -> None:
     assert tokenizer.batches == [["abc"], ["d", "ef", "ghi", "", "jk", "l"]]
 
 
-async def test_a_long_text_delays_no_short_one() -> None:
+async def test_long_text_does_not_delay_short_texts() -> None:
     tokenizer = GatedTokenizer()
     gate = tokenizer.gate("L")
     async with encoder_over(tokenizer) as encoder:
@@ -107,7 +107,7 @@ async def test_a_long_text_delays_no_short_one() -> None:
     assert list(outcomes) == [EncodedTexts([LIMIT], [])] * 3
 
 
-async def test_a_huge_text_delays_no_long_one() -> None:
+async def test_huge_text_does_not_delay_long_texts() -> None:
     tokenizer = GatedTokenizer()
     gate = tokenizer.gate("H")
     async with encoder_over(tokenizer) as encoder:
@@ -118,7 +118,7 @@ async def test_a_huge_text_delays_no_long_one() -> None:
         await asyncio.gather(*huge_ones)
 
 
-async def test_what_waits_together_is_encoded_together_up_to_a_size() -> None:
+async def test_waiting_texts_are_batched_up_to_a_size() -> None:
     tokenizer = GatedTokenizer()
     gate = tokenizer.gate("g")
     async with encoder_over(tokenizer) as encoder:
@@ -130,7 +130,7 @@ async def test_what_waits_together_is_encoded_together_up_to_a_size() -> None:
     assert [len(batch) for batch in tokenizer.batches] == [1, 2, 2, 1]
 
 
-async def test_words_count_for_the_lane_and_the_limit() -> None:
+async def test_words_count_for_lane_and_limit() -> None:
     tokenizer = GatedTokenizer()
     gate = tokenizer.gate("w")
     async with encoder_over(tokenizer, max_text_bytes=2 * LIMIT) as encoder:
@@ -140,11 +140,13 @@ async def test_words_count_for_the_lane_and_the_limit() -> None:
         assert not heavy.done()
         gate.set()
         await heavy
-        with pytest.raises(InvalidField, match=r"240 bytes but at most 200 .*max_text_bytes"):
+        with pytest.raises(InvalidField) as caught:
             _ = encoder.submit(EncodeRequest(None, add_special_tokens=False, words=words * 2))
+        assert (caught.value.fields, caught.value.value) == (("text",), "240 bytes")
+        assert caught.value.limit == "at most 200"
 
 
-async def test_a_full_queue_refuses() -> None:
+async def test_full_queue_refuses() -> None:
     tokenizer = GatedTokenizer()
     gate = tokenizer.gate("g")
     limits = {"max_queued_encodes": 2, "max_queued_long_encodes": 1}
@@ -152,14 +154,14 @@ async def test_a_full_queue_refuses() -> None:
         accepted = [encoder.submit(plain("g"))]
         await until(lambda: tokenizer.batches)
         accepted += [encoder.submit(plain("a")), encoder.submit(plain("b"))]
-        with pytest.raises(QueueFull, match="2 encodes of short texts wait"):
+        with pytest.raises(QueueFull):
             _ = encoder.submit(plain("c"))
         accepted.append(encoder.submit(plain("x" * LIMIT)))
         gate.set()
         assert all(isinstance(o, EncodedTexts) for o in await asyncio.gather(*accepted))
 
 
-async def test_a_failure_is_the_outcome_of_its_own_text_alone() -> None:
+async def test_failure_is_the_outcome_of_its_own_text() -> None:
     tokenizer = GatedTokenizer()
     async with encoder_over(tokenizer) as encoder:
         outcomes: list[Outcome] = await asyncio.gather(
@@ -172,7 +174,7 @@ async def test_a_failure_is_the_outcome_of_its_own_text_alone() -> None:
         assert await encoder.submit(plain("next")) == EncodedTexts([4], [])
 
 
-async def test_a_cancelled_encode_is_not_encoded() -> None:
+async def test_cancelled_encode_is_not_encoded() -> None:
     tokenizer = GatedTokenizer()
     gate = tokenizer.gate("g")
     async with encoder_over(tokenizer) as encoder:
@@ -185,7 +187,7 @@ async def test_a_cancelled_encode_is_not_encoded() -> None:
     assert tokenizer.batches == [["g"], ["last"]]
 
 
-async def test_a_cancelled_encode_makes_room_in_a_full_queue() -> None:
+async def test_cancelled_encode_makes_room_in_a_full_queue() -> None:
     tokenizer = GatedTokenizer()
     gate = tokenizer.gate("g")
     async with encoder_over(tokenizer, max_queued_encodes=2) as encoder:
@@ -201,7 +203,7 @@ async def test_a_cancelled_encode_makes_room_in_a_full_queue() -> None:
     assert tokenizer.batches == [["g"], ["last", "new"]]
 
 
-async def test_closing_cancels_what_waits() -> None:
+async def test_close_cancels_waiting_encodes() -> None:
     tokenizer = GatedTokenizer()
     tokenizer.gate("g")
     async with encoder_over(tokenizer) as encoder:

@@ -26,7 +26,7 @@ async def until_ready(stub: pb_grpc.TokenizerServiceAsyncStub) -> pb.GetTokenize
                 raise
 
 
-async def test_a_sequence_survives_the_death_of_its_tokenizer(model_dir: Path) -> None:
+async def test_sequence_survives_the_death_of_its_tokenizer(model_dir: Path) -> None:
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     ids = tokenizer.encode("naïve 😀 café").ids
     flags = ("--model-dir", str(model_dir), "--port", "0")
@@ -57,7 +57,7 @@ def read(url: str) -> str:
         return str(response.read(), "utf-8")
 
 
-async def test_it_drains_and_exits(model_dir: Path) -> None:
+async def test_sigterm_drains_and_exits(model_dir: Path) -> None:
     flags = ("--model-dir", str(model_dir), "--port", "0", "--metrics-port", "0")
     async with service_process("tokenizer", *flags) as process, connected(process.address) as stub:
         await until_ready(stub)
@@ -79,7 +79,7 @@ async def test_it_drains_and_exits(model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("spoilt", ["missing", "broken"])
-async def test_an_unusable_model_directory_ends_the_process(tmp_path: Path, spoilt: str) -> None:
+async def test_unusable_model_directory_ends_the_process(tmp_path: Path, spoilt: str) -> None:
     directory = tmp_path / "model"
     if spoilt == "broken":
         directory.mkdir()
@@ -90,7 +90,7 @@ async def test_an_unusable_model_directory_ends_the_process(tmp_path: Path, spoi
     assert str(directory) in ended.stderr.splitlines()[-1]
 
 
-async def test_limits_that_do_not_fit_together_are_refused(model_dir: Path) -> None:
+async def test_inconsistent_limits_are_refused(model_dir: Path) -> None:
     flags = ("--model-dir", str(model_dir), "--max-text-bytes", str(2**29))
     ended = await run_to_exit("tokenizer", *flags)
     assert ended.status == 2

@@ -28,7 +28,7 @@ def longest_beginning(text: str, stop_texts: list[str]) -> int:
 
 @settings(max_examples=1500, deadline=None)
 @given(stop_texts=stop_lists, parts=deltas, include=st.booleans())
-def test_every_push_gives_exactly_what_is_certain(
+def test_push_returns_exactly_the_certain_text(
     stop_texts: list[str], parts: list[str], include: bool
 ) -> None:
     matcher = StopMatcher(StopTexts(stop_texts), include_stop_text=include)
@@ -49,7 +49,7 @@ def test_every_push_gives_exactly_what_is_certain(
 
 @settings(max_examples=300, deadline=None)
 @given(stop_texts=stop_lists, text=st.text(LETTERS, max_size=40), include=st.booleans())
-def test_splitting_changes_nothing(stop_texts: list[str], text: str, include: bool) -> None:
+def test_stop_text_spans_deltas(stop_texts: list[str], text: str, include: bool) -> None:
     compiled = StopTexts(stop_texts)
     whole = StopMatcher(compiled, include_stop_text=include)
     expected = whole.push(text)
@@ -61,20 +61,20 @@ def test_splitting_changes_nothing(stop_texts: list[str], text: str, include: bo
     assert (released, split.stop_index) == (expected, whole.stop_index)
 
 
-def test_the_stop_text_that_ends_first_wins_over_the_one_that_begins_first() -> None:
+def test_match_that_ends_first_wins() -> None:
     matcher = StopMatcher(StopTexts(["abcd", "bc"]), include_stop_text=False)
     assert matcher.push("xabc") == "xa"
     assert matcher.stop_index == 1
 
 
-def test_of_stop_texts_that_end_together_the_longest_wins() -> None:
+def test_longest_of_matches_ending_together_wins() -> None:
     matcher = StopMatcher(StopTexts(["c", "abc", "bc"]), include_stop_text=False)
     assert matcher.push("xab") == "x"
     assert matcher.push("c") == ""
     assert matcher.stop_index == 1
 
 
-def test_characters_that_mean_something_to_regular_expressions_are_plain_here() -> None:
+def test_regex_characters_are_literal() -> None:
     for stop in ("]", "^a", "\\", "-", "[[", "\n\n", "a-z"):
         matcher = StopMatcher(StopTexts([stop, "z-"]), include_stop_text=False)
         assert matcher.push(f"q{stop}") == "q"
@@ -96,7 +96,7 @@ class CountingStopTexts(StopTexts):
         return super().held_text(state, start, end)
 
 
-def test_a_long_stop_text_that_nearly_matches_everywhere_costs_no_more_than_the_text() -> None:
+def test_near_matches_of_a_long_stop_text_stay_linear() -> None:
     text = "a" * 5_000
     stops = CountingStopTexts(["a" * 1_000 + "b", "a" * 500 + "c"])
     stops.steps = 0

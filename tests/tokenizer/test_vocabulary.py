@@ -21,14 +21,14 @@ def own_model_dir(model_dir: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", list(ZOO))
-def test_every_family_loads(model_dirs: dict[str, Path], name: str) -> None:
+def test_vocabulary_of_every_family_loads(model_dirs: dict[str, Path], name: str) -> None:
     vocabulary = load_vocabulary(model_dirs[name])
     assert vocabulary.decoding.name == ZOO[name][1]
     assert vocabulary.model == name
     assert vocabulary.size == vocabulary.tokenizer.get_vocab_size()
 
 
-def test_what_the_files_say(own_model_dir: Path) -> None:
+def test_metadata_of_the_files(own_model_dir: Path) -> None:
     vocabulary = load_vocabulary(own_model_dir)
     tokenizer = vocabulary.tokenizer
     assert vocabulary.kind == "BPE"
@@ -45,7 +45,7 @@ def test_what_the_files_say(own_model_dir: Path) -> None:
     assert vocabulary.chat_template.startswith("{% for m in messages")
 
 
-def test_equal_content_has_an_equal_fingerprint(own_model_dir: Path, model_dir: Path) -> None:
+def test_equal_content_has_equal_fingerprints(own_model_dir: Path, model_dir: Path) -> None:
     first = load_vocabulary(own_model_dir).fingerprint
     assert first == load_vocabulary(model_dir).fingerprint
     tokenizer = byte_level_bpe()
@@ -54,26 +54,26 @@ def test_equal_content_has_an_equal_fingerprint(own_model_dir: Path, model_dir: 
     assert load_vocabulary(own_model_dir).fingerprint != first
 
 
-def test_a_template_in_a_file_of_its_own_wins(own_model_dir: Path) -> None:
+def test_template_file_wins(own_model_dir: Path) -> None:
     (own_model_dir / "chat_template.jinja").write_text("{{ messages }}")
     assert load_vocabulary(own_model_dir).chat_template == "{{ messages }}"
 
 
-def test_of_several_templates_the_default_is_taken(own_model_dir: Path) -> None:
+def test_default_of_several_templates_is_used(own_model_dir: Path) -> None:
     templates = [{"name": "tools", "template": "a"}, {"name": "default", "template": "b"}]
     config = own_model_dir / "tokenizer_config.json"
     config.write_text(json.dumps({"chat_template": templates}))
     assert load_vocabulary(own_model_dir).chat_template == "b"
 
 
-def test_only_the_tokenizer_itself_is_needed(own_model_dir: Path) -> None:
+def test_only_tokenizer_json_is_required(own_model_dir: Path) -> None:
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         (own_model_dir / name).unlink()
     vocabulary = load_vocabulary(own_model_dir)
     assert (vocabulary.bos_id, vocabulary.chat_template) == (None, None)
 
 
-def test_texts_are_neither_cut_nor_filled_up(tmp_path: Path) -> None:
+def test_truncation_and_padding_are_ignored(tmp_path: Path) -> None:
     tokenizer = byte_level_bpe()
     plain = tokenizer.encode(CORPUS[0]).ids
     tokenizer.enable_truncation(3)
@@ -96,7 +96,7 @@ def test_older_files_are_converted(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_sentencepiece_model_is_converted(tmp_path: Path) -> None:
+def test_sentencepiece_model_is_converted(tmp_path: Path) -> None:
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(CORPUS),
         model_prefix=str(tmp_path / "tokenizer"),
@@ -117,30 +117,32 @@ def test_a_sentencepiece_model_is_converted(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_files_that_cannot_be_converted_are_named(tmp_path: Path) -> None:
+def test_failed_conversion_is_refused(tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_text("hello\nworld")
     with pytest.raises(ModelUnusable, match=f"{tmp_path} has no tokenizer.json, and its other"):
         load_vocabulary(tmp_path)
 
 
-def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+def test_missing_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelUnusable, match=f"model directory {tmp_path / 'gone'} does not exist"):
         load_vocabulary(tmp_path / "gone")
 
 
-def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+def test_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelUnusable, match=f"{tmp_path} has neither tokenizer.json nor"):
         load_vocabulary(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[1]", '{"model": {"type": "BPE"}}', "\x00"])
-def test_a_broken_tokenizer_is_named(own_model_dir: Path, content: str) -> None:
+def test_invalid_tokenizer_file_is_refused(own_model_dir: Path, content: str) -> None:
     (own_model_dir / "tokenizer.json").write_text(content)
-    with pytest.raises(ModelUnusable, match=r"my-model/tokenizer.json is no usable tokenizer: ."):
+    with pytest.raises(
+        ModelUnusable, match=r"my-model/tokenizer.json is not a usable tokenizer: ."
+    ):
         load_vocabulary(own_model_dir)
 
 
-def test_an_empty_vocabulary_is_refused(own_model_dir: Path) -> None:
+def test_empty_vocabulary_is_refused(own_model_dir: Path) -> None:
     from tokenizers.models import BPE
 
     Tokenizer(BPE()).save(str(own_model_dir / "tokenizer.json"))
@@ -152,7 +154,9 @@ def test_an_empty_vocabulary_is_refused(own_model_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "what"), [("{", "cannot be read as JSON"), ("[]", "must hold a JSON object")]
 )
-def test_a_broken_config_is_named(own_model_dir: Path, name: str, content: str, what: str) -> None:
+def test_invalid_config_file_is_refused(
+    own_model_dir: Path, name: str, content: str, what: str
+) -> None:
     (own_model_dir / name).write_text(content)
     with pytest.raises(ModelUnusable, match=f"{name} {what}"):
         load_vocabulary(own_model_dir)

@@ -52,7 +52,9 @@ def texts_of(decoding: Decoding, ids: list[int], *, skip: bool) -> list[str]:
 
 @SAME_FAMILY_EACH_TIME
 @given(data=st.data(), skip=st.booleans())
-def test_random_ids(family: Family, data: st.DataObject, skip: bool) -> None:
+def test_random_ids_decode_like_the_library(
+    family: Family, data: st.DataObject, skip: bool
+) -> None:
     tokenizer, decoding = family
     ids = draw_ids(data, tokenizer)
     whole = tokenizer.decode(ids, skip_special_tokens=skip)
@@ -61,7 +63,7 @@ def test_random_ids(family: Family, data: st.DataObject, skip: bool) -> None:
 
 @SAME_FAMILY_EACH_TIME
 @given(text=st.text(max_size=60), skip=st.booleans())
-def test_random_texts(family: Family, text: str, skip: bool) -> None:
+def test_random_texts_decode_like_the_library(family: Family, text: str, skip: bool) -> None:
     tokenizer, decoding = family
     ids = tokenizer.encode(text).ids
     whole = tokenizer.decode(ids, skip_special_tokens=skip)
@@ -69,19 +71,19 @@ def test_random_texts(family: Family, text: str, skip: bool) -> None:
 
 
 @pytest.mark.parametrize("text", CORPUS)
-def test_no_part_of_a_character_is_shown(family: Family, text: str) -> None:
+def test_incomplete_character_is_held_back(family: Family, text: str) -> None:
     tokenizer, decoding = family
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     assert not any(REPLACEMENT in delta for delta in texts_of(decoding, ids, skip=True))
 
 
-def test_a_byte_level_text_comes_character_by_character() -> None:
+def test_byte_level_streams_character_by_character() -> None:
     tokenizer = byte_level_bpe()
     ids = ids_of(tokenizer, "ð", "Ł", "ĺ", "Ģ", "a")
     assert texts_of(choose_decoding(tokenizer), ids, skip=True) == ["", "", "", "😀", "a", ""]
 
 
-def test_an_unfinished_character_at_the_end_is_shown_as_the_whole_decode_shows_it() -> None:
+def test_flush_of_an_incomplete_character_equals_the_library() -> None:
     tokenizer = byte_level_bpe()
     ids = ids_of(tokenizer, "a", "ð", "Ł")
     assert texts_of(choose_decoding(tokenizer), ids, skip=True) == ["a", "", "", REPLACEMENT]
@@ -90,7 +92,7 @@ def test_an_unfinished_character_at_the_end_is_shown_as_the_whole_decode_shows_i
     assert texts_of(choose_decoding(tokenizer), ids, skip=True) == ["a", "", "", 2 * REPLACEMENT]
 
 
-def test_byte_tokens_are_text_together_or_not_at_all() -> None:
+def test_byte_run_is_valid_as_a_whole_or_not_at_all() -> None:
     tokenizer = llama2_bpe()
     tokens = ["<0xC3>", "<0xA9>", "<0xC3>", "<0xC3>", "<0x41>", "▁b"]
     ids = ids_of(tokenizer, *tokens)
@@ -98,7 +100,7 @@ def test_byte_tokens_are_text_together_or_not_at_all() -> None:
     assert deltas == ["", "", "", 4 * REPLACEMENT, REPLACEMENT, " b", ""]
 
 
-def test_a_skipped_token_does_not_part_a_character() -> None:
+def test_skipped_token_does_not_split_a_character() -> None:
     tokenizer = llama2_bpe()
     ids = ids_of(tokenizer, "<0xC3>", "</s>", "<0xA9>", "b")
     assert "".join(texts_of(choose_decoding(tokenizer), ids, skip=True)) == "éb"
@@ -106,7 +108,7 @@ def test_a_skipped_token_does_not_part_a_character() -> None:
     assert kept == f"{REPLACEMENT}</s>{REPLACEMENT}b"
 
 
-def test_an_id_in_a_gap_has_no_text() -> None:
+def test_id_in_a_gap_has_no_text() -> None:
     tokenizer = Tokenizer(models.WordLevel({"▁a": 0, "▁b": 3}, unk_token="▁a"))
     tokenizer.decoder = decoders.Metaspace()
     ids = [1, 0, 2, 3]
@@ -115,14 +117,14 @@ def test_an_id_in_a_gap_has_no_text() -> None:
     assert tokenizer.decode(ids) == "a b"
 
 
-def test_state_does_not_grow_with_the_sequence() -> None:
+def test_state_does_not_grow() -> None:
     tokenizer = byte_level_bpe()
     state = ByteLevelDecoding(tokenizer).open(skip_special_tokens=True)
     ids = tokenizer.encode("🙂é" * 200).ids
     assert all(len(state._rest) <= 3 for token_id in ids if state.push(token_id) is not None)
 
 
-def test_a_fast_way_that_disagrees_is_not_taken(
+def test_family_that_disagrees_is_skipped(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Wrong(PieceDecoding):
@@ -135,7 +137,7 @@ def test_a_fast_way_that_disagrees_is_not_taken(
     assert "pieces decoding does not reproduce" in caplog.text
 
 
-def test_an_unknown_decoder_is_left_to_slower_families() -> None:
+def test_unknown_decoder_falls_back_to_slower_families() -> None:
     tokenizer = unigram_metaspace()
     tokenizer.decoder = decoders.CTC()
     assert ByteLevelDecoding.of(tokenizer) is None

@@ -1,7 +1,7 @@
-"""Turns the tokenizer files of older models into one serialised tokenizer, in a process of its own.
+"""Converts the tokenizer files of older models to tokenizer.json, in a child process.
 
-The libraries that can read those files take hundreds of megabytes and, where torch is installed, import it. The
-service needs them once, so they live and die in a child.
+The libraries for these files take hundreds of megabytes and import torch if it is installed. The service needs them
+only once, so a child process loads them.
 
     python -m trtmesh.tokenizer.conversion MODEL_DIR OUTPUT_FILE
 """
@@ -20,11 +20,11 @@ _TIMEOUT_SECONDS = 600
 
 
 def convert(model_dir: Path) -> Tokenizer:
-    """The tokenizer of a directory without tokenizer.json. Raises ModelUnusable."""
+    """Loads the tokenizer of a directory without tokenizer.json. Raises ModelUnusable."""
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "tokenizer.json"
         command = [sys.executable, "-m", __name__, str(model_dir), str(output)]
-        done = subprocess.run(  # noqa: S603 - this very module, with two paths
+        done = subprocess.run(  # noqa: S603 - this module, with two paths
             command, check=False, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS
         )
         if done.returncode != 0:

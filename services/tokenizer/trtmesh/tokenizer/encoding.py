@@ -1,6 +1,6 @@
-"""Encodes texts in threads of their own: what waits together is encoded together, and longer texts wait apart.
+"""Encodes texts in threads: waiting texts are encoded together, long and huge texts in threads of their own.
 
-Even a single text goes through `encode_batch_fast`, because it releases the interpreter lock, which `encode` holds.
+Even a single text goes through `encode_batch_fast`, which releases the GIL; `encode` holds it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from trtmesh.tokenizer.metrics import TokenizerMetrics
 from trtmesh.tokenizer.settings import TokenizerSettings
 
 HUGE_TO_LONG = 16
-"""From how many times the size of a long text on a text is huge."""
+"""A text is huge from this multiple of `long_text_bytes`."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodeRequest:
-    """Texts of one encode."""
+    """The text and the words of one encode."""
 
     text: str | None
     add_special_tokens: bool
@@ -37,7 +37,7 @@ class EncodeRequest:
         object.__setattr__(self, "size_bytes", size_bytes)
 
     def texts(self, *, special: bool) -> Iterator[str]:
-        """The texts that are encoded with special tokens, or those without, in order."""
+        """The texts to encode with special tokens, or those without, in order."""
         if self.text is not None and self.add_special_tokens == special:
             yield self.text
         if not special:
@@ -51,7 +51,7 @@ def _size_bytes(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EncodedTexts:
-    """Ids of the text, and of each word."""
+    """Token ids of the text and of each word."""
 
     token_ids: list[int]
     words: list[list[int]]
@@ -65,7 +65,7 @@ Outcome = EncodedTexts | TrtmeshError
 
 
 class Encoder:
-    """Lanes by size, so that a text is delayed by none that is much longer."""
+    """A lane for each size class: a short text never waits for a long one."""
 
     def __init__(
         self, tokenizer: Tokenizer, settings: TokenizerSettings, metrics: TokenizerMetrics
@@ -87,20 +87,24 @@ class Encoder:
         ]
 
     def submit(self, request: EncodeRequest) -> asyncio.Future[Outcome]:
-        """Queues an encode. The future gives a failure as a value; cancelling it takes the encode from the queue.
+        """Queues an encode. The future returns failures as values; cancelling it removes the encode from the queue.
 
-        Raises InvalidField for a text that is too long, QueueFull, and Draining after `close`.
+        Raises InvalidField for an oversized text, QueueFull, and Draining after `close`.
         """
         most = self._settings.max_text_bytes
         if request.size_bytes > most:
             raise InvalidField(
-                f"text and words have {request.size_bytes} bytes but at most {most} are encoded (max_text_bytes)"
+                f"has {request.size_bytes} bytes with its words but must have at most {most}"
+                " (max_text_bytes)",
+                field="text",
+                value=f"{request.size_bytes} bytes",
+                limit=f"at most {most}",
             )
         lane = next(lane for lane in reversed(self._lanes) if request.size_bytes >= lane.smallest)
         return lane.submit(request)
 
     def close(self) -> None:
-        """Cancels what waits. What a thread is encoding ends on its own."""
+        """Cancels the waiting encodes. Threads finish their batches."""
         for lane in self._lanes:
             lane.close()
 
@@ -115,7 +119,7 @@ class _Waiting:
 @dataclass(frozen=True, slots=True)
 class _LaneLimits:
     smallest: int
-    """Bytes of the shortest text that it takes."""
+    """Size of the smallest texts, in bytes."""
     name: str
     threads: int
     most_waiting: int
@@ -123,7 +127,7 @@ class _LaneLimits:
 
 
 class _Lane:
-    """A queue and its threads. A thread that is free takes what waits; nothing waits for a batch to fill."""
+    """A queue and its threads. A free thread takes a batch at once and does not wait for it to fill."""
 
     def __init__(
         self,
@@ -151,12 +155,14 @@ class _Lane:
         if len(self._queue) >= limits.most_waiting:
             self._queue = deque(one for one in self._queue if not one.outcome.cancelled())
         if len(self._queue) >= limits.most_waiting:
-            raise QueueFull(f"{limits.most_waiting} encodes of {limits.name} texts wait already")
+            raise QueueFull(
+                f"{limits.most_waiting} encodes of {limits.name} texts are queued, the most allowed"
+            )
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[Outcome] = loop.create_future()
         self._queue.append(_Waiting(request, outcome, time.monotonic()))
         if len(self._queue) == 1:
-            # Not at once: the commands that came in the same message shall share a batch.
+            # In the next pass of the event loop, so that the commands of one message share a batch.
             loop.call_soon(self._start_batches)
         return outcome
 
@@ -177,7 +183,7 @@ class _Lane:
             running.add_done_callback(partial(self._finish_batch, batch))
 
     def _take_batch(self) -> list[_Waiting]:
-        """As many as fit into a batch, and one in any case, without those that nobody waits for any more."""
+        """The next encodes that fit into a batch, at least one; skips cancelled encodes."""
         now, size_bytes = time.monotonic(), 0
         batch: list[_Waiting] = []
         while self._queue:
@@ -206,18 +212,18 @@ class _Lane:
 
 
 def encode_in_this_thread_alone() -> None:
-    """Keeps the library from spreading batches over its own pool of threads, one a core.
+    """Turns off the library's own thread pool.
 
-    There a long text would occupy a thread that short ones need: all of them, where there is one core.
+    There long texts would occupy the threads that short texts need.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 def encode_batch(tokenizer: Tokenizer, requests: Sequence[EncodeRequest]) -> list[Outcome]:
-    """Encodes together; a failure is the outcome of the request that causes it, and of no other."""
+    """Encodes a batch; a failure becomes the outcome of the request that causes it alone."""
     try:
         return list(_encode(tokenizer, requests))
-    except BaseException as error:  # noqa: BLE001 - a panic of the library is no Exception
+    except BaseException as error:  # noqa: BLE001 - a panic of the library derives from BaseException
         if len(requests) > 1:
             return [
                 outcome for request in requests for outcome in encode_batch(tokenizer, [request])

@@ -1,4 +1,4 @@
-"""What a tokenizer counts and measures."""
+"""The metrics of a tokenizer."""
 
 from __future__ import annotations
 
@@ -9,34 +9,32 @@ _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 class TokenizerMetrics:
-    """The metrics of one process."""
-
     def __init__(self, registry: CollectorRegistry) -> None:
         self.encoded_tokens = Counter(
             "trtmesh_tokenizer_encoded_tokens",
-            "Tokens that texts were encoded to.",
+            "Tokens of encoded texts.",
             registry=registry,
         )
         self.decoded_tokens = Counter(
             "trtmesh_tokenizer_decoded_tokens",
-            "Tokens received for decoding, delivered ones not counted.",
+            "Tokens received for decoding, without replayed tokens.",
             registry=registry,
         )
         self.replayed_tokens = Counter(
             "trtmesh_tokenizer_replayed_tokens",
-            "Tokens absorbed for sequences that moved here from a lost tokenizer.",
+            "Tokens of sequences taken over from a lost tokenizer.",
             registry=registry,
         )
         self.encode_queue_seconds = Histogram(
             "trtmesh_tokenizer_encode_queue_seconds",
-            "Time that an encode waited for a thread.",
+            "Time from queueing an encode to its thread.",
             ["lane"],
             buckets=LATENCY_BUCKETS,
             registry=registry,
         )
         self.encode_batch_size = Histogram(
             "trtmesh_tokenizer_encode_batch_size",
-            "Encodes that a thread took at once.",
+            "Encodes per batch.",
             ["lane"],
             buckets=_BATCH_BUCKETS,
             registry=registry,

@@ -26,7 +26,7 @@ Write = Callable[[pb.TokenizerServiceConnectResponse], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What the streams of one process share."""
+    """Shared by the streams of one process."""
 
     settings: TokenizerSettings
     vocabulary: Vocabulary
@@ -38,7 +38,7 @@ class Shared:
 class RouterStream:
     """Decode states and encodes of one router; they end with its stream.
 
-    Decoding happens where commands are read, because it takes less than handing it to a thread; encoding does not.
+    Tokens are decoded where commands are read: a thread switch would take longer. Texts are encoded in threads.
     """
 
     def __init__(self, shared: Shared) -> None:
@@ -52,21 +52,21 @@ class RouterStream:
             shared.vocabulary, shared.workload, shared.metrics, shared.settings.max_handles
         )
         self._encodes: dict[int, asyncio.Future[Outcome]] = {}
-        self._farewell: TrtmeshError | None = None
+        self._final_error: TrtmeshError | None = None
 
     async def serve(
         self, requests: AsyncIterable[pb.TokenizerServiceConnectRequest], write: Write
     ) -> None:
-        """Answers commands until the router ends the stream and everything is answered.
+        """Answers commands until the router half-closes the stream and every command is answered.
 
-        Raises UnsupportedCall for a command that this revision does not know, and the error of `finish`.
+        Raises UnsupportedCall for an unknown command, and the error of `finish`.
         """
         reader = asyncio.create_task(self._read(requests))
         try:
             while (message := await self._outbox.next_message()) is not None:
                 await write(message)
-            if self._farewell is not None:
-                raise self._farewell
+            if self._final_error is not None:
+                raise self._final_error
             await reader
         finally:
             reader.cancel()
@@ -74,9 +74,9 @@ class RouterStream:
                 await reader
             self._end()
 
-    def finish(self, farewell: TrtmeshError) -> None:
-        """Ends the stream with an error once what waits is written."""
-        self._farewell = farewell
+    def finish(self, error: TrtmeshError) -> None:
+        """Ends the stream with an error after the waiting events are written."""
+        self._final_error = error
         self._outbox.close()
 
     async def _read(self, requests: AsyncIterable[pb.TokenizerServiceConnectRequest]) -> None:
@@ -104,14 +104,16 @@ class RouterStream:
             case "cancel_encode":
                 self._cancel_encodes(command.cancel_encode.handles)
             case _:
-                # Nobody would ever answer it, so the router must not wait.
-                raise UnsupportedCall("a TokenizerCommand holds no command that is known here")
+                # The stream ends: the router would wait forever for an answer.
+                raise UnsupportedCall("a TokenizerCommand holds no known command")
 
     def _encode(self, command: pb.EncodeCommand) -> None:
         handle = command.handle
         try:
             if handle in self._encodes:
-                raise InvalidRequest(f"encode handle {handle} waits for its answer already")
+                raise InvalidRequest(
+                    f"is {handle}, an encode not answered yet", field="handle", value=str(handle)
+                )
             self._shared.workload.begin()
             try:
                 encode = self._shared.encoder.submit(_request_of(command))
@@ -125,7 +127,7 @@ class RouterStream:
         encode.add_done_callback(lambda done: self._finish_encode(handle, done))
 
     def _cancel_encodes(self, handles: Iterable[int]) -> None:
-        """Takes encodes from the queue; a handle that was answered already is none any more."""
+        """Removes encodes from the queue; ignores handles answered already."""
         for handle in handles:
             if (encode := self._encodes.get(handle)) is not None:
                 encode.cancel()

@@ -22,8 +22,8 @@ from trtmesh.v1 import tokenizer_pb2_grpc as pb_grpc
 
 log = logging.getLogger(__name__)
 
-FAREWELL_SECONDS = 1.0
-"""How long streams may take at the end to send what waits."""
+FINAL_WRITE_SECONDS = 1.0
+"""How long streams may take to send their last events when the process stops."""
 
 
 class TokenizerService(pb_grpc.TokenizerServiceServicer):
@@ -36,7 +36,7 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         self._metrics = TokenizerMetrics(runtime.registry)
         self._workload = Workload()
         self._shared: Shared | None = None
-        self._sessions: dict[asyncio.Task[None], RouterStream] = {}
+        self._streams: dict[asyncio.Task[None], RouterStream] = {}
 
     def register(self, server: grpc.aio.Server) -> None:
         pb_grpc.add_TokenizerServiceServicer_to_server(self, server)
@@ -59,28 +59,28 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         await self._workload.drain()
 
     async def stop(self) -> None:
-        for connection in self._sessions.values():
-            connection.finish(Draining("this tokenizer stops; use another", retry_after_ms=0))
-        if self._sessions:
-            await asyncio.wait(self._sessions, timeout=FAREWELL_SECONDS)
+        for stream in self._streams.values():
+            stream.finish(Draining("this tokenizer stops; use another", retry_after_ms=0))
+        if self._streams:
+            await asyncio.wait(self._streams, timeout=FINAL_WRITE_SECONDS)
         if self._shared is not None:
             self._shared.encoder.close()
 
-    # A coroutine that writes, and no generator: cancelled amid a write, a generator would be left to the collector.
+    # A coroutine that writes: a generator cancelled inside a write would wait for the garbage collector.
     async def Connect(  # type: ignore[override]
         self,
         request_iterator: AsyncIterable[pb.TokenizerServiceConnectRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
         async with answering(context):
-            connection = RouterStream(self._ready())
-            session = asyncio.current_task()
-            assert session is not None
-            self._sessions[session] = connection
+            stream = RouterStream(self._ready())
+            task = asyncio.current_task()
+            assert task is not None
+            self._streams[task] = stream
             try:
-                await connection.serve(request_iterator, context.write)
+                await stream.serve(request_iterator, context.write)
             finally:
-                del self._sessions[session]
+                del self._streams[task]
 
     async def GetTokenizer(
         self, request: pb.GetTokenizerRequest, context: grpc.aio.ServicerContext[Any, Any]

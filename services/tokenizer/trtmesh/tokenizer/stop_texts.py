@@ -1,8 +1,8 @@
-"""Finds stop texts in a text that comes in parts.
+"""Finds stop texts across the deltas of a text, with an Aho-Corasick automaton.
 
-An Aho-Corasick automaton: its state after some text is the longest suffix that begins a stop text. That suffix is
-exactly what must be held back, and it can be read off the stop text, so a matcher keeps nothing but the number of
-its state. A character costs the same on average, whatever the number and length of the stop texts.
+The automaton's state is the longest suffix of the text that is a prefix of a stop text. Exactly this suffix is held
+back; it is part of the stop text, so a matcher stores only a state number. The average cost of a character does not
+depend on the number and length of the stop texts.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ _ROOT = 0
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """A stop text that ends at a state."""
+    """A stop text recognized in a state."""
 
     stop_index: int
     length: int
 
 
 class StopTexts:
-    """Stop texts, none of them empty, made ready for any number of matchers."""
+    """The automaton of non-empty stop texts, shared by any number of matchers."""
 
-    # Weakly referred to by whoever shares it between sequences.
     __slots__ = (
         "__weakref__",
         "_depth",
@@ -39,7 +38,7 @@ class StopTexts:
     def __init__(self, texts: Sequence[str]) -> None:
         self._next: list[dict[str, int]] = [{}]
         self._depth = [0]
-        # The text of a state is the beginning, `depth` long, of this stop text.
+        # The text of a state is the first `depth` characters of this stop text.
         self._owner = [""]
         self._ending: list[Ending | None] = [None]
         for stop_index, text in enumerate(texts):
@@ -50,7 +49,7 @@ class StopTexts:
         self._first_character = re.compile(f"[{first_characters}]")
 
     def find_start(self, text: str) -> int:
-        """Position of the first character that begins a stop text; the length of the text if there is none."""
+        """Position of the first character that starts a stop text, else the length of `text`."""
         match = self._first_character.search(text)
         return match.start() if match else len(text)
 
@@ -63,14 +62,14 @@ class StopTexts:
         return following
 
     def ending(self, state: int) -> Ending | None:
-        """The longest stop text that ends in `state`; of equal texts the first."""
+        """The longest stop text recognized in `state`; the first of equal texts."""
         return self._ending[state]
 
     def held_length(self, state: int) -> int:
         return self._depth[state]
 
     def held_text(self, state: int, start: int, end: int) -> str:
-        """Part of what is held back in `state`."""
+        """A slice of the text held back in `state`."""
         return self._owner[state][start:end]
 
     def _add(self, stop_index: int, text: str) -> None:
@@ -87,7 +86,7 @@ class StopTexts:
             self._ending[state] = Ending(stop_index, len(text))
 
     def _link(self) -> None:
-        """Points every state to the longest shorter suffix of its text that is a state too, level by level."""
+        """Links every state to the state of its longest proper suffix, level by level."""
         level = list(self._next[_ROOT].values())
         while level:
             below: list[int] = []
@@ -102,7 +101,7 @@ class StopTexts:
 
 
 class StopMatcher:
-    """The state of one sequence. The match that ends first wins; of those that end together, the longest."""
+    """Matches one sequence. The match that ends first wins; of several, the longest."""
 
     __slots__ = ("_include_stop_text", "_state", "_stop_texts", "stop_index")
 
@@ -111,10 +110,10 @@ class StopMatcher:
         self._include_stop_text = include_stop_text
         self._state = _ROOT
         self.stop_index: int | None = None
-        """Which stop text was found; after that nothing may be pushed."""
+        """Index of the stop text found; no push may follow."""
 
     def push(self, text: str) -> str:
-        """The text that is certain now: all but a possible beginning of a stop text, and cut at a match."""
+        """Returns the certain text: without a possible prefix of a stop text, cut at a match."""
         stops, state, start = self._stop_texts, self._state, 0
         if state == _ROOT and (start := stops.find_start(text)) == len(text):
             return text
@@ -127,11 +126,11 @@ class StopMatcher:
         return self._release(text, stops.held_length(state), state)
 
     def flush(self) -> str:
-        """What is held back: the text is over, so it was no stop text."""
+        """Returns the text held back, at the end of the sequence."""
         return self._release("", 0, _ROOT)
 
     def _release(self, text: str, kept: int, state: int) -> str:
-        """What was held and `text`, without the last `kept` characters. Copies only what it gives out."""
+        """Returns the held text and `text` without the last `kept` characters, copying no more than the result."""
         stops, before, self._state = self._stop_texts, self._state, state
         released_of_text = len(text) - kept
         if before == _ROOT:

@@ -1,4 +1,4 @@
-"""The tokenizer of a model directory and what its files say about it."""
+"""Loads the tokenizer of a model directory, its special ids and its chat template."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _SPECIAL_TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """All that is known of one tokenizer."""
+    """A tokenizer and its metadata."""
 
     model: str
     fingerprint: str
     kind: str
     size: int
-    """The largest id and one; ids may have gaps."""
+    """The largest id plus 1; ids may have gaps."""
     bos_id: int | None
     eos_id: int | None
     pad_id: int | None
@@ -39,10 +39,10 @@ class Vocabulary:
 
 
 def load_vocabulary(model_dir: Path) -> Vocabulary:
-    """Reads a model directory; takes seconds where files must be converted. Raises ModelUnusable that names the
-    directory, the file and what is wrong with it."""
+    """Reads a model directory; takes seconds if files must be converted. Raises ModelUnusable with the file and its
+    problem."""
     tokenizer = _load_tokenizer(model_dir)
-    # A request is encoded whole or refused: what the file says about cutting and filling up does not hold here.
+    # A text is encoded whole or refused, whatever truncation and padding the file configures.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -67,14 +67,14 @@ def load_vocabulary(model_dir: Path) -> Vocabulary:
 
 def _load_tokenizer(model_dir: Path) -> Tokenizer:
     if not model_dir.is_dir():
-        raise ModelUnusable(f"model directory {model_dir} does not exist or is no directory")
+        raise ModelUnusable(f"model directory {model_dir} does not exist or is not a directory")
     file = model_dir / TOKENIZER_FILE
     if file.is_file():
         try:
             return Tokenizer.from_file(str(file))
         except Exception as error:
-            # Broad because the library raises Exception itself.
-            raise ModelUnusable(f"{file} is no usable tokenizer: {error}") from error
+            # The library raises plain Exception.
+            raise ModelUnusable(f"{file} is not a usable tokenizer: {error}") from error
     if any((model_dir / name).is_file() for name in VOCABULARY_FILES):
         return convert(model_dir)
     raise ModelUnusable(
@@ -83,7 +83,7 @@ def _load_tokenizer(model_dir: Path) -> Tokenizer:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """The object in an optional file."""
+    """The JSON object of an optional file."""
     if not file.is_file():
         return {}
     try:
@@ -96,7 +96,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _special_id(tokenizer: Tokenizer, configs: list[dict[str, Any]], name: str) -> int | None:
-    """Id of the first token that a file gives under `name` and the vocabulary has."""
+    """Id of the first token named `name` in a file and known to the vocabulary."""
     ids = (tokenizer.token_to_id(token) for token in _named_tokens(configs, name))
     return next((token_id for token_id in ids if token_id is not None), None)
 
@@ -110,7 +110,7 @@ def _named_tokens(configs: list[dict[str, Any]], name: str) -> Iterator[str]:
 
 
 def _chat_template(model_dir: Path, config: dict[str, Any]) -> str | None:
-    """The template in a file of its own, else the one in the config, else the default of several there."""
+    """The template file, else the template of the config, else the default of several there."""
     file = model_dir / CHAT_TEMPLATE_FILE
     if file.is_file():
         try:

@@ -1,4 +1,4 @@
-"""What is in flight in the process, so that draining can wait for its end."""
+"""Counts the work in flight in the process, for draining."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trtmesh.chassis.errors import Draining
 
 
 class Workload:
-    """Encodes and decode states of all streams. Whoever begins one ends it."""
+    """Counts the encodes and decode states of all streams. Every `begin` is matched by an `end`."""
 
     def __init__(self) -> None:
         self._in_flight = 0
@@ -17,9 +17,9 @@ class Workload:
         self._idle.set()
 
     def begin(self) -> None:
-        """Admits one piece of work. Raises Draining."""
+        """Admits one encode or sequence. Raises Draining."""
         if self._draining:
-            raise Draining("the tokenizer is draining and takes no new encodes and sequences")
+            raise Draining("the tokenizer is draining and admits no new encodes or sequences")
         self._in_flight += 1
         self._idle.clear()
 
@@ -29,6 +29,6 @@ class Workload:
             self._idle.set()
 
     async def drain(self) -> None:
-        """Admits nothing from now on and returns when nothing is in flight."""
+        """Admits nothing more and returns when nothing is in flight."""
         self._draining = True
         await self._idle.wait()

@@ -1,0 +1,1 @@
+"""Incremental decoding: token ids in, text out, identical to `Tokenizer.decode` of the whole sequence."""

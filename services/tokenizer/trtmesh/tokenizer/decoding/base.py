@@ -1,4 +1,4 @@
-"""What every family of incremental decoders promises, and what they share."""
+"""The interface of incremental decoders, and helpers of its implementations."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"
-"""What a decode shows for bytes that are no character."""
+"""Stands for bytes that are not valid UTF-8."""
 
 
 class TextDecoder(Protocol):
-    """The text of one sequence, token by token.
+    """Decodes one sequence token by token.
 
-    The texts of all pushes and of the flush, joined, MUST equal `Tokenizer.decode` of all the ids, and what a push
-    returns MUST depend on nothing but the ids so far.
+    The joined texts of all pushes and the flush MUST equal `Tokenizer.decode` of all ids. The result of a push MUST
+    depend only on the ids so far.
     """
 
     def push(self, token_id: int) -> str:
-        """The text that became certain with this token, possibly empty. The id MUST be below the vocabulary size."""
+        """Returns the text that this token made certain, possibly empty. The id MUST be below the vocabulary size."""
 
     def flush(self) -> str:
-        """The rest of the text, as the decode of the whole shows it. Called once, last."""
+        """Returns the rest of the text. Called once, last."""
 
 
 class Decoding(Protocol):
-    """A way to decode the ids of one tokenizer, shared by its sequences."""
+    """Decodes the ids of one tokenizer; shared by its sequences."""
 
     name: str
 
@@ -35,7 +35,7 @@ class Decoding(Protocol):
 
 
 def decoder_steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The decoder component as a flat list of serialised steps; empty where there is none."""
+    """The serialized steps of the decoder component as a flat list; empty without a decoder."""
     if tokenizer.decoder is None:
         return []
     return _flatten(json.loads(tokenizer.decoder.__getstate__()))
@@ -48,12 +48,12 @@ def _flatten(step: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def tokens_by_id(tokenizer: Tokenizer) -> list[str | None]:
-    """The token of every id up to the largest; None where the ids have a gap, which decodes to nothing."""
+    """The token of every id; None for gaps, which decode to no text."""
     size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     return [tokenizer.id_to_token(token_id) for token_id in range(size)]
 
 
 def special_tokens(tokenizer: Tokenizer) -> frozenset[str]:
-    """The tokens that `skip_special_tokens` leaves out; the library goes by content, not by id."""
+    """The tokens omitted by `skip_special_tokens`: the library compares content, not ids."""
     added = tokenizer.get_added_tokens_decoder().values()
     return frozenset(token.content for token in added if token.special)

@@ -1,4 +1,4 @@
-"""Decoding of byte-level BPE: each token stands for bytes, and the text is their UTF-8."""
+"""Decoding of byte-level BPE: each token stands for bytes of UTF-8."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trtmesh.tokenizer.decoding.base import decoder_steps, special_tokens, token
 
 
 class ByteLevelDecoding:
-    """Bytes of every token, and its text where the bytes are whole characters."""
+    """The bytes of every token, and its text if they are whole characters."""
 
     name = "byte_level"
 
@@ -27,7 +27,7 @@ class ByteLevelDecoding:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> ByteLevelDecoding | None:
-        """None where the tokenizer's decoder is another."""
+        """None for other decoders."""
         kinds = [step["type"] for step in decoder_steps(tokenizer)]
         return cls(tokenizer) if kinds in (["ByteLevel"], ["ByteLevel", "Fuse"]) else None
 
@@ -38,7 +38,7 @@ class ByteLevelDecoding:
 
 
 class ByteLevelDecoder:
-    """Holds back the bytes of an incomplete character: at most three."""
+    """Holds back the bytes of an incomplete character, at most three."""
 
     __slots__ = ("_bytes", "_rest", "_texts")
 
@@ -62,9 +62,9 @@ class ByteLevelDecoder:
 
 
 def _byte_by_character() -> dict[str, int]:
-    """The visible characters that byte-level vocabularies are written with.
+    """The visible characters of byte-level vocabularies.
 
-    A byte that is a visible Latin-1 character stands for itself; the others take the code points from 256 on.
+    Visible Latin-1 characters stand for their own byte; the other bytes use the code points from 256 on.
     """
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in visible]

@@ -1,4 +1,4 @@
-"""Chooses how the ids of a tokenizer are decoded: the fastest way that agrees with the library."""
+"""Chooses the fastest decoding that reproduces the library."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LONGEST_CHECKED = 32
 
 
 def choose_decoding(tokenizer: Tokenizer) -> Decoding:
-    """The first family that fits the tokenizer's decoder and passes `agrees`; if none does, all text at the end."""
+    """The first family that fits the tokenizer's decoder and passes `agrees`; else `WholeDecoding`."""
     for family in _FAMILIES:
         decoding = family.of(tokenizer)
         if decoding is None:
@@ -28,12 +28,12 @@ def choose_decoding(tokenizer: Tokenizer) -> Decoding:
         if agrees(decoding, tokenizer):
             return decoding
         log.warning("%s decoding does not reproduce this tokenizer's decoder", decoding.name)
-    log.warning("this tokenizer cannot be decoded token by token: texts will come at the end")
+    log.warning("this tokenizer cannot be decoded token by token: text is delivered at the end")
     return WholeDecoding(tokenizer)
 
 
 def agrees(decoding: Decoding, tokenizer: Tokenizer) -> bool:
-    """Whether `decoding` gives the library's text for random sequences, always the same ones."""
+    """Whether `decoding` reproduces the library on random sequences, the same for every load."""
     return all(
         _decode_by_token(decoding, token_ids, skip_special_tokens=skip)
         == tokenizer.decode(token_ids, skip_special_tokens=skip)

@@ -1,8 +1,8 @@
 """Decoding of tokenizers whose tokens have a text of their own: SentencePiece, Unigram, WordPiece.
 
-The steps of such a decoder look at one token and at whether it is the first. Three things reach further, and each
-has a small state: bytes written as tokens (`<0xE2>`), which are text together or not at all; the end of that run;
-and a strip of the beginning of the whole text.
+The steps of such a decoder depend on one token and on whether it is the first. Three effects reach further, each with
+a small state: a run of byte tokens (`<0xE2>`), valid text as a whole or not at all; the end of the run; a strip at the
+start of the whole text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trtmesh.tokenizer.decoding.base import REPLACEMENT, decoder_steps, special_
 
 Step = dict[str, Any]
 Piece = str | int | None
-"""Text of a token, or the byte that it stands for, or None for a token that the decode leaves out."""
+"""The text of a token, the byte of a byte token, or None for a token without text."""
 
 _LOCAL_STEPS = frozenset({"Replace", "Metaspace", "WordPiece", "Strip"})
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")
@@ -40,7 +40,7 @@ class Shape:
 
     @classmethod
     def of(cls, steps: list[Step]) -> Shape | None:
-        """None where the decoder has another shape."""
+        """None for other decoders."""
         if not steps:
             return cls(joined_by_spaces=True)
         kinds = [step["type"] for step in steps]
@@ -57,7 +57,7 @@ class Shape:
 
 
 class LocalSteps:
-    """Steps that look at one token and at whether it is the first, run by the library itself."""
+    """Steps that depend on one token and on whether it is the first, run by the library."""
 
     def __init__(self, steps: list[Step]) -> None:
         self._decode: Callable[[list[str]], str] | None = _build_decoder(steps) if steps else None
@@ -80,7 +80,7 @@ def _build_decoder(steps: list[Step]) -> Callable[[list[str]], str]:
 
 
 class PieceDecoding:
-    """Pieces of every token where it is not the first; those of a first token are made when met."""
+    """The piece of every token that is not the first; a first token's piece is computed on demand."""
 
     name = "pieces"
 
@@ -98,7 +98,7 @@ class PieceDecoding:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> PieceDecoding | None:
-        """None where the tokenizer's decoder is another."""
+        """None for other decoders."""
         shape = Shape.of(decoder_steps(tokenizer))
         return None if shape is None else cls(tokenizer, shape)
 
@@ -106,14 +106,14 @@ class PieceDecoding:
         return PieceDecoder(self, self._skipped if skip_special_tokens else self._kept)
 
     def first_piece(self, token_id: int) -> str | int:
-        """The piece of an id that is not left out, where it is the first of a sequence."""
+        """The piece of the first id of a sequence, which must have text."""
         token = self._tokens[token_id] or ""
         text = self._before.first(token)
         byte = self._byte_of(text)
         return self._after.first(text) if byte is None else byte
 
     def run_text(self, run: list[str], *, first: bool) -> str:
-        """What the steps after byte fallback make of the pieces of a run of bytes."""
+        """Applies the steps after byte fallback to a run of bytes."""
         if not self.shape.after:
             return "".join(run)
         head = [self._after.first(piece) for piece in run[:1]] if first else []
@@ -134,7 +134,7 @@ class PieceDecoding:
 
 
 class PieceDecoder:
-    """Holds back a run of bytes while it can still be text: one wrong byte turns all of the run into U+FFFD."""
+    """Holds back a run of bytes while it is valid UTF-8: one invalid byte turns the whole run into U+FFFD."""
 
     __slots__ = ("_family", "_fresh", "_pieces", "_plain", "_run", "_strip_left", "_untouched")
 
@@ -143,9 +143,9 @@ class PieceDecoder:
         self._pieces = pieces
         self._run: ByteRun | None = None
         self._strip_left = family.shape.strip_count
-        # No token came yet / no piece went through the steps after byte fallback yet.
+        # No token yet / no piece has passed the steps after byte fallback yet.
         self._fresh = self._untouched = True
-        # Nothing but the token itself decides its text.
+        # The text depends on the token alone.
         self._plain = False
 
     def push(self, token_id: int) -> str:
@@ -195,7 +195,7 @@ class PieceDecoder:
 
 
 class ByteRun:
-    """Consecutive byte tokens. Costs the same for each byte, however long the run."""
+    """A run of byte tokens, with constant cost per byte."""
 
     __slots__ = ("_broken", "_characters", "_count", "_rest")
 
@@ -206,7 +206,7 @@ class ByteRun:
         self._broken = False
 
     def push(self, byte: int) -> list[str]:
-        """The pieces that are certain: none while the run may be text, then one U+FFFD for each byte."""
+        """Returns the certain pieces: none while the run is valid, then one U+FFFD for each byte."""
         if self._broken:
             return [REPLACEMENT]
         self._count += 1
@@ -224,7 +224,7 @@ class ByteRun:
         return []
 
     def end(self) -> list[str]:
-        """The pieces that were held back."""
+        """Returns the pieces held back."""
         if self._broken:
             return []
         if self._rest:

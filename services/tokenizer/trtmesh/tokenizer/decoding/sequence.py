@@ -1,4 +1,4 @@
-"""The decode state of one sequence: ids in, text without stop texts out."""
+"""The decode state of one sequence: token ids in, text out, ended by stop texts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Stop:
 
     stop_index: int
     token_count: int
-    """Tokens of the call up to and including the one that completed it; 0 if an earlier call did."""
+    """Tokens of the call up to and including the one that completed the stop text; 0 if an earlier call did."""
 
 
 class DecodeSequence:
-    """Text of one sequence. Its state depends on the ids so far and not on how they were split into calls."""
+    """Decodes one sequence. The text does not depend on how the ids are split into calls."""
 
     __slots__ = (
         "_absorbed_stop",
@@ -48,24 +48,22 @@ class DecodeSequence:
         self._finished = False
 
     def absorb(self, token_ids: Sequence[int]) -> None:
-        """Takes tokens whose text was delivered before. Raises TokenOutOfVocabulary.
-
-        A stop text that they complete is told by the next `push`.
-        """
+        """Takes tokens whose text was delivered before; the next `push` returns a stop text that they complete.
+        Raises TokenOutOfVocabulary."""
         _, stop = self.push(token_ids)
         if stop is not None:
             self._absorbed_stop = Stop(stop.stop_index, 0)
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, Stop | None]:
-        """The text that became certain, and the stop text that ended the sequence, told once.
+        """Returns the text that became certain, and once the stop text that ended the sequence.
 
-        Tokens after a stop text are void. Raises TokenOutOfVocabulary, and InvalidRequest for tokens after `finish`.
+        Ignores tokens after a stop text. Raises TokenOutOfVocabulary, and InvalidRequest for tokens after `finish`.
         """
         if self._over:
             return self._push_after_the_end(token_ids)
         text, count, matcher = "", 0, self._matcher
         for token_id in token_ids:
-            count += 1  # noqa: SIM113 - this loop runs for every token served; enumerate doubles its cost
+            count += 1  # noqa: SIM113 - this loop runs for every token served; enumerate doubles the cost
             if token_id >= self._vocabulary_size:
                 raise self._out_of_vocabulary(token_id)
             delta = self._decoder.push(token_id)
@@ -78,7 +76,7 @@ class DecodeSequence:
         return text, None
 
     def finish(self, token_ids: Sequence[int]) -> tuple[str, Stop | None]:
-        """`push` of the last tokens, then everything that is still held back."""
+        """Pushes the last tokens and returns all text still held back."""
         text, stop = self.push(token_ids)
         if self._over:
             return text, stop
@@ -93,12 +91,18 @@ class DecodeSequence:
 
     def _out_of_vocabulary(self, token_id: int) -> TokenOutOfVocabulary:
         size = self._vocabulary_size
-        return TokenOutOfVocabulary(f"token id {token_id} is outside the vocabulary of {size} ids")
+        return TokenOutOfVocabulary(
+            f"has id {token_id} but ids must be below the vocabulary size, {size}",
+            field="token_ids",
+            value=str(token_id),
+            limit=f"below {size}",
+        )
 
     def _push_after_the_end(self, token_ids: Sequence[int]) -> tuple[str, Stop | None]:
         if self._finished and token_ids:
             raise InvalidRequest(
-                f"{len(token_ids)} tokens came after the sequence was finished; close it instead"
+                f"has {len(token_ids)} ids after the sequence was finished; close the handle instead",
+                field="token_ids",
             )
         stop, self._absorbed_stop = self._absorbed_stop, None
         return "", stop

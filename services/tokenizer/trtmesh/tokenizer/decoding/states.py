@@ -1,4 +1,4 @@
-"""The decode states of one stream, by handle, and what each command does to them."""
+"""The decode states of one router's stream, by handle."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from trtmesh.v1 import tokenizer_pb2 as pb
 log = logging.getLogger(__name__)
 
 _ABSORBED_AT_ONCE = 4096
-"""Delivered tokens between two chances for other streams: about a millisecond."""
+"""Delivered tokens absorbed before other streams get a turn: about a millisecond."""
 
 
 class DecodeStates:
-    """Commands of one stream, in order. Every failure stays with its handle.
+    """Executes the decode commands of one stream, in order. A failure concerns only its handle.
 
-    A handle that failed is remembered until it is closed, because an OpenDecode has no answer of its own: the failure
-    is told by the answer to each DecodeCommand that names the handle.
+    A failure is kept until its handle is closed and returned by each DecodeCommand for the handle: OpenDecode has no
+    answer of its own.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class DecodeStates:
         self._max_handles = max_handles
         self._sequences: dict[int, DecodeSequence] = {}
         self._failures: dict[int, TrtmeshError] = {}
-        # The sequences of an item have the same stop texts, and making those ready takes longer than a step.
+        # The sequences of an item share their stop texts: building the automaton takes longer than a step.
         self._stop_texts: WeakValueDictionary[tuple[str, ...], StopTexts] = WeakValueDictionary()
 
     async def open(self, command: pb.OpenDecodeCommand) -> None:
-        """Begins a sequence, after the tokens of it that were delivered before."""
+        """Opens a sequence and absorbs its delivered tokens."""
         with request_id_bound(command.request_id):
             try:
                 sequence = self._begin(command)
@@ -65,14 +65,14 @@ class DecodeStates:
                 self._fail(command.handle, _known(error))
 
     def decode(self, command: pb.DecodeCommand, answer: pb.Decoded) -> None:
-        """Fills `answer` with the texts of new tokens, in the order of the command's handles."""
-        # A command without handles has an answer too.
+        """Fills `answer` with the texts of new tokens, in the order of the handles."""
+        # An empty command has an answer too.
         answer.SetInParent()
         handles = list(command.handles)
         counts, token_ids = list(command.token_counts), list(command.token_ids)
         finished = frozenset(command.finished_handles)
-        if wrong := _find_mistake(handles, counts, len(token_ids), finished):
-            self._refuse(handles, finished, InvalidRequest(wrong), answer)
+        if mistake := _find_mistake(handles, counts, len(token_ids), finished):
+            self._refuse(handles, finished, mistake, answer)
             return
         self._metrics.decoded_tokens.inc(len(token_ids))
         start = 0
@@ -85,7 +85,7 @@ class DecodeStates:
         answer.texts.extend(texts)
 
     def close(self, handles: Iterable[int]) -> None:
-        """Drops sequences and remembered failures; a handle that is not open stays so."""
+        """Drops sequences and failures; ignores unknown handles."""
         for handle in handles:
             self._failures.pop(handle, None)
             self._drop(handle)
@@ -96,10 +96,10 @@ class DecodeStates:
     def _begin(self, command: pb.OpenDecodeCommand) -> DecodeSequence:
         handle = command.handle
         if handle in self._sequences or handle in self._failures:
-            raise InvalidRequest(f"decode handle {handle} is open already; close it before reuse")
+            raise _wrong_handle(handle, "is open already; close it before reuse")
         if len(self._sequences) >= self._max_handles:
             raise QueueFull(
-                f"decode handle {handle}: the stream has {self._max_handles} open handles (max_handles)"
+                f"the stream has {self._max_handles} open decode handles, the most allowed (max_handles)"
             )
         if "" in command.stop_texts:
             raise InvalidField.of("stop_texts", "", "texts of at least one character")
@@ -119,7 +119,7 @@ class DecodeStates:
         return sequence
 
     def _shared_stop_texts(self, texts: tuple[str, ...]) -> StopTexts:
-        """Made once for all sequences that live at the same time."""
+        """Built once for all open sequences with these stop texts."""
         stop_texts = self._stop_texts.get(texts)
         if stop_texts is None:
             stop_texts = self._stop_texts[texts] = StopTexts(texts)
@@ -176,7 +176,7 @@ class DecodeStates:
     def _tell_failure(self, handle: int, answer: pb.Decoded) -> None:
         error = self._failures.get(handle)
         if error is None:
-            error = InvalidRequest(f"decode handle {handle} is not open on this stream")
+            error = _wrong_handle(handle, "is not open on this stream")
             self._metrics.failures.labels(error.reason).inc()
         answer.failures.add(handle=handle, error=to_proto(error))
 
@@ -188,25 +188,36 @@ class DecodeStates:
         return sequence
 
 
+def _wrong_handle(handle: int, problem: str) -> InvalidRequest:
+    return InvalidRequest(f"{handle} {problem}", field="handle", value=str(handle))
+
+
 def _find_mistake(
     handles: list[int], counts: list[int], token_count: int, finished: frozenset[int]
-) -> str:
-    """What is wrong with the arrays of a DecodeCommand; empty if nothing is."""
+) -> InvalidRequest | None:
+    """What is wrong with the arrays of a DecodeCommand."""
     if len(handles) != len(counts):
-        return f"{len(handles)} handles but {len(counts)} token_counts in one DecodeCommand"
+        return InvalidRequest(
+            f"have {len(handles)} and {len(counts)} entries but must have equally many",
+            fields=("handles", "token_counts"),
+        )
     if sum(counts) != token_count:
-        return f"token_counts add up to {sum(counts)} but there are {token_count} token_ids"
+        return InvalidRequest(
+            f"add up to {sum(counts)} but there are {token_count} token_ids", field="token_counts"
+        )
     known = frozenset(handles)
     if len(known) != len(handles):
-        return "a handle occurs twice in one DecodeCommand"
+        return InvalidRequest("must be different", field="handles")
     if not finished <= known:
-        return f"finished_handles {sorted(finished - known)} are no handles of their DecodeCommand"
-    return ""
+        return InvalidRequest(
+            f"has {sorted(finished - known)}, which are not in handles", field="finished_handles"
+        )
+    return None
 
 
 def _known(error: Exception) -> TrtmeshError:
-    """The error of one handle. A defect met by one sequence must not end its neighbours, so it is one too."""
+    """The error of one handle. An unexpected exception becomes one too: it must not end other sequences."""
     if isinstance(error, TrtmeshError):
         return error
-    log.error("decoding failed for an unforeseen reason", exc_info=error)
+    log.error("unexpected error in decoding", exc_info=error)
     return InternalError(f"decoding failed: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Decoding by the library itself, for decoders that no faster family covers."""
+"""Decoding by the library, for decoders without a faster family."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from tokenizers import Tokenizer
 from trtmesh.tokenizer.decoding.base import REPLACEMENT, special_tokens, tokens_by_id
 
 KEPT_TOKENS = 8
-"""Tokens before the new one that a window decodes again, because they may shape its text."""
+"""Tokens before the new one that are decoded again, because they may affect its text."""
 
 MOST_TOKENS = 64
-"""Tokens after which a window gives up waiting for the end of a character."""
+"""Tokens after which an incomplete character is delivered as U+FFFD."""
 
 
 class WindowedDecoding:
-    """Decodes the last tokens with and without the new one: the difference is its text.
+    """Decodes the last tokens with and without the new one; the difference is its text.
 
-    Right for every decoder whose steps do not look back further than a few tokens.
+    Correct for decoders that look back only a few tokens.
     """
 
     name = "windowed"
@@ -36,12 +36,12 @@ class WindowedDecoding:
         return WindowedDecoder(self, hidden)
 
     def decode(self, token_ids: list[int]) -> str:
-        """The text of ids, none of which is left out."""
+        """The text of ids, special tokens included."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
 
 class WindowedDecoder:
-    """Keeps the last ids, and how much of their text was given out."""
+    """Keeps the last ids and the part of their text already delivered."""
 
     __slots__ = ("_family", "_hidden", "_ids", "_shown")
 
@@ -71,7 +71,7 @@ class WindowedDecoder:
 
 
 class WholeDecoding:
-    """Gives all the text at the end. Right for every decoder there is, at the price of the stream."""
+    """Delivers all text at the end. Correct for every decoder, but nothing is streamed."""
 
     name = "whole"
 
