@@ -10,12 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from chaos.proxy import Proxy, proxy_to
-from e2e.mesh import DEMO, Mesh, StreamReader, running_mesh, scrape
+from e2e.mesh import DEMO, Mesh, StreamReader, check_beginning, running_mesh, scrape
 from processes import ServiceProcess
 from trtmesh.client import ItemResult
 
 NAMES = ("one", "two")
+PROMPTS = [f"the {number}. prompt begins like the others" for number in range(4)]
+SEQUENCES = 2
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 11, "num_return_sequences": SEQUENCES}
+TOKENS = 14
+"""Tokens of a sequence that are compared."""
 
 
 @dataclass
@@ -122,3 +128,69 @@ def log_probs(items: Sequence[ItemResult]) -> list[float]:
         if sequence.finished and sequence.finished.cumulative_log_prob is not None:
             values.append(sequence.finished.cumulative_log_prob)
     return values
+
+
+async def lose(
+    fragile: Fragile,
+    fault: str,
+    name: str,
+    position: int,
+    whole: Sequence[ItemResult],
+    **options: Any,
+) -> float:
+    """Loses the named engine, or the other one if the policy placed every item there, once all of its sequences have
+    `position` tokens; checks that each of them migrates. Returns the longest gap between two events of an item."""
+    before = await fragile.moved_sequences()
+    reader = StreamReader(fragile.mesh.client, PROMPTS, **options, ignore_end_id=True)
+
+    def chosen(reader: StreamReader) -> str:
+        """The engine to lose; '' while unknown."""
+        if fragile.begun_on(reader, name):
+            return name
+        (other,) = set(NAMES) - {name}
+        return other if all(item.started for item in reader.items) else ""
+
+    def reached(reader: StreamReader) -> bool:
+        if position == 0:
+            return bool(chosen(reader))
+        return all(item.started for item in reader.items) and all(
+            len(reader.positions(index)) == SEQUENCES and min(reader.positions(index)) >= position
+            for index in fragile.begun_on(reader, chosen(reader))
+        )
+
+    try:
+        await reader.until(reached)
+        victim = chosen(reader)
+        lost = fragile.begun_on(reader, victim)
+        getattr(fragile, fault)(victim)
+        await fragile.mesh.counted("moved_sequences", before + SEQUENCES * len(lost))
+        items = await reader.stopped_at(TOKENS, SEQUENCES)
+    finally:
+        await reader.cancel()
+    check_beginning(items, whole)
+    # Kernels round differently in another batch.
+    assert log_probs_of(items) == pytest.approx(log_probs_of(whole), abs=1e-2)
+    await fragile.mend(*[victim] * (fault == "kill"))
+    return reader.worst_gap_seconds()
+
+
+def log_probs_of(items: Sequence[ItemResult]) -> list[float]:
+    """The log-probabilities of the first tokens of every sequence."""
+    return [
+        value
+        for item in items
+        for sequence in item.sequences
+        for value in [
+            value
+            for chunk in sequence.chunks
+            if chunk.details is not None
+            for value in chunk.details.log_probs
+        ][:TOKENS]
+    ]
+
+
+async def undisturbed(fragile: Fragile, **options: Any) -> Sequence[ItemResult]:
+    """The first tokens of the items without a fault."""
+    return await fragile.mesh.client.complete(
+        PROMPTS, **options, max_tokens=TOKENS, ignore_end_id=True
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -181,30 +180,3 @@ async def test_prompt_tables(mesh: Mesh, model: PreTrainedModel, folder: Path) -
     (refused,) = await mesh.client.complete([prompt], max_tokens=TOKENS)
     assert refused.error
     assert refused.error.reason == "TOKEN_OUT_OF_VOCABULARY"
-
-
-async def test_a_search_begins_again_where_its_worker_died(folder: Path) -> None:
-    """Also a beam that had its stop text: the search might have taken it back."""
-    options: dict[str, Any] = {"max_tokens": 300}
-    async with serving(folder, engines=2) as mesh:
-        whole = await search(mesh, **options)
-        options["stop_texts"] = [whole.sequences[0].text[6:8]]
-        whole = await search(mesh, **options)
-        reader = mesh.open([PROMPT], ignore_end_id=True, beam_width=WIDTH, **options)
-        await reader.tokens_here(8)
-        assert reader.items[0].started
-        (status,) = [
-            worker
-            for worker in (await mesh.status()).workers
-            if worker.worker == reader.items[0].started.worker
-        ]
-        (engine,) = [each for each in mesh.engines if each.address == status.address]
-        engine.signal(signal.SIGKILL)
-        (item,) = await reader.result()
-        assert item.error is None
-        assert item.usage.generated_tokens == whole.usage.generated_tokens
-        for sequence, expected_sequence in zip(item.sequences, whole.sequences, strict=True):
-            assert sequence.token_ids == expected_sequence.token_ids
-            assert sequence.text == expected_sequence.text
-            assert sequence.reason == expected_sequence.reason
-        await mesh.idle()
