@@ -22,7 +22,7 @@ Gauges = Callable[[], dict[str, tuple[str, float]]]
 
 
 class RouterMetrics(Collector):
-    """The metrics of one router process. `gauges` returns name → (help, value) at each scrape."""
+    """The metrics of a router process. `gauges` returns name → (help, value) at each scrape."""
 
     def __init__(self) -> None:
         self.time_to_first_token = Histogram(
@@ -66,7 +66,7 @@ class RouterMetrics(Collector):
         self.refused[reason, api_key] += 1
 
     def collect(self) -> Iterator[Metric]:
-        """Called by Prometheus in a thread of its own."""
+        """Called in Prometheus' own thread."""
         for histogram in (
             self.time_to_first_token,
             self.inter_token,

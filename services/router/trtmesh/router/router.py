@@ -1,4 +1,4 @@
-"""The router process: everything built once, and the tasks that keep it current."""
+"""The router process: builds everything once and runs the background tasks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WATCH_SECONDS = 0.1
 
 
 class Router:
-    """A router as the chassis runs it."""
+    """A router as a service of the chassis."""
 
     def __init__(self, settings: RouterSettings, runtime: Runtime) -> None:
         check_entries("engines", settings.engines)
@@ -112,7 +112,7 @@ class Router:
             await self._triton.open()
         await self._tell_health()
         settings = self._settings
-        # Tokenizers first: a worker is told which tokenizer the mesh uses when it is connected to.
+        # Tokenizers first: a connecting worker is told the mesh's tokenizer.
         for entries, join, leave in (
             (settings.tokenizers, self._join_tokenizer, self._leave_tokenizer),
             (settings.engines, self._members.join, self._members.leave),
@@ -176,12 +176,11 @@ class Router:
         )
 
     def _link(self, replica: Replica) -> None:
-        # Not in the context of an admin's call that added it: what a link logs is of no request.
+        # Outside the context of an admin's call, since a link's log lines belong to no request.
         self._links[replica] = asyncio.create_task(replica.run(), context=Context())
 
     def _forget_replicas(self) -> None:
-        """Lets go of replicas whose address is gone, once nothing is on them: an address goes when its replica begins
-        to stop, and what it runs may be finished."""
+        """Forgets idle replicas without an address: a stopping replica loses the address first and may finish."""
         gone: list[Replica] = [*self._fleet.forget_leavers(), *self._tokenizers.forget_leavers()]
         for replica in gone:
             self._links.pop(replica).cancel()
@@ -206,7 +205,7 @@ class Router:
             await health.unwell("tokenizers", "no tokenizer is ready")
 
     def _on_keeper_done(self, task: asyncio.Task[None]) -> None:
-        """A keeper runs for ever: its end is a defect that the process must not outlive."""
+        """Ends the process with a background task, whose end is a defect."""
         with suppress(asyncio.CancelledError):
             if (error := task.exception()) is not None:
                 self._runtime.fail(error)

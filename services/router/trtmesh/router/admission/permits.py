@@ -1,7 +1,7 @@
-"""One permit per item, taken with its request and given back with its end.
+"""One permit per item, taken with the request and given back at the end of the item.
 
 An item with a permit runs or waits in its model's queue, ordered by priority, then arrival. A request is refused as a
-whole if its items do not fit. A call that replaces another one inherits the places of its items.
+whole unless all items fit. A call in place of another inherits the running items' places.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class AdmissionLimits(Settings):
 
 
 class Permit:
-    """An item's right to exist and, after `admitted`, to run. Giving it back twice is harmless."""
+    """An item's right to exist and, after `admitted`, to run. A second `give_back` is harmless."""
 
     __slots__ = ("queue", "running", "valid", "waiter")
 
@@ -60,12 +60,12 @@ class Permit:
 
     @property
     def waits(self) -> bool:
-        """Whether its item is queued and not over."""
+        """Whether the item is queued and not over."""
         return self.valid and not self.running and not (self.waiter and self.waiter.done())
 
 
 class ModelQueue:
-    """Running and queued items of one model."""
+    """Running and queued items of a model."""
 
     def __init__(self, admission: Admission, model: str, limits: AdmissionLimits) -> None:
         self._admission = admission
@@ -80,7 +80,7 @@ class ModelQueue:
 
     @property
     def queued(self) -> int:
-        """Items with a permit that do not run."""
+        """Items with a permit, waiting to run."""
         return self.items - self.running
 
     def check(self, items: int, freed: int) -> None:
@@ -155,7 +155,7 @@ class ModelQueue:
             if permit.waiter is not None:
                 permit.waiter.set_result(None)
         if len(self._waiting) > 2 * self.queued:
-            # Most belong to items that are over; at most `queued` of them wait.
+            # Most entries are stale; at most `queued` of them wait.
             self._waiting = [entry for entry in self._waiting if entry[2].waits]
             heapq.heapify(self._waiting)
 
@@ -181,8 +181,7 @@ class Admission:
     def take(self, model: str, items: int, leaving: Sequence[Permit] = ()) -> list[Permit]:
         """Takes a permit for each item of a request. Raises QueueFull, or InvalidField for more than ever fit.
 
-        `leaving` are the permits of the call that this one replaces: they do not count, and running ones hand their
-        places on.
+        `leaving` are the permits of the replaced call: they do not count, and running items hand their places on.
         """
         if model not in self._queues:
             # Bounded by the models of the workers.

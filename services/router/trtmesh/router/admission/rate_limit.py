@@ -30,9 +30,9 @@ class RateLimit(Settings):
 
 
 def key_name(metadata: dict[str, str]) -> str:
-    """The hash that names an API key in logs and metrics.
+    """The name of an API key in logs and metrics: a hash.
 
-    The key is `x-api-key` or the bearer token of `authorization`. Callers without a key share one name.
+    The key is `x-api-key` or the bearer token of `authorization`. Callers without a key share a name.
     """
     key = metadata.get("x-api-key", "")
     scheme, _, token = metadata.get("authorization", "").partition(" ")
@@ -42,7 +42,7 @@ def key_name(metadata: dict[str, str]) -> str:
 
 
 class Bucket:
-    """Token bucket of one API key. Times are seconds of one clock."""
+    """Token bucket of an API key. Times are seconds of any one clock."""
 
     __slots__ = ("_at", "_burst", "_key", "_level", "_rate")
 
@@ -53,8 +53,7 @@ class Bucket:
         self._at = now
 
     def check(self, now: float, *, in_debt: bool = False) -> None:
-        """Raises RateLimited, with the time to wait, unless the bucket is above zero; `in_debt` allows a debt of one
-        burst."""
+        """Raises RateLimited with the time to wait, unless the bucket is above zero or, `in_debt`, above -burst."""
         self._fill(now)
         lowest = -self._burst if in_debt else 0.0
         missing = lowest - self._level

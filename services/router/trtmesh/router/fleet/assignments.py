@@ -1,4 +1,4 @@
-"""The sequences of one worker, by handle."""
+"""The sequences of a worker, by handle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HANDLES = 2**32
 
 
 class Assignments:
-    """Allocates handles to sequences, which count in the worker's load guard."""
+    """Allocates handles to sequences and counts them in the worker's load guard."""
 
     def __init__(
         self, address: str, guard: LoadGuard, send: Callable[[pb.EngineCommand], None]
@@ -47,7 +47,7 @@ class Assignments:
             self._send(pb.EngineCommand(stop=pb.StopCommand(handles=[handle], reason=reason)))
 
     def release(self, handle: int, error: TrtmeshError | None) -> None:
-        """Stops a sequence that moves; `error` names the worker's fault, if any. The reported end frees its handle."""
+        """Stops a moving sequence; `error` is the worker's fault, if any. The reported end frees the handle."""
         self.stop(handle, generation_pb.FINISH_REASON_CANCELLED)
         if (run := self.sequences.pop(handle, None)) is not None:
             self._queued.discard(run)
@@ -55,7 +55,7 @@ class Assignments:
             self._guard.leave(handle, asyncio.get_running_loop().time(), error)
 
     def ended(self, handle: int, error: TrtmeshError | None, now: float) -> SequenceRun | None:
-        """Removes a sequence at its reported end; None if it has moved."""
+        """Removes a sequence at the reported end; None after a move."""
         run = self.sequences.pop(handle, None)
         if run is None:
             self.released.discard(handle)
@@ -82,7 +82,7 @@ class Assignments:
         return by_owner
 
     def clear(self) -> list[SequenceRun]:
-        """Frees every handle after the loss of the worker; returns its sequences."""
+        """Frees every handle after the loss of the worker; returns the sequences."""
         runs = list(self.sequences.values())
         self.sequences.clear()
         self.released.clear()

@@ -1,4 +1,4 @@
-"""Finds replicas from host:port entries, whose names may resolve to several addresses, and from files of them."""
+"""Finds replicas from host:port entries, resolving names to one or several addresses, and from files."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from trtmesh.chassis.errors import SettingsError
 log = logging.getLogger(__name__)
 
 FILE = "file:"
-"""Prefix of an entry that names a file of addresses."""
+"""Prefix of an entry for a file of addresses."""
 
 FORGET_AFTER_FAILED_RESOLUTIONS = 15
-"""Rounds for which an unresolvable name keeps its replicas, so that a DNS failure ends no stream."""
+"""Rounds before an unresolvable name loses all replicas, so that a DNS failure ends no stream."""
 
 PATIENCE_SECONDS = 1.0
 """Longest wait of a round for a name."""
@@ -43,7 +43,7 @@ def check_entries(field: str, entries: Iterable[str]) -> None:
 class Discovery:
     """Keeps a set of addresses current and reports each change.
 
-    Joins and leaves of an address alternate. All state of an entry, its lookup included, is dropped with the entry.
+    Joins and leaves of an address alternate. All state of an entry, including the lookup, is dropped with the entry.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Discovery:
             self._on_leave(address)
 
     async def _spelt_out(self) -> list[str]:
-        """The entries with files replaced by their addresses. An unreadable file keeps its former addresses."""
+        """The entries with files replaced by their addresses. An unreadable file keeps the former addresses."""
         entries: list[str] = []
         for entry in self._entries:
             if entry.startswith(FILE):
@@ -155,7 +155,7 @@ async def _addresses_of(entry: str) -> frozenset[str]:
         ipaddress.ip_address(host)
         return frozenset((entry,))
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    # One family only, so that a dual-stack host counts as one replica.
+    # A single family, so that a dual-stack host counts once.
     family = min(family for family, *_ in found)
     return frozenset(
         str(Address(str(address[0]), int(address[1])))

@@ -17,12 +17,12 @@ PHASES_OF_ROLE = {
     pb.WORKER_ROLE_PREFILL: {Capability.PREFILL},
     pb.WORKER_ROLE_DECODE: {Capability.DECODE},
 }
-"""Phases of the roles that compute only part of an item."""
+"""Phases of roles that compute part of an item."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What two workers share if one can continue the other's items; '' matches any."""
+    """Fingerprints shared by workers able to continue each other's items; '' matches any."""
 
     model_fingerprint: str = ""
     tokenizer_fingerprint: str = ""
@@ -81,7 +81,7 @@ def held_adapters(
 
 
 def tokenizer_mismatch(engine: pb.GetEngineResponse, fingerprint: str) -> str:
-    """Why a worker's tokenizer does not fit the mesh, whose tokenizer has `fingerprint`, or ''."""
+    """Why a worker's tokenizer does not fit the mesh's with `fingerprint`, or ''."""
     theirs = engine.tokenizer_fingerprint
     if not theirs or not fingerprint or theirs == fingerprint:
         return ""
@@ -92,7 +92,7 @@ def tokenizer_mismatch(engine: pb.GetEngineResponse, fingerprint: str) -> str:
 
 
 def report_of(load: pb.Load, now: float) -> Report:
-    """A load report that arrived at `now`."""
+    """A load report received at `now`."""
     return Report(
         at=now,
         busy_seconds=load.busy_seconds,

@@ -1,4 +1,4 @@
-"""The workers that a router knows, and the one way to get a place on them."""
+"""The workers of a router, and the only way to a place on them."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ class Fleet:
         return any(worker.ready and not worker.mismatch for worker in self.workers.values())
 
     def models(self) -> frozenset[str]:
-        """Models of all known workers, including lost ones."""
+        """Models of all known workers, even lost ones."""
         return frozenset(
             worker.engine.model for worker in self.workers.values() if worker.engine.model
         )
 
     def why_no_models(self) -> str:
-        """Why no model is known, and what to do about it."""
+        """Why no model is known, with advice."""
         reasons = "; ".join(f"{worker.name}: {worker.unusable}" for worker in self.workers.values())
         if not reasons:
             return (
@@ -74,14 +74,14 @@ class Fleet:
         return f"no worker that this router knows was ever ready ({reasons}); try again later"
 
     def set_policy(self, policy: str) -> str:
-        """Changes the placement policy; returns the former one. Raises InvalidField."""
+        """Changes the placement policy; returns the former policy. Raises InvalidField."""
         if policy not in POLICIES:
             raise InvalidField.of("policy", policy, f"one of {', '.join(sorted(POLICIES))}")
         previous, self.policy = self.policy, policy
         return previous
 
     def join(self, worker: Worker) -> None:
-        """Adds a worker, which takes items once it is ready."""
+        """Adds a worker, to take items once ready."""
         self.workers[worker.address] = worker
         self.touch(worker)
 
@@ -139,7 +139,7 @@ class Fleet:
         return True
 
     def adapter_of(self, model: str, lora: Lora | None) -> Adapter | None:
-        """The adapter that an item names, in the version its workers hold; None without a number."""
+        """The adapter of an item in the workers' version; None without a number."""
         if lora is None or lora.id is None:
             return None
         for worker in self.snapshot():
@@ -154,14 +154,14 @@ class Fleet:
         return blocks.hashes(min(self._block_sizes(model, self.snapshot()), default=0))
 
     def has_blocks(self, hashes: Sequence[int]) -> bool:
-        """Whether one worker holds all of these blocks."""
+        """Whether any worker holds all the blocks."""
         found = self.kv_index.match(hashes, asyncio.get_running_loop().time())
         return len(hashes) in found.values()
 
     def _book(
         self, query: PlacementQuery, blocks: PromptBlocks, phases: frozenset[Capability], now: float
     ) -> Leg:
-        """Places one leg; from now on it counts as load of its worker."""
+        """Places a leg, which counts as load of the worker from now on."""
         if phases is not WHOLE:
             query = replace(query, needs=query.needs - WHOLE | phases)
         fleet = self.snapshot()
@@ -185,7 +185,7 @@ class Fleet:
         fleet: Sequence[WorkerSnapshot],
         now: float,
     ) -> PlacementQuery:
-        """The query with everything that the fleet knows."""
+        """The query with the fleet's knowledge added."""
         typical = self._typical.get(query.model, UNKNOWN)
         new_tokens = min(typical.new_tokens, query.max_tokens or typical.new_tokens)
         sizes = self._block_sizes(query.model, fleet)
@@ -198,7 +198,7 @@ class Fleet:
         )
 
     def _block_sizes(self, model: str, fleet: Sequence[WorkerSnapshot]) -> set[int]:
-        """Block sizes of the model's workers that report KV events; empty if the policy ignores prefixes."""
+        """Block sizes of the model's workers with KV events; empty if the policy ignores prefixes."""
         if not POLICIES[self.policy].looks_at_prefixes:
             return set()
         return {worker.tokens_per_block for worker in fleet if worker.model == model} - {0}
@@ -207,7 +207,7 @@ class Fleet:
         self, query: PlacementQuery, blocks: PromptBlocks, sizes: set[int], now: float
     ) -> dict[str, int]:
         """Prompt tokens with reusable KV on each worker."""
-        # The last token is always computed, for its logits.
+        # The last token is always computed, for the logits.
         most = query.prompt_tokens - 1
         cached = {}
         for size in sizes:
@@ -221,7 +221,7 @@ class Fleet:
         self._new_tokens.setdefault(model, Ewma()).add(tokens)
 
     def refresh(self) -> None:
-        """Updates what changes with time: slow starts, breakers and the models' typical rates."""
+        """Updates everything time-dependent: slow starts, breakers and the models' typical rates."""
         models = self.models()
         for gone in self._new_tokens.keys() - models:
             del self._new_tokens[gone]
@@ -247,7 +247,7 @@ class Fleet:
         return [a for a, worker in self.workers.items() if not identity.fits(worker.facts.identity)]
 
     def changed(self) -> None:
-        """A worker may take items now: wakes waiting items, and retries moves that found no place."""
+        """A worker may take items now: wakes waiting items and retries failed moves."""
         self._change.set()
         self._change = asyncio.Event()
         for worker in self.workers.values():

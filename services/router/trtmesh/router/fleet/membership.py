@@ -16,7 +16,7 @@ POLL_SECONDS = 0.05
 """Poll interval of a drain."""
 
 TAKEN_SECONDS = 1.0
-"""How long a drain of an empty worker waits for its sequences to be placed."""
+"""Longest wait of a drain for the moved sequences to be placed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Drained:
 
     worker: Worker
     finished: int
-    """Ended on the worker or before another one took them."""
+    """Ended on the worker or before another took them."""
     moved: int
     """Taken by another worker."""
     left: int
@@ -43,7 +43,7 @@ def _has(worker: Worker, run: SequenceRun) -> bool:
 
 
 class Membership:
-    """Membership of the fleet. `make` builds a worker; `link` keeps its stream open."""
+    """Membership of the fleet. `make` builds a worker; `link` keeps the stream open."""
 
     def __init__(
         self, fleet: Fleet, make: Callable[[str], Worker], link: Callable[[Worker], None]
@@ -70,7 +70,7 @@ class Membership:
         return found[0]
 
     def join(self, address: str) -> Worker:
-        """Adds the worker at `address`, or keeps it if it was leaving."""
+        """Adds the worker at `address`, or keeps a leaving one."""
         known = self._fleet.workers.get(address)
         if known is not None:
             known.leaving = False
@@ -83,7 +83,7 @@ class Membership:
         return worker
 
     def leave(self, address: str) -> None:
-        """Lets a worker finish after its address disappeared, which happens when it begins to stop."""
+        """Lets a worker without an address finish: addresses disappear when a worker begins to stop."""
         if (worker := self._fleet.workers.get(address)) is not None:
             worker.leaving = True
 
@@ -96,13 +96,13 @@ class Membership:
         return self.join(address)
 
     def remove(self, name: str) -> int:
-        """Moves a worker's sequences and forgets it once it is empty; returns the number moved now.
+        """Moves a worker's sequences and forgets the worker once empty; returns the number moved now.
 
-        Discovery re-adds it only after its address disappears and returns.
+        Discovery re-adds the worker only after the address disappears and returns.
         """
         worker = self.find(name)
         worker.leaving = True
-        # A later `add` means that it takes items.
+        # A later `add` makes the worker take items.
         worker.drained = False
         before = len(worker.sequences)
         worker.evict("an admin removed it")

@@ -1,4 +1,4 @@
-"""Where an item runs: one leg that computes all of it, or several with a phase each."""
+"""Where an item runs: a single leg for all phases, or a leg per phase."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trtmesh.router.placement.load_guard import Booking
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """A worker, the booking there, and the phases it computes."""
+    """A worker, the booking there, and the phases computed there."""
 
     worker: Worker
     booking: Booking
@@ -23,17 +23,17 @@ class Leg:
 
 @dataclass(slots=True)
 class Plan:
-    """The legs of an item in the order of its phases.
+    """The legs of an item in the order of the phases.
 
-    As a context manager it gives back the bookings of all legs on an error. Otherwise each booking belongs to the
-    sequences dispatched with it.
+    A context manager: an error releases the bookings of all legs; otherwise each booking belongs to the dispatched
+    sequences.
     """
 
     legs: list[Leg] = field(default_factory=list)
 
     @property
     def first(self) -> Leg:
-        """The leg that takes the prompt."""
+        """The leg of the prompt."""
         return self.legs[0]
 
     def __enter__(self) -> Self:

@@ -1,6 +1,6 @@
-"""Judges whether a worker is alive by its reports and steps, never by an open port.
+"""Judges whether a worker is alive by reports and steps, never by an open port.
 
-Time is counted in ticks of the router's own event loop, so that a router stalled for seconds blames no worker for it.
+Time is counted in ticks of the router's own event loop, so that a stalled router blames no worker.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from trtmesh.v1 import engine_pb2 as pb
 TICK_SECONDS = 0.1
 
 MISSED_LOADS = 5
-"""Load reports that may be missing, however short `stall_seconds` is."""
+"""Missing load reports tolerated even with a short `stall_seconds`."""
 
 SLOWER_THAN_BEFORE = 4
-"""Allowed length of a step, in units of the longest recent one, however short `next_token_seconds` is."""
+"""Allowed length of a step relative to the longest recent step, even with a short `next_token_seconds`."""
 
 FADING = 0.999
 """Decay of the longest recent step per tick: half after a minute."""
 
 
 class Pulse:
-    """Judges one worker from the opening of its stream."""
+    """Judges a worker from the opening of the stream."""
 
     def __init__(self, deadlines: Deadlines, load_interval_seconds: float = 0.0) -> None:
         self._deadlines = deadlines

@@ -1,4 +1,4 @@
-"""Distributes a worker's steps to its sequences."""
+"""Distributes a worker's steps to the sequences."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ACKNOWLEDGE_EVERY = 2
 
 
 class Steps:
-    """Reads and acknowledges the steps of one worker."""
+    """Reads and acknowledges the steps of a worker."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Steps:
         self._received = 0
 
     def take(self, step: pb.Step) -> None:
-        """Hands each sequence its tokens. Hot: no per-token objects, no logging."""
+        """Hands new tokens to each sequence. Hot: no per-token objects, no logging."""
         sequences = self._assignments.sequences
         details = {each.handle: each.details for each in step.details} if step.details else {}
         for prompt in step.prompts:

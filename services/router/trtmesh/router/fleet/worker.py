@@ -1,4 +1,4 @@
-"""A worker: one engine process, the stream to it, and the sequences on that stream."""
+"""A worker: an engine process, the stream to the process, and the stream's sequences."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from trtmesh.router.streams.sequence import SequenceRun
 from trtmesh.v1 import engine_pb2 as pb
 
 DRAIN_MARGIN_MS = 1000
-"""Remaining grace at which a draining worker's items move away before it cuts them off."""
+"""Remaining grace at which items leave a draining worker instead of being cut off."""
 
 MESSAGE_OVERHEAD_BYTES = 256
-"""Bytes of a message beside its one large command."""
+"""Bytes of a message beside the large command."""
 
 CONNECT: Method[pb.EngineServiceConnectRequest, pb.EngineServiceConnectResponse] = Method(
     "/trtmesh.v1.EngineService/Connect",
@@ -41,7 +41,7 @@ _Call = ClientCall[pb.EngineServiceConnectRequest, pb.EngineServiceConnectRespon
 
 
 class Worker(Replica):
-    """One engine process as this router sees it."""
+    """An engine process as this router sees it."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Worker(Replica):
         self.adapters: frozenset[Adapter] = frozenset()
         self.load = pb.Load()
         self.last_turn = 0
-        """Number of the last placement on it."""
+        """Number of the last placement on the worker."""
         self.guard = LoadGuard(self.touch)
         self._assignments = Assignments(address, self.guard, self._send)
         self._steps = Steps(self._assignments, self.guard, metrics, self._send)
@@ -91,7 +91,7 @@ class Worker(Replica):
 
     @property
     def handles(self) -> int:
-        """Handles in use, including those of released sequences."""
+        """Handles in use, even by released sequences."""
         return len(self._assignments.sequences) + len(self._assignments.released)
 
     @property
@@ -100,7 +100,7 @@ class Worker(Replica):
 
     @property
     def expecting(self) -> bool:
-        """Always: a worker reports its load at a steady pace."""
+        """Always: a worker reports load at a steady pace."""
         return True
 
     @property
@@ -114,7 +114,7 @@ class Worker(Replica):
 
     @property
     def unusable(self) -> str:
-        """Why it takes no items, or ''."""
+        """Why the worker takes no items, or ''."""
         return self.mismatch if self.ready else self._unready
 
     @property
@@ -151,9 +151,9 @@ class Worker(Replica):
     def submit(
         self, runs: Sequence[SequenceRun], command: pb.SubmitCommand, booking: Booking
     ) -> None:
-        """Starts sequences of one item under `booking` and fills in `command.handle`.
+        """Starts sequences of an item under `booking` and fills in `command.handle`.
 
-        Raises InvalidRequest for an item larger than a message, which would break the stream for all others.
+        Raises InvalidRequest for an item larger than a message, before the item breaks the stream for all others.
         """
         size, most = command.ByteSize(), self._max_message_bytes - MESSAGE_OVERHEAD_BYTES
         if size > most:
@@ -239,7 +239,7 @@ class Worker(Replica):
             self.empty(self._left("it drains and has no time left", Draining))
 
     async def _watch(self) -> None:
-        """Detects a worker without progress, and its recovery."""
+        """Detects a worker without progress, and the recovery."""
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self._judge(self._pulse.tick())
@@ -255,7 +255,7 @@ class Worker(Replica):
             self._on_change()
 
     def _move_late(self) -> None:
-        """Moves single sequences past their deadline off a worker that makes progress."""
+        """Moves late sequences off a worker with progress."""
         now = asyncio.get_running_loop().time()
         for run in self._assignments.late(now, self._deadlines):
             # The next worker may be no faster, so the item must not restart again and again.
@@ -265,8 +265,8 @@ class Worker(Replica):
     def _late(self, run: SequenceRun) -> TrtmeshError:
         """Why a late sequence leaves.
 
-        The worker is at fault if the sequence started, or if its queue moves no tokens at all. A queue held up by the
-        tokens of others is back-pressure.
+        The worker is at fault for a started sequence, and for a queue without any tokens. A queue held up by the tokens
+        of others is back-pressure.
         """
         busy = not run.times.started and self._generated_at > run.times.assigned
         return (QueueTimeout if busy else WorkerLost)(
@@ -278,7 +278,7 @@ class Worker(Replica):
         return kind(f"worker {self.name} is left: {cause}", worker=self.name)
 
     def empty(self, error: TrtmeshError) -> None:
-        """Moves every sequence away; retries those without a place until the worker recovers."""
+        """Moves every sequence away; retries until the worker recovers."""
         self._moving = error
         self.move_on()
 
@@ -288,7 +288,7 @@ class Worker(Replica):
         self.move_on()
 
     def move_on(self) -> None:
-        """Moves what another worker takes now, if every sequence is to move."""
+        """Moves sequences to workers with room, during `empty` and `evict`."""
         error = self._evicted or self._moving
         if error is None:
             return
@@ -296,12 +296,12 @@ class Worker(Replica):
             owner.leave(runs, self.address, error)
 
     def lost(self, problem: str) -> None:
-        """Returns every sequence to its item, which finds another worker."""
+        """Returns every sequence to the item, for another worker."""
         runs = self._assignments.clear()
         self._moving = None
         self.adapters = frozenset()
         error = WorkerLost(f"worker {self.name} was lost: {problem}", worker=self.name)
-        # A draining worker announced the end of its stream.
+        # A draining worker announced the end of the stream.
         self.guard.lose(asyncio.get_running_loop().time(), None if self.load.draining else error)
         self._kv_feed.lost()
         self.load = pb.Load()

@@ -1,4 +1,4 @@
-"""Follows one worker's KV events in order, and restarts from a snapshot after a gap."""
+"""Follows a worker's KV events in order, and restarts from a snapshot after a gap."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from trtmesh.v1 import engine_pb2 as pb
 
 
 class KvFeed:
-    """Feeds one worker's events to the index.
+    """Feeds a worker's events to the index.
 
-    A new stream, a gap in the sequence numbers and a new epoch each request one snapshot; events before it are ignored.
-    A gap keeps the known blocks, most of which are still right; a new epoch clears them.
+    A new stream, a gap in the sequence numbers and a new epoch each request a snapshot; earlier events are ignored.
+    A gap keeps the known blocks, since most are still right; a new epoch clears them.
     """
 
     def __init__(self, index: KvIndex, address: str, ask_for_snapshot: Callable[[], None]) -> None:
@@ -28,7 +28,7 @@ class KvFeed:
         self._wait_for_snapshot()
 
     def lost(self) -> None:
-        """Forgets the worker's blocks with its stream."""
+        """Forgets the worker's blocks with the stream."""
         self._next = None
         self._index.forget(self._address)
 
@@ -46,7 +46,7 @@ class KvFeed:
         elif events.first_sequence > self._next:
             self._wait_for_snapshot()
         else:
-            # Events that the snapshot covers may still arrive.
+            # Events covered by the snapshot may still arrive.
             self._apply(events.events[self._next - events.first_sequence :])
             self._next = max(self._next, events.first_sequence + len(events.events))
 

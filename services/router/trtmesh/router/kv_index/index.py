@@ -1,4 +1,4 @@
-"""Blocks by hash, each with its holders as the bits of an integer."""
+"""Blocks by hash, with their holders as bits of an integer."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence
 from trtmesh.router.kv_index.recent import RecentBlocks
 
 TOUCH_FROM = 0.5
-"""Fill level above which lookups refresh blocks for the eviction order."""
+"""Fill level from where on lookups refresh blocks in the eviction order."""
 
 NUMBER_BYTES = sys.getsizeof(2**63)
 
 
 class KvIndex:
-    """Blocks of every worker, from its events and from this router's placements of the last seconds.
+    """Blocks of every worker, from KV events and from this router's placements of the last seconds.
 
     Holds at most `max_blocks`, counting a block once per holder. Least recently used blocks are evicted, whichever
     worker holds them; the index then underestimates the workers' caches, never the reverse.
@@ -77,7 +77,7 @@ class KvIndex:
             del self._addresses[slot], self._held[address]
 
     def expect(self, address: str, hashes: Sequence[int], now: float) -> None:
-        """Adds blocks that a dispatched prompt will create, for the seconds until the worker's own events."""
+        """Adds blocks of a dispatched prompt, for the seconds until the worker's own events."""
         self._recent.add(1 << self._slot(address), hashes, now)
 
     def match(self, hashes: Sequence[int], now: float) -> dict[str, int]:

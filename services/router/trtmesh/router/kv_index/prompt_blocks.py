@@ -8,13 +8,13 @@ from trtmesh.chassis.block_hashes import chain, root_hash
 from trtmesh.chassis.vocabulary import Adapter, GenerationConfig
 
 BEYOND_TOKENS = ("prompt_tuning.", "multimodal.", "encoder_decoder.")
-"""Groups of fields that change a prompt's KV without changing its token ids."""
+"""Groups of fields with an effect on a prompt's KV beyond the token ids."""
 
 
 def prefix_root(config: GenerationConfig, adapter: Adapter | None = None) -> int | None:
-    """Parent of a prompt's first block; None if its KV is not reused or not determined by its tokens.
+    """Parent of a prompt's first block; None for KV not reused or not determined by the tokens.
 
-    `adapter` identifies the adapter that the config names, in the version that the workers hold.
+    `adapter` is the config's adapter in the workers' version.
     """
     if not config.kv_cache.reuse:
         return None
@@ -36,7 +36,7 @@ class PromptBlocks:
         self._by_size: dict[int, list[int]] = {}
 
     def hashes(self, tokens_per_block: int) -> list[int]:
-        """One hash per full block; empty without reusable KV."""
+        """A hash per full block; empty without reusable KV."""
         if self._root is None or tokens_per_block < 1:
             return []
         known = self._by_size.get(tokens_per_block)

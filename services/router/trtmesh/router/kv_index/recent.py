@@ -9,7 +9,7 @@ LIFE_SECONDS = 5.0
 """Longest life of an entry, and twice the shortest: enough for the worker's own event to arrive."""
 
 MOST_BLOCKS = 131_072
-"""Entries of both generations; beyond it the older one is dropped early."""
+"""Entries of both generations before the older is dropped early."""
 
 
 class RecentBlocks:
@@ -44,7 +44,7 @@ class RecentBlocks:
         return self._young, self._old
 
     def clear(self, bit: int) -> None:
-        """Forgets the blocks of one worker."""
+        """Forgets the blocks of a worker."""
         for generation in (self._young, self._old):
             for block, mask in [*generation.items()]:
                 if mask & bit:

@@ -1,4 +1,4 @@
-"""Chooses workers: pure functions over an immutable snapshot, and the load guard, rates and breaker that feed it."""
+"""Chooses workers: pure functions over an immutable snapshot, fed by load guard, rates and breaker."""
 
 from trtmesh.router.placement.decision import Candidate, Decision
 from trtmesh.router.placement.place import check_fields, place

@@ -18,12 +18,12 @@ LONGEST_REST_SECONDS = 60.0
 MOST_DOUBLINGS = 10
 
 INCIDENT_SECONDS = 0.1
-"""Faults within this time have one cause, such as a lost stream with many items."""
+"""Faults within this time count once, as after the loss of a stream with many items."""
 
 
 class Breaker:
-    """A circuit breaker: three successive faults open it for 5 s, doubled by each further fault up to 60 s. Half-open
-    it admits one item at a time, and the first token closes it. Times are seconds of one clock."""
+    """A circuit breaker: three successive faults open the breaker for 5 s, doubled by each further fault up to 60 s.
+    Half-open admits a single item at a time, and the first token closes the breaker. Times are seconds of any clock."""
 
     def __init__(self) -> None:
         self.faults = 0
@@ -39,7 +39,7 @@ class Breaker:
 
     @property
     def problem(self) -> str:
-        """Why it is not closed, or ''."""
+        """The cause of an open breaker, or ''."""
         return "" if self.closed else f"{self.faults} faults in a row, the last: {self._last_error}"
 
     def state(self, now: float) -> BreakerState:
@@ -48,11 +48,11 @@ class Breaker:
         return "open" if now < self._open_until else "half_open"
 
     def is_open(self, now: float) -> bool:
-        """Whether the worker rests or has its probe already."""
+        """Whether the worker rests or has a probe already."""
         return not self.closed and (now < self._open_until or self._probing)
 
     def dispatched(self, now: float) -> None:
-        """An item was dispatched; in the half-open state it is the probe."""
+        """An item was dispatched; in the half-open state as the probe."""
         if not self.closed and now >= self._open_until:
             self._probing = True
 
@@ -67,7 +67,7 @@ class Breaker:
         self._probing = False
 
     def failed(self, now: float, error: TrtmeshError) -> None:
-        """An item met a fault before its first token."""
+        """An item met a fault before the first token."""
         if now - self._last_fault < INCIDENT_SECONDS:
             self._last_fault = now
             return

@@ -12,7 +12,7 @@ from trtmesh.router.placement.snapshot import PlacementQuery, WorkerSnapshot
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One worker as a placement saw it, with the reason of its exclusion or ''."""
+    """A worker in a placement, with the reason of the exclusion or ''."""
 
     worker: WorkerSnapshot
     score: float
@@ -22,7 +22,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A placement with its inputs."""
+    """A placement with all inputs."""
 
     policy: str
     chosen: WorkerSnapshot
@@ -36,7 +36,7 @@ class Decision:
 
     @property
     def scores(self) -> list[float]:
-        """Score of each worker, including excluded and unsampled ones."""
+        """Score of each worker, even if excluded or not sampled."""
         eligible = [index for index, why in enumerate(self.excluded_by) if not why]
         return POLICIES[self.policy].costs(lift_cold(self.fleet, eligible), self.query)
 
@@ -56,5 +56,5 @@ class Decision:
 
     @property
     def regret_tokens(self) -> int:
-        """Further prompt tokens that another worker could have reused."""
+        """Further prompt tokens reusable on another worker."""
         return max(self.query.cached_tokens.values(), default=0) - self.cached_tokens

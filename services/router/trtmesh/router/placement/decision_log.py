@@ -10,7 +10,7 @@ from trtmesh.router.placement.decision import Decision
 
 @dataclass(frozen=True, slots=True)
 class DecisionRecord:
-    """One decision and its item. `cause` is first, retry or migration."""
+    """A decision with the item. `cause` is first, retry or migration."""
 
     request_id: str
     batch_index: int
@@ -19,7 +19,7 @@ class DecisionRecord:
 
 
 class DecisionLog:
-    """A ring of records. Decisions of one moment share their snapshots, so a record costs a few bytes per worker."""
+    """A ring of records. Simultaneous decisions share snapshots, so a record costs a few bytes per worker."""
 
     def __init__(self, most: int) -> None:
         self.most = most

@@ -1,4 +1,4 @@
-"""The filter of a placement: the workers that can take an item, and their load as the policies see it."""
+"""The filter of a placement: the eligible workers, and their load as the policies see it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIBLINGS_ELSEWHERE = "the prefix is computed for a sibling elsewhere"
 def exclusions(fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> list[str]:
     """Why each worker is excluded, or '' for a candidate.
 
-    An open breaker or enough siblings of the item exclude a worker only while another one can take it.
+    An open breaker or enough siblings of the item exclude a worker only while another can take the item.
     """
     model, tokens, fields, out = query.model, query.prompt_tokens, query.fields, query.exclude
     needs = query.needs
@@ -37,7 +37,7 @@ def exclusions(fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> list[s
 
 
 def unfit(worker: WorkerSnapshot, query: PlacementQuery) -> str:
-    """Why a worker cannot take any item of the query's kind, whatever its length and fields, or ''."""
+    """Why a worker cannot take an item regardless of length and fields, or ''."""
     if worker.problem:
         return worker.problem
     if worker.address in query.exclude:
@@ -88,7 +88,7 @@ def _against(worker: WorkerSnapshot, query: PlacementQuery) -> tuple[int, str]:
 def lift_cold(fleet: Sequence[WorkerSnapshot], eligible: Sequence[int]) -> Sequence[WorkerSnapshot]:
     """The fleet with the load of workers in slow start raised towards the mean of the others.
 
-    A new worker then gets its share of the items instead of all of them.
+    A new worker then gets a share of the items instead of all of them.
     """
     warm = [worker for index in eligible if (worker := fleet[index]).warmth >= 1.0]
     if not warm or len(warm) == len(eligible):

@@ -1,11 +1,11 @@
-"""Tracks the load of one worker: its last report plus everything dispatched since.
+"""Tracks the load of a worker: the last report plus everything dispatched since.
 
-Every dispatch is booked first, so that the next placement counts it before the next report, and released exactly once.
+Every dispatch is booked first, to count in the next placement even before the next report, and released exactly once.
 Reported load beyond the bookings belongs to other routers:
 
     load = bookings now + max(0, reported - bookings at the report)
 
-so an item counts once, whether or not the report includes it.
+so an item counts once, whether or not in the report.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trtmesh.router.placement.breaker import Breaker
 from trtmesh.router.placement.rates import Rates, Report, Typical
 
 SLOW_START_SECONDS = 10.0
-"""Time in which a new worker counts with a shrinking part of the fleet's mean load."""
+"""Time for a new worker to count with a shrinking part of the fleet's mean load."""
 
 PRESSURE_SECONDS, MOST_PRESSURE = 0.15, 0.99
 """Penalty of k / (1 - k) for a share k of used KV blocks, as in SMG's expected wait."""
@@ -27,7 +27,7 @@ _NO_REPORT = Report(0.0)
 
 
 class Booking:
-    """Load of an item's sequences on a worker, from before their dispatch until the last one leaves."""
+    """Load of an item's sequences on a worker, from before the dispatch until the last sequence leaves."""
 
     __slots__ = (
         "_booked_at",
@@ -53,11 +53,11 @@ class Booking:
 
     @property
     def waiting(self) -> bool:
-        """Whether its prompt is not computed yet."""
+        """Whether the prompt is not computed yet."""
         return self._waiting and self.sequences > 0
 
     def started(self, now: float) -> None:
-        """The first token shows that the prompt is computed. Later calls do nothing."""
+        """Counts the prompt as computed at the first token. Later calls do nothing."""
         if self.waiting:
             self._waiting = False
             seconds = now - self._booked_at if self._idle_before else None
@@ -65,7 +65,7 @@ class Booking:
             self._tell_computed()
 
     def leave(self, now: float, error: TrtmeshError | None = None) -> None:
-        """One of its sequences ended or moved, because of `error` if given."""
+        """Releases a sequence that ended or moved, because of `error` if given."""
         if self.sequences:
             waiting = self.waiting
             self.sequences -= 1
@@ -89,13 +89,13 @@ class Booking:
 
 
 class LoadGuard:
-    """The load of one worker. All times are seconds of one clock."""
+    """The load of a worker. All times are seconds of the same clock."""
 
     def __init__(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change
         self._report = _NO_REPORT
         self._steps = 0
-        """Steps of the process that reported last, on any stream."""
+        """Steps of the last reporting process, on any stream."""
         self._joined_at = float("-inf")
         self._foreign_sequences = 0
         self._foreign_prompt_tokens = 0
@@ -149,7 +149,7 @@ class LoadGuard:
         return booking
 
     def joined(self, now: float) -> None:
-        """Starts the slow start of a worker that became ready."""
+        """Begins the slow start of a ready worker."""
         self._joined_at = now
         self._on_change()
 
@@ -171,8 +171,8 @@ class LoadGuard:
         return min(1.0, max(0.0, (now - self._joined_at) / SLOW_START_SECONDS))
 
     def wait_seconds(self, typical: Typical, max_batch_size: int) -> float:
-        """Predicted time until another prompt starts: the queued prompts, and the sequences beyond the batch size that
-        must end first."""
+        """Predicted time until another prompt starts: the queued prompts, and the end of sequences beyond the batch
+        size."""
         wait = self.pending_prompt_tokens * self.prefill_seconds(typical)
         excess = self.sequences + 1 - max_batch_size
         if max_batch_size and excess > 0:

@@ -1,4 +1,4 @@
-"""One placement: filter, score, pick."""
+"""A placement: filter, score, pick."""
 
 from __future__ import annotations
 

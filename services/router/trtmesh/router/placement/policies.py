@@ -28,8 +28,8 @@ prefix spreads."""
 
 HOLDERS = 2
 SAMPLES = 2
-"""`auto` considers the two workers with the longest prefix and two random ones, so that routers with equal reports do
-not all choose the same worker."""
+"""`auto` considers the two workers with the longest prefix and two more at random, so that routers with equal
+reports do not all choose the same worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def _holders_and_sample(eligible: Indexes, fleet: Fleet, query: PlacementQuery) 
 
 def _lowest(fleet: Fleet, costs: list[float], query: PlacementQuery) -> int:
     turns = [worker.last_turn for worker in fleet]
-    # Full ties go to the first, which is random after a draw.
+    # Full ties go to the first: after a draw a random worker.
     return min(zip(costs, turns, range(len(fleet)), strict=True))[2]
 
 

@@ -1,4 +1,4 @@
-"""Learns a worker's speed from its load reports and from first tokens."""
+"""Learns a worker's speed from load reports and from first tokens."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ FALLBACK_STEP_SECONDS = 0.02
 FALLBACK_NEW_TOKENS = 128.0
 
 LEAST_PROMPT_TOKENS = 64
-"""Shortest prompt to learn the prefill rate from; shorter ones mostly measure a step."""
+"""Shortest prompt to learn the prefill rate from; shorter prompts mostly measure a step."""
 
 MOST_RATE = 1e7
 
 FADING_SECONDS = 5.0
-"""Half-life of a worker's difference from the fleet without new samples. A worker slow for a moment, as at its first
+"""Half-life of a worker's difference from the fleet without new samples. A worker slow for a moment, as at the first
 prompt, would otherwise get no items and never correct the impression."""
 
 HALVING_VARIANCE = 1.0
@@ -30,21 +30,21 @@ HALVING_VARIANCE = 1.0
 1970). At low variance the slope is noise, and one running sequence would outweigh a cached prefix."""
 
 HELD_UP = 5.0
-"""Longest usable interval between two reports, and longest counted step, in units of the usual one. Reports keep their
+"""Longest usable interval between two reports, and longest counted step, relative to the usual. Reports keep their
 pace during long steps, so a longer interval means a frozen process or network."""
 
 SNAP = 1.5
 """Factor below which a worker counts as equal to the fleet. Without it measurement noise would send every item of an
-idle fleet to one worker; different hardware or a noisy neighbour differ by more."""
+idle fleet to the same worker; different hardware or a noisy neighbour differ by more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The part of a load report for rates and waits; `at` is its arrival in seconds of a clock."""
+    """The part of a load report for rates and waits; `at` is the arrival in seconds of a clock."""
 
     at: float
     busy_seconds: float = 0.0
-    """Total time with sequences, by the worker's clock; like the counts it only grows."""
+    """Total time with sequences, by the worker's clock; never decreases, like the counts."""
     step_count: int = 0
     running_sequences: int = 0
     waiting_sequences: int = 0
@@ -71,10 +71,10 @@ class Ewma:
 
 
 class Rates:
-    """Learned rates of one worker.
+    """Learned rates of a worker.
 
     * prefill rate: prompt tokens computed between two reports with a backlog, over the busy time; and, for a prompt on
-      an idle worker, its tokens over the time to its first token minus one step.
+      an idle worker, the tokens over the time to the first token minus a step.
     * step time, as a line over the number of running sequences: busy time between two reports over the steps made, by
       exponentially weighted least squares. Wall time would count the idle time between short requests.
 
@@ -96,7 +96,7 @@ class Rates:
         self._products = Ewma()
 
     def learn(self, before: Report, after: Report) -> None:
-        """Learns from two successive reports of one process."""
+        """Learns from two successive reports of a process."""
         seconds = after.at - before.at
         if seconds <= 0:
             return
@@ -111,7 +111,7 @@ class Rates:
             self._since = after
 
     def break_off(self) -> None:
-        """Discards the step in progress, whose end will not be seen."""
+        """Discards the step in progress, since the end will not be seen."""
         self._since = None
 
     def _learn_steps(self, before: Report, after: Report) -> None:
@@ -122,7 +122,7 @@ class Rates:
         if before.pending_prompt_tokens and after.pending_prompt_tokens and computed > 0:
             self._learn_prefill(min(computed / busy, MOST_RATE))
         elif before.running_sequences and after.running_sequences and computed == 0:
-            # Only steps without prompts, whose time belongs to the prefill rate.
+            # Only steps without prompts: prompt time belongs to the prefill rate.
             running = (before.running_sequences + after.running_sequences) / 2
             # Capped, because reports do not show a short freeze.
             step = min(busy / steps, HELD_UP * (self._seconds.value or busy / steps))
@@ -135,7 +135,7 @@ class Rates:
     def _note_interval(self, seconds: float) -> bool:
         """Learns the pace of reports; True for a delayed report."""
         most = HELD_UP * (self._interval.value or seconds)
-        # A permanently changed pace becomes the usual one after a few reports.
+        # A permanently changed pace becomes usual after a few reports.
         self._interval.add(min(seconds, most))
         return seconds > most
 
@@ -154,7 +154,7 @@ class Rates:
         return sequences, seconds, squares, products
 
     def learn_first_token(self, prompt_tokens: int, seconds: float) -> None:
-        """Learns from a prompt on an idle worker with its first token after `seconds`."""
+        """Learns from a prompt on an idle worker with the first token after `seconds`."""
         if prompt_tokens >= LEAST_PROMPT_TOKENS:
             # The step time is a rough estimate; subtracting most of `seconds` would leave an unbounded rate.
             spent = max(seconds - (self._seconds.value or 0.0), seconds / 2)

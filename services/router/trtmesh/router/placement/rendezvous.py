@@ -14,10 +14,10 @@ MASK = 2**64 - 1
 
 
 def highest(addresses: Iterable[str], key: int) -> str:
-    """The address with the highest weight for `key`, of at least one, in any order.
+    """The address with the highest weight for `key`, from a nonempty set in any order.
 
     A weight is the product of two odd numbers modulo 2**64, compared by its high bits: multiplicative hashing
-    (Dietzfelbinger et al., 1997) with a random factor per key. It costs one multiplication per worker.
+    (Dietzfelbinger et al., 1997) with a random factor per key. The cost is a multiplication per worker.
     """
     factor = _odd((key & MASK).to_bytes(8, "little"))
     return max(addresses, key=lambda address: (_factor_of(address) * factor & MASK, address))

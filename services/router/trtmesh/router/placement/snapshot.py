@@ -12,14 +12,14 @@ from trtmesh.chassis.vocabulary import Adapter
 
 
 class Capability(Enum):
-    """What a worker can do for an item."""
+    """Abilities of a worker."""
 
     PREFILL = "prefill"
     DECODE = "decode"
     EXACT_RESUMPTION = "exact resumption"
     """Continues a sequence of another worker bit for bit."""
     SINGLE_STOPS = "single stops"
-    """Stops one sequence of an item alone."""
+    """Stops a single sequence of an item."""
 
 
 WHOLE = frozenset({Capability.PREFILL, Capability.DECODE})
@@ -29,28 +29,28 @@ WHOLE = frozenset({Capability.PREFILL, Capability.DECODE})
 class WorkerSnapshot(NamedTuple):
     """A worker at the moment of a placement, including everything this router dispatched until then.
 
-    A tuple, because every dispatch makes one, and a frozen dataclass of this size takes four times as long.
+    A tuple, because every dispatch builds a snapshot, and a frozen dataclass of this size takes four times as long.
     """
 
     address: str
     worker: str
     model: str
     problem: str
-    """Why it takes no items, or ''."""
+    """Why the worker takes no items, or ''."""
     supported_fields: frozenset[str]
     capabilities: frozenset[Capability] = frozenset(Capability)
     adapters: frozenset[Adapter] = frozenset()
-    """Adapters in its memory."""
+    """Adapters in memory."""
     max_sequence_tokens: int = sys.maxsize
     """Most tokens of a sequence, prompt included."""
     tokens_per_block: int = 0
-    """Tokens of a KV block; 0 if it reports no KV events."""
+    """Tokens of a KV block; 0 without KV events."""
     last_turn: int = 0
-    """Number of the last placement on it; 0 for none."""
+    """Number of the last placement; 0 for none."""
     sequences: int = 0
-    """Running and waiting sequences, including those of other routers."""
+    """Running and waiting sequences of all routers."""
     wait_seconds: float = 0.0
-    """Predicted time until it starts another prompt."""
+    """Predicted time until another prompt starts."""
     prefill_seconds: float = 0.0
     """Predicted time per prompt token."""
     step_seconds: float = 0.0
@@ -58,16 +58,16 @@ class WorkerSnapshot(NamedTuple):
     pressure_seconds: float = 0.0
     """Penalty for a nearly full KV cache."""
     warmth: float = 1.0
-    """Progress of its slow start, from 0 to 1."""
+    """Progress of the slow start, from 0 to 1."""
     breaker_open: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementQuery:
-    """The needs of an item, or of its rest, on one worker.
+    """The needs of an item, or of the rest of an item, on a worker.
 
-    Together with the fleet it determines the decision, chance included, so that a decision can be repeated. The item
-    states its needs; the fleet adds `new_tokens`, `cached_tokens`, `prefix` and `draw`.
+    Query and fleet determine the decision, chance included, so that a decision can be repeated. The fleet adds
+    `new_tokens`, `cached_tokens`, `prefix` and `draw` to the item's needs.
     """
 
     model: str
@@ -75,7 +75,7 @@ class PlacementQuery:
     needs: frozenset[Capability] = WHOLE
     adapter: Adapter | None = None
     prompt_tokens: int = 0
-    """Tokens to compute before the next one, including those generated elsewhere."""
+    """Tokens before the next new token, including tokens generated elsewhere."""
     sequences: int = 1
     max_tokens: int | None = None
     """Limit on new tokens per sequence."""
@@ -86,10 +86,10 @@ class PlacementQuery:
     prefix: int | None = None
     """Name of the prompt's first block; None without reusable KV."""
     exclude: Mapping[str, str] = field(default_factory=dict)
-    """Addresses of workers that must not take the item, with the reason."""
+    """Addresses of excluded workers, with the reason."""
     avoid: frozenset[str] = frozenset()
     """Addresses with enough siblings of the item: a last resort."""
     prefer: str = ""
-    """Address of the worker that computes the prefix for a sibling, or ''."""
+    """Address of the worker with the prefix of a sibling, or ''."""
     draw: int = 0
-    """Random number in [0, 2**32) for policies that sample."""
+    """Random number in [0, 2**32) for sampling policies."""

@@ -1,4 +1,4 @@
-"""Counts an item's failed attempts and decides which workers to leave out next."""
+"""Counts an item's failed attempts and selects the workers to leave out."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Failures: TypeAlias = dict[str, TrtmeshError]
 
 
 class Attempts:
-    """Attempts of one item.
+    """Attempts of an item.
 
-    A poisonous item could take down every worker in turn, so it ends after `most` losses in a row without a new token.
-    An item that progresses between two losses is not the cause.
+    A poisonous item could take down every worker in turn, so an item ends after `most` losses in a row without a new
+    token. Progress between two losses acquits the item.
     """
 
     def __init__(self, most: int) -> None:
@@ -41,8 +41,8 @@ class Attempts:
     def moved_from(self, address: str, error: TrtmeshError, tokens: int) -> Failures:
         """Workers to leave out if an item of `tokens` tokens left the worker at `address`.
 
-        Workers that failed earlier may have recovered. They stay left out once the item has moved `most` times without
-        a new token, since the item itself may be what stops them.
+        Earlier failures are forgiven, since workers recover, but not after `most` moves without a new token: the item
+        itself may stop the workers.
         """
         known = self.failures if self._moves_without_gain(tokens) >= self._most else {}
         return {**known, address: error}
@@ -58,7 +58,7 @@ class Attempts:
 
     @property
     def full(self) -> QueueFull | None:
-        """Latest refusal by a full worker. A draining worker does not count: its replacement may take the item."""
+        """Latest refusal by a full worker. A draining worker does not count, since a replacement may take the item."""
         found = [e for e in self.failures.values() if isinstance(e, QueueFull)]
         return found[-1] if found else None
 
@@ -68,7 +68,7 @@ class Attempts:
 
 
 def too_many_losses(losses: int, error: TrtmeshError) -> WorkerLost:
-    """The error of an item after its last attempt."""
+    """The error of an item after the last attempt."""
     return WorkerLost(
         f"{losses} workers in a row were lost with this item (retries.max_attempts), the last one so: {error.message}",
         worker=error.worker,
@@ -76,7 +76,7 @@ def too_many_losses(losses: int, error: TrtmeshError) -> WorkerLost:
 
 
 def unplaceable(loss: TrtmeshError | None, error: NoWorker) -> TrtmeshError:
-    """The error of an item without a worker, after the `loss` of its former one if it had one."""
+    """The error of an item without a worker, after the `loss` of a former worker if any."""
     if loss is None:
         return error
     return WorkerLost(

@@ -1,4 +1,4 @@
-"""What a request gives each of its items."""
+"""The context of a request, shared by all items."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trtmesh.router.values.resumption import Received
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Parts of the router that all requests share."""
+    """Parts of the router shared by all requests."""
 
     fleet: Fleet
     tokenizers: TokenizerPool
@@ -35,15 +35,15 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """One admitted request, as its items see it. Times are the event loop's."""
+    """An admitted request, seen by an item. Times are the event loop's."""
 
     mesh: Mesh
     request_id: str
     model: str
     drawn_seed: int
-    """Seed of items without one of their own."""
+    """Seed of items without a seed."""
     received: Received
-    """Output that the client already has from another call."""
+    """Output received by the client in another call."""
     client: ClientStream
     pace: Pace
     siblings: Siblings

@@ -37,7 +37,7 @@ def _submits(
     prompt: Sequence[int],
     config: pb.GenerationConfig,
 ) -> list[Submit]:
-    """One command for all sequences at their start, else one for each with its own tokens.
+    """A single command for sequences at the start, else a command per sequence with the emitted tokens.
 
     Beams depend on each other, so they restart together.
     """
@@ -71,7 +71,7 @@ def _resumed(
     command.sequence_index = run.sequence_index
     command.config.sampling.ClearField("num_return_sequences")
     if run.token_ids:
-        # The former worker reported the prompt's data before these tokens.
+        # The former worker reported the prompt's data before the first token.
         command.config.output.ClearField("prompt_log_probs")
         command.config.output.ClearField("context_logits")
     return command

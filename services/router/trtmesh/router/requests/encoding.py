@@ -26,7 +26,7 @@ NOT_ENCODED = EncodedItem([], [], PromptBlocks(None, ()))
 
 
 async def encode_item(context: RequestContext, item: ItemRequest) -> EncodedItem:
-    """Encodes prompt and words in one exchange with a tokenizer. Raises PromptEmpty or the pool's errors."""
+    """Encodes prompt and words in a single exchange. Raises PromptEmpty or the pool's errors."""
     prompt, words = item.prompt, item.words
     token_ids = list(prompt.token_ids or ())
     word_ids: list[tuple[int, ...]] = []

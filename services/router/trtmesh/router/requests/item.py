@@ -1,11 +1,11 @@
-"""The story of one item: admit → encode → place → generate → decode → finish.
+"""The story of an item: admit → encode → place → generate → decode → finish.
 
-* The item holds its permit for its whole life.
-* Every item ends with one terminal event, whatever happens to its siblings.
-* Placing books a plan on the fleet; a sequence that loses or leaves its worker is placed again with its tokens.
+* The item holds a permit from start to end.
+* Every item ends with exactly one terminal event, independently of the other items.
+* Placing books a plan on the fleet. A sequence without a worker, lost or left, is placed again with all tokens.
 * Decoding runs beside generation: worker → sequence → tokenizer → client, without this task.
 * When a tokenizer finds a stop text, the worker stops the sequence.
-* An item that nobody waits for stops its sequences, so that workers compute no unread tokens.
+* Without a client the item stops every sequence, so workers compute no unread tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trtmesh.v1 import generation_pb2 as pb
 
 
 class ItemRun:
-    """One live item."""
+    """A live item."""
 
     def __init__(self, context: RequestContext, item: ItemRequest, permit: Permit) -> None:
         self._context = context
@@ -53,7 +53,7 @@ class ItemRun:
         self.worker = ""
 
     async def live(self) -> None:
-        """Runs the item from admission to its terminal event."""
+        """Runs the item from admission to the terminal event."""
         self._task = asyncio.current_task()
         with request_id_bound(self._context.request_id):
             try:
@@ -68,7 +68,7 @@ class ItemRun:
                 self._events.failed(error, self.usage())
             except asyncio.CancelledError:
                 self._cancelled()
-            except Exception as error:  # noqa: BLE001 - a defect met by one item ends that item alone, visibly
+            except Exception as error:  # noqa: BLE001 - a defect ends the affected item alone, visibly
                 self._events.broke(error, self.usage())
             finally:
                 self._abandon()
@@ -80,7 +80,7 @@ class ItemRun:
 
     async def _encode(self) -> None:
         self.stage = "encode"
-        # A request that no worker can serve must not load a tokenizer.
+        # Refuses unsupported fields before they cost a tokenizer anything.
         self._mesh.fleet.check_fields(self._context.model, self._item.worker_fields)
         began = self._context.age_seconds()
         self._encoded = await encode_item(self._context, self._item)
@@ -89,7 +89,7 @@ class ItemRun:
             self._context.spend(self.prompt_tokens)
 
     async def _open(self) -> None:
-        """Waits for a sibling with the same prefix, then opens sequences that began on another router."""
+        """Waits for a sibling with the same prefix, then opens sequences resumed from another router."""
         self.stage = "place"
         await self._placer.meet_siblings(self._encoded)
         if self._resumed:
@@ -113,7 +113,7 @@ class ItemRun:
                     self._dispatch(plan)
 
     async def _generate(self) -> None:
-        """Waits until all sequences ended, one failed, or one needs another worker."""
+        """Waits until all sequences ended, or any failed or needs another worker."""
         self.stage = "generate"
         while not self._settled and not self._needs_worker and self._error is None:
             self._news.clear()
@@ -127,7 +127,7 @@ class ItemRun:
         self._mesh.fleet.learn_new_tokens(self._context.model, tokens)
 
     def _abandon(self) -> None:
-        """Stops the sequences that still run, on every way out."""
+        """Stops running sequences, on every way out."""
         for run in self._runs:
             run.abandon(pb.FINISH_REASON_CANCELLED)
         self._placer.close()
@@ -138,7 +138,7 @@ class ItemRun:
         self.stage = "over"
 
     def stop(self) -> bool:
-        """Ends the item early and delivers everything generated; False if it is over."""
+        """Ends the item early and delivers everything generated; False for an item already over."""
         if self._over:
             return False
         self._stop_asked = True
@@ -149,9 +149,9 @@ class ItemRun:
         return True
 
     def dissolve(self) -> None:
-        """Breaks the reference cycles of an item that is over."""
+        """Breaks the item's reference cycles after the end."""
         self._runs = []
-        # A raised error holds frames that hold the item.
+        # A raised error references the item through the traceback.
         self._error = None
         self._task = None
 
@@ -161,7 +161,7 @@ class ItemRun:
 
     @property
     def sequences(self) -> Sequence[SequenceRun]:
-        """Its sequences; none before the first dispatch."""
+        """All sequences; empty before the first dispatch."""
         return self._runs
 
     @property
@@ -193,7 +193,7 @@ class ItemRun:
         return not self._runs or bool(self._waiting)
 
     def _open_sequences(self) -> None:
-        """Opens all sequences, at their start or at what the client received from another router."""
+        """Opens all sequences, at the start or after the tokens received from another router."""
         self._runs = [self._open_sequence(index) for index in range(self._item.config.sequences)]
 
     def _open_sequence(self, sequence_index: int) -> SequenceRun:
@@ -238,7 +238,7 @@ class ItemRun:
             self._events.started(self.worker, seed, self._encoded.token_ids, self.queue_seconds)
 
     def on_settled(self, run: SequenceRun) -> None:
-        """Tells the client about the end of a sequence; wakes the item if it was the last or failed."""
+        """Reports the end of a sequence; wakes the item after the last sequence or a failure."""
         if run.error is None:
             self._events.sequence_finished(run)
         else:
@@ -247,7 +247,7 @@ class ItemRun:
             self._news.set()
 
     def on_pace(self) -> None:
-        """Pauses or continues the item with its client. Beams are not paused, since they would restart."""
+        """Pauses or continues the item with the client. Beams are not paused, since they would restart."""
         if self._over or self._stop_asked:
             return
         if self._context.pace.paused and self._item.config.beam_search.beam_width == 1:
@@ -256,7 +256,7 @@ class ItemRun:
             self._news.set()
 
     def leave(self, runs: Sequence[SequenceRun], address: str, error: TrtmeshError) -> bool:
-        """Leaves a suspect or draining worker if another one has room; else stays, since its tokens are welcome."""
+        """Leaves a suspect or draining worker if another has room; else stays, since late tokens are welcome."""
         if self._stop_asked or self._over:
             return False
         if not self._placer.has_place(self._encoded, self._runs, address, error):
@@ -276,16 +276,16 @@ class ItemRun:
     def _move(
         self, runs: Sequence[SequenceRun], cause: str, error: TrtmeshError | None = None
     ) -> None:
-        """Takes sequences off their workers and wakes the item, which places them again with their tokens."""
+        """Takes sequences off their workers and wakes the item, to place them again with all tokens."""
         for run in runs:
             run.release(error)
         self._events.moved(len(runs), cause, error)
         self._news.set()
 
     def _cancelled(self) -> None:
-        """Ends an item that was stopped before its dispatch, or lost its client."""
+        """Ends an item stopped before the dispatch, or without a client."""
         reason = pb.FINISH_REASON_STOPPED if self._stop_asked else pb.FINISH_REASON_CANCELLED
         if self._stop_asked and not self._runs and self._resumed:
-            # Output from another router ends where the client received it.
+            # Resumed output ends at the last received token.
             self._open_sequences()
         self._events.cut_off(self._runs, reason, self.usage())

@@ -1,4 +1,4 @@
-"""Tells the client about an item beside its tokens, with the metrics and logs of each event."""
+"""Puts an item's events other than tokens, with their metrics and logs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class ItemEvents:
-    """Events of one item.
+    """Events of an item.
 
     Losses are reported from the tasks of workers, so their log lines bind the request id here.
     """
@@ -77,7 +77,7 @@ class ItemEvents:
         reason: pb.FinishReason.ValueType,
         usage: pb.Usage,
     ) -> None:
-        """The item was stopped before its dispatch, or its client left."""
+        """The item was stopped before the dispatch, or the client left."""
         for run in runs:
             if run.cut_off(reason):
                 self.sequence_finished(run)

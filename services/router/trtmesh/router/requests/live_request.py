@@ -1,4 +1,4 @@
-"""One request for the duration of its RPC."""
+"""A request for the duration of the RPC."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trtmesh.v1 import router_pb2 as router_pb
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The right of a request to run: a permit per item, and the token bucket of its API key."""
+    """The right of a request to run: a permit per item, and the token bucket of the API key."""
 
     model: str
     permits: Sequence[Permit]
@@ -30,7 +30,7 @@ class Admitted:
 
 
 class LiveRequest:
-    """One request for the duration of its RPC."""
+    """A request for the duration of the RPC."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class LiveRequest:
         self.api_key = admitted.api_key
         self.permits = admitted.permits
         self.ended: TrtmeshError | None = None
-        """Error by which this router ended the call."""
+        """The error, if this router ended the call."""
         self.gone = asyncio.Event()
         self._handler = asyncio.current_task()
         self.items = [
@@ -79,7 +79,7 @@ class LiveRequest:
             self.client.close()
 
     async def run(self, item: ItemRun) -> None:
-        """Runs one item; the last one to end closes the client's stream."""
+        """Runs an item; the end of the last item closes the client's stream."""
         try:
             await item.live()
         finally:
@@ -88,20 +88,20 @@ class LiveRequest:
                 self.client.close()
 
     def stop(self, batch_indexes: Collection[int]) -> int:
-        """Stops some items, or all if none is named; returns the number of live ones among them."""
+        """Stops the named items, or all; returns the number of stopped items."""
         chosen = [
             item for item in self.items if not batch_indexes or item.batch_index in batch_indexes
         ]
         return sum(item.stop() for item in chosen)
 
     def end(self, error: TrtmeshError) -> None:
-        """Ends the call with an error, even if its handler is stuck in a write to a stalled client."""
+        """Ends the call with an error, even during a write to a stalled client."""
         if self.ended is None and self._handler is not None:
             self.ended = error
             self._handler.cancel()
 
     def dissolve(self) -> None:
-        """Breaks the reference cycles of a request that is over, so that its memory is freed at once."""
+        """Breaks the request's reference cycles after the end, so that memory is freed at once."""
         self.client.watcher = None
         for item in self.items:
             item.dissolve()

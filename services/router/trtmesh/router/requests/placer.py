@@ -1,4 +1,4 @@
-"""Finds workers for one item: which to leave out, which fit its former one, and how long to wait."""
+"""Finds workers for an item: builds the query, waits for siblings and for workers, counts attempts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from trtmesh.router.streams.sequence import SequenceRun
 from trtmesh.router.values.request import ItemRequest
 
 REPEAT_SECONDS = 0.1
-"""Pause before another attempt at workers that refused the item."""
+"""Pause before another attempt at workers after a refusal."""
 
 RESUMED = WHOLE | {Capability.EXACT_RESUMPTION}
 
 
 class Placer:
-    """The search of one item for workers."""
+    """The search of an item for workers."""
 
     def __init__(self, context: RequestContext, item: ItemRequest) -> None:
         self._context = context
@@ -45,7 +45,7 @@ class Placer:
         return self._identity is not None
 
     async def meet_siblings(self, encoded: EncodedItem) -> None:
-        """Waits for the sibling that computes the common prefix, unless a worker holds the prefix already."""
+        """Waits for the leading sibling with the same prefix, unless a worker holds the prefix already."""
         hashes = self._fleet.block_hashes(self._context.model, encoded.blocks)
         siblings = self._context.siblings
         self._seat = siblings.find(hashes)
@@ -69,7 +69,7 @@ class Placer:
     def has_place(
         self, encoded: EncodedItem, runs: Sequence[SequenceRun], address: str, error: TrtmeshError
     ) -> bool:
-        """Whether another worker takes the item now; if so, leaves out the one at `address` because of `error`."""
+        """Whether another worker takes the item now; if so, excludes the worker at `address` because of `error`."""
         tokens = sum(len(run.token_ids) for run in runs)
         failures = self.attempts.moved_from(address, error, tokens)
         if not self._fleet.has_place(self._query(encoded, runs, failures), encoded.blocks):
@@ -78,7 +78,7 @@ class Placer:
         return True
 
     def dispatched(self, leg: Leg) -> None:
-        """The item was sent to a worker; from now on it needs the same model and tokenizer."""
+        """Notes the worker's identity for later placements, and the booking for siblings."""
         self._identity = self._identity or leg.worker.facts.identity
         if self._seat is not None:
             self._seat.dispatched(leg.worker.address, leg.booking)
@@ -103,12 +103,12 @@ class Placer:
         return None
 
     def close(self) -> None:
-        """The item is over: releases its siblings."""
+        """Releases waiting siblings."""
         if self._seat is not None:
             self._seat.close()
 
     def trace(self, encoded: EncodedItem, new_tokens: int, error: str) -> RecordedItem:
-        """The item and its first placement for the record file."""
+        """The item with the first placement, for the record file."""
         seen = RecordedItem(
             request_id=self._context.request_id,
             batch_index=self._item.batch_index,

@@ -63,7 +63,7 @@ class Requests:
         remaining_seconds: float | None,
         api_key: str = ANONYMOUS,
     ) -> AsyncIterator[LiveRequest]:
-        """Runs the rest of a request as `open` does. Once admitted it ends the request's live call, if there is one."""
+        """Runs the rest of a request as `open` does. Admission ends the request's live call, if any."""
         former = self._former_call(request.request_id, api_key)
         admitted = self._admit(request, received, api_key, former)
         try:
@@ -91,25 +91,25 @@ class Requests:
         self._empty.clear()
         tasks = [asyncio.create_task(live.run(item)) for item in live.items]
         for task, permit in zip(tasks, admitted.permits, strict=True):
-            # A callback, because a task cancelled before its first step never runs its own code.
+            # A callback, because a task cancelled before the first step runs no code.
             task.add_done_callback(partial(_give_back, permit))
         try:
             yield live
         finally:
             for task in tasks:
                 task.cancel()
-            # Before any await, which a cancellation by the client could interrupt.
+            # Before any await, since a cancellation by the client could interrupt the await.
             del self.live[request.request_id]
             live.gone.set()
             live.pace.close()
             if not self.live:
                 self._empty.set()
-            # An item's end never waits: it only queues stop commands.
+            # The end of an item never waits, but only queues stop commands.
             await asyncio.gather(*tasks, return_exceptions=True)
             live.dissolve()
 
     def stop(self, request_id: str, batch_indexes: Collection[int]) -> int:
-        """Stops items of a request; returns the number of live ones, 0 for an unknown request."""
+        """Stops items of a request; returns the number of stopped items."""
         live = self.live.get(request_id)
         return live.stop(batch_indexes) if live else 0
 
@@ -131,7 +131,7 @@ class Requests:
         """Refuses new requests and waits until none is live."""
         self._draining = True
         while self.live:
-            # A call may end in favour of another call of its request.
+            # A call may end in favour of another call of the same request.
             await self._empty.wait()
 
     def end_slow_clients(self) -> None:
@@ -166,12 +166,12 @@ class Requests:
         api_key: str,
         former: LiveRequest | None = None,
     ) -> Admitted:
-        """Admits a request, in the place of its `former` call if that one still runs. Raises the refusal."""
+        """Admits a request, in the place of a running `former` call if any. Raises the refusal."""
         model = self.served_model(request.model)
         if self._draining:
             raise Draining("this router is draining; send the request to another", retry_after_ms=0)
         if former is not None and former.ended is not None:
-            # A third call took its place.
+            # A third call took the place.
             former = None
         now = asyncio.get_running_loop().time()
         bucket = self._mesh.rate_limiter.bucket_of(api_key, now)

@@ -1,7 +1,6 @@
-"""Items of one request with a common prefix: one leader computes it on a worker, the others wait and follow there.
+"""Groups items of a request by common prefix: the leader computes the prefix, the others wait and follow to the worker.
 
-A group is capped, and the item beyond the cap leads a group of its own, on another worker if possible, so that a large
-request still spreads.
+A group is capped. The next item leads a new group, on another worker if possible, so that a large request spreads.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class _Group:
 
 
 class Seat:
-    """One item's place in a group."""
+    """The place of an item in a group."""
 
     def __init__(self, group: _Group, avoid: frozenset[str], wait_seconds: float) -> None:
         self._group = group
@@ -66,20 +65,20 @@ class Seat:
             booking.when_computed = self._group.computed.set
 
     def close(self) -> None:
-        """The item is over: its followers stop waiting."""
+        """The item is over: followers stop waiting."""
         if self.leads:
             self._group.computed.set()
 
 
 class Siblings:
-    """The groups of one request."""
+    """The groups of a request."""
 
     def __init__(self, rules: SiblingRules) -> None:
         self._rules = rules
         self._groups: defaultdict[int, list[_Group]] = defaultdict(list)
 
     def find(self, blocks: Sequence[int]) -> Seat | None:
-        """A seat in the group with this prefix, or at the head of a new one beyond the cap; None without a group."""
+        """A seat in the group with this prefix, or at the head of a new group beyond the cap; None without a group."""
         key = _key(blocks)
         if key is None or not self._groups[key]:
             return None
@@ -101,5 +100,5 @@ class Siblings:
 
 
 def _key(blocks: Sequence[int]) -> int | None:
-    """Equal for prompts with a common prefix, since a block's hash covers all blocks before it."""
+    """Equal for prompts with a common prefix, since a block's hash covers all earlier blocks."""
     return blocks[LEAST_SHARED_BLOCKS - 1] if len(blocks) >= LEAST_SHARED_BLOCKS else None

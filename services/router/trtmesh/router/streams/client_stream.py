@@ -1,4 +1,4 @@
-"""Queues events for one client in order, and merges waiting tokens of a sequence."""
+"""Queues events for a client in order, and merges waiting tokens of a sequence."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ MOST_MESSAGE_BYTES = 2 * 2**20
 """Most bytes of a message with several tokens, below the default limit of gRPC clients, 4 MiB."""
 
 TOKEN_BYTES = 4
-"""Bytes counted for an id beside its text and data."""
+"""Bytes counted for an id beside text and data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """Most output waiting for one client."""
+    """Most output waiting for a client."""
 
     tokens: int
     bytes: int
@@ -43,7 +43,7 @@ class Watcher(Protocol):
 
 @dataclass(slots=True)
 class WaitingTokens:
-    """Tokens of one sequence; later ones are merged until another event of the sequence follows."""
+    """Tokens of a sequence, merged until another event of the sequence follows."""
 
     batch_index: int
     sequence_index: int
@@ -59,7 +59,7 @@ class WaitingTokens:
         return self.token_offset + len(self.token_ids)
 
     def clear(self) -> None:
-        """Empties the entry for a sequence that restarts from offset 0."""
+        """Empties the entry for a restart from offset 0."""
         self.token_offset = self.size = 0
         self.token_ids, self.texts, self.details = [], [], None
 
@@ -76,11 +76,10 @@ Waiting = WaitingTokens | WaitingEvent
 
 
 class ClientStream:
-    """The queue between the data path, which puts, and the RPC handler, which takes.
+    """The queue from the data path, the producer, to the RPC handler, the consumer.
 
-    Merging uses no timer: a fast client gets every step as its own message, and a slow one gets everything queued
-    during its last write. Deltas ready together share a message within its limit, and the opening event leaves with the
-    next one.
+    Merging uses no timer: a fast client gets a message per step, and a slow client gets everything queued during the
+    last write. Deltas ready together share a message within the limit. The opening event waits for the next event.
     """
 
     def __init__(
@@ -149,7 +148,7 @@ class ClientStream:
         self._wake()
 
     async def take(self) -> Sequence[Waiting] | None:
-        """Waits for the entries of the next message; None at the end. Only one taker, which returns after its write."""
+        """Waits for the entries of the next message; None at the end. The only consumer calls again after its write."""
         self._taken_at = None
         self._tell_room()
         while not self._followed:
@@ -162,11 +161,11 @@ class ClientStream:
         return entries
 
     def unread_seconds(self, now: float) -> float:
-        """Duration of the current write at `now`, a time of the event loop; 0 without one."""
+        """Duration of the current write at `now`, a time of the event loop; 0 between writes."""
         return 0.0 if self._taken_at is None else now - self._taken_at
 
     def _take_entries(self) -> list[Waiting]:
-        """Takes as many entries as fit into a message, at least one."""
+        """Takes as many entries as fit into a message, and at least the first."""
         entries, count = self._entries, len(self._entries)
         if self.waiting_bytes > MOST_MESSAGE_BYTES:
             totals = accumulate(entry.size for entry in entries)

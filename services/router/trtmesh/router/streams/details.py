@@ -1,4 +1,4 @@
-"""Buffers optional per-token data by token, so that it can be cut where the text is cut."""
+"""Buffers optional per-token data by token, to be cut where the text is cut."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TokenDetailBuffer:
         self._rows: list[bytes] = []
         self._row_shape: tuple[int, list[int]] = (0, [])
         self.cumulative_log_prob = 0.0
-        """Sum of the log-probabilities so far, unknown to a worker that resumes the sequence."""
+        """Sum of the log-probabilities so far, unknown to a resuming worker."""
 
     def add(self, details: pb.TokenDetails, known: int = 0) -> None:
         """Appends the data of the next tokens, skipping the first `known` of them."""
@@ -31,7 +31,7 @@ class TokenDetailBuffer:
                 self.cumulative_log_prob = details.cumulative_log_prob
             else:
                 self.cumulative_log_prob += sum(log_probs)
-            # The sum belongs to the last of these tokens.
+            # The sum belongs to the last token.
             self._cumulative.extend([None] * (len(log_probs) - 1))
             self._cumulative.append(self.cumulative_log_prob)
         if details.HasField("generation_logits"):
@@ -44,7 +44,7 @@ class TokenDetailBuffer:
             self._row_shape = (logits.data_type, list(logits.shape[1:]))
 
     def fitting(self, count: int, most_bytes: int) -> int:
-        """Number of the next `count` tokens with logits of at most `most_bytes` in total, at least one."""
+        """Number of the next `count` tokens with logits of at most `most_bytes` in total, at least 1."""
         if not self._rows:
             return count
         return min(count, max(1, most_bytes // max(1, len(self._rows[0]))))
@@ -75,7 +75,7 @@ def unheard(details: pb.PromptDetails, told: int) -> tuple[pb.PromptDetails | No
     end = details.token_offset + rows
     known = told - details.token_offset
     if known <= 0:
-        # Empty details mean a prompt of one token.
+        # Empty details mean a prompt of a single token.
         return details, max(told, end)
     if end <= told:
         return None, told

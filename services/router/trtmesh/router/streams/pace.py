@@ -35,11 +35,11 @@ class ClientLimits(Settings):
 
 
 def _nobody(*_: object) -> None:
-    """Replaces the callbacks of a request that is over."""
+    """Replaces the callbacks after the end of a request."""
 
 
 class Pace:
-    """Watches the client of one request. Calls `change` when `paused` changes, and `end` at most once."""
+    """Watches the client of a request. Calls `change` when `paused` changes, and `end` at most once."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Pace:
             self._change()
 
     def judge(self, now: float) -> None:
-        """Ends the request if its client has stalled or pausing does not help."""
+        """Ends the request if the client has stalled or a pause does not help."""
         limits, client = self._limits, self._client
         if (
             client.unread_seconds(now) > limits.stall_seconds
@@ -78,7 +78,7 @@ class Pace:
             self._cancel(now)
 
     def close(self) -> None:
-        """The request is over: counts its merged tokens and drops the callbacks."""
+        """The request is over: counts merged tokens and drops the callbacks."""
         self._ended = True
         self._change = self._end = _nobody
         self._metrics.merged_tokens += self._client.merged_tokens

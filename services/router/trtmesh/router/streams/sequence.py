@@ -1,4 +1,4 @@
-"""One generated sequence on its way from a worker through a tokenizer to the client."""
+"""A generated sequence on the way from a worker through a tokenizer to the client."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from trtmesh.v1 import generation_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a sequence ended on its worker, or on this router if no worker had it."""
+    """The end of a sequence on a worker, or on this router between two workers."""
 
     reason: pb.FinishReason.ValueType
     error: TrtmeshError | None = None
     """Set for FINISH_REASON_ERROR."""
     cached_prompt_tokens: int = 0
     stop_token_ids: Sequence[int] = ()
-    """Stop sequence or end id that ended it."""
+    """The matched stop sequence or end id."""
     cumulative_log_prob: float | None = None
     """None if not asked for, or if the sequence began on another worker."""
     perf_metrics: pb.PerfMetrics | None = None
@@ -52,10 +52,10 @@ class Owner(Protocol):
     """The item of a sequence."""
 
     def on_settled(self, run: SequenceRun) -> None:
-        """The sequence is over. Called exactly once, after its last token."""
+        """The sequence is over. Called exactly once, after the last token."""
 
     def on_lost(self, run: SequenceRun, address: str, error: TrtmeshError) -> None:
-        """The worker at `address` lost a live sequence, which has no worker now."""
+        """The worker at `address` lost a live sequence, now without a worker."""
 
     def leave(self, runs: Sequence[SequenceRun], address: str, error: TrtmeshError) -> bool:
         """Moves sequences off the worker at `address` because of `error`; False if no other worker has room now."""
@@ -63,7 +63,7 @@ class Owner(Protocol):
 
 @dataclass(slots=True)
 class SequenceTimes:
-    """Times of one sequence in seconds of the event loop's clock; 0 means not yet."""
+    """Times of a sequence in seconds of the event loop's clock; 0 means not yet."""
 
     arrival: float
     """Arrival of the request."""
@@ -82,7 +82,7 @@ class SequenceTimes:
         self.started = 0.0
 
     def on_tokens(self, count: int, now: float, metrics: RouterMetrics) -> None:
-        """Counts `count` tokens that arrived at `now`."""
+        """Counts `count` tokens received at `now`."""
         metrics.tokens_out += count
         if self.last_token:
             metrics.inter_token.observe(now - self.last_token)
@@ -106,7 +106,7 @@ class SequenceTimes:
 
 
 class Charge:
-    """Charges each token of one sequence once, even if a beam is rewritten."""
+    """Charges each token of a sequence once, even if a beam is rewritten."""
 
     __slots__ = ("_spend", "_tokens")
 
@@ -124,7 +124,7 @@ class Charge:
 
 
 class SequenceRun(DecodedSequence):
-    """State of one sequence. All methods run on the event loop without waiting.
+    """State of a sequence. All methods run on the event loop without waiting.
 
     Invariants: `token_ids[:decoded]` was put to the client, `token_ids[decoded:]` is at the decoder. At most one worker
     holds the sequence. `owner.on_settled` is called exactly once, after the last put.
@@ -168,7 +168,7 @@ class SequenceRun(DecodedSequence):
         self.charge: Charge | None = None
         self.assignment: Assignment | None = None
         self.address = ""
-        """Address of its worker, or of its last one once it ended; '' between two workers."""
+        """Address of the worker, or after the end of the last worker; '' between two workers."""
         self.moved = False
         self.end: End | None = None
         self.stop_text: str | None = None
@@ -177,7 +177,7 @@ class SequenceRun(DecodedSequence):
 
     @property
     def is_beam(self) -> bool:
-        """Whether the sequence is a beam, which the worker may rewrite until the end."""
+        """Whether the sequence is a beam: the worker may rewrite beams until the end."""
         return self._item.config.beam_search.beam_width > 1
 
     @property
@@ -211,7 +211,7 @@ class SequenceRun(DecodedSequence):
     ) -> None:
         """Takes new tokens from the worker, the first at `token_offset`, with their data.
 
-        Known tokens are skipped. A beam that restarts from offset 0 replaces everything before.
+        Known tokens are skipped. A beam restarting from offset 0 replaces everything before.
         """
         if self.over:
             return
@@ -245,12 +245,12 @@ class SequenceRun(DecodedSequence):
             self._output.put_prompt(details)
 
     def on_start(self, metrics: pb.PerfMetrics) -> None:
-        """Takes the metrics before the worker's first token; only those of the first worker count."""
+        """Takes the metrics before the first token; those of later workers are dropped."""
         if not (self.over or self.token_ids):
             self._output.put_start(metrics)
 
     def on_end(self, end: End) -> None:
-        """Takes the end of the sequence on its worker."""
+        """Takes the end reported by the worker."""
         assignment, self.assignment = self.assignment, None
         if self.over:
             return
@@ -279,7 +279,7 @@ class SequenceRun(DecodedSequence):
         self.times.on_assigned()
 
     def release(self, error: TrtmeshError | None = None) -> None:
-        """Takes the sequence off its worker; `error` names the worker's fault, if any. A complete one is settled."""
+        """Takes the sequence off the worker; `error` is the worker's fault, if any. Settles a complete sequence."""
         if self.assignment is not None:
             self.assignment.release(error)
             self._leave()
@@ -294,11 +294,11 @@ class SequenceRun(DecodedSequence):
             self.on_end(End(reason))
 
     def give_up(self, error: TrtmeshError) -> None:
-        """Ends a sequence without a worker with an error, after all its tokens."""
+        """Ends a sequence without a worker with an error, after all tokens."""
         self.on_end(End(pb.FINISH_REASON_ERROR, error))
 
     def _leave(self) -> bool:
-        """Detaches the sequence from its worker; True if it needs another one."""
+        """Detaches the sequence from the worker; True if another worker must continue."""
         self.assignment = None
         if self.over:
             return False
@@ -347,7 +347,7 @@ class SequenceRun(DecodedSequence):
             self._settle()
 
     def abandon(self, reason: pb.FinishReason.ValueType) -> None:
-        """Ends the sequence without another put and stops its worker."""
+        """Ends the sequence on the worker, without another put."""
         if not self.over:
             self.over = True
             if self.assignment is not None:
@@ -356,7 +356,7 @@ class SequenceRun(DecodedSequence):
                 self.decoder.drop(self)
 
     def cut_off(self, reason: pb.FinishReason.ValueType) -> bool:
-        """Ends the sequence at what its client has already received; False if it was over."""
+        """Ends the sequence at what its client has already received; False if already over."""
         if self.over:
             return False
         self.abandon(reason)

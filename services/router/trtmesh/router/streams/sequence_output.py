@@ -1,4 +1,4 @@
-"""Puts a sequence's tokens, texts and data to its client, streamed or all at the end."""
+"""Puts a sequence's tokens, texts and data to the client, streamed or all at the end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trtmesh.v1 import router_pb2 as router_pb
 
 
 class SequenceOutput:
-    """The output of one sequence in the form that its item requests."""
+    """The output of a sequence in the requested form."""
 
     __slots__ = (
         "_batch_index",
@@ -74,7 +74,7 @@ class SequenceOutput:
     def deliver(self, token_ids: list[int], start: int, end: int, text: str) -> None:
         """Puts `token_ids[start:end]` with their text, or holds the text until the end."""
         if not self._wants_text:
-            # Decoded only for its stop texts.
+            # Decoded only for stop texts.
             text = ""
         if self._held_texts is None:
             self._put(token_ids, start, end, text)
@@ -82,19 +82,19 @@ class SequenceOutput:
             self._held_texts.append(text)
 
     def complete(self, token_ids: list[int], end: int) -> None:
-        """The sequence ended with `token_ids[:end]`: puts all of it unless streamed."""
+        """The sequence ended with `token_ids[:end]`: puts everything unless streamed."""
         if self._held_texts:
             self._put(token_ids, 0, end, "".join(self._held_texts))
 
     def restart(self) -> None:
-        """Forgets everything; the next put, from offset 0, replaces it at the client."""
+        """Forgets everything; the next put, from offset 0, replaces the client's tokens."""
         if self._details is not None:
             self._details = TokenDetailBuffer()
         if self._held_texts:
             self._held_texts = []
 
     def _put(self, token_ids: list[int], start: int, end: int, text: str) -> None:
-        """Puts tokens in one event, or in several for large logits."""
+        """Puts tokens in a single event, or in several for large logits."""
         details = self._details
         while True:
             count = end - start

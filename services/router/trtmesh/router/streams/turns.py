@@ -1,4 +1,4 @@
-"""Limits the writes of one pass of the event loop."""
+"""Limits the writes per pass of the event loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Turns:
     """Wakes waiters in order, a few in each pass of the event loop.
 
     A step readies a message for every client at once. If a single pass wrote all messages, a new request would advance
-    one stage per step, and a thousand streams would delay the request by seconds.
+    by a stage per step, and a thousand streams would delay the request by seconds.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Turns:
         self._planned = False
 
     def ask(self, waiter: asyncio.Future[None]) -> None:
-        """Sets the result of `waiter` in its turn."""
+        """Queues `waiter`, whose result is set in turn."""
         self._waiting.append(waiter)
         if not self._planned:
             self._planned = True

@@ -1,4 +1,4 @@
-"""Parses a GenerateRequest into a request that is valid by construction."""
+"""Parses a GenerateRequest into a request valid by construction."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROUTER_FIELDS = frozenset(
         "stopping.stop_texts",
     }
 )
-"""Config fields for the router and its tokenizers; workers never see them."""
+"""Config fields for router and tokenizers; workers never see them."""
 
 IDS_OF_TEXTS = {
     "stopping.bad_texts": "stopping.bad_token_ids",
@@ -36,14 +36,14 @@ IDS_OF_TEXTS = {
 
 
 def with_texts(supported: Iterable[str]) -> frozenset[str]:
-    """A worker's supported fields, plus those it supports after tokenization."""
+    """A worker's supported fields, plus text fields supported after tokenization."""
     fields = frozenset(supported)
     return fields | {texts for texts, ids in IDS_OF_TEXTS.items() if ids in fields}
 
 
 @dataclass(frozen=True, slots=True)
 class ItemRequest:
-    """One prompt and its config. `message` is the unparsed config, for the worker."""
+    """A prompt with a config. `message` is the unparsed config, for the worker."""
 
     batch_index: int
     prompt: Prompt
@@ -62,7 +62,7 @@ class ItemRequest:
 
     @property
     def worker_fields(self) -> frozenset[str]:
-        """Fields that the worker must support, under the client's names."""
+        """Fields for the worker to support, under the client's names."""
         return self.config.fields_set - (ROUTER_FIELDS - IDS_OF_TEXTS.keys())
 
 
@@ -78,7 +78,7 @@ class GenerationRequest:
 def parse_request(
     message: router_pb.GenerateRequest, metadata_request_id: str, max_items: int
 ) -> GenerationRequest:
-    """Raises InvalidRequest with the field and, for an item, its batch_index."""
+    """Raises InvalidRequest with the field and, for an item, the batch_index."""
     request_id = message.request_id or metadata_request_id or secrets.token_hex(8)
     if len(request_id) > MAX_REQUEST_ID_LENGTH or not request_id.isprintable():
         raise InvalidField(
@@ -118,8 +118,8 @@ def worker_config(
 ) -> pb.GenerationConfig:
     """The worker's config: without the router's fields, with ids for texts, and with a seed.
 
-    `word_ids` are the ids of `item.words` in order; empty ones are dropped. `drawn_seed` is for an item without a seed.
-    A single extra id of a text prompt is repeated for each token.
+    `word_ids` are the ids of `item.words` in order; empty entries are dropped. `drawn_seed` replaces a missing seed. A
+    single extra id of a text prompt is repeated for each token.
     """
     config = pb.GenerationConfig()
     config.CopyFrom(item.message)
@@ -133,7 +133,7 @@ def worker_config(
     _replace_bias_texts(config.sampling, word_ids[bad_texts:])
     extra_ids = config.prompt_tuning.extra_ids
     if item.prompt.text is not None and len(extra_ids) == 1:
-        # The sender of a text does not know its number of tokens.
+        # The sender of a text does not know the number of tokens.
         extra_ids.extend([extra_ids[0]] * (prompt_tokens - 1))
     seed = item.config.sampling.seed
     config.sampling.seed = drawn_seed if seed is None else seed

@@ -1,4 +1,4 @@
-"""The output that a client already has of a request it resumes here."""
+"""The output received by a client before resuming a request here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trtmesh.v1 import router_pb2 as router_pb
 
 @dataclass(frozen=True, slots=True)
 class ReceivedSequence:
-    """One sequence up to the client's last token. `reason` is set if and only if its end was received."""
+    """A sequence up to the client's last token. `reason` is set if and only if the end was received."""
 
     token_ids: tuple[int, ...]
     reason: pb.FinishReason.ValueType | None = None
@@ -108,7 +108,7 @@ def _parse(name: str, offset: router_pb.SequenceOffset, item: ItemRequest) -> Re
 
 
 def _check_resumable(name: str, offset: router_pb.SequenceOffset, item: ItemRequest) -> None:
-    """Raises InvalidField for an unfinished sequence that cannot continue after its tokens."""
+    """Raises InvalidField unless an unfinished sequence can continue after the received tokens."""
     config = item.config
     if config.sampling.seed is None and not config.sampling.greedy:
         raise InvalidField(
