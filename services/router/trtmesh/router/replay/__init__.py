@@ -1,4 +1,4 @@
-"""What-if: traffic is recorded to a file, and replayed offline over a simulated fleet with the same placement code."""
+"""What-if: records traffic to a file and replays it offline over a simulated fleet with the router's placement code."""
 
 from trtmesh.router.replay.recorder import RecordedItem, Recorder, RecordSettings
 from trtmesh.router.replay.simulation import FleetModel, Outcome, replay

@@ -1,4 +1,4 @@
-"""Writes what came and what was decided to a file, beside the event loop and within a bound."""
+"""Writes arrivals and their placements to a bounded file, off the event loop."""
 
 from __future__ import annotations
 
@@ -24,23 +24,26 @@ log = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 1.0
 MOST_WAITING = 20_000
-"""Lines that wait to be written; beyond it the oldest are lost and counted."""
+"""Queued lines; beyond this number the oldest are lost and counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedItem:
-    """An item that is over. `arrival_time` is of the event loop's clock; `prompt_tokens` is None where nobody counted
-    them, `new_tokens` and `first` (its first placement) where no worker took it; `error` is the reason word of what it
-    failed by, '' where it did not."""
+    """A finished item."""
 
     request_id: str
     batch_index: int
     model: str
     arrival_time: float
+    """Time of the event loop."""
     error: str
+    """Reason word of a failed item, else ''."""
     prompt_tokens: int | None
+    """None for a text without ids."""
     new_tokens: int | None = None
+    """None without a worker."""
     first: DecisionRecord | None = None
+    """The first placement, if any."""
     block_tokens: int = 1
     hashes: Sequence[int] = ()
 
@@ -56,7 +59,11 @@ class RecordSettings(Settings):
 
 
 class Recorder(Collector):
-    """Writes one line for each item that ends. Raises SettingsError if the file cannot be written."""
+    """Writes one line per finished item: block hashes instead of the prompt.
+
+    At `max_bytes` the file replaces `<file>.1`, so both together stay below twice that size. Raises SettingsError if
+    the file is not writable.
+    """
 
     def __init__(self, file: Path, max_bytes: int) -> None:
         _check_writable(file)
@@ -92,7 +99,7 @@ class Recorder(Collector):
         self._waiting.append(json.dumps(line))
 
     def note_refused(self, request: GenerationRequest, model: str, error: TrtmeshError) -> None:
-        """Admission refused a request: it came with all of its items, and none was admitted."""
+        """Notes every item of a request that admission refused."""
         now = asyncio.get_running_loop().time()
         for item in request.items:
             self.note(
@@ -107,15 +114,15 @@ class Recorder(Collector):
             )
 
     def collect(self) -> Iterator[Metric]:
-        """What Prometheus scrapes; called from its own thread."""
+        """Runs in the thread of the metrics server."""
         for name, text, value in (
             ("written", "Items written to the record file.", self.written),
-            ("lost", "Items that could not be written to the record file.", self.lost),
+            ("lost", "Items lost before they were written to the record file.", self.lost),
         ):
             yield CounterMetricFamily(f"trtmesh_router_records_{name}", text, value=value)
 
     async def run(self) -> None:
-        """Writes for ever; what still waits when it is cancelled is written too."""
+        """Writes until cancelled, and once more then."""
         try:
             while True:
                 await asyncio.sleep(FLUSH_SECONDS)
@@ -124,7 +131,7 @@ class Recorder(Collector):
             self.flush()
 
     def flush(self) -> None:
-        """Writes what waits. What cannot be written is lost, counted and logged; serving goes on."""
+        """Writes the queue. After an I/O error the lines are lost, counted and logged, and serving continues."""
         lines = [self._waiting.popleft() for _ in range(len(self._waiting))]
         if not lines:
             return
@@ -144,13 +151,13 @@ class Recorder(Collector):
 
 
 def _check_writable(file: Path) -> None:
-    """Makes the file where there is none. Raises SettingsError."""
+    """Creates a missing file. Raises SettingsError."""
     try:
         if file.exists() and not file.is_file():
-            raise SettingsError(f"router.record.file is {str(file)!r}, which is no regular file")
+            raise SettingsError(f"router.record.file is {str(file)!r}, not a regular file")
         with file.open("a"):
             pass
     except OSError as error:
         raise SettingsError(
-            f"router.record.file is {str(file)!r}, which cannot be written: {error.strerror}"
+            f"router.record.file is {str(file)!r}, which is not writable: {error.strerror}"
         ) from error

@@ -1,11 +1,14 @@
-"""A fleet that exists on paper: what arrivals would have met under a policy.
+"""A simulated fleet: the result of a recorded trace under a policy.
 
-Placement is the router's own code: the load guard, the KV index, the learned rates and `place`. Workers are a model of
-an engine: prompts one after another at a prefill rate, less what the worker has cached; sequences beside each other,
-each token a step, whose length grows with their number; an LRU cache of blocks; a load report at a steady pace.
+Placement is the router's own code: load guard, KV index, learned rates and `place`. A worker is a model of an engine:
 
-Not in it: steps that take longer for a chunk of a prompt, siblings of a request that wait for each other, slow start,
-the breaker, limits of admission, sequences beyond an item's first, and workers that are lost or differ.
+* it prefills prompts one after another at a fixed rate, without the tokens in its cache;
+* its sequences decode side by side, one token a step, and steps grow longer with the number of sequences;
+* its cache evicts the least recently used blocks;
+* it reports its load at a fixed interval.
+
+Left out: longer steps during chunked prefill, siblings, slow start, the breaker, admission limits, every sequence of an
+item but the first, and lost or unequal workers.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ MODEL = "replayed"
 
 @dataclass(frozen=True, slots=True)
 class FleetModel:
-    """The fleet that a trace is replayed on; all workers are equal."""
+    """The simulated fleet; all workers are equal."""
 
     workers: int = 4
     prefill_tokens_per_second: float = 8000.0
@@ -41,14 +44,14 @@ class FleetModel:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a policy made of a trace. Times are seconds from an item's arrival."""
+    """Result of a trace under a policy. Times are seconds from an item's arrival."""
 
     policy: str
     items: int
     prompt_tokens: int
     reused_tokens: int
     reusable_tokens: int
-    """What one cache that holds everything would have reused."""
+    """Tokens that one unbounded cache would have reused."""
     items_by_worker: tuple[int, ...]
     computed_by_worker: tuple[int, ...]
     first_token_seconds: tuple[float, ...]
@@ -56,12 +59,12 @@ class Outcome:
 
     @property
     def hit_rate(self) -> float:
-        """Share of prompt tokens that were reused."""
+        """Reused share of the prompt tokens."""
         return self.reused_tokens / self.prompt_tokens
 
     @property
     def balance(self) -> float:
-        """Prompt tokens that the busiest worker computed over the mean; 1 is even."""
+        """Prompt tokens computed by the busiest worker, relative to the mean; 1 is even."""
         return (
             max(self.computed_by_worker)
             * len(self.computed_by_worker)
@@ -77,8 +80,6 @@ class _Running:
 
 @dataclass(slots=True)
 class _Worker:
-    """One simulated worker."""
-
     address: str
     guard: LoadGuard = field(default_factory=lambda: LoadGuard(lambda: None))
     cache: OrderedDict[int, int] = field(default_factory=OrderedDict)
@@ -97,7 +98,7 @@ class _Worker:
 def replay(
     arrivals: Sequence[Arrival], policy: str, fleet: FleetModel, *, seed: int = 0
 ) -> Outcome:
-    """Runs a trace to its end under one policy."""
+    """Runs a trace to the end under one policy."""
     simulation = _Simulation(policy, fleet, seed)
     for arrival in arrivals:
         simulation.run_until(arrival.seconds)
@@ -124,7 +125,7 @@ class _Simulation:
         self._ends: list[float] = []
 
     def run_until(self, seconds: float) -> None:
-        """Lets everything happen that is due before a time."""
+        """Handles all events due by a time."""
         while self._events and self._events[0][0] <= seconds:
             now, _, kind, worker, item = heapq.heappop(self._events)
             if kind == "first":
@@ -133,7 +134,7 @@ class _Simulation:
                 self._end(worker, item, now)
 
     def arrive(self, arrival: Arrival) -> None:
-        """Places an item as a router does."""
+        """Places an item as a router would."""
         now = arrival.seconds
         self._report(now)
         prefixes = POLICIES[self._policy].looks_at_prefixes
@@ -244,7 +245,7 @@ class _Simulation:
         return model.step_seconds + model.step_seconds_per_sequence * worker.running
 
     def _report(self, now: float) -> None:
-        """Reports of workers whose time has come, and what is typical of them."""
+        """Takes the due load reports, and updates the fleet's typical rates."""
         for worker in self._workers.values():
             if now - worker.reported_at >= self._model.report_seconds:
                 if worker.running:

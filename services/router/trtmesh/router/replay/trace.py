@@ -1,10 +1,16 @@
-"""The file format: one JSON object a line and item, a superset of Mooncake's traces.
+"""The trace format: one JSON object per line and item, a superset of Mooncake's.
 
-Mooncake's fields are `timestamp` (ms), `input_length`, `output_length` (tokens) and `hash_ids` (one number a block of
-512 prompt tokens, equal numbers for equal prefixes). A router also writes `block_tokens`, the size of its blocks,
-`request_id`, `batch_index`, `model` and `error`, the reason word of what the item failed by; and of an item that a
-worker took what was decided first: `policy`, `worker`, `cause`, `cached_tokens`. Lengths that nobody knows are null: of
-a text that was never encoded, of the output of an item that no worker took.
+| field | from | meaning |
+|---|---|---|
+| `timestamp` | Mooncake | arrival in ms |
+| `input_length`, `output_length` | Mooncake | tokens; null if unknown |
+| `hash_ids` | Mooncake | one number per prompt block, equal for equal prefixes; 512 tokens per block by default |
+| `block_tokens` | router | size of the blocks |
+| `request_id`, `batch_index`, `model` | router | name of the item |
+| `error` | router | reason word of a failed item, else '' |
+| `policy`, `worker`, `cause`, `cached_tokens` | router | the first placement; absent without one |
+
+The input length is unknown for a text without ids yet, the output length for an item without a worker.
 """
 
 from __future__ import annotations
@@ -15,27 +21,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtmesh.chassis.errors import ERROR_TABLE, InvalidRequest, NotFound, Unsupported
+from trtmesh.chassis.errors import (
+    ERROR_TABLE,
+    InvalidField,
+    InvalidRequest,
+    NotFound,
+    Unsupported,
+)
 
 MOONCAKE_BLOCK_TOKENS = 512
 
 MOST_MS = 1e15
 """Largest timestamp: above 30,000 years, and exact to the millisecond in floating point."""
 MOST_TOKENS = 2**32 - 1
-"""Largest length: what the protos can say."""
+"""Largest length: a uint32 of the protos."""
 
 NEVER_WORK = {
     row.reason
     for row in ERROR_TABLE
     if issubclass(row.error, InvalidRequest | Unsupported | NotFound)
 }
-"""Reason words of items that no worker takes under any policy."""
+"""Reason words of items without a worker under every policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One item as it came. `blocks` are the hashes of its prompt's full blocks. A length that nobody knows is the
-    mean of those that are known, and `guessed`."""
+    """An item at its arrival, with the hashes of its prompt's full blocks.
+
+    An unknown length is the mean of the known ones, and `guessed` is set.
+    """
 
     seconds: float
     prompt_tokens: int
@@ -46,8 +60,10 @@ class Arrival:
 
 
 def read_trace(file: Path) -> list[Arrival]:
-    """The arrivals of a trace in order, the first at 0 s, without those that could never have been work for a worker.
-    Raises InvalidRequest that names the line."""
+    """The arrivals of a trace in order, the first at 0 s, without items that no worker could serve.
+
+    Raises InvalidRequest with file and line.
+    """
     lines = []
     try:
         with file.open(encoding="utf-8") as text:
@@ -55,10 +71,10 @@ def read_trace(file: Path) -> list[Arrival]:
                 if line.strip():
                     lines.append(_parse(line, f"{file}:{number}"))
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"cannot read the trace {file}: {error}") from error
+        raise InvalidRequest(f"the trace cannot be read: {error}", field=str(file)) from error
     lines = [line for line in lines if line.new_tokens is not None or line.error not in NEVER_WORK]
     if not lines:
-        raise InvalidRequest(f"the trace {file} has no arrivals")
+        raise InvalidRequest("has no arrivals", field=str(file))
     lines.sort(key=lambda line: line.seconds)
     prompt_tokens = _mean((line.prompt_tokens for line in lines), least=1)
     new_tokens = _mean((line.new_tokens for line in lines), least=0)
@@ -82,8 +98,6 @@ def _mean(lengths: Iterable[int | None], least: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """An arrival as it is written."""
-
     seconds: float
     prompt_tokens: int | None
     new_tokens: int | None
@@ -96,22 +110,22 @@ def _parse(line: str, where: str) -> _Line:
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise InvalidRequest(f"{where} is not JSON: {error}") from error
+        raise InvalidRequest(f"is not JSON: {error}", field=where) from error
     if not isinstance(record, dict):
-        raise InvalidRequest(f"{where} is not an object")
+        raise InvalidRequest("is not an object", field=where)
     prompt_tokens = _length(record, "input_length", where, least=1)
     block_tokens = _whole(
         record.get("block_tokens", MOONCAKE_BLOCK_TOKENS), f"{where}: block_tokens", least=1
     )
     hashes = record.get("hash_ids", [])
     if not isinstance(hashes, list) or not all(isinstance(each, int) for each in hashes):
-        raise InvalidRequest(f"{where}: hash_ids must be a list of whole numbers")
+        raise InvalidRequest("must be a list of whole numbers", field=f"{where}: hash_ids")
     return _Line(
         _milliseconds(record, "timestamp", where) / 1000,
         prompt_tokens,
         _length(record, "output_length", where, least=0),
         block_tokens,
-        # A last block that is not full is named in Mooncake's traces, but its KV is not reused.
+        # Mooncake's traces name a partial last block, whose KV is not reused.
         tuple(hashes[: (prompt_tokens or 0) // block_tokens]),
         str(record.get("error", "")),
     )
@@ -119,16 +133,15 @@ def _parse(line: str, where: str) -> _Line:
 
 def _milliseconds(record: Mapping[str, Any], field: str, where: str) -> float:
     value = record.get(field)
-    # Python's JSON has NaN and Infinity, and makes infinity of 1e400; a whole number may have any size.
+    # Python's JSON accepts NaN and Infinity, reads 1e400 as infinity, and whole numbers of any size.
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MOST_MS:
-        raise InvalidRequest(
-            f"{where}: {field} is {value!r} but must be milliseconds of at most {MOST_MS:g} either way"
-        )
+        limit = f"milliseconds of at most {MOST_MS:g} either way"
+        raise InvalidField.of(f"{where}: {field}", value, limit)
     return value
 
 
 def _length(record: Mapping[str, Any], field: str, where: str, *, least: int) -> int | None:
-    """A number of tokens; None where a router wrote that it does not know it."""
+    """A number of tokens; None if the router did not know it."""
     if field in record and record[field] is None:
         return None
     return _whole(record.get(field), f"{where}: {field}", least=least)
@@ -136,7 +149,5 @@ def _length(record: Mapping[str, Any], field: str, where: str, *, least: int) ->
 
 def _whole(value: object, field: str, *, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_TOKENS:
-        raise InvalidRequest(
-            f"{field} is {value!r} but must be a whole number of {least} to {MOST_TOKENS}"
-        )
+        raise InvalidField.of(field, value, f"a whole number of {least} to {MOST_TOKENS}")
     return value

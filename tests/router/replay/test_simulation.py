@@ -1,0 +1,78 @@
+"""Policies over a simulated fleet."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from router.traces import shared_prefixes
+from trtmesh.router.placement import POLICIES
+from trtmesh.router.replay import Arrival, FleetModel, replay
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_item_finishes_and_every_token_is_counted(policy: str) -> None:
+    arrivals = shared_prefixes()
+    outcome = replay(arrivals, policy, FleetModel(workers=6))
+    assert outcome.items == sum(outcome.items_by_worker) == len(outcome.end_seconds) == 600
+    assert len(outcome.first_token_seconds) == 600
+    computed = sum(outcome.computed_by_worker)
+    assert computed + outcome.reused_tokens == outcome.prompt_tokens
+    assert outcome.reused_tokens <= outcome.reusable_tokens
+    assert outcome == replay(arrivals, policy, FleetModel(workers=6))
+
+
+def test_prefix_policies_reuse_more() -> None:
+    fleet = FleetModel(workers=6, prefill_tokens_per_second=4000)
+    arrivals = shared_prefixes()
+    outcomes = {policy: replay(arrivals, policy, fleet) for policy in POLICIES}
+    best = outcomes["prefix_aware"].reusable_tokens
+    for policy in ("prefix_aware", "auto"):
+        assert outcomes[policy].reused_tokens > 0.8 * best
+        assert outcomes[policy].reused_tokens > 1.1 * outcomes["round_robin"].reused_tokens
+        assert outcomes[policy].balance < 2
+        assert sum(outcomes[policy].first_token_seconds) < sum(
+            outcomes["round_robin"].first_token_seconds
+        )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("workers", [2, 8])
+def test_unrelated_prompts_spread_evenly(policy: str, workers: int) -> None:
+    dice = Random(1)
+    seconds, arrivals = 0.0, []
+    for number in range(1500):
+        seconds += dice.expovariate(3.0 * workers)
+        tokens, new_tokens = dice.randint(50, 2000), dice.randint(1, 300)
+        blocks = tuple(number * 100 + block for block in range(tokens // 64))
+        arrivals.append(Arrival(seconds, tokens, new_tokens, 64, blocks))
+    shares = replay(arrivals, policy, FleetModel(workers=workers)).items_by_worker
+    assert max(shares) < 1.3 * 1500 / workers
+    assert min(shares) > 0.7 * 1500 / workers
+
+
+def test_load_policies_handle_long_prompts_among_short_ones() -> None:
+    dice = Random(1)
+    seconds, arrivals = 0.0, []
+    for number in range(1500):
+        seconds += dice.expovariate(96)
+        tokens = min(16_000, max(32, int(600 * dice.lognormvariate(0, 1))))
+        blocks = tuple(number * 1000 + block for block in range(tokens // 32))
+        arrivals.append(Arrival(seconds, tokens, dice.randint(32, 256), 32, blocks))
+    fleet = FleetModel(workers=16)
+    worst = {
+        policy: sorted(replay(arrivals, policy, fleet).first_token_seconds)[-15]
+        for policy in ("round_robin", "prefix_aware", "auto")
+    }
+    assert max(worst["prefix_aware"], worst["auto"]) < 0.75 * worst["round_robin"]
+
+
+def test_caches_are_bounded() -> None:
+    small = FleetModel(workers=2, cache_tokens=1024)
+    large = FleetModel(workers=2)
+    arrivals = shared_prefixes(200)
+    for policy in ("prefix_aware", "round_robin"):
+        assert (
+            replay(arrivals, policy, small).reused_tokens
+            < replay(arrivals, policy, large).reused_tokens
+        )

@@ -1,0 +1,56 @@
+"""Reading of trace files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from router.traces import recorded_item
+from trtmesh.chassis.errors import InvalidRequest
+from trtmesh.router.replay import Arrival, Recorder, read_trace
+
+
+def test_mooncake_trace_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(
+        '{"timestamp": 3000, "input_length": 1100, "output_length": 5, "hash_ids": [1, 2, 3]}\n'
+        "\n"
+        '{"timestamp": 1000, "input_length": 512, "output_length": 0, "hash_ids": [1]}\n'
+    )
+    assert read_trace(file) == [
+        Arrival(0.0, 512, 0, 512, (1,)),
+        Arrival(2.0, 1100, 5, 512, (1, 2)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("nonsense", ":1 is not JSON"),
+        ("[]", ":1 is not an object"),
+        ('{"timestamp": 1, "output_length": 1}', ":1: input_length is None"),
+        ('{"timestamp": 1, "input_length": 0, "output_length": 1}', "input_length is 0"),
+        ('{"timestamp": "x", "input_length": 1, "output_length": 1}', "timestamp is 'x'"),
+        ('{"timestamp": NaN, "input_length": 1, "output_length": 1}', ":1: timestamp is nan"),
+        ('{"timestamp": -Infinity, "input_length": 1, "output_length": 1}', "timestamp is -inf"),
+        ('{"timestamp": 1e400, "input_length": 1, "output_length": 1}', "timestamp is inf"),
+        ('{"timestamp": 1%s, "input_length": 1, "output_length": 1}' % ("0" * 400), "timestamp"),
+        ('{"timestamp": 1, "input_length": 1%s, "output_length": 1}' % ("0" * 400), "input_length"),
+        ('{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": ["a"]}', "hash_ids"),
+        ("", "no arrivals"),
+    ],
+)
+def test_wrong_trace_is_refused_with_its_line(tmp_path: Path, line: str, words: str) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(line + "\n")
+    with pytest.raises(InvalidRequest, match=words):
+        read_trace(file)
+
+
+def test_items_that_no_worker_could_serve_are_left_out(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "trace.jsonl", 10_000)
+    recorder.note(recorded_item())
+    recorder.note(recorded_item(error="PROMPT_EMPTY", prompt_tokens=None, new_tokens=None))
+    recorder.note(recorded_item(error="QUEUE_TIMEOUT", prompt_tokens=None, new_tokens=None))
+    recorder.flush()
+    assert [a.guessed for a in read_trace(tmp_path / "trace.jsonl")] == [False, True]
