@@ -31,6 +31,37 @@ MAY_IMPORT = {
     "cli": {"v1", "chassis", "client", "router"},
 }
 
+ROOMS = {
+    "chassis": ("service", "grpc", "http2"),
+    "engine": ("service", "backends", "admission", "stopping", "backend"),
+    "router": (
+        "__main__",
+        "router",
+        "settings",
+        "doors",
+        "requests",
+        "admission",
+        "fleet",
+        "replay",
+        "streams",
+        "tokenizers",
+        "links",
+        "kv_index",
+        "placement",
+        "values",
+        "metrics",
+    ),
+}
+"""Files and folders of a package from the top down: each imports from itself and from those after it."""
+
+MODULES = {
+    "trtmesh." + ".".join(file.relative_to(package.parent).with_suffix("").parts): file
+    for name, package in PACKAGES.items()
+    if name != "v1"
+    for file in package.rglob("*.py")
+    if file.name != "__init__.py"
+}
+
 
 def imported_modules(file: Path) -> Iterator[str]:
     """The absolute names of all modules that `file` imports, `from a import b` as a.b."""
@@ -56,6 +87,57 @@ def test_packages_import_only_what_they_may(name: str) -> None:
         if module.startswith("trtmesh.") and module.split(".")[1] not in allowed
     ]
     assert broken == []
+
+
+def imports_of(module: str) -> set[str]:
+    """The modules of ours that one imports, for types or at run time, `from a import b` as a or a.b."""
+    names = set(imported_modules(MODULES[module]))
+    owners = {name.rpartition(".")[0] for name in names}
+    return ((names | owners) & MODULES.keys()) - {module}
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_rooms_import_downwards_only(package: str) -> None:
+    rank = {f"trtmesh.{package}.{room}": place for place, room in enumerate(ROOMS[package])}
+
+    def rank_of(module: str) -> int | None:
+        return rank.get(".".join(module.split(".")[:3]))
+
+    upward = [
+        f"{module} imports {imported}"
+        for module in MODULES
+        for imported in imported_modules(MODULES[module])
+        if (above := rank_of(imported)) is not None
+        and (below := rank_of(module)) is not None
+        and above < below
+    ]
+    assert upward == []
+
+
+def test_every_room_has_its_place() -> None:
+    """Of the router, where rooms are many; a new one is put into the order before it is used."""
+    inside = {path.stem for path in PACKAGES["router"].iterdir() if path.suffix in ("", ".py")}
+    assert inside - {"__init__", "__pycache__"} == set(ROOMS["router"])
+
+
+def test_no_imports_form_a_circle() -> None:
+    waiting = {module: imports_of(module) for module in MODULES}
+    while free := [module for module, needs in waiting.items() if not needs & waiting.keys()]:
+        for module in free:
+            del waiting[module]
+    assert sorted(waiting) == []
+
+
+def test_http2_imports_nothing_of_ours() -> None:
+    """It could be a library: nothing but the RFC is in it."""
+    foreign = [
+        f"{module} imports {imported}"
+        for module in MODULES
+        if module.startswith("trtmesh.chassis.http2.")
+        for imported in imported_modules(MODULES[module])
+        if imported.startswith("trtmesh.") and not imported.startswith("trtmesh.chassis.http2.")
+    ]
+    assert foreign == []
 
 
 def test_few_commands_import_the_router() -> None:
