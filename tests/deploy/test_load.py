@@ -24,7 +24,8 @@ GENERATE = "/trtmesh.v1.MeshService/Generate"
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def mesh() -> AsyncIterator[Mesh]:
-    async with running_mesh(engine_flags=SIMULATED, router_flags=PATIENT) as mesh:
+    flags = (*SIMULATED, "--simulated-step-ms", "2")
+    async with running_mesh(engine_flags=flags, router_flags=PATIENT) as mesh:
         yield mesh
 
 

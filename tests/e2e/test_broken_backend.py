@@ -56,6 +56,7 @@ async def test_broken_backend_moves_its_items(tmp_path: Path) -> None:
             assert (item.token_ids, item.text) == (whole.token_ids, whole.text)
         assert {item.started.worker for item in reader.items if item.started} == {"one", "two"}
         assert await mesh.engines[0].wait() == 1
+        assert "cannot compute a single token" in mesh.engines[0].stderr
         assert await moved(mesh) > 0
         await mesh.idle()
 

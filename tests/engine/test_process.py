@@ -281,19 +281,6 @@ async def test_the_torch_backend_needs_a_model() -> None:
     assert "engine.model_dir" in ended.stderr
 
 
-async def test_the_torch_backend_serves_the_demo_model() -> None:
-    async with service_process("engine", *TORCH) as process:
-        await until_health(process.address, SERVING)
-        async with router_stream(process.address) as stream:
-            assert stream.welcome
-            assert stream.welcome.engine.model == "demo"
-            await stream.send(submit(1, 5, prompt=[5, 6, 7]), submit(2, 5, prompt=[5, 6, 7]))
-            outputs = await stream.ends([1, 2])
-            assert outputs[1].token_ids
-            assert outputs[1].token_ids == outputs[2].token_ids
-        assert await process.stop() == 0
-
-
 async def test_a_simulated_engine_never_imports_torch() -> None:
     async with service_process("engine", *SIMULATED) as process:
         await until_health(process.address, SERVING)

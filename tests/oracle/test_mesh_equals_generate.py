@@ -84,6 +84,7 @@ async def test_ids_and_texts_equal_generate(name: str, tmp_path: Path) -> None:
         await the_end_id_ends_a_stream(mesh, prompts[0], expected[0])
         await log_probs_are_parallel_to_the_tokens(mesh, model, ids[0], expected[0])
         await mesh.idle()
+        assert await mesh.engines[0].stop() == 0
 
 
 async def sampled_streams_do_not_depend_on_companions(mesh: Mesh, prompts: Sequence[str]) -> None:

@@ -6,8 +6,6 @@ no numbers.
 
 from __future__ import annotations
 
-import asyncio
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,12 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from engine.test_process import NOT_SERVING, SERVING, health_watch
 from engine.torch.harness import Harness, configure, running
-from engine_streams import router_stream, submit
 from log_lines import LogLine
 from oracle import tiny_models
-from processes import service_process
 from trtmesh.chassis.errors import BackendFailed, WorkerLost
 from trtmesh.engine.backend import StepOutput
 from trtmesh.engine.backends.torch.beams.decoding import BeamDecoding
@@ -260,39 +255,3 @@ async def test_deadlines_of_sequences_that_are_over_are_forgotten(llama: Path) -
                 [engine.submit([5], config, deadline=deadline)[0] for _ in range(40)]
             )
         assert len(internals(engine)._deadlines) < 200
-
-
-BREAKS_ON_A_FILE = """
-import os
-import torch
-
-def hook(module, arguments):
-    if os.path.exists({flag!r}):
-        raise RuntimeError("the device is gone")
-
-torch.nn.modules.module.register_module_forward_pre_hook(hook)
-"""
-
-
-async def test_a_process_whose_model_breaks_is_not_serving_and_exits_with_an_error(
-    llama: Path, tmp_path: Path
-) -> None:
-    """Python runs sitecustomize.py when it starts, so that is how the fault gets into a real process."""
-    flag = tmp_path / "broken"
-    (tmp_path / "sitecustomize.py").write_text(BREAKS_ON_A_FILE.format(flag=str(flag)))
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    flags = ("--model-dir", str(llama), "--torch-threads", "1", "--torch-kv-cache-tokens", "1024")
-    async with service_process("engine", *flags, env={"PYTHONPATH": path}) as process:
-        async with health_watch(process.address) as health:
-            await health.until(SERVING)
-            noticing = asyncio.create_task(health.until(NOT_SERVING))
-            async with router_stream(process.address) as stream:
-                await stream.send(submit(1, 400, prompt=[5, 6]), submit(2, 400, prompt=[7]))
-                flag.touch()
-                for received in (await stream.ends([1, 2])).values():
-                    assert received.end
-                    assert received.end.reason == pb.FINISH_REASON_ERROR
-                    assert received.end.error.reason == "WORKER_LOST"
-            await noticing
-        assert await process.wait() == 1
-        assert "cannot compute a single token" in process.stderr
