@@ -17,7 +17,7 @@ from trtmesh.chassis.addresses import Address
         ("maschine-zwölf:9000", "maschine-zwölf", 9000),
     ],
 )
-def test_an_address_is_a_host_and_a_port(text: str, host: str, port: int) -> None:
+def test_address_is_a_host_and_a_port(text: str, host: str, port: int) -> None:
     assert Address.parse(text) == (host, port)
     assert str(Address.parse(text)) == text
 
@@ -30,6 +30,6 @@ NONE = [
 
 
 @pytest.mark.parametrize("text", [*NONE, "file:/etc/passwd"])
-def test_what_is_no_address(text: str) -> None:
+def test_invalid_address_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not host:port"):
         Address.parse(text)

@@ -15,7 +15,7 @@ def shown(value: str | bytes) -> list[tuple[str, str | bytes]]:
     return [("user-agent", "x"), ("authorization", value)]
 
 
-def test_the_right_token_alone_is_recognised() -> None:
+def test_only_the_right_token_is_accepted() -> None:
     token = AdminToken.of(SECRET)
     assert token.is_in([token.metadata])
     assert token.is_in(shown(f"Bearer {SECRET}".encode()))
@@ -32,7 +32,7 @@ def test_the_right_token_alone_is_recognised() -> None:
     assert not token.is_in([*shown("Bearer wrong"), token.metadata])
 
 
-def test_a_file_wins_over_the_variable_and_ends_with_its_line(tmp_path: Path) -> None:
+def test_token_file_wins_over_the_variable(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(f"{SECRET}\n")
     environ = {ADMIN_TOKEN_VARIABLE: "another"}
@@ -42,7 +42,7 @@ def test_a_file_wins_over_the_variable_and_ends_with_its_line(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("content", ["", " \n", f"{SECRET} b", f"{SECRET}\u00e9", SECRET * 300])
-def test_what_is_no_token_is_refused_and_not_shown(tmp_path: Path, content: str) -> None:
+def test_invalid_token_is_refused_and_not_shown(tmp_path: Path, content: str) -> None:
     file = tmp_path / "token"
     file.write_text(content)
     with pytest.raises(SettingsError) as from_file:
@@ -54,11 +54,11 @@ def test_what_is_no_token_is_refused_and_not_shown(tmp_path: Path, content: str)
     assert SECRET not in f"{from_file.value}{from_variable.value}"
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_unreadable_token_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="nowhere: No such file"):
         read_admin_token(tmp_path / "nowhere", {})
 
 
-def test_no_representation_shows_the_token() -> None:
+def test_repr_hides_the_token() -> None:
     token = AdminToken.of(SECRET)
     assert SECRET not in f"{token!r} {token} {[token]}"

@@ -6,24 +6,24 @@ from trtmesh.chassis.block_hashes import ROOT_HASH, chain, root_hash
 from trtmesh.chassis.vocabulary import Adapter
 
 
-def test_only_full_blocks_have_names() -> None:
+def test_chain_names_only_full_blocks() -> None:
     assert chain(ROOT_HASH, [1, 2, 3], 4) == []
     assert len(chain(ROOT_HASH, [1, 2, 3, 4, 5], 4)) == 1
 
 
-def test_a_name_covers_all_tokens_before() -> None:
+def test_block_hash_covers_all_tokens_before() -> None:
     one, other = chain(ROOT_HASH, [1, 2, 3, 4], 2), chain(ROOT_HASH, [9, 2, 3, 4], 2)
     assert one[1] != other[1]
     assert chain(one[0], [3, 4], 2) == one[1:]
 
 
-def test_salts_separate() -> None:
+def test_salt_changes_the_names() -> None:
     roots = {root_hash(None), root_hash(""), root_hash("a"), root_hash("b")}
     assert len(roots) == 4
     assert len({chain(root, [1, 2], 2)[0] for root in roots}) == 4
 
 
-def test_every_part_of_an_identity_changes_the_root() -> None:
+def test_root_hash_depends_on_every_part() -> None:
     roots = [
         root_hash(),
         root_hash(""),

@@ -20,13 +20,13 @@ def tree(root: type[TrtmeshError]) -> Iterator[type[TrtmeshError]]:
             yield from tree(kind)
 
 
-def test_every_class_has_one_row() -> None:
+def test_table_has_one_row_per_class() -> None:
     assert sorted(row.error.__name__ for row in ERROR_TABLE) == sorted(
         kind.__name__ for kind in tree(TrtmeshError)
     )
 
 
-def test_reasons_are_unique_words() -> None:
+def test_reasons_are_unique() -> None:
     reasons = [row.reason for row in ERROR_TABLE]
     assert len(set(reasons)) == len(reasons)
     assert all(reason == reason.upper() and len(reason) <= 63 for reason in reasons)
@@ -38,7 +38,7 @@ def start_failures() -> list[type[errors.StartupError]]:
     return [kind for kind in kinds if kind.__module__ == errors.__name__]
 
 
-def test_every_class_is_in_the_documented_tree() -> None:
+def test_documented_tree_is_complete() -> None:
     documented = errors.__doc__ or ""
     for kind in (*tree(TrtmeshError), *start_failures()):
         assert kind.__name__ in documented
@@ -46,7 +46,7 @@ def test_every_class_is_in_the_documented_tree() -> None:
 
 
 @BY_REASON
-def test_an_error_survives_the_wire(row: ErrorRow) -> None:
+def test_message_keeps_the_error(row: ErrorRow) -> None:
     error = row.error(
         fields=("sampling.top_p", "sampling.top_k"),
         value="3",
@@ -66,7 +66,7 @@ def test_an_error_survives_the_wire(row: ErrorRow) -> None:
 
 
 @BY_REASON
-def test_an_error_survives_a_status(row: ErrorRow) -> None:
+def test_status_keeps_the_error(row: ErrorRow) -> None:
     error = row.error("has no end", field="prompt", batch_index=0, retry_after_ms=1)
     back = error_wire.from_status(row.status, error.message, error_wire.to_metadata(error))
     assert type(back) is row.error
@@ -74,8 +74,8 @@ def test_an_error_survives_a_status(row: ErrorRow) -> None:
 
 
 @BY_REASON
-def test_a_large_error_keeps_reason_and_sentence_in_a_status(row: ErrorRow) -> None:
-    error = row.error("x" * error_wire.MOST_ERROR_BYTES, retry_after_ms=1)
+def test_status_of_a_large_error_keeps_reason_and_sentence(row: ErrorRow) -> None:
+    error = row.error("x" * error_wire.MAX_ERROR_BYTES, retry_after_ms=1)
     metadata = error_wire.to_metadata(error)
     assert error_wire.ERROR_METADATA_KEY not in dict(metadata)
     back = error_wire.from_status(row.status, error.message, metadata)
@@ -83,20 +83,20 @@ def test_a_large_error_keeps_reason_and_sentence_in_a_status(row: ErrorRow) -> N
     assert (back.message, back.retry_after_ms) == (error.message, 1)
 
 
-def test_metadata_cut_short_leave_reason_and_sentence() -> None:
+def test_truncated_metadata_keeps_reason_and_sentence() -> None:
     metadata = (("trtmesh-error-bin", b"\xff"), ("trtmesh-error-reason", "QUEUE_FULL"))
     error = error_wire.from_status(grpc.StatusCode.UNAVAILABLE, "full", metadata)
     assert (error.reason, error.message) == ("QUEUE_FULL", "full")
 
 
 @BY_REASON
-def test_a_status_without_reason_gives_the_most_general_error(row: ErrorRow) -> None:
+def test_status_without_reason_becomes_the_most_general_error(row: ErrorRow) -> None:
     error = error_wire.from_status(row.status, "x", None)
     assert error.row.status is row.status
     assert issubclass(row.error, type(error))
 
 
-def test_unknown_words_and_codes_give_the_root() -> None:
+def test_unknown_reason_and_code_become_the_root_class() -> None:
     assert type(error_wire.from_proto(pb.Error(reason="NEW", message="m"))) is TrtmeshError
     metadata = [("trtmesh-error-reason", "NEW")]
     assert type(error_wire.from_status(grpc.StatusCode.DATA_LOSS, "m", metadata)) is TrtmeshError
@@ -107,7 +107,7 @@ def test_retry_after_is_unset_by_default() -> None:
     assert error_wire.from_proto(error_wire.to_proto(errors.QueueFull("x"))).retry_after_ms is None
 
 
-def test_a_subclass_elsewhere_takes_the_row_of_its_base() -> None:
+def test_subclass_inherits_the_row_of_its_base() -> None:
     class Local(errors.QueueFull):
         pass
 
@@ -129,20 +129,20 @@ def test_a_subclass_elsewhere_takes_the_row_of_its_base() -> None:
         (errors.NoWorker("no worker is ready"), "no worker is ready"),
     ],
 )
-def test_message_is_made_of_the_parts(error: TrtmeshError, sentence: str) -> None:
+def test_message_is_composed_of_the_parts(error: TrtmeshError, sentence: str) -> None:
     assert error.message == str(error) == sentence
 
 
-def test_sentence_names_fields_as_its_reader_does() -> None:
+def test_sentence_translates_field_names() -> None:
     error = errors.InvalidField.of("min_tokens", 3, "at most 2", "max_tokens")
     assert error.sentence(str.upper) == "MIN_TOKENS is 3 but must be at most 2 (MAX_TOKENS)"
 
 
-def test_a_long_value_is_shortened() -> None:
+def test_long_value_is_shortened() -> None:
     error = errors.InvalidField.of("text", "x" * 10_000, "shorter")
-    assert len(error.value) == errors.LONGEST_VALUE + len("...")
+    assert len(error.value) == errors.MAX_VALUE_CHARACTERS + len("...")
 
 
-def test_start_failures_have_statuses_of_their_own() -> None:
+def test_startup_errors_have_distinct_exit_statuses() -> None:
     statuses = [kind.exit_status for kind in start_failures()]
     assert sorted(statuses) == [2, 3, 4]

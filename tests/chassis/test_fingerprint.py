@@ -25,12 +25,12 @@ def fingerprint(folder: Path, tokenizer: dict[str, Any], config: dict[str, Any])
     return tokenizer_fingerprint(folder)
 
 
-def test_a_directory_without_tokenizer_has_none(tmp_path: Path) -> None:
+def test_directory_without_a_tokenizer_has_no_fingerprint(tmp_path: Path) -> None:
     assert tokenizer_fingerprint(tmp_path) == ""
     assert tokenizer_fingerprint(tmp_path / "missing") == ""
 
 
-def test_form_and_irrelevant_parts_do_not_count(tmp_path: Path) -> None:
+def test_format_and_irrelevant_parts_are_ignored(tmp_path: Path) -> None:
     expected = fingerprint(tmp_path, TOKENIZER, CONFIG)
     assert len(expected) == 64
     reordered = dict(reversed(TOKENIZER.items())) | {"truncation": {"max_length": 5}}
@@ -50,14 +50,14 @@ def test_form_and_irrelevant_parts_do_not_count(tmp_path: Path) -> None:
         ({}, {"add_bos_token": True}),
     ],
 )
-def test_what_changes_ids_or_text_counts(
+def test_parts_that_affect_ids_or_text_change_the_fingerprint(
     tmp_path: Path, tokenizer: dict[str, Any], config: dict[str, Any]
 ) -> None:
     expected = fingerprint(tmp_path, TOKENIZER, CONFIG)
     assert fingerprint(tmp_path, TOKENIZER | tokenizer, CONFIG | config) != expected
 
 
-def test_a_sentencepiece_model_counts_by_its_bytes(tmp_path: Path) -> None:
+def test_sentencepiece_model_is_hashed_by_its_bytes(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"one")
     one = tokenizer_fingerprint(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"two")
@@ -65,7 +65,7 @@ def test_a_sentencepiece_model_counts_by_its_bytes(tmp_path: Path) -> None:
     assert tokenizer_fingerprint(tmp_path) != one
 
 
-def test_a_broken_file_is_named(tmp_path: Path) -> None:
+def test_invalid_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match=r"tokenizer\.json is not JSON"):
         tokenizer_fingerprint(tmp_path)

@@ -22,7 +22,7 @@ def _restored_root() -> Iterator[None]:
 log = logging.getLogger("trtmesh.example")
 
 
-def test_text_lines_carry_service_and_request(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_lines_have_service_and_request_id(capsys: pytest.CaptureFixture[str]) -> None:
     set_up_logs("engine", "info", "text")
     log.info("before")
     with request_id_bound("r-1"):
@@ -33,14 +33,14 @@ def test_text_lines_carry_service_and_request(capsys: pytest.CaptureFixture[str]
     assert second.endswith("warning engine r-1 trtmesh.example: inside 5")
 
 
-def test_a_request_id_cannot_forge_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_request_id_cannot_forge_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     set_up_logs("engine", "info", "text")
     with request_id_bound("r\n2030 info engine - root: all is well"):
         log.info("told\r\nso")
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_an_exception_cannot_forge_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_exception_cannot_forge_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     set_up_logs("engine", "info", "text")
     try:
         raise ValueError("no\n2030 info engine - root: all is well")

@@ -11,7 +11,7 @@ from trtmesh.chassis.errors import PortInUse
 from trtmesh.chassis.metrics import Histogram, metrics_endpoint
 
 
-def test_the_registry_is_served_while_inside() -> None:
+def test_endpoint_serves_the_registry() -> None:
     registry = CollectorRegistry()
     Counter("things", "Things.", registry=registry).inc(3)
     with (
@@ -23,7 +23,7 @@ def test_the_registry_is_served_while_inside() -> None:
         urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10)
 
 
-def test_families_that_write_themselves_stand_behind_the_registry() -> None:
+def test_additional_metrics_follow_the_registry() -> None:
     """In the one format that both have, whatever the scraper would like."""
     registry = CollectorRegistry()
     Counter("things", "Things.", registry=registry).inc(3)
@@ -37,12 +37,12 @@ def test_families_that_write_themselves_stand_behind_the_registry() -> None:
     assert lines[-1] == "own 7"
 
 
-def test_no_port_serves_nothing() -> None:
+def test_endpoint_without_a_port_is_off() -> None:
     with metrics_endpoint(CollectorRegistry(), "127.0.0.1", None) as port:
         assert port is None
 
 
-def test_a_port_in_use_is_told() -> None:
+def test_port_in_use_is_refused() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -54,7 +54,7 @@ def test_a_port_in_use_is_told() -> None:
             pass
 
 
-def test_a_histogram_counts_equal_values_at_once() -> None:
+def test_histogram_counts_equal_values_at_once() -> None:
     histogram = Histogram("h", "H.", bounds=(1.0, 2.0))
     histogram.observe(1.0, times=3)
     histogram.observe(1.5)

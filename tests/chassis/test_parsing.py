@@ -36,7 +36,7 @@ def test_messages_and_dataclasses_have_the_same_fields(name: str) -> None:
     assert own == proto
 
 
-def test_every_message_of_a_config_has_a_dataclass() -> None:
+def test_every_message_has_a_dataclass() -> None:
     todo = [pb.GenerationConfig.DESCRIPTOR]
     seen = set()
     while todo:
@@ -48,7 +48,7 @@ def test_every_message_of_a_config_has_a_dataclass() -> None:
         todo += [field.message_type for field in message.fields if field.message_type]
 
 
-def test_an_empty_message_is_the_default() -> None:
+def test_empty_message_is_the_default() -> None:
     assert parse_config(pb.GenerationConfig()) == GenerationConfig()
 
 
@@ -59,14 +59,14 @@ def test_zero_differs_from_unset() -> None:
 
 
 @pytest.mark.parametrize("path", LIMITS)
-def test_limits_hold_at_both_ends(path: str) -> None:
+def test_values_outside_the_limits_are_refused(path: str) -> None:
     low, high = LIMITS[path]
     as_type: type[float] = float
     try:
         config_with(path, 0.5)
     except TypeError:
         as_type = int
-    # The wire knows floats of 32 bits, so the limits are tried from well outside.
+    # The wire rounds to 32-bit floats, so the values lie well outside.
     outside = [low - 1, high + 1] if as_type is int else [low - 1, high * 1.01 + 1, math.nan]
     for value in outside:
         try:
@@ -75,8 +75,9 @@ def test_limits_hold_at_both_ends(path: str) -> None:
             continue
         if math.isinf(low) and not math.isnan(value):
             continue
-        with pytest.raises(InvalidField, match=path.rsplit(".", maxsplit=1)[-1]):
+        with pytest.raises(InvalidField) as caught:
             parse_config(config)
+        assert caught.value.field == path
 
 
 @pytest.mark.parametrize("value", [0.25, 1.0])
@@ -85,7 +86,7 @@ def test_values_inside_the_limits_pass(value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "names"),
+    ("path", "name"),
     [
         ("beam_search.early_stopping", "EARLY_STOPPING_HEURISTIC"),
         ("output.logits_data_type", "DATA_TYPE_BF16"),
@@ -94,52 +95,70 @@ def test_values_inside_the_limits_pass(value: float) -> None:
         ("lora.weights.data_type", "DATA_TYPE_FP32"),
     ],
 )
-def test_enum_numbers_without_a_name_are_refused(path: str, names: str) -> None:
-    with pytest.raises(InvalidField, match=f"{path} is 99 but must be one of .*{names}"):
+def test_enum_numbers_without_a_name_are_refused(path: str, name: str) -> None:
+    with pytest.raises(InvalidField) as caught:
         parse_config(config_with(path, 99))
+    assert (caught.value.field, caught.value.value) == (path, "99")
+    assert name in caught.value.limit
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "fields", "limit"),
     [
         (
             pb.GenerationConfig(stopping=pb.StoppingConfig(end_id=1, ignore_end_id=True)),
-            "exclude each other",
+            ("stopping.end_id", "stopping.ignore_end_id"),
+            "",
         ),
         (
             pb.GenerationConfig(stopping=pb.StoppingConfig(min_tokens=5, max_tokens=4)),
-            "stopping.min_tokens is 5 but must be at most 4",
+            ("stopping.min_tokens",),
+            "at most 4",
         ),
         (
             pb.GenerationConfig(sampling=pb.SamplingConfig(embedding_bias_texts=["a"])),
-            "have 1, 0 and 0 entries",
+            (
+                "sampling.embedding_bias_texts",
+                "sampling.embedding_bias_token_ids",
+                "sampling.embedding_bias_weights",
+            ),
+            "",
         ),
         (
             pb.GenerationConfig(
                 sampling=pb.SamplingConfig(num_return_sequences=3),
                 beam_search=pb.BeamSearchConfig(beam_width=2),
             ),
-            "sampling.num_return_sequences is 3 but must be at most 2",
+            ("sampling.num_return_sequences",),
+            "at most 2",
         ),
         (
             pb.GenerationConfig(sampling=pb.SamplingConfig(num_return_sequences=3, best_of=2)),
-            "sampling.best_of is 2",
+            ("sampling.best_of",),
+            "at least 3",
         ),
-        (pb.GenerationConfig(lookahead=pb.LookaheadConfig(window_size=2)), "lookahead needs"),
-        (pb.GenerationConfig(stopping=pb.StoppingConfig(stop_texts=[""])), "length 0"),
+        (pb.GenerationConfig(lookahead=pb.LookaheadConfig(window_size=2)), ("lookahead",), ""),
+        (
+            pb.GenerationConfig(stopping=pb.StoppingConfig(stop_texts=[""])),
+            ("stopping.stop_texts",),
+            "",
+        ),
         (
             pb.GenerationConfig(stopping=pb.StoppingConfig(bad_texts=["x"] * 257)),
-            "stopping.bad_texts has 257 entries but must have at most 256",
+            ("stopping.bad_texts",),
+            "",
         ),
         (
             pb.GenerationConfig(
                 kv_cache=pb.KvCacheConfig(token_ranges=[pb.TokenRangeRetention()] * 257)
             ),
-            "kv_cache.token_ranges has 257 entries but must have at most 256",
+            ("kv_cache.token_ranges",),
+            "",
         ),
         (
             pb.GenerationConfig(stopping=pb.StoppingConfig(stop_token_ids=[pb.TokenIds()])),
-            "stopping.stop_token_ids has an entry of length 0",
+            ("stopping.stop_token_ids",),
+            "",
         ),
         (
             pb.GenerationConfig(
@@ -147,20 +166,25 @@ def test_enum_numbers_without_a_name_are_refused(path: str, names: str) -> None:
                     weights=pb.Tensor(data_type=pb.DATA_TYPE_FP16, shape=[2, 3], data=b"x")
                 )
             ),
-            r"lora.weights has 1 bytes of data but shape \(2, 3\) needs 12",
+            ("lora.weights",),
+            "",
         ),
         (
             pb.GenerationConfig(lora=pb.LoraConfig(weights=pb.Tensor(shape=[0]))),
-            "lora.weights.data_type is 0",
+            ("lora.weights.data_type",),
+            "a DataType other than 0",
         ),
     ],
 )
-def test_what_does_not_fit_together_is_refused(config: pb.GenerationConfig, words: str) -> None:
-    with pytest.raises(InvalidField, match=words):
+def test_inconsistent_fields_are_refused(
+    config: pb.GenerationConfig, fields: tuple[str, ...], limit: str
+) -> None:
+    with pytest.raises(InvalidField) as caught:
         parse_config(config)
+    assert (caught.value.fields, caught.value.limit) == (fields, limit)
 
 
-def test_tensors_keep_their_bytes() -> None:
+def test_tensor_keeps_its_bytes() -> None:
     weights = pb.Tensor(data_type=pb.DATA_TYPE_FP16, shape=[2], data=b"abcd")
     config = parse_config(pb.GenerationConfig(lora=pb.LoraConfig(weights=weights)))
     assert config.lora
@@ -168,16 +192,16 @@ def test_tensors_keep_their_bytes() -> None:
     assert config.fields_set == {"lora.weights"}
 
 
-def test_unsupported_fields_are_named() -> None:
+def test_unsupported_fields_are_refused() -> None:
     config = parse_config(pb.GenerationConfig(sampling=pb.SamplingConfig(top_k=3, min_p=0.5)))
     refuse_unsupported(config, {"sampling.top_k", "sampling.min_p"}, "the worker")
-    with pytest.raises(UnsupportedField, match="not supported by the worker") as caught:
+    with pytest.raises(UnsupportedField) as caught:
         refuse_unsupported(config, {"sampling.top_k"}, "the worker")
     assert caught.value.fields == ("sampling.min_p",)
 
 
 class TestPrompt:
-    def test_text_or_ids(self) -> None:
+    def test_prompt_has_text_or_ids(self) -> None:
         assert parse_prompt(pb.Prompt(text="")).text == ""
         assert parse_prompt(pb.Prompt(token_ids=pb.TokenIds(ids=[1]))).token_ids == (1,)
         assert parse_prompt(pb.Prompt(token_ids=pb.TokenIds())).token_ids == ()
@@ -185,6 +209,7 @@ class TestPrompt:
             parse_prompt(pb.Prompt(text="a", add_special_tokens=False)).add_special_tokens is False
         )
 
-    def test_neither_is_refused(self) -> None:
-        with pytest.raises(InvalidField, match="neither text nor token_ids"):
+    def test_prompt_without_text_and_ids_is_refused(self) -> None:
+        with pytest.raises(InvalidField) as caught:
             parse_prompt(pb.Prompt())
+        assert caught.value.field == "prompt"

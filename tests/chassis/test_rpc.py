@@ -52,7 +52,7 @@ async def failure(body: Body) -> grpc.aio.AioRpcError:
         return caught.value
 
 
-async def test_a_domain_error_becomes_its_status_and_reason() -> None:
+async def test_domain_error_becomes_its_status_and_reason() -> None:
     async def body(context: Any) -> bytes:
         raise QueueFull("the queue is full")
 
@@ -62,18 +62,20 @@ async def test_a_domain_error_becomes_its_status_and_reason() -> None:
     assert dict(error.trailing_metadata())[REASON_METADATA_KEY] == "QUEUE_FULL"
 
 
-async def test_a_defect_becomes_internal_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_unexpected_error_becomes_internal_and_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def body(context: Any) -> bytes:
         raise ZeroDivisionError("by zero")
 
     error = await failure(body)
     assert error.code() is grpc.StatusCode.INTERNAL
     assert dict(error.trailing_metadata())[REASON_METADATA_KEY] == "INTERNAL"
-    assert "unforeseen" in caplog.text
+    assert "unexpected error" in caplog.text
     assert "ZeroDivisionError" in caplog.text
 
 
-async def test_a_request_id_that_becomes_known_late_is_that_of_the_refusal(
+async def test_rebound_request_id_is_logged_with_the_refusal(
     logged: Callable[[], list[LogLine]],
 ) -> None:
     async def body(context: Any) -> bytes:
@@ -85,7 +87,7 @@ async def test_a_request_id_that_becomes_known_late_is_that_of_the_refusal(
     assert logged() == [LogLine("r-drawn", "call refused: MODEL_NOT_FOUND: nobody serves it")]
 
 
-async def test_an_abort_of_the_handlers_own_passes() -> None:
+async def test_handler_abort_passes_through() -> None:
     async def body(context: Any) -> bytes:
         await context.abort(grpc.StatusCode.DATA_LOSS, "own")
         return b""
@@ -112,7 +114,7 @@ async def test_cancellation_reaches_the_handler() -> None:
             await ended.wait()
 
 
-async def test_the_request_id_comes_from_the_metadata() -> None:
+async def test_request_id_comes_from_the_metadata() -> None:
     async def body(context: Any) -> bytes:
         return request_id_of(context).encode()
 
@@ -122,7 +124,7 @@ async def test_the_request_id_comes_from_the_metadata() -> None:
 
 
 class TestHealth:
-    async def test_a_process_serves_when_every_component_is_well(self) -> None:
+    async def test_process_serves_while_all_components_are_healthy(self) -> None:
         health = Health(["example.Service"])
         server = GrpcServer(2**20)
         await health.register(server)

@@ -125,7 +125,7 @@ async def example(tmp_path: Path, *flags: str) -> AsyncIterator[Example]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_drains_and_stops(tmp_path: Path, number: signal.Signals) -> None:
+async def test_signal_drains_and_stops(tmp_path: Path, number: signal.Signals) -> None:
     async with example(tmp_path) as process:
         await process.until(SERVING)
         process.process.send_signal(number)
@@ -135,7 +135,7 @@ async def test_a_signal_drains_and_stops(tmp_path: Path, number: signal.Signals)
         assert process.seen.count("stopped") == 1
 
 
-async def test_it_announces_itself_in_one_line(tmp_path: Path) -> None:
+async def test_process_announces_itself_in_one_line(tmp_path: Path) -> None:
     async with example(tmp_path, "--metrics-port", "0") as process:
         assert process.process.stdout
         announced = json.loads(await process.process.stdout.readline())
@@ -152,7 +152,7 @@ async def test_it_announces_itself_in_one_line(tmp_path: Path) -> None:
         assert await process.process.stdout.read() == b""
 
 
-async def test_a_signal_during_start_stops(tmp_path: Path) -> None:
+async def test_signal_during_start_stops(tmp_path: Path) -> None:
     async with example(tmp_path, "--start", "hang") as process:
         await process.until("starting")
         process.process.terminate()
@@ -161,17 +161,17 @@ async def test_a_signal_during_start_stops(tmp_path: Path) -> None:
         assert process.seen.count("stopped") == 1
 
 
-async def test_when_grace_is_over_it_stops_anyway(tmp_path: Path) -> None:
+async def test_process_stops_after_the_grace_period(tmp_path: Path) -> None:
     async with example(tmp_path, "--drain", "hang", "--grace-seconds", "0.05") as process:
         await process.until(SERVING)
         process.process.terminate()
         assert await process.end() == 0
-        assert "0.05 s of grace" in process.seen
+        assert "grace period of 0.05 s" in process.seen
         assert "drained" not in process.seen
         assert process.seen.count("stopped") == 1
 
 
-async def test_a_second_signal_exits_at_once(tmp_path: Path) -> None:
+async def test_second_signal_exits_at_once(tmp_path: Path) -> None:
     async with example(tmp_path, "--drain", "hang") as process:
         await process.until(SERVING)
         process.process.terminate()
@@ -181,7 +181,7 @@ async def test_a_second_signal_exits_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("drain", "status"), [("well", 0), ("break", 1)])
-async def test_what_does_not_stop_is_not_waited_for(
+async def test_stuck_service_does_not_block_the_exit(
     tmp_path: Path, drain: str, status: int
 ) -> None:
     async with example(tmp_path, "--stop", "hang", "--drain", drain) as process:
@@ -191,28 +191,32 @@ async def test_what_does_not_stop_is_not_waited_for(
         assert "did not stop within" in process.seen
 
 
-async def test_the_end_of_standard_input_stops(tmp_path: Path) -> None:
+async def test_end_of_standard_input_stops(tmp_path: Path) -> None:
     async with example(tmp_path, "--stop-on-stdin-eof", "true") as process:
         await process.until(SERVING)
         assert process.process.stdin
         process.process.stdin.write(b"ignored\n")
         process.process.stdin.close()
         assert await process.end() == 0
-        assert "parent process is gone" in process.seen
+        assert "parent process ended" in process.seen
 
 
 @pytest.mark.parametrize(
     ("flags", "status", "words"),
     [
         (("--start", "refuse"), 4, "trtmesh engine: error: no such model"),
-        (("--start", "break"), 1, "cannot go on: broke at once"),
+        (("--start", "break"), 1, "cannot continue: broke at once"),
         (("--port", "x"), 2, "flag --port is 'x'"),
-        (("--host", "192.0.2.1"), 2, "192.0.2.1:0: host '192.0.2.1' is no address of this machine"),
-        (("--host", "no.such.invalid"), 2, "host 'no.such.invalid' is no address and no name"),
-        (("--host", "a" * 64), 2, f"host '{'a' * 64}' is no address and no name"),
+        (
+            ("--host", "192.0.2.1"),
+            2,
+            "192.0.2.1:0: host '192.0.2.1' is not an address of this machine",
+        ),
+        (("--host", "no.such.invalid"), 2, "host 'no.such.invalid' cannot be resolved"),
+        (("--host", "a" * 64), 2, f"host '{'a' * 64}' cannot be resolved"),
     ],
 )
-async def test_failed_starts_have_a_status_and_a_message(
+async def test_failed_start_has_an_exit_status_and_a_message(
     tmp_path: Path, flags: tuple[str, ...], status: int, words: str
 ) -> None:
     async with example(tmp_path, *flags) as process:
@@ -221,12 +225,12 @@ async def test_failed_starts_have_a_status_and_a_message(
         assert process.seen.count("stopped") == (0 if "flag" in words else 1)
 
 
-async def test_an_ipv6_address_is_listened_on(tmp_path: Path) -> None:
+async def test_service_listens_on_an_ipv6_address(tmp_path: Path) -> None:
     async with example(tmp_path, "--host", "::1", "--metrics-port", "0") as process:
         assert process.process.stdout
         if not has_ipv6():
             assert await process.end() == 2
-            assert "on [::1]:0: host '::1' is no address of this machine" in process.seen
+            assert "on [::1]:0: host '::1' is not an address of this machine" in process.seen
             return
         address = json.loads(await process.process.stdout.readline())["address"]
         host, port = address.rsplit(":", 1)
@@ -238,9 +242,9 @@ async def test_an_ipv6_address_is_listened_on(tmp_path: Path) -> None:
         assert await process.end() == 0
 
 
-async def test_a_failure_while_draining_is_a_failure(tmp_path: Path) -> None:
+async def test_failure_while_draining_fails_the_process(tmp_path: Path) -> None:
     async with example(tmp_path, "--drain", "break") as process:
         await process.until(SERVING)
         process.process.terminate()
         assert await process.end() == 1
-        assert "cannot go on: broke while draining" in process.seen
+        assert "cannot continue: broke while draining" in process.seen

@@ -9,7 +9,7 @@ import pytest
 from trtmesh.chassis.tasks import until_first_ends
 
 
-async def test_the_first_error_is_raised_and_the_others_end() -> None:
+async def test_first_error_is_raised_and_others_end() -> None:
     ended = asyncio.Event()
 
     async def fail() -> None:
@@ -26,7 +26,7 @@ async def test_the_first_error_is_raised_and_the_others_end() -> None:
     assert ended.is_set()
 
 
-async def test_a_caller_cancelled_while_the_others_end_is_cancelled() -> None:
+async def test_cancellation_of_the_caller_is_kept() -> None:
     ending, may_end = asyncio.Event(), asyncio.Event()
 
     async def end_slowly() -> None:

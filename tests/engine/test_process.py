@@ -136,7 +136,7 @@ async def test_the_end_of_standard_input_stops_it() -> None:
         await until_health(process.address, SERVING)
         process.close_stdin()
         assert await process.wait() == 0
-        assert "parent process is gone" in process.stderr
+        assert "parent process ended" in process.stderr
 
 
 async def test_a_broken_backend_ends_the_process() -> None:

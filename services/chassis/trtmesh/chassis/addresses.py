@@ -1,4 +1,4 @@
-"""Addresses: how they are written and read, how one is taken to listen on, and why one cannot be."""
+"""Addresses: parsing, binding, and the cause of a failed bind."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _NAME = re.compile(r"[\w.-]+")
 _PORT = re.compile(r"[0-9]{1,5}")
 
 _AddressInfo = tuple[int, int, int, str, tuple[Any, ...]]
-"""What getaddrinfo tells of an address."""
+"""A result of getaddrinfo."""
 
 
 class Address(NamedTuple):
-    """What is connected to: a name or an IP address, the latter without brackets, and a port."""
+    """A name or an IP address without brackets, and a port."""
 
     host: str
     port: int
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Raises ValueError for what is not host:port; an IPv6 address is in brackets."""
+        """Parses host:port, with brackets around an IPv6 address. Raises ValueError."""
         host, _, port = text.rpartition(":")
         if host.startswith("[") and host.endswith("]"):
             host, good = host[1:-1], _is_ipv6(host[1:-1])
@@ -43,12 +43,12 @@ class Address(NamedTuple):
 
 
 def bracketed(host: str) -> str:
-    """A host as it stands before a port: IPv6 addresses are put in brackets."""
+    """A host as written before a port: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def listen(server: grpc.aio.Server, host: str, port: int, purpose: str = "listen") -> str:
-    """Gives `server` an address, before it is started; returns it with the port that it got. Raises StartupError."""
+    """Binds `server` before its start; returns the address with the actual port. Raises StartupError."""
     try:
         return f"{bracketed(host)}:{server.add_insecure_port(f'{bracketed(host)}:{port}')}"
     except RuntimeError as error:
@@ -56,7 +56,7 @@ def listen(server: grpc.aio.Server, host: str, port: int, purpose: str = "listen
 
 
 def bind(host: str, port: int, purpose: str = "listen") -> tuple[socket.socket, str]:
-    """A socket that listens, and its address with the port that it got. Raises StartupError."""
+    """Opens a listening socket; returns the socket and its address with the actual port. Raises StartupError."""
     try:
         listener = _bind(host.strip("[]"), port)
     except OSError as error:
@@ -65,8 +65,8 @@ def bind(host: str, port: int, purpose: str = "listen") -> tuple[socket.socket, 
 
 
 def listeners(host: str, port: int) -> list[socket.socket]:
-    """Sockets on every address that a host stands for, all with one port. Raises OSError where one is in use, or none
-    can be taken."""
+    """Opens sockets on every address of a host, all with one port. Raises OSError if an address is in use or none can
+    be bound."""
     taken: list[socket.socket] = []
     missing: OSError | None = None
     try:
@@ -87,7 +87,7 @@ def listeners(host: str, port: int) -> list[socket.socket]:
 
 
 def port_is_taken(host: str, port: int) -> bool:
-    """Whether another process listens there now."""
+    """Whether another process listens on the port."""
     try:
         _bind(host.strip("[]"), port).close()
     except OSError as error:
@@ -96,19 +96,19 @@ def port_is_taken(host: str, port: int) -> bool:
 
 
 def why_not_bound(purpose: str, host: str, port: int) -> StartupError:
-    """The error for an address that could not be taken to `purpose`, found by trying again and asking the system."""
+    """The error for a failed bind, with the cause found by a second attempt."""
     where = f"cannot {purpose} on {bracketed(host)}:{port}"
     try:
         _bind(host.strip("[]"), port).close()
     except socket.gaierror as error:
-        return SettingsError(f"{where}: host {host!r} is no address and no name: {error.strerror}")
+        return SettingsError(f"{where}: host {host!r} cannot be resolved: {error.strerror}")
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return PortInUse(f"{where}: another process uses the port")
         if error.errno == errno.EADDRNOTAVAIL:
-            return SettingsError(f"{where}: host {host!r} is no address of this machine")
+            return SettingsError(f"{where}: host {host!r} is not an address of this machine")
         return SettingsError(f"{where}: {error.strerror}")
-    return PortInUse(f"{where}: another process used the port a moment ago")
+    return PortInUse(f"{where}: another process used the port until now")
 
 
 def _is_ipv6(text: str) -> bool:
@@ -124,11 +124,11 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _resolve(host: str, port: int) -> Sequence[_AddressInfo]:
-    """Raises OSError where a host stands for no address."""
+    """Raises OSError for a host without addresses."""
     try:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except UnicodeError as error:
-        # Python looks at the labels of a name before it asks anybody.
+        # Python encodes the name before the lookup.
         raise socket.gaierror(socket.EAI_NONAME, str(error)) from error
 
 

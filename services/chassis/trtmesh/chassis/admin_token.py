@@ -1,7 +1,7 @@
-"""The secret that an admin shows to a router, where the router asks for one.
+"""The optional secret of the admin API.
 
-It comes from a file or from the environment variable TRTMESH_ADMIN_TOKEN, which both ends read, and travels as
-`authorization: Bearer <token>`. No error message, log line or `repr` has it.
+Router and client read it from a file or from the environment variable TRTMESH_ADMIN_TOKEN. Calls send it as
+`authorization: Bearer <token>`. It never appears in an error message, a log line or a `repr`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ MAX_TOKEN_LENGTH = 4096
 
 @dataclass(frozen=True, slots=True)
 class AdminToken:
-    """Printable ASCII without spaces, so that it is one word of a metadata value."""
+    """Printable ASCII without spaces: a single word of a metadata value."""
 
     _text: str = field(repr=False)
 
     @classmethod
     def of(cls, text: str, source: str = "the admin token") -> AdminToken:
-        """The token that `source` gives. Raises SettingsError, which names the source and not the text."""
+        """Parses a token. Raises SettingsError with `source` but without the text."""
         token = text.strip()
         if not token:
             raise SettingsError(f"{source} is empty; give it a token, or unset it")
@@ -38,19 +38,19 @@ class AdminToken:
 
     @property
     def metadata(self) -> tuple[str, str]:
-        """What a call carries."""
+        """Metadata key and value."""
         return ADMIN_TOKEN_METADATA_KEY, f"Bearer {self._text}"
 
     def is_in(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-        """Whether a call carries it; how long that takes does not tell how much of a guess was right."""
+        """Whether a call has the token, compared in constant time."""
         expected = self.metadata[1].encode()
         shown = [value for key, value in metadata if key == ADMIN_TOKEN_METADATA_KEY]
         return len(shown) == 1 and hmac.compare_digest(_bytes(shown[0]), expected)
 
 
 def read_admin_token(file: Path | None, environ: Mapping[str, str]) -> AdminToken | None:
-    """The token of `file` if one is given, else of the environment; None where neither has one. Raises SettingsError
-    for a token that is empty or no token: who asked for one must not go on without."""
+    """The token of `file`, else of the environment; None without either. Raises SettingsError for an invalid token,
+    because ignoring it would leave the API open."""
     if file is not None:
         return AdminToken.of(_read(file), f"the admin token file {file}")
     if ADMIN_TOKEN_VARIABLE in environ:
@@ -62,7 +62,7 @@ def read_admin_token(file: Path | None, environ: Mapping[str, str]) -> AdminToke
 def _read(file: Path) -> str:
     try:
         with file.open(encoding="ascii", errors="replace") as lines:
-            # One more than allowed, and the end of the line.
+            # One character over the limit, and the end of the line.
             return lines.read(MAX_TOKEN_LENGTH + 2)
     except OSError as error:
         raise SettingsError(f"cannot read the admin token file {file}: {error.strerror}") from error

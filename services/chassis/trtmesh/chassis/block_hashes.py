@@ -1,6 +1,6 @@
-"""Names of KV blocks: the hash of a block covers its tokens and, by its parent's hash, all tokens before it.
+"""Names of KV blocks: a block's hash covers its tokens and, through its parent's hash, all tokens before.
 
-Engines name their blocks by it and routers the blocks of a prompt, so both must compute it alike.
+Engines name cached blocks by these hashes and routers the blocks of a prompt, so both use this module.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def root_hash(
         (b"adapter", None if adapter is None else f"{adapter.id}:{adapter.version}".encode()),
         (b"table", prompt_table_digest),
     )
-    # With its length before each part no two sets of parts are spelt the same.
+    # Length prefixes keep different sets of parts distinct.
     content = b"".join(
         name + len(part).to_bytes(8, "little") + part for name, part in parts if part is not None
     )
@@ -41,7 +41,7 @@ def root_hash(
 
 
 def chain(parent_hash: int, token_ids: Sequence[int], tokens_per_block: int) -> list[int]:
-    """Names of the full blocks of `token_ids`, which follow the block `parent_hash`."""
+    """Names of the full blocks of `token_ids` after the block `parent_hash`."""
     content = array("I", token_ids).tobytes()
     size = tokens_per_block * TOKEN_BYTES
     hashes = []
@@ -53,5 +53,5 @@ def chain(parent_hash: int, token_ids: Sequence[int], tokens_per_block: int) -> 
 
 
 def _number(digest: bytes) -> int:
-    # 0 is the root's name, so no block may have it.
+    # 0 is reserved for the root.
     return int.from_bytes(digest, "little") or 1

@@ -1,4 +1,4 @@
-"""Channels to other processes of the mesh."""
+"""gRPC channels with the mesh's limits and keepalive."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 import grpc
 
 GREETING_SECONDS = 1.0
-"""How long a peer may take to greet where another attempt or another peer follows: a far or busy one takes a tenth of a
-second easily, and one that is frozen never does."""
+"""Limit for connecting before another attempt or peer. A distant or busy peer easily takes 0.1 s; a frozen peer never
+finishes."""
 
 
 def channel_options(max_message_bytes: int) -> list[tuple[str, Any]]:
-    """Message limits, and keepalive that notices a silent network."""
+    """Message limits, and a keepalive to detect a dead network."""
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
@@ -28,8 +28,8 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, Any]]:
 def open_channel(
     address: str, max_message_bytes: int, connect_seconds: float = GREETING_SECONDS
 ) -> grpc.aio.Channel:
-    """A channel of its own connection, reconnecting within a second; whoever opens it closes it. A peer that does not
-    greet within `connect_seconds` is given up, to be tried again."""
+    """A channel with its own connection; the caller closes it. Retries every second, after at most `connect_seconds`
+    for each attempt."""
     options = [
         *channel_options(max_message_bytes),
         ("grpc.use_local_subchannel_pool", 1),

@@ -1,4 +1,4 @@
-"""How many cores there are."""
+"""The number of cores."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def physical_cores() -> int:
-    """Physical cores that this process may use; hyperthreads of one core count once."""
+    """Physical cores in this process's affinity mask, without hyperthreads."""
     cores = set()
     for cpu in os.sched_getaffinity(0):
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")

@@ -1,4 +1,4 @@
-"""Environment that gRPC reads when it is first imported. Service entry points import this module before any other.
+"""Environment variables for gRPC, read at its first import: entry points import this module before all others.
 
 The event engine of the pinned grpcio costs asyncio programs 10 to 30 % of their throughput (`bench/README.md`).
 """

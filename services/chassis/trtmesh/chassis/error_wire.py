@@ -1,4 +1,4 @@
-"""Errors as they travel: inside a stream as a message, at the end of a call as a status with metadata."""
+"""Errors on the wire: a message inside a stream, a status with metadata at the end of a call."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ RETRY_METADATA_KEY = "trtmesh-retry-after-ms"
 ERROR_METADATA_KEY = "trtmesh-error-bin"
 """The whole error as a serialized `Error`."""
 
-MOST_ERROR_BYTES = 2048
-"""Size of an `Error` in metadata; a larger one is left out, and the client has status, details and reason."""
+MAX_ERROR_BYTES = 2048
+"""Limit of the `Error` in metadata. A larger error is left out; status, details and reason remain."""
 
-MOST_RETRY_MS = 2**32 - 1
+MAX_RETRY_MS = 2**32 - 1
 
 
 def to_proto(error: TrtmeshError) -> pb.Error:
-    """The error as it travels inside a stream."""
+    """The message for a stream."""
     retry = error.retry_after_ms
     message = pb.Error(
         code=error.row.status.value[0],
         reason=error.reason,
         message=error.message,
         worker=error.worker,
-        retry_after_ms=None if retry is None else min(retry, MOST_RETRY_MS),
+        retry_after_ms=None if retry is None else min(retry, MAX_RETRY_MS),
         fields=error.fields,
         value=error.value,
         limit=error.limit,
@@ -43,7 +43,7 @@ def to_proto(error: TrtmeshError) -> pb.Error:
 
 
 def from_proto(message: pb.Error) -> TrtmeshError:
-    """The error that `message` carried; a reason unknown here gives the root class."""
+    """The error of a message; an unknown reason becomes the root class."""
     row = ROW_BY_REASON.get(message.reason)
     return (row.error if row else TrtmeshError)(
         message.problem if _has_parts(message) else message.message,
@@ -58,30 +58,30 @@ def from_proto(message: pb.Error) -> TrtmeshError:
 
 
 def _has_parts(message: pb.Error) -> bool:
-    """Whether the sentence is more than the problem."""
+    """Whether the sentence contains more than the problem."""
     return bool(message.fields) or message.HasField("batch_index")
 
 
 def to_metadata(error: TrtmeshError) -> tuple[tuple[str, str | bytes], ...]:
-    """The trailing metadata of a call that fails with the error."""
+    """The trailing metadata of a failed call."""
     metadata: list[tuple[str, str | bytes]] = [(REASON_METADATA_KEY, error.reason)]
     if error.retry_after_ms is not None:
         metadata.append((RETRY_METADATA_KEY, str(error.retry_after_ms)))
     whole = to_proto(error).SerializeToString()
-    if len(whole) <= MOST_ERROR_BYTES:
+    if len(whole) <= MAX_ERROR_BYTES:
         metadata.append((ERROR_METADATA_KEY, whole))
     return tuple(metadata)
 
 
 def from_status(code: grpc.StatusCode, details: str, metadata: Metadata | None) -> TrtmeshError:
-    """The error of a failed call: as its metadata carry it, else by reason word or status code."""
+    """The error of a failed call, from its metadata, else from its reason or status code."""
     found = dict(metadata or ())
     whole = found.get(ERROR_METADATA_KEY)
     if isinstance(whole, bytes):
         try:
             return from_proto(pb.Error.FromString(whole))
         except DecodeError:
-            # A proxy that shortens metadata takes nothing but the parts.
+            # Truncated by a proxy: the other metadata remain.
             pass
     row = ROW_BY_REASON.get(_text(found.get(REASON_METADATA_KEY))) or ROW_BY_STATUS.get(code)
     retry = _text(found.get(RETRY_METADATA_KEY))

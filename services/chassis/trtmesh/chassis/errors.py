@@ -1,37 +1,37 @@
-"""Everything that can go wrong, as one tree and one table.
+"""The tree of all errors, and the table of their statuses and meaning.
 
 TrtmeshError
 ├── InvalidRequest            the caller must change the request
 │   ├── InvalidField          a field is outside its limits
 │   ├── PromptEmpty           a prompt has no tokens
 │   ├── PromptTooLong         prompt and new tokens exceed the model's length
-│   └── TokenOutOfVocabulary  a token id is no id of the model
-├── Unsupported               the request asks for what this process cannot do
-│   ├── UnsupportedField      a field that the backend does not act on is set
-│   └── UnsupportedCall       an RPC or command that this process does not serve
+│   └── TokenOutOfVocabulary  a token id is not in the vocabulary
+├── Unsupported               this process cannot do what is requested
+│   ├── UnsupportedField      the backend does not support a field
+│   └── UnsupportedCall       this process does not serve an RPC or command
 ├── NotFound                  a name is unknown
 │   └── ModelNotFound         no worker or tokenizer serves the model
 ├── AlreadyExists             a live request has the same id
-├── Unauthenticated           the caller did not show the admin token, or showed a wrong one
-├── Mismatch                  two processes do not fit together
+├── Unauthenticated           the admin token is missing or wrong
+├── Mismatch                  two processes are incompatible
 │   ├── TokenizerMismatch     their tokenizers differ
 │   └── SchemaMismatch        their proto revisions differ
-├── Unavailable               trying again, maybe elsewhere, may help
+├── Unavailable               a retry, maybe elsewhere, may help
 │   ├── QueueFull             the queue is at its limit
 │   ├── QueueTimeout          the item waited too long in the queue
-│   ├── Draining              the process stopped admitting
+│   ├── Draining              the process admits nothing more
 │   ├── NoWorker              no worker is ready
 │   ├── NoTokenizer           no tokenizer is ready
 │   ├── WorkerLost            the worker died or its stream broke
-│   └── TokenizerLost         every tokenizer was lost and none came back in time
+│   └── TokenizerLost         no tokenizer was left and none returned in time
 ├── Exhausted                 a limit of resources is reached
 │   ├── OutOfBlocks           the item can never fit the KV block pool
-│   ├── RateLimited           an API key used up its tokens
-│   └── SlowClient            the client does not read what it asked for
+│   ├── RateLimited           an API key has used up its tokens
+│   └── SlowClient            the client does not read its stream
 ├── DeadlineExceeded          the client's deadline passed
-├── Cancelled                 the client itself ended the request
+├── Cancelled                 the client ended the request
 └── InternalError             a defect of this software or its backend
-    ├── BackendFailed         the backend could not go on with an item
+    ├── BackendFailed         the backend could not continue an item
     └── StreamIncomplete      a stream ended without its terminal events
 
 StartupError                  the process cannot start; it prints the message and exits
@@ -51,16 +51,16 @@ from typing import Self
 
 import grpc
 
-LONGEST_VALUE = 256
-"""Characters of a value that an error repeats."""
+MAX_VALUE_CHARACTERS = 256
+"""Longest quoted value; longer ones are shortened."""
 
 
 class TrtmeshError(Exception):
-    """Root of every error that reaches a caller: data, from which the door that answers makes the sentence.
+    """Root of all errors that reach a client. Holds data; the door composes the sentence.
 
-    `problem` completes a sentence that begins with the fields ("has 3 prompts but must have 1 or 2"), or is the whole
-    sentence where no field is to blame. Without a problem the sentence is made of field, value and limit; `limit`
-    completes "must be ...".
+    `problem` continues a sentence that starts with the fields ("has 3 prompts but must have 1 or 2"), or is the whole
+    sentence if no field is to blame. Without a problem, the sentence consists of field, value and limit; `limit`
+    continues "must be ...".
     """
 
     def __init__(
@@ -81,28 +81,28 @@ class TrtmeshError(Exception):
         self.fields = fields or ((field,) if field else ())
         """Paths below GenerationConfig or the message that was sent, such as `sampling.top_p`."""
         self.value = value
-        """Python's literal of the value, shortened."""
+        """The value as a Python literal, shortened."""
         self.limit = limit
         self.limit_field = limit_field
-        """The field that sets the limit, where one does."""
+        """The field that sets the limit, or ''."""
         self.batch_index = batch_index
-        """The item that is to blame for the failure of its whole request."""
+        """The item to blame for the failure of the whole request."""
         self.worker = worker
         self.retry_after_ms = retry_after_ms
 
     @property
     def field(self) -> str:
-        """The first field to blame, or ''."""
+        """The first field, or ''."""
         return self.fields[0] if self.fields else ""
 
     @property
     def message(self) -> str:
-        """The sentence in the words of the native API."""
+        """The sentence with the names of the native API."""
         text = self.sentence(str)
         return text if self.batch_index is None else f"items[{self.batch_index}]: {text}"
 
     def sentence(self, name: Callable[[str], str]) -> str:
-        """The sentence without the item; `name` gives each field the name that its reader knows it by."""
+        """The sentence without the item; `name` translates the fields for other APIs."""
         problem = self.problem
         if self.limit and not problem:
             source = f" ({name(self.limit_field)})" if self.limit_field else ""
@@ -113,14 +113,14 @@ class TrtmeshError(Exception):
         return self.message
 
     def of_item(self, batch_index: int) -> Self:
-        """The same error, blamed on one item of the request."""
+        """A copy of the error that blames one item."""
         error = copy.copy(self)
         error.batch_index = batch_index
         return error
 
     @property
     def row(self) -> ErrorRow:
-        """The row of the nearest class of the table."""
+        """The table's row of the class or its nearest base."""
         return next(ROW_BY_CLASS[kind] for kind in type(self).__mro__ if kind in ROW_BY_CLASS)
 
     @property
@@ -137,7 +137,7 @@ class InvalidField(InvalidRequest):
 
     @classmethod
     def of(cls, field: str, value: object, limit: str, limit_field: str = "") -> InvalidField:
-        """`limit` completes the sentence "must be ..."; `limit_field` is the field that sets it."""
+        """`limit` continues "must be ..."; `limit_field` sets it."""
         return cls(field=field, value=_shown(value), limit=limit, limit_field=limit_field)
 
 
@@ -150,19 +150,19 @@ class PromptTooLong(InvalidRequest):
 
 
 class TokenOutOfVocabulary(InvalidRequest):
-    """A token id is no id of the model."""
+    """A token id is not in the vocabulary."""
 
 
 class Unsupported(TrtmeshError):
-    """The request asks for what this process cannot do."""
+    """This process cannot do what is requested."""
 
 
 class UnsupportedField(Unsupported):
-    """A field that the backend does not act on is set."""
+    """The backend does not support a field."""
 
 
 class UnsupportedCall(Unsupported):
-    """An RPC or command that this process does not serve."""
+    """This process does not serve an RPC or command."""
 
 
 class NotFound(TrtmeshError):
@@ -178,11 +178,11 @@ class AlreadyExists(TrtmeshError):
 
 
 class Unauthenticated(TrtmeshError):
-    """The caller did not show the admin token, or showed a wrong one."""
+    """The admin token is missing or wrong."""
 
 
 class Mismatch(TrtmeshError):
-    """Two processes do not fit together."""
+    """Two processes are incompatible."""
 
 
 class TokenizerMismatch(Mismatch):
@@ -194,7 +194,7 @@ class SchemaMismatch(Mismatch):
 
 
 class Unavailable(TrtmeshError):
-    """Trying again, maybe elsewhere, may help."""
+    """A retry, maybe elsewhere, may help."""
 
 
 class QueueFull(Unavailable):
@@ -202,8 +202,7 @@ class QueueFull(Unavailable):
 
     @classmethod
     def of(cls, most: int, holds: str, *, retry_after_ms: int | None = None) -> QueueFull:
-        """`holds` says what is in the queue. Around it are the words by which clients of Triton, and those of
-        TensorRT-LLM, know that they should come back."""
+        """`holds` describes the queue. Clients of Triton and TensorRT-LLM match the other words to retry."""
         return cls(
             f"Exceeds maximum queue size: {holds}. Maximum queue size of {most} has been reached, please try again"
             " later",
@@ -216,7 +215,7 @@ class QueueTimeout(Unavailable):
 
 
 class Draining(Unavailable):
-    """The process stopped admitting."""
+    """The process admits nothing more."""
 
 
 class NoWorker(Unavailable):
@@ -232,7 +231,7 @@ class WorkerLost(Unavailable):
 
 
 class TokenizerLost(Unavailable):
-    """Every tokenizer was lost and none came back in time."""
+    """No tokenizer was left and none returned in time."""
 
 
 class Exhausted(TrtmeshError):
@@ -244,11 +243,11 @@ class OutOfBlocks(Exhausted):
 
 
 class RateLimited(Exhausted):
-    """An API key used up its tokens."""
+    """An API key has used up its tokens."""
 
 
 class SlowClient(Exhausted):
-    """The client does not read what it asked for."""
+    """The client does not read its stream."""
 
 
 class DeadlineExceeded(TrtmeshError):
@@ -256,7 +255,7 @@ class DeadlineExceeded(TrtmeshError):
 
 
 class Cancelled(TrtmeshError):
-    """The client itself ended the request."""
+    """The client ended the request."""
 
 
 class InternalError(TrtmeshError):
@@ -264,7 +263,7 @@ class InternalError(TrtmeshError):
 
 
 class BackendFailed(InternalError):
-    """The backend could not go on with an item."""
+    """The backend could not continue an item."""
 
 
 class StreamIncomplete(InternalError):
@@ -273,11 +272,11 @@ class StreamIncomplete(InternalError):
 
 def _shown(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
+    return text if len(text) <= MAX_VALUE_CHARACTERS else f"{text[:MAX_VALUE_CHARACTERS]}..."
 
 
 class StartupError(Exception):
-    """The process cannot start; it prints the message and exits with `exit_status`."""
+    """The process cannot start: it prints the message and exits with `exit_status`."""
 
     exit_status = 1
 
@@ -301,25 +300,25 @@ class ModelUnusable(StartupError):
 
 
 class Blame(Enum):
-    """Whose doing an error is."""
+    """Who causes an error."""
 
     CALLER = "caller"
-    """The request asks for what cannot be done."""
+    """The request is invalid or cannot be served."""
     LOAD = "load"
-    """Nobody's: there is too much to do, or nobody there to do it."""
+    """There is too much load or too little capacity."""
     CLIENT = "client"
-    """The client ended the request, or stopped reading it."""
+    """The client ended the request or stopped reading."""
     PEER = "peer"
-    """A worker or a tokenizer failed at a request that it took."""
+    """A worker or a tokenizer failed."""
     DEFECT = "defect"
     """A defect of this software."""
     UNKNOWN = "unknown"
-    """A peer said what this release does not know."""
+    """A peer sent a reason unknown to this release."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorRow:
-    """How one kind of error looks from outside, and what it means for the item that meets it."""
+    """Statuses and reason of one kind of error, and its meaning for an item."""
 
     error: type[TrtmeshError]
     status: grpc.StatusCode
@@ -327,13 +326,13 @@ class ErrorRow:
     reason: str
     blame: Blame
     movable: bool = False
-    """A worker that ends a sequence with it says nothing of the sequence: another worker may continue it."""
+    """Another worker may continue a sequence that ended with this error."""
     back_pressure: bool = False
-    """The worker that says it is well: no attempt of the item is used up."""
+    """The worker is healthy: the error does not use up an attempt of the item."""
 
     @property
     def is_fault(self) -> bool:
-        """Whether it counts against the worker that says it."""
+        """Whether the error counts against the worker."""
         return self.blame in (Blame.PEER, Blame.DEFECT)
 
 

@@ -1,7 +1,7 @@
-"""Fingerprint of a tokenizer: two processes with equal fingerprints encode and decode alike.
+"""Fingerprint of a tokenizer: processes with equal fingerprints encode and decode identically.
 
-It covers what decides ids and text and nothing else, so that a reformatted file, a new chat template or another
-`model_max_length` does not part a fleet. Neither the tokenizer nor its library is loaded.
+Only parts that affect ids and text are hashed. A reformatted file, a new chat template or another `model_max_length`
+keeps the fingerprint. The tokenizer and its library are not loaded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 VOCABULARY_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
-"""Files that a tokenizer is made from where there is no tokenizer.json."""
+"""Tokenizer files of models without tokenizer.json."""
 
 TOKENIZER_PARTS = (
     "added_tokens",
@@ -53,7 +53,7 @@ CONFIG_PARTS = (
 
 
 def tokenizer_fingerprint(model_dir: Path) -> str:
-    """64 hexadecimal digits, or "" when the directory has no tokenizer. Raises ValueError for a broken file."""
+    """64 hexadecimal digits, or "" without a tokenizer. Raises ValueError for an invalid file."""
     parts = list(_vocabulary(model_dir))
     if not parts:
         return ""
@@ -77,7 +77,7 @@ def _vocabulary(model_dir: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _chosen(file: Path, keys: tuple[str, ...]) -> list[tuple[str, bytes]]:
-    """The parts of a JSON file that count, in canonical form; empty when there is no such file."""
+    """The parts `keys` of a JSON file in canonical form; empty without the file."""
     if not file.is_file():
         return []
     try:
@@ -92,7 +92,7 @@ def _chosen(file: Path, keys: tuple[str, ...]) -> list[tuple[str, bytes]]:
 
 
 def _join_merges(model: Any) -> None:
-    """Merges are written as "a b" or as ["a", "b"]; both mean the same."""
+    """Unifies merges written as "a b" and as ["a", "b"]."""
     if isinstance(model, dict) and isinstance(model.get("merges"), list):
         model["merges"] = [
             merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]

@@ -1,4 +1,4 @@
-"""Health by named components: a process serves when every one of them is well."""
+"""Health by named components: a process serves while all of them are healthy."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class Health:
-    """The components of one process and their conjunction as grpc.health.v1.
+    """Combines the components of a process into one grpc.health.v1 status.
 
-    It begins with the component `start` unwell, so nothing is served before the process says so.
+    The component `start` is unhealthy until the process reports it well.
     """
 
     def __init__(self, service_names: Sequence[str]) -> None:
@@ -25,35 +25,35 @@ class Health:
         self._services = ("", *service_names)
         self._servicer = health.aio.HealthServicer()
         self._problems: dict[str, str] = {"start": "starting"}
-        self._told: bool | None = None
+        self._published: bool | None = None
 
     async def register(self, server: grpc.aio.Server) -> None:
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
-        await self._tell()
+        await self._publish()
 
     @property
     def problems(self) -> dict[str, str]:
-        """What is wrong, by component; empty when the process serves."""
+        """Problems by component; empty while the process serves."""
         return dict(self._problems)
 
     async def well(self, component: str) -> None:
-        """Reports that nothing is wrong with `component`."""
+        """Clears the problem of `component`."""
         if self._problems.pop(component, None) is not None:
-            await self._tell()
+            await self._publish()
 
     async def unwell(self, component: str, problem: str) -> None:
-        """Reports what is wrong with `component`."""
+        """Sets the problem of `component`."""
         if self._problems.get(component) != problem:
             self._problems[component] = problem
-            await self._tell()
+            await self._publish()
 
-    async def _tell(self) -> None:
+    async def _publish(self) -> None:
         serving = not self._problems
-        if serving != self._told:
+        if serving != self._published:
             log.info(
                 "serving" if serving else "not serving: %s", *([] if serving else [self._text()])
             )
-            self._told = serving
+            self._published = serving
         for service in self._services:
             await self._servicer.set(service, _SERVING if serving else _NOT_SERVING)
 

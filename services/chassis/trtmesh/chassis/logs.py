@@ -1,4 +1,4 @@
-"""One line a record on standard error, as text or JSON, with the request id in every line."""
+"""Logs on standard error, one line per record as text or JSON, with the request id."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _request_id: ContextVar[str] = ContextVar("request_id", default="-")
 
 @contextmanager
 def request_id_bound(request_id: str) -> Iterator[None]:
-    """Puts `request_id` into every line logged inside, by this task and the tasks it starts."""
+    """Adds `request_id` to every record of the block, in this task and the tasks it starts."""
     token = _request_id.set(request_id or "-")
     try:
         yield
@@ -26,8 +26,7 @@ def request_id_bound(request_id: str) -> Iterator[None]:
 
 
 def rebind_request_id(request_id: str) -> None:
-    """Puts `request_id`, which became known, in the place of what the innermost `request_id_bound` of this task put;
-    does nothing where it is ''."""
+    """Replaces the request id of the innermost `request_id_bound` of this task, unless `request_id` is ''."""
     if request_id:
         _request_id.set(request_id)
 
@@ -54,7 +53,7 @@ class TextFormatter(logging.Formatter):
             f"{_time(record)} {record.levelname.lower()} {self.service}"
             f" {getattr(record, 'request_id', '-')} {record.name}: {record.getMessage()}"
         )
-        # A request id or a text from a client must not be able to forge a line.
+        # Text from a client must not forge a line.
         line = line.replace("\n", "\\n").replace("\r", "\\r")
         if not record.exc_info:
             return line
@@ -62,7 +61,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line with the same parts."""
+    """One JSON object per line, with the same parts."""
 
     def __init__(self, service: str) -> None:
         super().__init__()
@@ -83,7 +82,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up_logs(service: str, level: str, form: Literal["text", "json"]) -> None:
-    """Sends every record of this process to standard error."""
+    """Sends all records of the process to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(TextFormatter(service) if form == "text" else JsonFormatter(service))
     handler.addFilter(_AddRequestId())

@@ -1,4 +1,4 @@
-"""Prometheus metrics: one registry a process, passed in, and its endpoint."""
+"""Prometheus metrics: the endpoint of a process, and a fast histogram."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def metrics_endpoint(
     port: int | None,
     more: Callable[[], str] = str,
 ) -> Iterator[int | None]:
-    """Serves `registry` at /metrics while inside, and behind it the families of `more`, which is called in another
-    thread; yields the port, or None where `port` is None."""
+    """Serves `registry` at /metrics, followed by the text of `more`, which runs in the endpoint's thread. Yields the
+    port, or None if `port` is None."""
     if port is None:
         yield None
         return
@@ -54,7 +54,7 @@ def metrics_endpoint(
 def _with_more(app: WSGIApplication, more: Callable[[], str]) -> WSGIApplication:
     def serve(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         text = more().encode()
-        # One format for both parts, and nothing compressed before the second stands behind the first.
+        # The second part is appended as plain text, so the first must not be compressed or in another format.
         plain = {"HTTP_ACCEPT": "text/plain", "HTTP_ACCEPT_ENCODING": "identity"}
         return [*app({**environ, **plain}, start_response), text]
 
@@ -62,8 +62,7 @@ def _with_more(app: WSGIApplication, more: Callable[[], str]) -> WSGIApplication
 
 
 class Histogram:
-    """A histogram of plain numbers, put into Prometheus' form when it is scraped: an observation costs a tenth of
-    prometheus_client's, and equal ones are observed at once. Observed on one thread only."""
+    """A histogram for the hot path: an observation costs a tenth of prometheus_client's. Not thread-safe."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float] = LATENCY_BUCKETS) -> None:
         self._name, self._text, self._bounds = name, text, tuple(bounds)
@@ -76,7 +75,7 @@ class Histogram:
         self._sum += value * times
 
     def family(self) -> HistogramMetricFamily:
-        """What Prometheus scrapes."""
+        """The histogram in Prometheus' form, built for each scrape."""
         bounds = [*map(str, self._bounds), "+Inf"]
         buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
         return HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)

@@ -1,7 +1,7 @@
-"""From `generation_pb2.GenerationConfig` to `vocabulary.GenerationConfig`: the one place where limits are checked.
+"""Parses `generation_pb2.GenerationConfig` to `vocabulary.GenerationConfig` and checks all limits.
 
-The walk is generic: a proto message and its dataclass have the same field names, so a field added to both needs no
-code here, and one added to the proto alone fails the test that compares them.
+The parser is generic: messages and dataclasses have equal field names, so a new field needs no code here. A test fails
+for a field missing in the dataclass.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DATACLASSES: dict[str, type] = {
     "HandoffConfig": v.Handoff,
 }
 
-# Fields whose values are checked one by one: (lowest, highest), both included.
+# Inclusive limits by path.
 LIMITS: Mapping[str, tuple[float, float]] = {
     "stopping.max_tokens": (1, 2**31 - 1),
     "stopping.min_tokens": (0, 2**31 - 1),
@@ -69,7 +69,7 @@ MAX_WORDS = 256
 MAX_WORD_LENGTH = 4096
 MAX_TOKEN_RANGES = 256
 MAX_STOP_TEXT_CHARACTERS = 16_384
-"""Of all stop texts together: what finds them is built for each sequence, in time and memory that grow with this."""
+"""Of all stop texts together: time and memory of the automaton grow with it."""
 WORD_LISTS = frozenset(
     {
         "stopping.stop_texts",
@@ -85,7 +85,7 @@ MOST_ENTRIES: Mapping[str, int] = {
     **dict.fromkeys(WORD_LISTS, MAX_WORDS),
     "kv_cache.token_ranges": MAX_TOKEN_RANGES,
 }
-"""Of lists whose entries are looked through again and again."""
+"""Limits of lists with entries checked at every token."""
 
 ELEMENT_BYTES: Mapping[int, int] = {
     pb.DATA_TYPE_FP32: 4,
@@ -101,11 +101,11 @@ LOGITS_DATA_TYPES = frozenset({0, pb.DATA_TYPE_FP32, pb.DATA_TYPE_FP16, pb.DATA_
 
 
 def parse_config(message: pb.GenerationConfig) -> v.GenerationConfig:
-    """The config as values, or InvalidField that names the field, the value and the limit."""
+    """Parses a config. Raises InvalidField."""
     paths: set[str] = set()
     config: v.GenerationConfig = _message(message, "", paths)
     if config.beam_search.beam_width > 1 and message.sampling.HasField("num_return_sequences"):
-        # Of beams all come back by default, so that 1 asks for something.
+        # Beam search returns all beams by default, so 1 is not the default.
         paths.add("sampling.num_return_sequences")
     config = replace(config, fields_set=frozenset(paths))
     _check_combinations(config)
@@ -113,11 +113,11 @@ def parse_config(message: pb.GenerationConfig) -> v.GenerationConfig:
 
 
 def parse_prompt(message: pb.Prompt) -> v.Prompt:
-    """The prompt as values; a prompt with neither text nor ids is refused."""
+    """Parses a prompt. Raises InvalidField without text and token ids."""
     if message.WhichOneof("content") is None:
         raise InvalidField("has neither text nor token_ids; set one of them", field="prompt")
     prompt: v.Prompt = _message(message, "prompt.", set())
-    # An empty TokenIds message is set but not listed as such by value.
+    # An empty TokenIds message parses like an unset one.
     return (
         replace(prompt, token_ids=())
         if prompt.text is None and prompt.token_ids is None
@@ -126,7 +126,7 @@ def parse_prompt(message: pb.Prompt) -> v.Prompt:
 
 
 def refuse_unsupported(config: v.GenerationConfig, supported: Iterable[str], who: str) -> None:
-    """Raises UnsupportedField for the fields that are set and that `who` does not act on."""
+    """Raises UnsupportedField for set fields outside `supported`; `who` names the process."""
     unsupported = sorted(config.fields_set.difference(supported))
     if unsupported:
         raise UnsupportedField(
@@ -135,9 +135,9 @@ def refuse_unsupported(config: v.GenerationConfig, supported: Iterable[str], who
 
 
 def _message(message: Message, prefix: str, paths: set[str]) -> Any:
-    """The dataclass instance of `message`; adds the path of every leaf that asks for something to `paths`.
+    """Converts `message` to its dataclass and adds the paths of non-default leaves to `paths`.
 
-    A field that is set to its default, such as a beam width of 1, asks for nothing, so no backend must know it.
+    A field set to its default, such as a beam width of 1, needs no support by the backend.
     """
     kind = DATACLASSES[message.DESCRIPTOR.name]
     defaults = {field.name: field.default for field in fields(kind)}
@@ -183,7 +183,7 @@ def _nested(value: Message, path: str, paths: set[str]) -> Any:
 
 
 def _enum(field: FieldDescriptor, path: str, value: int) -> int:
-    # proto3 enums are open: a number without a name arrives as it was sent.
+    # proto3 enums are open: unknown numbers arrive unchanged.
     if value not in field.enum_type.values_by_number:
         names = ", ".join(field.enum_type.values_by_name)
         raise InvalidField.of(path, value, f"one of {names}")
@@ -204,7 +204,7 @@ def _scalars(path: str, values: Any) -> tuple[Any, ...]:
         for word in given:
             _word(path, word)
     if path in LIMITS:
-        # One value a vocabulary entry may come, so nothing is called for each.
+        # Up to one value per vocabulary entry: no call for each value.
         low, high = LIMITS[path]
         for value in given:
             if not low <= value <= high:
@@ -236,7 +236,7 @@ def _range_text(low: float, high: float) -> str:
 
 
 def _number_text(value: float) -> str:
-    """All digits of a whole number, which the limits of integers are."""
+    """All digits of an integer."""
     return str(value) if isinstance(value, int) else f"{value:g}"
 
 

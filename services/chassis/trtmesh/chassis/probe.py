@@ -1,6 +1,6 @@
-"""Asks a service whether it serves: `python -m trtmesh.chassis.probe 127.0.0.1:8001` exits with 0 if it does.
+"""Checks the health of a service: `python -m trtmesh.chassis.probe 127.0.0.1:8001` exits with 0 if it is serving.
 
-For the health checks of containers, whose images have no other gRPC client.
+The container images have no other gRPC client for their health checks.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ PATIENCE_SECONDS = 3.0
 
 
 def main(address: str) -> int:
-    """0 when the service at `address` says SERVING; 1, with a line that says what it is instead, when it does not."""
+    """Prints the status of the service at `address`; returns 0 for SERVING, else 1."""
     with grpc.insecure_channel(address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         try:
             answer = health.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_SECONDS)
         except grpc.RpcError as error:
-            print(f"{address} does not answer: {error.code().name}: {error.details()}")
+            print(f"{address} does not respond: {error.code().name}: {error.details()}")
             return 1
     print(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
     return 0 if answer.status == health_pb2.HealthCheckResponse.SERVING else 1

@@ -1,4 +1,4 @@
-"""What every RPC handler does around its work: bind the request id, turn errors into statuses."""
+"""The frame of every RPC handler: binds the request id and turns errors into statuses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REQUEST_ID_METADATA_KEY = "x-request-id"
 
 
 def request_id_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """The request id that the caller sent as metadata, or ''."""
+    """The request id in the call's metadata, or ''."""
     for key, value in context.invocation_metadata() or ():
         if key == REQUEST_ID_METADATA_KEY:
             return value if isinstance(value, str) else value.decode("latin-1")
@@ -32,9 +32,8 @@ async def answering(
     request_id: str = "",
     sentence: Callable[[TrtmeshError], str] = str,
 ) -> AsyncIterator[None]:
-    """Wraps a handler's body. A TrtmeshError ends the call with its status, its sentence in the details and its reason
-    in the trailing metadata; any other exception is a defect, is logged with its traceback and ends the call with
-    INTERNAL."""
+    """Wraps a handler's body. A TrtmeshError ends the call with its status, its sentence and its data; any other
+    exception is logged with a traceback and ends the call with INTERNAL."""
     with request_id_bound(request_id or request_id_of(context)):
         try:
             yield
@@ -43,8 +42,8 @@ async def answering(
         except (asyncio.CancelledError, GeneratorExit, grpc.aio.AbortError):
             raise
         except Exception as error:
-            # Broad on purpose: a defect must reach the caller as a status, not as a broken connection.
-            log.exception("a call failed for an unforeseen reason")
+            # A defect must reach the client as a status, not as a broken connection.
+            log.exception("unexpected error in a call")
             defect = InternalError(f"{type(error).__name__}: {error}")
             await _abort(context, defect, defect.message)
 
@@ -52,7 +51,7 @@ async def answering(
 async def _abort(
     context: grpc.aio.ServicerContext[Any, Any], error: TrtmeshError, sentence: str
 ) -> None:
-    # A peer that is not ready is asked again and again: that is no news.
+    # Peers retry an unavailable service all the time.
     level = logging.DEBUG if isinstance(error, Unavailable) else logging.INFO
     log.log(level, "call refused: %s: %s", error.reason, sentence)
     metadata = to_metadata(error)

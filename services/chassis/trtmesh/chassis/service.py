@@ -29,49 +29,48 @@ from trtmesh.chassis.tasks import until_first_ends
 log = logging.getLogger(__name__)
 
 SCHEMA_REVISION = 1
-"""Revision of trtmesh.v1 that this code speaks; it grows with every change that an old peer would misread."""
+"""Revision of trtmesh.v1, incremented by changes incompatible with older peers."""
 
 STOP_SECONDS = 3.0
-"""How long a service may take to release everything: a thread may be deep in loading a model, or stuck in a device."""
+"""Limit for releasing everything: a thread may be loading a model or be stuck in a device."""
 
 
 class Service(Protocol):
-    """What a process serves. Call order: `register`, `start`, then `drain` (unless one of them failed), `stop`."""
+    """The service of a process. Call order: `register`, `start`, `drain` (unless one of these failed), `stop`."""
 
     service_names: Sequence[str]
     """Full names of the gRPC services, for health and reflection."""
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Adds the servicers, and takes the addresses that the service has beside the common one, into
-        `runtime.addresses`. Calls may come in before `start` returns and must then be refused."""
+        """Adds the servicers, and binds additional addresses into `runtime.addresses`. Calls may arrive before `start`
+        returns and must be refused."""
 
     async def start(self) -> None:
-        """Gets ready. Raises StartupError to end the process."""
+        """Loads everything needed to serve. Raises StartupError to end the process."""
 
     async def drain(self) -> None:
-        """Stops admitting and returns when no work is in flight; cancelled when the grace period is over."""
+        """Stops admitting and returns when no work is in flight. Cancelled at the end of the grace period."""
 
     async def stop(self) -> None:
-        """Ends what is left and releases everything. Called exactly once, also when `start` failed, or was never called
-        because an address could not be taken."""
+        """Ends remaining work and releases everything. Called exactly once, also after a failed bind or `start`."""
 
 
 @dataclass
 class Runtime:
-    """What the chassis gives a service."""
+    """What the chassis provides to a service."""
 
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     health: Health = field(init=False)
     more_metrics: Callable[[], str] = str
-    """Metrics that write themselves, in Prometheus' text format; asked for in a thread of the endpoint."""
+    """Additional metrics in Prometheus' text format; called in the endpoint's thread."""
     addresses: dict[str, str] = field(default_factory=dict)
-    """Addresses of the service's own, by the name that they are announced under."""
+    """Additional addresses, by the name for the announcement."""
     failure: asyncio.Future[BaseException] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
     def fail(self, error: BaseException) -> None:
-        """Ends the process with a non-zero status because it can no longer work; from the event loop's thread."""
+        """Ends the process with a non-zero status. Called on the event loop's thread."""
         if not self.failure.done():
             self.failure.set_result(error)
 
@@ -81,7 +80,7 @@ Build = Callable[[S, Runtime], Service]
 
 
 def run(settings_class: type[S], build: Build[S], argv: Sequence[str]) -> int:
-    """Runs a service process until it is told to stop; returns its exit status."""
+    """Runs a service process until a signal; returns its exit status."""
     try:
         settings = load_settings(settings_class, argv)
         set_up_logs(settings.section, settings.log_level, settings.log_format)
@@ -93,7 +92,7 @@ def run(settings_class: type[S], build: Build[S], argv: Sequence[str]) -> int:
 
 
 class _Process:
-    """One process from bind to exit."""
+    """A process from bind to exit."""
 
     def __init__(self, settings: ServiceSettings, build: Build[Any]) -> None:
         self._settings = settings
@@ -137,7 +136,7 @@ class _Process:
     def _on_stdin(self) -> None:
         if not os.read(sys.stdin.fileno(), 4096):
             asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
-            log.warning("the parent process is gone: stopping")
+            log.warning("the parent process ended: stopping")
             self._stop_asked.set()
 
     async def _bind(
@@ -150,7 +149,7 @@ class _Process:
         settings = self._settings
         address = listen(server, settings.host, settings.port)
         await server.start()
-        # The one line on standard output: a parent that asked for port 0 learns the port without guessing.
+        # The only line on standard output: tells the parent the port chosen for port 0.
         announcement = {
             "service": settings.section,
             "address": address,
@@ -162,11 +161,11 @@ class _Process:
         log.info("listening on %s", address)
 
     async def _start(self, service: Service, runtime: Runtime) -> None:
-        """Waits until the service is ready, or until a signal says that nobody wants it any more."""
+        """Waits until the service is ready or a signal arrives."""
         await until_first_ends(
             service.start(), self._stop_asked.wait(), asyncio.shield(runtime.failure)
         )
-        _calm_garbage_collector()
+        _tune_garbage_collector()
         if not self._stop_asked.is_set() and not runtime.failure.done():
             await runtime.health.well("start")
 
@@ -177,41 +176,44 @@ class _Process:
         if not runtime.failure.done():
             return 0
         error = runtime.failure.result()
-        log.critical("cannot go on: %s", error, exc_info=error)
+        log.critical("cannot continue: %s", error, exc_info=error)
         await runtime.health.unwell("failure", str(error))
         return 1
 
     async def _drain(self, service: Service, runtime: Runtime) -> None:
-        """Lets in-flight work finish, as long as the grace period lasts and the process can still work."""
+        """Lets in-flight work finish within the grace period, unless the process fails."""
         await runtime.health.unwell("drain", "draining")
         try:
             async with asyncio.timeout(self._settings.grace_seconds):
                 await until_first_ends(service.drain(), asyncio.shield(runtime.failure))
         except TimeoutError:
-            log.warning("work left after %g s of grace is cut off", self._settings.grace_seconds)
+            log.warning(
+                "grace period of %g s ended: remaining work is cancelled",
+                self._settings.grace_seconds,
+            )
 
     async def _stop(self, service: Service, runtime: Runtime) -> None:
-        """Releases everything, or ends the process where something does not let go."""
+        """Releases everything; exits the process if that takes too long."""
         try:
             async with asyncio.timeout(STOP_SECONDS):
                 await service.stop()
         except TimeoutError:
-            log.warning("exiting: what still runs did not stop within %g s", STOP_SECONDS)
-            # Not by the interpreter's end, which waits for threads, or crashes in those that it does not wait for.
+            log.warning("exiting: the service did not stop within %g s", STOP_SECONDS)
+            # A normal exit would wait for threads, or crash in daemon threads.
             os._exit(1 if runtime.failure.done() else 0)
 
 
 def _count_tasks(registry: CollectorRegistry) -> None:
-    """Shows how many tasks the event loop has: a leak of them is a leak of whatever they hold."""
+    """Exports the number of tasks, to make leaks visible."""
     loop = asyncio.get_running_loop()
-    tasks = Gauge("trtmesh_tasks", "Tasks of the event loop that are not over.", registry=registry)
+    tasks = Gauge("trtmesh_tasks", "Unfinished tasks of the event loop.", registry=registry)
     tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
 
 
-def _calm_garbage_collector() -> None:
-    """Leaves what was made at start out of every later collection and collects rarely: streams make many short-lived
-    objects and hardly any cycle, and walking the heap for nothing took a tenth of a router's time. The oldest are
-    collected after ten million more: what an error holds in a cycle must not add up for days."""
+def _tune_garbage_collector() -> None:
+    """Freezes the objects of the start and collects rarely: streams create many short-lived objects and hardly any
+    cycle, and collections took a tenth of a router's time. The oldest generation is still collected every ten million
+    objects, because errors in cycles would otherwise accumulate for days."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 10)

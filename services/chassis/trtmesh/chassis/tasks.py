@@ -1,4 +1,4 @@
-"""Waiting for several things at once, leaving none behind."""
+"""Waits for several tasks without leaving any behind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 async def until_first_ends(*waits: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
-    """Waits for the first to end, raises its error, cancels the others and waits for their end."""
+    """Waits until the first ends, cancels the others, waits for their end and raises the first's error."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -17,5 +17,5 @@ async def until_first_ends(*waits: Coroutine[Any, Any, Any] | asyncio.Future[Any
     finally:
         for task in tasks:
             task.cancel()
-        # Awaiting them one by one and suppressing their cancellation would suppress one that is meant for the caller.
+        # `suppress(CancelledError)` around each await would also swallow a cancellation of the caller.
         await asyncio.gather(*tasks, return_exceptions=True)

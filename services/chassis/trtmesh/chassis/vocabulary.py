@@ -60,7 +60,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken: no field asks for sampling, or one forbids it."""
+        """Whether the most likely token is always chosen: sampling is not requested, or excluded by a field."""
         asked = (self.temperature, self.top_k, self.top_p, self.min_p)
         forbidden = self.temperature == 0 or self.top_k == 1 or self.top_p == 0
         return forbidden or all(value is None for value in asked)
@@ -91,7 +91,7 @@ class Output:
 
     @property
     def per_token(self) -> bool:
-        """Whether data comes back for each generated token."""
+        """Whether the client wants data for each generated token."""
         return self.log_probs or self.top_log_probs > 0 or self.generation_logits
 
 
@@ -178,7 +178,7 @@ class EncoderDecoder:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """One picture; exactly one field is not None."""
+    """An image; exactly one field is not None."""
 
     encoded: bytes | None = None
     url: str | None = None
@@ -205,7 +205,7 @@ class Handoff:
 
 @dataclass(frozen=True, slots=True)
 class GenerationConfig:
-    """All that was asked of one item. `fields_set` names what was not left at its default, as `sampling.top_k`."""
+    """Everything requested of one item. `fields_set` has the paths of non-default fields, such as `sampling.top_k`."""
 
     stopping: Stopping = Stopping()
     sampling: Sampling = Sampling()
@@ -225,7 +225,7 @@ class GenerationConfig:
 
     @property
     def sequences(self) -> int:
-        """Sequences that come back for the item: of beams all, unless fewer are asked for."""
+        """Number of returned sequences; beam search returns all beams by default."""
         if (
             self.beam_search.beam_width > 1
             and "sampling.num_return_sequences" not in self.fields_set
