@@ -232,7 +232,7 @@ async def test_where_every_token_is_forbidden_the_item_fails_and_says_why(llama:
         (failed,) = await engine.ended(engine.submit([6], nothing))
         assert failed.end is not None
         assert isinstance(failed.end.error, InvalidRequest)
-        assert "no token is left" in failed.end.error.message
+        assert "stopping.bad_token_ids" in failed.end.error.fields
         (stream,) = await engine.ended(fine)
         assert len(stream.token_ids) == 3
 

@@ -274,7 +274,7 @@ async def test_a_search_that_can_find_too_little_says_so(llama: Path) -> None:
             for stream in streams[len(good) :]:
                 assert stream.end
                 assert stream.end.error
-                assert "only 9 sequences" in stream.end.error.message
+                assert "only 9 sequences" in stream.end.error.problem
 
 
 REFUSALS: list[tuple[dict[str, Any], type[TrtmeshError], str]] = [

@@ -58,7 +58,7 @@ async def test_damaged_weights(copy: Path, damage: str) -> None:
     file.write_bytes(
         {"torn": content[: len(content) // 2], "garbage": b"\xff" * 100, "empty": b""}[damage]
     )
-    assert "model.safetensors is no readable safetensors file" in await refusal(copy)
+    assert "model.safetensors is not a readable safetensors file" in await refusal(copy)
 
 
 async def test_weights_that_do_not_fit_the_config(copy: Path) -> None:

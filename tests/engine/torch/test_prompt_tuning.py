@@ -219,7 +219,7 @@ REFUSALS: list[tuple[list[int], PromptTuning, type[TrtmeshError], str]] = [
         r"embedding_table\.data_type is .DATA_TYPE_INT32",
     ),
     ([5, 6], PromptTuning(extra_ids=(1,)), InvalidField, "extra_ids has 1 ids .* 2 tokens"),
-    ([5], PromptTuning(vocabulary_size=1), InvalidField, "embedding_table is not"),
+    ([5], PromptTuning(vocabulary_size=1), InvalidField, "vocabulary_size is set without"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""How sequences get their next tokens: one interface, two strategies. The other one is BeamDecoding."""
+"""The strategies by which sequences get their next tokens: sampling here, beam search in `beams`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Choice(Protocol):
-    """What a strategy computes for the rows of a step."""
+    """Next tokens, or what a strategy needs for them, computed for the rows of a step."""
 
     def read(self) -> dict[int, TrtmeshError]:
         """Waits for the device. Returns the rows that failed, and why."""
@@ -28,7 +28,7 @@ C = TypeVar("C", bound=Choice)
 
 
 class Decoding(Protocol[C]):
-    """Sequences that get their tokens together and end together."""
+    """One or more sequences with a common end."""
 
     @property
     def keys(self) -> tuple[int, ...]:
@@ -50,7 +50,7 @@ class Decoding(Protocol[C]):
     def advance(
         self, sequence: Sequence, choice: C, row: int, output: StepOutput, now_ns: int
     ) -> int:
-        """Takes a sequence's row of a choice that was read, and adds to `output` what came of it.
+        """Takes a sequence's row of a choice, after `read`, and adds the new tokens to `output`.
 
         Returns the number of tokens generated.
         """

@@ -27,7 +27,7 @@ class Launched:
 
     forwards: list[Forward] = field(default_factory=list)
     choices: list[tuple[list[Sequence], Choice]] = field(default_factory=list)
-    """One for each strategy that has rows, unless one had to be split."""
+    """One per strategy, more after a fault."""
     failures: list[Failure] = field(default_factory=list)
 
 
@@ -40,10 +40,10 @@ class Engine:
         self.generated_tokens = 0
         self._compute = compute
         self._broken: BackendFailed | None = None
-        # Ends, and tokens that were held back until then.
+        # Ends, and tokens held back until the end.
         self._between = StepOutput(0)
         self._deadlines = SequenceHeap(self._lives)
-        # By the keys that come back and by those of the sequences.
+        # By the keys that come back and by the keys of the sequences.
         self._decodings: dict[int, Decoding[Any]] = {}
 
     @property
@@ -82,7 +82,7 @@ class Engine:
                 self.scheduler.ready(sequence)
 
     def stop(self, keys: Iterable[int], reason: int) -> None:
-        """Ends sequences, and with one beam all of its search; ignores keys that are unknown or over."""
+        """Ends sequences, with a beam the whole search. Unknown and ended keys are ignored."""
         for key in keys:
             decoding = self._decodings.get(key)
             if decoding:
@@ -120,7 +120,7 @@ class Engine:
         return step
 
     def collect(self, step: Launched) -> StepOutput:
-        """Waits for a launched step, gives every sequence its next token, and ends those that are complete."""
+        """Waits for a launched step, gives every sequence its next token, and ends complete sequences."""
         self.step_count += 1
         output = self._begin_output()
         for sequence, error in step.failures:
@@ -162,7 +162,7 @@ class Engine:
             step.failures += failures
 
     def _read(self, forward: Forward, output: StepOutput) -> None:
-        """Reads the logits that were asked for of submitted tokens."""
+        """Reads the logits of submitted tokens."""
         for chunk, logits in forward.given:
             sequence, reader = chunk.sequence, chunk.sequence.reader
             if reader is None or not self._lives(sequence):
@@ -196,7 +196,7 @@ class Engine:
                 self._end(decoding, decoding.ends)
 
     def _begin_output(self) -> StepOutput:
-        """Takes over what became known between steps; later ends join it in `_output`."""
+        """Takes over the ends between steps; later ends join in `_output`."""
         output, self._between = self._between, StepOutput(0)
         output.step_count = self.step_count
         return output
@@ -211,12 +211,12 @@ class Engine:
         return self.scheduler.find(sequence.key) is sequence
 
     def _blame(self, sequence: Sequence, error: TrtmeshError) -> None:
-        """Ends an item for its own fault. Where the model is broken it stays, and the next launch says so."""
+        """Ends an item for its own fault. With a broken model the item stays, and the next launch raises."""
         if self._lives(sequence) and not (isinstance(error, BackendFailed) and self._is_broken()):
             self._fail(sequence, error)
 
     def _is_broken(self) -> bool:
-        """Tells a model that cannot compute from an item that cannot be computed."""
+        """Tells a broken model from a bad item."""
         if self._broken is None:
             try:
                 self._compute.check()

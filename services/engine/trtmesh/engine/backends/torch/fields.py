@@ -1,4 +1,4 @@
-"""The fields that the torch backend acts on; the caller refuses every other one that is set."""
+"""The fields that the torch backend supports; all others are refused when set."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ TOP_P = frozenset(
 DRAWS = TOP_K | TOP_P | {"sampling.temperature", "sampling.min_p"}
 BEAMS = frozenset(field for field in SUPPORTED_FIELDS if field.startswith("beam_search."))
 
-# Fields that a decoding mode leaves nothing to do for. A seed is always sent, so it is no reason to refuse.
+# Fields without effect in a decoding mode. Not the seed, which is always sent.
 _REFUSED = {
     "auto": frozenset[str](),
     "top_k": BEAMS | TOP_P,
@@ -69,5 +69,5 @@ _REFUSED = {
 
 
 def supported_fields(decoding_mode: str) -> frozenset[str]:
-    """What a worker in this mode acts on; the modes are those of Triton's parameter `decoding_mode`."""
+    """The fields supported in a mode of Triton's parameter `decoding_mode`."""
     return SUPPORTED_FIELDS - _REFUSED[decoding_mode]

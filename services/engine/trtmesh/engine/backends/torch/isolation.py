@@ -1,4 +1,4 @@
-"""A fault of one item ends that item alone: a part of a step that fails together is tried again item by item."""
+"""A fault of an item ends this item alone: when a step fails as a whole, each sequence is tried on its own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def isolated(
     what: str,
     release_memory: Callable[[], None],
 ) -> tuple[list[tuple[SequenceOf[Chunk], R]], list[Failure]]:
-    """Results by the chunks that they cover, and the sequences that fail even alone; `what` describes the fault."""
+    """Results by chunks, and the sequences that fail even alone; `what` describes the fault."""
     if not chunks:
         return [], []
     try:
@@ -43,7 +43,7 @@ def isolated(
 
 
 def fault(sequence: Sequence, what: str, error: Exception) -> BackendFailed:
-    """Logs what went wrong with a sequence; returns the error that its item ends with."""
+    """Logs a fault; returns the error for the end of the item."""
     with request_id_bound(sequence.request_id):
         log.error("item %d: %s", sequence.batch_index, what, exc_info=error)
     return BackendFailed(f"{what}: {error}")

@@ -1,4 +1,4 @@
-"""From settings to an engine that is ready to step. The device is chosen here, and nowhere else asked for."""
+"""Builds an engine from settings. The only place that distinguishes devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many KV blocks there are, and how long a sequence may be."""
+"""The number of KV blocks and the longest sequence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trtmesh.engine.backends.torch.settings import TorchSettings
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the settings come to for a model."""
+    """The sizes that the settings give a model."""
 
     blocks: int
     host_blocks: int
@@ -20,10 +20,7 @@ class Sizes:
 
 
 def size(settings: TorchSettings, model: Model, device: Device) -> Sizes:
-    """Blocks of the pools, and the longest sequence: the model's length as far as the pool holds it.
-
-    Raises ModelUnusable where the settings do not fit the model.
-    """
+    """Raises ModelUnusable where the settings do not fit the model."""
     longest = settings.max_sequence_tokens or model.max_positions
     if longest > model.max_positions:
         raise ModelUnusable(
@@ -45,7 +42,7 @@ def size(settings: TorchSettings, model: Model, device: Device) -> Sizes:
 
 
 def _tokens(settings: TorchSettings, bytes_per_token: int, longest: int, device: Device) -> int:
-    """Tokens of the pool: the least of the limits that are set."""
+    """Tokens of the pool: the lowest limit that is set, or the device's default."""
     limits = []
     if settings.kv_cache_tokens:
         limits.append(settings.kv_cache_tokens)

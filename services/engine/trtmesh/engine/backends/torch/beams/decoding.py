@@ -1,14 +1,14 @@
 """An item under beam search: its beams as sequences of the scheduler, and its results as they change.
 
 A lane is a sequence that holds the KV of one beam. There are as many lanes as beams from the start, admitted and paused
-only together; a spare lane repeats the first. After each step a surviving beam keeps its lane; a further beam that
-grew from it takes over the lane of a beam that died, shares the full blocks and copies the last. All lanes have equally
-many tokens, so this never needs another block.
+only together; a spare lane repeats the first. After each step a surviving beam keeps its lane; a second child
+takes over the lane of a dead beam, shares the full blocks and copies the last. All lanes have equally many tokens, so
+this never needs another block.
 
-Results are the best sequences so far, best first. A sequence that only grew is delivered as its new tokens; any other
-comes again from its first token, which replaces the earlier delivery. With logits, which are too large for that,
-everything is delivered once, at the end. The search depends on nothing but the item, so a second run on another worker
-gives the same.
+Results are the best sequences so far, best first. A sequence that only grew is delivered as its new tokens; all others
+are delivered again from their first token, which replaces the earlier delivery. Logits are too large for repetition:
+with them everything is delivered once, at the end. The search depends on the item alone, so another worker comes to the
+same result.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from trtmesh.chassis.vocabulary import Tensor as TensorValue
 from trtmesh.engine.backend import SequenceEnd, SequenceStart, StepOutput, TokenDetails
 from trtmesh.engine.backends.torch.beams.search import BeamSearch, Extras, Hypothesis
 from trtmesh.engine.backends.torch.sampling.details import most_likely, tensor_of
+from trtmesh.engine.backends.torch.sampling.token_rules import BANS
 from trtmesh.engine.backends.torch.scheduling.forks import Pairs
 from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
 from trtmesh.engine.stopping import End
@@ -59,7 +60,7 @@ class BeamDecoding:
             ending_tokens=first.rule.ending_tokens,
         )
         self._beams = [0] * len(lanes)
-        """Which running beam each lane holds."""
+        """The running beam of each lane."""
         self._rows: dict[int, _Row] = {}
         self._told: list[list[int]] = [[] for _ in keys]
         mates = list(lanes)
@@ -95,7 +96,7 @@ class BeamDecoding:
             self.ends = self._ends()
 
     def take(self, lane: Sequence, log_probs: Tensor, extras: Extras) -> bool:
-        """Takes the row of a lane's next token, [vocabulary]. Returns whether the rows of all lanes are there."""
+        """Takes the row of a lane's next token, [vocabulary]. Returns whether all lanes have theirs."""
         self._rows[lane.key] = _Row(len(lane.tokens), log_probs, extras)
         if all(map(self._is_there, self.sequences)):
             return True
@@ -104,7 +105,7 @@ class BeamDecoding:
         return False
 
     def _is_there(self, lane: Sequence) -> bool:
-        """Whether the row is that of the lane's present tokens; a paused lane is computed again and gives it again."""
+        """Whether the lane has a row for its present tokens; a paused lane computes its row again."""
         row = self._rows.get(lane.key)
         return (
             row is not None
@@ -113,7 +114,7 @@ class BeamDecoding:
         )
 
     def _advance_search(self, now_ns: int) -> None:
-        """One step of the search; its forks say which lane continues from the KV of which."""
+        """Takes one step of the search, and sets `forks`."""
         holders = [self._beams.index(beam) for beam in range(len(self._search.running))]
         rows = [self._rows[self.sequences[lane].key] for lane in holders]
         self._rows.clear()
@@ -159,11 +160,8 @@ class BeamDecoding:
                 reason, words = beam.end or (pb.FINISH_REASON_LENGTH, ())
                 ends.append(self._end(key, len(beam.tokens), reason, words, beam.total))
             else:
-                error = InvalidRequest(
-                    f"only {len(best)} sequences are left to find: bad_token_ids, no_repeat_ngram_size,"
-                    " embedding_bias and min_tokens together forbid all others; forbid less, or lower"
-                    " beam_search.beam_width"
-                )
+                problem = f"together leave only {len(best)} sequences to find; forbid less, or search fewer beams"
+                error = InvalidRequest(problem, fields=BANS)
                 ends.append(self._end(key, 0, pb.FINISH_REASON_ERROR, error=error))
         return ends
 
@@ -175,7 +173,7 @@ class BeamDecoding:
         return end
 
     def _place(self, parents: SequenceOf[int]) -> Pairs:
-        """Gives every beam that now runs a lane."""
+        """Gives every running beam a lane. Returns the pairs of a lane and the lane to continue from."""
         wanted = [*enumerate(parents)]
         wanted += [(0, parents[0])] * (len(self.sequences) - len(parents))
         free = dict(enumerate(self._beams))
@@ -234,7 +232,7 @@ class BeamDecoding:
 
 
 def _stacked(extras: SequenceOf[Extras]) -> TensorValue:
-    """The logits of all, [tokens, vocabulary]."""
+    """All logits, [tokens, vocabulary]."""
     rows = [each.logits for each in extras if each.logits is not None]
     shape = (len(rows), *rows[0].shape[1:])
     return replace(rows[0], shape=shape, data=b"".join(row.data for row in rows))

@@ -1,16 +1,15 @@
-"""Beam search: which continuations live on, which are complete, and when the search is over. No model, no blocks.
+"""Beam search without model and blocks.
 
-A step looks at all continuations of the running beams by one token, best first. Of the first `width` those that end
-are complete; of all, the best `width` that do not end run on. Complete ones are ranked by their score, the sum of
-their log-probabilities divided by length ** length_penalty, and the best `width` are kept. That is the search of
-transformers' `generate`, to the token, and of TensorRT-LLM, whose `diversity_rate` it has too: a candidate's place
-is that of its sum plus diversity_rate times the number of the beam that it continues, which favours continuations of
-later beams; sums and scores themselves are without it.
+A step ranks all continuations of the running beams by one token. Among the first `width`, ending continuations become
+complete sequences; the best `width` that do not end keep running. Complete sequences are ranked by score, the sum of
+log-probabilities divided by length ** length_penalty, and the best `width` are kept. The result equals transformers'
+`generate` to the token, and TensorRT-LLM with its `diversity_rate`: candidates are ranked by their sum plus
+diversity_rate times the number of their beam, which favours later beams. Sums and scores exclude the rate.
 
 The search is over when no beam runs on, or when `width` sequences are complete and, by `early_stopping`,
-    FIRST_COMPLETE  that is enough;
-    HEURISTIC       the best running sum, divided for its present length, is no better than the worst complete score;
-    EXHAUSTIVE      the same, divided for the longest length where the penalty rewards length.
+    FIRST_COMPLETE  at once;
+    HEURISTIC       the best running sum, normalised by its present length, is no better than the worst complete score;
+    EXHAUSTIVE      the same, normalised by the longest length where the penalty rewards length.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Top = list[tuple[int, float]]
-"""Ids and log-probabilities, likeliest first."""
+"""Ids and log-probabilities, most likely first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +41,21 @@ class Extras:
 
 
 MOST_EXPONENT = 700.0
-"""Of e: no length and no penalty makes a score infinite."""
+"""Of e: keeps scores finite for every length and penalty."""
 
 
 @dataclass(slots=True, eq=False)
 class Hypothesis:
-    """A sequence of the search: its generated tokens, and the log-probability of each given those before it."""
+    """A sequence of the search: generated tokens with their log-probabilities."""
 
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     total: float = 0.0
     """Sum of the log-probabilities."""
     end: End | None = None
-    """How it ended; None while it runs."""
+    """None while it runs."""
     extras: list[Extras] = field(default_factory=list)
-    """What was asked for of each token; empty where nothing was."""
+    """One per token; empty where the item asks for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ class _Candidate:
 
 
 EndAfter = Callable[[Hypothesis, int], End | None]
-"""How a hypothesis ends with one more token; None if it goes on."""
+"""The end of a hypothesis with one more token; None if it continues."""
 
 
 class BeamSearch:
@@ -77,10 +76,10 @@ class BeamSearch:
     def __init__(
         self, asked: vocabulary.BeamSearch, *, most_tokens: int, ending_tokens: int
     ) -> None:
-        """`most_tokens` is the length at which every sequence ends; at most `ending_tokens` ids end a given one."""
+        """Every sequence ends at `most_tokens`; at most `ending_tokens` ids end a sequence earlier."""
         self.width = asked.beam_width
         self.running = [Hypothesis()]
-        """Best first, by the order in which they were chosen."""
+        """In the order of their ranks when chosen."""
         self.complete: list[Hypothesis] = []
         """Best score first, at most `width`."""
         self._length_penalty = asked.length_penalty or 0.0
@@ -103,11 +102,11 @@ class BeamSearch:
         return self._normalised(best.total, length) <= self.score(self.complete[-1])
 
     def score(self, hypothesis: Hypothesis) -> float:
-        """What complete sequences are ranked by."""
+        """The rank of complete sequences."""
         return self._normalised(hypothesis.total, len(hypothesis.tokens))
 
     def best(self) -> list[Hypothesis]:
-        """The sequences as they stand, best first, at most `width`; while the search runs, running ones compete."""
+        """The best sequences so far, at most `width`; running beams compete until the search is over."""
         if self.over:
             return list(self.complete)
         return sorted([*self.complete, *self.running], key=self.score, reverse=True)[: self.width]
@@ -117,7 +116,7 @@ class BeamSearch:
     ) -> list[int]:
         """One step. `log_probs` are [running beams, vocabulary]; `extras` those of each beam's next token.
 
-        Returns which beam each beam now running continues.
+        Returns the parent of each running beam.
         """
         before, chosen = self.running, list[_Candidate]()
         complete: list[Hypothesis] = []
@@ -135,8 +134,8 @@ class BeamSearch:
         return [candidate.parent for candidate in chosen]
 
     def _candidates(self, log_probs: Tensor) -> list[_Candidate]:
-        """The possible continuations, best first: at least all that a step may come to look at."""
-        # Of one beam at most `width` run on, and before the last of those come only tokens that end it.
+        """Continuations, best first: at least as many as a step can need."""
+        # At most `width` continuations of one beam keep running; only ending tokens can rank between them.
         count = min(self.width + self._ending_tokens, log_probs.shape[1])
         values, tokens = log_probs.topk(count, dim=1)
         found = [
@@ -152,7 +151,7 @@ class BeamSearch:
         return sorted(found, key=lambda each: (-each.rank, each.parent, each.token))
 
     def _normalised(self, total: float, length: int) -> float:
-        # Before the first step there is one sequence without a token, to be ranked with no other.
+        # Before the first step there is a single, empty sequence.
         exponent = self._length_penalty * math.log(max(1, length))
         return total * math.exp(-max(-MOST_EXPONENT, min(MOST_EXPONENT, exponent)))
 

@@ -1,4 +1,4 @@
-"""The seam to a device. `loading` picks the device; no other code asks which one it is."""
+"""The seam to a device. Only `loading` knows the kinds of devices, and picks one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Whether the paged engine computes what the model itself computes; asked once at load.
+"""Compares the paged engine with the model's own forward, once at load.
 
-Many architectures take a flat batch without complaint and answer wrongly: bidirectional ones, hybrids with a state
-beside the KV, layers that attend twice. Comparing logits finds them all: models that fit differ by rounding, others
+Many architectures take a flat batch without complaint and answer wrongly: bidirectional models, hybrids with state
+outside the KV, layers that attend twice. Their logits give them away: suitable models differ by rounding, all others
 by a good part of the logits' spread.
 """
 
@@ -27,16 +27,16 @@ CHUNKS = (7, 9, 1, 1, 5)
 MATE_CHUNKS = (3, 1, 1, 4, 2)
 TOKENS_PER_BLOCK = 4
 LONGEST_WINDOW = 512
-"""Longer windows are not crossed here, because that would take long; they are trusted."""
+"""Longer windows are trusted: crossing them would take long."""
 SEED = 20
 EXACT = 1e-3
-"""Most that logits may differ in float32, as a share of their standard deviation."""
+"""Largest difference of logits in float32, as a share of their standard deviation."""
 ROUNDED = 0.2
-"""The same, root of the mean square, for half-precision types."""
+"""The same for half precision, as root mean square."""
 
 
 def check_model(model: Model, device: Device) -> None:
-    """Raises ModelUnusable when paged chunks beside a batch mate differ from the model's own full forward."""
+    """Raises ModelUnusable where paged chunks with a batch mate differ from the model's own full forward."""
     chunks = (_window_tokens(model) + CHUNKS[0], *CHUNKS[1:])
     generator = torch.Generator().manual_seed(SEED)
     prompts = [
@@ -55,16 +55,16 @@ def check_model(model: Model, device: Device) -> None:
         difference.max() if model.dtype == torch.float32 else difference.square().mean().sqrt()
     )
     limit = EXACT if model.dtype == torch.float32 else ROUNDED
-    # Written so that NaN is refused too.
+    # Refuses NaN too.
     if not worst <= limit * spread:
         raise ModelUnusable(
-            f"model type {model.module.config.model_type} is refused: computed in chunks beside another sequence its"
+            f"model type {model.module.config.model_type} is refused: computed in chunks with a batch mate, its"
             f" logits differ by {worst:.3g} from its own full forward, where {limit * spread:.3g} is allowed"
         )
 
 
 def _window_tokens(model: Model) -> int:
-    """Tokens to add so that the check crosses the sliding window, if there is one that is short enough."""
+    """Tokens to add so that the check crosses a short sliding window."""
     window: Any = getattr(model.module.config.get_text_config(), "sliding_window", None)
     return window if isinstance(window, int) and 0 < window <= LONGEST_WINDOW else 0
 
@@ -101,7 +101,7 @@ def _paged(
     chunks: SequenceOf[SequenceOf[int]],
     device: Device,
 ) -> Tensor:
-    """The same by the engine, both sequences step by step in one batch, their blocks interleaved."""
+    """The same by the engine: both sequences step by step in one batch, with interleaved blocks."""
     width = -(-max(len(prompt) for prompt in prompts) // TOKENS_PER_BLOCK)
     tables = BlockTables(len(prompts), width)
     cache = KvCache(

@@ -95,7 +95,7 @@ class PagedAttention:
         sequences, kv_heads = keys.shape[:2]
         rows, heads, size = queries.shape
         if group.causal and rule.plain:
-            # The fused kernel skips what is hidden, which pays for the keys that it repeats.
+            # The fused kernel skips hidden keys, which outweighs the repeated ones.
             whole = queries.transpose(0, 1)[None]
             output = scaled_dot_product_attention(
                 whole, keys, values, is_causal=True, scale=rule.scale, enable_gqa=heads != kv_heads
@@ -122,7 +122,7 @@ class PagedAttention:
         return output.reshape(rows, heads, -1)
 
     def _per_token(self, tensor: Tensor) -> Tensor:
-        """[1, heads, tokens, size] as [tokens, heads, head_dim]; a size below the cache's is filled with zeros."""
+        """[1, heads, tokens, size] as [tokens, heads, head_dim], padded with zeros to the size of the cache."""
         per_token = tensor[0].transpose(0, 1)
         missing = self.cache.shape.head_dim - tensor.shape[-1]
         return pad(per_token, (0, missing)) if missing else per_token

@@ -1,8 +1,8 @@
-"""Keys and values of the sequences that decode, kept together from step to step.
+"""Contiguous copies of the keys and values of decoding sequences, kept from step to step.
 
-Gathering a sequence's blocks in every step reads and writes all its keys and values for one new token. Where the same
-sequences decode again, each one token further, they are gathered once, and then only the new tokens are added. Whoever
-joins or leaves ends that; the copies are made anew once the batch has stayed the same for a step.
+Gathering blocks in every step reads and writes all keys and values of a sequence for one new token. Where the same
+sequences decode again, each a token further, their blocks are gathered once, and later steps only add the new tokens.
+A sequence that joins or leaves ends this until the batch has stayed the same for a step.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache, Rows
 
 ROOM_TOKENS = 64
-"""Tokens by which sequences may grow before their copies are made anew."""
+"""Tokens by which sequences can grow before their copies are made anew."""
 
 Partition = Callable[[Rows], list[tuple[int, int]]]
 
 
 class DecodeCopies:
-    """The copies of one cache, in `most_bytes` of memory at most."""
+    """The copies of one cache, in at most `most_bytes` of memory."""
 
     def __init__(
         self, cache: KvCache, tables: BlockTables, dtype: torch.dtype, most_bytes: int
     ) -> None:
-        """`dtype` is that of queries, keys and values."""
+        """`dtype` is the type of queries, keys and values."""
         self._cache = cache
         self._tables = tables
         self._most_bytes = most_bytes
         device = cache.pool.device
-        # One for each layer, grown where it is too small.
+        # One per layer, grown on demand.
         self._spaces = [
             torch.empty(0, dtype=dtype, device=device) for _ in range(cache.shape.layers)
         ]
@@ -40,10 +40,10 @@ class DecodeCopies:
         self._copies: list[DecodeCopy] = []
 
     def follow(self, slots: Rows, starts: Rows, partition: Partition) -> list[DecodeCopy]:
-        """Copies for the sequences in `slots`, of which each has a token at its place of `starts` in this step; none
-        where they are others than in the step before, or do not fit.
+        """Copies for the sequences in `slots`, with tokens at `starts` in this step; none where the sequences changed
+        or do not fit.
 
-        To be asked in every step. `partition` cuts sequences of so many blocks each into groups (first, last).
+        Called in every step. `partition` cuts sequences of the given numbers of blocks into groups (first, last).
         """
         versions = self._tables.versions[slots]
         follows = (
@@ -78,7 +78,7 @@ class DecodeCopies:
         for (first, last), count, own in zip(groups, blocks, elements, strict=True):
             table = np.zeros((last - first, count), dtype=np.int64)
             known = self._tables.rows[self._slots[first:last], :count]
-            # What is beyond the table is the null block too, whose zeros are what masked places need.
+            # The null block beyond the table: masked places need zeros.
             table[:, : known.shape[1]] = known
             spaces = [space[begin : begin + own] for space in self._spaces]
             copies.append(DecodeCopy(self._cache, first, last, table, spaces))
@@ -87,12 +87,12 @@ class DecodeCopies:
 
 
 class DecodeCopy:
-    """Keys and values of the sequences [first, last) of a step."""
+    """Copies for the sequences [first, last) of a step."""
 
     def __init__(
         self, cache: KvCache, first: int, last: int, table: Rows, spaces: list[Tensor]
     ) -> None:
-        """`table` [sequences, blocks] are their blocks with room to grow, `spaces` memory of the layers."""
+        """`table` [sequences, blocks] are their blocks with room to grow, `spaces` the memory of each layer."""
         self.first, self.last = first, last
         self._cache = cache
         heads, size = cache.shape.kv_heads, cache.shape.head_dim
@@ -101,7 +101,7 @@ class DecodeCopy:
         self._spaces = [space.view(2, count, heads, self._capacity, size) for space in spaces]
         self._filled = [False] * len(spaces)
         self._rows = torch.from_numpy(cache.rows_of_blocks(table).reshape(-1))
-        # Row of the first token of each sequence, key or value and head, in the order of a step's keys and values.
+        # Row of the first token by sequence, key or value, and head, in the order of a step's keys and values.
         rows = np.arange(2 * count * heads, dtype=np.int64).reshape(2, count, heads)
         self._first_rows = rows.swapaxes(0, 1).reshape(count, -1) * self._capacity
         self.length = 0
@@ -111,14 +111,14 @@ class DecodeCopy:
         return self.length == self._capacity
 
     def advance(self, starts: Rows) -> None:
-        """The sequences have their tokens of this step at `starts`, the last being the furthest."""
+        """Sets the positions of this step's tokens, in ascending order."""
         self.length = int(starts[-1]) + 1
         self._new_rows = torch.from_numpy((self._first_rows + starts[:, None]).reshape(-1))
 
     def take(self, layer: int, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [sequences, kv_heads, length, head_dim].
 
-        `kv` [sequences, 2 * kv_heads, head_dim] are those of the step, which the cache has already.
+        `kv` [sequences, 2 * kv_heads, head_dim] are the new ones, which the cache already holds.
         """
         space = self._spaces[layer]
         if self._filled[layer]:

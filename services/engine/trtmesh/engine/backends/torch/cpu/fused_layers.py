@@ -1,8 +1,8 @@
 """Attention, gated MLP and decoder layers of transformers with fewer and larger operations.
 
-On a CPU a step of a small batch is as long as its operations are many: each costs some microseconds before it computes
-anything. So queries, keys and values come from one product, as do gate and up, and the rotation turns queries and keys
-together, in place.
+With a small batch on a CPU, the number of operations decides the duration of a step: each costs microseconds before
+computing anything. So one product makes queries, keys and values, another gate and up, and one rotation turns queries
+and keys in place.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FusedMlp(nn.Module):
 
 
 class Rotation:
-    """The rotary embedding of queries and keys; made ready once a step, for all layers."""
+    """The rotary embedding of queries and keys; prepared once per step for all layers."""
 
     def __init__(self) -> None:
         self._given: Tensor | None = None
@@ -57,9 +57,9 @@ class Rotation:
 
 
 class FusedAttention(nn.Module):
-    """Self-attention with rotary positions, over a flat batch.
+    """Self-attention with rotary positions over a flat batch.
 
-    `own` is the layer that it stands for; it computes where no attention of an engine is attached.
+    `own`, the replaced layer, computes where no engine's attention is attached.
     """
 
     def __init__(self, own: Any, rule: Rule, rotation: Rotation) -> None:
@@ -108,7 +108,7 @@ class FusedAttention(nn.Module):
 
 
 class _Part(nn.Module):
-    """Some of the outputs of a linear layer, as a layer of its own."""
+    """Some outputs of a linear layer, as a layer."""
 
     def __init__(self, whole: Callable[[], nn.Module], first: int, last: int) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def _joined(layers: list[nn.Linear]) -> nn.Linear:
 
 
 class FusedLayer(nn.Module):
-    """A decoder layer without what transformers does around it for training."""
+    """A decoder layer without the code of transformers for training."""
 
     def __init__(self, own: Any) -> None:
         super().__init__()

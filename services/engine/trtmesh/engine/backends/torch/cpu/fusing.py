@@ -1,8 +1,8 @@
-"""Which layers of a model are replaced by fused ones.
+"""Replaces layers of a model by fused layers.
 
-A layer is replaced only where its code is that of a layer known here, and where it computes the same for a trial input.
-The code alone does not tell, for functions of the same name differ between models, and a trial alone does not either,
-for some models treat positions far behind it differently.
+A layer is replaced only if its code equals the code of a known layer and if the fused layer gives the same result in a
+trial. The code alone does not suffice: functions of the same name differ between models. Nor does the trial: some
+models treat later positions differently.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TRIAL_TOKENS = 3
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-3}
-"""Most that a fused layer may differ by, as a share of the largest value: rounding."""
+"""Largest difference from the original, as a share of the largest value: rounding."""
 
 
 def _codes(*kinds: type[nn.Module]) -> set[tuple[Any, ...]]:
@@ -37,7 +37,7 @@ def _codes(*kinds: type[nn.Module]) -> set[tuple[Any, ...]]:
 
 
 def _code(kind: type[nn.Module]) -> tuple[Any, ...]:
-    """What a module's forward does, but for what its names mean."""
+    """The code of a module's forward, without the meaning of its names."""
     forward: Any = inspect.unwrap(kind.forward)
     code = forward.__code__
     return code.co_code, code.co_names, code.co_varnames
@@ -53,7 +53,7 @@ MODELS = _codes(llama.LlamaForCausalLM)
 
 
 def fuse_layers(model: Any) -> None:
-    """Replaces what can be replaced in a model of transformers that uses this engine's attention."""
+    """Replaces the known layers of a model that uses this engine's attention."""
     rotation = Rotation()
     trials = _trials(model)
     for parent in list(model.modules()):
@@ -73,8 +73,8 @@ def fuse_layers(model: Any) -> None:
 
 
 def is_plain(model: Any) -> bool:
-    """Whether a model, its layers fused, is nothing but embeddings, these layers, a norm and a head, one after another,
-    with the same positions for all."""
+    """Whether a model with fused layers is just embeddings, these layers, a norm and a head in a row, with the same
+    positions for all layers."""
     body: Any = getattr(model, "model", None)
     return (
         _code(type(model)) in MODELS
@@ -85,14 +85,14 @@ def is_plain(model: Any) -> bool:
 
 @dataclass(slots=True)
 class _Trial:
-    """What an attention layer was given in a forward of the model."""
+    """The arguments of an attention layer in a forward of the model."""
 
     hidden: Tensor
     named: dict[str, Any]
 
 
 class _Seen:
-    """Attention that gives the queries back and notes what it is asked; for other layers than are known here, zeros."""
+    """Attention that records its arguments and returns the queries; zeros for unknown layers."""
 
     queries: Tensor
     kv: Tensor
@@ -105,13 +105,13 @@ class _Seen:
         return self.attend_tokens(layer, queries, torch.cat((keys, values), 1), rule)[None]
 
     def attend_tokens(self, _layer: int, queries: Tensor, kv: Tensor, rule: Rule) -> Tensor:
-        # Copies, for the caller may go on with its own.
+        # Copies: the caller may change its own.
         self.queries, self.kv, self.rule = queries.clone(), kv.clone(), rule
         return self.queries
 
 
 def _trials(model: Any) -> dict[nn.Module, _Trial]:
-    """The layers that may be replaced, as the model calls them."""
+    """The candidates for replacement, with their arguments in a forward."""
     trials: dict[nn.Module, _Trial] = {}
 
     def note(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:

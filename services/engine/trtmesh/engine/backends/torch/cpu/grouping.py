@@ -1,8 +1,8 @@
-"""Which sequences of a step are attended to together, and where their keys and values are gathered.
+"""Groups the sequences of a step for attention, and provides the workspace for their keys and values.
 
-A step's tokens lie one after another: first the sequences with one token (decode), sorted by length, then the others
-(chunks). Decode sequences are cut into groups of about equal lengths that fit the caches; a group is one gather of rows
-for the keys, one for the values and one attention call, whatever its size. Every chunk is a group of its own.
+In the flat batch, sequences with one token (decode) come first, sorted by length, then the chunks. Decoding sequences
+are cut into groups of similar lengths, small enough for the CPU's caches; a group costs one gather of rows and one
+attention call. Every chunk is a group of its own.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ from trtmesh.engine.backends.torch.memory.kvcache import KvCache, Rows
 from trtmesh.engine.backends.torch.model.attention import StepTokens
 
 GROUP_BYTES = 4 * 2**20
-"""Most bytes of gathered keys of a decode group; beyond that the copies fall out of the caches."""
+"""Most bytes of gathered keys of a decode group; larger copies fall out of the caches."""
 SMALL_GROUP_BYTES = 512 * 1024
-"""Up to here a group costs more by being there than by keys gathered in vain."""
+"""Up to this size a further group costs more than padding."""
 PADDING = 1.25
-"""Most keys that a group beyond that may gather for each that its sequences have."""
+"""Most keys gathered per key needed, in larger groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Sequences with equally many tokens in the step that are attended to together.
+    """Sequences with equally many tokens in the step, attended to in one call.
 
-    `rows` is [2 * sequences * kv_heads * blocks], `mask` broadcasts to [sequences, 1, tokens, keys] and is added;
-    `keys` and `values` are the workspace that the rows are gathered into, [sequences, kv_heads, keys, head_dim], which
-    is `gathered` for the gather, or `widened` where the cache has another type. A group without rows is the beginning
-    of one sequence: its keys are those of the step itself, and `causal` says that the mask hides nothing but what comes
-    later; or it has a `copy`, which gives keys and values.
+    `rows` [2 * sequences * kv_heads * blocks] are gathered into `gathered`, and converted into `widened` where the
+    cache has another type; `keys` and `values` [sequences, kv_heads, keys, head_dim] are views of the result. `mask`
+    broadcasts to [sequences, 1, tokens, keys] and is added. A group without rows has a `copy`, or is the beginning of a
+    sequence and attends to the keys of the step; `causal` marks a mask that hides only later tokens.
     """
 
     first: int
@@ -50,12 +49,12 @@ class Group:
 
 
 class Grouping:
-    """Makes groups, and owns the workspace that they share."""
+    """Makes groups, and owns their shared workspace."""
 
     def __init__(
         self, cache: KvCache, tables: Rows, dtype: torch.dtype, copies: DecodeCopies
     ) -> None:
-        """`dtype` is that of queries, keys and values."""
+        """`dtype` is the type of queries, keys and values."""
         self._copies = copies
         self._cache = cache
         self._tables = tables
@@ -71,7 +70,7 @@ class Grouping:
             lengths = step.starts[: step.singles] + 1
             visible = lengths if window is None else np.minimum(lengths, window)
             size = self._cache.tokens_per_block
-            # A window may begin inside a block, so it may touch one block more than its size says.
+            # A window that begins inside a block touches an additional block.
             blocks = np.minimum(-(-lengths // size), -(-(visible + size - 1) // size))
             groups = [
                 self._single_group(step, first, last, int(blocks[last - 1]), window)
@@ -86,7 +85,7 @@ class Grouping:
         return groups
 
     def _copied_groups(self, step: StepTokens) -> list[Group]:
-        """Groups of the sequences with one token, where they are those of the step before."""
+        """Groups of the decoding sequences, where the last step had the same."""
         singles = slice(0, step.singles)
         copies = self._copies.follow(step.slots[singles], step.starts[singles], self._partition)
         groups = []
@@ -98,7 +97,7 @@ class Grouping:
         return groups
 
     def _partition(self, blocks: Rows) -> list[tuple[int, int]]:
-        """The groups (first, last) of sequences that have so many blocks to gather, which do not fall."""
+        """Cuts sequences into groups (first, last); `blocks` to gather are ascending."""
         groups = []
         first = 0
         while first < len(blocks):
@@ -108,7 +107,7 @@ class Grouping:
         return groups
 
     def _group_end(self, blocks: Rows, first: int) -> int:
-        """One past the last sequence of the group that begins at `first`; lengths do not fall."""
+        """The end of the group that begins at `first`."""
         shape = self._cache.shape
         block_bytes = shape.kv_heads * self._cache.tokens_per_block * shape.head_dim
         block_bytes *= self._dtype.itemsize
@@ -173,13 +172,13 @@ class Grouping:
         return torch.from_numpy(mask).to(self._device, self._dtype)
 
     def _provide(self, groups: list[Group]) -> None:
-        """Gives each group its view of the workspace; groups run one after another, so they share it."""
+        """Gives each group a view of the workspace; groups use it one after another."""
         shape = self._cache.shape
         row_size = self._cache.tokens_per_block * shape.head_dim
         needed = max((len(group.rows) for group in groups if group.rows is not None), default=0)
         widens = self._workspace.dtype != self._dtype
         if needed * row_size > self._workspace.numel():
-            # Some room to grow, so that lengthening sequences do not allocate every step.
+            # Room to grow, so that growing sequences do not allocate in every step.
             room = int(needed * row_size * 1.25)
             self._workspace = self._workspace.new_empty(room)
             self._wide = self._wide.new_empty(room) if widens else self._workspace

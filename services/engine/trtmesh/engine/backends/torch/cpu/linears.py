@@ -1,13 +1,12 @@
-"""Linear layers as a CPU multiplies them fastest.
+"""The fastest linear layers for a CPU.
 
-PyTorch hands a plain float32 weight to a BLAS that packs it anew in every call, which costs as much as the product
-when a step has few tokens. Weights that are packed once, in oneDNN's layout, are 1.2 to 1.8 times as fast for up to
-32 tokens and as fast beyond. A call of oneDNN costs some 25 microseconds whatever it multiplies, though, so small
-weights are left to BLAS, transposed, which suits it best.
+PyTorch's BLAS packs a float32 weight anew in every call, at the cost of a product when a step has few tokens. Weights
+packed once, in oneDNN's layout, are 1.2 to 1.8 times as fast for up to 32 tokens and as fast beyond. But every call of
+oneDNN costs some 25 microseconds, so small weights stay with BLAS, transposed, which suits BLAS best.
 
-A CPU without instructions for half precision converts every element of such a weight in every call, which only pays
-while the weight is read for one or two tokens; beyond that a packed float32 copy is up to seven times as fast. So there
-half precision is how weights and KV are stored, and everything is computed in float32.
+A CPU without instructions for half precision converts every element of a weight in every call. For one or two tokens
+this still pays; beyond, a packed float32 copy is up to seven times as fast. On such a CPU, weights and KV are stored in
+half precision and all is computed in float32.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 SMALL_WEIGHT = 2**18
-"""Most elements of a weight that a product by BLAS is over sooner with than oneDNN would begin."""
+"""Most elements of a weight that BLAS multiplies faster than oneDNN."""
 HALF_TOKENS = 2
-"""Most tokens for which a half-precision weight is read as it is."""
+"""Most tokens for which a half-precision weight is read directly."""
 
 Maker = Callable[[Tensor, Tensor | None], nn.Module]
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Replaces the linear layers of a model on a CPU by those that compute the same faster."""
+    """Replaces the linear layers of a model by faster equivalents."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]  # torch gives it no types
         return
     makers: dict[torch.dtype, Maker] = {torch.float32: float32_linear}
@@ -38,7 +37,7 @@ def pack_linears(model: nn.Module) -> None:
 
 
 def lacks_instructions(dtype: torch.dtype) -> bool:
-    """Whether this CPU converts numbers of `dtype` to compute with them."""
+    """Whether this CPU must convert `dtype` to compute with it."""
     supported = {
         torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
@@ -47,8 +46,8 @@ def lacks_instructions(dtype: torch.dtype) -> bool:
 
 
 def widen(model: nn.Module) -> None:
-    """Makes a model in half precision compute in float32; its linear layers get float32 copies of their weights, and
-    keep the others where those are still faster for few tokens."""
+    """Makes a half-precision model compute in float32. Its linear layers get float32 copies of their weights, and keep
+    the originals where these are faster for few tokens."""
     _replace(model, dict.fromkeys((torch.bfloat16, torch.float16), _wide_linear))
     for module in model.modules():
         if type(module) is nn.Embedding:
@@ -65,7 +64,7 @@ def _to_float32(_module: nn.Module, _given: tuple[Tensor, ...], output: Tensor) 
 def _replace(model: nn.Module, makers: dict[torch.dtype, Maker]) -> None:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            # Subclasses may compute something else.
+            # Not subclasses, which may compute something else.
             if type(child) is nn.Linear:
                 weight = child.weight
             elif type(child) is Conv1D:
@@ -78,12 +77,12 @@ def _replace(model: nn.Module, makers: dict[torch.dtype, Maker]) -> None:
 
 
 def float32_linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
-    """The layer that is the fastest for a weight [out_features, in_features] of this size."""
+    """The fastest layer for a weight [out_features, in_features] of this size."""
     return (TransposedLinear if weight.numel() <= SMALL_WEIGHT else PackedLinear)(weight, bias)
 
 
 class TransposedLinear(nn.Module):
-    """A float32 linear layer that holds its weight as [in_features, out_features] in memory."""
+    """A float32 linear layer with its weight as [in_features, out_features] in memory."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -96,19 +95,19 @@ class TransposedLinear(nn.Module):
 
 
 class PackedLinear(nn.Module):
-    """A float32 linear layer that holds its weight in oneDNN's layout alone."""
+    """A float32 linear layer with its weight in oneDNN's layout."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bias = bias
-        # Not a buffer: nothing but the product can be done with its layout.
+        # Not a buffer: its layout is only good for the product.
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
     @property
     def weight(self) -> Tensor:
-        """Shape and type for code that asks for them; no one gets to multiply with it unnoticed."""
+        """Only shape and type are real; a product with NaN does not go unnoticed."""
         return torch.full((1,), torch.nan).expand(self.out_features, self.in_features)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -117,13 +116,13 @@ class PackedLinear(nn.Module):
 
 
 class HalfLinear(nn.Module):
-    """A float32 linear layer that reads its weight in half precision for up to HALF_TOKENS tokens, and else from a
-    packed float32 copy."""
+    """A float32 linear layer with its weight in half precision, used for up to HALF_TOKENS tokens, and as a packed
+    float32 copy."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.weight = weight.contiguous()
-        # No parameter, so it stays in half precision too.
+        # Not a parameter, so that it stays in half precision too.
         self.bias = None if bias is None else bias.detach()
         self.out_features, self.in_features = weight.shape
         self._wide = float32_linear(weight.float(), None if bias is None else bias.float())
@@ -136,7 +135,7 @@ class HalfLinear(nn.Module):
 
 
 class NativeLinear(nn.Module):
-    """A bfloat16 linear layer of a CPU that has instructions for it; one token is a product of matrix and vector."""
+    """A bfloat16 linear layer for a CPU with instructions for it; one token takes a matrix-vector product."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()

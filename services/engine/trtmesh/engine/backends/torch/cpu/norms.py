@@ -1,4 +1,4 @@
-"""Root-mean-square norms in four operations instead of the seven that the modules of transformers make."""
+"""Root-mean-square norms in four operations instead of the seven of transformers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 PROBE_ROWS = 5
 CLOSE = 1e-5
-"""Most that a norm may differ by, as a share of the largest value: rounding."""
+"""Largest difference from the original, as a share of the largest value: rounding."""
 
 
 class FusedNorm(nn.Module):
     """x / sqrt(mean(x ** 2) + epsilon) * weight, in float32.
 
-    The length of the vector is what one kernel finds, so everything is multiplied by the root of the size.
+    One kernel finds the length of a vector, so everything is scaled by the root of its size.
     """
 
     def __init__(self, weight: Tensor, epsilon: float) -> None:
@@ -32,7 +32,7 @@ class FusedNorm(nn.Module):
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Replaces the norms of a float32 model that compute just this; all others stay."""
+    """Replaces the norms of a float32 model that compute the same."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             fused = _fused(child)
@@ -41,7 +41,7 @@ def fuse_norms(model: nn.Module) -> None:
 
 
 def _fused(module: nn.Module) -> FusedNorm | None:
-    """A module that computes what `module` does; None where there is none."""
+    """A FusedNorm that computes the same as `module`; None where there is none."""
     own: Any = module
     weight = getattr(own, "weight", None)
     epsilon = getattr(own, "variance_epsilon", getattr(own, "eps", None))
@@ -53,11 +53,11 @@ def _fused(module: nn.Module) -> FusedNorm | None:
         return None
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(1, PROBE_ROWS, len(weight), generator=generator).to(weight.device)
-    # As small as epsilon matters.
+    # Small enough for epsilon to matter.
     rows[:, 0] *= math.sqrt(epsilon)
     with torch.inference_mode():
         expected = module(rows)
-        # Gemma's weights are what is to be added to one.
+        # Gemma adds one to its weights.
         for each in (weight, 1 + weight):
             fused = FusedNorm(each, epsilon)
             if torch.allclose(fused(rows), expected, rtol=CLOSE, atol=CLOSE):

@@ -1,4 +1,4 @@
-"""How many threads an operation on the CPU takes."""
+"""The number of threads of a CPU operation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from trtmesh.chassis.cores import physical_cores
 
 
-def take_threads(told: int) -> None:
-    """Takes `told`, or where that is 0 what OMP_NUM_THREADS says, as torch itself does, or else one for each core."""
-    if told or "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(told or physical_cores())
+def take_threads(threads: int) -> None:
+    """Sets `threads`; 0 means OMP_NUM_THREADS, as in torch itself, or one per physical core."""
+    if threads or "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(threads or physical_cores())

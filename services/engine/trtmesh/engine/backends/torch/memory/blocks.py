@@ -44,8 +44,8 @@ class Prefix:
 class BlockPool:
     """Blocks with reference counts.
 
-    A published block without references stays idle until EvictionOrder gives it up. A chain is released from its end,
-    so that among equals a child is evicted before its parent.
+    A published block without references stays idle until EvictionOrder gives it up. A chain is released from the
+    end, so that among equals a child is evicted before its parent.
     """
 
     def __init__(

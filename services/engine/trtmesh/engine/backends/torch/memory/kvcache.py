@@ -1,9 +1,9 @@
-"""The KV pool as one tensor, and the row numbers by which attention addresses it.
+"""The KV pool as one tensor, and its row numbers for attention.
 
 Layout [blocks, layers, 2, kv_heads, tokens_per_block, head_dim], with 2 for key and value, so that a block, or a range
 of its heads, is contiguous. In a view of rows of [tokens_per_block * head_dim], the keys of (block, layer, head) are
 row ((block * layers + layer) * 2 + 0) * kv_heads + head, and the values kv_heads rows further. Rows of different layers
-differ by a constant, so one index serves all layers, each with a view that begins at its constant.
+differ by a constant, so one index serves all layers, each with a view shifted by its constant.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class KvCache:
                 target.index_copy_(0, targets, content)
 
     def _place(self, blocks: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tensor that holds blocks of one kind, and their indexes in it."""
+        """The tensor of some blocks of one kind, and their indexes there."""
         first_of_host = self.pool.shape[0]
         if blocks[0] < first_of_host:
             return self.pool, torch.tensor(blocks, device=self.pool.device)

@@ -1,4 +1,4 @@
-"""The model: loaded with the code of transformers, its KV shape found by a probe, unfit ones refused."""
+"""Loads a model with the code of transformers, finds its KV shape by a probe, and refuses unsuitable models."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ DEFAULT_POSITIONS = 2048
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A causal language model and what the engine must know of it."""
+    """A causal language model and its properties."""
 
     module: PreTrainedModel
     dtype: torch.dtype
-    """Of weights and KV as they are stored."""
+    """Type of weights and KV in memory."""
     compute_dtype: torch.dtype
-    """Of what lies between."""
+    """Type of activations."""
     plain: bool
-    """Whether its layers may be called one after another, without the code of transformers around them."""
+    """Whether its layers can be called one after another without the code of transformers around them."""
     kv_shape: KvShape
     vocabulary_size: int
     max_positions: int
     end_ids: tuple[int, ...]
     embedding: Embedding
     window: int | None
-    """Tokens before and with it that a token sees, in every layer; None where a layer sees all."""
+    """Tokens that a token sees, itself included, in the layer with the widest window; None where a layer sees all."""
 
     def logits(
         self,
@@ -50,7 +50,7 @@ class Model:
     ) -> Tensor:
         """Next-token logits [rows, vocabulary] in float32 after the tokens at indexes `rows` of a flat batch.
 
-        `token_ids` and `positions` are [tokens]; `tables` says which of the tokens a prompt table gives a meaning to.
+        `token_ids` and `positions` are [tokens]; `tables` gives ranges of tokens their prompt tables.
         """
         if self.plain:
             logits = self._plain_logits(self.embedding.inputs(token_ids, tables), positions, rows)
@@ -68,14 +68,14 @@ class Model:
         return logits[:, : self.vocabulary_size].float()
 
     def _plain_logits(self, embedded: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
-        """What the forwards of such a model do for this engine: the masks that they make are not used."""
+        """The model's forward without the masks, which paged attention does not use."""
         model: Any = self.module
         body = model.model
         hidden = embedded[None]
         position_embeddings = body.rotary_emb(hidden, positions[None])
         for layer in body.layers:
             hidden = layer(hidden, position_embeddings)
-        # Norms look at one token at a time.
+        # A norm sees one token at a time.
         logits: Tensor = model.lm_head(body.norm(hidden[0, rows]))
         return logits
 
@@ -134,7 +134,7 @@ def _config(model_dir: Path) -> Any:
     if getattr(config, "is_encoder_decoder", False):
         raise ModelUnusable(f"model type {kind} is an encoder-decoder; only decoders are served")
     if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise ModelUnusable(f"model type {kind} is no causal language model of transformers")
+        raise ModelUnusable(f"model type {kind} is not a causal language model of transformers")
     return config
 
 
@@ -144,7 +144,7 @@ def _own_dtype(config: Any) -> torch.dtype:
 
 
 def _weights(model_dir: Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    # Untyped, because the declared type forgets the report that output_loading_info adds.
+    # Untyped: the declared type lacks the report of output_loading_info.
     loader: Any = AutoModelForCausalLM
     try:
         with _quiet():
@@ -171,12 +171,12 @@ def _weights(model_dir: Path, config: Any, dtype: torch.dtype) -> PreTrainedMode
                 f" {', '.join(keys[:3])}{more}"
             )
     if not isinstance(module, PreTrainedModel):
-        raise ModelUnusable(f"{model_dir} is no model of transformers")
+        raise ModelUnusable(f"{model_dir} is not a model of transformers")
     return module
 
 
 class Probe:
-    """Notes what the layers hand to attention instead of computing it."""
+    """Records the calls of attention instead of computing it."""
 
     def __init__(self) -> None:
         self.calls: Counter[int] = Counter()
@@ -195,7 +195,7 @@ class Probe:
 
     @property
     def window(self) -> int | None:
-        """The widest sliding window; None where a layer has none."""
+        """The widest sliding window; None where a layer has no window."""
         windows = [window or 0 for window in self.windows.values()]
         return max(windows) if all(windows) else None
 
@@ -211,7 +211,7 @@ class Probe:
 
 
 def _probe(module: PreTrainedModel, layers: int, device: torch.device) -> Probe:
-    """Runs a few tokens. Raises ModelUnusable where a layer's attention would not be seen."""
+    """Runs a few tokens. Raises ModelUnusable where a layer bypasses the attention interface."""
     recorder = Probe()
     attention.attach(module, recorder)
     tokens = torch.arange(PROBE_TOKENS, device=device)[None]
@@ -230,9 +230,9 @@ def _probe(module: PreTrainedModel, layers: int, device: torch.device) -> Probe:
 
 
 def _max_positions(config: Any, probe: Probe) -> int:
-    """The model's length, or less where a layer sees less than all and attention is not told so.
+    """The model's length, limited to the width of masks that paged attention does not see.
 
-    Such layers hide tokens by a mask, which paged attention never gets; up to the mask's width they hide nothing.
+    Some layers hide tokens by a mask alone; up to the width of the mask they hide nothing.
     """
     longest = int(getattr(config, "max_position_embeddings", None) or DEFAULT_POSITIONS)
     widths = {
@@ -247,7 +247,7 @@ def _max_positions(config: Any, probe: Probe) -> int:
 
 
 def _vocabulary_size(module: PreTrainedModel) -> int:
-    """Rows of the input embeddings, at most the logits there are."""
+    """Rows of the input embeddings, at most as many as there are logits."""
     untyped: Any = module
     heads = (untyped.get_input_embeddings(), untyped.get_output_embeddings())
     return min(int(head.weight.shape[0]) for head in heads if head is not None)
@@ -265,7 +265,7 @@ def _end_ids(module: PreTrainedModel) -> tuple[int, ...]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bar and no warnings on standard error while loading; refusals say what is wrong."""
+    """Suppresses progress bars and warnings while loading; refusals carry the reason."""
     # Untyped functions.
     hub: Any = transformers_logging
     bars, verbosity = hub.is_progress_bar_enabled(), hub.get_verbosity()

@@ -1,7 +1,7 @@
-"""Prompt tuning: rows that a request brings along, addressed by the ids that follow the vocabulary.
+"""Prompt tuning: embeddings from the request, addressed by ids beyond the vocabulary.
 
-The table extends the model's embedding matrix: id `vocabulary_size + n` means row n, and whatever the model does to
-its own embeddings (Gemma multiplies them) it does to these rows too, as TensorRT-LLM has it.
+The table extends the model's embedding matrix: id `vocabulary_size + n` is row n. The model treats these rows like its
+own (Gemma scales them), as in TensorRT-LLM.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class PromptTable:
-    """What prompt tuning asks of one item."""
+    """The prompt table of one item."""
 
     rows: Tensor | None
-    """[rows, hidden size] as the layers take them, on the model's device; None where only extra ids were given."""
+    """[rows, hidden size] on the model's device, as the layers take them; None where the item has only extra ids."""
     digest: bytes
-    """Of all that makes equal token ids mean something else."""
+    """Digest of everything that gives equal token ids another meaning."""
 
 
 class Embedding:
-    """The embedding module of a model, applied to the model's rows or to those of a request."""
+    """The embedding module of a model, applied to its own rows or to rows of a request."""
 
     def __init__(self, module: torch.nn.Module, vocabulary_size: int) -> None:
         self.vocabulary_size = vocabulary_size
@@ -58,18 +58,18 @@ class Embedding:
         return self.hidden_size * self._weight.itemsize
 
     def check(self, asked: PromptTuning, prompt_tokens: int) -> None:
-        """Whether what a request asks for its prompt can be read, without looking at values. Raises InvalidField."""
+        """Checks everything but the values of a table. Raises InvalidField."""
         if asked.extra_ids and len(asked.extra_ids) != prompt_tokens:
             raise InvalidField(
-                f"prompt_tuning.extra_ids has {len(asked.extra_ids)} ids but must have one for each of the"
-                f" {prompt_tokens} tokens of the prompt, or none"
+                f"has {len(asked.extra_ids)} ids but must have one for each of the {prompt_tokens} tokens of the"
+                " prompt, or none",
+                field="prompt_tuning.extra_ids",
             )
         tensor = asked.embedding_table
         if tensor is None:
             if asked.vocabulary_size is not None:
-                raise InvalidField(
-                    "prompt_tuning.vocabulary_size is set but prompt_tuning.embedding_table is not"
-                )
+                field = "prompt_tuning.vocabulary_size"
+                raise InvalidField("is set without an embedding table", field=field)
             return
         if tensor.data_type not in DTYPES:
             name = pb.DataType.Name(pb.DataType.ValueType(tensor.data_type))
@@ -82,16 +82,17 @@ class Embedding:
             raise InvalidField.of("prompt_tuning.embedding_table.shape", list(tensor.shape), limit)
         count = tensor.shape[0] if asked.vocabulary_size is None else asked.vocabulary_size
         if not 1 <= count <= tensor.shape[0]:
-            limit = f"in [1, {tensor.shape[0]}], the rows of prompt_tuning.embedding_table"
-            raise InvalidField.of("prompt_tuning.vocabulary_size", count, limit)
+            limit = f"in [1, {tensor.shape[0]}]"
+            source = "prompt_tuning.embedding_table"
+            raise InvalidField.of("prompt_tuning.vocabulary_size", count, limit, source)
 
     def bytes_of(self, asked: PromptTuning) -> int:
-        """Memory for the table of a request that was checked, as it came and as the layers take it."""
+        """Memory for a checked table, as received and as the layers take it."""
         tensor = asked.embedding_table
         return len(tensor.data) + table_rows(asked) * self.row_bytes if tensor else 0
 
     def read(self, asked: PromptTuning) -> PromptTable:
-        """The table of a request that was checked; takes about a second for each 64 MiB. Raises InvalidField."""
+        """Reads a checked table, at about 64 MiB a second. Raises InvalidField."""
         digest = blake2b(array("Q", asked.extra_ids).tobytes(), digest_size=32)
         tensor = asked.embedding_table
         if tensor is None:
@@ -101,8 +102,8 @@ class Embedding:
         given = _tensor(tensor).to(self._weight)
         if not bool(torch.isfinite(given).all()):
             raise InvalidField(
-                f"prompt_tuning.embedding_table holds values that are not finite numbers in {given.dtype}, the type"
-                " that the model computes in"
+                f"holds values that are not finite numbers in {given.dtype}, the type of the model",
+                field="prompt_tuning.embedding_table",
             )
         with torch.inference_mode():
             indexes = torch.arange(table_rows(asked), device=given.device)
@@ -110,7 +111,7 @@ class Embedding:
         return PromptTable(rows, digest.digest())
 
     def inputs(self, token_ids: Tensor, tables: Sequence[tuple[slice, PromptTable]]) -> Tensor:
-        """Embeddings [tokens, hidden size] of a flat batch; `tables` says which of its tokens have which table."""
+        """Embeddings [tokens, hidden size] of a flat batch; `tables` gives ranges of its tokens their prompt tables."""
         if not tables:
             given: Tensor = self._module(token_ids)
             return given
@@ -124,7 +125,7 @@ class Embedding:
 
 
 def _bare(module: Any) -> Any:
-    """The same code, to be applied to weights that come with each call, and where no row is a padding row."""
+    """The same code for weights that come with each call, without a padding row."""
     bare = copy.copy(module)
     bare._parameters = dict(module._parameters)
     bare.padding_idx = None
@@ -132,7 +133,7 @@ def _bare(module: Any) -> Any:
 
 
 def _tensor(tensor: vocabulary.Tensor) -> Tensor:
-    # A copy, because bytes cannot be written to and PyTorch warns of that; numpy's lets other threads go on meanwhile.
+    # A copy, because PyTorch warns of read-only memory; numpy copies without the GIL.
     data = np.frombuffer(tensor.data, dtype=np.uint8).copy()
     dtype = DTYPES[pb.DataType.ValueType(tensor.data_type)]
     return torch.from_numpy(data).view(dtype).view(tensor.shape)

@@ -1,7 +1,7 @@
-"""Reading prompt tables beside the steps: neither the event loop nor a batch mate waits for it.
+"""Reads prompt tables on a thread of their own, so that neither the event loop nor the steps wait.
 
-A table has megabytes that must be digested, converted and looked through. One thread does that, table after table; the
-sequences of the item meanwhile wait in their places of the queue, where they may be stopped like any other.
+A table has megabytes to digest, convert and check. Meanwhile the sequences of its item wait in the queue, where they
+can be stopped like all others.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Done = Callable[["PromptTable | TrtmeshError"], None]
-"""Takes the table, or what is wrong with it, on the reading thread."""
+"""Takes the table or its error, on the reading thread."""
 
 
 class Lease:
-    """Memory of one table, counted until each of its holders has given it back."""
+    """Memory of a table, counted until all holders have returned it."""
 
     def __init__(self, size: int, holders: int, freed: Callable[[int], None]) -> None:
         self._size = size
@@ -36,11 +36,11 @@ class Lease:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether anybody holds it beside the one who asks."""
+        """Whether there is a holder besides the caller."""
         return self._holders > 1
 
     def give_back(self) -> None:
-        """To be called by each holder, once."""
+        """Called once by each holder."""
         with self._lock:
             self._holders -= 1
             over = not self._holders
@@ -49,7 +49,7 @@ class Lease:
 
 
 class PromptTables:
-    """The tables of all items of a backend, in `most_bytes` of memory at most."""
+    """The tables of all items of a backend, in at most `most_bytes` of memory."""
 
     def __init__(self, embedding: Embedding, most_bytes: int) -> None:
         self._embedding = embedding
@@ -63,31 +63,31 @@ class PromptTables:
         return self._held_bytes
 
     def read(self, request_id: str, asked: PromptTuning, holders: int, done: Done) -> Lease:
-        """Has a table of a request read that `Embedding.check` found good; `holders` sequences will hold what comes of
-        it.
+        """Queues a table that passed `Embedding.check`; `holders` sequences will hold it.
 
-        Raises QueueFull where there is no memory for it now, InvalidField where there never is.
+        Raises QueueFull where memory is short for now, InvalidField where the table can never fit.
         """
         size = self._embedding.bytes_of(asked)
         if size > self._most_bytes:
             raise InvalidField(
-                f"prompt_tuning.embedding_table takes {size} bytes, as it came and as the model computes with it, but"
-                f" must take at most {self._most_bytes} (prompt_tables_bytes); send fewer rows"
+                f"takes {size} bytes, as received and as computed with, but must take at most {self._most_bytes}"
+                " (prompt_tables_bytes); send fewer rows",
+                field="prompt_tuning.embedding_table",
             )
         with self._lock:
             if self._held_bytes + size > self._most_bytes:
                 raise QueueFull(
-                    f"the prompt tables of other items take {self._held_bytes} bytes and at most"
-                    f" {self._most_bytes} may be taken (prompt_tables_bytes); try again later or elsewhere"
+                    f"the prompt tables of other items take {self._held_bytes} bytes of at most {self._most_bytes}"
+                    " (prompt_tables_bytes); try again later or elsewhere"
                 )
             self._held_bytes += size
-        # The reading is a holder too.
+        # The read itself is a holder too.
         lease = Lease(size, holders + 1, self._free)
         self._thread.submit(self._read, request_id, asked, lease, done)
         return lease
 
     def close(self) -> None:
-        """Returns when nothing is read any more; what had not begun never is."""
+        """Waits for the current read and drops the queued ones."""
         self._thread.shutdown(cancel_futures=True)
 
     def _read(self, request_id: str, asked: PromptTuning, lease: Lease, done: Done) -> None:
@@ -103,7 +103,7 @@ class PromptTables:
             with request_id_bound(request_id):
                 log.exception("a prompt table could not be read")
             table = BackendFailed(f"the prompt table could not be read: {error}")
-        # Before anybody may see the item end, so that nothing is counted by then.
+        # First, so that nothing is counted any more when the item is seen to end.
         lease.give_back()
         done(table)
 

@@ -1,7 +1,7 @@
-"""Guard against rotary embeddings that look at the whole batch.
+"""Freezes rotary embeddings that depend on the whole batch.
 
-`dynamic` and `longrope` choose their frequencies by the largest position of a forward, so in a shared batch one long
-sequence would change the others. They are frozen to what the longest allowed sequence gets.
+`dynamic` and `longrope` choose their frequencies by the largest position of a forward, so one long sequence would
+change its batch mates. They get the frequencies of the longest allowed sequence.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FROZEN = "frozen"
 
 
 def freeze_rope(model: torch.nn.Module, max_sequence_tokens: int) -> None:
-    """Makes every rotary embedding of `model` a function of a token's own position; refuses what is unknown."""
+    """Makes every rotary embedding a function of a token's own position. Raises ModelUnusable for unknown types."""
     for name, module in model.named_modules():
         kind = getattr(module, "rope_type", None)
         if kind is None:
@@ -44,5 +44,5 @@ def _freeze(module: Any, kind: str, max_sequence_tokens: int) -> None:
     inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](module.config, device, seq_len=length)
     module.inv_freq = inv_freq
     module.attention_scaling = scaling
-    # The update in forward goes by this name; any other leaves inv_freq alone.
+    # Forward updates inv_freq for the types that it knows by name.
     module.rope_type = FROZEN

@@ -1,4 +1,4 @@
-"""The files of a model directory: that they are there, whole and safe, and what names them."""
+"""The files of a model directory: their checks and fingerprint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SAMPLE_BYTES = 64 * 1024
 
 
 def weight_files(model_dir: Path) -> list[Path]:
-    """The safetensors files. Raises ModelUnusable when the directory cannot be a model."""
+    """The safetensors files. Raises ModelUnusable for an unsuitable directory."""
     if not model_dir.is_dir():
         raise ModelUnusable(f"model directory {model_dir} does not exist")
     if not (model_dir / "config.json").is_file():
@@ -32,10 +32,10 @@ def weight_files(model_dir: Path) -> list[Path]:
 
 
 def model_fingerprint(model_dir: Path, files: list[Path], dtype: str) -> str:
-    """SHA-256 over config.json, generation_config.json, the type computed in and the weights.
+    """SHA-256 over config.json, generation_config.json, the type and the weights.
 
-    Of a weight file larger than 64 MiB only its size, its header and 256 evenly spread samples of 64 KiB count:
-    that tells trainings, quantisations and truncations apart without reading hundreds of gigabytes.
+    Of a weight file larger than 64 MiB only the size, the header and 256 evenly spread samples of 64 KiB count, which
+    tell trainings, quantisations and truncations apart without reading hundreds of gigabytes.
     """
     digest = sha256(dtype.encode())
     for name in ("config.json", "generation_config.json"):
@@ -51,14 +51,14 @@ def model_fingerprint(model_dir: Path, files: list[Path], dtype: str) -> str:
 
 
 def _check(file: Path) -> None:
-    """A torn download is told here by name instead of deep inside a loader."""
+    """Names a torn file, before a loader fails deep inside."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(file, framework="numpy") as content:
             content.keys()
     except (SafetensorError, OSError) as error:
-        raise ModelUnusable(f"{file} is no readable safetensors file: {error}") from error
+        raise ModelUnusable(f"{file} is not a readable safetensors file: {error}") from error
 
 
 def _canonical(file: Path) -> bytes:

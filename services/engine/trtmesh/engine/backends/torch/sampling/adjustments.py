@@ -1,6 +1,6 @@
-"""What changes logits before they are filtered: bias, penalties, bans. Rows that ask for nothing cost nothing.
+"""Bias, penalties and bans, applied to logits before the filters. Rows without a wish cost nothing.
 
-Each kind is one operation over the entries of all rows that ask for it, numbered in the flat view of the logits.
+Each kind is one operation over the entries of all rows, numbered in the flat view of the logits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Row = tuple[int, Continuation]
 
 
 def adjusted(sequences: SequenceOf[Continuation], logits: Tensor) -> Tensor:
-    """`logits` [sequences, vocabulary] as the sequences' rules change them; a copy where anything changes."""
+    """`logits` [sequences, vocabulary] as changed by the rules of the sequences; a copy unless unchanged."""
     rows = [
         (row, sequence)
         for row, sequence in enumerate(sequences)
@@ -44,13 +44,13 @@ def _add_bias(rows: SequenceOf[Row], flat: Tensor, size: int) -> None:
     biases = [(row, sequence.token_rules.bias) for row, sequence in rows]
     places = np.concatenate([ids + row * size for row, (ids, _) in biases])
     weights = np.concatenate([weights for _, (_, weights) in biases])
-    # No place occurs twice, so the sum does not depend on an order.
+    # No place occurs twice, so the order of the sum does not matter.
     flat.index_add_(0, _tensor(places, flat), _tensor(weights, flat))
 
 
 def _penalise(rows: SequenceOf[Row], flat: Tensor, size: int) -> None:
-    """Divides positive logits by the repetition penalty and multiplies negative ones; subtracts presence + frequency *
-    count from those of generated tokens."""
+    """Divides positive logits by the repetition penalty and multiplies negative logits; subtracts presence +
+    frequency * count for generated tokens."""
     places, factors, minus = [], [], []
     for row, sequence in rows:
         sampling, occurrences = sequence.token_rules.sampling, _occurrences(sequence)
@@ -90,7 +90,7 @@ def _ban(rows: SequenceOf[Row], flat: Tensor, size: int) -> None:
 
 
 def _banned(sequence: Continuation) -> Iterator[Ids]:
-    """Ids that must not come next."""
+    """Ids banned as the next token."""
     rules, tokens = sequence.token_rules, sequence.tokens
     if rules.bars_ngrams and sequence.history and sequence.history.ngrams:
         yield np.array(sequence.history.ngrams.repeating(tokens), dtype=np.int64)

@@ -18,13 +18,14 @@ from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.details import details_of, log_probs_of
 from trtmesh.engine.backends.torch.sampling.draws import draw
 from trtmesh.engine.backends.torch.sampling.filters import Descending, Filters
+from trtmesh.engine.backends.torch.sampling.token_rules import BANS
 
 Highest = Callable[[Tensor], tuple[Tensor, Tensor]]
 """The highest value of each row [rows] and its index, the lowest among equals."""
 
 
 class Chooser:
-    """Chooses with a device's ways to find and sort the highest numbers."""
+    """Chooses tokens, with the device's functions to find and sort the highest numbers."""
 
     def __init__(self, highest: Highest, descending: Descending) -> None:
         self._highest = highest
@@ -60,7 +61,7 @@ class Chooser:
 
 
 class TokenChoice:
-    """The tokens of the rows of a step; `token_ids` is there once `read` was called."""
+    """The tokens of the rows of a step; `read` sets `token_ids`."""
 
     token_ids: list[int]
 
@@ -80,7 +81,7 @@ class TokenChoice:
         self._log_probs = log_probs
 
     def read(self) -> dict[int, TrtmeshError]:
-        """Waits for the device. Returns the rows that have no token, and why."""
+        """Waits for the device. Returns the rows without a token, and why."""
         self.token_ids = self._ids.tolist()
         return {
             row: _failure(self._logits[row])
@@ -89,11 +90,11 @@ class TokenChoice:
         }
 
     def log_prob(self, row: int, token: int) -> float:
-        """Of any token, where the row's item asks for log-probabilities."""
+        """The log-probability of any token, where the row's item asks for log-probabilities."""
         return float(self._log_probs[row][token])
 
     def details(self, row: int) -> TokenDetails:
-        """What the row's item asks for beside the token, without the cumulative log-probability."""
+        """The details that the row's item asks for, without the cumulative log-probability."""
         return details_of(
             self._sequences[row],
             self.token_ids[row],
@@ -103,18 +104,18 @@ class TokenChoice:
 
 
 class Ranking:
-    """What beams are ranked by."""
+    """Log-probabilities to rank beams by."""
 
     def __init__(self, log_probs: Tensor, logits: Tensor, peaks: Tensor) -> None:
         self.log_probs = log_probs
-        """[lanes, vocabulary] float64; -inf for what must not come."""
+        """[lanes, vocabulary] float64; -inf for banned tokens."""
         self.logits = logits
         """The model's own, [lanes, vocabulary]."""
         self._peaks = peaks
 
     def read(self) -> dict[int, TrtmeshError]:
-        """Waits for the device. Returns the rows that are no numbers, and why. A row that allows no token is none of
-        them: other beams may still go on."""
+        """Waits for the device. Returns the rows that are not finite, and why. A row without an allowed token is no
+        failure: other beams may continue."""
         return {
             row: _failure(self.logits[row])
             for row, peak in enumerate(self._peaks.tolist())
@@ -132,8 +133,5 @@ def _changed(sequences: SequenceOf[Continuation], logits: Tensor) -> Tensor:
 def _failure(row: Tensor) -> TrtmeshError:
     """Why no token of a row can be chosen; `row` holds the model's own logits."""
     if bool(torch.isfinite(row.amax())):
-        return InvalidRequest(
-            "no token is left to choose: bad_token_ids, no_repeat_ngram_size, embedding_bias and min_tokens together"
-            " forbid the whole vocabulary; forbid less"
-        )
+        return InvalidRequest("together leave no token to choose; forbid less", fields=BANS)
     return BackendFailed("the model's logits are not finite numbers")

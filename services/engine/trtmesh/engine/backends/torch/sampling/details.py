@@ -1,8 +1,7 @@
-"""What is told about a chosen token: log-probabilities, alternatives, logits.
+"""Optional data of a chosen token: log-probabilities, alternatives, logits.
 
-A log-probability is that of the model's own logits, or, where the item asks to normalise, that among the tokens which
-could be chosen: after bias, penalties, bans, temperature and filters, and 0 for a greedy token. The latter is what
-TensorRT-LLM's `normalize_log_probs` gives.
+Log-probabilities come from the model's own logits. Normalised ones count only the tokens that could be chosen, after
+bias, penalties, bans, temperature and filters; a greedy token has 0. So does TensorRT-LLM's `normalize_log_probs`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ TopLogProbs = list[tuple[int, float]]
 def details_of(
     sequence: Continuation, token: int, log_probs: Tensor | None, logits: Tensor
 ) -> TokenDetails:
-    """What an item asks for of a token, from `log_probs` [vocabulary] and `logits` [1, vocabulary]."""
+    """The details that its item asks for, from `log_probs` [vocabulary] and `logits` [1, vocabulary]."""
     details, output = TokenDetails(sequence.key), sequence.token_rules.output
     if log_probs is not None:
         details.log_probs.append(float(log_probs[token]))
@@ -42,14 +41,14 @@ def details_of(
 
 
 def most_likely(log_probs: Tensor, count: int) -> TopLogProbs:
-    """The `count` most likely ids of a row, those that can be chosen at all."""
+    """The `count` most likely ids of a row, without impossible ids."""
     values, ids = log_probs.topk(min(count, len(log_probs)))
     pairs = zip(ids.tolist(), values.tolist(), strict=True)
     return [(token, value) for token, value in pairs if value > -torch.inf]
 
 
 def tensor_of(rows: Tensor, data_type: int) -> TensorValue:
-    """Logits [rows, vocabulary] in the element type asked for."""
+    """Logits [rows, vocabulary] in the requested element type."""
     data_type = data_type or pb.DATA_TYPE_FP32
     values = rows.to(DTYPES[pb.DataType.ValueType(data_type)]).cpu().contiguous()
     data = values.view(torch.uint8).numpy().tobytes()
@@ -77,7 +76,7 @@ def log_probs_of(
 
 
 def _among_choosable(sequence: Continuation, row: Tensor, filters: Filters) -> Tensor:
-    """Log-probabilities [vocabulary] of the draw from `row` [1, vocabulary]; -inf for what cannot be drawn."""
+    """Log-probabilities [vocabulary] of the draw from `row` [1, vocabulary]; -inf for impossible ids."""
     rules = sequence.token_rules
     if rules.greedy:
         only = torch.full_like(row[0], -torch.inf, dtype=torch.float64)

@@ -1,7 +1,7 @@
-"""One token for each sampled row.
+"""Draws one token per row.
 
-The cumulative distribution is added up in the order of ids, whatever the batch. Rows of a small top_k are drawn among
-their candidates alone, which gives the same token for a fraction of the work: what is filtered out weighs nothing.
+The cumulative distribution is added up in the order of ids, independently of the batch. Rows with a small top_k draw
+among their candidates alone: the same token for a fraction of the work, because filtered tokens have no weight.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trtmesh.engine.backends.torch.sampling.filters import (
 from trtmesh.engine.draws import uniforms
 
 MOST_CANDIDATES = 1024
-"""Highest top_k for which sorting candidates costs less than looking at the whole vocabulary."""
+"""Highest top_k for which sorting candidates costs less than the whole vocabulary."""
 
 
 def draw(sequences: SequenceOf[Continuation], logits: Tensor, filters: Filters) -> Tensor:
@@ -59,7 +59,7 @@ def _part(
     logits: Tensor,
     numbers: NDArray[np.float64],
 ) -> _Part:
-    """Config, top_p, logits and number [rows, 1] of each of `rows`."""
+    """Configs, top_p, logits and numbers [rows, 1] of `rows`."""
     configs = [sequences[row].token_rules.sampling for row in rows]
     top_p = [sequences[row].top_p for row in rows]
     chosen = torch.from_numpy(numbers[rows]).to(logits.device)[:, None]
@@ -80,7 +80,7 @@ def _draw_many(
 def _draw_few(
     configs: list[Sampling], top_p: list[float], logits: Tensor, numbers: Tensor
 ) -> Tensor:
-    """-1 for a row in which more tokens equal the k-th than are looked at."""
+    """-1 for a row with more ties at the k-th place than candidates."""
     top_k = [c.top_k or 1 for c in configs]
     values, ids = logits.topk(max(top_k) + 1, dim=1)
     scaled = values.double().div_(column([_temperature(c) for c in configs], logits))
@@ -89,7 +89,7 @@ def _draw_few(
     complete = scaled[:, -1] < lowest[:, 0]
     weights = scaled.exp().masked_fill_(scaled < lowest, 0.0)
     if min(top_p) < 1:
-        # Added up one by one, so that zeros behind do not change the sum.
+        # cumsum, not sum: trailing zeros must not change the result.
         reached = weights.cumsum(dim=1)
         share = column(top_p, logits)
         bounds = share_bound(scaled, reached, share * reached[:, -1:])
@@ -111,7 +111,6 @@ def _inverted(cumulative: Tensor, numbers: Tensor) -> Tensor:
     """The first place [rows, 1] at which each row of `cumulative` exceeds the share `numbers` [rows, 1] of its end."""
     totals = cumulative[:, -1:].contiguous()
     places = torch.searchsorted(cumulative, numbers * totals, right=True)
-    # Rounding may lift a target to the total; the last token that stayed is meant then. Totals that are no numbers
-    # would be found beyond the end.
+    # Rounding may lift a target to the total, which means the last token with weight. NaN is found beyond the end.
     places = torch.minimum(places, torch.searchsorted(cumulative, totals))
     return places.clamp_(max=cumulative.shape[1] - 1)

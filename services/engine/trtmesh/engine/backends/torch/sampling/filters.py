@@ -1,7 +1,4 @@
-"""What each token weighs in a draw: temperature, top_k, top_p and min_p.
-
-Every filter is a lowest logit that stays, so tokens of equal logits stay or go together.
-"""
+"""Weights of tokens in a draw. Each filter is a lower bound for logits, so equal logits pass or fail together."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from trtmesh.chassis.vocabulary import Sampling
 Descending = Callable[[Tensor], Tensor]
 """Sorts each row, highest first."""
 CANDIDATES = 256
-"""Most likely tokens that top_p looks at before it sorts the whole vocabulary."""
+"""Most likely tokens that top_p tries before it sorts the whole vocabulary."""
 
 
 class Filters:
@@ -28,7 +25,7 @@ class Filters:
     def weights(
         self, configs: SequenceOf[Sampling], logits: Tensor, top_p: SequenceOf[float]
     ) -> Tensor:
-        """The weight of each token in the draw, [rows, vocabulary] float64; 0 for what is filtered out.
+        """The weights [rows, vocabulary] float64; 0 for filtered tokens.
 
         `top_p` replaces the value of each config: it may have decayed.
         """
@@ -48,7 +45,7 @@ class Filters:
         scaled: Tensor,
         weights: Tensor,
     ) -> Tensor | None:
-        """The lowest logit that stays in each row, [rows, 1]; None where nothing is filtered.
+        """The lowest logit to keep in each row, [rows, 1]; None without a filter.
 
         `scaled` are logits below a peak of 0, `weights` their exponentials.
         """
@@ -69,7 +66,7 @@ class Filters:
     def _top_p_bound(
         self, scaled: Tensor, weights: Tensor, lowest: Tensor | None, top_p: Tensor
     ) -> Tensor:
-        """The lowest value of the smallest set of most likely tokens whose share of what stays reaches `top_p`."""
+        """The lowest logit of the smallest set of most likely tokens with a share of `top_p` in all kept tokens."""
         kept = weights if lowest is None else weights.masked_fill(scaled < lowest, 0.0)
         needed = top_p * kept.sum(dim=1, keepdim=True)
         limited = top_p[:, 0] < 1
@@ -89,7 +86,7 @@ def column(values: SequenceOf[float], like: Tensor) -> Tensor:
 
 
 def _top_k_bound(scaled: Tensor, top_k: list[int]) -> Tensor:
-    """The k-th highest value of each row; -inf where k is the vocabulary."""
+    """The k-th highest value of each row; -inf where k covers the vocabulary."""
     size = scaled.shape[1]
     most = max(k for k in top_k if k < size)
     values = scaled.topk(most, dim=1).values
@@ -99,6 +96,6 @@ def _top_k_bound(scaled: Tensor, top_k: list[int]) -> Tensor:
 
 
 def share_bound(values: Tensor, reached: Tensor, needed: Tensor) -> Tensor:
-    """The first of the falling `values` at which `reached`, the sum so far, is what is `needed`: [rows, 1]."""
+    """The first of the falling `values` at which `reached`, their cumulative sum, is at least `needed`: [rows, 1]."""
     places = (reached < needed).sum(dim=1, keepdim=True).clamp_(max=values.shape[1] - 1)
     return values.gather(1, places)

@@ -1,6 +1,6 @@
-"""What the choice of a token must know of the tokens before it, kept up to date instead of counted anew each step.
+"""Counts over earlier tokens, updated from step to step.
 
-Everything here is a function of the tokens: it catches up with them, whoever generated them and in whatever runs.
+All of them are pure functions of the tokens, whatever worker generated them and in however many runs.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from trtmesh.chassis.vocabulary import Sampling
 from trtmesh.engine.backends.torch.sampling.token_rules import Ids, TokenRules
 
 TOP_P_MIN = 1e-6
-"""Lower bound of a decaying top_p where none is given, as TensorRT-LLM has it."""
+"""Default lower bound of a decaying top_p, as in TensorRT-LLM."""
 
 HASH_MODULUS = 2**61 - 1
 HASH_BASE = 0x1B873593CC9E2D51
-"""Any number below the modulus that is far above all ids."""
+"""Any number below the modulus and far above all ids."""
 
 
 class History:
-    """The memory of one sequence, as far as its rules need one."""
+    """The memory that the rules of a sequence need."""
 
     def __init__(self, rules: TokenRules, prompt_tokens: int) -> None:
         sampling = rules.sampling
@@ -31,7 +31,7 @@ class History:
         self.top_p = DecayingTopP(sampling, prompt_tokens) if rules.decays_top_p else None
 
     def catch_up(self, tokens: SequenceOf[int]) -> None:
-        """Takes in what `tokens` has more than at the last call; what was there must not have changed."""
+        """Takes in the tokens added since the last call; earlier tokens must be unchanged."""
         if self.occurrences:
             self.occurrences.catch_up(tokens)
         if self.ngrams:
@@ -41,7 +41,7 @@ class History:
 
 
 class Occurrences:
-    """Distinct ids that the penalties see, in the order of their first occurrence, and how often each was generated."""
+    """Distinct ids under the penalties, in the order of first occurrence, and how often each was generated."""
 
     def __init__(self, sampling: Sampling, prompt_tokens: int) -> None:
         self._next = min(sampling.prompt_ignore_length, prompt_tokens)
@@ -52,7 +52,7 @@ class Occurrences:
 
     @property
     def ids(self) -> Ids:
-        """A copy, because an array that is viewed cannot grow."""
+        """A copy, because a viewed array cannot grow."""
         return np.array(self._ids, dtype=np.int64)
 
     @property
@@ -72,18 +72,18 @@ class Occurrences:
 
 
 class Ngrams:
-    """Which ids have followed each run of `size - 1` tokens, prompt included.
+    """The ids that followed each run of `size - 1` tokens, prompt included.
 
-    A run is known by a hash that rolls along with the tokens (Karp and Rabin, https://doi.org/10.1147/rd.312.0249), so
-    it takes the same room and time whatever its size. Two runs share a hash by chance once in 2**61; whoever makes such
-    tokens on purpose bans some ids too many for himself.
+    Runs are keyed by a rolling hash (Karp and Rabin, https://doi.org/10.1147/rd.312.0249), so time and memory do not
+    depend on `size`. Two runs collide by chance once in 2**61; a client who forces collisions only bans more ids for
+    its own sequence.
     """
 
     def __init__(self, size: int) -> None:
         self._before = size - 1
         self._next = size - 1
         self._followers: dict[int, dict[int, None]] = {}
-        # Of the run that ends before the token at `_end`.
+        # The hash of the run before the token at `_end`.
         self._hash = self._end = 0
         self._leaving = pow(HASH_BASE, size - 1, HASH_MODULUS)
 
@@ -94,13 +94,13 @@ class Ngrams:
         self._next = max(self._next, len(tokens))
 
     def repeating(self, tokens: SequenceOf[int]) -> SequenceOf[int]:
-        """Ids that would complete an n-gram that occurred before."""
+        """Ids that would repeat an n-gram."""
         if len(tokens) < self._before:
             return ()
         return list(self._followers.get(self._run_before(len(tokens), tokens), ()))
 
     def _run_before(self, end: int, tokens: SequenceOf[int]) -> int:
-        """The hash of the run that ends before the token at `end`, which is no earlier one than at the last call."""
+        """The hash of the run before the token at `end`, which never decreases between calls."""
         value = self._hash
         for position in range(self._end, end):
             value = value * HASH_BASE + tokens[position] + 1

@@ -1,7 +1,7 @@
-"""What is read off the logits of tokens that were given, not generated: prompt details, and the past of a sequence.
+"""Readers of the logits of submitted tokens: prompt details, and log-probabilities from before a migration.
 
-A reader wants a run of positions, each once, in order. Their KV must not come from elsewhere, because only what is
-computed has logits; a sequence that is paused and computed anew goes on reading where it was.
+A reader takes a run of positions, each once, in order. Their KV is never reused, because only computed tokens have
+logits. After a preemption a reader continues at its position.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.details import most_likely, tensor_of
 
 PIECE_BYTES = 2**20
-"""Most logits in one PromptDetails, unless a single row has more: what carries them must fit them into messages."""
+"""Most logits in one PromptDetails, but at least a row: messages have a size limit."""
 ROWS_AT_ONCE = 64
 """Rows turned into log-probabilities at once, in float64."""
 
@@ -26,7 +26,7 @@ Choose = Callable[[SequenceOf[Continuation], Tensor], TokenChoice]
 
 
 class Reader(Protocol):
-    """Wants the logits of the positions [next, end); `next` grows with what was read."""
+    """Needs the logits of positions [next, end); reading advances `next`."""
 
     next: int
     end: int
@@ -36,14 +36,14 @@ class Reader(Protocol):
 
 
 def reader_for(sequence: Continuation, choose: Choose) -> Reader | None:
-    """What the sequence's item asks to be read; None in most cases."""
+    """The reader that the sequence's item needs; None in most cases."""
     output = sequence.token_rules.output
     if sequence.generated_tokens:
-        # Whoever generated those tokens told about the prompt.
+        # The worker that generated those tokens delivered the prompt's details.
         return PastReader(sequence, choose) if sequence.token_rules.wants_log_probs else None
     # The first token of a prompt has no log-probability.
     asks = output.context_logits or (output.prompt_log_probs and sequence.prompt_tokens > 1)
-    # All sequences of an item have the same prompt, so the first tells of it.
+    # All sequences of an item have the same prompt; the first delivers its details.
     return PromptReader(sequence) if asks and sequence.sequence_index == 0 else None
 
 
@@ -52,7 +52,7 @@ class PromptReader:
 
     def __init__(self, sequence: Continuation) -> None:
         self.next = 0
-        # What follows the last prompt token is no prompt token, so only its logits are of use.
+        # The logits of the last prompt token predict no prompt token: only context_logits needs them.
         self.end = sequence.prompt_tokens - (not sequence.token_rules.output.context_logits)
         self._sequence = sequence
 
@@ -73,7 +73,7 @@ class PromptReader:
             yield details
 
     def _add_log_probs(self, details: PromptDetails, logits: Tensor) -> None:
-        """Row i of `logits` is of position `next` + i and foretells the token after it."""
+        """Row i of `logits` belongs to position `next` + i and predicts the token after that."""
         tokens = self._sequence.tokens[self.next + 1 : self._sequence.prompt_tokens]
         alternatives = self._sequence.token_rules.output.top_log_probs
         for first in range(0, min(len(logits), len(tokens)), ROWS_AT_ONCE):

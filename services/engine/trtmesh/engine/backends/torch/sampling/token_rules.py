@@ -1,4 +1,4 @@
-"""What an item asks of the choice of its tokens, compiled once for all its sequences and steps."""
+"""The rules of an item for the choice of tokens, compiled once for all its sequences and steps."""
 
 from __future__ import annotations
 
@@ -12,15 +12,22 @@ from trtmesh.chassis.vocabulary import GenerationConfig, IdSequence, Output, Sam
 
 Ids = NDArray[np.int64]
 HIGHEST_BIAS = 1e30
-"""More decides nothing that this does not, and sums must stay below infinity."""
+"""A higher bias has no further effect, and sums must stay finite."""
 NO_BIAS = (1.0, 0.0, 0.0)
+BANS = (
+    "stopping.bad_token_ids",
+    "sampling.no_repeat_ngram_size",
+    "sampling.embedding_bias",
+    "stopping.min_tokens",
+)
+"""Fields that forbid tokens."""
 
 
 class TokenRules:
-    """The questions that a step asks of every row, answered beforehand."""
+    """Precomputed answers to the questions of every step."""
 
     def __init__(self, config: GenerationConfig, *, normalize_log_probs: bool = False) -> None:
-        """`normalize_log_probs` is the worker's setting, for an item that does not say."""
+        """`normalize_log_probs` is the worker's default."""
         sampling, output = config.sampling, config.output
         self.sampling: Sampling = sampling
         self.output: Output = output
@@ -47,10 +54,10 @@ class TokenRules:
 
     @cached_property
     def bias(self) -> tuple[Ids, NDArray[np.float32]]:
-        """Ids and what is added to their logits; an id occurs once."""
+        """Distinct ids and the bias of their logits."""
         sampling = self.sampling
         weights: defaultdict[int, float] = defaultdict(float)
-        # The weights of texts come first, but here texts are ids already.
+        # Texts were replaced by ids before.
         for ids, weight in zip(
             sampling.embedding_bias_token_ids, sampling.embedding_bias_weights, strict=True
         ):
@@ -67,12 +74,12 @@ class TokenRules:
 
     @cached_property
     def bad_ids(self) -> Ids:
-        """Ids that are bad words by themselves."""
+        """Bad words of one id."""
         return np.array([word[0] for word in self._bad_words if len(word) == 1], dtype=np.int64)
 
     @cached_property
     def _longer_bad_words(self) -> dict[int, list[IdSequence]]:
-        """Bad words of several ids by the last but one."""
+        """Bad words of several ids, by their last id but one."""
         words: dict[int, list[IdSequence]] = {}
         for word in self._bad_words:
             if len(word) > 1:
@@ -80,7 +87,7 @@ class TokenRules:
         return words
 
     def completing_ids(self, tokens: SequenceOf[int]) -> list[int]:
-        """Ids that would complete a bad word of several ids after `tokens`, prompt included."""
+        """Ids that would complete a bad word of several ids; `tokens` include the prompt."""
         words = self._longer_bad_words.get(tokens[-1], ())
         return [word[-1] for word in words if tuple(tokens[1 - len(word) :]) == word[:-1]]
 

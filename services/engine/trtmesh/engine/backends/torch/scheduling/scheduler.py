@@ -131,7 +131,7 @@ class Scheduler:
         return chunks
 
     def computed(self, chunk: Chunk) -> None:
-        """Notes that the KV of `chunk` is in its blocks, or will be before any later step reads it."""
+        """Counts the KV of `chunk` as present: later steps read it after this one wrote it."""
         sequence = chunk.sequence
         sequence.num_computed = chunk.start + chunk.count
         prompt = min(sequence.num_computed, sequence.submitted_tokens) - chunk.start

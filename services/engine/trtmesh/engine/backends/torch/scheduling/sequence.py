@@ -1,4 +1,4 @@
-"""One sequence: its tokens, the KV computed of them, and the blocks that hold it."""
+"""One sequence: tokens, computed KV, and blocks."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class Sequence(Continuation):
     """For the log."""
     deadline: float | None = None
     leader: Sequence | None = None
-    """The sequence that computes the prompt they share; this sequence begins with a copy of its KV."""
+    """The sequence that computes the shared prompt; this sequence begins with a copy of the KV."""
     prompt_table: PromptTable | None = None
     """The embeddings of ids beyond the vocabulary in the prompt."""
     table_lease: Lease | None = None
     """Memory of that table, which may not have been read yet."""
     mates: list[Sequence] = field(default_factory=list)
-    """Sequences that are admitted and paused only together, this sequence included; they share one list, which each
-    leaves at its end. Empty for a sequence on its own."""
+    """Sequences admitted and paused only together, this one included. They share the list, and leave it at their ends.
+    Empty for a sequence on its own."""
     root: int = ROOT_HASH
     """Parent hash of its first block: everything but tokens that its KV depends on."""
     num_computed: int = 0
@@ -93,7 +93,7 @@ class Sequence(Continuation):
 
     @property
     def head_start(self) -> int:
-        """Steps by which its priority advances its rank."""
+        """Steps by which the priority advances the rank."""
         return max(-MOST_PRIORITY, min(MOST_PRIORITY, self.config.priority)) * PRIORITY_STEPS
 
     @property
