@@ -6,7 +6,7 @@ from trtmesh.client.options import FLAT_GROUPS, GROUP_OF, build_config, build_it
 from trtmesh.v1 import generation_pb2 as pb
 
 
-def test_the_keywords_are_the_fields_of_the_proto() -> None:
+def test_keywords_are_the_fields_of_the_proto() -> None:
     """A field added to GenerationConfig or to a flat group must be given a keyword."""
     fields = pb.GenerationConfig.DESCRIPTOR.fields_by_name
     names = [name for name in fields if name not in FLAT_GROUPS]
@@ -66,11 +66,13 @@ def test_keywords_override_the_config_without_changing_it() -> None:
         ({"lora": 7}, "LoraConfig"),
     ],
 )
-def test_what_does_not_exist_is_a_type_error(options: dict[str, object], complaint: str) -> None:
+def test_unknown_keyword_or_type_is_a_type_error(
+    options: dict[str, object], complaint: str
+) -> None:
     with pytest.raises(TypeError, match=complaint):
         build_config(None, options)
 
 
-def test_a_bare_text_is_no_list_of_prompts() -> None:
+def test_bare_text_is_refused_as_prompts() -> None:
     with pytest.raises(TypeError, match=r"write \[text\]"):
         build_items("hello")

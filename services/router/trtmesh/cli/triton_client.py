@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
-from trtmesh.client.connection import Connection, typed_errors
+from trtmesh.client.channel import ServerChannel, typed_errors
 
 SERVICE = "/inference.GRPCInferenceService/"
 
 
-class TritonConnection(Connection):
+class TritonConnection(ServerChannel):
     """One connection, open inside `async with`. Failures are TrtmeshErrors."""
 
     async def model_config(self, model: str) -> Any:

@@ -1,6 +1,6 @@
-"""The client SDK: `Client`, what it yields, and what it takes; `AdminClient` for the router's admin address.
+"""The client SDK: `Client` with its events and options, and `AdminClient` for a router's admin address.
 
-Errors are those of `trtmesh.chassis.errors`. The messages of generation.proto that an option takes are re-exported.
+Calls raise the errors of `trtmesh.chassis.errors`. Messages of generation.proto that options take are exported too.
 """
 
 from trtmesh.chassis.admin_token import AdminToken, read_admin_token

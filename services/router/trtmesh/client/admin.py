@@ -10,7 +10,7 @@ import grpc
 from google.protobuf.message import Message
 from trtmesh.chassis.admin_token import AdminToken
 from trtmesh.chassis.errors import DeadlineExceeded
-from trtmesh.client.connection import Connection, typed_errors
+from trtmesh.client.channel import ServerChannel, typed_errors
 from trtmesh.v1 import router_admin_pb2 as pb
 from trtmesh.v1 import router_admin_pb2_grpc, router_pb2
 
@@ -19,16 +19,15 @@ DEFAULT_ADMIN_ADDRESS = "127.0.0.1:8003"
 T = TypeVar("T")
 
 
-class AdminClient(Connection):
+class AdminClient(ServerChannel):
     """Talks to the admin address of one router over one connection, from one event loop.
 
         async with AdminClient("127.0.0.1:8003") as admin:
             for worker in (await admin.list_workers()).workers:
                 ...
 
-    `token`, a text or what `read_admin_token` found, is shown where the router asks for one; SettingsError says what no
-    token can be. Every call raises an error of `trtmesh.chassis.errors` when it
-    fails, and DeadlineExceeded when the router gives no sign for `timeout_seconds`.
+    `token` is a text or the result of `read_admin_token`; a malformed one raises SettingsError. Failed calls raise an
+    error of `trtmesh.chassis.errors`: DeadlineExceeded after `timeout_seconds` without a sign of the router.
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class AdminClient(Connection):
         timeout_seconds: float = 10.0,
         max_message_bytes: int = 64 * 2**20,
     ) -> None:
-        # A router that is busy is waited for as long as the call may take, by the call's own deadline.
+        # The call's own deadline bounds the wait for a busy router.
         super().__init__(
             address, max_message_bytes=max_message_bytes, connect_seconds=2 * timeout_seconds
         )
@@ -49,11 +48,11 @@ class AdminClient(Connection):
         self._metadata = () if token is None else (token.metadata,)
 
     async def list_workers(self) -> pb.ListWorkersResponse:
-        """The workers and tokenizers that the router sees."""
+        """Workers and tokenizers of the router."""
         return await self._short(self._stub.ListWorkers, pb.ListWorkersRequest())
 
     async def watch_workers(self) -> AsyncGenerator[pb.WatchWorkersResponse, None]:
-        """The workers and tokenizers now and whenever they change; close it (`contextlib.aclosing`) to end the call."""
+        """Workers and tokenizers, now and after each change. Closing it (`contextlib.aclosing`) ends the call."""
         call = self._stub.WatchWorkers(pb.WatchWorkersRequest(), metadata=self._metadata)
         try:
             while True:
@@ -71,45 +70,47 @@ class AdminClient(Connection):
     async def drain_worker(
         self, worker: str, *, finish_seconds: float | None = None
     ) -> pb.DrainWorkerResponse:
-        """Places nothing more on a worker, by name or address, and returns when what it ran was finished or moved:
-        within `finish_seconds` the sequences may finish there, for as long as they take where it is None."""
+        """Drains a worker, by name or address, and returns once its sequences have finished or moved.
+
+        They may finish there for `finish_seconds`; None sets no limit.
+        """
         finish_ms = None if finish_seconds is None else round(finish_seconds * 1000)
         request = pb.DrainWorkerRequest(worker=worker, finish_ms=finish_ms)
         call = self._stub.DrainWorker(request, metadata=self._metadata)
         return await self._long(call)
 
     async def resume_worker(self, worker: str) -> pb.ResumeWorkerResponse:
-        """Places items on a drained worker again. One that was removed is NotFound; `add_worker` takes it back."""
+        """Ends the drain of a worker. Raises NotFound for a removed one; `add_worker` takes it back."""
         return await self._short(self._stub.ResumeWorker, pb.ResumeWorkerRequest(worker=worker))
 
     async def remove_worker(self, worker: str) -> pb.RemoveWorkerResponse:
-        """Makes the router forget a worker."""
+        """Removes a worker from the router; its sequences move."""
         return await self._short(self._stub.RemoveWorker, pb.RemoveWorkerRequest(worker=worker))
 
     async def list_requests(
         self, request_id: str = "", *, limit: int = 0
     ) -> pb.ListRequestsResponse:
-        """The live requests, or the one of that name; with a `limit` so many at most, the oldest first."""
+        """Live requests, oldest first, at most `limit`; or the one with `request_id`."""
         request = pb.ListRequestsRequest(request_id=request_id, limit=limit)
         return await self._short(self._stub.ListRequests, request)
 
     async def stop_request(self, request_id: str, batch_indexes: Sequence[int] = ()) -> int:
-        """Stops a request, or some of its items; returns how many were running or waiting."""
+        """Stops a request, or some of its items; returns the number of live items."""
         stop = router_pb2.StopRequest(request_id=request_id, batch_indexes=batch_indexes)
         request = pb.StopRequestRequest(stop=stop)
         answer: pb.StopRequestResponse = await self._short(self._stub.StopRequest, request)
         return answer.stopped_items
 
     async def get_policy(self) -> pb.GetPolicyResponse:
-        """The placement policy in force, and those that may be set."""
+        """The current placement policy, and the available ones."""
         return await self._short(self._stub.GetPolicy, pb.GetPolicyRequest())
 
     async def set_policy(self, policy: str) -> pb.SetPolicyResponse:
-        """Changes how workers are chosen from now on."""
+        """Changes the placement policy, for placements from now on."""
         return await self._short(self._stub.SetPolicy, pb.SetPolicyRequest(policy=policy))
 
     async def explain(self, request_id: str) -> pb.ExplainResponse:
-        """How the items of a request, live or over, were placed."""
+        """Placements of the items of a request, live or over."""
         return await self._short(self._stub.Explain, pb.ExplainRequest(request_id=request_id))
 
     @property
@@ -117,7 +118,7 @@ class AdminClient(Connection):
         return router_admin_pb2_grpc.RouterAdminServiceStub(self.channel)
 
     async def _short(self, method: Callable[..., Awaitable[T]], request: Message) -> T:
-        """A call that is answered at once or never."""
+        """The response of a call that a live router answers at once."""
         try:
             with typed_errors():
                 return await method(request, timeout=self._timeout_seconds, metadata=self._metadata)
@@ -128,7 +129,7 @@ class AdminClient(Connection):
             ) from error
 
     async def _long(self, answer: Awaitable[T]) -> T:
-        """An answer that may take its time: meanwhile the router is asked, time and again, for one that may not."""
+        """The response of a call that may take long; short calls meanwhile prove that the router is alive."""
         coming = asyncio.ensure_future(answer)
         try:
             while not (await asyncio.wait((coming,), timeout=self._timeout_seconds / 2))[0]:

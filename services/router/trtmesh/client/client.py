@@ -12,7 +12,7 @@ from typing import Any, Self, Unpack
 import grpc
 from trtmesh.chassis.channels import GREETING_SECONDS
 from trtmesh.chassis.errors import DeadlineExceeded, InvalidField, StreamIncomplete, Unavailable
-from trtmesh.client.connection import CONNECT_SECONDS, Connection, typed_errors
+from trtmesh.client.channel import CONNECT_SECONDS, ServerChannel, typed_errors
 from trtmesh.client.events import Event, events_of
 from trtmesh.client.options import Options, PromptLike, build_config, build_items
 from trtmesh.client.results import ItemResult, Results
@@ -24,10 +24,10 @@ from trtmesh.v1 import router_pb2, router_pb2_grpc
 DEFAULT_ADDRESS = "127.0.0.1:8001"
 
 RESUME_SECONDS = 10.0
-"""How long a client of several routers looks for one that goes on."""
+"""Longest search for another router, with several addresses."""
 
 REPEAT_SECONDS = 0.1
-"""Pause before routers that did not go on are asked again."""
+"""Pause before the routers are asked again in turn."""
 
 
 class Client:
@@ -38,11 +38,11 @@ class Client:
                 async for event in events:
                     ...
 
-    Given several addresses, it goes on with the next one when a router is lost or turns it away, in the middle of a
-    stream too: the caller sees every event once, as if nothing had happened. It gives up when no router went on for
-    `resume_seconds`. With one address a lost router is an error, unless `resume_seconds` says how long to try again.
+    With several addresses, a request continues on the next router after one is lost or turns it away, even in the
+    middle of a stream: the caller sees every event once. After `resume_seconds` without progress the call fails. With
+    one address a lost router fails the call at once, unless `resume_seconds` is set.
 
-    Every call raises an error of `trtmesh.chassis.errors` when it fails.
+    Failed calls raise an error of `trtmesh.chassis.errors`.
     """
 
     def __init__(
@@ -61,21 +61,21 @@ class Client:
         )
         connect_seconds = GREETING_SECONDS if several else CONNECT_SECONDS
         self._routers = [
-            Connection(
+            ServerChannel(
                 address, max_message_bytes=max_message_bytes, connect_seconds=connect_seconds
             )
             for address in self.addresses
         ]
         self._homes: dict[str, int | None] = {}
-        """The router of each request of this client; None while it is on its way to one."""
+        """The router of each live request; None before the first one answers, and between two."""
         self._stops: dict[str, list[router_pb2.StopRequest]] = {}
-        """Stops of requests of this client that a router heard; one that goes on with the request is told too."""
+        """Stops of live requests that a router has confirmed; the next router of the request gets them too."""
         self._opened = AsyncExitStack()
         self._current = 0
 
     @property
     def address(self) -> str:
-        """Address of the router that is talked to."""
+        """Address of the router in use."""
         return self.addresses[self._current]
 
     async def __aenter__(self) -> Self:
@@ -101,12 +101,11 @@ class Client:
         timeout_seconds: float | None = None,
         **options: Unpack[Options],
     ) -> AsyncGenerator[Event, None]:
-        """Yields what happens to the prompts until each had its terminal event.
+        """Yields the events of the prompts, up to a terminal event for each.
 
-        `options` override fields of `config`. Without `request_id` one is drawn; `Accepted` carries it. The call is
-        cancelled when the generator is closed, so leave an `async for` early only inside `contextlib.aclosing`:
-        a `break` alone leaves the closing to the garbage collector. Raises StreamIncomplete when the stream ends
-        without a terminal event of every prompt.
+        `options` override fields of `config`. A missing `request_id` is drawn at random; `Accepted` carries it. Closing
+        the generator cancels the call, so leave an `async for` early only inside `contextlib.aclosing`: a `break` alone
+        leaves the closing to the garbage collector. Raises StreamIncomplete if a prompt has no terminal event.
         """
         try:
             request = router_pb2.GenerateRequest(
@@ -116,7 +115,7 @@ class Client:
                 config=build_config(config, options),
             )
         except UnicodeEncodeError as error:
-            raise InvalidField(f"the request has a text that is not Unicode: {error}") from error
+            raise InvalidField(f"the request has text outside Unicode: {error}") from error
         progress = Progress(request)
         try:
             events = self._events(progress, timeout_seconds)
@@ -135,7 +134,7 @@ class Client:
     async def _events(
         self, progress: Progress, timeout_seconds: float | None
     ) -> AsyncGenerator[Event, None]:
-        """What happens, from as many routers as it takes."""
+        """The new events, from one router after another."""
         loop = asyncio.get_running_loop()
         deadline = None if timeout_seconds is None else loop.time() + timeout_seconds
         patience = loop.time() + self._resume_seconds
@@ -165,12 +164,12 @@ class Client:
     async def _attempt(
         self, progress: Progress, router: int, timeout_seconds: float | None
     ) -> AsyncGenerator[Event, None]:
-        """Asks a router for what the caller does not have yet."""
+        """Requests the events that the caller lacks from one router."""
         stub = router_pb2_grpc.MeshServiceStub(self._routers[router].channel)
         call: grpc.aio.UnaryStreamCall[Any, Any]
         request_id = progress.request.request_id
-        goes_on = progress.accepted
-        if goes_on:
+        resuming = progress.accepted
+        if resuming:
             call = stub.Resume(progress.rest(), timeout=timeout_seconds)
         else:
             call = stub.Generate(progress.request, timeout=timeout_seconds)
@@ -178,8 +177,8 @@ class Client:
             with typed_errors():
                 async for response in call:
                     self._homes[request_id] = router
-                    if goes_on:
-                        goes_on = False
+                    if resuming:
+                        resuming = False
                         for stop in self._stops.get(request_id, ()):
                             await stub.Stop(stop)
                     for event in events_of(response):
@@ -198,7 +197,7 @@ class Client:
         timeout_seconds: float | None = None,
         **options: Unpack[Options],
     ) -> Sequence[ItemResult]:
-        """What each prompt came to, in their order; a failed item has its `error` set, and nothing is raised."""
+        """The results in the order of the prompts. A failed item sets `error` in its result instead of raising."""
         results = Results(len(prompts))
         events = self.generate(
             prompts,
@@ -220,10 +219,10 @@ class Client:
         *,
         timeout_seconds: float | None = 10.0,
     ) -> int:
-        """Stops a request, or some of its items, whichever router has it; returns how many were running or waiting.
+        """Stops a request, or some of its items, on any router; returns the number of live items.
 
-        A request of this client that is on its way to a router, or from a lost one to the next, is stopped there.
-        Raises Unavailable when no router answers, or none took the request within `timeout_seconds`.
+        A request of this client between two routers is stopped on the next one. Raises Unavailable if no router
+        answers, or none accepts the request within `timeout_seconds`.
         """
         request = router_pb2.StopRequest(request_id=request_id, batch_indexes=batch_indexes)
         loop = asyncio.get_running_loop()
@@ -244,7 +243,7 @@ class Client:
         return stopped.items
 
     def _moves(self, request_id: str, stopped: Stopped) -> bool:
-        """Whether a request that nobody stopped is one of this client that will be on another router."""
+        """Whether a live request of this client was stopped on no router because it is between two."""
         if stopped.items or not self._resume_seconds or request_id not in self._homes:
             return False
         home = self._homes[request_id]
@@ -252,7 +251,7 @@ class Client:
 
 
 def _too_late(progress: Progress, timeout_seconds: float) -> DeadlineExceeded:
-    """What a caller hears whose time is up, whoever noticed it first."""
+    """The error for a passed deadline, whether router or client noticed it."""
     request = progress.request
     state = (
         f"{len(progress.unfinished)} of its {len(request.items)} items had not ended"

@@ -1,7 +1,7 @@
-"""What happens to a request, as flat values: one dataclass for each kind of GenerateEvent.
+"""Events of a request as flat values: one dataclass for each kind of GenerateEvent.
 
-router.proto documents the fields. Here ids are tuples, finish reasons are words, failures are exceptions of
-`trtmesh.chassis.errors`, and rarely asked data stays the proto message that it came in.
+router.proto documents the fields. Ids are tuples, finish reasons words, and failures exceptions of
+`trtmesh.chassis.errors`; rarely requested data stays a proto message.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class FinishReason(StrEnum):
     HANDOFF = "handoff"
     ERROR = "error"
     UNKNOWN = "unknown"
-    """A reason that this client is too old to know."""
+    """A reason newer than this client."""
 
 
 _REASONS = {
@@ -44,7 +44,7 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What an item consumed."""
+    """Tokens of an item."""
 
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
@@ -60,12 +60,12 @@ class Accepted:
     request_id: str
     model: str
     seed: int
-    """Seed of the items that brought none."""
+    """Seed of items without their own."""
 
 
 @dataclass(frozen=True, slots=True)
 class ItemStarted:
-    """An item was placed on a worker; comes before its tokens."""
+    """An item was placed on a worker; precedes its tokens."""
 
     batch_index: int
     sequence_index: int
@@ -77,7 +77,7 @@ class ItemStarted:
 
 @dataclass(frozen=True, slots=True)
 class PromptDetails:
-    """Data of a run of positions of an item's prompt, where asked for."""
+    """Requested data of a run of prompt positions."""
 
     batch_index: int
     sequence_index: int
@@ -86,8 +86,7 @@ class PromptDetails:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """New tokens of a sequence, never cumulative. With beam search an offset below what came before replaces all
-    that follows it."""
+    """New tokens of a sequence, never cumulative. In beam search an earlier offset replaces all tokens from there."""
 
     batch_index: int
     sequence_index: int
@@ -99,7 +98,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class SequenceStarted:
-    """A sequence has its first token, which comes next; where metrics are asked for and the item is streamed."""
+    """Precedes the first token of a sequence, for streamed items with metrics."""
 
     batch_index: int
     sequence_index: int
@@ -133,7 +132,7 @@ class ItemFinished:
 
 @dataclass(frozen=True, slots=True)
 class ItemFailed:
-    """Terminal: the item failed; what it sent before stays valid, and its siblings go on."""
+    """Terminal: the item failed. Its earlier events stay valid, and its siblings continue."""
 
     batch_index: int
     sequence_index: int
@@ -154,14 +153,14 @@ Event = (
 
 
 def reason_number(reason: FinishReason) -> pb.FinishReason.ValueType:
-    """The reason as it travels."""
+    """The reason's number in the protos."""
     return next(number for number, word in _REASONS.items() if word is reason)
 
 
 def events_of(
     response: router_pb2.GenerateResponse | router_pb2.ResumeResponse,
 ) -> Iterator[Event]:
-    """The events of one message in order; kinds that this client is too old to know are left out."""
+    """The events of one message in order, without kinds newer than this client."""
     for event in response.events:
         kind = event.WhichOneof("event")
         if kind in _READERS:

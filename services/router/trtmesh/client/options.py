@@ -1,7 +1,7 @@
-"""From what a caller writes in Python to the request that travels.
+"""Python arguments of `Client.generate` to a GenerateRequest.
 
-Every field of `GenerationConfig` can be given by keyword. The groups that a caller uses most are flat (`max_tokens`,
-not `stopping.max_tokens`); the others are given as their message (`lora=LoraConfig(id=7)`).
+Every field of `GenerationConfig` has a keyword. Those of the common groups are flat (`max_tokens` for
+`stopping.max_tokens`); the others take their message (`lora=LoraConfig(id=7)`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2
 
 PromptLike = str | Sequence[int] | pb.Prompt | router_pb2.GenerateItem
-"""One prompt: a text, token ids, or a message that says more."""
+"""One prompt: a text, token ids, or a message."""
 
 
 class Options(TypedDict, total=False):
-    """The keywords; generation.proto documents each under the same name."""
+    """Keywords; generation.proto documents each under the same name."""
 
     # StoppingConfig
     max_tokens: int
@@ -101,7 +101,7 @@ GROUP_OF: Mapping[str, str] = _groups_by_option()
 def build_config(
     base: pb.GenerationConfig | None, options: Mapping[str, object]
 ) -> pb.GenerationConfig:
-    """A copy of `base` with each of `options` set. Raises TypeError for a keyword or a type that does not exist."""
+    """A copy of `base` with `options` set. Raises TypeError for an unknown keyword or a wrong type."""
     config = pb.GenerationConfig()
     if base is not None:
         config.CopyFrom(base)
@@ -129,7 +129,7 @@ def _assign(message: Message, name: str, value: Any) -> None:
 
 
 def build_items(prompts: Sequence[PromptLike]) -> list[router_pb2.GenerateItem]:
-    """One item a prompt. Raises TypeError for a bare text, which would pass for a list of letters."""
+    """One item per prompt. Raises TypeError for a bare text, a valid sequence of one-letter prompts otherwise."""
     if isinstance(prompts, str):
         raise TypeError("prompts is a text but must be a list of prompts; write [text]")
     return [_item(prompt) for prompt in prompts]

@@ -1,4 +1,4 @@
-"""The stream folded: what each item came to."""
+"""Folds the events of a request into one result per item."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trtmesh.v1 import generation_pb2 as pb
 
 @dataclass(slots=True)
 class SequenceResult:
-    """One generated sequence. `finished` is None when its item failed first."""
+    """One generated sequence. `finished` is None if its item failed first."""
 
     chunks: list[Tokens] = field(default_factory=list)
     finished: SequenceFinished | None = None
@@ -43,26 +43,26 @@ class SequenceResult:
 
     @property
     def log_probs(self) -> tuple[float, ...]:
-        """Log-probability of each token, where asked for."""
+        """Log-probability of each token, if requested."""
         details = [chunk.details for chunk in self.chunks if chunk.details]
         return tuple(value for each in details for value in each.log_probs)
 
     @property
     def top_log_probs(self) -> tuple[pb.TopLogProbs, ...]:
-        """Alternatives of each token, where asked for."""
+        """Alternatives of each token, if requested."""
         details = [chunk.details for chunk in self.chunks if chunk.details]
         return tuple(value for each in details for value in each.top_log_probs)
 
     @property
     def generation_logits(self) -> pb.Tensor | None:
-        """Logits of all tokens, [tokens, vocabulary], where asked for."""
+        """Logits of all tokens, [tokens, vocabulary], if requested."""
         details = [chunk.details for chunk in self.chunks if chunk.details]
         return joined(
             each.generation_logits for each in details if each.HasField("generation_logits")
         )
 
     def add(self, chunk: Tokens) -> None:
-        """Appends; an offset below what is there (beam search) replaces the chunks from there on."""
+        """Appends a chunk; an earlier offset (beam search) replaces all chunks from there."""
         while self.chunks and _end(self.chunks[-1]) > chunk.token_offset:
             self.chunks.pop()
         end = _end(self.chunks[-1]) if self.chunks else 0
@@ -75,7 +75,7 @@ class SequenceResult:
 
 
 def joined(tensors: Iterable[pb.Tensor]) -> pb.Tensor | None:
-    """Tensors one below the other, in one; None where there is none."""
+    """The rows of all tensors in one; None for no tensors."""
     parts = list(tensors)
     if not parts:
         return None
@@ -93,7 +93,7 @@ def _end(chunk: Tokens) -> int:
 
 @dataclass(slots=True)
 class ItemResult:
-    """What one prompt came to. `error` is None exactly when it completed."""
+    """Result of one prompt. `error` is None exactly if it completed."""
 
     batch_index: int
     sequences: list[SequenceResult] = field(default_factory=list)
@@ -106,7 +106,7 @@ class ItemResult:
 
     @property
     def prompt_details(self) -> pb.PromptDetails | None:
-        """Data of the whole prompt, where asked for."""
+        """Data of the whole prompt, if requested."""
         if not self.prompt_chunks:
             return None
         whole = pb.PromptDetails()
@@ -157,8 +157,6 @@ class ItemResult:
 
 
 class Results:
-    """Folds events as they come."""
-
     def __init__(self, items: int) -> None:
         self.items: Sequence[ItemResult] = [ItemResult(index) for index in range(items)]
 

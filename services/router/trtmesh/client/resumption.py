@@ -1,4 +1,4 @@
-"""What a caller was given of a request, so that another router can give the rest, and nothing twice."""
+"""Progress of a request at its caller, from which another router continues without gaps or repeats."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class _Sequence:
 
 
 class Progress:
-    """Follows the events of one request over as many calls as it takes."""
+    """Follows the events of one request over all its calls."""
 
     def __init__(self, request: router_pb2.GenerateRequest) -> None:
         self.request = request
         self.accepted = False
         self.resumed = False
-        """Whether a second router was asked, which may tell what the caller has."""
+        """Whether a second router was asked, which may repeat events."""
         self.unfinished = set(range(len(request.items)))
         self._seed = 0
         self._started: set[int] = set()
@@ -46,7 +46,7 @@ class Progress:
         self._sequences: dict[tuple[int, int], _Sequence] = {}
 
     def add(self, event: Event) -> bool:
-        """Takes an event in; False when the caller has it already."""
+        """Notes an event; False if the caller has it already."""
         return self._is_new(event) or not self.resumed
 
     def _is_new(self, event: Event) -> bool:
@@ -76,7 +76,7 @@ class Progress:
                 return first
 
     def rest(self) -> router_pb2.ResumeRequest:
-        """What asks another router for what the caller does not have."""
+        """The request for the remaining events, for another router."""
         self.resumed = True
         request = router_pb2.GenerateRequest()
         request.CopyFrom(self.request)
@@ -115,7 +115,7 @@ class Progress:
         return self._config(batch_index).beam_search.beam_width > 1
 
     def _can_go_on(self, batch_index: int, sequence: _Sequence) -> bool:
-        """Whether another router can begin behind it: beams and what is not streamed begin again."""
+        """Whether another router can continue it: beams and unstreamed sequences start over."""
         if self._is_beam(batch_index):
             return False
         output = self._config(batch_index).output
@@ -137,7 +137,7 @@ class Progress:
 
 
 def _added(known: set[K], key: K) -> bool:
-    """Adds a key; False when it was there."""
+    """Adds a key; False if it was present."""
     new = key not in known
     known.add(key)
     return new

@@ -1,4 +1,4 @@
-"""Stopping a request that one of several routers has."""
+"""Stops a request that lives on one of several routers."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trtmesh.chassis.errors import DeadlineExceeded, TrtmeshError, Unavailable
-from trtmesh.client.connection import Connection, typed_errors
+from trtmesh.client.channel import ServerChannel, typed_errors
 from trtmesh.v1 import router_pb2, router_pb2_grpc
 
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """What routers said to a stop: items that one of them stopped, and which of them said nothing, and why."""
+    """Result of a stop: the number of stopped items, and the errors of routers without an answer, by index."""
 
     items: int
     silent: dict[int, TrtmeshError]
 
 
 async def stop_anywhere(
-    routers: Sequence[Connection], request: router_pb2.StopRequest, timeout_seconds: float | None
+    routers: Sequence[ServerChannel], request: router_pb2.StopRequest, timeout_seconds: float | None
 ) -> Stopped:
-    """Asks all routers at once and waits for no other as soon as one of them stopped something. Raises what a router
-    that was reached has against the call."""
+    """Asks all routers at once, up to the first that stopped an item. Raises the error of a router that refused."""
     asked = {
         asyncio.create_task(_stop(router, request, timeout_seconds)): number
         for number, router in enumerate(routers)
@@ -47,7 +46,7 @@ async def stop_anywhere(
 
 
 async def _stop(
-    router: Connection, request: router_pb2.StopRequest, timeout_seconds: float | None
+    router: ServerChannel, request: router_pb2.StopRequest, timeout_seconds: float | None
 ) -> int:
     with typed_errors():
         stub = router_pb2_grpc.MeshServiceStub(router.channel)

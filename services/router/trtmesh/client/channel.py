@@ -1,4 +1,4 @@
-"""The connection of a client, and the errors of its calls."""
+"""The gRPC channel of a client, and the errors of its calls."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trtmesh.chassis.error_wire import REASON_METADATA_KEY, from_status
 from trtmesh.chassis.errors import TrtmeshError
 
 CONNECT_SECONDS = 10.0
-"""How long the only peer that may be asked has to greet: it may be far away, or busy."""
+"""Longest wait for the HTTP/2 greeting of a sole peer, which may be far away or busy."""
 
 
-class Connection:
-    """One connection to `address`, open inside `async with`, for calls from one event loop."""
+class ServerChannel:
+    """A channel to one server, open inside `async with`, for calls from one event loop."""
 
     def __init__(
         self,
@@ -47,7 +47,6 @@ class Connection:
 
     @property
     def channel(self) -> grpc.aio.Channel:
-        """What calls go through."""
         if self._channel is None:
             name = type(self).__name__
             raise RuntimeError(f"the client is not open; use `async with {name}(...) as client:`")
@@ -56,7 +55,7 @@ class Connection:
 
 @contextmanager
 def typed_errors() -> Iterator[None]:
-    """Turns a failed call into the error that the router meant."""
+    """Raises a failed call as the TrtmeshError that the server sent."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
@@ -66,11 +65,11 @@ def typed_errors() -> Iterator[None]:
             error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             and REASON_METADATA_KEY not in metadata
         ):
-            # No router's words but gRPC's own, such as "Stream removed (Deadline Exceeded)".
+            # The client's own deadline: gRPC says "Stream removed (Deadline Exceeded)" or the like.
             details = "the call had no answer, or no end, within its timeout; allow more time"
         raise from_status(error.code(), details, metadata) from error
     except asyncio.CancelledError as error:
-        # Closing the client cancels its calls, and grpc.aio raises this in tasks that nobody cancelled.
+        # Closing the client cancels its calls, and grpc.aio raises CancelledError in tasks without a cancellation.
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
