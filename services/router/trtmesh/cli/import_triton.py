@@ -30,25 +30,25 @@ def import_triton(
         list[str] | None,
         typer.Option(
             metavar="[NAME=]DIR",
-            help="Hugging Face model that the engine of model NAME was built from; without NAME of all."
-            " Needed where the repository names none, repeatable.",
+            help="Hugging Face directory of the engine of model NAME, without NAME of all models. Needed if the"
+            " repository has none; repeatable.",
         ),
     ] = None,
     device: Annotated[
-        str, typer.Option(help="What engines run on, such as cuda:0; unset takes gpu_device_ids.")
+        str, typer.Option(help="Device of the engines, such as cuda:0; default gpu_device_ids.")
     ] = "",
-    output: Annotated[
-        Path, typer.Option(help="File that is written; `-` is standard output.")
-    ] = Path("mesh.yaml"),
+    output: Annotated[Path, typer.Option(help="File to write; `-` is standard output.")] = Path(
+        "mesh.yaml"
+    ),
     *,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     json: Annotated[
-        bool, typer.Option("--json", help="One JSON object a value, and one at the end.")
+        bool, typer.Option("--json", help="Print a JSON object for each value, and one at the end.")
     ] = False,
 ) -> None:
-    """Write the configuration of a mesh that serves the models of a Triton model REPOSITORY under their names.
+    """Write the configuration of a mesh with the models of a Triton model REPOSITORY under their names.
 
-    Lists what became of every value: carried over, replaced by something better, unsupported and why, or unset.
+    Reports on every value: carried over, replaced by something better, unsupported and why, or unset.
     Nothing of the repository is executed. Then: trtmesh up --config mesh.yaml
 
     Exit status: 0 every model is served, 1 some are not, 2 wrong usage or an unreadable repository, 4 no usable model.
@@ -71,7 +71,7 @@ def import_triton(
 
 @contextmanager
 def imported_repository(flags: Flags) -> Iterator[Flags]:
-    """The flags of a stack with a file that has what its `triton_model_repo` asks for, if it has one."""
+    """The flags of a stack, with a generated configuration file for its `triton_model_repo`, if any."""
     settings = load_mesh_settings(flags)
     if settings.triton_model_repo is None:
         yield flags
@@ -127,7 +127,7 @@ def _as_yaml(sections: Mapping[str, Any]) -> str:
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Both mappings as one, at every depth; `above` wins."""
+    """Merges mappings at every depth; `above` wins."""
     merged = dict(below)
     for key, value in above.items():
         known = merged.get(key)
@@ -139,7 +139,7 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 
 def _tell_text(conversion: Conversion, tell: Callable[[str], None]) -> None:
-    """A paragraph a model. What is unset is told in one line."""
+    """Prints a paragraph for each model, with its unset values on one line."""
     for model, group in groupby(conversion.findings, key=lambda finding: finding.model):
         tell(f"{printable(model)}:")
         findings = list(group)

@@ -1,4 +1,4 @@
-"""A server of the KServe protocol, asked over grpc.aio with the protocol's own messages."""
+"""Client of a KServe server, over grpc.aio with the protocol's own messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SERVICE = "/inference.GRPCInferenceService/"
 
 
 class TritonConnection(ServerChannel):
-    """One connection, open inside `async with`. Failures are TrtmeshErrors."""
+    """A connection, open inside `async with`. Failures are TrtmeshErrors."""
 
     async def model_config(self, model: str) -> Any:
         """The ModelConfig of a model."""
@@ -31,7 +31,7 @@ class TritonConnection(ServerChannel):
     async def stream(
         self, requests: AsyncIterator[Any], timeout_seconds: float | None
     ) -> AsyncIterator[Any]:
-        """Each ModelStreamInferResponse, until all requests are over. Leaving it early cancels them."""
+        """Each ModelStreamInferResponse, until all requests are over. Leaving early cancels the requests."""
         from tritonclient.grpc import service_pb2
 
         open_stream: grpc.aio.StreamStreamMultiCallable[Any, Any] = self.channel.stream_stream(

@@ -1,4 +1,4 @@
-"""`trtmesh triton infer`: asks a model as Triton's clients do."""
+"""`trtmesh triton infer`: a client of Triton models on the command line."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ from trtmesh.cli.triton_printer import TritonPrinter
 from trtmesh.cli.triton_requests import Prompt, TritonModel, make_request, make_stop
 from trtmesh.cli.triton_tensors import decode_outputs
 
-triton = typer.Typer(
-    name="triton", help="Triton's models, asked as Triton's clients do.", no_args_is_help=True
-)
+triton = typer.Typer(name="triton", help="Client of Triton models.", no_args_is_help=True)
 
 
 @triton.callback()
 def _group() -> None:
-    """Triton's models, asked as Triton's clients do."""
+    """Client of Triton models."""
 
 
 STOP_ANSWER = "Request cancelled by client"
@@ -34,7 +32,7 @@ STOP_ANSWER = "Request cancelled by client"
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What the command line asked for."""
+    """The parsed command line."""
 
     model: str
     prompts: Sequence[Prompt]
@@ -61,7 +59,8 @@ def infer(
     stream: Annotated[
         bool | None,
         typer.Option(
-            "--stream/--no-stream", help="Show tokens as they come; a decoupled model's default."
+            "--stream/--no-stream",
+            help="Print tokens as they arrive; default for decoupled models.",
         ),
     ] = None,
     beam_width: Annotated[int | None, typer.Option(help="Beams of a search.")] = None,
@@ -70,23 +69,21 @@ def infer(
     top_k: Annotated[int | None, typer.Option(help="Keep the k most likely tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Keep tokens up to this probability.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the draws.")] = None,
-    end_id: Annotated[int | None, typer.Option(help="Token id that ends a sequence.")] = None,
+    end_id: Annotated[int | None, typer.Option(help="Token id to end a sequence at.")] = None,
     stop_word: Annotated[
-        list[str] | None, typer.Option(help="Text that ends a sequence; repeatable.")
+        list[str] | None, typer.Option(help="Text to end a sequence at; repeatable.")
     ] = None,
-    bad_word: Annotated[
-        list[str] | None, typer.Option(help="Text that must not come; repeatable.")
-    ] = None,
+    bad_word: Annotated[list[str] | None, typer.Option(help="Text to exclude; repeatable.")] = None,
     given: Annotated[
         list[str] | None,
         typer.Option("--input", metavar="NAME=JSON", help="Any other input; repeatable."),
     ] = None,
-    request_id: Annotated[str, typer.Option(help="Name of the request; unset draws one.")] = "",
+    request_id: Annotated[str, typer.Option(help="Id of the request; default random.")] = "",
     stop_after_ms: Annotated[
-        int | None, typer.Option(min=0, help="Stop the requests so long after they were sent.")
+        int | None, typer.Option(min=0, help="Stop the requests after this time.")
     ] = None,
     timeout: Annotated[
-        float | None, typer.Option(min=0, help="Seconds after which the call ends.")
+        float | None, typer.Option(min=0, help="Deadline of the call in seconds.")
     ] = None,
     *,
     exclude_input: Annotated[
@@ -105,11 +102,11 @@ def infer(
         bool, typer.Option("--perf-metrics", help="Print times and KV figures.")
     ] = False,
     batch: Annotated[
-        bool, typer.Option("--batch", help="All prompts as rows of one request, not one each.")
+        bool, typer.Option("--batch", help="All prompts as rows of one request.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object a response.")] = False,
 ) -> None:
-    """Send PROMPTS or --ids to a model over one stream, each as a request, and print what comes.
+    """Send PROMPTS or --ids to a model, each as a request on one stream, and print the responses.
 
     Asks the server for the model's configuration and sends the inputs that it declares, so it works with any server of
     Triton's TensorRT-LLM models. Ctrl-C ends the requests.
@@ -170,7 +167,7 @@ async def _infer(url: str, ask: Ask) -> int:
 
 
 class _Conversation:
-    """All requests of the command on one stream, and what came of them. Raises InvalidRequest."""
+    """All requests of the command, on one stream. Raises InvalidRequest."""
 
     def __init__(self, model: TritonModel, ask: Ask) -> None:
         self._ask = ask
@@ -187,7 +184,7 @@ class _Conversation:
         self._stopped: set[str] = set()
         self._indexes = {name: index for index, name in enumerate(names)}
         self._answers_due = dict.fromkeys(names, 1)
-        """How many ends each name still owes; a stop has the name of its request and an end of its own."""
+        """Final responses still due by name; a stop shares the name of its request."""
         self._all_over = asyncio.Event()
         self._failed = False
         self._printer = TritonPrinter(
@@ -206,7 +203,7 @@ class _Conversation:
         return FAILED if self._failed else OK
 
     async def _sending(self) -> AsyncIterator[Any]:
-        """The requests; later the stops of those that still run. The end tells the server that nothing follows."""
+        """The requests, later the stops of unfinished requests; then half-closes."""
         for request in self._requests:
             yield request
         if self._stops:

@@ -1,4 +1,4 @@
-"""How the responses of Triton models are printed."""
+"""Prints the responses of Triton models."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from trtmesh.cli.output import printable, put, say_error
 from trtmesh.cli.triton_tensors import Tensor
 
 SHOWN = 8
-"""Elements of a tensor that are shown of each end."""
+"""Elements shown of each end of a tensor."""
 INDEXES = ("batch_index", "sequence_index")
 TOKEN_AXIS = 2
-"""Of the outputs that have an element a token: [row, beam, token, ...]."""
+"""Axis of outputs with an element for each token: [row, beam, token, ...]."""
 OF_TOKENS = ("output_ids", "output_log_probs", "generation_logits")
 
 
 @dataclass(slots=True)
 class _Told:
-    """What the responses to one request said so far of one row and sequence."""
+    """The outputs so far of a row and sequence."""
 
     texts: list[str] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, outputs: Sequence[Tensor], *, accumulates: bool) -> str:
-        """Takes a response; returns what of its first text is new."""
+        """Adds a response; returns the new part of the first text."""
         fresh = ""
         for tensor in outputs:
             if tensor.name == "text_output":
@@ -37,7 +37,7 @@ class _Told:
         return fresh
 
     def _add_texts(self, texts: Sequence[str], *, accumulates: bool) -> str:
-        """Beams come as a whole each time; a single text does if it accumulates."""
+        """Replaces beams and accumulating texts; appends other texts."""
         before = self.texts[0] if self.texts else ""
         if len(texts) == 1 and not accumulates:
             self.texts = [before + texts[0]]
@@ -47,10 +47,10 @@ class _Told:
 
 
 class TritonPrinter:
-    """A single text is printed as it comes; all else when its request is over, each behind its row and beam."""
+    """Prints a single text as it arrives, anything else at the end of its request, labelled by row and beam."""
 
     def __init__(self, prompts: Sequence[int], *, accumulates: bool, as_json: bool) -> None:
-        """`prompts` are those of each request."""
+        """`prompts` has the number of prompts of each request."""
         self._prompts = prompts
         self._accumulates = accumulates
         self._as_json = as_json
@@ -60,7 +60,7 @@ class TritonPrinter:
         self._told: list[dict[tuple[int | None, int | None], _Told]] = [{} for _ in prompts]
 
     def show(self, index: int, outputs: Sequence[Tensor], *, final: bool) -> None:
-        """One response to the request of that index."""
+        """Prints a response to a request, given by index."""
         if self._as_json:
             told = {
                 t.name: {"datatype": t.data_type, "shape": list(t.shape), "data": t.nested()}
@@ -77,7 +77,7 @@ class TritonPrinter:
             self._line_open = True
 
     def end(self, index: int) -> None:
-        """The request of that index is over."""
+        """Prints the rest of a finished request."""
         for (row, sequence), told in self._told[index].items():
             self._end_line()
             if not self._is_single(told, sequence):
@@ -88,7 +88,7 @@ class TritonPrinter:
         self._told[index].clear()
 
     def fail(self, index: int, message: str) -> None:
-        """The request of that index failed."""
+        """Prints a failed request."""
         self.end(index)
         if self._as_json:
             put(json.dumps({"event": "error", "request": index, "message": message}))
@@ -96,14 +96,14 @@ class TritonPrinter:
         say_error(tag + printable(message))
 
     def close(self) -> None:
-        """Prints what was held back of requests that did not come to their end."""
+        """Prints the outputs of unfinished requests."""
         for index in range(len(self._told)):
             self.end(index)
 
     def _put_texts(
         self, index: int, row: int | None, sequence: int | None, texts: Sequence[str]
     ) -> None:
-        # A response that names no row has all of them, the beams of each behind each other.
+        # A response without a row index has all rows, beam after beam.
         rows = self._prompts[index] if row is None else 1
         beams = max(1, len(texts) // rows)
         for place, text in enumerate(texts):
@@ -113,7 +113,7 @@ class TritonPrinter:
             put(f"[{tag}] {self._clean(text)}")
 
     def _first(self, index: int) -> int:
-        """The first prompt of a request, as they are counted on the command line."""
+        """Index of a request's first prompt on the command line."""
         return sum(self._prompts[:index])
 
     def _is_single(self, told: _Told, sequence: int | None) -> bool:
@@ -126,7 +126,7 @@ class TritonPrinter:
 
 
 def _joined(before: Tensor | None, tensor: Tensor) -> Tensor:
-    """Tokens of a single beam behind those before them; of anything else what was said last."""
+    """Appends the tokens of a single beam; replaces anything else."""
     if tensor.name == "sequence_length" and before is not None and len(tensor.elements) == 1:
         return Tensor(
             tensor.name, tensor.data_type, tensor.shape, [before.elements[0] + tensor.elements[0]]
@@ -140,7 +140,7 @@ def _joined(before: Tensor | None, tensor: Tensor) -> Tensor:
 
 
 def _only(outputs: Sequence[Tensor], name: str, default: Any) -> Any:
-    """The one element of an output, or the default where it is not there."""
+    """The only element of an output, or the default."""
     return next((tensor.elements[0] for tensor in outputs if tensor.name == name), default)
 
 

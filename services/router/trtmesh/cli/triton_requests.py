@@ -1,4 +1,4 @@
-"""Requests to a Triton model, with the inputs that its configuration declares for what is asked."""
+"""Requests to a Triton model, with the inputs of its configuration."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ NAMES: Mapping[str, Sequence[str]] = {
     "exclude_input": ("exclude_input_in_output", "sampling_param_exclude_input_from_output"),
     "log_probs": ("return_log_probs", "return_cumulative_logprob"),
 }
-"""What an option is called by the models; other options are called as they are."""
+"""Names of an option in the models; other options keep their name."""
 
 Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class TritonModel:
-    """A model as its configuration declares it."""
+    """A model, from its configuration."""
 
     name: str
     inputs: Mapping[str, str]
@@ -48,7 +48,7 @@ class TritonModel:
 
         names = model_config_pb2.DataType
         types = {i.name: names.Name(i.data_type).removeprefix("TYPE_") for i in config.input}
-        # Triton's llmapi model always does, and does not say so.
+        # Triton's llmapi model always accumulates, without a parameter.
         always = any(name.startswith("sampling_param_") for name in types)
         accumulate = config.parameters["accumulate_tokens"].string_value or str(always).lower()
         return cls(
@@ -61,7 +61,7 @@ class TritonModel:
         )
 
     def input_for(self, option: str) -> str:
-        """The name of the input that an option sets. Raises InvalidRequest."""
+        """The input of an option. Raises InvalidRequest."""
         for name in NAMES.get(option, (option,)):
             if name in self.inputs:
                 return name
@@ -70,7 +70,7 @@ class TritonModel:
         )
 
     def prompt_inputs(self, prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
-        """The rows of the inputs that say what to continue. Raises InvalidRequest."""
+        """The rows of the prompt's inputs. Raises InvalidRequest."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if "text_input" in self.inputs and len(texts) == len(prompts):
             return {"text_input": [[text] for text in texts]}
@@ -88,7 +88,7 @@ class TritonModel:
 def make_request(
     model: TritonModel, request_id: str, prompts: Sequence[Prompt], options: Mapping[str, Any]
 ) -> Any:
-    """A ModelInferRequest of one row a prompt, every option the same in each. Raises InvalidRequest."""
+    """A ModelInferRequest with a row for each prompt and equal options. Raises InvalidRequest."""
     inputs = model.prompt_inputs(prompts)
     for option, value in options.items():
         inputs[model.input_for(option)] = [value if isinstance(value, list) else [value]] * len(
@@ -98,7 +98,7 @@ def make_request(
 
 
 def make_stop(model: TritonModel, request_id: str) -> Any:
-    """The ModelInferRequest that ends the request of that name. Raises InvalidRequest."""
+    """The ModelInferRequest to stop a request. Raises InvalidRequest."""
     inputs: dict[str, list[Any]] = (
         {"text_input": [[""]]} if "text_input" in model.inputs else {"input_ids": [[0]]}
     )

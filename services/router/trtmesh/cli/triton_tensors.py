@@ -1,4 +1,4 @@
-"""Tensors of the KServe protocol from plain values, and back."""
+"""Tensors of the KServe protocol to and from plain values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CODES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """An output: elements row-major, texts of BYTES as far as they are UTF-8."""
+    """An output: elements row-major, BYTES decoded as UTF-8."""
 
     name: str
     data_type: str
@@ -33,12 +33,12 @@ class Tensor:
     elements: Sequence[Any]
 
     def nested(self) -> Any:
-        """The elements in lists as deep as the shape."""
+        """The elements as nested lists."""
         return _nested(list(self.elements), self.shape)
 
 
 def encode_rows(data_type: str, rows: Sequence[Any]) -> tuple[tuple[int, ...], bytes]:
-    """Shape and data of a tensor of these rows, equally shaped. Raises InvalidRequest."""
+    """Shape and data of a tensor with equally shaped rows. Raises InvalidRequest."""
     shape = (len(rows), *_shape_of(rows[0]))
     if any(_shape_of(row) != shape[1:] for row in rows):
         raise InvalidRequest("the rows of a tensor must have one shape")
@@ -58,7 +58,7 @@ def encode_rows(data_type: str, rows: Sequence[Any]) -> tuple[tuple[int, ...], b
 
 
 def decode_outputs(response: Any) -> list[Tensor]:
-    """The outputs of a ModelInferResponse, whose contents are raw."""
+    """The outputs of a ModelInferResponse with raw contents."""
     return [
         Tensor(given.name, given.datatype, tuple(given.shape), _decode(given.datatype, data))
         for given, data in zip(response.outputs, response.raw_output_contents, strict=True)

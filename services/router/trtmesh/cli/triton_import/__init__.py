@@ -1,6 +1,6 @@
-"""Model repositories of Triton's TensorRT-LLM backend, read and turned into a configuration of the mesh.
+"""Turns model repositories of Triton's TensorRT-LLM backend into a configuration of the mesh.
 
-Nothing of a repository is executed: its configurations are parsed, and its other files are only looked for.
+Nothing of a repository is executed: configurations are parsed, other files only looked up.
 """
 
 from trtmesh.cli.triton_import.conversion import Conversion, convert_repository

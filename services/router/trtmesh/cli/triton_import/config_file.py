@@ -1,4 +1,4 @@
-"""`config.pbtxt` as a message, with the values of its template that nobody filled in taken as unset."""
+"""Parses `config.pbtxt`; placeholders of the template without a value count as unset."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tritonclient.grpc import model_config_pb2
 from trtmesh.chassis.errors import SettingsError
 
 MAX_FILE_BYTES = 2**20
-"""Largest configuration that is read."""
+"""Largest accepted configuration."""
 
 _TOKENS = re.compile(
     r"""(?P<quoted>"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|\#[^\n]*)|(?P<unfilled>\$\{[^}\n]*\})"""
@@ -26,7 +26,7 @@ _FIRST_ELEMENT = re.compile(rf"{_MARK}+\s*,?")
 
 @dataclass(frozen=True, slots=True)
 class UnfilledValue:
-    """A value that is still `${key}`. `field` is the name of the field, or '' in a list."""
+    """A remaining `${key}`. `field` is the name of the field, or '' in a list."""
 
     field: str
     key: str
@@ -42,7 +42,7 @@ class ConfigFile:
 
 
 def read_limited(file: Path) -> str:
-    """The text of a file that must be a small one. Raises SettingsError."""
+    """The text of a small file. Raises SettingsError."""
     try:
         if not file.is_file():
             raise SettingsError(f"{file} is no regular file")
@@ -50,7 +50,7 @@ def read_limited(file: Path) -> str:
             data = stream.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
             raise SettingsError(
-                f"{file} is larger than {MAX_FILE_BYTES} bytes, which no configuration is"
+                f"{file} is larger than {MAX_FILE_BYTES} bytes, the limit of a configuration"
             )
         return data.decode()
     except (OSError, UnicodeDecodeError) as error:
@@ -58,7 +58,7 @@ def read_limited(file: Path) -> str:
 
 
 def read_config(file: Path) -> ConfigFile:
-    """Parses a configuration. Raises SettingsError that names the file and the line."""
+    """Parses a configuration. Raises SettingsError with file and line."""
     text, unfilled = _blank_unfilled(read_limited(file))
     config = model_config_pb2.ModelConfig()
     try:
@@ -73,12 +73,12 @@ def read_config(file: Path) -> ConfigFile:
 
 
 def is_unset(text: str) -> bool:
-    """Whether a parameter says nothing: it is empty, or a part of it was never filled in."""
+    """Whether a parameter is empty or contains a placeholder."""
     return not text.strip() or re.search(r"\$\{[^}]*\}", text) is not None
 
 
 def _blank_unfilled(text: str) -> tuple[str, list[UnfilledValue]]:
-    """The text with every `field: ${key}` outside of strings and comments blanked, so that lines keep their numbers."""
+    """Blanks every `field: ${key}` outside of strings and comments; line numbers stay."""
     keys: list[str] = []
 
     def mark(match: re.Match[str]) -> str:
@@ -87,7 +87,7 @@ def _blank_unfilled(text: str) -> tuple[str, list[UnfilledValue]]:
         keys.append(match[0])
         return _MARK * len(match[0])
 
-    # A byte of its own would be taken for a mark; no configuration has one.
+    # Configurations have no NUL; a stray NUL must not look like a mark.
     marked = _TOKENS.sub(mark, text.replace(_MARK, " "))
     if not keys:
         return marked, []

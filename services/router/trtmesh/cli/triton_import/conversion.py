@@ -1,4 +1,4 @@
-"""From a model repository to the configuration of a mesh that serves the same models."""
+"""From a model repository to the configuration of a mesh with the same models."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from trtmesh.cli.triton_import.weights import Weights, find_weights
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """The configuration, and what became of everything in the repository."""
+    """The configuration, and a finding for every value of the repository."""
 
     sections: Mapping[str, Any]
     """As a configuration file has them."""
     findings: Sequence[Finding]
     served: Sequence[str]
     unserved: Mapping[str, str]
-    """Models of the repository that the mesh cannot serve, with the reason."""
+    """Models without a counterpart in the mesh, with the reason."""
 
 
 def convert_repository(
     directory: Path, model_directories: Mapping[str, Path], device: str = ""
 ) -> Conversion:
-    """Reads a repository. `model_directories` has the weights by the model that runs them, '' standing for all;
-    `device` is what engines run on, in PyTorch's words. Raises SettingsError or ModelUnusable."""
+    """Reads a repository. `model_directories` has the weights by core model, '' for all; `device` is a device in
+    PyTorch's words. Raises SettingsError or ModelUnusable."""
     repository = Repository.read(directory)
     weights = find_weights(repository, model_directories)
     unserved = _unserved(repository, weights)
@@ -68,7 +68,7 @@ def _weights_problem(model: RepositoryModel, repository: Repository, weights: We
     cores = repository.cores_of(model)
     needed = [weights.needed[core] for core in cores if core in weights.needed]
     if model.tokenizes:
-        # One of the models that it serves is enough.
+        # One usable core model is enough.
         return needed[0] if len(needed) == len(cores) else ""
     if not needed and len({weights.directories[core] for core in cores}) > 1:
         return f"models with different weights serve it: {', '.join(cores)}"
@@ -104,7 +104,7 @@ def _convert_model(
 
 
 def _convert_steps(model: RepositoryModel, recipe: Recipe, draft: Draft) -> None:
-    """The models that its requests count for too."""
+    """The models for which requests count too."""
     path = (*model.path, "steps")
     steps = model.steps[-1:] if recipe.counts_last_step else model.steps
     if recipe.steps_field:
@@ -116,7 +116,7 @@ def _convert_steps(model: RepositoryModel, recipe: Recipe, draft: Draft) -> None
 def _convert_parameters(
     model: RepositoryModel, recipe: Recipe, directory: Path, draft: Draft
 ) -> None:
-    """In the order of the rules, because some decide what others mean; those without a rule last."""
+    """In the order of the rules, because some depend on others; parameters without a rule last."""
     rules, parameters = recipe.parameters, model.parameters
     known = [name for name in rules if name in parameters]
     for name in (*known, *(name for name in parameters if name not in rules)):
@@ -132,7 +132,7 @@ def _convert_parameters(
 
 
 def _convert_tokenizer(subject: Subject, directory: Path, draft: Draft) -> None:
-    """The tokenizer beside the weights is used, which is the same one unless the files say otherwise."""
+    """Compares the tokenizer with the one beside the weights, which the mesh uses."""
     own = Path(subject.value)
     try:
         differs = own.is_dir() and tokenizer_fingerprint(own) != tokenizer_fingerprint(directory)
@@ -141,15 +141,15 @@ def _convert_tokenizer(subject: Subject, directory: Path, draft: Draft) -> None:
     if differs:
         draft.refuse(
             subject,
-            f"the tokenizer beside the weights, in {directory}, is another one, and it is used; copy these files there"
-            " if they are right",
+            f"the tokenizer beside the weights, in {directory}, differs and is used; copy these files there if they are"
+            " right",
         )
     else:
         draft.replace(subject, f"the tokenizer in {directory}, beside the weights")
 
 
 def _inherit(model: RepositoryModel, repository: Repository, draft: Draft) -> None:
-    """Settings that a text model takes over from its steps."""
+    """Copies settings of the steps to an ensemble or BLS."""
     for name in model.steps:
         step = repository.models.get(name)
         for setting in step.recipe.inherited if step and step.recipe else ():

@@ -1,4 +1,4 @@
-"""What each argument of `model.yaml`, the llmapi model's configuration, becomes."""
+"""Conversion of the arguments in `model.yaml`, the llmapi model's configuration."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from trtmesh.cli.triton_import.rules import (
 )
 
 ONE_DEVICE = "an embedded engine runs on one device; start more engines with mesh.engines"
-OF_THE_LIBRARY = "it is an argument of TensorRT-LLM that the embedded engine has no counterpart of"
+OF_THE_LIBRARY = "the embedded engine has no counterpart of this argument of TensorRT-LLM"
 ITS_OWN_FILES = "the model's own files are read: see mesh.model"
 
 DTYPE = one_of({name: name for name in ("auto", "float16", "bfloat16", "float32")})
@@ -66,7 +66,7 @@ RULES: Mapping[str, Rule] = {
     "logits_post_processors": unsupported(NO_CODE),
     "model": replaced(ITS_OWN_FILES),
     "tokenizer": replaced(ITS_OWN_FILES),
-    "tokenizer_mode": replaced("the tokenizer's own files say what it is"),
+    "tokenizer_mode": replaced("the tokenizer's own files decide"),
     "skip_tokenizer_init": replaced("tokenizers are processes of their own"),
     "trust_remote_code": replaced("no code of a model is loaded"),
     "backend": replaced("the embedded engine computes with PyTorch"),
@@ -106,7 +106,7 @@ RULES: Mapping[str, Rule] = {
 
 
 def arguments_of(arguments: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Each argument by its dotted name, as text; a mapping that a rule takes as a whole stays one."""
+    """The arguments as text, by dotted name; mappings with a rule stay whole."""
     for key, value in arguments.items():
         name = prefix + str(key)
         if isinstance(value, dict) and value and any(rule.startswith(name + ".") for rule in RULES):
@@ -116,5 +116,5 @@ def arguments_of(arguments: Mapping[str, Any], prefix: str = "") -> Iterator[tup
 
 
 def convert_argument(name: str, subject: Subject, draft: Draft) -> None:
-    """Decides about one argument that is set."""
+    """Converts an argument."""
     RULES.get(name, unsupported(OF_THE_LIBRARY))(subject, draft)

@@ -1,4 +1,4 @@
-"""What the fields of a configuration besides its parameters become."""
+"""Conversion of a configuration's fields, parameters excepted."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from trtmesh.router.doors.triton.tensors import TensorSpec
 
 LOGITS = ("context_logits", "generation_logits")
 SHOWN = 60
-"""Characters of a value that are shown."""
+"""Characters shown of a value."""
 
 LOOKED_AT = frozenset(
     {"name", "backend", "platform", "parameters", "ensemble_scheduling", "max_batch_size"}
     | {"model_transaction_policy"}
 )
-"""Fields that are decided about elsewhere."""
+"""Fields converted elsewhere."""
 OTHER_FIELDS: Mapping[str, str] = {
-    "optimization": "it tunes Triton's own execution, of which nothing is left here",
-    "model_warmup": "an engine computes once before it serves, whatever the configuration says",
-    "response_cache": "answers are not cached; engines keep the KV of prompts",
+    "optimization": "it tunes Triton's own execution, which the mesh replaces",
+    "model_warmup": "engines always compute once before they serve",
+    "response_cache": "responses are not cached; engines keep the KV of prompts",
     "sequence_batching": "no model keeps state between requests",
     "metric_tags": "metrics have the labels of the mesh",
     "batch_input": "the models batch by themselves",
@@ -46,7 +46,7 @@ OTHER_FIELDS: Mapping[str, str] = {
     "runtime": "nothing of a repository is executed",
     "model_operations": "nothing of a repository is executed",
 }
-"""Fields that nothing takes up, with the reason."""
+"""Fields without a counterpart, with the reason."""
 
 
 REFUSED_INPUTS: Mapping[str, Sequence[str]] = {
@@ -65,16 +65,16 @@ REFUSED_INPUTS: Mapping[str, Sequence[str]] = {
     NO_CODE: ("sampling_param_logits_post_processor_name",),
     NO_CANDIDATES: ("sampling_param_best_of",),
 }
-"""Beginnings of the names of inputs that are declared but refused by name, by the reason."""
+"""Prefixes of declared inputs refused by name, by the reason."""
 
 
 def refusal(name: str) -> str:
-    """Why a request that has this input is refused by name; '' when it is not."""
+    """Why requests with this input are refused by name; '' if accepted."""
     return next((r for r, begins in REFUSED_INPUTS.items() if name.startswith(tuple(begins))), "")
 
 
 def convert_fields(model: RepositoryModel, recipe: Recipe, draft: Draft) -> None:
-    """Decides about every field that is set but parameters, name, backend and platform."""
+    """Converts every set field but parameters, name, backend and platform."""
     config = model.config
     for field, value in config.ListFields():
         if (convert := CONVERTED.get(field.name)) is not None:
@@ -89,7 +89,7 @@ def convert_fields(model: RepositoryModel, recipe: Recipe, draft: Draft) -> None
     for unfilled in model.file.unfilled:
         subject = Subject(model.name, unfilled.field or "an element", unfilled.key)
         if unfilled.field == "decoupled" and recipe.says_decoupled:
-            draft.leave(subject, "it is false, as where a configuration of Triton does not say it")
+            draft.leave(subject, "it is false, Triton's default")
         else:
             draft.leave(subject)
 
@@ -106,11 +106,11 @@ def _convert_batch_size(model: RepositoryModel, draft: Draft) -> None:
 
 
 def _convert_decoupled(model: RepositoryModel, draft: Draft) -> None:
-    """Of what generates; an ensemble is what its steps are, and model.yaml says it for llmapi."""
+    """Ensembles inherit the setting from their steps; llmapi has it in model.yaml."""
     path = (*model.path, "decoupled")
     decoupled = model.config.model_transaction_policy.decoupled
     if _is_unfilled(model, "decoupled"):
-        # Triton's default, which is not that of the door; told with what is unset.
+        # Triton's default differs from the door's. Reported with the unset values.
         draft.put(path, decoupled)
     else:
         subject = Subject(model.name, "model_transaction_policy.decoupled", str(decoupled).lower())
@@ -143,7 +143,7 @@ def _convert_tensors(
     served: Iterable[TensorSpec],
     draft: Draft,
 ) -> None:
-    """Tensors that are served alike are told in one sum, those that are refused for one reason together."""
+    """Reports the number of tensors served as declared, and refused tensors by reason."""
     specs = {spec.name: spec for spec in served}
     alike = 0
     refused: dict[str, list[str]] = {}
@@ -152,7 +152,7 @@ def _convert_tensors(
         spec = specs.get(tensor.name)
         if spec is None:
             draft.refuse(
-                subject, f"the model has no such {what} here; a request that has it is refused"
+                subject, f"the model has no such {what} here; requests with it are refused"
             )
         elif subject.value not in ("", *spec.data_types) and tensor.name not in LOGITS:
             draft.refuse(subject, f"it is {spec.data_type} here; another type is refused")
@@ -166,7 +166,7 @@ def _convert_tensors(
 
 
 def _data_type(tensor: Any) -> str:
-    """KServe's name of a data type; '' where it was never filled in."""
+    """KServe's name of a data type; '' if unset."""
     if tensor.data_type == model_config_pb2.TYPE_INVALID:
         return ""
     name = model_config_pb2.DataType.Name(tensor.data_type).removeprefix("TYPE_")

@@ -1,4 +1,4 @@
-"""What became of each part of a repository, and the configuration that came of it."""
+"""The outcome of each value of a repository, and the draft of the configuration."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 
 class Outcome(Enum):
-    """What became of a value."""
+    """The fate of a value."""
 
     CARRIED = "carried over"
     REPLACED = "replaced"
-    """By something better, or by something that needs no value."""
+    """By something better, or without a need for a value."""
     UNSUPPORTED = "unsupported"
     UNSET = "unset"
-    """Empty, or a `${...}` that nobody filled in."""
+    """Empty, or a `${...}` without a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +28,12 @@ class Finding:
     value: str
     outcome: Outcome
     text: str
-    """The setting that has it now, what takes its place, or the reason."""
+    """The new setting, the replacement, or the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A value that is looked at: where it stands and what it says."""
+    """A value under examination, with its place."""
 
     model: str
     what: str
@@ -42,14 +42,14 @@ class Subject:
 
 @dataclass(slots=True)
 class Draft:
-    """The configuration as far as it is drawn up, and what was found on the way."""
+    """The configuration so far, and the findings."""
 
     sections: dict[str, Any] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     _owners: dict[str, str] = field(default_factory=dict)
 
     def carry(self, subject: Subject, path: Sequence[str], value: Any) -> None:
-        """Sets what the value means here; a setting that another model needs otherwise is left as that one has it."""
+        """Sets the value's counterpart here, unless another model already set it differently."""
         name = ".".join(path)
         known = self.get(path)
         if known is not None and known != value:
@@ -63,7 +63,7 @@ class Draft:
         self._add(subject, Outcome.CARRIED, f"{name}: {value}")
 
     def count(self, subject: Subject, text: str) -> None:
-        """Tells that something is carried over that needs no setting."""
+        """Reports a value carried over without a setting."""
         self._add(subject, Outcome.CARRIED, text)
 
     def replace(self, subject: Subject, text: str) -> None:

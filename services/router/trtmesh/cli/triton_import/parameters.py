@@ -1,4 +1,4 @@
-"""What each parameter of the models' configurations becomes."""
+"""Conversion of the parameters in config.pbtxt."""
 
 from __future__ import annotations
 
@@ -39,25 +39,23 @@ NO_SPECULATION = (
     "the embedded engine does not speculate; every other request is served the same, token by token"
 )
 NO_ENCODER = "the embedded engine runs decoder-only models"
-NO_PICTURES = "the mesh takes no images and no video; requests that have them are refused by name"
-NO_GRAMMARS = (
-    "the embedded engine does no guided decoding; requests that ask for it are refused by name"
+NO_PICTURES = "the mesh takes no images and no video; requests with them are refused by name"
+NO_GRAMMARS = "the embedded engine does no guided decoding; requests for it are refused by name"
+KERNELS = (
+    "it tunes TensorRT's kernels, absent from the embedded engine, without an effect on answers"
 )
-KERNELS = "it tunes TensorRT's kernels, which the embedded engine does not have; answers do not depend on it"
 AT_ONCE = "nothing polls: cancels and stops act at once"
 ALWAYS_COUNTED = "metrics are always counted"
 ONE_PROCESS = "an engine is one process and needs no MPI; start more with mesh.engines"
 ONE_ENGINE = "one engine computes a prompt and continues it"
-NO_HANDOFF = f"{ONE_ENGINE}, so nothing is handed over; requests that bring or ask for it are refused by name"
+NO_HANDOFF = f"{ONE_ENGINE}, so nothing is handed over; requests for a handoff are refused by name"
 NO_CODE = "no code of a repository is loaded"
 NO_CANDIDATES = "one sequence is generated; a request for the best of several is refused"
 BROUGHT_BACK = (
     "blocks in host memory are always brought back; kv_cache_host_memory_bytes 0 keeps none there"
 )
 RESIDENT = "weights are not streamed: they stay on the device"
-NO_VISION_TOWER = (
-    "it belongs to the vision encoder of multimodal models, which the mesh does not have"
-)
+NO_VISION_TOWER = "it configures a vision encoder, and the mesh has none"
 
 
 def cache_fraction(subject: Subject, draft: Draft) -> None:
@@ -73,7 +71,7 @@ def cache_fraction(subject: Subject, draft: Draft) -> None:
 
 def _batching(subject: Subject, draft: Draft) -> None:
     if subject.value not in BATCHING:
-        # The first words are what scripts look for in the log of a server that did not start.
+        # Scripts look for the first words in the log of a failed server.
         raise SettingsError(
             f"Invalid gpt_model_type: model '{subject.model}': {subject.what} is {subject.value!r} but must be one of"
             f" {', '.join(BATCHING)}"
@@ -82,13 +80,13 @@ def _batching(subject: Subject, draft: Draft) -> None:
 
 
 def _special_tokens(subject: Subject, draft: Draft) -> None:
-    """True where the value says neither, as in Triton's models, which warn of it."""
+    """Values other than true and false mean true, as in Triton's models."""
     name = subject.what.removeprefix("parameters.")
     if subject.value.strip().lower() in TRUE | FALSE:
         own(name, truth)(subject, draft)
     else:
         draft.put((*MODELS, subject.model, name), value=True)
-        draft.refuse(subject, "it is neither true nor false, and true holds, as in Triton")
+        draft.refuse(subject, "it is neither true nor false and counts as true, as in Triton")
 
 
 def _devices(subject: Subject, draft: Draft) -> None:
@@ -131,7 +129,7 @@ def _beam_width(subject: Subject, draft: Draft) -> None:
 
 
 CORE_PARAMETERS: Mapping[str, Rule] = {
-    # The first ones decide what later ones mean.
+    # Later parameters depend on the first four.
     "gpt_model_type": _batching,
     "batching_strategy": _batching,
     "gpu_device_ids": _devices,
@@ -192,7 +190,7 @@ CORE_PARAMETERS: Mapping[str, Rule] = {
 }
 
 TEXT_PARAMETERS: Mapping[str, Rule] = {
-    "tokenizer_type": replaced("the tokenizer's own files say what it is"),
+    "tokenizer_type": replaced("the tokenizer's own files decide"),
     "add_special_tokens": _special_tokens,
     "skip_special_tokens": _special_tokens,
     "multimodal_model_path": unsupported(NO_VISION_TOWER),

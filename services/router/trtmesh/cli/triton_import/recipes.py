@@ -1,4 +1,4 @@
-"""How the models of each template are recognised in a repository and imported."""
+"""For each template: how to recognise and import its models."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ ENGINE_PARAMETERS = ("gpt_model_path", "engine_dir")
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """What a model directory declares of itself."""
+    """The declarations of a model directory."""
 
     config: Any
     """A ModelConfig."""
     engine_arguments: Mapping[str, Any] | None
-    """Of `model.yaml`, where there is one."""
+    """Of `model.yaml`, if present."""
 
     @property
     def inputs(self) -> frozenset[str]:
@@ -82,29 +82,29 @@ class Recipe:
     """Asked in the order of RECIPES: directories may have any name."""
     parameters: Mapping[str, Rule] = field(default_factory=dict)
     steps: Callable[[Declared], list[str]] = _no_steps
-    """The models that it asks, by the names it has for them."""
+    """The names of the models it asks."""
     steps_field: str = ""
-    """The field that lists the steps, where one does."""
+    """The field with the steps, if any."""
     counts_last_step: bool = False
-    """Whether its requests count for the last step alone."""
+    """Whether requests count for the last step alone."""
     step_recipes: Sequence[str] = ()
-    """Templates of its steps, where it takes no others."""
+    """The only templates allowed as steps; empty allows all."""
     provided_steps: Sequence[str] = ()
-    """Steps that the mesh provides if the repository lacks them."""
+    """Steps provided by the mesh if the repository lacks them."""
     says_decoupled: bool = False
-    """Whether its configuration sets whether it answers with streams."""
+    """Whether config.pbtxt decides about streams."""
     has_queue: bool = False
-    """Whether its queue is the engine's."""
+    """Whether the queue policy applies to the engine."""
     tokenizes: bool = False
-    """Whether it is a tokenizer that serves the models which have it as a step."""
+    """Whether models have it as a step to encode or decode."""
     engine: Callable[[Declared], str] = _engine_of_parameters
-    """The engine or model that the repository names; '' where it names none."""
+    """The engine or model named in the repository; '' if none."""
     inherited: Sequence[str] = ()
-    """Settings that an ensemble or BLS takes over from it as a step."""
+    """Settings that an ensemble or BLS inherits from this step."""
 
     @property
     def is_core(self) -> bool:
-        """Whether it runs weights of its own."""
+        """Whether it runs weights itself."""
         return self.template.is_core
 
 
@@ -145,7 +145,7 @@ RECIPES = (
         ),
         parameters=DISAGGREGATED_PARAMETERS,
         steps=_halves,
-        # One engine serves both halves, and the last half is what clients get.
+        # One engine serves both halves; clients get the output of the last half.
         counts_last_step=True,
         says_decoupled=True,
     ),

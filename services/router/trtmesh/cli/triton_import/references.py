@@ -1,4 +1,4 @@
-"""How the models of a repository refer to each other."""
+"""References between the models of a repository."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trtmesh.cli.triton_import.repository import RepositoryModel, read_repositor
 
 
 class Repository:
-    """The models of a repository, each of which may stand for others."""
+    """The models of a repository, by name."""
 
     def __init__(self, models: Sequence[RepositoryModel]) -> None:
         self.models: Mapping[str, RepositoryModel] = {model.name: model for model in models}
@@ -23,8 +23,7 @@ class Repository:
         return iter(self.models.values())
 
     def cores_of(self, model: RepositoryModel) -> list[str]:
-        """The models with weights behind a model. Those of a tokenizer are those of the models that have it as a
-        step."""
+        """The core models behind a model; for a tokenizer, the core models of its users."""
         if model.is_core:
             return [model.name]
         users = [model]
@@ -40,11 +39,11 @@ class Repository:
         ]
 
     def tokenizers_of(self, core: RepositoryModel) -> list[RepositoryModel]:
-        """The models that encode or decode for a core model."""
+        """The tokenizers of a core model."""
         return [model for model in self if model.tokenizes and core.name in self.cores_of(model)]
 
     def problem(self, model: RepositoryModel) -> str:
-        """Why the mesh cannot serve a model; '' where the configurations say nothing against it."""
+        """Why the mesh cannot serve a model; '' if the configurations allow it."""
         if model.recipe is None:
             return "it is not one of TensorRT-LLM's models, and no code of a repository is run"
         for name in model.steps:

@@ -21,7 +21,7 @@ VERSION = "1"
 
 @dataclass(frozen=True, slots=True)
 class RepositoryModel:
-    """One model directory. `recipe` is None where it is none of TensorRT-LLM's models."""
+    """A model directory. `recipe` is None for models other than TensorRT-LLM's."""
 
     name: str
     directory: Path
@@ -47,7 +47,7 @@ class RepositoryModel:
 
     @property
     def steps(self) -> list[str]:
-        """The models that it asks, by the names it has for them."""
+        """The names of the models it asks."""
         return [] if self.recipe is None else self.recipe.steps(self.declared)
 
     @property
@@ -57,7 +57,7 @@ class RepositoryModel:
 
 
 def read_repository(directory: Path) -> list[RepositoryModel]:
-    """All models, by name. Raises SettingsError where there is none or one cannot be read."""
+    """All models, by name. Raises SettingsError for an empty repository or an unreadable model."""
     if not directory.is_dir():
         raise SettingsError(f"the model repository {str(directory)!r} is no directory")
     found = sorted(

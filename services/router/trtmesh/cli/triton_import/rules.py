@@ -1,4 +1,4 @@
-"""What may become of a value, as small functions that the tables of parameters are made of."""
+"""Rules for values: the building blocks of the tables of parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trtmesh.chassis.errors import SettingsError
 from trtmesh.cli.triton_import.findings import Draft, Subject
 
 Rule = Callable[[Subject, Draft], None]
-"""Decides about a value that is set."""
+"""Converts a value."""
 
 TRUE = frozenset({"true", "t", "yes", "y", "1"})
 FALSE = frozenset({"false", "f", "no", "n", "0"})
@@ -40,7 +40,7 @@ def truth(subject: Subject) -> bool:
 
 
 def one_of(words: Mapping[str, Any]) -> Callable[[Subject], Any]:
-    """What each word means; None is what is not supported."""
+    """Reads one of the words."""
 
     def read(subject: Subject) -> Any:
         if subject.value not in words:
@@ -83,7 +83,7 @@ def unsupported(reason: str) -> Rule:
 
 
 def only(read: Callable[[Subject], Any], *, value: Any, text: str, reason: str) -> Rule:
-    """One value that holds anyway, as the text says; any other is not supported, for the reason."""
+    """Accepts the value that always holds, with a text; refuses any other, with a reason."""
 
     def rule(subject: Subject, draft: Draft) -> None:
         if read(subject) == value:

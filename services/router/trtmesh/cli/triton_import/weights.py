@@ -1,4 +1,4 @@
-"""Which directory has the weights of each model that runs one: the embedded engine has no use for TensorRT engines."""
+"""Finds the Hugging Face weights of each core model: the embedded engine cannot run TensorRT engines."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from trtmesh.cli.triton_import.references import Repository
 from trtmesh.cli.triton_import.repository import RepositoryModel
 
 EVERY = ""
-"""Stands for all models where a directory is given without a name."""
+"""Stands for all models: a directory given without a name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Directories by the model that runs them, and what is needed for those that have none."""
+    """Directories by core model; for models without one, the advice to the user."""
 
     directories: Mapping[str, Path]
     needed: Mapping[str, str]
@@ -28,8 +28,8 @@ class Weights:
 
 
 def find_weights(repository: Repository, given: Mapping[str, Path]) -> Weights:
-    """The given directories, else what the repository names and a Hugging Face model is in. Raises SettingsError for
-    a name that is no such model, or ModelUnusable where there is nothing to serve."""
+    """The given directories, else the repository's own Hugging Face directories. Raises SettingsError for an unknown
+    model name, or ModelUnusable if nothing can be served."""
     cores = [model for model in repository if model.is_core]
     unknown = set(given) - {EVERY} - {core.name for core in cores}
     if unknown:
@@ -55,7 +55,7 @@ def find_weights(repository: Repository, given: Mapping[str, Path]) -> Weights:
 
 
 def _check_one_engine(cores: Sequence[RepositoryModel], given: Mapping[str, Path]) -> None:
-    """A directory without a name can stand for one engine only, and for itself."""
+    """A directory without a name fits a single engine, and the engine's own directory."""
     every = given[EVERY].resolve()
     others = {
         core.name: source
@@ -70,13 +70,13 @@ def _check_one_engine(cores: Sequence[RepositoryModel], given: Mapping[str, Path
 
 
 def _source(core: RepositoryModel) -> str:
-    """The engine or model that the repository names, as it is written there; '' where none is."""
+    """The engine or model named in the repository, verbatim; '' if none."""
     assert core.recipe is not None
     return core.recipe.engine(core.declared)
 
 
 def _named_directory(repository: Repository, core: RepositoryModel) -> Path | None:
-    """The first directory with a Hugging Face model that the repository itself names."""
+    """The first Hugging Face directory named in the repository."""
     texts = [_source(core)]
     for model in repository.tokenizers_of(core):
         parameters = model.parameters
@@ -95,7 +95,7 @@ def _checked(core: RepositoryModel, directory: Path) -> Path:
     directory = directory.resolve()
     if not _has_weights(directory):
         raise ModelUnusable(
-            f"{directory}, for model '{core.name}', has no config.json with *.safetensors beside it: the embedded"
+            f"{directory}, for model '{core.name}', has no config.json with *.safetensors: the embedded"
             " engine reads Hugging Face models"
         )
     return directory
@@ -111,11 +111,11 @@ def _needed(core: RepositoryModel) -> str:
 
 
 def _check_names(directories: Mapping[str, Path]) -> None:
-    """The mesh names a model like its directory."""
+    """Models of the mesh are named after their directories."""
     by_name: dict[str, Path] = {}
     for directory in directories.values():
         if by_name.setdefault(directory.name, directory) != directory:
             raise SettingsError(
-                f"{directory} and {by_name[directory.name]} have one name, by which the mesh could not tell them apart;"
+                f"{directory} and {by_name[directory.name]} have the same name, so the mesh could not tell them apart;"
                 " rename one"
             )
