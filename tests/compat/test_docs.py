@@ -17,7 +17,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "triton.md").read_text(encoding="ut
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", PAGE, re.DOTALL)
 
 
-def test_what_the_import_prints(tmp_path: Path) -> None:
+def test_import_prints_the_lines_of_the_page(tmp_path: Path) -> None:
     """Each line of the page comes out for a repository like the page's, with its directories for the test's."""
     values = {"sink_token_length": "4", "tokenizer_dir": "/hf/llama"}
     directory = five_models(tmp_path / "models", values)
@@ -33,7 +33,7 @@ def test_what_the_import_prints(tmp_path: Path) -> None:
             assert line.removesuffix("[...]") in printed
 
 
-def test_the_models_of_the_page_are_ones_that_are_served() -> None:
+def test_models_of_the_page_are_valid() -> None:
     (block,) = [block for language, block in BLOCKS if language == "yaml"]
     settings = TritonSettings.model_validate(yaml.safe_load(block)["router"]["triton"])
     models = triton_models(settings)
@@ -41,5 +41,5 @@ def test_the_models_of_the_page_are_ones_that_are_served() -> None:
     assert models["tensorrt_llm"].template.name == "llmapi"
 
 
-def test_pictures_of_the_page_are_refused() -> None:
+def test_vision_inputs_of_the_page_are_refused() -> None:
     assert all(refusal(name) for name in ("IMAGE_BYTES", "IMAGE_URL", "IMAGES", "VIDEO_BYTES"))

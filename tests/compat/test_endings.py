@@ -42,7 +42,7 @@ def message(model: str, tensors: dict[str, Any], request_id: str) -> kserve.Mode
     return sent
 
 
-async def test_an_error_on_a_stream_names_its_request(mesh: Mesh) -> None:
+async def test_stream_error_carries_id_and_model(mesh: Mesh) -> None:
     """tritonclient hides it, but what it reads has the id, the model and the sign of the end."""
     infer: Any = mesh.channel.stream_stream(
         "/inference.GRPCInferenceService/ModelStreamInfer",
@@ -61,7 +61,7 @@ async def test_an_error_on_a_stream_names_its_request(mesh: Mesh) -> None:
         assert not answer.infer_response.outputs
 
 
-async def test_the_latest_request_of_a_name_is_stopped(mesh: Mesh) -> None:
+async def test_stop_ends_the_latest_request_of_an_id(mesh: Mesh) -> None:
     with (
         SyncStream(mesh.router.address) as first,
         SyncStream(mesh.router.address) as second,
@@ -79,7 +79,7 @@ async def test_the_latest_request_of_a_name_is_stopped(mesh: Mesh) -> None:
     await mesh.idle()
 
 
-async def test_stopped_is_what_was_generated_until_then(mesh: Mesh) -> None:
+async def test_stopped_request_returns_its_tokens_so_far(mesh: Mesh) -> None:
     """One response that is no error, with the tokens so far: how `--stop-after-ms` of upstream's client is used."""
     before = (await scrape(mesh.engines[0]))[GENERATED]
     with SyncStream(mesh.router.address) as stream:
@@ -105,7 +105,7 @@ async def test_stopped_is_what_was_generated_until_then(mesh: Mesh) -> None:
     assert ids == [5, *item.token_ids]
 
 
-async def test_a_client_that_is_gone_takes_its_requests_along(mesh: Mesh) -> None:
+async def test_disconnect_cancels_all_requests_of_a_stream(mesh: Mesh) -> None:
     channel = grpc.aio.insecure_channel(
         mesh.router.address, options=[("grpc.use_local_subchannel_pool", 1)]
     )
@@ -151,7 +151,7 @@ async def test_a_deadline_ends_a_stream(mesh: Mesh, triton: Triton) -> None:
     await mesh.idle()
 
 
-async def test_requests_by_bls_run_beside_each_other(mesh: Mesh) -> None:
+async def test_bls_requests_run_concurrently(mesh: Mesh) -> None:
     """Not one after another: all have begun before any is over."""
     names = {str(index) for index in range(24)}
     with SyncStream(mesh.router.address) as stream:
@@ -166,7 +166,7 @@ async def test_requests_by_bls_run_beside_each_other(mesh: Mesh) -> None:
     await mesh.idle()
 
 
-async def test_whatever_the_ending_nothing_is_left(mesh: Mesh, triton: Triton) -> None:
+async def test_random_endings_leave_nothing_behind(mesh: Mesh, triton: Triton) -> None:
     """Requests that complete, fail, time out, are stopped or lose their client, in one shuffled crowd."""
     random_ = random.Random(7)
     short = {"text_input": "short", "max_tokens": 20, "stream": True}
@@ -205,7 +205,7 @@ async def test_whatever_the_ending_nothing_is_left(mesh: Mesh, triton: Triton) -
     await mesh.idle()
 
 
-async def test_a_timeout_cuts_no_message(triton: Triton) -> None:
+async def test_timeout_never_truncates_a_message(triton: Triton) -> None:
     """At any moment of a stream: what is on its way arrives, and behind it the error."""
     random_ = random.Random(3)
 
@@ -219,7 +219,7 @@ async def test_a_timeout_cuts_no_message(triton: Triton) -> None:
         await asyncio.gather(*(time_out() for _ in range(60)))
 
 
-async def test_a_full_queue_is_said_as_triton_says_it() -> None:
+async def test_full_queue_is_reported_in_tritons_words() -> None:
     limits = (
         "--admission-max-running-items",
         "1",
@@ -254,7 +254,7 @@ def _no_error(failed: router_pb.ItemFailed) -> TrtmeshError:
     raise AssertionError(failed)
 
 
-async def test_a_handed_over_request_has_its_state() -> None:
+async def test_handoff_state_is_an_output_and_an_input() -> None:
     """One response, with the bytes that the request which goes on must bring."""
     settings = TritonSettings()
     model = triton_models(settings)["tensorrt_llm"]

@@ -11,14 +11,9 @@ from compat.conftest import FLAGS
 from compat.plain_http import PlainHttp
 from compat.triton import Triton
 from e2e.mesh import Mesh, running_mesh
-from trtmesh.chassis.errors import InvalidField, QueueFull
-from trtmesh.router.doors.triton.models import triton_models
-from trtmesh.router.doors.triton.settings import TritonSettings
-from trtmesh.router.doors.triton.templates.template import Call
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-MODELS = triton_models(TritonSettings())
 TOKENS: dict[str, Any] = {"input_ids": [5, 6], "input_lengths": 2, "request_output_len": 5}
 TEXT: dict[str, Any] = {"text_input": "x", "max_tokens": 5}
 TABLE = np.ones((1, 2, 3), np.float16)
@@ -70,7 +65,7 @@ CASES: list[tuple[str, Mapping[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("model", "tensors", "text"), CASES)
-async def test_an_error_names_what_was_sent(
+async def test_error_names_the_tensor_sent(
     triton: Triton, model: str, tensors: Mapping[str, Any], text: str
 ) -> None:
     needed = TOKENS if model == "tensorrt_llm" else TEXT
@@ -79,7 +74,7 @@ async def test_an_error_names_what_was_sent(
     assert "row" not in response.error
 
 
-async def test_a_request_parameter_is_named_too(triton: Triton) -> None:
+async def test_error_names_the_request_parameter(triton: Triton) -> None:
     (response,) = await triton.stream(
         "tensorrt_llm", TOKENS, parameters={"request_type": "context_only"}
     )
@@ -105,7 +100,7 @@ THREE: dict[str, list[Any]] = {"text_input": ["a", "b", "c"], "max_tokens": [3, 
         ({"num_draft_tokens": [0, 2, 0]}, "Speculative decoding does not support batch size > 1."),
     ],
 )
-async def test_what_is_wrong_with_one_row_is_said_of_it(
+async def test_error_of_a_row_names_the_row(
     triton: Triton, more: dict[str, list[Any]], text: str
 ) -> None:
     (response,) = await triton.stream("tensorrt_llm_bls", rows(**(THREE | more)))
@@ -113,9 +108,7 @@ async def test_what_is_wrong_with_one_row_is_said_of_it(
 
 
 @pytest.mark.parametrize("model", ["tensorrt_llm", "tensorrt_llm_bls"])
-async def test_the_others_come_where_one_row_is_refused_by_the_worker(
-    triton: Triton, model: str
-) -> None:
+async def test_row_refused_by_the_worker_leaves_the_others(triton: Triton, model: str) -> None:
     tensors = rows(**(THREE | {"max_tokens": [3, 9000, 3]}))
     if model == "tensorrt_llm":
         columns = {"input_ids": [5, 6, 7], "input_lengths": [1, 1, 1]}
@@ -129,7 +122,7 @@ async def test_the_others_come_where_one_row_is_refused_by_the_worker(
     assert sorted(whole) == [0, 2]
 
 
-async def test_a_stacked_response_fails_with_the_row_that_did() -> None:
+async def test_stacked_response_fails_with_its_failed_row() -> None:
     """And what the executor could not go on with is said as TensorRT-LLM says it."""
     flags = (*FLAGS, "--simulated-fail-item", "2")
     async with (
@@ -148,67 +141,16 @@ async def test_a_stacked_response_fails_with_the_row_that_did() -> None:
 
 
 @pytest.mark.parametrize("missing", ["output_ids", "sequence_length"])
-async def test_the_core_model_needs_its_two_outputs(triton: Triton, missing: str) -> None:
+async def test_core_model_requires_its_two_outputs(triton: Triton, missing: str) -> None:
     left = {"output_ids", "sequence_length", "cum_log_probs"} - {missing}
     (response,) = await triton.stream("tensorrt_llm", TOKENS, outputs=sorted(left))
     assert response.error == f"{missing} tensor must be present in list of output tensors"
 
 
-async def test_http_sends_decoupled_models_elsewhere(mesh: Mesh) -> None:
+async def test_http_infer_refuses_decoupled_models(mesh: Mesh) -> None:
     async with PlainHttp(mesh.router.http_address) as http:
         reply = await http.post("/v2/models/ensemble/infer", {"inputs": []})
     assert (reply.status, reply.json) == (
         501,
         {"error": "HTTP end point doesn't support models with decoupled transaction policy"},
     )
-
-
-def call(model: str, *, rows: int = 1, sent: Mapping[str, Any] | None = None) -> Call:
-    return Call(MODELS[model], "", sent or {}, rows, frozenset(), {})
-
-
-@pytest.mark.parametrize(
-    ("field", "tensor"),
-    [
-        ("kv_cache.token_ranges[3].token_end", "retention_token_range_ends[3]"),
-        ("kv_cache.token_ranges", "retention_token_range_starts"),
-        ("kv_cache.token_ranges[3]", "retention_token_range_starts[3]"),
-        ("lora.weights.data_type", "lora_weights.data_type"),
-        ("lora.weightsome", "lora.weightsome"),
-        ("sampling.top_k", "runtime_top_k"),
-        ("handoff.phase", "parameter 'request_type'"),
-    ],
-)
-async def test_a_field_is_named_by_its_tensor(field: str, tensor: str) -> None:
-    assert call("tensorrt_llm").tensor_of(field) == tensor
-
-
-@pytest.mark.parametrize("name", ["runtime_top_p_min", "runtime_top_k_min"])
-async def test_a_field_of_two_tensors_is_named_by_the_one_sent(name: str) -> None:
-    assert call("tensorrt_llm", sent={name: None}).tensor_of("sampling.top_p_min") == name
-
-
-async def test_a_sentence_has_tensors_and_the_row_of_a_batch() -> None:
-    error = InvalidField.of("sampling.top_p", 3.0, "in [0, 1]").of_item(1)
-    sentence = "top_p is 3.0 but must be in [0, 1]"
-    assert call("ensemble").sentence(error) == sentence
-    assert call("ensemble", rows=2).sentence(error) == f"row 1: {sentence}"
-    limited = InvalidField.of("stopping.min_tokens", 9, "at most 5", "stopping.max_tokens")
-    assert (
-        call("ensemble").sentence(limited) == "min_tokens is 9 but must be at most 5 (max_tokens)"
-    )
-    assert call("ensemble", rows=2).sentence(QueueFull("full")) == "full"
-
-
-async def test_every_input_that_reaches_a_field_says_which() -> None:
-    models = triton_models(
-        TritonSettings.model_validate({"models": {"llmapi": {"template": "llmapi"}}})
-    )
-    for model in [*MODELS.values(), *models.values()]:
-        for spec in model.inputs.values():
-            if spec.put and spec.name not in NO_FIELD:
-                assert spec.put.fields, spec.name
-
-
-NO_FIELD = {"lora_path", "lora_ckpt_source"}
-"""Refused by name."""

@@ -283,7 +283,7 @@ TRITON = triton_models(TritonSettings.model_validate({"models": CONFIGURED}))
 
 
 @pytest.mark.parametrize(("model", "cases"), MODELS.items())
-async def test_no_input_is_left_out(model: str, cases: dict[str, Case]) -> None:
+async def test_every_declared_input_has_a_case(model: str, cases: dict[str, Case]) -> None:
     declared = set(TRITON[model].inputs)
     assert declared - set(cases) <= set(NOT_FOR_BACKENDS)
     assert set(cases) <= declared
@@ -346,7 +346,7 @@ async def seen_config(
     return backend.items[before].config
 
 
-async def test_words_that_only_fill_a_row_up_go_with_their_weights(
+async def test_padding_words_are_dropped_with_their_weights(
     triton: Triton, backend: RecordingBackend
 ) -> None:
     tensors = {"embedding_bias_words": ["x", ""], "embedding_bias_weights": [0.5, 9.0]}
@@ -356,7 +356,7 @@ async def test_words_that_only_fill_a_row_up_go_with_their_weights(
 
 
 @pytest.mark.parametrize(("model", "name", "case"), CASES, ids=[f"{m}-{n}" for m, n, _ in CASES])
-async def test_an_input_reaches_the_backend(
+async def test_input_reaches_the_backend(
     triton: Triton, backend: RecordingBackend, model: str, name: str, case: Case
 ) -> None:
     config: Any = await seen_config(
@@ -368,7 +368,7 @@ async def test_an_input_reaches_the_backend(
     assert value == case.seen
 
 
-async def test_words_and_flags_of_early_stopping(triton: Triton, backend: RecordingBackend) -> None:
+async def test_early_stopping_may_be_bool(triton: Triton, backend: RecordingBackend) -> None:
     """It was BOOL before it was INT32."""
     tensors = {"beam_width": 2, "early_stopping": True}
     config = await seen_config(triton, backend, "tensorrt_llm", tensors)
@@ -376,7 +376,7 @@ async def test_words_and_flags_of_early_stopping(triton: Triton, backend: Record
 
 
 @pytest.mark.parametrize("asked", ["return_perf_metrics", "return_kv_cache_reuse_stats"])
-async def test_what_two_inputs_ask_for_one_need_not_repeat(
+async def test_perf_metrics_need_one_of_two_inputs(
     triton: Triton, backend: RecordingBackend, asked: str
 ) -> None:
     tensors = {"return_perf_metrics": False, "return_kv_cache_reuse_stats": False}
@@ -386,9 +386,7 @@ async def test_what_two_inputs_ask_for_one_need_not_repeat(
     assert config.output.perf_metrics
 
 
-async def test_what_the_models_mean_without_a_word(
-    triton: Triton, backend: RecordingBackend
-) -> None:
+async def test_defaults_of_the_models(triton: Triton, backend: RecordingBackend) -> None:
     """Greedy unless top_k or top_p says otherwise; the core model has no end id of its own; one beam is no search."""
     tensors = {"temperature": 0.7, "beam_width": 1, "len_penalty": 1.0, "runtime_top_p": 0.0}
     config = await seen_config(triton, backend, "tensorrt_llm", tensors)

@@ -89,7 +89,7 @@ async def test_health_and_readiness(http: Http) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-async def test_descriptions_are_those_of_grpc(http: Http, triton: Triton, model: str) -> None:
+async def test_http_descriptions_equal_grpc(http: Http, triton: Triton, model: str) -> None:
     """With 64-bit numbers as numbers, where protobuf's JSON has texts."""
     metadata = await http.ask("get_model_metadata", model, "1")
     of_grpc = await triton.client.get_model_metadata(model, as_json=True)
@@ -134,7 +134,7 @@ async def test_the_server_describes_itself(http: Http) -> None:
 
 @pytest.mark.parametrize("binary", [True, False])
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
-async def test_text_to_text(mesh: Mesh, http: Http, model: str, binary: bool) -> None:
+async def test_http_infer_returns_text(mesh: Mesh, http: Http, model: str, binary: bool) -> None:
     outputs = [
         triton_http.InferRequestedOutput(name, binary_data=binary)
         for name in ("text_output", "num_output_tokens")
@@ -154,7 +154,9 @@ async def test_text_to_text(mesh: Mesh, http: Http, model: str, binary: bool) ->
 
 @pytest.mark.parametrize("way_in", [None, "gzip", "deflate"])
 @pytest.mark.parametrize("way_out", [None, "gzip", "deflate"])
-async def test_compression(http: Http, way_in: str | None, way_out: str | None) -> None:
+async def test_bodies_and_responses_may_be_compressed(
+    http: Http, way_in: str | None, way_out: str | None
+) -> None:
     more = {
         "request_compression_algorithm": way_in,
         "response_compression_algorithm": way_out,
@@ -164,7 +166,7 @@ async def test_compression(http: Http, way_in: str | None, way_out: str | None) 
     assert result.as_numpy("text_output") == plain.as_numpy("text_output")
 
 
-async def test_the_models_of_an_ensemble_one_by_one(http: Http) -> None:
+async def test_http_steps_equal_the_ensemble(http: Http) -> None:
     prompts = np.array([["one"], ["another prompt"]], np.object_)
     lengths = np.array([[4], [7]], np.int32)
     pre = await http.infer("preprocessing", {"QUERY": prompts, "REQUEST_OUTPUT_LEN": lengths})
@@ -188,7 +190,7 @@ async def test_the_models_of_an_ensemble_one_by_one(http: Http) -> None:
     assert post.as_numpy("OUTPUT").tolist() == whole.as_numpy("text_output").tolist()
 
 
-async def test_many_requests_at_once(http: Http) -> None:
+async def test_concurrent_http_requests(http: Http) -> None:
     inputs = make_inputs({"text_input": "x", "max_tokens": TOKENS}, binary=True)
 
     def all_at_once(client: Any) -> list[Any]:
@@ -242,7 +244,7 @@ async def test_statistics_and_settings(http: Http) -> None:
         ("tensorrt_llm", {"input_lengths": 1, "request_output_len": 3}, "500", "is not present"),
     ],
 )
-async def test_errors(
+async def test_http_errors_have_status_and_reason(
     http: Http, model: str, tensors: Mapping[str, Any], status: str, message: str
 ) -> None:
     with pytest.raises(InferenceServerException) as caught:
@@ -301,7 +303,7 @@ async def test_bodies_that_are_refused(
     assert message in reply.json["error"]
 
 
-async def test_plain_json_and_a_binary_output_behind_it(plain: PlainHttp) -> None:
+async def test_binary_output_follows_plain_json(plain: PlainHttp) -> None:
     text = TEXT | {"data": [["x"]]}
     body = {"inputs": [text, COUNT], "parameters": {"binary_data_output": True, "any": 1.5}}
     reply = await plain.post(INFER.format("ensemble"), body)
@@ -323,7 +325,7 @@ async def test_plain_json_and_a_binary_output_behind_it(plain: PlainHttp) -> Non
     }
 
 
-async def test_a_client_that_leaves_cancels_its_request(mesh: Mesh, plain: PlainHttp) -> None:
+async def test_disconnect_cancels_the_request(mesh: Mesh, plain: PlainHttp) -> None:
     body = {"inputs": [TEXT | {"data": ["long"]}, COUNT | {"data": [8000]}]}
     asking = asyncio.create_task(plain.post(INFER.format("ensemble"), body))
     await eventually(mesh.used_blocks)

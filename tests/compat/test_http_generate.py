@@ -35,7 +35,7 @@ async def _is_ready(http: PlainHttp) -> bool:
 
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
-async def test_one_response(mesh: Mesh, http: PlainHttp, model: str) -> None:
+async def test_generate_returns_one_response(mesh: Mesh, http: PlainHttp, model: str) -> None:
     reply = await http.post(GENERATE.format(model), {"text_input": PROMPT, "max_tokens": TOKENS})
     assert (reply.status, reply.content_type) == (200, "application/json")
     told = {"model_name": model, "model_version": "1"}
@@ -46,7 +46,9 @@ async def test_one_response(mesh: Mesh, http: PlainHttp, model: str) -> None:
 
 @pytest.mark.parametrize("version", ["", "/versions/1"])
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
-async def test_a_stream_of_events(mesh: Mesh, http: PlainHttp, model: str, version: str) -> None:
+async def test_generate_stream_sends_events(
+    mesh: Mesh, http: PlainHttp, model: str, version: str
+) -> None:
     body = {"text_input": PROMPT, "max_tokens": TOKENS, "stream": True, "id": "mine"}
     reply = await http.post(STREAM.format(model + version), body)
     assert (reply.status, reply.content_type) == (200, "text/event-stream; charset=utf-8")
@@ -56,9 +58,7 @@ async def test_a_stream_of_events(mesh: Mesh, http: PlainHttp, model: str, versi
     assert {(event["model_name"], event["id"]) for event in reply.events} == {(model, "mine")}
 
 
-async def test_keys_under_parameters_count_like_those_beside_it(
-    mesh: Mesh, http: PlainHttp
-) -> None:
+async def test_parameters_object_is_merged(mesh: Mesh, http: PlainHttp) -> None:
     flat = {
         "text_input": PROMPT,
         "max_tokens": TOKENS,
@@ -136,7 +136,7 @@ REFUSED: list[tuple[str, Any, int, str]] = [
 
 @pytest.mark.parametrize(("model", "body", "status", "message"), REFUSED)
 @pytest.mark.parametrize("endpoint", [GENERATE, STREAM])
-async def test_what_is_refused(
+async def test_invalid_generate_body_is_refused(
     http: PlainHttp, endpoint: str, model: str, body: Any, status: int, message: str
 ) -> None:
     reply = await http.post(endpoint.format(model), body)
@@ -148,7 +148,7 @@ async def test_what_is_refused(
 @pytest.mark.parametrize(
     "more", [{"stream": True}, {"text_input": ["x", "y"], "max_tokens": [3, 4]}]
 )
-async def test_more_than_one_response_is_an_error_of_generate(
+async def test_generate_refuses_several_responses(
     mesh: Mesh, http: PlainHttp, more: dict[str, Any]
 ) -> None:
     reply = await http.post(GENERATE.format("ensemble"), LONG | more)
@@ -165,7 +165,7 @@ async def test_rows_of_a_batch_in_one_stream(mesh: Mesh, http: PlainHttp) -> Non
         assert "".join(own) == await native_text(mesh, prompt, lengths[index])
 
 
-async def test_the_first_response_decides_about_the_status(http: PlainHttp) -> None:
+async def test_first_event_sets_the_status(http: PlainHttp) -> None:
     body = {"input_ids": [5] * 9000, "input_lengths": 9000, "request_output_len": 2}
     reply = await http.post(STREAM.format("tensorrt_llm"), body)
     assert (reply.status, reply.content_type) == (500, "text/event-stream; charset=utf-8")
@@ -198,7 +198,7 @@ async def test_a_request_is_stopped_by_its_name(mesh: Mesh, http: PlainHttp) -> 
     await mesh.idle()
 
 
-async def test_a_client_that_leaves_a_stream_cancels_it(mesh: Mesh, http: PlainHttp) -> None:
+async def test_disconnect_during_a_stream_cancels_it(mesh: Mesh, http: PlainHttp) -> None:
     before = await _finished(mesh, "cancelled")
     async with aclosing(http.events(STREAM.format("ensemble"), LONG | {"stream": True})) as events:
         assert "text_output" in await anext(events)
@@ -207,9 +207,7 @@ async def test_a_client_that_leaves_a_stream_cancels_it(mesh: Mesh, http: PlainH
     assert "Traceback" not in mesh.router.stderr
 
 
-async def test_a_client_that_leaves_before_its_answer_cancels_it(
-    mesh: Mesh, http: PlainHttp
-) -> None:
+async def test_disconnect_before_the_response_cancels_it(mesh: Mesh, http: PlainHttp) -> None:
     before = await _finished(mesh, "cancelled")
     asking = asyncio.create_task(http.post(GENERATE.format("ensemble"), LONG))
     await eventually(mesh.used_blocks)
@@ -230,7 +228,7 @@ async def _more_cancelled(mesh: Mesh, before: float) -> bool:
     return await _finished(mesh, "cancelled") > before
 
 
-async def test_a_router_that_stops_tells_its_streams(mesh: Mesh) -> None:
+async def test_stopping_router_ends_streams_with_an_error(mesh: Mesh) -> None:
     """What is left when its grace is over ends with an error in the stream."""
     peers = ("--engines", mesh.engines[0].address, "--tokenizers", mesh.tokenizers[0].address)
     router = await mesh.start("router", "--port", "0", *peers, "--grace-seconds", "0.1")

@@ -41,7 +41,7 @@ def body(size: int) -> bytes:
     return json.dumps({"text_input": "x" * (size - empty), "max_tokens": 3}).encode()
 
 
-async def test_it_lives_and_is_not_ready(http: PlainHttp) -> None:
+async def test_router_without_workers_is_live_but_not_ready(http: PlainHttp) -> None:
     for path, status in (
         ("/v2/health/live", 200),
         ("/v2/health/ready", 400),
@@ -55,7 +55,7 @@ async def test_it_lives_and_is_not_ready(http: PlainHttp) -> None:
     assert reply.headers["trtmesh-error-reason"] == "NO_WORKER"
 
 
-async def test_the_size_of_a_body(http: PlainHttp) -> None:
+async def test_body_size_is_limited(http: PlainHttp) -> None:
     assert (await http.post(PATH, body(BODY_BYTES))).status == NOT_READY
     reply = await http.post(PATH, body(BODY_BYTES + 1))
     assert reply.status == 413
@@ -67,7 +67,7 @@ async def test_the_size_of_a_body(http: PlainHttp) -> None:
 @pytest.mark.parametrize(
     ("encoding", "compress"), [("gzip", gzip.compress), ("deflate", zlib.compress)]
 )
-async def test_the_size_counts_behind_decompression(
+async def test_decompressed_size_is_limited(
     http: PlainHttp, encoding: str, compress: object
 ) -> None:
     assert callable(compress)
@@ -80,7 +80,7 @@ async def test_the_size_counts_behind_decompression(
         assert (await http.post(PATH, large, headers=headers)).status == 413
 
 
-async def test_other_encodings(http: PlainHttp) -> None:
+async def test_other_encodings_are_refused(http: PlainHttp) -> None:
     reply = await http.post(PATH, body(100), headers={"Content-Encoding": "br"})
     assert reply.status == 501
     assert reply.json["error"].startswith("Unsupported compression type 'br'")
@@ -108,7 +108,7 @@ async def raw(http: PlainHttp, *parts: bytes) -> bytes:
 HEAD = f"POST {PATH} HTTP/1.1\r\nHost: x\r\n".encode()
 
 
-async def test_a_body_that_does_not_come() -> None:
+async def test_body_must_arrive_in_time() -> None:
     """By a router of its own: to the others a body may come as late as this machine is slow."""
     async with router_with("--http-receive-seconds", "1") as http:
         head = HEAD + b"Content-Length: 100\r\nConnection: close\r\n\r\n"
@@ -117,7 +117,7 @@ async def test_a_body_that_does_not_come() -> None:
     assert b"did not come within 1 s (http.receive_seconds)" in answer
 
 
-async def test_a_head_without_end(http: PlainHttp) -> None:
+async def test_endless_head_is_cut_off(http: PlainHttp) -> None:
     answer = await raw(http, HEAD + b"X-Long: " + b"x" * 10_000 + b"\r\n\r\n")
     assert b" 400 Bad Request\r\n" in answer
     many = b"".join(b"X-%d: x\r\n" % number for number in range(1000))
@@ -125,7 +125,7 @@ async def test_a_head_without_end(http: PlainHttp) -> None:
     assert b" 400 Bad Request\r\n" in answer
 
 
-async def test_paths_and_methods(http: PlainHttp) -> None:
+async def test_unknown_paths_and_methods_are_refused(http: PlainHttp) -> None:
     for path in (
         "/",
         "/v2/",

@@ -64,7 +64,7 @@ async def stuck(router: ServiceProcess) -> bool:
     return (await scrape(router))["trtmesh_router_paused_requests"] == 1
 
 
-async def test_a_client_that_does_not_read_is_cut_off(mesh: Mesh) -> None:
+async def test_slow_client_is_cut_off(mesh: Mesh) -> None:
     router = await start_router(mesh, "--client-stall-seconds", "0.5")
     tasks = (await scrape(router))["trtmesh_tasks"]
     async with client_that_does_not_read(router.http_address):
@@ -84,7 +84,7 @@ async def test_a_client_that_does_not_read_is_cut_off(mesh: Mesh) -> None:
     assert "Traceback" not in router.stderr
 
 
-async def test_a_router_that_stops_does_not_wait_for_it(mesh: Mesh) -> None:
+async def test_stopping_router_does_not_wait_for_a_slow_client(mesh: Mesh) -> None:
     router = await start_router(mesh, "--grace-seconds", "0.1", "--client-buffer-tokens", "1000")
     async with client_that_does_not_read(router.http_address):
         await eventually(lambda: stuck(router))

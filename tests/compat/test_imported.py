@@ -53,7 +53,7 @@ async def text(stack: Stack) -> str:
         return item.text
 
 
-async def test_every_model_is_ready(stack: Stack, triton: Triton) -> None:
+async def test_imported_models_are_ready(stack: Stack, triton: Triton) -> None:
     five = ("ensemble", "preprocessing", "postprocessing", "tensorrt_llm", "tensorrt_llm_bls")
     names = {*five, *(f"{name}_whole" for name in five), "llm"}
     index = await triton.client.get_model_repository_index()
@@ -63,7 +63,7 @@ async def test_every_model_is_ready(stack: Stack, triton: Triton) -> None:
     stack.wait_for("carried over  parameters.max_beam_width = 4: router.triton.models")
 
 
-async def test_streams_and_whole_answers(triton: Triton, text: str) -> None:
+async def test_imported_models_stream_or_answer_once(triton: Triton, text: str) -> None:
     for model in ("ensemble", "tensorrt_llm_bls"):
         assert joined(await triton.stream(model, ASK | {"stream": True})) == text
         assert (await triton.infer(f"{model}_whole", ASK)).text == PROMPT + text
@@ -73,7 +73,7 @@ async def test_streams_and_whole_answers(triton: Triton, text: str) -> None:
     ]  # fmt: skip
 
 
-async def test_step_by_step(triton: Triton, text: str) -> None:
+async def test_imported_steps_equal_the_ensemble(triton: Triton, text: str) -> None:
     """What a client does that calls the models one after another."""
     given = {"QUERY": PROMPT, "REQUEST_OUTPUT_LEN": TOKENS}
     encoded = (await triton.infer("preprocessing_whole", given)).outputs
@@ -99,7 +99,7 @@ async def test_step_by_step(triton: Triton, text: str) -> None:
     assert all(str(each, "utf-8").startswith(PROMPT) for each in decoded.outputs["OUTPUT"])
 
 
-async def test_limits_are_those_of_the_repository(triton: Triton) -> None:
+async def test_imported_limits_hold(triton: Triton) -> None:
     with pytest.raises(InferenceServerException, match="larger than configured max beam width 2"):
         await triton.infer("ensemble_whole", ASK | {"beam_width": 3})
     rows = {
@@ -110,7 +110,7 @@ async def test_limits_are_those_of_the_repository(triton: Triton) -> None:
         await triton.infer("ensemble_whole", rows)
 
 
-async def test_the_llmapi_model(triton: Triton, text: str) -> None:
+async def test_imported_llmapi_model_answers(triton: Triton, text: str) -> None:
     ask = {
         "text_input": np.array([PROMPT], np.object_),
         "sampling_param_max_tokens": np.array([TOKENS], np.int32),
@@ -132,9 +132,7 @@ def counted(stack: Stack, family: str) -> dict[str, int]:
     return {model: int(value) for model, value in found}
 
 
-async def test_requests_count_for_the_models_that_the_repository_names(
-    stack: Stack, triton: Triton
-) -> None:
+async def test_requests_count_for_the_steps_of_the_repository(stack: Stack, triton: Triton) -> None:
     """A BLS has its core model's name in a parameter, and those of the others in its code."""
     families = ("nv_inference_request_success", "nv_llm_output_token_len_count")
     before = [counted(stack, family) for family in families]
@@ -146,7 +144,7 @@ async def test_requests_count_for_the_models_that_the_repository_names(
     assert grown == [{"tensorrt_llm_bls_whole", core, "preprocessing", "postprocessing"}, {core}]
 
 
-async def test_an_extra_id_holds_for_the_whole_prompt(triton: Triton) -> None:
+async def test_extra_id_applies_to_the_whole_prompt(triton: Triton) -> None:
     """Equal prompts share their KV only under one id, with which the engine gets one a token."""
     reused = []
     for extra_id in (1, 1, 2, 2):
@@ -169,7 +167,7 @@ def infer(stack: Stack, *arguments: str) -> list[str]:
     return result.stdout.splitlines()
 
 
-async def test_the_command_line_client_prints_what_else_there_is(stack: Stack) -> None:
+async def test_triton_infer_prints_all_outputs(stack: Stack) -> None:
     details = ("--log-probs", "--generation-logits", "--context-logits", "--perf-metrics")
     ids = ("--ids", "5 6 7", *details)
     lines = infer(stack, *ids)
@@ -187,7 +185,7 @@ async def test_the_command_line_client_prints_what_else_there_is(stack: Stack) -
         ]
 
 
-async def test_the_command_line_client_tells_beams_and_rows_apart(stack: Stack) -> None:
+async def test_triton_infer_labels_beams_and_rows(stack: Stack) -> None:
     beams = ("--beam-width", "2", "--exclude-input", "def f(", "class A")
     whole = "\n".join(infer(stack, *beams, "--model", "ensemble_whole", "--batch"))
     tags = [f"[{row}.{beam}] " for row in (0, 1) for beam in (0, 1)]
@@ -196,13 +194,13 @@ async def test_the_command_line_client_tells_beams_and_rows_apart(stack: Stack) 
     assert sorted(infer(stack, *beams, "--stream")) == sorted(whole.splitlines())
 
 
-async def test_the_command_line_client_asks_the_llmapi_model(stack: Stack, text: str) -> None:
+async def test_triton_infer_asks_the_llmapi_model(stack: Stack, text: str) -> None:
     lines = infer(stack, "--model", "llm", "--max-tokens", str(TOKENS), "--log-probs", PROMPT)
     assert "\n".join(lines).startswith(text)
     assert lines[-1].startswith("cumulative_logprob [1]: -")
 
 
-async def test_a_full_queue_of_an_engine_is_said_as_triton_says_it(tmp_path: Path) -> None:
+async def test_full_engine_queue_is_reported_in_tritons_words(tmp_path: Path) -> None:
     """What scripts look for that send too much to see themselves refused."""
     directory = five_models(tmp_path / "models", {"max_queue_size": "1"})
     flags = ("--port", "0", "--backend", "torch", "--model", str(DEMO))
@@ -223,7 +221,7 @@ async def test_a_full_queue_of_an_engine_is_said_as_triton_says_it(tmp_path: Pat
             assert "Maximum queue size of 1 has been reached, please try again later" in told
 
 
-async def test_two_models_of_the_mesh(tmp_path: Path) -> None:
+async def test_two_engines_serve_two_models(tmp_path: Path) -> None:
     """A repository with two engines: imported into a file, which starts a stack with engines of both."""
     directory = five_models(tmp_path / "models")
     five_models(directory, {"engine_dir": "/engines/other"}, suffix="_b")

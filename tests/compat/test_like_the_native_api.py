@@ -91,7 +91,7 @@ def draw(random_: random.Random, index: int) -> Case:
     return Case(model, prompt, options, stop_words, random_.random() < 0.5)
 
 
-async def test_random_requests(mesh: Mesh, triton: Triton) -> None:
+async def test_random_requests_equal_the_native_api(mesh: Mesh, triton: Triton) -> None:
     random_ = random.Random(5)
     cases = [draw(random_, index) for index in range(REQUESTS)]
     native = await asyncio.gather(

@@ -59,7 +59,7 @@ async def native_text(mesh: Mesh, max_tokens: int = 20) -> str:
     return item.text
 
 
-async def test_a_whole_answer(mesh: Mesh, triton: Triton) -> None:
+async def test_llmapi_answers_once(mesh: Mesh, triton: Triton) -> None:
     response = await triton.infer("tensorrt_llm", ASK)
     assert response.text == PROMPT + await native_text(mesh)
     assert list(response.outputs) == ["text_output"]
@@ -67,7 +67,7 @@ async def test_a_whole_answer(mesh: Mesh, triton: Triton) -> None:
     assert (await triton.infer("tensorrt_llm", ASK | bare)).text == await native_text(mesh)
 
 
-async def test_no_more_tokens_than_the_library_takes_by_itself(mesh: Mesh, triton: Triton) -> None:
+async def test_default_max_tokens_is_that_of_the_library(mesh: Mesh, triton: Triton) -> None:
     bare = {"sampling_param_exclude_input_from_output": flag()}
     response = await triton.infer("tensorrt_llm", {"text_input": text(PROMPT)} | bare)
     assert response.text == await native_text(mesh, 32)
@@ -92,7 +92,7 @@ async def test_texts_accumulate(mesh: Mesh, triton: Triton) -> None:
         await triton.infer("tensorrt_llm", ASK | STREAM)
 
 
-async def test_what_else_it_tells(mesh: Mesh, triton: Triton) -> None:
+async def test_llmapi_details_on_request(mesh: Mesh, triton: Triton) -> None:
     asked = {
         "return_finish_reason": flag(),
         "return_stop_reason": flag(),
@@ -129,7 +129,7 @@ async def test_a_stop_text_ends_the_text_before_it(mesh: Mesh, triton: Triton) -
     assert response.outputs["finish_reason"].tolist() == [b"stop"]
 
 
-async def test_shapes_have_no_batch_dimension(triton: Triton) -> None:
+async def test_llmapi_shapes_have_no_batch_dimension(triton: Triton) -> None:
     metadata = await triton.client.get_model_metadata("tensorrt_llm")
     assert {tuple(given.shape) for given in metadata.inputs} == {(1,), (-1,)}
     config = (await triton.client.get_model_config("tensorrt_llm")).config
@@ -152,7 +152,7 @@ async def test_a_stop_request_is_answered_as_cancelled(mesh: Mesh, triton: Trito
         await triton.infer("tensorrt_llm", STOP)
 
 
-async def test_a_stopped_request_ends_with_what_it_has(mesh: Mesh, triton: Triton) -> None:
+async def test_stopped_request_ends_with_its_text_so_far(mesh: Mesh, triton: Triton) -> None:
     ask = {"text_input": text(PROMPT), "sampling_param_max_tokens": one(8000)}
     with SyncStream(mesh.router.address) as stream:
         stream.send("streaming", ask | STREAM | {"return_finish_reason": flag()}, request_id="long")
@@ -186,14 +186,14 @@ async def test_a_stopped_request_ends_with_what_it_has(mesh: Mesh, triton: Trito
         ({"sampling_param_max_tokens": one(0)}, "sampling_param_max_tokens must be"),
     ],
 )
-async def test_what_is_refused_is_named(
+async def test_unsupported_llmapi_inputs_are_named(
     triton: Triton, tensors: dict[str, np.ndarray], complaint: str
 ) -> None:
     with pytest.raises(InferenceServerException, match=complaint):
         await triton.infer("tensorrt_llm", ASK | tensors)
 
 
-async def test_what_means_nothing_is_taken(mesh: Mesh, triton: Triton) -> None:
+async def test_values_without_an_effect_are_accepted(mesh: Mesh, triton: Triton) -> None:
     more = {
         "sampling_param_best_of": one(1),
         "sampling_param_logits_post_processor_name": text(""),
@@ -203,7 +203,7 @@ async def test_what_means_nothing_is_taken(mesh: Mesh, triton: Triton) -> None:
     assert (await triton.infer("tensorrt_llm", ASK | more)).text == await native_text(mesh)
 
 
-async def test_over_http(mesh: Mesh) -> None:
+async def test_llmapi_over_http(mesh: Mesh) -> None:
     """Plain JSON says no shapes, so here is where the missing batch dimension shows."""
     body = {
         "text_input": PROMPT,
@@ -232,7 +232,7 @@ async def test_over_http(mesh: Mesh) -> None:
 
 @pytest.mark.parametrize("says", [None, True, False])
 @pytest.mark.parametrize("template", ["llmapi", "tensorrt_llm_bls"])
-async def test_the_command_line_client_knows_whether_texts_accumulate(
+async def test_triton_infer_knows_whether_texts_accumulate(
     template: str, says: bool | None
 ) -> None:
     models = {"m": {"template": template, "accumulate_tokens": says}}

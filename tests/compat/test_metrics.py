@@ -95,7 +95,7 @@ IDLE = {
 """Every nv_trt_llm sample of an idle mesh, its value as a regular expression."""
 
 
-async def test_a_mesh_without_requests(mesh: Mesh) -> None:
+async def test_idle_mesh_has_all_engine_samples(mesh: Mesh) -> None:
     """First in this file: whoever served nothing is not told of."""
     await mesh.idle()
     found = await samples(mesh)
@@ -110,7 +110,7 @@ async def test_a_mesh_without_requests(mesh: Mesh) -> None:
     )
 
 
-async def test_families_are_told_once_with_their_types(mesh: Mesh, triton: Triton) -> None:
+async def test_families_have_one_help_and_type(mesh: Mesh, triton: Triton) -> None:
     await triton.infer("ensemble", {"text_input": "x", "max_tokens": 2})
     lines = await scrape(mesh, accept="application/openmetrics-text; version=1.0.0")
     types = [line.split()[2:] for line in lines if line.startswith("# TYPE")]
@@ -127,7 +127,7 @@ async def test_families_are_told_once_with_their_types(mesh: Mesh, triton: Trito
     assert helps == [name for name, _ in expected]
 
 
-async def test_an_ensemble_and_its_steps_count_alike(mesh: Mesh, triton: Triton) -> None:
+async def test_ensemble_requests_count_for_its_steps(mesh: Mesh, triton: Triton) -> None:
     before = await samples(mesh)
     rows = np.array([["one"], ["two"], ["three"]], np.object_)
     lengths = np.full((3, 1), 5, np.int32)
@@ -175,7 +175,7 @@ def lengths_of(found: Mapping[str, str], way: str) -> dict[str, int]:
     return {word: int(found[key]) for key, word in own.items()}
 
 
-async def test_lengths_of_prompts_and_outputs(mesh: Mesh, triton: Triton) -> None:
+async def test_length_histograms(mesh: Mesh, triton: Triton) -> None:
     async def observed(tensors: Mapping[str, object]) -> tuple[dict[str, int], dict[str, int]]:
         before = await samples(mesh)
         await triton.infer("tensorrt_llm", tensors)
@@ -210,7 +210,7 @@ async def test_lengths_of_prompts_and_outputs(mesh: Mesh, triton: Triton) -> Non
     assert (outputs["count"], outputs["sum"], outputs["10"], outputs["50"]) == (2, 24, 0, 2)
 
 
-async def test_failures_have_reasons(mesh: Mesh, triton: Triton) -> None:
+async def test_failures_are_counted_by_reason(mesh: Mesh, triton: Triton) -> None:
     long = {"text_input": "long", "max_tokens": 8000}
     before = await samples(mesh)
 

@@ -49,7 +49,7 @@ async def native_text(mesh: Mesh, prompt: str) -> str:
     return item.text
 
 
-async def test_the_configured_models_are_all_that_there_are(triton: Triton) -> None:
+async def test_only_configured_models_are_served(triton: Triton) -> None:
     index = await triton.client.get_model_repository_index()
     assert [model.name for model in index.models] == list(MODELS)
     assert not await triton.client.is_model_ready("ensemble")
@@ -58,7 +58,7 @@ async def test_the_configured_models_are_all_that_there_are(triton: Triton) -> N
     assert steps == ["chat_pre", "chat_core", "chat_post"]
 
 
-async def test_ensembles_beside_each_other(mesh: Mesh, triton: Triton) -> None:
+async def test_two_ensembles_keep_their_settings(mesh: Mesh, triton: Triton) -> None:
     text = await native_text(mesh, "a prompt")
     tensors = {"text_input": "a prompt", "max_tokens": 9}
     assert joined(await triton.stream("chat", tensors | {"stream": True})) == text
@@ -72,20 +72,20 @@ async def test_ensembles_beside_each_other(mesh: Mesh, triton: Triton) -> None:
         await triton.infer("chat_whole", {"text_input": three[0], "max_tokens": three[1]})
 
 
-async def test_responses_that_accumulate(mesh: Mesh, triton: Triton) -> None:
+async def test_accumulate_tokens_is_per_model(mesh: Mesh, triton: Triton) -> None:
     tensors = {"text_input": "a prompt", "max_tokens": 9, "stream": True}
     responses = await triton.stream("chat_bls", tensors)
     assert responses[-1].text == await native_text(mesh, "a prompt")
     assert all(b.text.startswith(a.text) for a, b in itertools.pairwise(responses))
 
 
-async def test_beams_are_bounded(triton: Triton) -> None:
+async def test_max_beam_width_is_per_model(triton: Triton) -> None:
     tensors = {"input_ids": [7], "input_lengths": 1, "request_output_len": 3, "beam_width": 3}
     (response,) = await triton.stream("chat_core", tensors)
     assert "Requested beam width 3 is larger than configured max beam width 2" in response.error
 
 
-async def test_special_tokens_by_model(triton: Triton) -> None:
+async def test_special_tokens_are_per_model(triton: Triton) -> None:
     query = {"QUERY": "hello", "REQUEST_OUTPUT_LEN": 1}
     ids = (await triton.infer("chat_pre", query)).outputs["INPUT_ID"].ravel().tolist()
     assert ids
@@ -99,7 +99,7 @@ async def test_special_tokens_by_model(triton: Triton) -> None:
     assert kept != [b"hello"]
 
 
-async def test_the_disaggregated_model_serves_what_the_core_model_does(triton: Triton) -> None:
+async def test_disaggregated_model_equals_the_core_model(triton: Triton) -> None:
     """One engine computes a prompt and continues it."""
     tensors = {"input_ids": [7, 8], "input_lengths": 2, "request_output_len": 5, "streaming": True}
     core, whole = [
@@ -119,7 +119,7 @@ async def test_the_disaggregated_model_serves_what_the_core_model_does(triton: T
     assert "context_phase_params" not in {out.name for out in config.output}
 
 
-async def test_the_disaggregated_model_chooses_its_phases_itself(triton: Triton) -> None:
+async def test_disaggregated_model_refuses_single_phases(triton: Triton) -> None:
     tensors = {"input_ids": [7], "input_lengths": 1, "request_output_len": 5}
     (response,) = await triton.stream(
         "chat_disaggregated", tensors, parameters={"request_type": "context_only"}
@@ -128,9 +128,7 @@ async def test_the_disaggregated_model_chooses_its_phases_itself(triton: Triton)
     assert "chat_disaggregated" in response.error
 
 
-async def test_what_the_disaggregated_model_serves_counts_for_the_core_model(
-    mesh: Mesh, triton: Triton
-) -> None:
+async def test_disaggregated_requests_count_for_the_core_model(mesh: Mesh, triton: Triton) -> None:
     """It has no executor of its own, so nothing of one is told of it."""
     key = 'nv_llm_output_token_len_count{model="chat_core",response_metric_type="total_output_tokens",version="1"}'
     before = await samples(mesh)
@@ -146,7 +144,7 @@ async def test_what_the_disaggregated_model_serves_counts_for_the_core_model(
     assert all(name.startswith("nv_inference_") for name in own)
 
 
-async def test_an_end_of_its_own(triton: Triton) -> None:
+async def test_disaggregated_stream_ends_with_an_empty_response(triton: Triton) -> None:
     tensors = {"input_ids": [7], "input_lengths": 1, "request_output_len": 5, "streaming": True}
     *data, last = await triton.stream("chat_disaggregated", tensors, empty_final=True)
     assert last.final
@@ -178,7 +176,7 @@ async def test_a_stream_for_several_models(mesh: Mesh, triton: Triton) -> None:
         ("ensemble", "--triton-models is 'ensemble'"),
     ],
 )
-async def test_what_is_wrong_with_a_model_is_named(models: str, complaint: str) -> None:
+async def test_invalid_model_settings_are_named(models: str, complaint: str) -> None:
     with pytest.raises(SettingsError) as caught:
         load_settings(RouterSettings, ["--engines", "e:1", "--triton-models", models], {})
     assert complaint in str(caught.value)

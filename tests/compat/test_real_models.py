@@ -87,7 +87,7 @@ async def core_tensors(triton: Triton, **tensors: Any) -> dict[str, Any]:
     return request | tensors
 
 
-async def test_texts(mesh: Mesh, triton: Triton, folder: Path) -> None:
+async def test_stream_joins_to_the_whole_text(mesh: Mesh, triton: Triton, folder: Path) -> None:
     """Streams join to the whole; with the prompt it is the decode of all ids at once."""
     item = await native(mesh, exclude_prompt=False)
     assert item.started

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 MODELS = ["ensemble", "tensorrt_llm_bls", "tensorrt_llm", "preprocessing", "postprocessing"]
 
 
-async def test_it_lives_and_is_ready(triton: Triton) -> None:
+async def test_server_is_live_and_ready(triton: Triton) -> None:
     client = triton.client
     assert await client.is_server_live()
     # Health follows the fleet within a tenth of a second.
@@ -46,7 +46,7 @@ async def test_metadata_and_configuration_agree(triton: Triton, model: str) -> N
     )
 
 
-async def test_the_core_model_sees_scalars_without_their_dimension(triton: Triton) -> None:
+async def test_core_model_reshapes_scalars(triton: Triton) -> None:
     config = (await triton.client.get_model_config("tensorrt_llm")).config
     inputs = {given.name: given for given in config.input}
     assert inputs["input_lengths"].HasField("reshape")
@@ -88,7 +88,7 @@ async def test_log_and_trace_settings(triton: Triton) -> None:
         await client.update_trace_settings(settings={"trace_level": "TENSOR"})
 
 
-async def test_an_unknown_model(triton: Triton) -> None:
+async def test_unknown_model_is_not_found(triton: Triton) -> None:
     for ask in (
         triton.client.get_model_metadata,
         triton.client.get_model_config,

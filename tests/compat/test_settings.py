@@ -38,7 +38,7 @@ def grows(responses: list[Response], whole: str) -> None:
     assert texts[-1] == whole
 
 
-async def test_texts_are_accumulated(mesh: Mesh, triton: Triton) -> None:
+async def test_bls_accumulates_texts(mesh: Mesh, triton: Triton) -> None:
     tensors = {"text_input": "grow", "max_tokens": TOKENS, "stream": True}
     text, longer = await triton.growing("tensorrt_llm_bls", tensors | {"max_tokens": 8000})
     assert longer.startswith(text)
@@ -84,14 +84,14 @@ async def test_a_stop_word_ends_an_accumulated_text(mesh: Mesh, triton: Triton) 
     await mesh.idle()
 
 
-async def test_beams_are_not_accumulated(triton: Triton) -> None:
+async def test_accumulation_refuses_beams(triton: Triton) -> None:
     tensors = {"text_input": "x", "max_tokens": 3, "stream": True, "beam_width": 2}
     (response,) = await triton.stream("tensorrt_llm_bls", tensors)
     assert response.error == "Accumulation of tokens is only implemented for beam width = 1"
 
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
-async def test_the_request_says_whether_the_prompt_is_part_of_a_text(
+async def test_request_overrides_exclude_input_of_texts(
     mesh: Mesh, triton: Triton, model: str
 ) -> None:
     """Its tensor wins over the model's parameter, which is true here."""
@@ -108,9 +108,7 @@ async def test_the_request_says_whether_the_prompt_is_part_of_a_text(
     assert not last.text.startswith("The capital")
 
 
-async def test_the_request_says_whether_the_prompt_is_part_of_ids(
-    mesh: Mesh, triton: Triton
-) -> None:
+async def test_request_overrides_exclude_input_of_ids(mesh: Mesh, triton: Triton) -> None:
     tensors = {"input_ids": [7, 8], "input_lengths": 2, "request_output_len": 5}
     (item,) = await mesh.client.complete([[7, 8]], max_tokens=5, ignore_end_id=True)
     new = list(item.token_ids)

@@ -21,7 +21,7 @@ async def native_text(mesh: Mesh, prompt: str, max_tokens: int = TOKENS) -> str:
 
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
-async def test_a_stream_of_tokens(mesh: Mesh, triton: Triton, model: str) -> None:
+async def test_stream_sends_each_token(mesh: Mesh, triton: Triton, model: str) -> None:
     prompt = "def fibonacci(n):"
     responses = await triton.stream(
         model,
@@ -36,7 +36,7 @@ async def test_a_stream_of_tokens(mesh: Mesh, triton: Triton, model: str) -> Non
     await mesh.idle()
 
 
-async def test_an_empty_final_response_comes_only_where_asked_for(triton: Triton) -> None:
+async def test_empty_final_response_is_sent_on_request(triton: Triton) -> None:
     tensors = {"text_input": "x", "max_tokens": 3, "stream": True}
     responses = await triton.stream("tensorrt_llm_bls", tensors)
     assert all(response.outputs and not response.final for response in responses)
@@ -49,7 +49,7 @@ async def test_not_streaming_gives_one_response_with_the_prompt(mesh: Mesh, trit
     assert response.text == prompt + await native_text(mesh, prompt)
 
 
-async def test_the_synchronous_client(mesh: Mesh) -> None:
+async def test_synchronous_client_streams(mesh: Mesh) -> None:
     """Many requests on one stream, closed for writing before their responses are here."""
     with SyncStream(mesh.router.address) as stream:
         prompts = [f"prompt {index}" for index in range(8)]
@@ -63,7 +63,7 @@ async def test_the_synchronous_client(mesh: Mesh) -> None:
         assert [response.final for response in own].count(True) == 1
 
 
-async def test_a_failed_request_ends_nothing_else(mesh: Mesh, triton: Triton) -> None:
+async def test_failed_request_leaves_the_stream_running(mesh: Mesh, triton: Triton) -> None:
     good = {"text_input": "good", "max_tokens": TOKENS, "stream": True}
     responses = await triton.stream_all(
         [
@@ -96,7 +96,7 @@ def flags(count: int) -> np.ndarray:
     return np.ones((count, 1), dtype=bool)
 
 
-async def test_rows_of_a_batch_stream_beside_each_other(mesh: Mesh, triton: Triton) -> None:
+async def test_rows_of_a_batch_stream_concurrently(mesh: Mesh, triton: Triton) -> None:
     prompts = ["first", "second prompt", "third"]
     lengths = np.array([[5], [30], [12]], dtype=np.int32)
     tensors = {"text_input": rows(*prompts), "max_tokens": lengths, "stream": flags(3)}
@@ -111,7 +111,7 @@ async def test_rows_of_a_batch_stream_beside_each_other(mesh: Mesh, triton: Trit
     assert [r.final for r in whole] == [False, False, True]
 
 
-async def test_sequences_of_a_prompt_are_told_apart(triton: Triton) -> None:
+async def test_sequence_index_tells_sequences_apart(triton: Triton) -> None:
     responses = await triton.stream(
         "ensemble",
         {
@@ -126,7 +126,7 @@ async def test_sequences_of_a_prompt_are_told_apart(triton: Triton) -> None:
     assert joined(own[0]) != joined(own[1])
 
 
-async def test_token_ids_come_as_they_are_generated(mesh: Mesh, triton: Triton) -> None:
+async def test_core_model_streams_token_ids(mesh: Mesh, triton: Triton) -> None:
     tensors = {"input_ids": [7, 8], "input_lengths": 2, "request_output_len": 9, "streaming": True}
     more = {"return_num_output_tokens": True, "return_perf_metrics": True}
     responses = await triton.stream("tensorrt_llm", tensors | more)
@@ -143,7 +143,7 @@ async def test_token_ids_come_as_they_are_generated(mesh: Mesh, triton: Triton) 
     assert responses[-1].final
 
 
-async def test_a_stop_word_across_chunks(mesh: Mesh, triton: Triton) -> None:
+async def test_stop_word_spans_two_chunks(mesh: Mesh, triton: Triton) -> None:
     whole = await native_text(mesh, "stop", 60)
     word = whole[30:36]
     for model in ("ensemble", "tensorrt_llm_bls"):
@@ -184,14 +184,14 @@ async def test_a_request_is_stopped_by_its_name(mesh: Mesh, model: str, stopper:
     await mesh.idle()
 
 
-async def test_stopping_what_is_not_there(mesh: Mesh, triton: Triton) -> None:
+async def test_stop_of_an_unknown_request_succeeds(mesh: Mesh, triton: Triton) -> None:
     (response,) = await triton.stream("tensorrt_llm", STOP_IDS, request_id="never seen")
     assert response == Response("never seen", {}, final=True)
     (response,) = await triton.stream("tensorrt_llm", STOP_IDS)
     assert "Trying to stop a request but request ID is not provided" in response.error
 
 
-async def test_equal_names_are_no_error(mesh: Mesh, triton: Triton) -> None:
+async def test_requests_may_share_an_id(mesh: Mesh, triton: Triton) -> None:
     one = request("ensemble", {"text_input": "x", "max_tokens": 20}, request_id="same")
     responses = await triton.stream_all([one, dict(one), dict(one)])
     assert len({response.text for response in responses}) == 1
@@ -215,7 +215,7 @@ async def test_a_timeout_ends_a_request_and_leaves_nothing(mesh: Mesh, triton: T
     await mesh.idle()
 
 
-async def test_the_first_error_ends_a_stream_that_asks_for_it(mesh: Mesh) -> None:
+async def test_triton_grpc_error_ends_the_stream_at_the_first_error(mesh: Mesh) -> None:
     """The metadata `triton_grpc_error` makes errors statuses."""
     with SyncStream(mesh.router.address, headers={"triton_grpc_error": "true"}) as stream:
         stream.send("nothing", {"text_input": "x"})

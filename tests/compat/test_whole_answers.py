@@ -33,7 +33,9 @@ def column(*values: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
-async def test_one_response_with_the_prompt(mesh: Mesh, triton: Triton, model: str) -> None:
+async def test_whole_response_begins_with_the_prompt(
+    mesh: Mesh, triton: Triton, model: str
+) -> None:
     response = await triton.infer(model, {"text_input": "def f(", "max_tokens": TOKENS})
     (item,) = await mesh.client.complete(["def f("], max_tokens=TOKENS)
     assert response.text == "def f(" + item.text
@@ -44,7 +46,7 @@ async def test_one_response_with_the_prompt(mesh: Mesh, triton: Triton, model: s
     assert streamed.text == response.text
 
 
-async def test_rows_of_a_batch_come_back_in_their_order(mesh: Mesh, triton: Triton) -> None:
+async def test_batch_keeps_the_order_of_rows(mesh: Mesh, triton: Triton) -> None:
     prompts = ["one", "another prompt", "x"]
     response = await triton.infer(
         "ensemble",
@@ -67,9 +69,7 @@ async def test_rows_of_a_batch_come_back_in_their_order(mesh: Mesh, triton: Trit
     assert "batch_index" not in response.outputs
 
 
-async def test_each_row_says_whether_the_prompt_is_part_of_its_text(
-    mesh: Mesh, triton: Triton
-) -> None:
+async def test_exclude_input_is_per_row(mesh: Mesh, triton: Triton) -> None:
     tensors = {"text_input": texts("one", "two"), "max_tokens": column(5, 5)}
     items = await mesh.client.complete(["one", "two"], max_tokens=5)
     new = [item.text for item in items]
@@ -83,7 +83,7 @@ async def test_each_row_says_whether_the_prompt_is_part_of_its_text(
         assert response.outputs["text_output"].tolist() == [text.encode() for text in expected]
 
 
-async def test_ragged_rows_of_ids(mesh: Mesh, triton: Triton) -> None:
+async def test_ragged_rows_are_trimmed_to_their_lengths(mesh: Mesh, triton: Triton) -> None:
     ids = np.array([[11, 12, 13, 14], [21, 22, 0, 0]], dtype=np.int32)
     tensors = {
         "input_ids": ids,
@@ -105,14 +105,14 @@ async def test_ragged_rows_of_ids(mesh: Mesh, triton: Triton) -> None:
     assert excluded.outputs["sequence_length"].tolist() == [[5], [3]]
 
 
-async def test_a_padding_id_is_only_for_those_that_have_rows_to_pad(mesh: Mesh) -> None:
+async def test_pad_id_pads_only_preprocessing(mesh: Mesh) -> None:
     """Triton declares one that changes nothing; whoever sends it to the mesh itself expects something of it."""
     (item,) = await mesh.client.complete([[5]], max_tokens=1, pad_id=7)
     assert isinstance(item.error, UnsupportedField)
     assert "stopping.pad_id" in item.error.message
 
 
-async def test_several_sequences_stand_beside_each_other(triton: Triton) -> None:
+async def test_sequences_take_the_places_of_beams(triton: Triton) -> None:
     response = await triton.infer(
         "ensemble",
         {
@@ -127,7 +127,7 @@ async def test_several_sequences_stand_beside_each_other(triton: Triton) -> None
     assert len(set(values.tolist())) == 3
 
 
-async def test_requested_outputs_are_all_that_comes(triton: Triton) -> None:
+async def test_only_requested_outputs_are_returned(triton: Triton) -> None:
     tensors = {
         "input_ids": [5, 6],
         "input_lengths": 2,
@@ -143,7 +143,7 @@ async def test_requested_outputs_are_all_that_comes(triton: Triton) -> None:
     assert set(some.outputs) == set(names)
 
 
-async def test_stop_words_are_exact(mesh: Mesh, triton: Triton) -> None:
+async def test_stop_word_ends_the_text_after_the_word(mesh: Mesh, triton: Triton) -> None:
     """Found in the text, across tokens, and the text ends right behind the word."""
     (whole,) = await mesh.client.complete(["stop"], max_tokens=60)
     word = decode(whole.token_ids[20:23])[1:]
@@ -162,7 +162,7 @@ async def test_stop_words_are_exact(mesh: Mesh, triton: Triton) -> None:
             assert response.text == ("" if excluded else "stop") + cut
 
 
-async def test_the_five_models_in_a_row(triton: Triton) -> None:
+async def test_chained_models_equal_the_ensemble(triton: Triton) -> None:
     """What `ensemble` does, done by a client that calls its parts."""
     prompt, words = "The capital of France is", ["zzz", "qq qq"]
     encoded = await triton.infer(
@@ -198,7 +198,7 @@ async def test_the_five_models_in_a_row(triton: Triton) -> None:
     assert decoded.outputs["OUTPUT"].tolist() == [whole.text.encode()]
 
 
-async def test_a_row_that_stopped_early_waits_for_the_others(mesh: Mesh, triton: Triton) -> None:
+async def test_stopped_row_waits_for_its_batch(mesh: Mesh, triton: Triton) -> None:
     """Its text, cut and with its prompt before it, is still the same when they are over."""
     (whole,) = await mesh.client.complete(["stop"], max_tokens=60)
     word = decode(whole.token_ids[20:23])[1:]
@@ -214,7 +214,7 @@ async def test_a_row_that_stopped_early_waits_for_the_others(mesh: Mesh, triton:
     assert response.outputs["text_output"].tolist()[0] == ("stop" + cut).encode()
 
 
-async def test_no_draft_tokens_are_no_speculation(mesh: Mesh, triton: Triton) -> None:
+async def test_zero_draft_tokens_are_accepted(mesh: Mesh, triton: Triton) -> None:
     """Clients that do not speculate may say so."""
     (item,) = await mesh.client.complete(["x"], max_tokens=3)
     tensors = GOOD_TEXT | {"num_draft_tokens": 0, "use_draft_logits": False}
@@ -314,7 +314,7 @@ FAILURES = [
 
 
 @pytest.mark.parametrize(("model", "tensors", "status", "message"), FAILURES)
-async def test_what_is_wrong_is_said_as_triton_says_it(
+async def test_invalid_request_is_refused_in_tritons_words(
     mesh: Mesh, triton: Triton, model: str, tensors: dict[str, object], status: str, message: str
 ) -> None:
     seen = await failure(triton, model, tensors)

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from array import array
-
 import pytest
 from compat.triton import asked
 from tritonclient.grpc import model_config_pb2
 from tritonclient.grpc import service_pb2 as kserve
-from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.router.doors.triton.calls import read_call
 from trtmesh.router.doors.triton.models import describe_config, triton_models
 from trtmesh.router.doors.triton.settings import TritonSettings
-from trtmesh.router.doors.triton.templates.put import parse_words
-from trtmesh.router.doors.triton.templates.tokenization import format_words
-from trtmesh.router.doors.triton.tensors import InputTensor
 
 TEXT = """
 text_input* BYTES 1            decoder_text_input BYTES 1     max_tokens* INT32 1
@@ -131,7 +125,7 @@ def parse(table: str) -> Tensors:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_model_has_the_tensors_of_the_contract(model: str) -> None:
+def test_model_declares_the_tensors_of_the_contract(model: str) -> None:
     config = describe_config(triton_models(TritonSettings())[model])
 
     def named(data_type: int) -> str:
@@ -148,7 +142,7 @@ def test_a_model_has_the_tensors_of_the_contract(model: str) -> None:
 
 
 @pytest.mark.parametrize("data_type", ["FP32", "FP16", "BF16"])
-def test_logits_have_the_type_of_the_setting(data_type: str) -> None:
+def test_logits_outputs_have_the_configured_type(data_type: str) -> None:
     settings = TritonSettings.model_validate({"logits_data_type": data_type})
     model = triton_models(settings)["ensemble"]
     assert model.outputs["context_logits"].data_type == data_type
@@ -163,42 +157,3 @@ def test_logits_have_the_type_of_the_setting(data_type: str) -> None:
         request.raw_input_contents.append(data)
     (item,) = asked(read_call(model, request)).items
     assert item.config.output.logits_data_type == {"FP32": 1, "FP16": 2, "BF16": 3}[data_type]
-
-
-def word_list(ids: list[int], offsets: list[int]) -> InputTensor:
-    return InputTensor("stop_words_list", "INT32", (1, 2, len(ids)), array("i", [*ids, *offsets]))
-
-
-@pytest.mark.parametrize(
-    ("ids", "offsets", "words"),
-    [
-        ([], [], []),
-        ([0], [-1], []),
-        ([14480, 326, 262, 1171], [1, 4, -1, -1], [[14480], [326, 262, 1171]]),
-        ([24044, 76, 1230], [2, 3, -1], [[24044, 76], [1230]]),
-    ],
-)
-def test_word_lists(ids: list[int], offsets: list[int], words: list[list[int]]) -> None:
-    assert [list(word) for word in parse_words(word_list(ids, offsets), 0)] == words
-
-
-@pytest.mark.parametrize(
-    ("ids", "offsets"),
-    [
-        ([262], [5]),
-        ([1, 2, 3], [-1, 2, -1]),
-        ([1, 2, 3], [2, 1, -1]),
-        ([1, 2, 3], [2, 2, -1]),
-        ([1, -2, 3], [2, 3, -1]),
-    ],
-    ids=["out of bounds", "-1 inside", "falling", "not growing", "a negative id"],
-)
-def test_word_lists_that_mean_nothing(ids: list[int], offsets: list[int]) -> None:
-    with pytest.raises(InvalidRequest, match="Invalid format for word list"):
-        parse_words(word_list(ids, offsets), 0)
-
-
-def test_word_lists_as_preprocessing_writes_them() -> None:
-    assert format_words([[]]) == ((1, 2, 1), b"\0\0\0\0\xff\xff\xff\xff")
-    shape, _ = format_words([[[5, 6], [7]], [[8]]])
-    assert shape == (2, 2, 3)

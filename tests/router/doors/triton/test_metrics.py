@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from dataclasses import replace
 from datetime import datetime
 
 import pytest
-from trtmesh.chassis.errors import (
-    BackendFailed,
-    DeadlineExceeded,
-    InternalError,
-    InvalidRequest,
-    NoWorker,
-    QueueFull,
-    RateLimited,
-    SlowClient,
-    WorkerLost,
-)
 from trtmesh.router.doors.triton.metrics import (
     EngineFigures,
     Sample,
@@ -31,10 +19,7 @@ from trtmesh.router.doors.triton.metrics import (
 from trtmesh.router.doors.triton.models import triton_models
 from trtmesh.router.doors.triton.settings import TritonSettings
 from trtmesh.router.doors.triton.statistics import (
-    FAILURE_REASONS,
-    Lengths,
     Statistics,
-    failure_reason,
 )
 
 BUSY = EngineFigures(
@@ -55,7 +40,7 @@ def written(figures: EngineFigures) -> list[str]:
     return [line for line in text.splitlines() if not line.startswith("#")]
 
 
-def test_batching_in_flight() -> None:
+def test_inflight_batching_families() -> None:
     lines = written(BUSY)
     name = "nv_trt_llm_inflight_batcher_metrics{inflight_batcher_specific_metric="
     assert [line for line in lines if "batcher" in line] == [
@@ -78,7 +63,7 @@ def test_batching_in_flight() -> None:
     assert not [line for line in lines if "v1" in line]
 
 
-def test_static_batching_has_a_family_of_its_own() -> None:
+def test_static_batching_replaces_the_inflight_family() -> None:
     lines = written(EngineFigures(static_batching=True, max_batch_size=16, running=5, in_context=1))
     name = "nv_trt_llm_v1_metrics{model="
     assert [line for line in lines if "v1" in line] == [
@@ -90,7 +75,7 @@ def test_static_batching_has_a_family_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("static_batching", [False, True])
-def test_the_verbose_log_has_the_same_figures(
+def test_verbose_log_equals_the_samples(
     caplog: pytest.LogCaptureFixture, static_batching: bool
 ) -> None:
     """One JSON object for all samples of a model, when they are read."""
@@ -116,7 +101,7 @@ def test_the_verbose_log_has_the_same_figures(
     assert told[own] == (11 if static_batching else 1)
 
 
-def test_a_fraction_is_no_whole_number() -> None:
+def test_fraction_keeps_its_decimals() -> None:
     (line,) = [line for line in written(BUSY) if "fraction" in line]
     assert line == (
         'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="fraction",model="m",version="1"} 0.25'
@@ -133,39 +118,11 @@ def test_a_fraction_is_no_whole_number() -> None:
         (1 / 3, "0.3333333333333333"),
     ],
 )
-def test_numbers(value: float, text: str) -> None:
+def test_whole_numbers_have_no_decimal_point(value: float, text: str) -> None:
     assert number(value) == text
 
 
-def test_labels_cannot_break_a_line() -> None:
+def test_label_values_are_escaped() -> None:
     text = family("f", "F.", "gauge", [Sample({"model": 'a"b\\c\nd'}, 1)])
     assert text.splitlines()[-1] == r'f{model="a\"b\\c\nd"} 1'
     assert family("f", "F.", "gauge", []) == ""
-
-
-def test_a_bound_belongs_to_its_bucket() -> None:
-    lengths = Lengths()
-    for value in (0, 10, 11, 1000, 1001):
-        lengths.observe(value)
-    assert dict(lengths.buckets()) == {"10": 2, "50": 3, "100": 3, "500": 3, "1000": 4, "+Inf": 5}
-    assert lengths.total == 2022
-
-
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (asyncio.CancelledError(), "CANCELED"),
-        (SlowClient("x"), "CANCELED"),
-        (QueueFull("x"), "REJECTED"),
-        (NoWorker("x"), "REJECTED"),
-        (RateLimited("x"), "REJECTED"),
-        (BackendFailed("x"), "BACKEND"),
-        (WorkerLost("x"), "BACKEND"),
-        (InvalidRequest("x"), "OTHER"),
-        (InternalError("x"), "OTHER"),
-        (DeadlineExceeded("x"), "OTHER"),
-    ],
-)
-def test_why_a_request_failed(error: BaseException, reason: str) -> None:
-    assert failure_reason(error) == reason
-    assert reason in FAILURE_REASONS

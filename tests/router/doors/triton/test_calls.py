@@ -46,7 +46,7 @@ def typed_request() -> Any:
     return request
 
 
-def test_raw_and_typed_contents_mean_the_same() -> None:
+def test_raw_and_typed_contents_give_equal_requests() -> None:
     raw, typed = (
         asked(read_call(ENSEMBLE, request)) for request in (raw_request(), typed_request())
     )
@@ -63,7 +63,7 @@ def refused(request: Any) -> str:
     return caught.value.message
 
 
-def test_mixed_contents_are_refused() -> None:
+def test_mixed_raw_and_typed_contents_are_refused() -> None:
     request = typed_request()
     request.raw_input_contents.append(b"")
     assert "contents field must not be specified when using raw_input_contents" in refused(request)
@@ -78,25 +78,25 @@ def test_mixed_contents_are_refused() -> None:
         (0, struct.pack("<I", 1) + b"\xff", "text_input is not valid UTF-8"),
     ],
 )
-def test_broken_raw_contents(index: int, data: bytes, message: str) -> None:
+def test_malformed_raw_contents_are_refused(index: int, data: bytes, message: str) -> None:
     request = raw_request()
     request.raw_input_contents[index] = data
     assert message in refused(request)
 
 
-def test_too_many_raw_contents() -> None:
+def test_surplus_raw_contents_are_refused() -> None:
     request = raw_request()
     request.raw_input_contents.append(b"more")
     assert "raw_input_contents has 1 more entries" in refused(request)
 
 
-def test_a_wrong_kind_of_typed_contents() -> None:
+def test_contents_of_another_type_are_refused() -> None:
     request = typed_request()
     request.inputs[1].contents.fp32_contents.append(1.0)
     assert "unexpected explicit tensor data for input tensor 'max_tokens'" in refused(request)
 
 
-def test_the_same_input_twice() -> None:
+def test_repeated_input_is_refused() -> None:
     request = typed_request()
     request.inputs.append(request.inputs[0])
     assert "input 'text_input' already exists in request" in refused(request)

@@ -43,7 +43,7 @@ def copy_of_demo(directory: Path) -> Path:
     return directory
 
 
-def test_every_value_is_told_and_what_it_became(tmp_path: Path) -> None:
+def test_import_reports_the_outcome_of_every_value(tmp_path: Path) -> None:
     values = {
         "max_queue_size": "7",
         "kv_cache_host_memory_bytes": "1048576",
@@ -118,7 +118,7 @@ def test_every_value_is_told_and_what_it_became(tmp_path: Path) -> None:
     assert conversion.unserved == {}
 
 
-def test_every_parameter_is_told_of(tmp_path: Path) -> None:
+def test_import_reports_every_parameter(tmp_path: Path) -> None:
     directory = five_models(tmp_path / "models")
     conversion = convert(directory)
     for config in directory.glob("*/config.pbtxt"):
@@ -128,7 +128,7 @@ def test_every_parameter_is_told_of(tmp_path: Path) -> None:
         assert {f"parameters.{key}" for key in keys} <= told
 
 
-def test_the_settings_are_ones_that_services_take(tmp_path: Path) -> None:
+def test_imported_settings_are_valid(tmp_path: Path) -> None:
     conversion = convert(five_models(tmp_path / "models"), device="cuda:0")
     file = tmp_path / "mesh.yaml"
     file.write_text(yaml.safe_dump(dict(conversion.sections)))
@@ -138,7 +138,7 @@ def test_the_settings_are_ones_that_services_take(tmp_path: Path) -> None:
     assert (engine.torch.kv_cache_tokens, engine.torch.device) == (8192, "cuda:0")
 
 
-def test_what_nobody_filled_in_is_unset(tmp_path: Path) -> None:
+def test_placeholders_count_as_unset(tmp_path: Path) -> None:
     unfilled = {"triton_backend": "tensorrtllm"} | {
         key: f"${{{key}}}"
         for key in ("triton_max_batch_size", "decoupled_mode", "engine_dir", "tokenizer_dir")
@@ -156,7 +156,7 @@ def test_what_nobody_filled_in_is_unset(tmp_path: Path) -> None:
         assert all(("false" in f.text) == (what == "decoupled") for f in told)
 
 
-def test_models_under_other_names(tmp_path: Path) -> None:
+def test_renamed_models_are_recognised(tmp_path: Path) -> None:
     values = {"tensorrt_llm_model_name": "tensorrt_llm_chat"}
     directory = five_models(tmp_path / "models", values, suffix="_chat")
     five_models(directory, {"decoupled_mode": "False", "skip_special_tokens": "false"})
@@ -192,7 +192,7 @@ KNOWN = """
 """Parameters of `tensorrt_llm`."""
 
 
-def test_a_reason_for_each_parameter_that_there_is(tmp_path: Path) -> None:
+def test_every_known_parameter_has_a_reason(tmp_path: Path) -> None:
     directory = five_models(tmp_path / "models")
     config = directory / "tensorrt_llm" / "config.pbtxt"
     present = config.read_text()
@@ -209,19 +209,17 @@ def test_a_reason_for_each_parameter_that_there_is(tmp_path: Path) -> None:
     ("model", "name"),
     [("preprocessing", "add_special_tokens"), ("postprocessing", "skip_special_tokens")],
 )
-def test_special_tokens_are_there_unless_it_is_clear_that_they_are_not(
-    tmp_path: Path, model: str, name: str
-) -> None:
+def test_unclear_special_tokens_setting_means_true(tmp_path: Path, model: str, name: str) -> None:
     conversion = convert(five_models(tmp_path / "models", {name: "maybe"}))
     assert conversion.sections["router"]["triton"]["models"][model][name] is True
     outcome, words = finding(conversion, model, f"parameters.{name}")
-    assert (outcome, words.split(",")[0]) == (
+    assert (outcome, words.split(" and counts")[0]) == (
         Outcome.UNSUPPORTED,
         "it is neither true nor false",
     )
 
 
-def test_what_stands_on_something_missing_is_not_served(tmp_path: Path) -> None:
+def test_model_with_a_missing_step_is_not_served(tmp_path: Path) -> None:
     directory = five_models(tmp_path / "models", suffix="_chat")
     (directory / "custom").mkdir()
     (directory / "custom" / "config.pbtxt").write_text('backend: "python"')
@@ -233,7 +231,7 @@ def test_what_stands_on_something_missing_is_not_served(tmp_path: Path) -> None:
     assert "custom" not in conversion.sections["router"]["triton"]["models"]
 
 
-def test_several_engines_need_a_directory_each(tmp_path: Path) -> None:
+def test_several_engines_need_separate_directories(tmp_path: Path) -> None:
     first, second = copy_of_demo(tmp_path / "one"), copy_of_demo(tmp_path / "two")
     nothing = {"tokenizer_dir": "${tokenizer_dir}"}
     directory = five_models(tmp_path / "models", nothing)
@@ -263,11 +261,11 @@ def test_several_engines_need_a_directory_each(tmp_path: Path) -> None:
     assert set(only_first.unserved) == set(of_second)
     assert "--model tensorrt_llm_b=DIR" in only_first.unserved["ensemble_b"]
     namesake = copy_of_demo(tmp_path / "deeper" / "one")
-    with pytest.raises(SettingsError, match="have one name"):
+    with pytest.raises(SettingsError, match="have the same name"):
         convert(directory, f"tensorrt_llm={first}", f"tensorrt_llm_b={namesake}")
 
 
-def test_engines_of_a_stack_share_their_settings(tmp_path: Path) -> None:
+def test_conflicting_engine_settings_are_reported(tmp_path: Path) -> None:
     directory = five_models(tmp_path / "models")
     five_models(directory, {"max_tokens_in_paged_kv_cache": "99"}, suffix="_b")
     conversion = convert(directory)
@@ -277,17 +275,17 @@ def test_engines_of_a_stack_share_their_settings(tmp_path: Path) -> None:
     assert "engine.torch.kv_cache_tokens is 8192 for model 'tensorrt_llm'" in words
 
 
-def test_another_tokenizer_is_told(tmp_path: Path) -> None:
+def test_differing_tokenizer_is_reported(tmp_path: Path) -> None:
     own = tmp_path / "tokenizer"
     own.mkdir()
     shutil.copy(DEMO / "tokenizer.json", own)
     conversion = convert(five_models(tmp_path / "models", {"tokenizer_dir": str(own)}), str(DEMO))
     outcome, words = finding(conversion, "preprocessing", "parameters.tokenizer_dir")
     assert outcome is Outcome.UNSUPPORTED
-    assert "is another one" in words
+    assert "differs and is used" in words
 
 
-def test_replicas_and_devices(tmp_path: Path) -> None:
+def test_instance_counts_and_devices_are_carried_over(tmp_path: Path) -> None:
     directory = five_models(tmp_path / "models", {"gpu_device_ids": "0;1"})
     replace(directory, "tensorrt_llm", "count: 1", "count: 2")
     conversion = convert(directory)
@@ -298,12 +296,12 @@ def test_replicas_and_devices(tmp_path: Path) -> None:
     assert "device" not in conversion.sections["engine"]["torch"]
 
 
-def test_beams_get_room(tmp_path: Path) -> None:
+def test_beam_width_raises_the_sequence_limit(tmp_path: Path) -> None:
     conversion = convert(five_models(tmp_path / "models", {"max_beam_width": "40"}))
     assert conversion.sections["engine"]["torch"]["max_sequences_per_item"] == 40
 
 
-def test_the_disaggregated_model(tmp_path: Path) -> None:
+def test_disaggregated_model_is_imported(tmp_path: Path) -> None:
     directory = five_models(tmp_path / "models")
     (directory / "disaggregated_serving_bls").mkdir()
     config = directory / "disaggregated_serving_bls" / "config.pbtxt"
@@ -328,7 +326,7 @@ def test_the_disaggregated_model(tmp_path: Path) -> None:
     }
 
 
-def test_arguments_of_the_llm_api(tmp_path: Path) -> None:
+def test_llmapi_arguments_are_imported(tmp_path: Path) -> None:
     directory = llmapi(tmp_path / "models")
     arguments = directory / "tensorrt_llm" / "1" / "model.yaml"
     arguments.write_text(
@@ -359,7 +357,7 @@ def test_arguments_of_the_llm_api(tmp_path: Path) -> None:
         (('name: "tensorrt_llm"', "# " + "x" * 2**20), "is larger than 1048576 bytes"),
     ],
 )
-def test_what_cannot_be_read_is_named(
+def test_unreadable_repository_is_refused(
     tmp_path: Path, change: tuple[str, str], complaint: str
 ) -> None:
     directory = five_models(tmp_path / "models")
@@ -376,7 +374,9 @@ def test_what_cannot_be_read_is_named(
         (lambda file: file.write_bytes(b"\xff"), "cannot read"),
     ],
 )
-def test_only_files_are_read(tmp_path: Path, write: Callable[[Path], Any], complaint: str) -> None:
+def test_special_files_are_not_read(
+    tmp_path: Path, write: Callable[[Path], Any], complaint: str
+) -> None:
     (tmp_path / "model").mkdir()
     write(tmp_path / "model" / "config.pbtxt")
     with pytest.raises(SettingsError, match=complaint):
@@ -399,7 +399,7 @@ def test_nothing_of_a_repository_is_executed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", CASES)
-def test_inputs_that_the_engine_refuses_are_told(model: str) -> None:
+def test_unsupported_inputs_are_reported(model: str) -> None:
     """The list agrees with the fields that the embedded engine acts on."""
     beyond_fields = {"output.text", "multimodal.images"}
     for name, case in CASES[model].items():
@@ -407,7 +407,7 @@ def test_inputs_that_the_engine_refuses_are_told(model: str) -> None:
         assert (refusal(name) == "") == supported, name
 
 
-def test_the_command_writes_the_file(tmp_path: Path) -> None:
+def test_import_command_writes_the_file(tmp_path: Path) -> None:
     directory = five_models(tmp_path / "models")
     file = tmp_path / "mesh.yaml"
     result = trtmesh("import-triton", str(directory), "--output", str(file))
@@ -426,7 +426,7 @@ def test_the_command_writes_the_file(tmp_path: Path) -> None:
     assert (end["event"], end["unserved"], len(end["served"])) == ("written", {}, 5)
 
 
-def test_the_command_says_what_is_not_served(tmp_path: Path) -> None:
+def test_import_command_reports_unserved_models(tmp_path: Path) -> None:
     directory = five_models(tmp_path / "models", suffix="_chat")
     result = trtmesh("import-triton", str(directory), "--output", "-")
     assert result.returncode == 1
@@ -444,7 +444,7 @@ def test_the_command_says_what_is_not_served(tmp_path: Path) -> None:
         (("REPOSITORY", "--output", "/nowhere/mesh.yaml"), 2, "cannot write"),
     ],
 )
-def test_exit_statuses(
+def test_import_command_exit_statuses(
     tmp_path: Path, arguments: tuple[str, ...], status: int, complaint: str
 ) -> None:
     directory = str(five_models(tmp_path / "models"))

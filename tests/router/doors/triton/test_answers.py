@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import struct
 from dataclasses import replace
 
 import pytest
@@ -26,43 +25,6 @@ MODELS = triton_models(TritonSettings())
 
 def text(data: str) -> Output:
     return Output("text_output", "BYTES", (1,), text_data([data]))
-
-
-def ids(count: int) -> Output:
-    return Output("output_ids", "INT32", (1, 1, count), struct.pack(f"<{count}i", *range(count)))
-
-
-RESPONSES = [
-    [],
-    [text("")],
-    [text("a")],
-    [text("ü" * 100_000)],
-    [text("b"), ids(3)],
-    # The shape is another one, so nothing of the one before may be taken.
-    [text("b"), ids(70_000)],
-    [ids(0)],
-]
-
-
-@pytest.mark.parametrize("final", [True, False, None])
-def test_responses_are_the_messages_of_the_protocol(final: bool | None) -> None:
-    writer = ResponseWriter("ensemble", "a name, ü")
-    for outputs in [*RESPONSES, *RESPONSES]:
-        expected = kserve.ModelInferResponse(
-            model_name="ensemble", model_version="1", id="a name, ü"
-        )
-        if final is not None:
-            expected.parameters["triton_final_response"].bool_param = final
-        for output in outputs:
-            expected.outputs.add(name=output.name, datatype=output.data_type, shape=output.shape)
-            expected.raw_output_contents.append(output.data)
-        if final is None:
-            assert kserve.ModelInferResponse.FromString(writer.unary(outputs)) == expected
-        else:
-            whole = kserve.ModelStreamInferResponse(infer_response=expected)
-            streamed = writer.streamed(outputs, final=final)
-            assert kserve.ModelStreamInferResponse.FromString(streamed) == whole
-            assert len(streamed) == whole.ByteSize()
 
 
 def to_error(failed: router_pb.ItemFailed) -> TrtmeshError:
@@ -116,7 +78,7 @@ def streaming_call(model: Model) -> Call:
 
 
 @pytest.mark.parametrize("name", ["ensemble", "tensorrt_llm_bls"])
-def test_plain_texts_are_answered_like_everything_else(name: str) -> None:
+def test_plain_text_gives_the_responses_of_answers(name: str) -> None:
     model, call = MODELS[name], streaming_call(MODELS[name])
     request = template_of(model).request(call, "", 1)
     builder = template_of(model).output_builder(call, request)
@@ -143,7 +105,7 @@ def test_plain_texts_are_answered_like_everything_else(name: str) -> None:
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_what_a_worker_cut_off_is_no_whole_text(decoupled: bool) -> None:
+def test_item_cancelled_by_a_worker_fails_with_deadline_exceeded(decoupled: bool) -> None:
     """It cancels by itself only what runs out of time."""
     call = streaming_call(MODELS["ensemble"])
     template = template_of(call.model)
@@ -182,7 +144,7 @@ def test_what_a_worker_cut_off_is_no_whole_text(decoupled: bool) -> None:
         ("return_num_output_tokens", [], False),
     ],
 )
-def test_plain_texts_are_those_with_nothing_beside_them(
+def test_plain_text_serves_only_requests_without_other_outputs(
     flag: str, outputs: list[str], only: bool
 ) -> None:
     sent = kserve.ModelInferRequest(model_name="ensemble")
