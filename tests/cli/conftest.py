@@ -12,8 +12,8 @@ from trtmesh.v1 import router_admin_pb2_grpc
 
 @pytest.fixture(scope="session")
 def stack() -> Iterator[Stack]:
-    """Two simulated engines behind a tokenizer and a router, for tests that only talk to them."""
-    with running_stack("--engines", "2", "--port", "0") as running:
+    """Two routers, a tokenizer and two simulated engines, shared by the tests that leave them running."""
+    with running_stack("--engines", "2", "--routers", "2", "--port", "0") as running:
         running.wait_ready()
         yield running
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cli.commands import FREE_PORTS, STOP_SECONDS, TRTMESH, running, running_stack, trtmesh
+from cli.commands import FREE_PORTS, STOP_SECONDS, TRTMESH, Stack, running, running_stack, trtmesh
 
 SLOW_LOAD = {"TRTMESH_ENGINE_SIMULATED_LOAD_MS": "600000"}
 
@@ -70,19 +70,19 @@ def test_a_stack_that_never_serves_is_given_up() -> None:
         assert "mesh.start_seconds = 3" in stack.err[-1]
 
 
-def test_every_router_serves_and_every_process_has_metrics() -> None:
-    with running_stack("--port", "0", "--routers", "2") as stack:
-        stack.wait_ready()
-        for child in stack.children:
-            address = f"http://127.0.0.1:{child['metrics_port']}/metrics"
-            with urllib.request.urlopen(address) as answer:
-                assert answer.status == 200
-        for router in ("router-0", "router-1"):
-            address = f"http://{stack.child(router)['http_address']}/v2/health/live"
-            with urllib.request.urlopen(address) as answer:
-                assert answer.status == 200
-        second = stack.child("router-1")["address"]
-        result = trtmesh("generate", "--router", second, "--max-tokens", "2", "hi")
+def test_every_process_of_a_stack_serves_metrics(stack: Stack) -> None:
+    for child in stack.children:
+        address = f"http://127.0.0.1:{child['metrics_port']}/metrics"
+        with urllib.request.urlopen(address) as answer:
+            assert answer.status == 200
+
+
+def test_every_router_of_a_stack_serves_grpc_and_http(stack: Stack) -> None:
+    for name in ("router-0", "router-1"):
+        router = stack.child(name)
+        with urllib.request.urlopen(f"http://{router['http_address']}/v2/health/live") as answer:
+            assert answer.status == 200
+        result = trtmesh("generate", "--router", router["address"], "--max-tokens", "2", "hi")
         assert result.returncode == 0, result.stderr
 
 
@@ -122,19 +122,19 @@ def test_a_second_ctrl_c_ends_everything_at_once() -> None:
             assert stack.left_nothing()
 
 
-@pytest.mark.parametrize("name", ["engine-0", "tokenizer-0", "router-0"])
-def test_a_process_that_dies_is_started_again_on_its_port(name: str) -> None:
+def test_killed_processes_are_restarted_on_their_ports() -> None:
     with running_stack("--port", "0") as stack:
         router = stack.wait_ready()
-        os.kill(stack.child(name)["pid"], signal.SIGKILL)
-        stack.wait_for(f"{name} ended with status -9; starting it again")
-        line = stack.wait_for(f"{name} serves again at")
-        assert line.split()[-1] == stack.child(name)["address"]
-        # The process serves before the router has found it again.
-        while trtmesh("status", "--admin", stack.admin).returncode:
-            pass
-        result = trtmesh("generate", "--router", router, "--max-tokens", "2", "hi")
-        assert result.returncode == 0, result.stderr
+        for name in ("engine-0", "tokenizer-0", "router-0"):
+            os.kill(stack.child(name)["pid"], signal.SIGKILL)
+            stack.wait_for(f"{name} ended with status -9; starting it again")
+            line = stack.wait_for(f"{name} serves again at")
+            assert line.split()[-1] == stack.child(name)["address"]
+            # The process serves before the router has found it again.
+            while trtmesh("status", "--admin", stack.admin).returncode:
+                pass
+            result = trtmesh("generate", "--router", router, "--max-tokens", "2", "hi")
+            assert result.returncode == 0, result.stderr
 
 
 def test_a_process_that_cannot_start_ends_the_command_with_its_words(tmp_path: Path) -> None:

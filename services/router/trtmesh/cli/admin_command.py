@@ -1,4 +1,4 @@
-"""What every command that talks to a router's admin address has in common: its options, the connection, its errors."""
+"""Options, connection and errors of the commands that call a router's admin address."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from trtmesh.client import DEFAULT_ADMIN_ADDRESS, AdminClient, read_admin_token
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a command works with."""
-
     admin: AdminClient
     as_json: bool
 
@@ -29,8 +27,8 @@ Command = Callable[..., Coroutine[Any, Any, int]]
 
 
 def admin_command(command: Command) -> Callable[..., None]:
-    """Makes `async command(context, own options) -> exit status` a command of the command line: with the options that
-    reach a router, a client that is connected, and every error said in words."""
+    """Makes a typer command of `async command(context, own options) -> exit status`: adds options of the connection,
+    connects, and prints errors."""
 
     def with_options(**values: Any) -> None:
         given = {name: values.pop(name) for name in _OPTIONS}
@@ -53,7 +51,7 @@ async def _run(command: Command, given: Mapping[str, Any], own: Mapping[str, Any
 async def _connected(
     address: str, token_file: Path | None, timeout_seconds: float
 ) -> AsyncIterator[AdminClient]:
-    """A client; its errors say what was tried and what to do."""
+    """Connects to a router; errors name its address and the remedy."""
     token = read_admin_token(token_file, os.environ)
     try:
         async with AdminClient(address, token=token, timeout_seconds=timeout_seconds) as admin:
@@ -73,7 +71,7 @@ async def _connected(
             raise
         raise UnsupportedCall(
             f"{address} does not serve this: {error}; --admin must name the admin address of a router"
-            " (router.admin.port), which is not the one for clients"
+            " (router.admin.port), not its address for clients"
         ) from error
 
 
@@ -99,7 +97,7 @@ _OPTIONS = {
             Annotated[
                 Path | None,
                 typer.Option(
-                    help="File with the token that the router asks for; unset means TRTMESH_ADMIN_TOKEN."
+                    help="File with the router's admin token; unset means TRTMESH_ADMIN_TOKEN."
                 ),
             ],
             default=None,
@@ -108,9 +106,7 @@ _OPTIONS = {
             "timeout",
             Annotated[
                 float,
-                typer.Option(
-                    min=0.1, max=86400, help="Seconds after which a silent router is given up."
-                ),
+                typer.Option(min=0.1, max=86400, help="Longest silence of the router, in seconds."),
             ],
             default=10.0,
         ),
@@ -119,7 +115,7 @@ _OPTIONS = {
             Annotated[
                 bool,
                 typer.Option(
-                    "--json", help="One JSON object a line, with the field names of the protos."
+                    "--json", help="One JSON object per line, with the field names of the protos."
                 ),
             ],
             default=False,

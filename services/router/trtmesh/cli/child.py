@@ -1,4 +1,4 @@
-"""One process of the stack, from its start to its end."""
+"""One process of the stack, from start to end."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ UNAVAILABLE, CANCELLED = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED
 _WHOLE_PROCESS = health_pb2.HealthCheckRequest()
 
 Log = Callable[[str, str], None]
-"""Takes the name of a process and one line that it wrote."""
+"""Takes the name of a process and a line of its output."""
 
 
 class ChildEnded(StartupError):
-    """A process of the stack ended though it was needed; its exit status becomes the command's."""
+    """A required process of the stack ended; its exit status becomes the command's."""
 
     def __init__(self, name: str, status: int, last_lines: str) -> None:
-        super().__init__(f"{name} ended with status {status}: {last_lines or 'it said nothing'}")
+        super().__init__(f"{name} ended with status {status}: {last_lines or 'without output'}")
         self.exit_status = status if status > 0 else 1
 
 
 class Child:
-    """A process that is started, watched and stopped; it can be started again when it ended."""
+    """Starts, watches and stops a process; a process that has ended can be started again."""
 
     def __init__(self, plan: ProcessPlan, log: Log) -> None:
         self.plan = plan
@@ -57,17 +57,17 @@ class Child:
 
     @property
     def local_address(self) -> str:
-        """Where this machine reaches the process."""
+        """Address of the process for this machine."""
         return _local(self.address)
 
     @property
     def local_admin_address(self) -> str:
-        """Where admins on this machine reach a router; '' for any other process."""
+        """Admin address of a router for this machine; '' for other processes."""
         return _local(self.admin_address)
 
     @property
     def local_http_address(self) -> str:
-        """Where HTTP clients on this machine reach a router; '' for any other process, and where it has no HTTP."""
+        """HTTP address of a router for this machine; '' for other processes and without HTTP."""
         return _local(self.http_address)
 
     @property
@@ -80,11 +80,11 @@ class Child:
 
     @property
     def served(self) -> bool:
-        """Whether it served since it was last started, so that it may have something to finish."""
+        """Whether the process has served since its last start."""
         return self._served
 
     async def start(self) -> None:
-        """Returns when the process listens. A later start takes the ports that it had."""
+        """Returns when the process listens. A restart takes the same ports."""
         self._last_lines.clear()
         self._served = False
         # A session of its own: Ctrl-C reaches the supervisor alone, which stops the processes in order. The pipe on
@@ -117,26 +117,26 @@ class Child:
         self.ports |= {name: port for name, port in got.items() if port and name in self.ports}
 
     async def wait_serving(self) -> None:
-        """Returns when the process says that it serves; raises ChildEnded when it ends first."""
+        """Returns when the process reports SERVING. Raises ChildEnded if it ends first."""
         await while_alive((self,), self._watch_health())
         self._served = True
 
     async def raise_at_end(self) -> NoReturn:
-        """Waits for the end of the process, once it was started."""
+        """Waits for the start of the process, then for its end."""
         await self._started.wait()
         raise await self._end()
 
     async def wait(self) -> int:
-        """Returns the exit status; that of a killed process is the negative signal number."""
+        """Returns the exit status, or the negative signal number of a killed process."""
         assert self._process
         status = await self._process.wait()
         if self._relays:
-            # A grandchild may hold the pipes open; what it writes is not waited for.
+            # A grandchild may hold the pipes open; its output is not awaited.
             await asyncio.wait(self._relays, timeout=1)
         return status
 
     def finish(self) -> None:
-        """Asks the process to finish. One that never served has nothing to, and may be deep in loading a model."""
+        """Asks a serving process to finish. A process still loading is killed: it has no work to finish."""
         self._signal(signal.SIGTERM if self._served else signal.SIGKILL)
 
     def kill(self) -> None:
@@ -148,7 +148,7 @@ class Child:
                 os.killpg(self._process.pid, number)
 
     async def _announcement(self, lines: AsyncIterator[str]) -> dict[str, Any]:
-        """The line of JSON that says where the process listens."""
+        """Returns the process's announcement of its addresses, a line of JSON."""
         async for line in lines:
             try:
                 return dict(json.loads(line))
@@ -169,8 +169,8 @@ class Child:
                         if answer.status == health_pb2.HealthCheckResponse.SERVING:
                             return
                 except grpc.aio.AioRpcError as error:
-                    # A process that is about to end cancels its calls or closes the connection; the next turn waits
-                    # for a new one, and whoever waits for its end learns how it ended.
+                    # A process about to end cancels its calls or closes the connection. The next turn waits for a new
+                    # connection; `raise_at_end` reports the end.
                     if error.code() not in (UNAVAILABLE, CANCELLED):
                         raise
 
@@ -190,7 +190,7 @@ def _port(address: str) -> int | None:
 
 
 async def while_alive(children: Iterable[Child], work: Coroutine[Any, Any, None]) -> None:
-    """Does `work`; raises ChildEnded when one of `children` ends first."""
+    """Runs `work`. Raises ChildEnded if one of `children` ends first."""
     working = asyncio.ensure_future(work)
     guards = [asyncio.ensure_future(child.raise_at_end()) for child in children]
     try:
@@ -204,7 +204,7 @@ async def while_alive(children: Iterable[Child], work: Coroutine[Any, Any, None]
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
-    """Lines of any length."""
+    """Yields lines of any length."""
     rest = b""
     while chunk := await stream.read(65536):
         *lines, rest = (rest + chunk).split(b"\n")

@@ -1,4 +1,4 @@
-"""What the shell proposes for names that only a router knows; nothing where none answers at once."""
+"""Shell completion of names that a router knows; empty unless the router answers at once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def _worker_names(admin: AdminClient) -> Iterable[str]:
 
 
 def names_of_workers(workers: Sequence[pb.Worker]) -> set[str]:
-    """What names each worker alone: its name, or its address where it has none or shares it."""
+    """The unique name of each worker: its address if the name is missing or shared."""
     carriers = Counter(worker.worker for worker in workers)
     return {
         worker.worker if worker.worker and carriers[worker.worker] == 1 else worker.address

@@ -1,4 +1,4 @@
-"""`trtmesh demo`: the stack, one request, and how to go on."""
+"""`trtmesh demo`: a stack, one request, and the next commands to try."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def demo(
     flags: Flags,
     *,
     exit_after: Annotated[
-        bool, typer.Option("--exit", help="End after the request instead of serving on.")
+        bool, typer.Option("--exit", help="End after the request instead of serving.")
     ] = False,
 ) -> None:
     """Start a stack with two engines, stream three prompts, then serve until Ctrl-C.
 
-    Takes the options of `trtmesh up`. Exit status: as there, and 1 when a prompt failed.
+    Takes the options of `trtmesh up`. Exit status: the same, and 1 for a failed prompt.
     """
 
     async def use(stack: Stack) -> int:

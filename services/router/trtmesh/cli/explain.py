@@ -1,4 +1,4 @@
-"""`trtmesh explain`: why the items of a request went where they went."""
+"""`trtmesh explain`: the placements of a request's items."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ async def explain(
         str, typer.Argument(help="Name of the request.", autocompletion=complete_request_id)
     ],
 ) -> int:
-    """Explain how the items of a request, live or over, were placed.
+    """Explain the placements of a request's items, live or ended.
 
-    Exit status: 0 its placements are known, 1 they are not or the call failed, 2 wrong usage.
+    Exit status: 0 success, 1 unknown request or the call failed, 2 wrong usage.
     """
     response = await context.admin.explain(request_id)
     if context.as_json:

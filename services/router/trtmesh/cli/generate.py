@@ -1,4 +1,4 @@
-"""`trtmesh generate`: streams what the mesh makes of some prompts."""
+"""`trtmesh generate`: streams completions of prompts."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ RouterOption = Annotated[
 
 def generate(
     prompts: Annotated[
-        list[str], typer.Argument(help="Prompts; `-` reads one from each line of standard input.")
+        list[str], typer.Argument(help="Prompts; `-` reads one per line of standard input.")
     ],
     router: RouterOption = DEFAULT_ADDRESS,
     model: Annotated[str, typer.Option(help="Model; unset means the only one.")] = "",
     max_tokens: Annotated[
         int | None,
-        typer.Option(help="Most new tokens; unset means what the model's length allows."),
+        typer.Option(help="Most new tokens; unset means up to the model's length."),
     ] = None,
     min_tokens: Annotated[int | None, typer.Option(help="Fewest new tokens.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
@@ -44,25 +44,25 @@ def generate(
     ] = None,
     end_id: Annotated[int | None, typer.Option(help="Token id that ends a sequence.")] = None,
     sequences: Annotated[
-        int | None, typer.Option(min=1, help="Sequences of each prompt; of beams, the best.")
+        int | None, typer.Option(min=1, help="Sequences per prompt; with beams, the best ones.")
     ] = None,
     beam_width: Annotated[
-        int | None, typer.Option(min=1, help="Beams of a search; all come back unless --sequences.")
+        int | None, typer.Option(min=1, help="Beams; all are returned without --sequences.")
     ] = None,
     config: Annotated[
-        str, typer.Option(help="A GenerationConfig as JSON, for all that has no option here.")
+        str, typer.Option(help="A GenerationConfig as JSON, for fields without an option.")
     ] = "",
     request_id: Annotated[str, typer.Option(help="Name of the request; unset draws one.")] = "",
     timeout: Annotated[
         float | None, typer.Option(min=0, help="Seconds after which the request ends.")
     ] = None,
     stop_after_ms: Annotated[
-        int | None, typer.Option(min=0, help="Stop the request this long after it was accepted.")
+        int | None, typer.Option(min=0, help="Stop the request this long after its acceptance.")
     ] = None,
     *,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object an event.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object per event.")] = False,
 ) -> None:
-    """Stream what the mesh makes of PROMPTS.
+    """Stream completions of PROMPTS.
 
     Exit status: 0 every item completed, 1 an item or the call failed, 2 wrong usage, 130 Ctrl-C.
     """
@@ -84,7 +84,7 @@ def generate(
         as_json_lines=json, items=len(texts), sequences=_sequences(asked), console=Console()
     )
     if asked.beam_search.beam_width > 1 and not printer.redraws:
-        # What is printed cannot be taken back when a beam is rewritten.
+        # Printed text cannot be replaced when a beam is rewritten.
         asked.output.stream = False
     request = Request(
         prompts=texts,
@@ -99,7 +99,7 @@ def generate(
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the command line asked for."""
+    """A request of the command line."""
 
     prompts: Sequence[str]
     config: GenerationConfig
@@ -115,7 +115,7 @@ async def _generate(router: str, request: Request, printer: Printer) -> int:
 
 
 async def stream(client: Client, request: Request, printer: Printer) -> int:
-    """Prints what happens to the request until it is over; returns the exit status."""
+    """Prints the events of the request; returns the exit status."""
     failed = False
     stopping: asyncio.Task[None] | None = None
     events = client.generate(
@@ -165,11 +165,11 @@ def _read_stdin() -> str:
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
-        raise typer.BadParameter(f"standard input is no text: {error}") from error
+        raise typer.BadParameter(f"standard input is not text: {error}") from error
 
 
 def _sequences(config: GenerationConfig) -> int:
-    """Sequences that come back for a prompt."""
+    """Sequences returned per prompt."""
     if config.sampling.HasField("num_return_sequences"):
         return config.sampling.num_return_sequences
     return max(1, config.beam_search.beam_width)

@@ -1,4 +1,4 @@
-"""Where the lines that the processes of the stack write go."""
+"""Logs of the processes of a stack."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from trtmesh.cli.output import say
 
 
 def to_terminal(name: str, line: str) -> None:
-    """Every line behind the name of its process."""
+    """Prints a line after the name of its process."""
     say(f"{name:<11} | {line}")
 
 
 @contextmanager
 def process_log(directory: Path | None) -> Iterator[Log]:
-    """The terminal, or one file a process in `directory`."""
+    """Logs to the terminal, or to one file per process in `directory`."""
     if directory is None:
         yield to_terminal
         return
@@ -39,7 +39,7 @@ def process_log(directory: Path | None) -> Iterator[Log]:
                 files[name].write(f"{line}\n".encode())
                 unwritten.discard(name)
             except OSError as error:
-                # Whoever does not read on would halt the process at its next full pipe.
+                # Raising would stop the reader, and the process would block on its full pipe.
                 if name not in unwritten:
                     say(f"lines are lost: {path} cannot be written: {error.strerror}")
                 unwritten.add(name)

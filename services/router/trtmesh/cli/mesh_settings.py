@@ -1,4 +1,4 @@
-"""What `trtmesh up` can be told, and the flags that come of it."""
+"""Settings of `trtmesh up`, and its flags."""
 
 from __future__ import annotations
 
@@ -26,48 +26,50 @@ Replicas = Annotated[int, Field(ge=1, le=64)]
 
 
 class MeshSettings(ServiceSettings):
-    """Settings of the local stack: section `mesh` of the configuration file."""
+    """Settings of a local stack, started by `trtmesh up` or `trtmesh demo`."""
 
     section: ClassVar[str] = "mesh"
 
     host: str = "127.0.0.1"
-    """Address that the routers listen on; tokenizers and engines stay on 127.0.0.1."""
+    """Address of the routers; tokenizers and engines listen on 127.0.0.1."""
     port: Port = 8001
-    """Port of the first router. When it is in use and was not asked for, a free one is taken."""
+    """Port of the first router. A default port in use is replaced by a free one."""
     admin_port: Port = 8003
-    """Port of the first router's admin address; when it is in use and was not asked for, a free one is taken."""
+    """Admin port of the first router. A default port in use is replaced by a free one."""
     http_port: OptionalPort = 8000
-    """Port of the first router's Triton door over HTTP, likewise; `none` serves none."""
+    """HTTP port of the first router's Triton door; `none` serves no HTTP. A default port in use is replaced by a free
+    one."""
     metrics_port: OptionalPort = 8002
-    """Port of the first router's metrics, likewise; the other processes get free ones. `none` serves no metrics."""
+    """Metrics port of the first router; other processes take free ports. `none` serves no metrics. A default port in
+    use is replaced by a free one."""
     model: Path | None = None
-    """Directory of the model; unset means the demo model of the repository."""
+    """Directory of the model; unset means the repository's demo model."""
     models: CommaList = ()
-    """Directories of further models, each with engines and tokenizers of its own, as many as the first."""
+    """Directories of further models, each with as many engines and tokenizers as the first."""
     triton_model_repo: Path | None = None
-    """Model repository of Triton whose models are served under their names; what the file says wins over it."""
+    """Triton model repository; its models are served under their names. The configuration file takes precedence."""
     backend: Literal["torch", "simulated"] | None = None
-    """What executes the model; unset leaves it to the engine's own settings."""
+    """Backend of the engines; unset leaves it to `engine.backend`."""
     engines: Replicas = 1
-    """Number of engines, of each model."""
+    """Engines per model."""
     tokenizers: Replicas = 1
-    """Number of tokenizers, of each model."""
+    """Tokenizers per model."""
     routers: Replicas = 1
-    """Number of routers; those after the first listen on free ports."""
+    """Routers; all but the first listen on free ports."""
     engine_port: Port = 0
-    """Port of the first engine, the next ones following; 0 takes free ones."""
+    """Port of the first engine; the others follow it. 0 takes free ports."""
     tokenizer_port: Port = 0
-    """Port of the first tokenizer, the next ones following; 0 takes free ones."""
+    """Port of the first tokenizer; the others follow it. 0 takes free ports."""
     policy: PolicyName | None = None
-    """Placement policy; unset leaves it to the router's own settings."""
+    """Placement policy; unset leaves it to `router.placement.policy`."""
     log_dir: Path | None = None
-    """Directory for one log file a process; unset logs to standard error."""
+    """Directory for one log file per process; unset logs to standard error."""
     start_seconds: Annotated[float, Field(gt=0, le=86400)] = 600.0
-    """How long the stack may take until every process serves."""
+    """Longest start of the stack, until all processes serve."""
     max_restarts_per_minute: Annotated[int, Field(ge=1, le=1000)] = 5
-    """How often a process that ended is started again within a minute, at most."""
+    """Most restarts of a process within a minute."""
     output: Literal["text", "json"] = "text"
-    """Form of the lines on standard output: for people, or one JSON object each."""
+    """Form of standard output: text, or one JSON object per line."""
 
     def asks_for(self, name: str) -> bool:
         """Whether a value was given for the setting, rather than its default."""
@@ -75,11 +77,11 @@ class MeshSettings(ServiceSettings):
 
 
 Flags = Mapping[str, str]
-"""What the command line gave, by name of the setting; `config` is the configuration file."""
+"""Values of the command line by setting; `config` is the configuration file."""
 
 
 def load_mesh_settings(flags: Flags, defaults: Flags = MappingProxyType({})) -> MeshSettings:
-    """The settings of the stack from flags, environment and file, and else from `defaults`."""
+    """Loads the settings of the stack from flags, environment, file and `defaults`, in this order of precedence."""
     argv = [part for name, value in flags.items() for part in (_flag(name), value)]
     settings = load_settings(MeshSettings, argv)
     unsaid = {name: v for name, v in defaults.items() if not settings.asks_for(name)}
@@ -87,14 +89,13 @@ def load_mesh_settings(flags: Flags, defaults: Flags = MappingProxyType({})) -> 
 
 
 def config_file_of(flags: Flags) -> str | None:
-    """The configuration file that the settings come from."""
     return flags.get("config") or os.environ.get("TRTMESH_CONFIG")
 
 
 def takes_mesh_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Gives `command(flags, *, own options)` an option for each field of MeshSettings.
 
-    They are texts here: load_mesh_settings checks them and names the flag, variable or line that is wrong.
+    Values stay text: load_mesh_settings validates them and names the flag, variable or line in an error.
     """
 
     def with_flags(**values: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the command prints: results on standard output, everything said about them on standard error."""
+"""Output of commands: results on standard output, notes and errors on standard error."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from google.protobuf.message import Message
 
 
 def say(text: str) -> None:
-    """A note for the person at the keyboard; lost where nobody can read it any more, which is no reason to stop."""
+    """Prints a note to standard error; a closed standard error does not end the command."""
     with suppress(OSError):
         try:
             sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
         except BrokenPipeError:
-            # What is left in the buffer would fail once more when Python flushes at exit, and change the status.
+            # The rest of the buffer would fail again when Python flushes at exit, and change the status.
             give_up(sys.stderr)
 
 
 def give_up(stream: TextIO) -> None:
-    """Lets what is written to a stream whose reader left go nowhere."""
+    """Redirects a stream without a reader to the null device."""
     with Path(os.devnull).open("wb") as nowhere:
         os.dup2(nowhere.fileno(), stream.fileno())
 
@@ -35,13 +35,13 @@ def say_error(text: str) -> None:
 
 
 def put(text: str, end: str = "\n") -> None:
-    """A result, at once, so that a pipe sees a stream as it comes."""
+    """Prints and flushes a result: a pipe sees a stream as it comes."""
     sys.stdout.write(text + end)
     sys.stdout.flush()
 
 
 def put_json(message: Message) -> None:
-    """A message as one line of JSON."""
+    """Prints a message as one line of JSON."""
     put(json.dumps(as_fields(message), ensure_ascii=False))
 
 
@@ -53,7 +53,7 @@ def as_fields(message: Message) -> dict[str, Any]:
 
 
 def printable(text: str) -> str:
-    """`text` without control characters, which could command a terminal."""
+    """Escapes the control characters of `text`, which could command a terminal."""
     return "".join(
         char if char in "\n\t" or char.isprintable() else f"\\x{ord(char):02x}" for char in text
     )

@@ -1,4 +1,4 @@
-"""Settings of the services in the sources that a stack shares with them, and those that the stack sets itself."""
+"""Settings of the services, looked up in the sources of a stack; some of them the stack sets itself."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _variable(service: str, name: str) -> str:
 
 
 def _place(service: str, name: str, sections: Sections) -> tuple[Mapping[str, object], str]:
-    """Returns the group of the file that may hold a setting, empty if there is none, and the setting's name in it."""
+    """Returns the group of a setting in the file, empty if absent, and the setting's name in it."""
     group: object = sections.get(service)
     *groups, leaf = name.split(".")
     for part in groups:

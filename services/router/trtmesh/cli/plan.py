@@ -1,4 +1,4 @@
-"""Which processes the stack is made of, and their command lines."""
+"""The processes of a stack and their command lines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ProcessPlan:
     service: str
     arguments: tuple[str, ...]
     ports: Mapping[str, int | None]
-    """Its ports by setting: 0 is a free one, None a port that it shall not have."""
+    """Ports by setting: 0 for a free port, None for no port."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def command(self, ports: Mapping[str, int | None]) -> list[str]:
@@ -38,7 +38,7 @@ class ProcessPlan:
 
 
 class Plan:
-    """The command lines of a stack. Every flag that is not given here is left to the service's own settings."""
+    """The command lines of a stack. All other settings are left to the services."""
 
     def __init__(self, settings: MeshSettings, config_file: str | None) -> None:
         self._settings = settings
@@ -75,7 +75,7 @@ class Plan:
                     *("--worker", f"engine-{index}"),
                 ),
                 ports=self._ports(_following(settings.engine_port, index)),
-                # Engines that each take all cores slow each other down; whoever sets the variable knows better.
+                # Engines that each take all cores slow each other down; an existing value wins.
                 environment={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))},
             )
             for index, model in self._replicas(settings.engines)
@@ -103,7 +103,7 @@ class Plan:
         ]
 
     def admin_token(self) -> AdminToken | None:
-        """What the routers ask admins for. Raises SettingsError."""
+        """The token that the routers ask admins for. Raises SettingsError."""
         file = own_value("router", "admin.token_file", self._sections, os.environ)
         return read_admin_token(Path(str(file)) if file else None, os.environ)
 
@@ -111,11 +111,11 @@ class Plan:
         return {name: getattr(self._settings, name) for name in ROUTER_PORTS}
 
     def _ports(self, port: int) -> Mapping[str, int | None]:
-        """Those of a process that the routers alone know."""
+        """The ports of a tokenizer or engine."""
         return {"port": port, "metrics_port": None if self._settings.metrics_port is None else 0}
 
     def _replicas(self, count: int) -> Iterator[tuple[int, tuple[str, ...]]]:
-        """Index and model of each of so many replicas a model."""
+        """Yields index and model of `count` replicas per model."""
         return enumerate(model for model in self._models for _ in range(count))
 
     def _common(self, host: str) -> tuple[str, ...]:
@@ -137,7 +137,7 @@ def _following(first: int, index: int) -> int:
 def _model_flags(
     settings: MeshSettings, sections: Mapping[str, Mapping[str, object]]
 ) -> list[tuple[str, ...]]:
-    """The models for tokenizers and engines, as flags: no flag where file or environment give each of them its own."""
+    """Model flags of tokenizers and engines; none if file or environment name a model for both."""
     services = ("tokenizer", "engine")
     own = [s for s in services if has_own(s, "model_dir", sections, os.environ)]
     models = [*filter(None, [settings.model]), *map(Path, settings.models)]
@@ -156,11 +156,11 @@ def _model_flags(
 
 
 def demo_model() -> Path:
-    """The model that ships with the repository, of which this file is a part in an editable install."""
+    """The model of the repository, found from this file in an editable install."""
     for directory in Path(__file__).resolve().parents:
         model = directory / "models" / "demo"
         if (directory / "pyproject.toml").is_file() and model.is_dir():
             return model
     raise ModelUnusable(
-        "there is no demo model beside the installed package; name a model directory with --model"
+        "the installed package has no demo model; name a model directory with --model"
     )

@@ -1,4 +1,4 @@
-"""`trtmesh policy`: how a router chooses a worker."""
+"""`trtmesh policy`: the placement policy of a router."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ policy = typer.Typer(name="policy", help="The placement policy of a router.", no
 @policy.command("get")
 @admin_command
 async def get_policy(context: Context) -> int:
-    """Print the policy in force and those that may be set."""
+    """Print all policies and mark the current one."""
     response = await context.admin.get_policy()
     if context.as_json:
         put_json(response)
@@ -35,9 +35,9 @@ async def set_policy(
         str, typer.Argument(help="One of `policy get`.", autocompletion=complete_policy)
     ],
 ) -> int:
-    """Change how workers are chosen from now on, until the router ends.
+    """Change the policy until the router ends.
 
-    Exit status: 0 it was changed, 1 the call failed, 2 no such policy or other wrong usage.
+    Exit status: 0 changed, 1 the call failed, 2 unknown policy or other wrong usage.
     """
     try:
         response = await context.admin.set_policy(policy)

@@ -1,4 +1,4 @@
-"""How fast a fleet and its streams are, from what a router told at two moments."""
+"""Rates of a fleet and its streams between two samples of a router."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trtmesh.v1.engine_pb2 import Load
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a router told at `time`, in seconds of any clock that does not jump."""
+    """A router's answers at `time`, in seconds of a monotonic clock."""
 
     time: float
     fleet: pb.ListWorkersResponse
@@ -20,7 +20,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRates:
-    """How fast a worker was between two samples, and what share of prompt tokens it need not compute.
+    """Token rates of a worker between two samples, and its share of reused prompt tokens.
 
     `hit_rate` is reused / (reused + computed) prompt tokens since the worker started, `recent_hit_rate` the same
     between the samples; None where there were none.
@@ -36,7 +36,7 @@ class WorkerRates:
 
 @dataclass(frozen=True, slots=True)
 class RequestRate:
-    """How fast a request was between two samples, all its sequences together."""
+    """Token rate of a request between two samples, over all its sequences."""
 
     request_id: str
     tokens_per_second: float | None
@@ -57,7 +57,7 @@ class Rates:
 
 
 def measure(before: Sample | None, after: Sample) -> Rates:
-    """The rates between two samples; without an earlier one only what was counted since the workers started."""
+    """Computes the rates between two samples; a first sample has only the totals since the workers started."""
     seconds = after.time - before.time if before else 0.0
     loads = {worker.address: worker.load for worker in before.fleet.workers} if before else {}
     grown = [_growth(loads.get(worker.address), worker.load) for worker in after.fleet.workers]
@@ -82,7 +82,7 @@ def measure(before: Sample | None, after: Sample) -> Rates:
 
 
 def _growth(before: Load | None, after: Load) -> Load | None:
-    """What a worker counted in between; None where that is unknown: it is new, was lost, or started again."""
+    """Returns the growth of a worker's counters; None for a new, lost or restarted worker."""
     if before is None or not before.step_count or after.step_count < before.step_count:
         return None
     return Load(
@@ -110,7 +110,7 @@ def _worker_rates(worker: pb.Worker, growth: Load | None, seconds: float) -> Wor
 def _request_rate(before: int | None, request: pb.LiveRequest, seconds: float) -> float | None:
     if before is None:
         return None
-    # A beam that is rewritten may become shorter.
+    # A rewritten beam may be shorter.
     return _per_second(max(0, _tokens(request) - before), seconds)
 
 

@@ -1,4 +1,4 @@
-"""`trtmesh replay`: what another policy would have made of recorded traffic."""
+"""`trtmesh replay`: compares policies on recorded traffic."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def _finite(value: float) -> float:
     if not isfinite(value):
-        raise typer.BadParameter(f"{value} is no finite number")
+        raise typer.BadParameter(f"{value} is not finite")
     return value
 
 
@@ -29,39 +29,37 @@ def replay(
     file: Annotated[Path, typer.Argument(help="A router's record.file, or a Mooncake trace.")],
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="Policy to try; give it several times. Without it all are tried."),
+        typer.Option(help="Policy to try; repeatable. Without it all are tried."),
     ] = None,
     workers: Annotated[int, typer.Option(min=1, max=4096, help="Workers of the fleet.")] = 4,
     prefill_tokens_per_second: Annotated[
         float,
-        typer.Option(
-            min=1.0, help="Prompt tokens that a worker computes a second.", callback=_finite
-        ),
+        typer.Option(min=1.0, help="Prompt tokens per second of a worker.", callback=_finite),
     ] = 8000.0,
     step_ms: Annotated[
         float, typer.Option(min=0.001, help="Time of a step.", callback=_finite)
     ] = 10.0,
     cache_tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens whose KV a worker keeps for reuse.")
+        int, typer.Option(min=0, help="Tokens of reusable KV that a worker keeps.")
     ] = 500_000,
     speed: Annotated[
         float,
         typer.Option(
-            min=0.001, help="How many times faster than recorded items come.", callback=_finite
+            min=0.001, help="Arrival rate relative to the recorded one.", callback=_finite
         ),
     ] = 1.0,
     *,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
 ) -> None:
     """Replay recorded traffic over a simulated fleet, with the router's own placement, and compare policies.
 
-    What is not simulated: siblings of a request that wait for each other, slow start, the breaker, limits of admission,
-    sequences beyond an item's first, and lost or unequal workers. So compare policies, and not milliseconds with those
-    of a fleet. With --json one policy a line.
+    Not simulated: waits between siblings, slow start, the breaker, limits of admission, sequences beyond an item's
+    first, lost or unequal workers. Compare policies with each other, not milliseconds with a real fleet. With --json
+    one policy per line.
 
     Exit status: 0 done, 1 the file cannot be read, 2 wrong usage.
     """
-    # Only this command needs the router's code, and only here is it loaded.
+    # Loaded here: no other command needs the router's code.
     from dataclasses import replace
 
     from trtmesh.router.placement import POLICIES
@@ -79,7 +77,7 @@ def replay(
         raise typer.Exit(FAILED) from error
     if guessed := sum(arrival.guessed for arrival in arrivals):
         say(
-            f"{guessed} of {len(arrivals)} items have lengths that nobody knows; the mean of the others is taken"
+            f"{guessed} of {len(arrivals)} items have unknown lengths; the mean of the others is taken"
         )
     fleet = FleetModel(
         workers=workers,
@@ -96,7 +94,7 @@ def replay(
 
 
 def figures(outcome: Outcome) -> dict[str, Any]:
-    """What is compared; times in milliseconds."""
+    """The figures of one policy; times in milliseconds."""
     return {
         "policy": outcome.policy,
         "items": outcome.items,

@@ -1,4 +1,4 @@
-"""`trtmesh requests`: what a router is serving at this moment."""
+"""`trtmesh requests`: the live requests of a router."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def list_requests(
         int, typer.Option(min=0, max=2**31, help="Most requests, the oldest first; 0 means all.")
     ] = 0,
 ) -> int:
-    """List the live requests; with --json one request a line."""
+    """List the live requests; with --json one request per line."""
     seen = await context.admin.list_requests(limit=limit)
     if context.as_json:
         for request in seen.requests:
@@ -43,15 +43,15 @@ async def list_requests(
 @requests.command()
 @admin_command
 async def show(context: Context, request_id: RequestArgument) -> int:
-    """Show a live request: its items, where they are, and how far their sequences are.
+    """Show a live request: its items, their stages and workers, and the progress of their sequences.
 
-    Exit status: 0 it is live, 1 it is not or the call failed, 2 wrong usage.
+    Exit status: 0 success, 1 not live or the call failed, 2 wrong usage.
     """
     seen = await context.admin.list_requests(request_id)
     if not seen.requests:
         raise NotFound(
             f"request {request_id!r} is not live on router {context.admin.address};"
-            " `trtmesh explain` knows those that are over, and --admin names another router"
+            " `trtmesh explain` knows ended requests, --admin names another router"
         )
     (request,) = seen.requests
     if context.as_json:
@@ -69,12 +69,12 @@ async def stop(
     request_id: RequestArgument,
     item: Annotated[
         list[int] | None,
-        typer.Option(min=0, max=2**32 - 1, help="Stop this batch_index alone; repeatable."),
+        typer.Option(min=0, max=2**32 - 1, help="Stop only this batch_index; repeatable."),
     ] = None,
 ) -> int:
-    """Stop a request, or some of its items; its client gets what was generated.
+    """Stop a request, or some of its items; the client keeps the output so far.
 
-    Exit status: 0 something was stopped, 1 nothing was live or the call failed, 2 wrong usage.
+    Exit status: 0 stopped, 1 not live or the call failed, 2 wrong usage.
     """
     stopped = await context.admin.stop_request(request_id, item or ())
     if context.as_json:
@@ -83,9 +83,8 @@ async def stop(
         put(printable(f"stopped {stopped} items of request {request_id}"))
     if not stopped:
         raise NotFound(
-            f"no item to stop: request {request_id!r} or what was named of it is not live on router"
-            f" {context.admin.address}; where several routers serve, each knows its own requests: name another with"
-            " --admin"
+            f"no item to stop: request {request_id!r} or its named items are not live on router"
+            f" {context.admin.address}; each router knows only its own requests: --admin names another one"
         )
     return OK
 

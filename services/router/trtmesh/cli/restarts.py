@@ -1,4 +1,4 @@
-"""How soon a process that ended may be started again."""
+"""Delays between restarts of a process."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ WINDOW_SECONDS = 60.0
 
 
 class RestartBudget:
-    """Doubles the delay with every restart of the last minute and keeps to a most of them."""
+    """Doubles the delay with each restart of the last minute and bounds their number."""
 
     def __init__(self, most_per_minute: int) -> None:
         self._most = most_per_minute
         self._times: list[float] = []
 
     def take(self, now: float) -> float:
-        """Seconds to wait before the restart that this call books."""
+        """Books a restart and returns the seconds to wait before it."""
         self._times = [time for time in self._times if time > now - WINDOW_SECONDS]
         delay = min(FIRST_DELAY_SECONDS * 2.0 ** len(self._times), LONGEST_DELAY_SECONDS)
         if len(self._times) >= self._most:

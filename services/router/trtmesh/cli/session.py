@@ -1,7 +1,7 @@
-"""How a command runs and what its exit status says.
+"""Runs a command and maps its outcome to an exit status.
 
-0    all went well
-1    an item or a call failed, nothing is ready, or a process of the stack could not be kept
+0    success
+1    an item or a call failed, nothing is ready, or a process of the stack ended for good
 2    the command line or a setting is wrong
 3    a port is in use
 4    the model is missing or unusable
@@ -25,7 +25,7 @@ OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 def run(command: Coroutine[Any, Any, int]) -> None:
-    """Runs `command`, says what went wrong, and exits with the status."""
+    """Runs `command`, prints its error and exits with its status."""
     try:
         status = asyncio.run(command)
     except TrtmeshError as error:
@@ -37,7 +37,7 @@ def run(command: Coroutine[Any, Any, int]) -> None:
     except KeyboardInterrupt:
         status = INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output left. Python would complain once more when it flushes at exit.
+        # The reader of our output left. Python would fail again when it flushes at exit.
         give_up(sys.stdout)
         status = FAILED
     raise typer.Exit(status)
@@ -45,7 +45,7 @@ def run(command: Coroutine[Any, Any, int]) -> None:
 
 @asynccontextmanager
 async def connected(address: str) -> AsyncIterator[Client]:
-    """A client of the router; where none answers, the error says which was tried and how to get one."""
+    """Connects to a router; the error of an unreachable one names its address and the remedy."""
     try:
         async with Client(address) as client:
             yield client

@@ -1,4 +1,4 @@
-"""The processes of a local stack as one thing: started together, kept alive, stopped in order."""
+"""A local stack: starts its processes together, keeps them alive, stops them in order."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from trtmesh.client import AdminClient
 from trtmesh.v1.router_admin_pb2 import WORKER_STATE_CONNECTING
 
 KILL_AFTER_SECONDS = 5.0
-"""How long a process may outlast its own grace period before it is killed."""
+"""Time between the end of a process's grace period and SIGKILL."""
 
 COUNT_SECONDS = 0.5
-"""How long a router may take to say how much it has to finish."""
+"""Longest wait for a router's count of live requests."""
 
 PORT_USES = {
     "port": "",
@@ -33,7 +33,7 @@ PORT_USES = {
 
 
 class Stack:
-    """Tokenizers, engines and routers. Call order: `start`, `keep_alive`, then `stop` however they ended."""
+    """Tokenizers, engines and routers. Call order: `start`, `keep_alive`, and in any case `stop`."""
 
     def __init__(self, settings: MeshSettings, plan: Plan, log: Log) -> None:
         self.settings = settings
@@ -49,21 +49,21 @@ class Stack:
 
     @property
     def router_address(self) -> str:
-        """Where a client on this machine reaches the first router."""
+        """Address of the first router for this machine."""
         return self.routers[0].local_address
 
     @property
     def http_address(self) -> str:
-        """Where an HTTP client on this machine reaches the first router; '' where it serves no HTTP."""
+        """HTTP address of the first router for this machine; '' without HTTP."""
         return self.routers[0].local_http_address
 
     @property
     def admin_address(self) -> str:
-        """Where an admin on this machine reaches the first router."""
+        """Admin address of the first router for this machine."""
         return self.routers[0].local_admin_address
 
     async def start(self) -> None:
-        """Returns when every process serves and the routers know the others. Raises ChildEnded when one ends first."""
+        """Returns when all processes serve and the routers know the others. Raises ChildEnded if one ends first."""
         try:
             async with asyncio.timeout(self.settings.start_seconds):
                 await self._start()
@@ -78,7 +78,7 @@ class Stack:
         self.engines = self._children(self._plan.engines())
         peers = (*self.tokenizers, *self.engines)
         await while_alive(peers, _all(child.start() for child in peers))
-        # While models load, so that a setting of the routers that is wrong is told at once.
+        # While models load, so that a wrong setting of the routers is reported at once.
         self.routers = self._children(
             self._plan.routers(
                 [child.address for child in self.tokenizers],
@@ -98,9 +98,9 @@ class Stack:
         await _all(self._meet_peers(child) for child in self.routers)
 
     async def _meet_peers(self, router: Child) -> None:
-        """Returns when a router knows every tokenizer and engine. It serves with one of each, but not every model."""
+        """Returns when a router knows all tokenizers and engines, and so serves every model."""
         client = self._admin_client(router, self.settings.start_seconds)
-        # A router that ends is started again, or ends the command.
+        # An ended router is restarted or ends the command.
         with suppress(Unavailable):
             async with client as admin, aclosing(admin.watch_workers()) as lists:
                 async for seen in lists:
@@ -113,7 +113,7 @@ class Stack:
         return [Child(plan, self._log) for plan in plans]
 
     async def _start_first_router(self, router: Child) -> None:
-        """On the default ports, or on free ones where those are in use and nobody asked for them."""
+        """Starts the routers, on free ports in place of default ports in use."""
         self._leave_taken_ports(router)
         while True:
             try:
@@ -126,7 +126,7 @@ class Stack:
                     raise
 
     def _leave_taken_ports(self, router: Child) -> bool:
-        """Takes free ports in the place of default ones that are in use; False when none is."""
+        """Replaces default ports in use by free ones; False if there are none in use."""
         taken = [
             name for name, port in router.ports.items() if port and self._may_leave(name, port)
         ]
@@ -141,7 +141,7 @@ class Stack:
         return not self.settings.asks_for(name) and port_is_taken(host, port)
 
     async def keep_alive(self) -> NoReturn:
-        """Starts every process that ends again, for ever."""
+        """Restarts ended processes, for ever."""
         await _all(self._keep_alive(child) for child in self.children)
         raise AssertionError("processes are kept alive for ever")
 
@@ -159,7 +159,7 @@ class Stack:
             say(f"{child.name} serves again at {child.address}")
 
     async def stop(self) -> None:
-        """Ends routers, then engines, then tokenizers, so that each can finish with those it needs."""
+        """Stops routers, then engines, then tokenizers: each finishes while the services it needs still run."""
         if live := sum(await asyncio.gather(*map(self._count_live, self.routers))):
             what = "1 request" if live == 1 else f"{live} requests"
             say(f"waiting for {what} to finish, {self.settings.grace_seconds:g} s at most")
@@ -167,7 +167,7 @@ class Stack:
             await self._stop_group([child for child in group if child.running])
 
     async def _count_live(self, router: Child) -> int:
-        """Requests that a router will finish first; 0 where it does not say."""
+        """Counts the live requests of a router; 0 without an answer."""
         if not (router.running and router.served):
             return 0
         try:
@@ -197,7 +197,7 @@ class Stack:
             await _all(child.wait() for child in group)
 
     def kill(self) -> None:
-        """Ends everything at once."""
+        """Kills all processes."""
         for child in self.children:
             child.kill()
 
@@ -208,7 +208,7 @@ async def _start_and_load(child: Child) -> None:
 
 
 async def _all(waits: Iterable[Coroutine[Any, Any, Any]]) -> None:
-    """Waits for all. The first error ends the others and is raised as itself."""
+    """Awaits all. The first error cancels the others and is raised unchanged."""
     try:
         async with asyncio.TaskGroup() as group:
             for wait in waits:

@@ -1,4 +1,4 @@
-"""`trtmesh status`: what a router sees."""
+"""`trtmesh status`: the workers and tokenizers of a router."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trtmesh.v1 import router_admin_pb2 as pb
 async def status(context: Context) -> int:
     """Show the router's workers and tokenizers.
 
-    Exit status: 0 a worker and a tokenizer are ready, 1 not so or no answer, 2 wrong usage.
+    Exit status: 0 a worker and a tokenizer are ready, 1 otherwise or no answer, 2 wrong usage.
     """
     router, seen = context.admin.address, await context.admin.list_workers()
     if context.as_json:

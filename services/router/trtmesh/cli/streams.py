@@ -1,4 +1,4 @@
-"""How streams of several prompts are printed while they come."""
+"""Printers of the streams of several prompts."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ LINE_WIDTH = 72
 
 
 class Printer(Protocol):
-    """Prints events; a context, so that what is held back comes out on every way out."""
+    """Prints events. A context manager: leaving it prints held-back text on any exit path."""
 
     redraws: bool
-    """Whether a sequence may be rewritten after it was shown."""
+    """Whether shown text can be replaced."""
 
     def __enter__(self) -> Self: ...
 
@@ -48,7 +48,7 @@ class Printer(Protocol):
 
 
 class JsonLines:
-    """One JSON object an event, for programs."""
+    """Prints one JSON object per event."""
 
     redraws = True
 
@@ -62,7 +62,7 @@ class JsonLines:
 
 
 class RawText:
-    """The bare text of one sequence as it comes."""
+    """Prints the bare text of one sequence as it comes."""
 
     redraws = False
 
@@ -83,7 +83,7 @@ class RawText:
 
 
 class TaggedLines:
-    """Lines of several sequences, each begun with its tag; a line comes out when it is full or its sequence ends."""
+    """Prints tagged lines of several sequences, each when it is full or its sequence ends."""
 
     redraws = False
 
@@ -125,7 +125,7 @@ class TaggedLines:
 
 
 class LiveRegions:
-    """One region a sequence, redrawn in place; at the end the whole texts stay."""
+    """Redraws one region per sequence in place; the whole texts stay at the end."""
 
     redraws = True
 
@@ -161,7 +161,7 @@ class LiveRegions:
 
 
 def choose_printer(*, as_json_lines: bool, items: int, sequences: int, console: Console) -> Printer:
-    """The printer that fits what standard output is and how many sequences share it."""
+    """Chooses the printer by the kind of standard output and the number of sequences."""
 
     def tag(batch_index: int, sequence_index: int) -> str:
         return f"[{batch_index}.{sequence_index}]" if sequences > 1 else f"[{batch_index}]"
@@ -177,7 +177,7 @@ def choose_printer(*, as_json_lines: bool, items: int, sequences: int, console: 
 
 
 def summary(event: ItemFinished | ItemFailed) -> str:
-    """How an item ended, in a few words."""
+    """Summarises the end of an item."""
     if isinstance(event, ItemFailed):
         return f"failed: {event.error.reason}: {printable(str(event.error))}"
     usage = event.usage
@@ -187,7 +187,7 @@ def summary(event: ItemFinished | ItemFailed) -> str:
 
 
 def as_json(event: Event) -> dict[str, object]:
-    """The event as a JSON object: its kind, then its fields under their own names."""
+    """The event as a JSON object: its kind, then its fields."""
     kind = "".join(f"_{char.lower()}" if char.isupper() else char for char in type(event).__name__)
     return {"event": kind.lstrip("_")} | {
         field.name: _json_value(getattr(event, field.name)) for field in fields(event)

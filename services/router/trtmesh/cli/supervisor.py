@@ -1,4 +1,4 @@
-"""Runs a stack until someone ends it, and leaves no process behind on any way out."""
+"""Runs a stack until a signal ends it, and leaves no process running on any exit path."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from trtmesh.cli.session import INTERRUPTED, OK
 from trtmesh.cli.stack import Stack
 
 Use = Callable[[Stack], Coroutine[Any, Any, int]]
-"""What to do while the stack serves; its return ends the stack with that exit status."""
+"""The work of a command while the stack serves; returns the command's exit status."""
 
 
 async def supervise(flags: Flags, use: Use, defaults: Flags = MappingProxyType({})) -> int:
-    """Starts the stack that `flags` ask for, keeps it alive during `use`, stops it; returns the exit status. `defaults`
-    hold for what neither flags nor environment nor file say."""
+    """Starts a stack, keeps it alive during `use`, stops it and returns the exit status. `defaults` have the lowest
+    precedence of all settings."""
     with imported_repository(flags) as effective:
         settings = load_mesh_settings(effective, defaults)
         with process_log(settings.log_dir) as log:
@@ -66,7 +66,7 @@ class _Supervision:
         return status
 
     def _interrupt(self) -> None:
-        """The first asks to stop; the next one ends everything at once."""
+        """Stops in order the first time, kills all processes the second time."""
         self._interrupts += 1
         if self._interrupts == 1:
             say("stopping; Ctrl-C again ends everything at once")
@@ -78,7 +78,7 @@ class _Supervision:
 
 @contextmanager
 def _interrupts(interrupt: Callable[[], None], stdin: int | None) -> Iterator[None]:
-    """Calls `interrupt` for each SIGINT and SIGTERM and, where one is given, for the end of `stdin`."""
+    """Calls `interrupt` on each SIGINT and SIGTERM, and at the end of `stdin` unless it is None."""
     loop = asyncio.get_running_loop()
 
     def read_stdin() -> None:

@@ -1,4 +1,4 @@
-"""What a router tells its admins, as tables."""
+"""Tables of workers, tokenizers, requests and placements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trtmesh.v1.engine_pb2 import WorkerRole
 from trtmesh.v1.generation_pb2 import FinishReason
 
 LEAST_REMARK_WIDTH = 20
-"""Columns of the screen that a remark has at least."""
+"""Least width of a remark, in characters."""
 
 
 def workers_table(workers: Iterable[pb.Worker]) -> Table:
@@ -78,13 +78,13 @@ def requests_table(requests: Iterable[pb.LiveRequest]) -> Table:
 
 
 def stage_words(request: pb.LiveRequest) -> str:
-    """How many of its items are where: `1 encode, 3 generate`."""
+    """Counts its items by stage: `1 encode, 3 generate`."""
     stages = Counter(item.stage for item in request.items)
     return ", ".join(f"{count} {stage}" for stage, count in stages.items())
 
 
 def items_table(request: pb.LiveRequest) -> Table:
-    """A row a sequence, and one for an item that has none yet."""
+    """One row per sequence; an item without sequences has a row too."""
     table = new_table(
         "item", "stage", "prompt\ntokens", "sequence", "worker", "new\ntokens", "sent", "state"
     )
@@ -133,8 +133,8 @@ def candidates_table(candidates: Iterable[pb.PlacementCandidate]) -> Table:
 
 
 def new_table(*headings: str, remark: str = "") -> Table:
-    """A table for `fitted`: names and addresses are there to be copied, so that nothing in it is shortened, and nothing
-    but a `remark`, the last column, goes over several lines."""
+    """A table for `fitted`. Names and addresses are there to be copied: no cell is shortened, and only a `remark`, the
+    last column, folds."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in headings:
         table.add_column(heading, no_wrap=True)
@@ -144,13 +144,13 @@ def new_table(*headings: str, remark: str = "") -> Table:
 
 
 def add_row(table: Table, *cells: object) -> None:
-    """A row; names come from clients and workers, so nothing in them may command the terminal or be markup."""
+    """Adds a row. Cells are escaped: names come from clients and workers and may hold control characters or markup."""
     table.add_row(*(Text(printable(str(cell))) for cell in cells))
 
 
 def fitted(table: Table, console: Console) -> Table:
-    """The table as wide as what it holds, without remarks where there are none. Where the terminal is narrower, remarks
-    are folded first, and then its lines run on; in a pipe a row is a line."""
+    """Makes the table as wide as its cells, without an empty column of remarks. On a narrow terminal remarks fold
+    first, then lines run on; in a pipe a row is a line."""
     remarks = table.columns[-1]
     folds = not remarks.no_wrap
     widest = max((cell_len(str(cell)) for cell in remarks.cells), default=0)
@@ -171,7 +171,7 @@ def print_tables(*tables: Table) -> None:
 
 
 def worker_state(worker: pb.Worker) -> str:
-    """Its state, and its breaker's where that keeps items away."""
+    """The state of a worker, and of its breaker unless closed."""
     state = state_word(worker.state)
     if worker.breaker in (pb.BREAKER_STATE_UNSPECIFIED, pb.BREAKER_STATE_CLOSED):
         return state
@@ -183,7 +183,7 @@ def state_word(state: int) -> str:
 
 
 def enum_word(enum: Any, value: int) -> str:
-    """WORKER_STATE_READY is `ready`; a value of a later version is its number."""
+    """Shortens WORKER_STATE_READY to `ready`; an unknown value is its number."""
     if value not in enum.values():
         return str(value)
     prefix = "".join(f"_{char}" if char.isupper() else char for char in enum.DESCRIPTOR.name)

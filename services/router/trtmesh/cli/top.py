@@ -1,4 +1,4 @@
-"""`trtmesh top`: the fleet of a router and its streams, live."""
+"""`trtmesh top`: the fleet and streams of a router, live."""
 
 from __future__ import annotations
 
@@ -32,19 +32,17 @@ Show = Callable[[Sample, Rates], None]
 async def top(
     context: Context,
     interval: Annotated[
-        float, typer.Option(min=0.1, max=3600, help="Seconds between two looks.")
+        float, typer.Option(min=0.1, max=3600, help="Seconds between updates.")
     ] = 1.0,
-    count: Annotated[
-        int, typer.Option(min=0, help="End after so many looks; 0 means Ctrl-C ends.")
-    ] = 0,
+    count: Annotated[int, typer.Option(min=0, help="Number of updates; 0 means until Ctrl-C.")] = 0,
     limit: Annotated[
-        int, typer.Option(min=1, max=2**31, help="Most requests that are shown, the oldest first.")
+        int, typer.Option(min=1, max=2**31, help="Most requests shown, the oldest first.")
     ] = 20,
 ) -> int:
-    """Show workers, live requests, token rates and prefix hit rates, again and again.
+    """Show workers, live requests, token rates and prefix hit rates, updated live.
 
-    Rates are those since the last look; hit rates are shares of prompt tokens whose KV was reused. With --json one
-    look a line. Exit status: 0 after --count looks, 1 the call failed, 2 wrong usage, 130 Ctrl-C.
+    Rates span the time since the last update; hit rates are shares of prompt tokens with reused KV. With --json one
+    update per line. Exit status: 0 after --count updates, 1 the call failed, 2 wrong usage, 130 Ctrl-C.
     """
     before: Sample | None = None
     with _shown(context) as show:
@@ -65,7 +63,7 @@ async def _look(admin: AdminClient, limit: int) -> Sample:
 
 @contextmanager
 def _shown(context: Context) -> Iterator[Show]:
-    """One line of JSON a look; else a screen of its own that is redrawn, or one page after another in a pipe."""
+    """Shows JSON lines, a redrawn alternate screen, or in a pipe one page after another."""
     console = Console()
     make = partial(page, console, context.admin.address)
     if context.as_json:
@@ -88,7 +86,7 @@ def _put_json(sample: Sample, rates: Rates) -> None:
 
 
 def page(console: Console, address: str, sample: Sample, rates: Rates) -> Group:
-    """One look, for a console."""
+    """Renders one update for a console."""
     fleet = sample.fleet
     headline = (
         f"router {address}: policy {fleet.policy}, {fleet.live_requests} live requests,"

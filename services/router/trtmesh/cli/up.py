@@ -20,10 +20,10 @@ CURL_BODY = '{"text_input": "def fibonacci(n):", "max_tokens": 32}'
 def up(flags: Flags) -> None:
     """Start routers, tokenizers and engines on this machine and serve until Ctrl-C.
 
-    A process that ends is started again. Every option is also TRTMESH_MESH_<OPTION> and mesh.<option> of the file.
+    Ended processes are restarted. Each option is also the variable TRTMESH_MESH_<OPTION> and mesh.<option> in the file.
 
-    Exit status: 0 stopped while serving, 1 a process ended, 2 wrong setting, 3 port in use, 4 model unusable,
-    130 Ctrl-C while starting or twice.
+    Exit status: 0 stopped while serving, 1 a process ended for good, 2 wrong setting, 3 port in use, 4 unusable model,
+    130 Ctrl-C during the start or twice.
     """
     run(supervise(flags, _serve))
 

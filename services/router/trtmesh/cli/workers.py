@@ -1,4 +1,4 @@
-"""`trtmesh workers`: the fleet of a router, and what an operator does to it."""
+"""`trtmesh workers`: shows and changes the fleet of a router."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ workers = typer.Typer(name="workers", help="The workers of a router.", no_args_i
 WorkerArgument = Annotated[
     str,
     typer.Argument(
-        help="Name or address of a worker; the address where several have the name.",
+        help="Name of a worker, or its address if several have the name.",
         autocompletion=complete_worker,
     ),
 ]
@@ -28,7 +28,7 @@ WorkerArgument = Annotated[
 @workers.command("list")
 @admin_command
 async def list_workers(context: Context) -> int:
-    """List the workers; with --json one worker a line."""
+    """List the workers; with --json one worker per line."""
     seen = await context.admin.list_workers()
     if context.as_json:
         for worker in seen.workers:
@@ -41,9 +41,9 @@ async def list_workers(context: Context) -> int:
 @workers.command()
 @admin_command
 async def watch(context: Context) -> int:
-    """Print the workers now and whenever one comes, goes or changes its state, until Ctrl-C.
+    """Print the workers now and after each join, leave or change of state, until Ctrl-C.
 
-    With --json one list a line, also when nothing but loads changed. Exit status: 1 the call failed or ended, 2 wrong
+    With --json one list per line, also after changes of load only. Exit status: 1 the call failed or ended, 2 wrong
     usage, 130 Ctrl-C.
     """
     told = None
@@ -61,7 +61,7 @@ async def watch(context: Context) -> int:
 
 
 def _standing(seen: pb.WatchWorkersResponse) -> list[tuple[str, str, str, str]]:
-    """What an operator watches for: loads change with every step."""
+    """The state of each worker. Loads are left out: they change with each step."""
     return [(w.worker, w.address, worker_state(w), w.problem) for w in seen.workers]
 
 
@@ -87,20 +87,20 @@ async def drain(
         typer.Option(
             min=0,
             max=4_000_000,
-            help="Seconds in which its sequences may end there before the rest goes on elsewhere; unset waits for all.",
+            help="Time for its sequences to end, in seconds, before the rest moves; unset waits for all.",
         ),
     ] = None,
 ) -> int:
-    """Place nothing more on a worker, and wait until what it ran has ended or gone on elsewhere.
+    """Place nothing more on a worker, and wait until its sequences have ended or moved.
 
-    Exit status: 0 all of it has, 1 some has not or the call failed, 2 wrong usage, 130 Ctrl-C.
+    Exit status: 0 drained, 1 sequences are left or the call failed, 2 wrong usage, 130 Ctrl-C.
     """
     response = await context.admin.drain_worker(worker, finish_seconds=finish_seconds)
     _show(context, response, response.worker)
     if not context.as_json:
         put(f"sequences: {response.finished_sequences} ended, {response.moved_sequences} moved")
     if response.left_sequences:
-        say(f"{response.left_sequences} sequences are left: no other worker takes them")
+        say(f"{response.left_sequences} sequences are left: no other worker accepts them")
         return FAILED
     return OK
 
@@ -108,7 +108,7 @@ async def drain(
 @workers.command()
 @admin_command
 async def resume(context: Context, worker: WorkerArgument) -> int:
-    """Place items on a drained worker again. One that was removed comes back by `add`."""
+    """Place items on a drained worker again. `add` brings back a removed one."""
     response = await context.admin.resume_worker(worker)
     _show(context, response, response.worker)
     return OK
@@ -117,7 +117,7 @@ async def resume(context: Context, worker: WorkerArgument) -> int:
 @workers.command()
 @admin_command
 async def remove(context: Context, worker: WorkerArgument) -> int:
-    """Make the router forget a worker; what it runs goes on elsewhere."""
+    """Remove a worker from the router; its sequences move."""
     response = await context.admin.remove_worker(worker)
     if context.as_json:
         put_json(response)
