@@ -1,7 +1,7 @@
-"""The torch backend: an engine on a thread of its own, and an inbox before it.
+"""The torch backend: an engine on its own thread, fed by an inbox.
 
-`submit` and `stop` put commands into the inbox and return; the thread takes them between two steps. Nothing else is
-shared but the engine's counters, which the thread writes and `stats` reads.
+`submit` and `stop` put commands into the inbox and return; the thread takes them between two steps. Besides the inbox
+only the engine's counters are shared: the thread writes and `stats` reads them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """A command: take an item whose results come back under `keys`."""
+    """A command: take an item; its results come back under `keys`."""
 
     keys: tuple[int, ...]
     sequences: list[Sequence]
@@ -52,7 +52,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A command: these sequences, which were added, have their prompt table, or what is wrong with it."""
+    """A command: give added sequences their prompt table, or its error."""
 
     sequences: list[Sequence]
     table: PromptTable | TrtmeshError
@@ -113,8 +113,8 @@ class TorchBackend:
         scheduler = self._engine.scheduler
         with self._wake:
             if self._broken:
-                raise WorkerLost("the engine has failed and takes nothing any more")
-            # One number, because what waits may start to run between two looks and would count as both.
+                raise WorkerLost("the engine has failed and takes no more items")
+            # One number: a sequence that starts between two looks would count twice.
             present = scheduler.present_sequences + self._incoming_sequences
             check_queue(item, info, present, len(scheduler.running))
             lanes = self._lane_keys(item)
@@ -129,7 +129,7 @@ class TorchBackend:
     def _have_table_read(
         self, request_id: str, asked: PromptTuning, sequences: list[Sequence]
     ) -> None:
-        """The sequences must be in the inbox before `_wake` is let go of. Raises QueueFull or InvalidField."""
+        """The sequences must enter the inbox before `_wake` is released. Raises QueueFull or InvalidField."""
         assert self._tables is not None
 
         def done(table: PromptTable | TrtmeshError) -> None:
@@ -142,11 +142,11 @@ class TorchBackend:
             sequence.table_lease = lease
 
     def _lane_keys(self, item: Submission) -> list[int]:
-        """Keys of the sequences that a beam search runs, the first key among them; none for other items."""
+        """Keys of the lanes of a beam search, the first key of the item among them; none for other items."""
         width = item.config.beam_search.beam_width
         if width == 1:
             return []
-        # Below zero, because the others are no sequences of the service.
+        # Below zero: the service knows no such sequences.
         return [item.keys[0], *(next(self._lanes) for _ in range(width - 1))]
 
     def stop(self, keys: SequenceOf[int], reason: int) -> None:
@@ -190,19 +190,19 @@ class TorchBackend:
             await asyncio.to_thread(self._thread.join)
         if self._tables is not None:
             await asyncio.to_thread(self._tables.close)
-        # Weights and cache go with them; a start that failed left none.
+        # Frees weights and cache; a failed start left none.
         self._tables = None
         self.__dict__.pop("_loaded", None)
 
     def _run(self, loaded: Future[Loaded]) -> None:
         """The thread: loads, then steps until closed."""
-        # From here on a cancelled start cannot cancel the result, which would make setting it an error.
+        # A cancelled start cannot cancel the result any more, so setting it is no error.
         loaded.set_running_or_notify_cancel()
         try:
             from trtmesh.engine.backends.torch.loading import load_engine
 
             result = load_engine(self._model_dir, self._settings)
-        except BaseException as error:  # noqa: BLE001 - told to whoever awaits the start
+        except BaseException as error:  # noqa: BLE001 - raised where the start is awaited
             loaded.set_exception(error)
             return
         engine = result.engine
@@ -228,7 +228,7 @@ class TorchBackend:
                 self._deliver(engine.collect(engine.launch()))
 
     def _take_commands(self, *, idle: bool) -> tuple[list[Command], bool]:
-        """What came since the last call, and whether to close; waits for something where there is nothing to do."""
+        """The commands since the last call, and whether to close; waits while idle."""
         with self._wake:
             while idle and not self._inbox and not self._closing:
                 self._wake.wait()
@@ -245,7 +245,7 @@ class TorchBackend:
                 continue
             sequences = len(command.sequences)
             tokens = sum(len(sequence.tokens) for sequence in command.sequences)
-            # In one piece, so that `submit` sees them in one place or the other, and never in none.
+            # Atomic, so that `submit` counts them exactly once.
             with self._wake:
                 engine.add(command.keys, command.sequences)
                 self._incoming_sequences -= sequences
@@ -258,7 +258,7 @@ class TorchBackend:
         commands, _ = self._take_commands(idle=False)
         try:
             self._obey(engine, commands)
-            # Not their fault: another worker may go on with them.
+            # Not their fault: another worker can continue them.
             engine.fail_all(WorkerLost(f"the engine failed: {error}"))
             self._deliver_if_any(engine.take_ends())
         except Exception:
