@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from router.fleet.test_worker import link
 from trtmesh.chassis.errors import BackendFailed, NoWorker
-from trtmesh.chassis.vocabulary import Adapter, Lora
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.plan import Plan
 from trtmesh.router.fleet.worker import Worker
@@ -70,17 +69,3 @@ async def test_both_legs_of_a_plan_may_share_a_worker() -> None:
     with fleet.place(QUERY, BLOCKS, (PREFILL, DECODE)) as plan:
         assert [leg.worker for leg in plan.legs] == [mixed, mixed]
     assert booked(mixed) == (2, 4, 100)
-
-
-async def test_the_version_of_an_adapter_comes_from_its_workers() -> None:
-    fleet, (worker,) = fleet_of(pb.WORKER_ROLE_MIXED)
-    assert fleet.adapter_of("m", None) is None
-    assert fleet.adapter_of("m", Lora(name="unnumbered")) is None
-    assert fleet.adapter_of("m", Lora(id=3, name="a")) == Adapter(3, "a")
-    held = Adapter(3, "a", "v2")
-    worker._on_adapters(frozenset({held}))
-    fleet.touch(worker)
-    assert fleet.adapter_of("m", Lora(id=3)) == held
-    assert fleet.adapter_of("another", Lora(id=3)) == Adapter(3)
-    (snapshot,) = fleet.snapshot()
-    assert snapshot.adapters == {held}

@@ -49,7 +49,7 @@ def held(index: KvIndex) -> set[int]:
     return {block for block in range(1, 40) if "w" in index.match([block], 0.0)}
 
 
-def test_a_stream_begins_with_a_snapshot() -> None:
+def test_a_stream_starts_with_a_snapshot() -> None:
     index, source, asked = followed()
     source.change([1, 2], [])
     assert not held(index)

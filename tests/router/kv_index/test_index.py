@@ -26,7 +26,7 @@ ACTIONS = st.lists(
 
 @settings(deadline=None)
 @given(ACTIONS)
-def test_it_finds_what_a_plain_model_finds(
+def test_matches_equal_a_plain_model(
     actions: list[tuple[str, str, list[int], float]],
 ) -> None:
     index, told = KvIndex(10_000), defaultdict[str, set[int]](set)
@@ -121,7 +121,7 @@ def test_expectations_are_bounded_and_end() -> None:
     assert not any(recent.at(1.0 + LIFE_SECONDS))
 
 
-def test_what_tells_prompts_apart() -> None:
+def test_salt_and_adapter_version_name_blocks_apart() -> None:
     plain = prefix_root(GenerationConfig())
     lora, salted = GenerationConfig(lora=Lora(id=1)), KvCache(salt="s")
     others = [

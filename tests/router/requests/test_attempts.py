@@ -1,4 +1,4 @@
-"""When an item has cost enough workers."""
+"""The limits on an item's attempts."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from trtmesh.router.requests.attempts import Attempts
 LOST = WorkerLost("gone", worker="w")
 
 
-def test_losses_without_a_token_in_between_are_enough_at_last() -> None:
+def test_losses_in_a_row_end_the_attempts() -> None:
     attempts = Attempts(3)
     assert attempts.note("a", LOST, 0)
     assert attempts.note("b", LOST, 0)
     assert not attempts.note("c", LOST, 0)
 
 
-def test_an_item_that_goes_on_is_not_the_cause() -> None:
+def test_progress_between_losses_resets_the_attempts() -> None:
     attempts = Attempts(2)
     for round_number in range(1, 9):
         assert attempts.note(f"w{round_number}", LOST, round_number)
@@ -30,7 +30,7 @@ def test_a_worker_with_several_sequences_counts_once() -> None:
     assert not attempts.note("a", LOST, 0)
 
 
-def test_back_pressure_is_no_fault() -> None:
+def test_back_pressure_uses_no_attempt() -> None:
     attempts = Attempts(1)
     for address in "abc":
         assert attempts.note(address, Draining("draining"), 0)
@@ -43,7 +43,7 @@ def test_back_pressure_is_no_fault() -> None:
     assert attempts.full is None
 
 
-def test_a_worker_that_failed_may_have_an_item_again_that_leaves_another() -> None:
+def test_a_move_forgives_earlier_failures() -> None:
     attempts = Attempts(3)
     assert attempts.note("a", LOST, 0)
     for address in ("b", "a", "b"):
@@ -52,7 +52,7 @@ def test_a_worker_that_failed_may_have_an_item_again_that_leaves_another() -> No
         attempts.move(failures, 0)
 
 
-def test_an_item_that_gains_nothing_comes_back_only_so_often() -> None:
+def test_moves_without_a_token_are_limited() -> None:
     attempts = Attempts(2)
     for address in "aba":
         attempts.move(attempts.moved_from(address, LOST, 0), 0)

@@ -1,4 +1,4 @@
-"""Items that begin alike: one computes, the others follow, and nobody waits for ever."""
+"""Items with a common prefix: one computes it, the others follow, and every wait is bounded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def found(seat: Seat | None) -> Seat:
     return seat
 
 
-async def test_the_first_leads_and_those_after_it_follow_up_to_the_cap() -> None:
+async def test_a_group_follows_its_leader_up_to_the_cap() -> None:
     siblings = Siblings(SiblingRules(max_together=3, wait_seconds=60))
     guard = LoadGuard(lambda: None)
     assert siblings.find(blocks(1, 0)) is None
@@ -49,7 +49,7 @@ async def test_the_first_leads_and_those_after_it_follow_up_to_the_cap() -> None
     assert second.prefer == ""
 
 
-async def test_a_leader_that_is_lost_or_never_sent_frees_its_followers() -> None:
+async def test_a_lost_or_unsent_leader_frees_its_followers() -> None:
     for end in ("lost", "closed"):
         siblings = Siblings(SiblingRules(max_together=9, wait_seconds=60))
         leader = found(siblings.lead(blocks(1, 0)))
@@ -63,7 +63,7 @@ async def test_a_leader_that_is_lost_or_never_sent_frees_its_followers() -> None
         await follower.wait()
 
 
-async def test_a_follower_does_not_wait_for_ever() -> None:
+async def test_a_followers_wait_is_bounded() -> None:
     siblings = Siblings(SiblingRules(max_together=9, wait_seconds=0.01))
     siblings.lead(blocks(1, 0))
     await found(siblings.find(blocks(1, 1))).wait()
@@ -75,7 +75,7 @@ async def test_short_prompts_have_no_siblings() -> None:
     assert siblings.find([7]) is None
 
 
-async def test_siblings_of_a_request_go_to_one_worker_one_after_another() -> None:
+async def test_siblings_follow_their_leader_to_its_worker() -> None:
     fields = ["stopping.max_tokens"]
     engines = [
         ScriptedEngine(worker=name, supported_fields=fields, tokens_per_block=4) for name in "ab"

@@ -1,4 +1,4 @@
-"""A request that is over is gone at once: its memory does not wait for the collector of cycles, which comes rarely."""
+"""A finished request is freed at once, without the collector of reference cycles."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _no_collector() -> Iterator[None]:
         yield
 
 
-async def test_however_a_request_ends() -> None:
+async def test_every_end_of_a_request_frees_its_memory() -> None:
     engine = ScriptedEngine(supported_fields=["stopping.max_tokens"])
     tokenizer = ScriptedTokenizer()
     async with (

@@ -1,4 +1,4 @@
-"""Workers that die, stall, refuse and differ: what each is told, and that clients see one uninterrupted stream."""
+"""An item on workers that die, stall, refuse and differ: the client sees one uninterrupted stream."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STALLED = admin_pb.WORKER_STATE_STALLED
 REFUSED = admin_pb.WORKER_STATE_REFUSED
 
 
-async def test_an_item_goes_on_behind_its_last_token() -> None:
+async def test_a_moved_item_continues_after_its_last_token() -> None:
     async with fleet() as on:
         asked = on.ask([5, 6], temperature=1.0, seed=3)
         one = await on.first()
@@ -70,7 +70,7 @@ async def test_an_item_with_tokens_resumes_only_on_workers_that_resume_exactly()
         assert item.token_ids == (7, 8)
 
 
-async def test_an_item_that_has_no_token_begins_again() -> None:
+async def test_an_item_without_tokens_restarts() -> None:
     async with fleet() as on:
         on.start([5, 6], num_return_sequences=3, temperature=1.0, seed=3)
         one = await on.first()
@@ -82,7 +82,7 @@ async def test_an_item_that_has_no_token_begins_again() -> None:
         assert again == one.submits[0]
 
 
-async def test_sequences_of_an_item_go_on_one_by_one_and_those_that_ended_stay_ended() -> None:
+async def test_sequences_of_a_moved_item_resume_separately() -> None:
     async with fleet() as on:
         options = {"num_return_sequences": 3, "temperature": 1.0, "seed": 3, "log_probs": True}
         asked = on.ask([5, 6], prompt_log_probs=True, **options)
@@ -112,7 +112,7 @@ async def test_sequences_of_an_item_go_on_one_by_one_and_those_that_ended_stay_e
         assert item.usage.generated_tokens == 5
 
 
-async def test_a_worker_that_wakes_up_again_repeats_nothing() -> None:
+async def test_tokens_of_a_recovered_worker_are_dropped() -> None:
     async with fleet(deadlines={"stall_seconds": 0.5}) as on:
         asked = on.ask([5])
         one = await on.first()
@@ -135,7 +135,7 @@ async def test_a_worker_that_wakes_up_again_repeats_nothing() -> None:
         assert item.token_ids == (7, 8, 9)
 
 
-async def test_items_stay_on_a_silent_worker_where_there_is_no_other() -> None:
+async def test_items_stay_on_a_silent_worker_without_another() -> None:
     engine = ScriptedEngine(supported_fields=FIELDS)
     async with fleet(engine, deadlines={"stall_seconds": 0.5}) as on:
         asked = on.ask([5])
@@ -148,7 +148,7 @@ async def test_items_stay_on_a_silent_worker_where_there_is_no_other() -> None:
         assert not engine.stops
 
 
-async def test_items_leave_a_silent_worker_as_soon_as_there_is_another() -> None:
+async def test_items_leave_a_silent_worker_once_another_joins() -> None:
     one, two = (ScriptedEngine(worker=name, supported_fields=FIELDS) for name in ("one", "two"))
     two.refusal = "not yet"
     async with AsyncExitStack() as stack:
@@ -168,7 +168,7 @@ async def test_items_leave_a_silent_worker_as_soon_as_there_is_another() -> None
         assert (await asked)[0].token_ids == (7,)
 
 
-async def test_an_item_leaves_a_silent_worker_for_one_that_was_lost_with_it_before() -> None:
+async def test_an_item_may_return_to_a_recovered_worker() -> None:
     async with fleet(deadlines={"silence_seconds": 3600, "stall_seconds": 0.5}) as on:
         asked = on.ask([5])
         one = await on.first()
@@ -184,7 +184,7 @@ async def test_an_item_leaves_a_silent_worker_for_one_that_was_lost_with_it_befo
         assert (await asked)[0].token_ids == (7, 8)
 
 
-async def test_reports_without_steps_do_not_keep_an_item_waiting() -> None:
+async def test_reports_without_steps_do_not_hold_an_item() -> None:
     async with fleet(deadlines={"next_token_seconds": 0.3}) as on:
         on.start([5])
         one = await on.first()
@@ -194,7 +194,7 @@ async def test_reports_without_steps_do_not_keep_an_item_waiting() -> None:
         await eventually(lambda: one.stops)
 
 
-async def test_an_item_that_is_not_read_goes_elsewhere() -> None:
+async def test_an_unread_item_moves() -> None:
     async with fleet(deadlines={"accepted_seconds": 0.3}) as on:
         for engine in on.engines:
             await engine.report(received_items=0)
@@ -204,7 +204,7 @@ async def test_an_item_that_is_not_read_goes_elsewhere() -> None:
         await on.other(one).submitted()
 
 
-async def test_a_sequence_that_starves_goes_elsewhere_alone() -> None:
+async def test_a_starving_sequence_moves_alone() -> None:
     async with fleet(
         deadlines={"first_token_seconds": 1.0}, placement={"policy": "round_robin"}
     ) as on:
@@ -221,7 +221,7 @@ async def test_a_sequence_that_starves_goes_elsewhere_alone() -> None:
         await on.other(one).submitted(2)
 
 
-async def test_one_that_waits_in_a_queue_goes_elsewhere() -> None:
+async def test_a_queued_item_moves_after_its_deadline() -> None:
     async with fleet(deadlines={"started_seconds": 0.3, "first_token_seconds": 60}) as on:
         on.start([5])
         one = await on.first()
@@ -232,7 +232,7 @@ async def test_one_that_waits_in_a_queue_goes_elsewhere() -> None:
         await on.other(one).submitted()
 
 
-async def test_back_pressure_sends_an_item_on_until_all_are_full() -> None:
+async def test_back_pressure_moves_an_item_until_all_workers_are_full() -> None:
     async with fleet() as on:
         asked = on.ask([5])
         one = await on.first()
@@ -245,7 +245,7 @@ async def test_back_pressure_sends_an_item_on_until_all_are_full() -> None:
         assert len(one.submits) == 1
 
 
-async def test_an_item_waits_while_workers_that_drain_are_all_there_is() -> None:
+async def test_an_item_waits_while_all_workers_drain() -> None:
     async with fleet(retries={"worker_wait_seconds": 30}) as on:
         asked = on.ask([5])
         one = await on.first()
@@ -259,7 +259,7 @@ async def test_an_item_waits_while_workers_that_drain_are_all_there_is() -> None
         assert (await asked)[0].token_ids == (8,)
 
 
-async def test_an_item_in_the_middle_waits_where_all_are_full() -> None:
+async def test_a_started_item_waits_while_all_workers_are_full() -> None:
     async with fleet(retries={"worker_wait_seconds": 30}) as on:
         asked = on.ask([5])
         one = await on.first()
@@ -274,7 +274,7 @@ async def test_an_item_in_the_middle_waits_where_all_are_full() -> None:
         assert (await asked)[0].token_ids == (7, 8)
 
 
-async def test_an_item_that_breaks_every_worker_is_given_up() -> None:
+async def test_an_item_that_breaks_every_worker_fails() -> None:
     async with fleet(retries={"max_attempts": 3, "worker_wait_seconds": 30}) as on:
         asked = on.ask([5])
         for count in range(1, 4):
@@ -286,7 +286,7 @@ async def test_an_item_that_breaks_every_worker_is_given_up() -> None:
         assert "3 workers in a row were lost with this item" in item.error.message
 
 
-async def test_only_workers_of_the_same_weights_and_tokenizer_go_on() -> None:
+async def test_an_item_continues_only_with_equal_weights_and_tokenizer() -> None:
     one = ScriptedEngine(worker="one", supported_fields=FIELDS, model_fingerprint="a")
     two = ScriptedEngine(worker="two", supported_fields=FIELDS, model_fingerprint="b")
     async with fleet(one, two) as on:
@@ -302,7 +302,7 @@ async def test_only_workers_of_the_same_weights_and_tokenizer_go_on() -> None:
         assert not on.other(first).submits
 
 
-async def test_a_stopped_item_does_not_go_on_elsewhere() -> None:
+async def test_a_stopped_item_does_not_move() -> None:
     async with fleet() as on:
         asked = on.ask([5], request_id="r")
         one = await on.first()
@@ -317,7 +317,7 @@ async def test_a_stopped_item_does_not_go_on_elsewhere() -> None:
         assert not on.other(one).submits
 
 
-async def test_nobody_ready_is_told_after_a_while() -> None:
+async def test_no_ready_worker_fails_an_item_after_its_wait() -> None:
     engine = ScriptedEngine(supported_fields=FIELDS)
     async with fleet(engine) as on:
         engine.refusal = "stays away"
@@ -328,7 +328,7 @@ async def test_nobody_ready_is_told_after_a_while() -> None:
         assert "stays away" in item.error.message
 
 
-async def test_a_worker_whose_grace_ends_is_left_in_time() -> None:
+async def test_items_leave_a_draining_worker_before_its_grace_ends() -> None:
     async with fleet() as on:
         asked = on.ask([5])
         one = await on.first()

@@ -1,4 +1,4 @@
-"""What a placement is decided from reaches it: what workers tell, what was sent to them, what was learned of them."""
+"""Reports, placements and learned rates reach the next placement."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 from typing import Any
 
 import pytest
+from router.fleet.test_plan import fleet_of
+from router.fleet.test_worker import link
 from router.scripted import (
     LENGTH,
     PATIENCE_SECONDS,
@@ -15,9 +17,14 @@ from router.scripted import (
     until_states,
 )
 from router.scripted_fleet import FIELDS, Fleet, fleet
+from trtmesh.chassis.vocabulary import Adapter, Lora
+from trtmesh.router.fleet.fleet import Fleet as RouterFleet
 from trtmesh.router.kv_index import recent
+from trtmesh.router.links.replica import LEAVING
+from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement import load_guard
 from trtmesh.router.placement.rates import FALLBACK_NEW_TOKENS, FALLBACK_STEP_SECONDS
+from trtmesh.router.placement.settings import PlacementSettings
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
@@ -42,7 +49,7 @@ async def told(on: Fleet, engine: ScriptedEngine, **load: float) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_load_reports_count() -> None:
+async def test_load_reports_count_in_placement() -> None:
     async with fleet(
         placement={"policy": "least_loaded"}, deadlines={"next_token_seconds": 3600}
     ) as on:
@@ -56,7 +63,7 @@ async def test_load_reports_count() -> None:
         assert {name: each.sequences for name, each in seen.items()} == {"one": 5, "two": 3}
 
 
-async def test_rates_that_were_learned_are_used() -> None:
+async def test_learned_rates_reach_the_placement() -> None:
     async with fleet(*engines("one"), deadlines={"next_token_seconds": 3600}) as on:
         (engine,) = on.engines
         on.serve(engine)
@@ -71,7 +78,7 @@ async def test_rates_that_were_learned_are_used() -> None:
         pytest.fail(f"a step is still thought to take {step_seconds} s")
 
 
-async def test_a_worker_that_joins_again_starts_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_returning_worker_starts_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as long_ago:
         long_ago.setattr(load_guard.LoadGuard, "joined", lambda *_: None)
         async with fleet(
@@ -91,7 +98,7 @@ async def test_a_worker_that_joins_again_starts_slowly(monkeypatch: pytest.Monke
             assert (len(one.submits), len(two.submits)) == (3, 3)
 
 
-async def test_siblings_beyond_the_cap_avoid_the_worker_of_those_before() -> None:
+async def test_siblings_beyond_the_cap_avoid_the_first_worker() -> None:
     async with fleet(
         *engines("one", "two", tokens_per_block=4),
         placement={"policy": "prefix_aware"},
@@ -110,7 +117,7 @@ async def test_siblings_beyond_the_cap_avoid_the_worker_of_those_before() -> Non
         }
 
 
-async def test_what_was_just_sent_counts_as_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_dispatched_prompts_count_as_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recent, "LIFE_SECONDS", 3600.0)
     async with fleet(
         *engines("one", "two", tokens_per_block=4), placement={"policy": "prefix_aware"}
@@ -125,7 +132,7 @@ async def test_what_was_just_sent_counts_as_cached(monkeypatch: pytest.MonkeyPat
         assert len(home.submits) == 2
 
 
-async def test_the_blocks_of_a_lost_worker_are_forgotten() -> None:
+async def test_a_lost_workers_blocks_are_forgotten() -> None:
     async with fleet(*engines("one", tokens_per_block=4)) as on:
         (engine,) = on.engines
         await eventually(lambda: any(c.HasField("kv_snapshot") for c in engine.commands))
@@ -149,7 +156,7 @@ async def expected_tokens(on: Fleet, request_id: str, model: str, **options: Any
     return round((seen.score - prompt_seconds) / seen.step_seconds)
 
 
-async def test_the_length_of_sequences_is_learned_for_each_model() -> None:
+async def test_output_lengths_are_learned_per_model() -> None:
     one, two = engines("one", model="m")[0], engines("two", model="n")[0]
     pair = {"num_return_sequences": 2, "temperature": 1.0, "seed": 1}
     async with fleet(one, two, placement={"policy": "power_of_two"}) as on:
@@ -170,3 +177,33 @@ async def test_the_length_of_sequences_is_learned_for_each_model() -> None:
         assert expected == 300
         assert await expected_tokens(on, "pair", "m", **pair) == 600
         assert await expected_tokens(on, "n", "n") == FALLBACK_NEW_TOKENS
+
+
+async def test_a_worker_replaced_at_its_address_is_in_the_snapshot() -> None:
+    """No placement looks in between, so both are told of at once, in whatever order."""
+    fleet = RouterFleet(PlacementSettings(policy="round_robin"), RouterMetrics())
+    addresses = [f"127.0.0.1:{port}" for port in range(1, 33)]
+    for address in addresses:
+        fleet.join(link(address))
+    assert sorted(seen.address for seen in fleet.snapshot()) == sorted(addresses)
+    for old in fleet.workers.values():
+        old.leaving = True
+    assert len(fleet.forget_leavers()) == len(addresses)
+    for address in addresses:
+        fleet.join(link(address))
+    assert sorted(seen.address for seen in fleet.snapshot()) == sorted(addresses)
+    assert not any(seen.problem == LEAVING for seen in fleet.snapshot())
+
+
+async def test_the_version_of_an_adapter_comes_from_its_workers() -> None:
+    fleet, (worker,) = fleet_of(epb.WORKER_ROLE_MIXED)
+    assert fleet.adapter_of("m", None) is None
+    assert fleet.adapter_of("m", Lora(name="unnumbered")) is None
+    assert fleet.adapter_of("m", Lora(id=3, name="a")) == Adapter(3, "a")
+    held = Adapter(3, "a", "v2")
+    worker._on_adapters(frozenset({held}))
+    fleet.touch(worker)
+    assert fleet.adapter_of("m", Lora(id=3)) == held
+    assert fleet.adapter_of("another", Lora(id=3)) == Adapter(3)
+    (snapshot,) = fleet.snapshot()
+    assert snapshot.adapters == {held}

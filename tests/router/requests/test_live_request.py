@@ -1,4 +1,4 @@
-"""Whoever ends a request at its very end: one terminal event of each item, and nothing is kept of it."""
+"""Stops, departures and deadlines around a request's end: one terminal event per item, and nothing is left."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def engine() -> ScriptedEngine:
     return ScriptedEngine(supported_fields=["stopping.max_tokens"])
 
 
-async def test_a_stop_while_the_last_event_is_sent_changes_nothing(last_write: LastWrite) -> None:
+async def test_a_stop_during_the_last_write_changes_nothing(last_write: LastWrite) -> None:
     worker = engine()
     async with router_of(worker) as client:
         asked = Asked(client, items=1)
@@ -141,7 +141,7 @@ async def test_a_stop_while_the_last_event_is_sent_changes_nothing(last_write: L
         assert not worker.stops
 
 
-async def test_a_stop_while_a_sibling_s_last_event_is_sent_ends_the_rest(
+async def test_a_stop_during_a_siblings_last_write_ends_the_rest(
     last_write: LastWrite,
 ) -> None:
     worker = engine()
@@ -163,7 +163,7 @@ async def test_a_stop_while_a_sibling_s_last_event_is_sent_ends_the_rest(
 
 @pytest.mark.parametrize("items", [1, 2])
 @pytest.mark.parametrize("vanish", [Asked.cancel, Asked.stop_and_cancel])
-async def test_a_client_that_goes_while_the_last_event_is_sent_leaves_nothing(
+async def test_a_client_leaving_during_the_last_write_leaves_nothing(
     last_write: LastWrite, vanish: Callable[[Asked], Awaitable[None]], items: int
 ) -> None:
     worker = engine()
@@ -182,7 +182,7 @@ async def test_a_client_that_goes_while_the_last_event_is_sent_leaves_nothing(
         await worker.step(ends=[(handle, pb.FINISH_REASON_CANCELLED) for handle, _ in worker.stops])
 
 
-async def test_a_deadline_while_the_last_event_is_sent_leaves_nothing(
+async def test_a_deadline_during_the_last_write_leaves_nothing(
     last_write: LastWrite,
 ) -> None:
     worker = engine()
@@ -197,7 +197,7 @@ async def test_a_deadline_while_the_last_event_is_sent_leaves_nothing(
         assert not ends_of(asked.events)
 
 
-async def test_a_call_that_takes_over_while_the_last_event_is_sent_tells_it_once(
+async def test_a_takeover_during_the_last_write_repeats_the_end_once(
     last_write: LastWrite,
 ) -> None:
     worker = engine()
@@ -217,7 +217,7 @@ async def test_a_call_that_takes_over_while_the_last_event_is_sent_tells_it_once
 
 
 @pytest.mark.parametrize("end", [Asked.stop, Asked.cancel, Asked.stop_and_cancel])
-async def test_at_any_moment_around_the_end_each_item_ends_once(
+async def test_each_item_ends_once_whatever_happens_around_its_end(
     end: Callable[[Asked], Awaitable[None]],
 ) -> None:
     """The worker's last word and the client's meet after more and more passes of the event loop."""
@@ -246,7 +246,7 @@ async def test_at_any_moment_around_the_end_each_item_ends_once(
             await eventually(lambda: not any(map(client.gauge, GAUGES)))
 
 
-async def test_a_stop_ends_an_item_that_waits_for_another_worker() -> None:
+async def test_a_stop_ends_an_item_waiting_for_a_worker() -> None:
     worker, recovery = engine(), 3600.0
     async with AsyncExitStack() as stack:
         connection = await stack.enter_async_context(AsyncExitStack())

@@ -1,4 +1,4 @@
-"""A client that comes back while its call is live here: the new call is admitted first, and then takes its place."""
+"""A Resume of a live request is admitted first and then replaces the live call."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ async def door(**settings: Any) -> AsyncIterator[Door]:
             await door.leave()
 
 
-async def test_a_call_goes_on_where_another_one_is_not_admitted() -> None:
+async def test_a_refused_resume_leaves_the_live_call() -> None:
     async with door(admission={"max_running_items": 1, "max_queued_items": 1}) as router:
         request = router.request("r")
         live = router.generate(request)
@@ -147,7 +147,7 @@ async def test_a_call_goes_on_where_another_one_is_not_admitted() -> None:
         assert await another.end() == "OK"
 
 
-async def test_a_call_takes_the_place_of_one_that_is_live_where_nothing_is_left() -> None:
+async def test_a_resume_replaces_the_live_call_without_free_permits() -> None:
     async with door(
         admission={"max_running_items": 1, "max_queued_items": 1, "max_items": 2},
         rate_limit={"tokens_per_second": 1e-6, "burst_tokens": 1},
@@ -172,7 +172,7 @@ async def test_a_call_takes_the_place_of_one_that_is_live_where_nothing_is_left(
         assert await waiting.end() == "OK"
 
 
-async def test_of_several_calls_that_take_over_the_last_one_has_the_request() -> None:
+async def test_the_last_of_several_resumes_wins() -> None:
     async with door(admission={"max_running_items": 1, "max_queued_items": 3}) as router:
         request = router.request("r")
         live = router.generate(request)
@@ -196,7 +196,7 @@ async def test_of_several_calls_that_take_over_the_last_one_has_the_request() ->
         assert await last == "OK"
 
 
-async def test_whoever_has_another_key_takes_nothing_over() -> None:
+async def test_another_api_key_cannot_resume_a_live_request() -> None:
     async with door() as router:
         request = router.request("r")
         live = router.generate(request)
@@ -209,7 +209,7 @@ async def test_whoever_has_another_key_takes_nothing_over() -> None:
         assert await live.end() == "OK"
 
 
-async def test_a_client_that_leaves_while_it_takes_over_leaves_nothing(
+async def test_a_client_leaving_during_a_resume_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with door() as router:
@@ -226,7 +226,7 @@ async def test_a_client_that_leaves_while_it_takes_over_leaves_nothing(
         assert await live.end() == "OK"
 
 
-async def test_what_a_client_has_costs_it_nothing_again() -> None:
+async def test_received_tokens_are_not_charged_again() -> None:
     async with door(rate_limit={"tokens_per_second": 1e-6, "burst_tokens": 10}) as router:
         for number in range(9):
             request = router.request(f"r{number}", prompt_tokens=50)
@@ -245,7 +245,7 @@ async def test_what_a_client_has_costs_it_nothing_again() -> None:
         assert await indebted.end() == "OK"
 
 
-async def test_a_request_of_which_the_client_has_all_is_accepted_and_over() -> None:
+async def test_a_fully_received_request_is_accepted_and_over() -> None:
     async with door() as router:
         over = router.resume(router.request("r", items=2), finished_items=[0, 1])
         assert await over.end() == "OK"
@@ -253,7 +253,7 @@ async def test_a_request_of_which_the_client_has_all_is_accepted_and_over() -> N
         assert accepted.accepted.request_id == "r"
 
 
-async def test_items_are_explained_by_their_own_numbers() -> None:
+async def test_explain_keeps_the_items_own_indexes() -> None:
     async with door() as router:
         call = router.resume(router.request("r", items=3), finished_items=[0])
         await router.engine.submitted(2)

@@ -1,4 +1,4 @@
-"""A client that does not read a beam search: it stays where it is, and what waits of it is its latest state alone."""
+"""A client that does not read its beams: they stay on their worker, and only the latest state waits."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def rewrite(engine: ScriptedEngine, number: int) -> None:
     )
 
 
-async def test_what_waits_is_replaced_and_the_search_is_not_moved() -> None:
+async def test_waiting_beams_are_replaced_and_not_moved() -> None:
     # What waits is two beams at most, a third of what would end the request, however often they are rewritten.
     async with unread_search(client={"buffer_tokens": 8_000}) as (engine, call):
         for number in range(REWRITES):
@@ -89,7 +89,7 @@ async def test_what_waits_is_replaced_and_the_search_is_not_moved() -> None:
         assert len(engine.submits) == 1
 
 
-async def test_more_than_sixteen_credits_end_the_request() -> None:
+async def test_sixteen_credits_waiting_end_the_request() -> None:
     async with unread_search(client={"buffer_tokens": 1_000}) as (engine, call):
         number = 0
         while not engine.stops:
