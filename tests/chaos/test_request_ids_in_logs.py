@@ -52,12 +52,12 @@ async def test_log_lines_carry_the_request_id() -> None:
     async with running_mesh(start=telling_mesh) as mesh:
         reader = mesh.open(["prompt"], request_id="r-lost", max_tokens=ENDLESS, ignore_end_id=True)
         (await engine_of(mesh, reader)).signal(signal.SIGKILL)
-        lost = await logged(mesh.router, "looks for another worker")
+        lost = await logged(mesh.router, "moves (worker_lost)")
         assert {line.request_id for line in lost} == {"r-lost"}
 
         await reader.tokens_here(reader.tokens() + 1)
         (await engine_of(mesh, reader)).signal(signal.SIGSTOP)
-        moved = await logged(mesh.router, "moves")
+        moved = await logged(mesh.router, "moves (moved)")
         assert {line.request_id for line in moved} == {"r-lost"}
         await reader.cancel()
 

@@ -271,7 +271,7 @@ async def test_resume_of_an_inexact_stream_is_refused(mesh: Mesh) -> None:
         (request(), [offset(batch_index=1)], "batch_index"),
         (request(), [offset(sequence_index=1)], "sequence_index"),
         (request(), [offset(finished=True)], "reason is not set"),
-        (request(), [some, some], "came before"),
+        (request(), [some, some], "repeats a sequence"),
     ):
         stub = router_pb2_grpc.MeshServiceStub(mesh.channel)
         call = stub.Resume(router_pb2.ResumeRequest(request=asked, received=received))

@@ -88,8 +88,7 @@ class ItemEvents:
         self._metrics.moved[cause] += sequences
         if error is not None:
             with request_id_bound(self._request_id):
-                index = self._item.batch_index
-                log.info("item %d looks for another worker: %s", index, error.message)
+                log.info("item %d moves (%s): %s", self._item.batch_index, cause, error.message)
 
     def broke(self, defect: Exception, usage: pb.Usage) -> None:
         """The item met a defect of this software."""
