@@ -1,4 +1,4 @@
-"""Generates the stubs beside the protos; `--check` fails when the committed ones differ."""
+"""Generates the stubs; `--check` fails if the committed stubs are stale."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class _AdapterPlaceEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """Not loaded."""
 
 class AdapterPlace(_AdapterPlace, metaclass=_AdapterPlaceEnumTypeWrapper):
-    """Where an adapter is on a worker."""
+    """The place of an adapter on a worker."""
 
 ADAPTER_PLACE_UNSPECIFIED: AdapterPlace.ValueType  # 0
 """Never sent."""
@@ -65,7 +65,7 @@ class _WorkerRoleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """Decode only."""
 
 class WorkerRole(_WorkerRole, metaclass=_WorkerRoleEnumTypeWrapper):
-    """What a worker is for."""
+    """The phases of a worker."""
 
 WORKER_ROLE_UNSPECIFIED: WorkerRole.ValueType  # 0
 """Never sent."""
@@ -90,13 +90,13 @@ class HelloCommand(google.protobuf.message.Message):
     router: builtins.str
     """Name of the router process, for logs and metrics."""
     schema_revision: builtins.int
-    """Revision of these protos that the router speaks."""
+    """Revision of these protos in the router."""
     tokenizer_fingerprint: builtins.str
-    """Fingerprint of the tokenizer that the router uses; the worker refuses another than its own with
-    FAILED_PRECONDITION. Empty means the router sends token ids only.
+    """Fingerprint of the router's tokenizer; a worker with another fingerprint refuses with FAILED_PRECONDITION. Empty
+    means the router sends only token ids.
     """
     unacknowledged_steps: builtins.int
-    """Step events the worker may have sent and not seen acknowledged; at least 1. Later output merges meanwhile."""
+    """Limit of unacknowledged step events, at least 1. Later output is merged in the meantime."""
     def __init__(
         self,
         *,
@@ -124,28 +124,28 @@ class SubmitCommand(google.protobuf.message.Message):
     CONFIG_FIELD_NUMBER: builtins.int
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
     handle: builtins.int
-    """Number that the router gives the item's first sequence; its other sequences follow without a gap. A handle is
-    free again after its SequenceEnd was received.
+    """Handle of the item's first sequence, assigned by the router; the other sequences have the next numbers. Reusable
+    after SequenceEnd.
     """
     request_id: builtins.str
     """Name of the request."""
     batch_index: builtins.int
     """Position of the prompt in the request."""
     emitted_tokens: builtins.int
-    """How many of the last `token_ids` were generated and delivered before: offsets go on from there, and limits
-    count them. How an item migrates.
+    """Number of trailing `token_ids` already generated and delivered: offsets continue after them, and limits include
+    them. Set for migrated items.
     """
     sequence_index: builtins.int
-    """First sequence_index of this item's handles; not 0 when one sequence of several migrates."""
+    """The sequence_index of the first handle; not 0 if only some sequences of an item migrate."""
     timeout_ms: builtins.int
-    """When the client stops caring, in milliseconds from now; unset means never."""
+    """The client's deadline in milliseconds from now; unset means none."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The prompt, followed by `emitted_tokens` tokens that were generated elsewhere."""
+        """The prompt, followed by `emitted_tokens` tokens generated elsewhere."""
 
     @property
     def config(self) -> trtmesh.v1.generation_pb2.GenerationConfig:
-        """What is asked. Texts were replaced by ids; the seed is set."""
+        """The config, with texts replaced by ids and the seed set."""
 
     def __init__(
         self,
@@ -167,14 +167,14 @@ Global___SubmitCommand: typing_extensions.TypeAlias = SubmitCommand
 
 @typing.final
 class StopCommand(google.protobuf.message.Message):
-    """Ends sequences. Each answers with its SequenceEnd unless it already has."""
+    """Ends sequences. Each open sequence answers with SequenceEnd."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HANDLES_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     reason: trtmesh.v1.generation_pb2.FinishReason.ValueType
-    """Reason that SequenceEnd reports: FINISH_REASON_STOPPED, FINISH_REASON_CANCELLED or FINISH_REASON_STOP_WORD."""
+    """Reason for SequenceEnd: FINISH_REASON_STOPPED, FINISH_REASON_CANCELLED or FINISH_REASON_STOP_WORD."""
     @property
     def handles(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Handles of the sequences."""
@@ -209,7 +209,7 @@ Global___AcknowledgeCommand: typing_extensions.TypeAlias = AcknowledgeCommand
 
 @typing.final
 class KvSnapshotCommand(google.protobuf.message.Message):
-    """Asks for a snapshot of the KV cache's contents as KvEvents."""
+    """Requests a snapshot of the KV cache's contents as KvEvents."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -228,7 +228,7 @@ class LoadAdapterCommand(google.protobuf.message.Message):
     ADAPTER_FIELD_NUMBER: builtins.int
     PINNED_FIELD_NUMBER: builtins.int
     pinned: builtins.bool
-    """Whether it is kept until unloaded."""
+    """Whether the adapter stays loaded until UnloadAdapter."""
     @property
     def adapter(self) -> trtmesh.v1.generation_pb2.LoraConfig:
         """The adapter."""
@@ -279,7 +279,7 @@ class EngineCommand(google.protobuf.message.Message):
     RELEASE_LEASE_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> Global___HelloCommand:
-        """Opens the stream; first and only once."""
+        """Opens the stream; the first command, sent once."""
 
     @property
     def submit(self) -> Global___SubmitCommand:
@@ -295,7 +295,7 @@ class EngineCommand(google.protobuf.message.Message):
 
     @property
     def kv_snapshot(self) -> Global___KvSnapshotCommand:
-        """Asks for a KV snapshot."""
+        """Requests a KV snapshot."""
 
     @property
     def load_adapter(self) -> Global___LoadAdapterCommand:
@@ -307,7 +307,7 @@ class EngineCommand(google.protobuf.message.Message):
 
     @property
     def reserve_blocks(self) -> trtmesh.v1.kv_transfer_pb2.ReserveBlocksCommand:
-        """Reserves blocks for a handoff to come."""
+        """Reserves blocks for a later handoff."""
 
     @property
     def release_lease(self) -> trtmesh.v1.kv_transfer_pb2.ReleaseLeaseCommand:
@@ -334,7 +334,7 @@ Global___EngineCommand: typing_extensions.TypeAlias = EngineCommand
 
 @typing.final
 class EngineServiceConnectRequest(google.protobuf.message.Message):
-    """Commands that were ready together, in order."""
+    """Commands ready at the same time, in order."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -375,7 +375,7 @@ Global___Welcome: typing_extensions.TypeAlias = Welcome
 
 @typing.final
 class SequenceStart(google.protobuf.message.Message):
-    """What is known of a sequence with its first token."""
+    """Data available at the first token of a sequence."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -385,7 +385,7 @@ class SequenceStart(google.protobuf.message.Message):
     """Handle of the sequence."""
     @property
     def perf_metrics(self) -> trtmesh.v1.generation_pb2.PerfMetrics:
-        """Times and KV figures until then; `last_token_time_ns` is 0."""
+        """Times and KV figures so far; `last_token_time_ns` is 0."""
 
     def __init__(
         self,
@@ -400,7 +400,7 @@ Global___SequenceStart: typing_extensions.TypeAlias = SequenceStart
 
 @typing.final
 class SequenceEnd(google.protobuf.message.Message):
-    """The end of a sequence: exactly one for every handle of a submit, after all its tokens."""
+    """The end of a sequence: exactly one for each handle of a submit, after all tokens."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -417,30 +417,30 @@ class SequenceEnd(google.protobuf.message.Message):
     handle: builtins.int
     """Handle of the sequence."""
     reason: trtmesh.v1.generation_pb2.FinishReason.ValueType
-    """Why it ended."""
+    """The reason of the end."""
     prompt_tokens: builtins.int
     """Tokens of its prompt."""
     cached_prompt_tokens: builtins.int
-    """Prompt tokens whose KV was reused."""
+    """Prompt tokens with reused KV."""
     generated_tokens: builtins.int
-    """Tokens generated, those before a migration included."""
+    """Tokens generated, including tokens before a migration."""
     cumulative_log_prob: builtins.float
-    """Sum of the log-probabilities, where asked for; unset for a sequence that began elsewhere."""
+    """Sum of the log-probabilities, if requested; unset for a migrated sequence."""
     @property
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The stop sequence or end id that ended it."""
+        """The matched stop sequence or end id."""
 
     @property
     def error(self) -> trtmesh.v1.generation_pb2.Error:
-        """Set when the reason is FINISH_REASON_ERROR."""
+        """Set if the reason is FINISH_REASON_ERROR."""
 
     @property
     def perf_metrics(self) -> trtmesh.v1.generation_pb2.PerfMetrics:
-        """Times and KV figures, where asked for."""
+        """Times and KV figures, if requested."""
 
     @property
     def handoff(self) -> trtmesh.v1.kv_transfer_pb2.HandoffDescriptor:
-        """Set when the reason is FINISH_REASON_HANDOFF."""
+        """Set if the reason is FINISH_REASON_HANDOFF."""
 
     def __init__(
         self,
@@ -514,8 +514,8 @@ Global___SequencePrompt: typing_extensions.TypeAlias = SequencePrompt
 
 @typing.final
 class Step(google.protobuf.message.Message):
-    """What became known in one or several engine steps, for all sequences of this stream, in parallel arrays. Protobuf
-    costs 0.05 µs a token this way and 0.9 with a message for each sequence.
+    """Output of one or several engine steps for all sequences of this stream, in parallel arrays. This costs protobuf
+    0.05 µs per token; a message for each sequence would cost 0.9 µs.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -533,12 +533,12 @@ class Step(google.protobuf.message.Message):
     """Engine steps since the worker started, up to and including this."""
     @property
     def handles(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Handles of the sequences with new tokens; each at most once."""
+        """Handles of sequences with new tokens, each at most once."""
 
     @property
     def token_offsets(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Position of the first new token among the generated tokens of each sequence. With beam search a sequence that did
-        not only grow comes again whole, from offset 0, which replaces all that was known of it.
+        """Position of the first new token among the generated tokens of each sequence. With beam search, a rewritten
+        sequence is sent whole from offset 0 and replaces all earlier tokens.
         """
 
     @property
@@ -547,23 +547,23 @@ class Step(google.protobuf.message.Message):
 
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The new token ids of all sequences, one after another."""
+        """The new token ids of all sequences, concatenated."""
 
     @property
     def ends(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SequenceEnd]:
-        """Sequences that ended; their last tokens are above."""
+        """Ended sequences, with their last tokens above."""
 
     @property
     def details(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SequenceDetails]:
-        """Optional data of tokens, where asked for."""
+        """Optional data of tokens, if requested."""
 
     @property
     def prompts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SequencePrompt]:
-        """Optional data of prompts, where asked for."""
+        """Optional data of prompts, if requested."""
 
     @property
     def starts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SequenceStart]:
-        """Sequences whose first token on this worker is above, where PerfMetrics are asked for."""
+        """Sequences with their first token on this worker above, if PerfMetrics are requested."""
 
     def __init__(
         self,
@@ -584,8 +584,8 @@ Global___Step: typing_extensions.TypeAlias = Step
 
 @typing.final
 class Load(google.protobuf.message.Message):
-    """How much a worker has to do. Sent at a steady pace, whatever happens: its absence means the worker or the network
-    is gone, and an unchanged `step_count` with running sequences means it is stuck.
+    """The load of a worker. Sent periodically in every state: missing reports mean a lost worker or network, and an
+    unchanged `step_count` with running sequences means a stuck worker.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -626,7 +626,7 @@ class Load(google.protobuf.message.Message):
     used_blocks: builtins.int
     """KV blocks in use by sequences."""
     free_blocks: builtins.int
-    """KV blocks free or only kept for reuse."""
+    """KV blocks free or kept only for reuse."""
     computed_prompt_tokens: builtins.int
     """Prompt tokens computed since the worker started."""
     reused_prompt_tokens: builtins.int
@@ -634,31 +634,31 @@ class Load(google.protobuf.message.Message):
     generated_tokens: builtins.int
     """Tokens generated since the worker started."""
     draining: builtins.bool
-    """Whether the worker stopped admitting."""
+    """Whether the worker is draining."""
     received_items: builtins.int
-    """Submit commands of this stream that the worker has read; unset when it does not count them."""
+    """Submit commands read from this stream; unset if the worker does not count them."""
     drain_ms: builtins.int
-    """Milliseconds until a draining worker cuts its streams; unset means it does not say."""
+    """Milliseconds until a draining worker closes its streams; unset means unknown."""
     paused_sequences: builtins.int
-    """Waiting sequences that had started and gave their KV blocks to others."""
+    """Waiting sequences preempted after their start, without KV blocks."""
     preemptions: builtins.int
-    """Times that a sequence was paused since the worker started."""
+    """Preemptions since the worker started."""
     new_blocks: builtins.int
-    """KV blocks given to sequences empty or as copies since the worker started."""
+    """KV blocks allocated empty or as copies since the worker started."""
     reused_blocks: builtins.int
-    """KV blocks that sequences found computed and share, since the worker started."""
+    """KV blocks reused by sequences since the worker started."""
     host_blocks: builtins.int
-    """Blocks in the host's memory for cached KV that the pool has no room for; 0 where there is none."""
+    """Blocks in host memory for cached KV beyond the pool; 0 without a host cache."""
     used_host_blocks: builtins.int
-    """Those of them that hold cached KV."""
+    """Host blocks with cached KV."""
     host_memory_bytes: builtins.int
-    """Memory of the worker's process that is resident, in bytes; 0 when it does not say."""
+    """Resident memory of the worker's process in bytes; 0 means unknown."""
     device_memory_bytes: builtins.int
-    """Memory that the backend holds on its devices, in bytes."""
+    """Device memory of the backend, in bytes."""
     pinned_memory_bytes: builtins.int
-    """Pinned memory of the host that the backend holds, in bytes; part of `host_memory_bytes`."""
+    """Pinned host memory of the backend, in bytes; part of `host_memory_bytes`."""
     busy_seconds: builtins.float
-    """Time since the worker started in which it had sequences, in seconds."""
+    """Seconds with sequences since the worker started."""
     def __init__(
         self,
         *,
@@ -707,18 +707,18 @@ class KvBlocksStored(google.protobuf.message.Message):
     ADAPTER_ID_FIELD_NUMBER: builtins.int
     ADAPTER_VERSION_FIELD_NUMBER: builtins.int
     parent_hash: builtins.int
-    """Hash of the block before the first of these; 0 at the start of a sequence."""
+    """Hash of the block before the first block; 0 at the start of a sequence."""
     adapter_id: builtins.int
-    """Adapter that the blocks were computed with; 0 means none."""
+    """Adapter of the blocks; 0 means none."""
     adapter_version: builtins.str
-    """Version of that adapter, as in AdapterState."""
+    """Version of the adapter, as in AdapterState."""
     @property
     def block_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Chained hash of each block."""
 
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Token ids of the blocks, one after another."""
+        """Token ids of the blocks, concatenated."""
 
     def __init__(
         self,
@@ -810,11 +810,11 @@ class KvEvents(google.protobuf.message.Message):
     EVENTS_FIELD_NUMBER: builtins.int
     SNAPSHOT_FIELD_NUMBER: builtins.int
     epoch: builtins.int
-    """Number drawn when the worker started: another epoch voids all that was known."""
+    """Random number of the worker's process: a new epoch invalidates all earlier events."""
     first_sequence: builtins.int
-    """Sequence number of the first event; a gap asks for a snapshot."""
+    """Sequence number of the first event; after a gap the router requests a snapshot."""
     snapshot: builtins.bool
-    """Whether these events are a snapshot that replaces all that was known."""
+    """Whether the events are a snapshot and replace all earlier events."""
     @property
     def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___KvEvent]:
         """The events."""
@@ -849,10 +849,10 @@ class AdapterState(google.protobuf.message.Message):
     version: builtins.str
     """Digest of its content."""
     place: Global___AdapterPlace.ValueType
-    """Where it is."""
+    """Its place."""
     @property
     def error(self) -> trtmesh.v1.generation_pb2.Error:
-        """Set when loading it failed."""
+        """Set if loading failed."""
 
     def __init__(
         self,
@@ -870,7 +870,7 @@ Global___AdapterState: typing_extensions.TypeAlias = AdapterState
 
 @typing.final
 class AdapterStates(google.protobuf.message.Message):
-    """States of adapters that changed."""
+    """Changed states of adapters."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -910,7 +910,7 @@ class EngineEvent(google.protobuf.message.Message):
 
     @property
     def load(self) -> Global___Load:
-        """How much there is to do."""
+        """The load."""
 
     @property
     def kv_events(self) -> Global___KvEvents:
@@ -942,7 +942,7 @@ Global___EngineEvent: typing_extensions.TypeAlias = EngineEvent
 
 @typing.final
 class EngineServiceConnectResponse(google.protobuf.message.Message):
-    """Events that were ready together, in order."""
+    """Events ready at the same time, in order."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1005,19 +1005,19 @@ class GetEngineResponse(google.protobuf.message.Message):
     worker: builtins.str
     """Name of the worker, unique in the fleet."""
     backend: builtins.str
-    """What executes the model: torch, tensorrt_llm or simulated."""
+    """The backend: torch, tensorrt_llm or simulated."""
     model: builtins.str
     """Name of the model."""
     model_fingerprint: builtins.str
-    """Hash of the model's weights and configuration; workers with equal fingerprints answer alike."""
+    """Hash of the model's weights and configuration; equal fingerprints mean equal results."""
     tokenizer_fingerprint: builtins.str
-    """Fingerprint of the model's tokenizer; empty when the worker does not know."""
+    """Fingerprint of the model's tokenizer; empty means unknown."""
     role: Global___WorkerRole.ValueType
-    """Phases that it runs."""
+    """Configured role."""
     schema_revision: builtins.int
-    """Revision of these protos that the service speaks."""
+    """Revision of these protos in the worker."""
     vocabulary_size: builtins.int
-    """Ids below this may be prompt tokens."""
+    """Vocabulary size; ids below it are valid in prompts."""
     max_sequence_tokens: builtins.int
     """Most tokens of a sequence, prompt included."""
     max_batch_size: builtins.int
@@ -1033,21 +1033,19 @@ class GetEngineResponse(google.protobuf.message.Message):
     data_type: trtmesh.v1.generation_pb2.DataType.ValueType
     """Element type of the weights."""
     load_interval_ms: builtins.int
-    """Time between two Load events in milliseconds; 0 means it does not say."""
+    """Time between two Load events in milliseconds; 0 means unknown."""
     static_batching: builtins.bool
-    """Whether a batch is computed to its end before the next one starts."""
+    """Whether a batch is computed to its end before the next batch starts."""
     resumes_exactly: builtins.bool
-    """Whether a sequence that migrates to the worker, with its seed and `emitted_tokens`, gets the tokens that it would
-    have got without the migration.
-    """
+    """Whether a migrated sequence gets the same tokens as without the migration, given its seed and `emitted_tokens`."""
     stops_single_sequences: builtins.bool
     """Whether `stop` can end one sequence of an item while the others continue; beams always end together."""
     max_adapters: builtins.int
-    """Most adapters held at once; 0 means that the backend serves no adapters."""
+    """Most adapters loaded at once; 0 means no support for adapters."""
     @property
     def supported_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Config fields that the backend acts on, as paths from GenerationConfig such as `sampling.top_k`. Any other
-        field that is set is refused with UNIMPLEMENTED.
+        """Supported config fields, as paths from GenerationConfig such as `sampling.top_k`. Any other set field is refused
+        with UNIMPLEMENTED.
         """
 
     @property
@@ -1056,11 +1054,11 @@ class GetEngineResponse(google.protobuf.message.Message):
 
     @property
     def roles(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___WorkerRole.ValueType]:
-        """Roles that the backend can serve; `role` is the one it is configured for."""
+        """Roles supported by the backend."""
 
     @property
     def draft_methods(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Methods of speculative decoding that the backend offers, such as `draft_tokens` or `ngram`."""
+        """Supported methods of speculative decoding, such as `draft_tokens` or `ngram`."""
 
     def __init__(
         self,

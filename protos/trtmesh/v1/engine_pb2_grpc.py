@@ -52,8 +52,8 @@ class EngineServiceServicer(object):
     """
 
     def Connect(self, request_iterator, context):
-        """Carries every sequence of one router. The first command is `hello`, the first event `welcome`. A stream that
-        breaks stops all its sequences. A bad command fails its sequences, not the stream.
+        """Carries all sequences of one router. The first command is `hello`, the first event `welcome`. A broken stream
+        stops all its sequences. An invalid command fails its sequences, not the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -85,8 +85,8 @@ class EngineServiceStub(typing.Generic[_EngineServiceConnectType, _EngineService
     ], channel: grpc.aio.Channel) -> None: ...
 
     Connect: _EngineServiceConnectType
-    """Carries every sequence of one router. The first command is `hello`, the first event `welcome`. A stream that
-    breaks stops all its sequences. A bad command fails its sequences, not the stream.
+    """Carries all sequences of one router. The first command is `hello`, the first event `welcome`. A broken stream
+    stops all its sequences. An invalid command fails its sequences, not the stream.
     """
 
     GetEngine: _EngineServiceGetEngineType
@@ -112,8 +112,8 @@ class EngineServiceServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[trtmesh.v1.engine_pb2.EngineServiceConnectRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[trtmesh.v1.engine_pb2.EngineServiceConnectResponse], collections.abc.AsyncIterator[trtmesh.v1.engine_pb2.EngineServiceConnectResponse]]:
-        """Carries every sequence of one router. The first command is `hello`, the first event `welcome`. A stream that
-        breaks stops all its sequences. A bad command fails its sequences, not the stream.
+        """Carries all sequences of one router. The first command is `hello`, the first event `welcome`. A broken stream
+        stops all its sequences. An invalid command fails its sequences, not the stream.
         """
 
     @abc.abstractmethod

@@ -88,7 +88,7 @@ Global___KvBlockShape: typing_extensions.TypeAlias = KvBlockShape
 
 @typing.final
 class HandoffDescriptor(google.protobuf.message.Message):
-    """What a decode worker needs to continue an item that another worker prefilled."""
+    """Everything a decode worker needs to continue an item after its prefill elsewhere."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -103,19 +103,19 @@ class HandoffDescriptor(google.protobuf.message.Message):
     BACKEND_STATE_FIELD_NUMBER: builtins.int
     TRANSPORT_STATE_FIELD_NUMBER: builtins.int
     lease_id: builtins.str
-    """Lease under which the blocks are held."""
+    """Lease of the blocks."""
     address: builtins.str
-    """Address of the worker that holds them."""
+    """Address of the worker with the blocks."""
     worker: builtins.str
-    """Name of the worker that holds them."""
+    """Name of the worker with the blocks."""
     computed_tokens: builtins.int
-    """Tokens whose KV the blocks hold."""
+    """Tokens with KV in the blocks."""
     first_token_id: builtins.int
-    """First generated token, where the prefill chose one."""
+    """First generated token, if the prefill chose one."""
     expires_in_ms: builtins.int
-    """When the lease ends on its own, in milliseconds from now."""
+    """Time until the lease expires, in milliseconds."""
     backend_state: builtins.bytes
-    """Opaque state of a production backend, passed through."""
+    """Opaque state of the backend, passed through."""
     transport_state: builtins.bytes
     """Connection data of a faster transport, opaque to the router."""
     @property
@@ -148,7 +148,7 @@ Global___HandoffDescriptor: typing_extensions.TypeAlias = HandoffDescriptor
 
 @typing.final
 class FetchBlocksRequest(google.protobuf.message.Message):
-    """Asks for the blocks of a lease."""
+    """Requests the blocks of a lease."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -206,7 +206,7 @@ Global___FetchBlocksResponse: typing_extensions.TypeAlias = FetchBlocksResponse
 
 @typing.final
 class ReserveBlocksCommand(google.protobuf.message.Message):
-    """Reserves blocks for a handoff to come."""
+    """Reserves blocks for a later handoff."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -214,11 +214,11 @@ class ReserveBlocksCommand(google.protobuf.message.Message):
     TOKENS_FIELD_NUMBER: builtins.int
     EXPIRES_IN_MS_FIELD_NUMBER: builtins.int
     lease_id: builtins.str
-    """Lease that the reservation gets."""
+    """Lease of the reservation."""
     tokens: builtins.int
     """Tokens to hold."""
     expires_in_ms: builtins.int
-    """How long it holds without use, in milliseconds."""
+    """Lifetime without use, in milliseconds."""
     def __init__(
         self,
         *,
@@ -260,7 +260,7 @@ class BlocksReserved(google.protobuf.message.Message):
     """The lease."""
     @property
     def error(self) -> trtmesh.v1.generation_pb2.Error:
-        """Set when the blocks could not be reserved."""
+        """Set if the blocks could not be reserved."""
 
     def __init__(
         self,

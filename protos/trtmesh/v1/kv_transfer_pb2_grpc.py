@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class KvTransferServiceStub(object):
-    """Moves KV block data between workers where no faster transport connects them.
+    """Moves KV block data between workers without a faster transport.
     """
 
     def __init__(self, channel):
@@ -43,7 +43,7 @@ class KvTransferServiceStub(object):
 
 
 class KvTransferServiceServicer(object):
-    """Moves KV block data between workers where no faster transport connects them.
+    """Moves KV block data between workers without a faster transport.
     """
 
     def FetchBlocks(self, request, context):
@@ -70,7 +70,7 @@ def add_KvTransferServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KvTransferService(object):
-    """Moves KV block data between workers where no faster transport connects them.
+    """Moves KV block data between workers without a faster transport.
     """
 
     @staticmethod

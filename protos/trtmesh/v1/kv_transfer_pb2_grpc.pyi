@@ -42,7 +42,7 @@ _KvTransferServiceFetchBlocksType = typing_extensions.TypeVar(
 )
 
 class KvTransferServiceStub(typing.Generic[_KvTransferServiceFetchBlocksType]):
-    """Moves KV block data between workers where no faster transport connects them."""
+    """Moves KV block data between workers without a faster transport."""
 
     @typing.overload
     def __init__(self: KvTransferServiceStub[
@@ -71,7 +71,7 @@ KvTransferServiceAsyncStub: typing_extensions.TypeAlias = KvTransferServiceStub[
 ]
 
 class KvTransferServiceServicer(metaclass=abc.ABCMeta):
-    """Moves KV block data between workers where no faster transport connects them."""
+    """Moves KV block data between workers without a faster transport."""
 
     @abc.abstractmethod
     def FetchBlocks(

@@ -124,7 +124,7 @@ class RouterAdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchWorkers(self, request, context):
-        """Sends the list of workers now and whenever it changes.
+        """Sends the list of workers now and after every change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,7 +138,7 @@ class RouterAdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DrainWorker(self, request, context):
-        """Stops placing items on a worker, and answers when what it ran was finished or moved.
+        """Stops placing items on a worker and returns when its sequences have finished or moved.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -27,10 +27,10 @@ if _version_not_supported:
 
 class MeshServiceStub(object):
     """Generates text from prompts on a mesh of workers.
-    Metadata read: `x-request-id` (used when GenerateRequest.request_id is empty); `x-api-key` or the bearer token of
-    `authorization` (whose tokens are counted).
-    Metadata sent when a call fails: `trtmesh-error-reason`, the short word of the error table; and
-    `trtmesh-retry-after-ms`, where trying again may help.
+    Request metadata: `x-request-id`, used if GenerateRequest.request_id is empty; `x-api-key` or the bearer token of
+    `authorization`, for rate limits.
+    Trailing metadata of a failed call: `trtmesh-error-reason` from the error table; `trtmesh-retry-after-ms` if a
+    retry may help.
     """
 
     def __init__(self, channel):
@@ -58,36 +58,36 @@ class MeshServiceStub(object):
 
 class MeshServiceServicer(object):
     """Generates text from prompts on a mesh of workers.
-    Metadata read: `x-request-id` (used when GenerateRequest.request_id is empty); `x-api-key` or the bearer token of
-    `authorization` (whose tokens are counted).
-    Metadata sent when a call fails: `trtmesh-error-reason`, the short word of the error table; and
-    `trtmesh-retry-after-ms`, where trying again may help.
+    Request metadata: `x-request-id`, used if GenerateRequest.request_id is empty; `x-api-key` or the bearer token of
+    `authorization`, for rate limits.
+    Trailing metadata of a failed call: `trtmesh-error-reason` from the error table; `trtmesh-retry-after-ms` if a
+    retry may help.
     """
 
     def Generate(self, request, context):
-        """Generates from one or many prompts. Every prompt is an item of its own: it is admitted, placed, stopped and
-        finished on its own, and a failing item never ends its siblings. The stream ends after one terminal event
-        (`item_finished` or `item_failed`) of every item. Fails as a whole with INVALID_ARGUMENT, NOT_FOUND,
-        UNIMPLEMENTED or ALREADY_EXISTS (a live request has the same id) before the first event only.
+        """Generates from one or many prompts. Every prompt is an item: items are admitted, placed, stopped and finished
+        independently, and a failing item never ends its siblings. The stream ends after one terminal event
+        (`item_finished` or `item_failed`) of every item. Only before the first event, the call fails as a whole, with
+        INVALID_ARGUMENT, NOT_FOUND, UNIMPLEMENTED or ALREADY_EXISTS (a live request has the same id).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Stop(self, request, context):
-        """Stops a request, or some of its items. They end with FINISH_REASON_STOPPED and keep what was generated.
-        A request that is unknown or over is not an error.
+        """Stops a request, or some of its items. They end with FINISH_REASON_STOPPED and keep their tokens. An unknown or
+        finished request is not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Continues a request whose router was lost behind what was received of it. `accepted` and `item_started` come again;
-        tokens and ends that were received do not. Where all items are finished, `accepted` is all that comes. Where the
-        request is still live here, its old stream ends once this one is admitted, which takes its place; with another API
-        key than that of the live one it fails with ALREADY_EXISTS. Fails with INVALID_ARGUMENT where it cannot go on
-        exactly, such as for drawn tokens without the seed of the draws.
+        """Continues the request of a lost router after the received tokens. Sends `accepted` and `item_started` again, but no
+        received tokens and ends; only `accepted` if all items are finished. If the request is still live on this router,
+        its old stream ends when the new stream is admitted; another API key than the live request's fails with
+        ALREADY_EXISTS. Fails with INVALID_ARGUMENT if exact continuation is impossible, such as for sampled tokens without
+        their seed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -121,10 +121,10 @@ def add_MeshServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class MeshService(object):
     """Generates text from prompts on a mesh of workers.
-    Metadata read: `x-request-id` (used when GenerateRequest.request_id is empty); `x-api-key` or the bearer token of
-    `authorization` (whose tokens are counted).
-    Metadata sent when a call fails: `trtmesh-error-reason`, the short word of the error table; and
-    `trtmesh-retry-after-ms`, where trying again may help.
+    Request metadata: `x-request-id`, used if GenerateRequest.request_id is empty; `x-api-key` or the bearer token of
+    `authorization`, for rate limits.
+    Trailing metadata of a failed call: `trtmesh-error-reason` from the error table; `trtmesh-retry-after-ms` if a
+    retry may help.
     """
 
     @staticmethod

@@ -31,16 +31,16 @@ class EncodeCommand(google.protobuf.message.Message):
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     WORDS_FIELD_NUMBER: builtins.int
     handle: builtins.int
-    """Number that the router gives this encode; free again after its answer or its CancelEncode."""
+    """Assigned by the router; reusable after the answer or CancelEncode."""
     request_id: builtins.str
     """Name of the request, for logs."""
     text: builtins.str
-    """Text of the prompt; unset encodes only the words below."""
+    """Text of the prompt; unset encodes only `words`."""
     add_special_tokens: builtins.bool
     """Whether special tokens are added to `text`."""
     @property
     def words(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Texts encoded without special tokens, each on its own (bad words, stop words, bias words)."""
+        """Texts encoded separately, without special tokens (bad words, stop words, bias words)."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ Global___EncodeCommand: typing_extensions.TypeAlias = EncodeCommand
 
 @typing.final
 class CancelEncodeCommand(google.protobuf.message.Message):
-    """Withdraws encodes that nobody waits for any more. One that was answered at the same moment is answered."""
+    """Cancels encodes. An encode answered at the same moment stays answered."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -90,11 +90,11 @@ class OpenDecodeCommand(google.protobuf.message.Message):
     INCLUDE_STOP_TEXT_FIELD_NUMBER: builtins.int
     DELIVERED_TOKEN_IDS_FIELD_NUMBER: builtins.int
     handle: builtins.int
-    """Number that the router gives this sequence; free again after its CloseDecode."""
+    """Assigned by the router; reusable after CloseDecode."""
     request_id: builtins.str
     """Name of the request, for logs."""
     skip_special_tokens: builtins.bool
-    """Whether special tokens are left out of the text."""
+    """Whether special tokens are omitted from the text."""
     include_stop_text: builtins.bool
     """Whether a matched stop text stays in the text."""
     @property
@@ -103,9 +103,7 @@ class OpenDecodeCommand(google.protobuf.message.Message):
 
     @property
     def delivered_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Tokens of this sequence whose text was already delivered, absorbed without an answer: how a sequence is moved
-        here from a tokenizer that was lost.
-        """
+        """Tokens with delivered text, absorbed without an answer: moves a sequence from a lost tokenizer."""
 
     def __init__(
         self,
@@ -133,7 +131,7 @@ class DecodeCommand(google.protobuf.message.Message):
     FINISHED_HANDLES_FIELD_NUMBER: builtins.int
     @property
     def handles(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Decode handles. A handle occurs at most once a command."""
+        """Decode handles, each at most once per command."""
 
     @property
     def token_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -141,11 +139,11 @@ class DecodeCommand(google.protobuf.message.Message):
 
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The token ids of all handles, one after another."""
+        """The token ids of all handles, concatenated."""
 
     @property
     def finished_handles(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Handles whose last token this was: the rest of their text is flushed and nothing may follow but CloseDecode."""
+        """Handles without further tokens: the rest of their text is flushed, and only CloseDecode may follow."""
 
     def __init__(
         self,
@@ -208,7 +206,7 @@ class TokenizerCommand(google.protobuf.message.Message):
 
     @property
     def cancel_encode(self) -> Global___CancelEncodeCommand:
-        """Withdraws encodes."""
+        """Cancels encodes."""
 
     def __init__(
         self,
@@ -227,7 +225,7 @@ Global___TokenizerCommand: typing_extensions.TypeAlias = TokenizerCommand
 
 @typing.final
 class TokenizerServiceConnectRequest(google.protobuf.message.Message):
-    """Commands that were ready together, in order."""
+    """Commands ready at the same time, in order."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -263,11 +261,11 @@ class Encoded(google.protobuf.message.Message):
 
     @property
     def words(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[trtmesh.v1.generation_pb2.TokenIds]:
-        """Ids of each word, in the order asked."""
+        """Ids of each word, in the order of the command."""
 
     @property
     def error(self) -> trtmesh.v1.generation_pb2.Error:
-        """Set when the encode failed; nothing else is then."""
+        """Set if the encode failed; the other fields are then unset."""
 
     def __init__(
         self,
@@ -296,7 +294,7 @@ class StopTextFound(google.protobuf.message.Message):
     stop_index: builtins.int
     """Position of the matched text in OpenDecodeCommand.stop_texts."""
     token_count: builtins.int
-    """Tokens of this command's handle up to and including the one that completed the match; later ones are void."""
+    """Tokens of the handle in this command up to and including the completing token; later tokens are void."""
     def __init__(
         self,
         *,
@@ -353,7 +351,7 @@ class Decoded(google.protobuf.message.Message):
 
     @property
     def stops(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StopTextFound]:
-        """Stop texts found; nothing more comes for these handles."""
+        """Stop texts found; these handles are finished."""
 
     @property
     def failures(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DecodeFailed]:
@@ -401,7 +399,7 @@ Global___TokenizerEvent: typing_extensions.TypeAlias = TokenizerEvent
 
 @typing.final
 class TokenizerServiceConnectResponse(google.protobuf.message.Message):
-    """Events that were ready together, in order."""
+    """Events ready at the same time, in order."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -448,23 +446,23 @@ class GetTokenizerResponse(google.protobuf.message.Message):
     KIND_FIELD_NUMBER: builtins.int
     SCHEMA_REVISION_FIELD_NUMBER: builtins.int
     model: builtins.str
-    """Name of the model that it belongs to."""
+    """Name of its model."""
     fingerprint: builtins.str
-    """Hash of the content that decides encoding and decoding; equal content, equal fingerprint."""
+    """Hash of the content relevant for encoding and decoding."""
     vocabulary_size: builtins.int
     """Number of ids, added tokens included."""
     bos_id: builtins.int
-    """Id that begins a text, where the model has one."""
+    """Id of the start of a text, if the model has one."""
     eos_id: builtins.int
-    """Id that ends a text, where the model has one."""
+    """Id of the end of a text, if the model has one."""
     pad_id: builtins.int
-    """Padding id, where the model has one."""
+    """Padding id, if the model has one."""
     chat_template: builtins.str
-    """Jinja template that turns a chat into a prompt, where the model has one."""
+    """Jinja template for chat prompts, if the model has one."""
     kind: builtins.str
     """Kind of tokenizer, such as BPE, Unigram or WordPiece."""
     schema_revision: builtins.int
-    """Revision of these protos that the service speaks."""
+    """Revision of these protos in the service."""
     @property
     def special_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Every special token id."""

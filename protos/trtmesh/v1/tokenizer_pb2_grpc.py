@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TokenizerServiceStub(object):
-    """Encodes and decodes. Stateless but for the decode states of a stream, which end with it.
+    """Encodes and decodes. The only state is the decode states of a stream, and they end with the stream.
     """
 
     def __init__(self, channel):
@@ -48,12 +48,12 @@ class TokenizerServiceStub(object):
 
 
 class TokenizerServiceServicer(object):
-    """Encodes and decodes. Stateless but for the decode states of a stream, which end with it.
+    """Encodes and decodes. The only state is the decode states of a stream, and they end with the stream.
     """
 
     def Connect(self, request_iterator, context):
-        """Carries every encode and decode of one router. Commands of one decode handle are handled in order; encodes
-        are answered as they finish. A bad command fails its handle, not the stream.
+        """Carries all encodes and decodes of one router. Commands of a decode handle are executed in order; encodes are
+        answered as they finish. An invalid command fails its handle, not the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -88,7 +88,7 @@ def add_TokenizerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TokenizerService(object):
-    """Encodes and decodes. Stateless but for the decode states of a stream, which end with it.
+    """Encodes and decodes. The only state is the decode states of a stream, and they end with the stream.
     """
 
     @staticmethod

@@ -58,7 +58,7 @@ _TokenizerServiceGetTokenizerType = typing_extensions.TypeVar(
 )
 
 class TokenizerServiceStub(typing.Generic[_TokenizerServiceConnectType, _TokenizerServiceGetTokenizerType]):
-    """Encodes and decodes. Stateless but for the decode states of a stream, which end with it."""
+    """Encodes and decodes. The only state is the decode states of a stream, and they end with the stream."""
 
     @typing.overload
     def __init__(self: TokenizerServiceStub[
@@ -85,8 +85,8 @@ class TokenizerServiceStub(typing.Generic[_TokenizerServiceConnectType, _Tokeniz
     ], channel: grpc.aio.Channel) -> None: ...
 
     Connect: _TokenizerServiceConnectType
-    """Carries every encode and decode of one router. Commands of one decode handle are handled in order; encodes
-    are answered as they finish. A bad command fails its handle, not the stream.
+    """Carries all encodes and decodes of one router. Commands of a decode handle are executed in order; encodes are
+    answered as they finish. An invalid command fails its handle, not the stream.
     """
 
     GetTokenizer: _TokenizerServiceGetTokenizerType
@@ -104,7 +104,7 @@ TokenizerServiceAsyncStub: typing_extensions.TypeAlias = TokenizerServiceStub[
 ]
 
 class TokenizerServiceServicer(metaclass=abc.ABCMeta):
-    """Encodes and decodes. Stateless but for the decode states of a stream, which end with it."""
+    """Encodes and decodes. The only state is the decode states of a stream, and they end with the stream."""
 
     @abc.abstractmethod
     def Connect(
@@ -112,8 +112,8 @@ class TokenizerServiceServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[trtmesh.v1.tokenizer_pb2.TokenizerServiceConnectRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[trtmesh.v1.tokenizer_pb2.TokenizerServiceConnectResponse], collections.abc.AsyncIterator[trtmesh.v1.tokenizer_pb2.TokenizerServiceConnectResponse]]:
-        """Carries every encode and decode of one router. Commands of one decode handle are handled in order; encodes
-        are answered as they finish. A bad command fails its handle, not the stream.
+        """Carries all encodes and decodes of one router. Commands of a decode handle are executed in order; encodes are
+        answered as they finish. An invalid command fails its handle, not the stream.
         """
 
     @abc.abstractmethod
