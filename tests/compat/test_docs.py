@@ -1,4 +1,4 @@
-"""What `docs/triton.md` says is printed and what it tells users to write is so."""
+"""The commands and settings in `docs/triton.md` work as printed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCKS = re.findall(r"```(\w*)\n(.*?)```", PAGE, re.DOTALL)
 
 
 def test_import_prints_the_lines_of_the_page(tmp_path: Path) -> None:
-    """Each line of the page comes out for a repository like the page's, with its directories for the test's."""
+    """The import of such a repository prints every line of the page."""
     values = {"sink_token_length": "4", "tokenizer_dir": "/hf/llama"}
     directory = five_models(tmp_path / "models", values)
     file = tmp_path / "mesh.yaml"

@@ -1,4 +1,4 @@
-"""However a request ends, its client is told as Triton tells it, and nothing is left behind."""
+"""Endings of requests: Triton's answer to the client, nothing left behind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 GENERATED = "trtmesh_engine_generated_tokens_total"
 LONG = {"text_input": "long", "max_tokens": 8000, "stream": True}
 NEVER_SENT = "Internal error from Core"
-"""What grpc.aio's client says where the deadline passes before it has written the request; no server is told of it."""
+"""The client's error for a deadline before the request is written, unknown to any server."""
 FULL = "Exceeds maximum queue size"
 ENDLESS = {"input_ids": [5], "input_lengths": 1, "request_output_len": 8000}
 
@@ -43,7 +43,7 @@ def message(model: str, tensors: dict[str, Any], request_id: str) -> kserve.Mode
 
 
 async def test_stream_error_carries_id_and_model(mesh: Mesh) -> None:
-    """tritonclient hides it, but what it reads has the id, the model and the sign of the end."""
+    """The response has id, model and final flag, although tritonclient hides them."""
     infer: Any = mesh.channel.stream_stream(
         "/inference.GRPCInferenceService/ModelStreamInfer",
         request_serializer=kserve.ModelInferRequest.SerializeToString,
@@ -80,7 +80,7 @@ async def test_stop_ends_the_latest_request_of_an_id(mesh: Mesh) -> None:
 
 
 async def test_stopped_request_returns_its_tokens_so_far(mesh: Mesh) -> None:
-    """One response that is no error, with the tokens so far: how `--stop-after-ms` of upstream's client is used."""
+    """A successful response with the tokens so far: how `--stop-after-ms` of upstream's client is used."""
     before = (await scrape(mesh.engines[0]))[GENERATED]
     with SyncStream(mesh.router.address) as stream:
         stream.send("tensorrt_llm", ENDLESS, request_id="whole")
@@ -167,7 +167,7 @@ async def test_bls_requests_run_concurrently(mesh: Mesh) -> None:
 
 
 async def test_random_endings_leave_nothing_behind(mesh: Mesh, triton: Triton) -> None:
-    """Requests that complete, fail, time out, are stopped or lose their client, in one shuffled crowd."""
+    """A shuffled crowd of requests: complete, failed, timed out, stopped or without their client."""
     random_ = random.Random(7)
     short = {"text_input": "short", "max_tokens": 20, "stream": True}
 
@@ -187,7 +187,7 @@ async def test_random_endings_leave_nothing_behind(mesh: Mesh, triton: Triton) -
         name = f"stopped {random_.random()}"
         both = [request("ensemble", LONG, request_id=name)]
         both.append(request("tensorrt_llm_bls", {"stop": True}, request_id=name))
-        # However far the request has come, it is known by its name when what is sent behind it is read.
+        # A stop sent right after its request finds the request, at any stage.
         responses = await triton.stream_all(both)
         assert not [response.error for response in responses if response.error]
 
@@ -206,7 +206,7 @@ async def test_random_endings_leave_nothing_behind(mesh: Mesh, triton: Triton) -
 
 
 async def test_timeout_never_truncates_a_message(triton: Triton) -> None:
-    """At any moment of a stream: what is on its way arrives, and behind it the error."""
+    """At any moment of a stream: messages under way arrive before the error."""
     random_ = random.Random(3)
 
     async def time_out() -> None:
@@ -255,7 +255,7 @@ def _no_error(failed: router_pb.ItemFailed) -> TrtmeshError:
 
 
 async def test_handoff_state_is_an_output_and_an_input() -> None:
-    """One response, with the bytes that the request which goes on must bring."""
+    """The output of the first request is the input of the second."""
     settings = TritonSettings()
     model = triton_models(settings)["tensorrt_llm"]
     tensors = {"input_ids": [5, 6], "input_lengths": 2, "request_output_len": 1}

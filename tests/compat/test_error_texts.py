@@ -1,4 +1,4 @@
-"""Errors speak of what a Triton client sent: its tensors, its rows, and in Triton's own words where there are any."""
+"""Errors in the words of Triton's clients: in names of tensors and rows, in Triton's own sentences."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ async def test_row_refused_by_the_worker_leaves_the_others(triton: Triton, model
 
 
 async def test_stacked_response_fails_with_its_failed_row() -> None:
-    """And what the executor could not go on with is said as TensorRT-LLM says it."""
+    """The error has the executor's words."""
     flags = (*FLAGS, "--simulated-fail-item", "2")
     async with (
         running_mesh(engine_flags=flags, router_flags=("--triton-decoupled", "")) as mesh,

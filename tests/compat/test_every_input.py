@@ -49,7 +49,7 @@ def ids(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Case:
-    """An input's value, the field that it reaches, and what is seen there; inputs that must come with it."""
+    """The value of an input, its field, the value expected there, and required companions."""
 
     value: Any
     path: str
@@ -309,7 +309,7 @@ async def mesh(backend: RecordingBackend) -> AsyncIterator[Mesh]:
 
         async def start(mesh: Mesh) -> None:
             await mesh.start_tokenizer()
-            # Of an engine the router needs an address, which one in this process has too.
+            # The engine runs in this process; the router only needs an address.
             mesh.engines.append(engine)  # type: ignore[arg-type]
             await mesh.start_router("--triton-models", json.dumps(CONFIGURED))
             await mesh.ready(1, 1)
@@ -324,8 +324,7 @@ async def seen_config(
     tensors: Mapping[str, Any],
     **more: Any,
 ) -> GenerationConfig:
-    """The config that reaches the backend, which ends the sequences at once. Inputs that the model does not have are
-    left out."""
+    """The config at the backend; the sequences end at once. Inputs unknown to the model are dropped."""
     needed: dict[str, Any] = {"text_input": "a prompt", "max_tokens": 5}
     if model == "llmapi":
         needed = {"text_input": np.array(["a prompt"], np.object_)}
@@ -387,7 +386,7 @@ async def test_perf_metrics_need_one_of_two_inputs(
 
 
 async def test_defaults_of_the_models(triton: Triton, backend: RecordingBackend) -> None:
-    """Greedy unless top_k or top_p says otherwise; the core model has no end id of its own; one beam is no search."""
+    """Greedy without top_k and top_p, no end id in the core model, no beam search with one beam."""
     tensors = {"temperature": 0.7, "beam_width": 1, "len_penalty": 1.0, "runtime_top_p": 0.0}
     config = await seen_config(triton, backend, "tensorrt_llm", tensors)
     assert config.sampling.greedy

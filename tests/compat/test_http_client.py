@@ -1,4 +1,4 @@
-"""tritonclient.http, as it comes, against models that give one response to each request."""
+"""tritonclient.http against models without decoupling."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Http:
         self._address = address
 
     async def use(self, call: Callable[[Any], Any]) -> Any:
-        """What `call` makes of a client, which lives in one thread."""
+        """Runs `call` with a client in a thread."""
 
         def used() -> Any:
             client = triton_http.InferenceServerClient(self._address)
@@ -103,7 +103,7 @@ async def test_http_descriptions_equal_grpc(http: Http, triton: Triton, model: s
 
 
 def _numbers(value: Any) -> Any:
-    """The numbers that protobuf's JSON writes as texts."""
+    """Numbers written as texts by protobuf's JSON."""
     return json.loads(json.dumps(value), object_hook=_shapes_as_numbers)
 
 
@@ -115,7 +115,7 @@ def _shapes_as_numbers(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _told(tensor: dict[str, Any]) -> dict[str, Any]:
-    """What differs from protobuf's defaults, which its JSON leaves out."""
+    """Differences from protobuf's JSON, which omits defaults."""
     defaults: tuple[Any, ...] = ("FORMAT_NONE", False, "", [])
     return {
         key: {} if key == "reshape" else value

@@ -1,4 +1,4 @@
-"""`generate` and `generate_stream`, by plain HTTP, on models that answer with streams."""
+"""`generate` and `generate_stream` over plain HTTP, on decoupled models."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def test_parameters_object_is_merged(mesh: Mesh, http: PlainHttp) -> None:
 
 
 async def test_token_ids_and_tensors_of_a_fixed_extent(mesh: Mesh, http: PlainHttp) -> None:
-    """The list of `stop_words_list` fills its two rows; a nested one says so itself."""
+    """A flat list fills both rows of `stop_words_list`, like a nested list."""
     ids = {"input_ids": [7, 8], "input_lengths": 2, "request_output_len": 9}
     (item,) = await mesh.client.complete([[7, 8]], max_tokens=9, ignore_end_id=True)
     path = GENERATE.format("tensorrt_llm")
@@ -229,7 +229,7 @@ async def _more_cancelled(mesh: Mesh, before: float) -> bool:
 
 
 async def test_stopping_router_ends_streams_with_an_error(mesh: Mesh) -> None:
-    """What is left when its grace is over ends with an error in the stream."""
+    """After the grace period, remaining streams end with an error."""
     peers = ("--engines", mesh.engines[0].address, "--tokenizers", mesh.tokenizers[0].address)
     router = await mesh.start("router", "--port", "0", *peers, "--grace-seconds", "0.1")
     async with PlainHttp(router.http_address) as http:

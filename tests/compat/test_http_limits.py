@@ -1,4 +1,4 @@
-"""What the HTTP door does not take: bodies and heads without end, senders without haste, encodings that hide a size."""
+"""Limits of the HTTP door: endless bodies and heads, slow senders, compressed bodies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 BODY_BYTES = 4096
 PATH = "/v2/models/ensemble/generate"
 NOT_READY = 503
-"""The status of a request that was read: the router has no worker."""
+"""The status of a request after its head: the router has no worker."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -92,7 +92,7 @@ async def test_other_encodings_are_refused(http: PlainHttp) -> None:
 
 
 async def raw(http: PlainHttp, *parts: bytes) -> bytes:
-    """What the door answers to bytes, until it closes the connection."""
+    """The bytes of the door's answer, up to the end of the connection."""
     host, _, port = http.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:

@@ -1,4 +1,4 @@
-"""HTTP clients that ask for a stream and do not read it: nothing of theirs is left, and nobody waits for them."""
+"""HTTP clients with unread streams: nothing of theirs is left, and nobody waits for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from processes import ServiceProcess
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ROWS = 128
-"""So many streams in one response fill the buffers of a connection within seconds."""
+"""This many sequences fill the buffers of a connection within seconds."""
 BODY = json.dumps(
     {"text_input": ["x"] * ROWS, "max_tokens": [8000] * ROWS, "stream": [True] * ROWS}
 ).encode()
@@ -47,7 +47,7 @@ async def client_that_does_not_read(address: str) -> AsyncIterator[socket.socket
 
 
 async def start_router(mesh: Mesh, *flags: str) -> ServiceProcess:
-    """Another router over the engines of the mesh, once it is ready."""
+    """A second, ready router over the engines of the mesh."""
     peers = ("--engines", mesh.engines[0].address, "--tokenizers", mesh.tokenizers[0].address)
     router = await mesh.start("router", "--port", "0", *peers, *flags)
     async with PlainHttp(router.http_address) as http:
@@ -60,7 +60,7 @@ async def start_router(mesh: Mesh, *flags: str) -> ServiceProcess:
 
 
 async def stuck(router: ServiceProcess) -> bool:
-    """Whether so much waits for a client that its streams are paused."""
+    """Whether streams are paused for a slow client."""
     return (await scrape(router))["trtmesh_router_paused_requests"] == 1
 
 

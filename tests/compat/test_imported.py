@@ -1,4 +1,4 @@
-"""Model repositories served by real processes under the names that they have, and asked by real clients."""
+"""Imported model repositories, served by real processes to real clients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ENDLESS = {"max_tokens": 1900, "end_id": -1}
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Five models, five under other names that do not stream, and an llmapi model: all in one go, on the demo model."""
+    """Five models, five renamed models without streams, and an llmapi model: on the demo model."""
     directory = five_models(tmp_path_factory.mktemp("models"))
     values = {"tensorrt_llm_model_name": "tensorrt_llm_whole", "decoupled_mode": "False"}
     five_models(directory, values | {"max_beam_width": "2"}, suffix="_whole")
@@ -74,7 +74,7 @@ async def test_imported_models_stream_or_answer_once(triton: Triton, text: str) 
 
 
 async def test_imported_steps_equal_the_ensemble(triton: Triton, text: str) -> None:
-    """What a client does that calls the models one after another."""
+    """A client that chains the models."""
     given = {"QUERY": PROMPT, "REQUEST_OUTPUT_LEN": TOKENS}
     encoded = (await triton.infer("preprocessing_whole", given)).outputs
     core = {
@@ -133,7 +133,7 @@ def counted(stack: Stack, family: str) -> dict[str, int]:
 
 
 async def test_requests_count_for_the_steps_of_the_repository(stack: Stack, triton: Triton) -> None:
-    """A BLS has its core model's name in a parameter, and those of the others in its code."""
+    """A BLS names the core model in a parameter and the other models in code."""
     families = ("nv_inference_request_success", "nv_llm_output_token_len_count")
     before = [counted(stack, family) for family in families]
     await triton.infer("tensorrt_llm_bls_whole", ASK)
@@ -145,7 +145,7 @@ async def test_requests_count_for_the_steps_of_the_repository(stack: Stack, trit
 
 
 async def test_extra_id_applies_to_the_whole_prompt(triton: Triton) -> None:
-    """Equal prompts share their KV only under one id, with which the engine gets one a token."""
+    """The engine gets an id for each token, so equal prompts share KV only under equal ids."""
     reused = []
     for extra_id in (1, 1, 2, 2):
         prompt = {"text_input": "def f(a, b):\n    return a + b\n\n" * 4, "max_tokens": 2}
@@ -159,7 +159,7 @@ async def test_extra_id_applies_to_the_whole_prompt(triton: Triton) -> None:
 
 
 def infer(stack: Stack, *arguments: str) -> list[str]:
-    """The lines that the command line client printed."""
+    """The lines printed by `trtmesh triton infer`."""
     result = trtmesh(
         "triton", "infer", "--url", stack.wait_ready(), "--max-tokens", "5", *arguments
     )
@@ -177,7 +177,7 @@ async def test_triton_infer_prints_all_outputs(stack: Stack) -> None:
     assert shapes["generation_logits"] == f"[1, 1, 5, {DEMO_VOCABULARY}]"
     assert shapes["context_logits"] == f"[1, 3, {DEMO_VOCABULARY}]"
     assert {"cum_log_probs", "last_token_time_ns"} <= set(shapes)
-    # What was streamed is the same, put together.
+    # The joined stream is equal.
     whole = infer(stack, *ids, "--model", "tensorrt_llm_whole", "--exclude-input")
     for name in ("output_ids", "sequence_length"):
         assert [line for line in lines if line.startswith(name)] == [
@@ -201,7 +201,7 @@ async def test_triton_infer_asks_the_llmapi_model(stack: Stack, text: str) -> No
 
 
 async def test_full_engine_queue_is_reported_in_tritons_words(tmp_path: Path) -> None:
-    """What scripts look for that send too much to see themselves refused."""
+    """Overload scripts look for these words."""
     directory = five_models(tmp_path / "models", {"max_queue_size": "1"})
     flags = ("--port", "0", "--backend", "torch", "--model", str(DEMO))
     env = {"TRTMESH_ENGINE_TORCH_MAX_BATCH_SIZE": "1"}
@@ -222,7 +222,7 @@ async def test_full_engine_queue_is_reported_in_tritons_words(tmp_path: Path) ->
 
 
 async def test_two_engines_serve_two_models(tmp_path: Path) -> None:
-    """A repository with two engines: imported into a file, which starts a stack with engines of both."""
+    """A repository with two engines: a stack with engines of both, from an imported file."""
     directory = five_models(tmp_path / "models")
     five_models(directory, {"engine_dir": "/engines/other"}, suffix="_b")
     for name in ("one", "two"):

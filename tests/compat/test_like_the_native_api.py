@@ -1,4 +1,4 @@
-"""A thousand random requests give what the native API gives, and leave nothing behind."""
+"""A thousand random requests agree with the native API and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CORE_NAMES = {
 
 @dataclass(frozen=True)
 class Case:
-    """One request in the words of both APIs."""
+    """A request for both APIs."""
 
     model: str
     prompt: str | list[int]
@@ -54,8 +54,8 @@ class Case:
         return counted | self.options | words | prompt_text
 
     def check(self, responses: list[Response], item: ItemResult) -> None:
-        """Each sequence of `item` in `responses`, which are all there are."""
-        # The end of a BLS request is a response of its own, which was not asked for.
+        """The sequences of `item` in all its `responses`."""
+        # The empty final response of BLS was not requested.
         ends = [response.final for response in responses].count(True)
         assert ends == (self.model != "tensorrt_llm_bls"), self
         for index, sequence in enumerate(item.sequences):

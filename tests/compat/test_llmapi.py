@@ -1,4 +1,4 @@
-"""The llmapi flavour of `tensorrt_llm`: no batch dimension, names of its own, texts that accumulate."""
+"""The llmapi flavour of `tensorrt_llm`: no batch dimension, other names, accumulating texts."""
 
 from __future__ import annotations
 
@@ -239,6 +239,6 @@ async def test_triton_infer_knows_whether_texts_accumulate(
     model = triton_models(TritonSettings.model_validate({"models": models}))["m"]
     config = describe_config(model)
     assert TritonModel.of(config).accumulates == model.accumulate
-    # Triton's own models do not say it; of these the one of the LLM API does accumulate.
+    # Triton's models lack the parameter; only llmapi accumulates.
     config.parameters.clear()
     assert TritonModel.of(config).accumulates == (template == "llmapi")

@@ -1,4 +1,4 @@
-"""The metrics on Triton's port, line by line as section 4 of its contract has them."""
+"""The metrics on Triton's port, line by line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def mesh() -> AsyncIterator[Mesh]:
 
 
 async def scrape(mesh: Mesh, accept: str = "*/*") -> list[str]:
-    """The lines of the metrics that begin with nv_ or tell of one that does."""
+    """The metric lines of nv_ families, with help and type."""
     url = f"http://127.0.0.1:{mesh.router.metrics_port}/metrics"
     request = urllib.request.Request(url, headers={"Accept": accept})
 
@@ -46,7 +46,7 @@ async def scrape(mesh: Mesh, accept: str = "*/*") -> list[str]:
 
 
 async def samples(mesh: Mesh) -> Mapping[str, str]:
-    """Values, as they are written, by all that stands before them."""
+    """Written values, by name and labels."""
     lines = [line for line in await scrape(mesh) if not line.startswith("#")]
     found = dict(line.rsplit(" ", 1) for line in lines)
     assert len(found) == len(lines)
@@ -92,7 +92,7 @@ IDLE = {
            "disaggregated_serving_metrics"): "0",
     engine("disaggregated_serving_type", "request_count", "disaggregated_serving_metrics"): "0",
 }  # fmt: skip
-"""Every nv_trt_llm sample of an idle mesh, its value as a regular expression."""
+"""Every nv_trt_llm sample of an idle mesh, with a regular expression for the value."""
 
 
 async def test_idle_mesh_has_all_engine_samples(mesh: Mesh) -> None:
@@ -165,7 +165,7 @@ async def test_ensemble_requests_count_for_its_steps(mesh: Mesh, triton: Triton)
 
 
 def lengths_of(found: Mapping[str, str], way: str) -> dict[str, int]:
-    """The histogram of prompts or outputs, in the form that upstream's tests look for."""
+    """The histogram of prompts or outputs, in the form of upstream's tests."""
     of = f'model="tensorrt_llm",response_metric_type="total_{way}_tokens",version="1"'
     name = f"nv_llm_{way}_token_len"
     own = {f"{name}_count{{{of}}}": "count", f"{name}_sum{{{of}}}": "sum"}
@@ -196,7 +196,7 @@ async def test_length_histograms(mesh: Mesh, triton: Triton) -> None:
     assert outputs == {"count": 1, "sum": 51, "10": 0, "50": 0} | dict.fromkeys(
         ("100", "500", "1000", "+Inf"), 1
     )
-    # The sequences of a prompt count together, and rows one by one.
+    # The sequences of a prompt are summed; rows count separately.
     prompts, outputs = await observed(
         {
             "input_ids": np.array([[5, 6], [7, 8]], np.int32),
@@ -222,7 +222,7 @@ async def test_failures_are_counted_by_reason(mesh: Mesh, triton: Triton) -> Non
     with pytest.raises(InferenceServerException, match="timeout of"):
         await triton.infer("ensemble", long, timeout=50_000)
     await mesh.idle()
-    # The workers may have nothing to do before the router has heard of it.
+    # Workers may be idle before the router's next report.
     await eventually(lambda: nothing_scheduled(mesh))
     asking = asyncio.create_task(triton.infer("ensemble", long))
     found = await samples_of_busy(mesh)
@@ -243,7 +243,7 @@ async def nothing_scheduled(mesh: Mesh) -> bool:
 
 
 async def samples_of_busy(mesh: Mesh) -> Mapping[str, str]:
-    """Once the request is dispatched and the router knows by a report that its sequence runs."""
+    """The request is dispatched and a report shows its running sequence."""
     url = f"http://127.0.0.1:{mesh.router.metrics_port}/metrics"
     wanted = {
         engine("request_type", "scheduled", "request_metrics"): "1",

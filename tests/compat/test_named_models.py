@@ -1,4 +1,4 @@
-"""Models under names of their own, each with its own ways."""
+"""Named models with individual settings."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ async def test_special_tokens_are_per_model(triton: Triton) -> None:
 
 
 async def test_disaggregated_model_equals_the_core_model(triton: Triton) -> None:
-    """One engine computes a prompt and continues it."""
+    """A single engine computes and continues a prompt."""
     tensors = {"input_ids": [7, 8], "input_lengths": 2, "request_output_len": 5, "streaming": True}
     core, whole = [
         [i for r in responses for i in r.outputs["output_ids"].ravel().tolist()]
@@ -129,7 +129,7 @@ async def test_disaggregated_model_refuses_single_phases(triton: Triton) -> None
 
 
 async def test_disaggregated_requests_count_for_the_core_model(mesh: Mesh, triton: Triton) -> None:
-    """It has no executor of its own, so nothing of one is told of it."""
+    """Without an executor there are no executor metrics."""
     key = 'nv_llm_output_token_len_count{model="chat_core",response_metric_type="total_output_tokens",version="1"}'
     before = await samples(mesh)
     tensors = {"input_ids": [7], "input_lengths": 1, "request_output_len": 5}

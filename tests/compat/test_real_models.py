@@ -1,4 +1,4 @@
-"""A model with a tokenizer as Llama 2 has it, computed: texts, words, beams and all numbers are the native API's."""
+"""A computed model with a tokenizer like Llama 2's: texts, words, beams and all numbers are the native API's."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def native(mesh: Mesh, prompt: str = PROMPT, **options: Any) -> ItemResult
 
 
 def ask(**tensors: Any) -> dict[str, Any]:
-    """A text request of which only the new text comes back."""
+    """A text request without the prompt in the output."""
     request = {"text_input": PROMPT, "max_tokens": TOKENS, "end_id": -1}
     return request | {"exclude_input_in_output": True} | tensors
 
@@ -88,7 +88,7 @@ async def core_tensors(triton: Triton, **tensors: Any) -> dict[str, Any]:
 
 
 async def test_stream_joins_to_the_whole_text(mesh: Mesh, triton: Triton, folder: Path) -> None:
-    """Streams join to the whole; with the prompt it is the decode of all ids at once."""
+    """Streams join to the whole text; with the prompt, the text of all ids."""
     item = await native(mesh, exclude_prompt=False)
     assert item.started
     whole = decode([*item.started.prompt_token_ids, *item.token_ids], folder)
@@ -116,7 +116,7 @@ async def test_stream_joins_to_the_whole_text(mesh: Mesh, triton: Triton, folder
 async def test_stop_words_across_tokens_and_chunks(
     mesh: Mesh, triton: Triton, folder: Path
 ) -> None:
-    """Wherever a word begins and ends in the text, and although no tokenization of its own has its tokens."""
+    """At any position of the word, whatever the tokens."""
     item = await native(mesh)
     text = item.text
     borders = {len(decode(item.token_ids[:count], folder)) for count in range(TOKENS)}
@@ -135,7 +135,7 @@ async def test_stop_words_across_tokens_and_chunks(
 async def test_bad_words(mesh: Mesh, triton: Triton, folder: Path) -> None:
     plain = await native(mesh)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    # What kernels compute, and so what is said, differs between machines.
+    # Kernels, and so texts, differ between machines.
     said = [plain.token_ids[at : at + size] for size in (1, 2, 3) for at in range(TOKENS - size)]
     written = [
         text
@@ -176,7 +176,7 @@ async def test_beams_best_first(mesh: Mesh, triton: Triton) -> None:
 
 
 def check_log_probs(outputs: Mapping[str, Any], item: ItemResult) -> None:
-    """Those of each sequence and their sums, [1, sequences(, tokens)]."""
+    """Log-probabilities of each sequence and their sums, [1, sequences(, tokens)]."""
     sums = [s.finished.cumulative_log_prob or 0.0 for s in item.sequences if s.finished]
     assert outputs["cum_log_probs"].shape == (1, len(item.sequences))
     np.testing.assert_allclose(outputs["cum_log_probs"][0], sums, atol=1e-2)
@@ -269,7 +269,7 @@ async def test_log_probs_and_logits(mesh: Mesh, triton: Triton) -> None:
 
 
 async def test_perf_metrics(mesh: Mesh, triton: Triton) -> None:
-    """Of two requests with one prompt, as many tokens as several blocks; the second finds them."""
+    """The second of two requests with a prompt of several blocks reuses the blocks."""
     item = await native(mesh, "Another prompt " * 4, perf_metrics=True)
     assert item.perf_metrics
     request = ask(text_input="One more prompt" * 4, return_perf_metrics=True)
@@ -285,12 +285,12 @@ async def test_perf_metrics(mesh: Mesh, triton: Triton) -> None:
     assert second["kv_cache_reused_blocks"] > 1
     blocks = [n["kv_cache_alloc_new_blocks"] + n["kv_cache_reused_blocks"] for n in (first, second)]
     assert blocks[0] == blocks[1]
-    # Every response of a stream has all ten, and the last one tells what is known at the end.
+    # Every response of a stream has all ten outputs; the last has the final values.
     chunks = await triton.stream("ensemble", request | {"stream": True})
     names = {field.name for field in pb.PerfMetrics.DESCRIPTOR.fields}
     assert all(names <= set(chunk.outputs) for chunk in chunks)
     last = {name: chunks[-1].number[name] for name in names}
-    # What the first token's coming makes known is told with it.
+    # Figures known at the first token come with the first token.
     for name in ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns"):
         assert {chunk.number[name] for chunk in chunks} == {last[name]} - {0}
     assert chunks[0].number["kv_cache_reused_blocks"] == last["kv_cache_reused_blocks"] > 1

@@ -1,4 +1,4 @@
-"""What clients ask of a server before and beside their requests."""
+"""Server calls besides inference."""
 
 from __future__ import annotations
 

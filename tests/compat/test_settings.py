@@ -1,4 +1,4 @@
-"""What the models' parameters change: accumulated texts, and who says whether the prompt is part of the output."""
+"""What the models' parameters change: accumulation, and the prompt in the output."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def native_text(mesh: Mesh, prompt: str, max_tokens: int = TOKENS) -> str:
 
 
 def grows(responses: list[Response], whole: str) -> None:
-    """Each text is what the one before it was and more, and the last one is the whole."""
+    """Each text extends the previous text; the last is the whole."""
     texts = [response.text for response in responses if response.outputs]
     for text, longer in pairwise(texts):
         assert longer.startswith(text)
@@ -94,7 +94,7 @@ async def test_accumulation_refuses_beams(triton: Triton) -> None:
 async def test_request_overrides_exclude_input_of_texts(
     mesh: Mesh, triton: Triton, model: str
 ) -> None:
-    """Its tensor wins over the model's parameter, which is true here."""
+    """The tensor overrides the model's parameter, true here."""
     tensors = {"text_input": "The capital", "max_tokens": 9}
     text = await native_text(mesh, "The capital", 9)
     for given, prompt in (({}, ""), ({"exclude_input_in_output": True}, "")):

@@ -50,7 +50,7 @@ async def test_not_streaming_gives_one_response_with_the_prompt(mesh: Mesh, trit
 
 
 async def test_synchronous_client_streams(mesh: Mesh) -> None:
-    """Many requests on one stream, closed for writing before their responses are here."""
+    """Many requests on a stream, half-closed before the responses."""
     with SyncStream(mesh.router.address) as stream:
         prompts = [f"prompt {index}" for index in range(8)]
         for prompt in prompts:
@@ -136,7 +136,7 @@ async def test_core_model_streams_token_ids(mesh: Mesh, triton: Triton) -> None:
     assert all(r.number["sequence_length"] == r.outputs["output_ids"].size for r in responses)
     assert responses[-1].number["num_output_tokens"] == 9
     assert responses[-1].number["last_token_time_ns"] > 0
-    # All but the last token's time is known with the first one.
+    # All times except the last token's are known at the first token.
     known = ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns")
     for name in (*known, "kv_cache_alloc_new_blocks", "kv_cache_alloc_total_blocks"):
         assert {r.number[name] for r in responses} == {responses[-1].number[name]} - {0}
@@ -177,7 +177,7 @@ async def test_a_request_is_stopped_by_its_name(mesh: Mesh, model: str, stopper:
             stream.send("tensorrt_llm", STOP_IDS, request_id="long")
         responses = await asyncio.to_thread(stream.half_close)
     assert not any(response.error for response in responses)
-    # The stop's own answer is empty; the stopped request ends as if it had come to its end.
+    # The stop is answered with an empty response; the stopped request ends normally.
     finals = [response for response in responses if response.final]
     assert len(finals) == 2
     assert any(not response.outputs for response in finals)

@@ -1,4 +1,4 @@
-"""Models that are not decoupled: one response to each request, unary or on a stream, with all rows in it."""
+"""Models that are not decoupled: a single response with all rows, unary or on a stream."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ async def test_ragged_rows_are_trimmed_to_their_lengths(mesh: Mesh, triton: Trit
 
 
 async def test_pad_id_pads_only_preprocessing(mesh: Mesh) -> None:
-    """Triton declares one that changes nothing; whoever sends it to the mesh itself expects something of it."""
+    """Triton declares a `pad_id` without effect. The native API has no such field."""
     (item,) = await mesh.client.complete([[5]], max_tokens=1, pad_id=7)
     assert isinstance(item.error, UnsupportedField)
     assert "stopping.pad_id" in item.error.message
@@ -144,7 +144,7 @@ async def test_only_requested_outputs_are_returned(triton: Triton) -> None:
 
 
 async def test_stop_word_ends_the_text_after_the_word(mesh: Mesh, triton: Triton) -> None:
-    """Found in the text, across tokens, and the text ends right behind the word."""
+    """Found across tokens; the text ends right after the word."""
     (whole,) = await mesh.client.complete(["stop"], max_tokens=60)
     word = decode(whole.token_ids[20:23])[1:]
     cut = whole.text[: whole.text.index(word) + len(word)]
@@ -163,7 +163,7 @@ async def test_stop_word_ends_the_text_after_the_word(mesh: Mesh, triton: Triton
 
 
 async def test_chained_models_equal_the_ensemble(triton: Triton) -> None:
-    """What `ensemble` does, done by a client that calls its parts."""
+    """The ensemble's result, from a client that chains the models."""
     prompt, words = "The capital of France is", ["zzz", "qq qq"]
     encoded = await triton.infer(
         "preprocessing",
@@ -199,7 +199,7 @@ async def test_chained_models_equal_the_ensemble(triton: Triton) -> None:
 
 
 async def test_stopped_row_waits_for_its_batch(mesh: Mesh, triton: Triton) -> None:
-    """Its text, cut and with its prompt before it, is still the same when they are over."""
+    """The prompt and truncated text stay unchanged until the others end."""
     (whole,) = await mesh.client.complete(["stop"], max_tokens=60)
     word = decode(whole.token_ids[20:23])[1:]
     cut = whole.text[: whole.text.index(word) + len(word)]
@@ -215,7 +215,7 @@ async def test_stopped_row_waits_for_its_batch(mesh: Mesh, triton: Triton) -> No
 
 
 async def test_zero_draft_tokens_are_accepted(mesh: Mesh, triton: Triton) -> None:
-    """Clients that do not speculate may say so."""
+    """0 means no speculation."""
     (item,) = await mesh.client.complete(["x"], max_tokens=3)
     tensors = GOOD_TEXT | {"num_draft_tokens": 0, "use_draft_logits": False}
     response = await triton.infer("tensorrt_llm_bls", tensors)
@@ -257,7 +257,7 @@ async def test_preprocessing_pads_and_formats(mesh: Mesh, triton: Triton) -> Non
 
 
 async def failure(triton: Triton, model: str, tensors: dict[str, object]) -> tuple[str, str]:
-    """Status and message of a request that fails, unary and on a stream alike."""
+    """Status and message of a failed request, equal for unary calls and streams."""
     with pytest.raises(InferenceServerException) as caught:
         await triton.infer(model, tensors)
     (response,) = await triton.stream(model, tensors)

@@ -1,4 +1,4 @@
-"""What a Triton client does, with the real tritonclient: inputs as arrays, streams read to their end."""
+"""Helpers around the real tritonclient: inputs as arrays, streams read to their end."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ TYPES = {
 
 
 def asked(call: Call) -> GenerationRequest:
-    """The request of the mesh that a call asks for."""
+    """The request of a call."""
     assert isinstance(call.model.template, GenerationTemplate)
     return call.model.template.request(call, "name", 8)
 
 
 def array(value: Any, dtype: Any = None) -> Any:
-    """A batched tensor: an array as it is, a scalar as [1, 1], a list as [1, n]."""
+    """A batched tensor: arrays unchanged, scalars as [1, 1], lists as [1, n]."""
     if isinstance(value, np.ndarray):
         return value
     values = value if isinstance(value, list) else [value]
@@ -43,7 +43,7 @@ def array(value: Any, dtype: Any = None) -> Any:
 
 
 def make_inputs(tensors: Mapping[str, Any]) -> list[Any]:
-    """Inputs of tritonclient, each with the type of its value."""
+    """Inputs of tritonclient, typed by their values."""
     inputs = []
     for name, value in tensors.items():
         data = array(value, np.uint64 if name in UINT64 else None)
@@ -99,7 +99,7 @@ def request(model: str, tensors: Mapping[str, Any], **more: Any) -> dict[str, An
 
 
 class Triton:
-    """A server, and the asynchronous client of it."""
+    """A server, with its asynchronous client."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -114,15 +114,15 @@ class Triton:
         )
 
     async def stream(self, model: str, tensors: Mapping[str, Any], **more: Any) -> list[Response]:
-        """All responses of one inference on a stream of its own."""
+        """All responses of an inference on a separate stream."""
         if more.pop("empty_final", False):
-            # Only the synchronous client can ask for it.
+            # Only the synchronous client has this option.
             more["enable_empty_final_response"] = True
             return await asyncio.to_thread(sync_stream, self.address, model, tensors, **more)
         return await self.stream_all([request(model, tensors, **more)])
 
     async def stream_all(self, requests: Sequence[dict[str, Any]]) -> list[Response]:
-        """Sends requests on one stream, closes it for writing at once and reads to its end."""
+        """Sends requests on a stream, half-closes at once and reads to the end."""
 
         async def sending() -> AsyncIterator[dict[str, Any]]:
             for each in requests:
@@ -135,9 +135,9 @@ class Triton:
         return responses
 
     async def growing(self, model: str, tensors: Mapping[str, Any]) -> tuple[str, str]:
-        """Of a model whose texts accumulate, asked for a long one: the first, and the next that is longer.
+        """From a long, accumulating stream: the first text, and the next longer text.
 
-        How many responses a short text has is nobody's promise: a router that is held up tells several tokens at once.
+        How many responses a short text has is nobody's promise: a delayed router merges tokens.
         """
 
         async def sending() -> AsyncIterator[dict[str, Any]]:
@@ -164,8 +164,8 @@ def _response(result: Any, error: Any) -> Response:
 
 
 class SyncStream:
-    """The synchronous client's stream: callbacks in a thread, as upstream's scripts use it. What is not over at the end
-    of its block is cancelled."""
+    """The synchronous client's stream: callbacks in a thread, as in upstream's scripts. Cancels unfinished requests at
+    the end of the block."""
 
     def __init__(self, address: str, headers: Mapping[str, str] | None = None) -> None:
         self.client = sync_grpc.InferenceServerClient(address)
@@ -189,7 +189,7 @@ class SyncStream:
         return self.responses.get(timeout=PATIENCE_SECONDS)
 
     def half_close(self) -> list[Response]:
-        """Says that nothing more is sent, waits for the end, and gives what was not read."""
+        """Half-closes, waits for the end and returns the remaining responses."""
         self.client.stop_stream()
         left = []
         while not self.responses.empty():
@@ -203,12 +203,12 @@ class SyncStream:
 def sync_stream(
     address: str, model: str, tensors: Mapping[str, Any], **more: Any
 ) -> list[Response]:
-    """All responses of one inference, by the synchronous client."""
+    """All responses of an inference, from the synchronous client."""
     with SyncStream(address) as stream:
         stream.send(model, tensors, **more)
         return stream.half_close()
 
 
 def joined(responses: Sequence[Response]) -> str:
-    """The text of a stream of one sequence."""
+    """The text of a stream with a single sequence."""
     return "".join(response.text for response in responses if response.outputs)

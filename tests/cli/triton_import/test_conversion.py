@@ -1,4 +1,4 @@
-"""Model repositories, and the configurations that come of them."""
+"""Conversion of model repositories."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def convert(directory: Path, *models: str, device: str = "") -> Conversion:
 
 
 def finding(conversion: Conversion, model: str, what: str) -> tuple[Outcome, str]:
-    """What became of a value, and the words about it."""
+    """The outcome of a value, with the reason."""
     (found,) = [f for f in conversion.findings if (f.model, f.what) == (model, what)]
     return found.outcome, found.text
 
 
 def copy_of_demo(directory: Path) -> Path:
-    """A directory that looks like the demo model, under another name."""
+    """A copy of the demo model under another name."""
     directory.mkdir(parents=True)
     for file in DEMO.iterdir():
         (directory / file.name).symlink_to(file)
@@ -147,7 +147,7 @@ def test_placeholders_count_as_unset(tmp_path: Path) -> None:
     conversion = convert(directory, str(DEMO))
     models = conversion.sections["router"]["triton"]["models"]
     assert "max_batch_size" not in models["ensemble"]
-    # Triton's own default, for what a configuration does not say.
+    # Triton's default for an unset value.
     assert models["ensemble"]["decoupled"] is False
     for what, models_told in (("max_batch_size", 5), ("decoupled", 2)):
         told = [f for f in conversion.findings if f.what.endswith(what)]
@@ -400,7 +400,7 @@ def test_nothing_of_a_repository_is_executed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", CASES)
 def test_unsupported_inputs_are_reported(model: str) -> None:
-    """The list agrees with the fields that the embedded engine acts on."""
+    """The list agrees with the fields of the embedded engine."""
     beyond_fields = {"output.text", "multimodal.images"}
     for name, case in CASES[model].items():
         supported = case.path in SUPPORTED_FIELDS and case.path not in beyond_fields

@@ -1,4 +1,4 @@
-"""What is sent is what the messages of the protocol would be, however it was put together."""
+"""From events to answers: PlainText agrees with Answers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def to_error(failed: router_pb.ItemFailed) -> TrtmeshError:
 
 
 def some_news(random_: random.Random) -> list[list[Waiting]]:
-    """What is taken of a stream, message by message, up to its end."""
+    """Random batches of events of a request, up to the end."""
     events: list[Waiting] = [
         WaitingEvent(router_pb.GenerateEvent(accepted=router_pb.RequestAccepted()), 0),
         WaitingEvent(router_pb.GenerateEvent(item_started=router_pb.ItemStarted(seed=1)), 0),
@@ -106,7 +106,7 @@ def test_plain_text_gives_the_responses_of_answers(name: str) -> None:
 
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_item_cancelled_by_a_worker_fails_with_deadline_exceeded(decoupled: bool) -> None:
-    """It cancels by itself only what runs out of time."""
+    """Workers cancel items only at the deadline."""
     call = streaming_call(MODELS["ensemble"])
     template = template_of(call.model)
     request = template.request(call, "", 1)

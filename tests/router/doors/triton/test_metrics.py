@@ -1,4 +1,4 @@
-"""How metrics are written that no idle mesh of simulated engines shows."""
+"""Metric lines of busy engines, absent from an idle simulated mesh."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_static_batching_replaces_the_inflight_family() -> None:
 def test_verbose_log_equals_the_samples(
     caplog: pytest.LogCaptureFixture, static_batching: bool
 ) -> None:
-    """One JSON object for all samples of a model, when they are read."""
+    """Each reading logs the samples of a model as a JSON object."""
     models = {"m": triton_models(TritonSettings())["tensorrt_llm"]}
     figures = replace(BUSY, static_batching=static_batching)
     metrics = TritonMetrics(models, Statistics(models), lambda _: figures)

@@ -24,7 +24,7 @@ RESPONSES = [
     [text("a")],
     [text("ü" * 100_000)],
     [text("b"), ids(3)],
-    # The shape is another one, so nothing of the one before may be taken.
+    # A new shape must not reuse the previous head.
     [text("b"), ids(70_000)],
     [ids(0)],
 ]

@@ -61,7 +61,7 @@ no_repeat_ngram_size INT32 1   multimodal_embedding FP16 -1,-1
 multimodal_hashes INT32 -1,-1  multimodal_item_runs INT32 -1,-1
 return_kv_cache_reuse_stats BOOL 1                            runtime_top_k_min FP32 1
 """
-"""Read by Triton's C++ backend, although its configuration does not declare them."""
+"""Read by Triton's C++ backend without a declaration in config.pbtxt."""
 
 GENERATED = """
 cum_log_probs FP32 -1          output_log_probs FP32 -1,-1    context_logits FP32 -1,-1
@@ -111,7 +111,7 @@ OUT_END_ID INT32 1             OUT_PAD_ID INT32 1             OUT_PROMPT_TABLE_E
     ),
     "postprocessing": ("TOKENS_BATCH* INT32 -1,-1 SEQUENCE_LENGTH* INT32 -1", "OUTPUT BYTES -1"),
 }
-"""Inputs and outputs of each model; a star marks what must be given."""
+"""Inputs and outputs of each model; a star marks required inputs."""
 
 Tensors = dict[str, tuple[str, list[int], bool]]
 

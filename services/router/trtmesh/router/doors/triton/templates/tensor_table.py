@@ -229,61 +229,57 @@ DISAGGREGATED_INPUTS = tuple(
 )
 
 
-def _plain(
-    name: str, data_type: str, where: Put | None = None, source: str = "", note: str = ""
-) -> InputSpec:
-    """A value for each row, declared without a reshape."""
-    return InputSpec(name, (data_type,), ONE, source, note, put=where)
-
-
-LLMAPI_INPUTS = (
-    InputSpec("text_input", ("BYTES",), ANY, optional=False, put=put.only_prompt_text),
-    InputSpec("image_url", ("BYTES",), ANY, put=put.image_urls),
-    _plain("streaming", "BOOL", None, STREAM_SOURCE),
-    _plain("sampling_param_best_of", "INT32", put.best_of, note="1 is the default"),
-    _plain("sampling_param_temperature", "FP32", put.value("sampling.temperature")),
-    _plain("sampling_param_top_k", "INT32", put.value("sampling.top_k")),
-    _plain("sampling_param_top_p", "FP32", put.value("sampling.top_p")),
-    _plain("sampling_param_frequency_penalty", "FP32", put.value("sampling.frequency_penalty")),
-    _plain("sampling_param_presence_penalty", "FP32", put.value("sampling.presence_penalty")),
-    _plain("sampling_param_max_tokens", "INT32", put.max_tokens),
-    InputSpec("sampling_param_stop", ("BYTES",), ANY, put=put.texts("stopping.stop_texts")),
-    _plain("sampling_param_seed", "UINT64", put.value("sampling.seed")),
-    _plain("sampling_param_exclude_input_from_output", "BOOL", put.value("output.exclude_prompt")),
-    _plain(
-        "sampling_param_return_perf_metrics",
-        "BOOL",
-        put.value("output.perf_metrics"),
-        note=PERF_NOTE,
-    ),
-    _plain("sampling_param_logits_post_processor_name", "BYTES", put.logits_post_processor),
-    _plain("return_finish_reason", "BOOL", None, "`SequenceFinished.reason`", COUNTED_NOTE),
-    _plain("return_stop_reason", "BOOL", None, "`SequenceFinished.stop_text`", COUNTED_NOTE),
-    _plain("return_cumulative_logprob", "BOOL", put.value("output.log_probs")),
-    _plain("stop", "BOOL", None, STOP_SOURCE, "the call's own id names the request"),
-    _plain("lora_id", "UINT64", put.value("lora.id")),
-    _plain("lora_name", "BYTES", put.text("lora.name")),
-    _plain(
-        "lora_path",
-        "BYTES",
-        put.adapter_path,
-        "refused: a request must not name a path of the server; register the adapter with `AddAdapter`",
-    ),
-    _plain("lora_ckpt_source", "BYTES", put.adapter_path, "refused: belongs to `lora_path`"),
-)
-
-
 def _in(
     name: str,
     data_type: str,
-    source: str,
+    source: str = "",
     note: str = "",
     dims: Shape = ONE,
+    where: Put | None = None,
     *,
     optional: bool = True,
 ) -> InputSpec:
-    """An input of the tokenizer's models."""
-    return InputSpec(name, (data_type,), dims, source, note, optional)
+    """An input without a reshape or ragged rows."""
+    return InputSpec(name, (data_type,), dims, source, note, optional, put=where)
+
+
+LLMAPI_INPUTS = (
+    _in("text_input", "BYTES", dims=ANY, where=put.only_prompt_text, optional=False),
+    _in("image_url", "BYTES", dims=ANY, where=put.image_urls),
+    _in("streaming", "BOOL", STREAM_SOURCE),
+    _in("sampling_param_best_of", "INT32", where=put.best_of, note="1 is the default"),
+    _in("sampling_param_temperature", "FP32", where=put.value("sampling.temperature")),
+    _in("sampling_param_top_k", "INT32", where=put.value("sampling.top_k")),
+    _in("sampling_param_top_p", "FP32", where=put.value("sampling.top_p")),
+    _in("sampling_param_frequency_penalty", "FP32", where=put.value("sampling.frequency_penalty")),
+    _in("sampling_param_presence_penalty", "FP32", where=put.value("sampling.presence_penalty")),
+    _in("sampling_param_max_tokens", "INT32", where=put.max_tokens),
+    _in("sampling_param_stop", "BYTES", dims=ANY, where=put.texts("stopping.stop_texts")),
+    _in("sampling_param_seed", "UINT64", where=put.value("sampling.seed")),
+    _in(
+        "sampling_param_exclude_input_from_output", "BOOL", where=put.value("output.exclude_prompt")
+    ),
+    _in(
+        "sampling_param_return_perf_metrics",
+        "BOOL",
+        where=put.value("output.perf_metrics"),
+        note=PERF_NOTE,
+    ),
+    _in("sampling_param_logits_post_processor_name", "BYTES", where=put.logits_post_processor),
+    _in("return_finish_reason", "BOOL", "`SequenceFinished.reason`", COUNTED_NOTE),
+    _in("return_stop_reason", "BOOL", "`SequenceFinished.stop_text`", COUNTED_NOTE),
+    _in("return_cumulative_logprob", "BOOL", where=put.value("output.log_probs")),
+    _in("stop", "BOOL", STOP_SOURCE, "the call's own id names the request"),
+    _in("lora_id", "UINT64", where=put.value("lora.id")),
+    _in("lora_name", "BYTES", where=put.text("lora.name")),
+    _in(
+        "lora_path",
+        "BYTES",
+        "refused: a request must not name a path of the server; register the adapter with `AddAdapter`",
+        where=put.adapter_path,
+    ),
+    _in("lora_ckpt_source", "BYTES", "refused: belongs to `lora_path`", where=put.adapter_path),
+)
 
 
 VISION_INPUTS = (
