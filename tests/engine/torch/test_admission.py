@@ -34,7 +34,7 @@ REFUSALS: list[tuple[list[int], GenerationConfig, type[TrtmeshError], str]] = [
 
 
 @pytest.mark.parametrize(("prompt", "config", "kind", "words"), REFUSALS)
-async def test_an_item_that_cannot_be_taken_is_refused_and_harms_nothing(
+async def test_refused_item_leaves_no_trace(
     llama: Path,
     prompt: list[int],
     config: GenerationConfig,
@@ -52,13 +52,13 @@ async def test_an_item_that_cannot_be_taken_is_refused_and_harms_nothing(
         assert await engine.run([good], configure(max_tokens=4, ignore_end_id=True)) == [expected]
 
 
-async def test_the_longest_prompt_is_taken(llama: Path) -> None:
+async def test_longest_prompt_is_admitted(llama: Path) -> None:
     async with running(llama, max_sequence_tokens=64) as engine:
         (stream,) = await engine.ended(engine.submit([5] * 63, configure(ignore_end_id=True)))
         assert len(stream.token_ids) == 1
 
 
-async def test_a_full_queue_is_said_so_and_empties_again(llama: Path) -> None:
+async def test_full_queue_refuses_until_it_empties(llama: Path) -> None:
     config = configure(max_tokens=30, ignore_end_id=True)
     async with running(llama, max_batch_size=2, max_queue_size=3) as engine:
         with engine.gate.held():
@@ -69,7 +69,7 @@ async def test_a_full_queue_is_said_so_and_empties_again(llama: Path) -> None:
         await engine.ended(engine.submit([5], config))
 
 
-async def test_more_sequences_than_batch_and_queue_hold_are_not_told_to_try_again(
+async def test_item_larger_than_batch_and_queue_is_invalid(
     llama: Path,
 ) -> None:
     async with running(llama, max_batch_size=2, max_queue_size=3) as engine:
@@ -78,7 +78,7 @@ async def test_more_sequences_than_batch_and_queue_hold_are_not_told_to_try_agai
         assert len(await engine.ended(engine.submit([5], config))) == 5
 
 
-async def test_what_starts_while_a_newcomer_asks_counts_once(llama: Path) -> None:
+async def test_sequence_starting_during_submit_counts_once(llama: Path) -> None:
     config = configure(max_tokens=3, ignore_end_id=True)
     async with running(llama, max_batch_size=4, max_queue_size=4) as engine:
         scheduler = engine.backend._engine.scheduler
@@ -93,7 +93,7 @@ async def test_what_starts_while_a_newcomer_asks_counts_once(llama: Path) -> Non
         await engine.ended(keys)
 
 
-async def test_an_item_counts_while_the_engine_takes_it(llama: Path) -> None:
+async def test_item_counts_while_the_engine_takes_it(llama: Path) -> None:
     """Else the queue could be overrun by what comes in that moment."""
     async with running(llama) as engine:
         taking = engine.backend._engine

@@ -259,7 +259,7 @@ async def frequent(engine: Harness) -> list[int]:
     return sorted({token for tokens in outputs for token in tokens[::3]})[:24]
 
 
-async def test_each_gets_what_it_gets_alone(
+async def test_any_combination_equals_each_item_alone(
     number: int, model_dir: ModelDir, happened: Happened
 ) -> None:
     model = model_dir(FAMILIES[number % len(FAMILIES)])
@@ -273,7 +273,7 @@ async def test_each_gets_what_it_gets_alone(
 
 
 @pytest.mark.parametrize("tiny", range(PAUSING_ROUNDS))
-async def test_each_gets_what_it_gets_alone_when_many_are_paused(
+async def test_any_combination_equals_each_item_alone_under_preemption(
     tiny: int, model_dir: ModelDir, happened: Happened
 ) -> None:
     model = model_dir(FAMILIES[tiny % len(FAMILIES)])

@@ -11,7 +11,7 @@ SOAK = Path(__file__).parents[3] / "bench" / "soak.py"
 REQUESTS = 2500
 
 
-async def test_nothing_is_left_over_or_grows() -> None:
+async def test_soak_leaves_no_blocks_and_no_memory() -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable, str(SOAK), "--requests", str(REQUESTS), "--seconds", "90",
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,

@@ -66,7 +66,7 @@ def test_a_discarded_number_returns_with_what_it_is_given_then() -> None:
     assert (len(order), 1 in order, 2 in order) == (1, False, True)
 
 
-def test_an_order_does_not_grow_with_what_has_come_and_gone() -> None:
+def test_eviction_order_does_not_grow_with_discarded_blocks() -> None:
     order = EvictionOrder(Clock())
     for _ in range(1000):
         order.add(1, Retention(90, seconds=1e6))
@@ -85,7 +85,7 @@ def test_an_order_does_not_grow_with_what_has_come_and_gone() -> None:
         max_size=80,
     )
 )
-def test_an_order_is_that_of_a_list(operations: list[tuple[str, int, int, Any]]) -> None:
+def test_eviction_order_equals_a_sorted_list(operations: list[tuple[str, int, int, Any]]) -> None:
     clock = Clock()
     order = EvictionOrder(clock)
     # Number, priority, end of the priority; in order of coming.
@@ -131,7 +131,7 @@ def fill(engine: PaperEngine, blocks: int, start: int) -> None:
 FIRST, SECOND = list(range(12)), list(range(20, 32))
 
 
-def test_token_ranges_keep_what_they_cover() -> None:
+def test_token_ranges_keep_the_covered_blocks() -> None:
     engine = PaperEngine(blocks=9)
     ranges = (TokenRangeRetention(0, 8, 80),)
     retained(engine, FIRST, token_ranges=ranges)
@@ -148,7 +148,7 @@ def test_a_range_without_an_end_covers_the_prompt_and_no_more() -> None:
     assert (cached(engine, FIRST), cached(engine, whole)) == (12, 12)
 
 
-def test_a_low_priority_goes_before_what_is_older() -> None:
+def test_low_priority_is_evicted_before_older_blocks() -> None:
     engine = PaperEngine(blocks=9)
     retained(engine, FIRST)
     retained(engine, SECOND, token_ranges=(TokenRangeRetention(0, None, 0),), decode_priority=0)
@@ -201,7 +201,7 @@ def test_a_duration_is_renewed_by_wishes_and_not_by_use() -> None:
     assert 80 in priorities(engine)
 
 
-def test_a_block_that_is_used_beyond_its_duration_is_then_like_any_other() -> None:
+def test_block_used_beyond_its_duration_has_the_default_priority() -> None:
     engine = PaperEngine(blocks=30)
     wishes = (TokenRangeRetention(0, None, 80, duration_ms=10_000),)
     retained(engine, FIRST, token_ranges=wishes)
@@ -253,7 +253,7 @@ def test_a_later_wish_overrides_and_no_wish_leaves_it() -> None:
     assert cached(engine, FIRST) == 0
 
 
-def test_what_is_evicted_goes_to_the_host_and_comes_back() -> None:
+def test_evicted_blocks_move_to_the_host_and_back() -> None:
     engine = PaperEngine(blocks=6, host_blocks=6)
     retained(engine, FIRST)
     fill(engine, 6, 50)

@@ -92,7 +92,7 @@ async def test_retention_keeps_a_prompt(llama: Path) -> None:
         ({"decode_duration_ms": 5}, r"kv_cache\.decode_duration_ms is set, but"),
     ],
 )
-async def test_retention_that_means_nothing_is_refused(
+async def test_contradictory_retention_is_refused(
     llama: Path, wishes: dict[str, Any], words: str
 ) -> None:
     async with running(llama) as engine:
@@ -112,7 +112,7 @@ async def test_a_prompt_longer_than_a_step_is_refused_without_chunks(llama: Path
         assert rest.token_ids == tokens[20:]
 
 
-async def test_events_are_off_where_told(llama: Path) -> None:
+async def test_kv_events_setting_turns_events_off(llama: Path) -> None:
     for told in (True, False):
         async with running(llama, **TINY, kv_events=told) as engine:
             await engine.run(PROMPTS, CONFIG)
@@ -152,7 +152,7 @@ BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4
         ({"max_batch_size": 2, "max_sequence_tokens": 64}, 32),
     ],
 )
-async def test_the_least_limit_sizes_the_pool(
+async def test_lowest_limit_sizes_the_pool(
     llama: Path, settings: dict[str, Any], blocks: int
 ) -> None:
     async with running(llama, tokens_per_block=4, **settings) as engine:
@@ -190,7 +190,7 @@ def test_free_memory_is_what_machine_and_container_leave(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("family", "frees"), [("mistral", True), ("gemma2", False)])
-async def test_only_where_every_layer_has_a_window_are_blocks_left_behind(
+async def test_blocks_outside_the_window_are_freed_only_if_every_layer_has_one(
     model_dir: Any, family: str, frees: bool
 ) -> None:
     folder = model_dir(family)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine.torch.harness import configure, running
-from engine.torch.test_model_refusals import refusal
+from engine.torch.model.test_model import refusal
 from oracle import tiny_models
 
 EXPERTS: Mapping[str, Any] = {
@@ -108,7 +108,7 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("model_type", sorted(REFUSED))
-async def test_what_would_be_wrong_is_refused(model_type: str, tmp_path: Path) -> None:
+async def test_models_that_cannot_be_paged_are_refused(model_type: str, tmp_path: Path) -> None:
     values, words = REFUSED[model_type]
     tiny_models.build_type(tmp_path, model_type, **values)
     message = await refusal(tmp_path)

@@ -34,7 +34,7 @@ def model(dtype: torch.dtype) -> nn.ModuleDict:
     return norms.to(dtype).requires_grad_(requires_grad=False)
 
 
-def test_what_is_the_same_is_replaced() -> None:
+def test_equivalent_norms_are_fused() -> None:
     plain, fused = model(torch.float32), model(torch.float32)
     fuse_norms(fused)
     assert {name: type(norm) for name, norm in fused.items()} == {

@@ -43,7 +43,7 @@ TOKENS = [(1, 1, 48), (1, 2, 48), (5, 48), (1, 37, 48)]
 
 @pytest.mark.parametrize("tokens", TOKENS)
 @torch.inference_mode()
-def test_the_product_is_the_same(tokens: tuple[int, ...]) -> None:
+def test_packed_linears_compute_the_same(tokens: tuple[int, ...]) -> None:
     layers, packed = model(torch.float32), model(torch.float32)
     pack_linears(packed)
     given = torch.randn(tokens)
@@ -67,7 +67,7 @@ def test_half_precision_computes_in_float32(
 
 
 @torch.inference_mode()
-def test_the_rest_of_a_model_is_widened_too() -> None:
+def test_widen_converts_everything_but_linears() -> None:
     layers: dict[str, nn.Module] = {"words": nn.Embedding(9, 4), "norm": nn.LayerNorm(4)}
     wide = nn.ModuleDict(layers).to(torch.bfloat16)
     words = wide["words"].get_parameter("weight")
@@ -80,7 +80,7 @@ def test_the_rest_of_a_model_is_widened_too() -> None:
     assert wide["norm"](embedded).dtype == torch.float32
 
 
-def test_what_is_replaced() -> None:
+def test_linears_are_replaced_by_size_and_type() -> None:
     packed: Any = model(torch.float32)
     pack_linears(packed)
     assert type(packed["own"]) is Own

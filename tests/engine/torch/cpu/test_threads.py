@@ -25,7 +25,9 @@ print(torch.get_num_threads())
     ("setting", "variable", "taken"),
     [(0, "1", 1), (2, "1", 2), (0, None, physical_cores())],
 )
-def test_what_is_taken(setting: int, variable: str | None, taken: int) -> None:
+def test_threads_follow_setting_variable_and_cores(
+    setting: int, variable: str | None, taken: int
+) -> None:
     environment = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
     if variable is not None:
         environment["OMP_NUM_THREADS"] = variable
@@ -36,7 +38,7 @@ def test_what_is_taken(setting: int, variable: str | None, taken: int) -> None:
     assert told.stdout.split() == [str(taken)]
 
 
-def test_an_engine_takes_what_its_settings_say() -> None:
+def test_engine_takes_the_threads_of_its_settings() -> None:
     before = torch.get_num_threads()
     try:
         load_engine(DEMO, TorchSettings(threads=before + 1, kv_cache_tokens=4096))

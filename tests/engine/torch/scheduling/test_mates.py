@@ -248,11 +248,11 @@ class Crowd:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_whatever_is_admitted_ends(seed: int) -> None:
+def test_every_admitted_sequence_ends(seed: int) -> None:
     Crowd(seed).play(most_steps=1500)
 
 
-def test_nobody_awaits_a_leader_that_is_over_because_another_has_its_key() -> None:
+def test_reused_key_of_an_ended_leader_blocks_no_follower() -> None:
     engine = PaperEngine(blocks=30, batch=1)
     first, leader, follower = (engine.sequence(range(20), 3) for _ in range(3))
     follower.leader = leader

@@ -162,7 +162,7 @@ async def test_a_fault_after_the_model_ends_that_item_alone(
         assert await engine.run(PROMPTS[:2], config) == expected[:2]
 
 
-async def test_lines_about_a_failed_item_have_its_request_id(
+async def test_log_lines_of_a_failed_item_have_its_request_id(
     llama: Path, monkeypatch: pytest.MonkeyPatch, logged: Callable[[], list[LogLine]]
 ) -> None:
     async with running(llama, kv_cache_tokens=512) as engine:
@@ -207,7 +207,7 @@ async def test_a_step_too_large_for_the_memory_is_computed_in_parts(llama: Path)
         assert engine.failures == []
 
 
-async def test_a_model_that_computes_nothing_any_more_ends_all_and_is_told_once(
+async def test_broken_model_ends_all_sequences_and_reports_once(
     llama: Path,
 ) -> None:
     def fault(_: torch.Tensor) -> None:
@@ -230,7 +230,7 @@ async def test_a_model_that_computes_nothing_any_more_ends_all_and_is_told_once(
         assert all_is_free(engine)
 
 
-async def test_weights_that_become_no_numbers_end_all(llama: Path) -> None:
+async def test_weights_turned_nan_end_all_sequences(llama: Path) -> None:
     async with running(llama) as engine:
         await engine.run(PROMPTS[:2], SHORT)
         with torch.inference_mode():

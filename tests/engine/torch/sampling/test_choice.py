@@ -164,7 +164,9 @@ async def test_num_return_sequences_gives_independent_streams(llama: Path) -> No
 
 
 @pytest.mark.parametrize("forbidding", [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 0.0}])
-async def test_what_forbids_sampling_is_greedy(llama: Path, forbidding: dict[str, float]) -> None:
+async def test_filters_that_leave_one_token_are_greedy(
+    llama: Path, forbidding: dict[str, float]
+) -> None:
     prompts = tiny_models.prompts(2)
     async with running(llama) as engine:
         greedy = await engine.run(prompts, configure(max_tokens=8, ignore_end_id=True))

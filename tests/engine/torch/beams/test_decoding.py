@@ -49,7 +49,7 @@ def often(model: PreTrainedModel, prompt: SequenceOf[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("early_stopping", STOPPING)
-async def test_tokens_and_scores_of_generate(early_stopping: int, llama: Path) -> None:
+async def test_beams_equal_generate_in_tokens_and_scores(early_stopping: int, llama: Path) -> None:
     """All at once: ends that come soon, late and never, and every sign of the penalty."""
     model = tiny_models.reference_model(llama)
     prompts = tiny_models.prompts(3)
@@ -78,7 +78,7 @@ def beams(width: int, **values: Any) -> GenerationConfig:
 
 
 @pytest.mark.parametrize("family", ["gemma3", "mistral"])
-async def test_a_batch_of_searches_and_others(family: str, model_dir: ModelDir) -> None:
+async def test_beams_equal_generate_in_a_mixed_batch(family: str, model_dir: ModelDir) -> None:
     """In small steps, with companions of other kinds, one search ended before."""
     model = tiny_models.reference_model(model_dir(family))
     prompts = tiny_models.prompts(4)
@@ -101,7 +101,7 @@ async def test_a_batch_of_searches_and_others(family: str, model_dir: ModelDir) 
 
 
 @pytest.mark.parametrize("reuse", [True, False])
-async def test_a_search_that_is_paused_comes_to_the_same(reuse: bool, llama: Path) -> None:
+async def test_paused_beam_search_gives_the_same_beams(reuse: bool, llama: Path) -> None:
     """A pool that holds one search whole and no other beside it; all that run are paused and computed anew."""
     model = tiny_models.reference_model(llama)
     prompts = tiny_models.prompts(5)[1:]
@@ -129,7 +129,7 @@ def _lane(key: int, config: GenerationConfig) -> Sequence:
     return Sequence(key, 0, 0, [5, 6], rule, rules, config=config, submitted_tokens=2)
 
 
-def test_a_row_of_other_tokens_than_those_of_now_is_not_taken() -> None:
+def test_row_of_outdated_tokens_is_not_used() -> None:
     config = beams(2)
     lanes = [_lane(n, config) for n in range(2)]
     item = BeamDecoding([0, 1], lanes)
@@ -144,7 +144,7 @@ def test_a_row_of_other_tokens_than_those_of_now_is_not_taken() -> None:
     assert item.take(lanes[0], row, nothing)
 
 
-def test_a_row_that_waits_keeps_no_other_of_its_step() -> None:
+def test_waiting_row_keeps_no_other_row_in_memory() -> None:
     config = beams(2)
     lanes = [_lane(n, config) for n in range(2)]
     item = BeamDecoding([0, 1], lanes)
@@ -153,7 +153,7 @@ def test_a_row_that_waits_keeps_no_other_of_its_step() -> None:
     assert item._rows[0].log_probs.untyped_storage().nbytes() == 8 * 4
 
 
-async def test_fewer_may_come_back_than_are_searched(llama: Path) -> None:
+async def test_fewer_sequences_come_back_than_beams(llama: Path) -> None:
     model, prompt = tiny_models.reference_model(llama), tiny_models.prompts(2)[1]
     theirs = expected(model, prompt, 4)
     async with running(llama) as engine:
@@ -163,7 +163,7 @@ async def test_fewer_may_come_back_than_are_searched(llama: Path) -> None:
             same(found(await engine.ended(keys)), theirs[:count])
 
 
-async def test_the_alternatives_belong_to_the_tokens(llama: Path) -> None:
+async def test_top_log_probs_belong_to_the_beam_tokens(llama: Path) -> None:
     model, prompt = tiny_models.reference_model(llama), tiny_models.prompts(2)[1]
     async with running(llama) as engine:
         keys = engine.submit(prompt, beams(3, ignore_end_id=True, top_log_probs=2))
@@ -185,7 +185,7 @@ def logits_of(stream: Stream) -> torch.Tensor:
                       for t in tensors])  # fmt: skip
 
 
-async def test_logits_belong_to_the_tokens_and_come_once(llama: Path) -> None:
+async def test_beam_logits_belong_to_the_tokens_and_come_once(llama: Path) -> None:
     """Of each beam the model's own, whatever changes their ranks, though beams change places on the way."""
     model, prompt = tiny_models.reference_model(llama), tiny_models.prompts(2)[1]
     asked: dict[str, Any] = {"generation_logits": True, "repetition_penalty": 1.3, "end_id": 5}
@@ -207,7 +207,7 @@ async def test_logits_belong_to_the_tokens_and_come_once(llama: Path) -> None:
                 assert len(details.log_probs) == (len(stream.token_ids) if log_probs else 0)
 
 
-async def test_a_search_with_logits_that_is_stopped_tells_what_it_found(llama: Path) -> None:
+async def test_stopped_beam_search_with_logits_delivers_its_beams(llama: Path) -> None:
     prompt = tiny_models.prompts(2)[1]
     config = beams(2, ignore_end_id=True, max_tokens=400, generation_logits=True)
     async with running(llama) as engine:
@@ -225,7 +225,7 @@ async def test_a_search_with_logits_that_is_stopped_tells_what_it_found(llama: P
             assert len(logits_of(stream)) == len(stream.token_ids)
 
 
-async def test_adjusted_logits_are_ranked(llama: Path) -> None:
+async def test_beams_are_ranked_by_adjusted_logits(llama: Path) -> None:
     """Width 1 of a search is greedy, so beams under rules hold against the scores of the same rules token by token."""
     prompt = tiny_models.prompts(2)[1]
     rules: dict[str, Any] = {
@@ -261,7 +261,7 @@ async def follows(
         assert top[tokens[at]] == pytest.approx(value, abs=1e-3)
 
 
-async def test_a_search_that_can_find_too_little_says_so(llama: Path) -> None:
+async def test_beam_search_with_too_few_sequences_blames_the_bans(llama: Path) -> None:
     """All but three ids are forbidden: nine sequences of two tokens exist."""
     bias = tuple(0.0 if token in (5, 6, 7) else -math.inf for token in range(320))
     async with running(llama) as engine:
@@ -293,7 +293,7 @@ REFUSALS: list[tuple[dict[str, Any], type[TrtmeshError], str]] = [
 
 
 @pytest.mark.parametrize(("values", "kind", "words"), REFUSALS)
-async def test_what_a_search_cannot_do_is_refused(
+async def test_fields_without_meaning_for_beams_are_refused(
     values: dict[str, Any], kind: type[TrtmeshError], words: str, llama: Path
 ) -> None:
     async with running(llama, kv_cache_tokens=512, max_logits_bytes=40_000) as engine:

@@ -43,7 +43,7 @@ async def test_a_warm_cache_changes_no_token(family: str, model_dir: Callable[[s
     ("partial", "expected", "computed"),
     [(True, [0, 32, 31, 9, 2], 33 + 1 + 1 + 1 + 3), (False, [0, 32, 28, 8, 0], 33 + 1 + 4 + 2 + 5)],
 )
-async def test_what_is_cached_is_reused_except_for_the_last_token(
+async def test_cached_prompt_is_reused_except_for_the_last_token(
     llama: Path, partial: bool, expected: list[int], computed: int
 ) -> None:
     prompts = [SHARED, SHARED, SHARED[:32], [*SHARED[:9], 5], [*SHARED[:2], 5, 6, 7]]
@@ -70,7 +70,7 @@ async def test_salts_do_not_share(llama: Path) -> None:
         assert await cached(engine, SHARED, salt="a") == 32
 
 
-async def test_without_reuse_nothing_is_read_or_left(llama: Path) -> None:
+async def test_item_without_reuse_neither_reads_nor_leaves_blocks(llama: Path) -> None:
     async with running(llama, tokens_per_block=4) as engine:
         assert await cached(engine, SHARED, reuse=False) == 0
         assert await cached(engine, SHARED) == 0

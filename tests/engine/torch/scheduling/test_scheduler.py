@@ -214,7 +214,7 @@ def test_a_stream_of_higher_priority_delays_by_a_bound(
     assert waited > bound - 3
 
 
-def test_what_was_cancelled_while_it_waited_is_forgotten_behind_one_that_is_stuck() -> None:
+def test_cancelled_waiting_sequences_are_dropped_from_a_stuck_queue() -> None:
     engine = PaperEngine(blocks=16, batch=1)
     engine.add(engine.sequence([1], 40))
     engine.step()

@@ -96,7 +96,7 @@ def mixed_prompt(length: int, rows: int, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
-async def test_rows_stand_for_their_ids(family: str, model_dir: ModelDir) -> None:
+async def test_table_rows_embed_their_ids(family: str, model_dir: ModelDir) -> None:
     folder = model_dir(family)
     model = tiny_models.reference_model(folder)
     tables = [random_table(5, seed) for seed in range(3)]
@@ -121,7 +121,7 @@ async def test_rows_stand_for_their_ids(family: str, model_dir: ModelDir) -> Non
 
 
 @pytest.mark.parametrize("data_type", TYPES)
-async def test_element_types(data_type: int, llama: Path) -> None:
+async def test_tables_of_every_element_type(data_type: int, llama: Path) -> None:
     table = random_table(4, 9).to(TYPES[pb.DataType.ValueType(data_type)])
     prompt = mixed_prompt(12, 4, 3)
     wanted = expected(tiny_models.reference_model(llama), prompt, table.float())
@@ -148,7 +148,7 @@ async def test_blocks_are_shared_only_under_equal_tables_and_extra_ids(llama: Pa
                 assert stream.end.cached_prompt_tokens == cached
 
 
-async def test_an_item_goes_on_elsewhere(llama: Path) -> None:
+async def test_item_with_a_table_continues_on_another_worker(llama: Path) -> None:
     table = random_table(4, 1)
     prompt = mixed_prompt(20, 4, 1)
     wanted = expected(tiny_models.reference_model(llama), prompt, table)
@@ -224,7 +224,7 @@ REFUSALS: list[tuple[list[int], PromptTuning, type[TrtmeshError], str]] = [
 
 
 @pytest.mark.parametrize(("prompt", "asked", "kind", "words"), REFUSALS)
-async def test_what_cannot_be_meant_is_refused(
+async def test_malformed_prompt_tuning_is_refused(
     prompt: list[int], asked: PromptTuning, kind: type[TrtmeshError], words: str, llama: Path
 ) -> None:
     async with running(llama) as engine:
@@ -259,7 +259,7 @@ def held_up(engine: Harness) -> Iterator[Gate]:
         del embedding.read
 
 
-async def test_while_a_table_is_read_others_go_on_and_it_keeps_its_place(llama: Path) -> None:
+async def test_item_keeps_its_place_while_its_table_is_read(llama: Path) -> None:
     """One place in the batch: what came after it goes before it only while it cannot start."""
     table, prompt = random_table(4, 1), mixed_prompt(20, 4, 1)
     wanted = expected(tiny_models.reference_model(llama), prompt, table)
@@ -294,7 +294,7 @@ def replace_max(config: GenerationConfig, max_tokens: int) -> GenerationConfig:
 
 
 @pytest.mark.parametrize("values", [{}, {"num_return_sequences": 3, "seed": 1}, {"beam_width": 3}])
-async def test_an_item_whose_table_is_read_may_be_stopped_or_overdue(
+async def test_item_is_stopped_or_overdue_while_its_table_is_read(
     values: dict[str, Any], llama: Path
 ) -> None:
     """It ends at once, and nothing of it is left, whenever the table comes."""
@@ -332,7 +332,7 @@ async def no_table_is_held(engine: Harness) -> None:
     assert tables.held_bytes == 0
 
 
-async def test_a_worker_that_closes_waits_for_no_table(llama: Path) -> None:
+async def test_close_does_not_wait_for_queued_tables(llama: Path) -> None:
     config = tuned(tensor_of(random_table(4, 1)))
     async with running(llama) as engine:
         with held_up(engine) as gate:
@@ -346,7 +346,9 @@ async def test_a_worker_that_closes_waits_for_no_table(llama: Path) -> None:
 
 
 @pytest.mark.parametrize("values", [{}, {"num_return_sequences": 3}, {"beam_width": 3}])
-async def test_values_that_are_no_numbers_end_the_item(values: dict[str, Any], llama: Path) -> None:
+async def test_table_with_non_finite_values_ends_the_item(
+    values: dict[str, Any], llama: Path
+) -> None:
     nan = tensor_of(random_table(2, 0).fill_(float("nan")))
     async with running(llama) as engine:
         keys = engine.submit([VOCABULARY], tuned(nan, configure(max_tokens=4, **values)))
@@ -358,7 +360,7 @@ async def test_values_that_are_no_numbers_end_the_item(values: dict[str, Any], l
         await no_table_is_held(engine)
 
 
-async def test_a_defect_of_the_reading_ends_the_item_and_is_logged_under_its_request(
+async def test_defect_while_reading_a_table_ends_the_item_and_is_logged(
     llama: Path, monkeypatch: pytest.MonkeyPatch, logged: Callable[[], list[LogLine]]
 ) -> None:
     def fault(_: Embedding, asked: PromptTuning) -> PromptTable:

@@ -63,7 +63,7 @@ class Lab:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_same_batch_is_served_from_its_second_step_on(dtype: torch.dtype) -> None:
+def test_same_batch_gets_copies_from_its_second_step(dtype: torch.dtype) -> None:
     lab = Lab(dtype)
     assert [lab.step([3 + count, 5 + count]) for count in range(9)] == [False] + [True] * 8
 
@@ -74,7 +74,7 @@ def test_copies_grow_beyond_their_room() -> None:
     assert served == [False] + [True] * (len(served) - 1)
 
 
-def test_others_are_not_served() -> None:
+def test_changed_batches_get_no_copies() -> None:
     lab = Lab()
     assert [lab.step([3, 5]), lab.step([4, 6])] == [False, True]
     # One stayed where it was, so it is computed again.
@@ -92,13 +92,13 @@ def test_others_are_not_served() -> None:
     assert not lab.step([8, 11])
 
 
-def test_what_does_not_fit_is_not_copied() -> None:
+def test_copies_beyond_the_limit_are_not_made() -> None:
     lab = Lab(most_bytes=1000)
     assert not any(lab.step([3 + count, 5 + count]) for count in range(4))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-async def test_tokens_are_those_without_copies(family: str, tmp_path: Path) -> None:
+async def test_copies_change_no_token(family: str, tmp_path: Path) -> None:
     """Sequences join and end all the time, and a search exchanges the KV of its beams."""
     model = tiny_models.build(tmp_path, family)
     results = []

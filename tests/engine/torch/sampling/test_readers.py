@@ -9,7 +9,7 @@ from engine.torch.harness import configure, running
 from oracle import tiny_models
 
 
-async def test_what_was_read_is_not_read_again(llama: Path) -> None:
+async def test_paused_reader_reads_each_position_once(llama: Path) -> None:
     first, second = (prompt * 8 for prompt in tiny_models.prompts(2))
     long = configure(max_tokens=36, ignore_end_id=True)
     read = configure(max_tokens=4, ignore_end_id=True, prompt_log_probs=True)

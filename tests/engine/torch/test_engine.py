@@ -54,7 +54,7 @@ async def test_unknown_and_ended_keys_are_ignored(llama: Path) -> None:
         await engine.ended(engine.submit([5], SHORT))
 
 
-async def test_what_waits_can_be_stopped(llama: Path) -> None:
+async def test_waiting_sequence_can_be_stopped(llama: Path) -> None:
     async with running(llama, max_batch_size=1) as engine:
         with engine.gate.held():
             (running_key,) = engine.submit([5], LONG)
@@ -106,7 +106,7 @@ async def test_a_deadline_ends_running_and_waiting_sequences(
         assert engine.backend.stats().used_blocks == 0
 
 
-async def test_close_ends_what_has_not_ended(llama: Path) -> None:
+async def test_close_ends_every_sequence(llama: Path) -> None:
     async with running(llama, max_batch_size=2) as engine:
         with engine.gate.held():
             keys = [engine.submit([5], LONG)[0] for _ in range(4)]
@@ -136,7 +136,7 @@ async def test_close_ends_what_has_not_ended(llama: Path) -> None:
     ],
     ids=["greedy", "sampled", "penalised"],
 )
-async def test_a_migrated_sequence_goes_on_as_if_it_had_stayed(
+async def test_migrated_sequence_continues_bit_for_bit(
     llama: Path, config: GenerationConfig
 ) -> None:
     prompt = tiny_models.prompts(2)[1]
@@ -153,7 +153,7 @@ async def test_a_migrated_sequence_goes_on_as_if_it_had_stayed(
             assert end_of(rest).reason == end_of(whole).reason
 
 
-async def test_a_sequence_that_was_complete_when_it_migrated_ends_at_once(llama: Path) -> None:
+async def test_complete_migrated_sequence_ends_at_once(llama: Path) -> None:
     async with running(llama, max_sequence_tokens=16) as engine:
         at_limit = engine.submit([5], configure(max_tokens=3), emitted=[7, 7, 7])
         at_end = engine.submit([5], configure(max_tokens=9, end_id=8), emitted=[7, 8])
@@ -181,9 +181,7 @@ def poison(engine: Harness, token: int) -> None:
         {"top_log_probs": 3, "prompt_log_probs": True, "context_logits": True},
     ],
 )
-async def test_logits_that_are_not_numbers_fail_their_item_alone(
-    llama: Path, values: dict[str, Any]
-) -> None:
+async def test_non_finite_logits_fail_their_item_alone(llama: Path, values: dict[str, Any]) -> None:
     good = tiny_models.prompts(4)
     config = configure(max_tokens=6, ignore_end_id=True, **values)
     async with running(llama, kv_cache_tokens=512) as engine:
@@ -215,7 +213,7 @@ async def test_higher_priority_runs_earlier(llama: Path) -> None:
         assert order == [first, high, low]
 
 
-async def test_perf_metrics_come_where_asked_for_and_are_in_order(llama: Path) -> None:
+async def test_perf_metrics_are_in_order_and_only_on_request(llama: Path) -> None:
     config = configure(max_tokens=20, ignore_end_id=True, perf_metrics=True)
     async with running(llama, tokens_per_block=4) as engine:
         (asking,) = await engine.ended(engine.submit([5] * 10, config))

@@ -36,19 +36,19 @@ def build(folder: Path, model_type: str) -> Path:
 
 @pytest.mark.parametrize("model_type", FUSED.split())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_known_layers_are_replaced(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_known_layers_are_fused(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
     found = kinds(build(tmp_path, model_type), dtype)
     layers = tiny_models.SHAPE["num_hidden_layers"]
     assert found[FusedAttention] == found[FusedMlp] == layers
 
 
 @pytest.mark.parametrize("model_type", [*FUSED.split(), "gpt2"])
-def test_models_of_nothing_but_such_layers(model_type: str, tmp_path: Path) -> None:
+def test_models_of_fused_layers_alone_are_plain(model_type: str, tmp_path: Path) -> None:
     """Gemma multiplies its embeddings and granite its logits, so their own code stays around the layers."""
     model = load_model(build(tmp_path, model_type), torch.float32, CPU.name, CPU.fit)
     assert model.plain == (model_type in PLAIN.split())
 
 
 @pytest.mark.parametrize("model_type", LEFT.split())
-def test_others_are_not(model_type: str, tmp_path: Path) -> None:
+def test_unknown_layers_are_kept(model_type: str, tmp_path: Path) -> None:
     assert not kinds(build(tmp_path, model_type))[FusedAttention]

@@ -37,7 +37,7 @@ def change_config(folder: Path, **values: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
-async def test_directories_that_are_no_models(copy: Path, tmp_path: Path) -> None:
+async def test_directories_without_a_model_are_refused(copy: Path, tmp_path: Path) -> None:
     assert "does not exist" in await refusal(tmp_path / "nowhere")
     (copy / "config.json").unlink()
     assert "has no config.json" in await refusal(copy)
