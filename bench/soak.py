@@ -1,6 +1,6 @@
 """Runs thousands of random requests with cancellations through the torch engine and looks for leaks.
 
-Requests of all kinds (shared prefixes, sampling, several sequences, beams, priorities, deadlines, prompt tables, prompt
+Requests of all kinds (shared prefixes, sampling, several sequences, beams, priorities, prompt tables, prompt
 and token logits, migrated sequences, refused prompts and tables) pass a small KV cache with a small host cache, so that
 sequences wait, pause and evict one another; a third is stopped at a random point. The run regularly empties the engine
 and counts its contents. At the end every sequence must have ended exactly once, every block, slot, key and prompt table
@@ -149,7 +149,6 @@ class Soak:
         self.sequences += config.sequences
         # Tokens from other workers.
         emitted = self._emitted(config)
-        deadline = time.monotonic() + draw.choice([0.02, 3600]) if draw.random() < 0.3 else None
         return Submission(
             keys=tuple(range(first, self.sequences)),
             request_id=f"request-{first}",
@@ -158,7 +157,6 @@ class Soak:
             token_ids=prompt + emitted,
             emitted_tokens=len(emitted),
             config=config,
-            deadline=deadline,
         )
 
     def _config(self) -> GenerationConfig:

@@ -416,13 +416,20 @@ class TestStopping:
             await eventually(lambda: engine.service.metrics.live_sequences == 0)
             assert_nothing_is_left(engine, backend)
 
-    async def test_a_deadline_cancels(self) -> None:
-        backend = simulated(step_ms=1)
+    async def test_deadline_cancels_running_and_waiting_sequences(self) -> None:
+        backend = simulated(step_ms=1, max_batch_size=1)
         async with serving(backend) as engine, router_stream(engine.address) as stream:
-            await stream.send(submit(1, 20_000, timeout_ms=30), submit(2, 5, timeout_ms=60_000))
-            outputs = await stream.ends([1, 2])
-            assert outputs[1].end
-            assert outputs[1].end.reason == pb.FINISH_REASON_CANCELLED
+            await stream.send(
+                submit(1, 20_000, timeout_ms=30),
+                submit(2, 5, timeout_ms=60_000),
+                submit(3, 5, timeout_ms=10),
+            )
+            outputs = await stream.ends([1, 2, 3])
+            for handle in (1, 3):
+                end = outputs[handle].end
+                assert end
+                assert end.reason == pb.FINISH_REASON_CANCELLED
+            assert not outputs[3].token_ids
             assert outputs[2].end
             assert outputs[2].end.reason == pb.FINISH_REASON_LENGTH
             assert_nothing_is_left(engine, backend)

@@ -67,7 +67,6 @@ class Harness:
         emitted: Sequence[int] = (),
         batch_index: int = 0,
         sequence_index: int = 0,
-        deadline: float | None = None,
     ) -> tuple[int, ...]:
         """Returns the keys of the item's sequences."""
         config = config or GenerationConfig()
@@ -87,7 +86,6 @@ class Harness:
                     token_ids=[*prompt, *emitted],
                     emitted_tokens=len(emitted),
                     config=config,
-                    deadline=deadline,
                 )
             )
         except BaseException:

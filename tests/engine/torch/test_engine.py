@@ -1,10 +1,9 @@
-"""Stop, deadline, failure, migration, preemption: each sequence ends once, and its blocks are free by then."""
+"""Stop, failure, migration, preemption: each sequence ends once, and its blocks are free by then."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -75,35 +74,6 @@ async def test_a_finished_sequence_has_freed_its_blocks(llama: Path) -> None:
         (stream,) = await engine.ended(engine.submit([5] * 40, SHORT))
         assert end_of(stream).reason == pb.FINISH_REASON_LENGTH
         assert stream.blocks_used_at_end == 0
-
-
-class Clock:
-    """Stands for the module `time`; the monotonic clock is set by hand."""
-
-    time_ns = staticmethod(time.time_ns)
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-async def test_a_deadline_ends_running_and_waiting_sequences(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = Clock()
-    monkeypatch.setattr("trtmesh.engine.backends.torch.engine.time", clock)
-    async with running(llama, max_batch_size=1) as engine:
-        with engine.gate.held():
-            keys = engine.submit([5], LONG, deadline=1.0)
-            keys += engine.submit([5], LONG, deadline=1.0)
-            await engine.until(lambda: engine.streams[keys[0]].token_ids)
-            clock.now = 1.0
-        streams = await engine.ended(keys)
-        assert [end_of(s).reason for s in streams] == [pb.FINISH_REASON_CANCELLED] * 2
-        assert [len(stream.token_ids) for stream in streams] == [1, 0]
-        assert engine.backend.stats().used_blocks == 0
 
 
 async def test_close_ends_every_sequence(llama: Path) -> None:

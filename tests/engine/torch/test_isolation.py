@@ -6,7 +6,6 @@ no numbers.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -244,14 +243,3 @@ async def test_weights_turned_nan_end_all_sequences(llama: Path) -> None:
             assert not stream.token_ids
         await engine.until(lambda: engine.failures)
         assert all_is_free(engine)
-
-
-async def test_deadlines_of_sequences_that_are_over_are_forgotten(llama: Path) -> None:
-    async with running(llama) as engine:
-        deadline = time.monotonic() + 3600
-        config = configure(max_tokens=1, ignore_end_id=True)
-        for _ in range(6):
-            await engine.ended(
-                [engine.submit([5], config, deadline=deadline)[0] for _ in range(40)]
-            )
-        assert len(internals(engine)._deadlines) < 200

@@ -62,7 +62,6 @@ class Submission:
     by `emitted_tokens` tokens that were generated before, here or elsewhere: generation continues at the next
     position, offsets and limits count these tokens, and draws and penalties are those of an uninterrupted run.
     `config.sampling.seed` is set, and every text of the config was replaced by ids.
-    `deadline` is a time of `time.monotonic()`, or None.
     """
 
     keys: tuple[int, ...]
@@ -72,7 +71,6 @@ class Submission:
     token_ids: Sequence[int]
     emitted_tokens: int
     config: GenerationConfig
-    deadline: float | None = None
 
     @property
     def prompt_tokens(self) -> int:

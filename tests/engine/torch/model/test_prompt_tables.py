@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -294,9 +293,7 @@ def replace_max(config: GenerationConfig, max_tokens: int) -> GenerationConfig:
 
 
 @pytest.mark.parametrize("values", [{}, {"num_return_sequences": 3, "seed": 1}, {"beam_width": 3}])
-async def test_item_is_stopped_or_overdue_while_its_table_is_read(
-    values: dict[str, Any], llama: Path
-) -> None:
+async def test_item_is_stopped_while_its_table_is_read(values: dict[str, Any], llama: Path) -> None:
     """It ends at once, and nothing of it is left, whenever the table comes."""
     config = tuned(tensor_of(random_table(4, 1)), configure(max_tokens=4, **values))
     async with running(llama) as engine:
@@ -304,14 +301,9 @@ async def test_item_is_stopped_or_overdue_while_its_table_is_read(
             stopped = engine.submit([VOCABULARY], config)
             waiting = engine.submit([VOCABULARY], config)
             engine.backend.stop(stopped, pb.FINISH_REASON_STOPPED)
-            overdue = engine.submit([VOCABULARY], config, deadline=0.0)
-            for keys, reason in (
-                (stopped, pb.FINISH_REASON_STOPPED),
-                (overdue, pb.FINISH_REASON_CANCELLED),
-            ):
-                for stream in await engine.ended(keys):
-                    assert stream.end
-                    assert stream.end.reason == reason
+            for stream in await engine.ended(stopped):
+                assert stream.end
+                assert stream.end.reason == pb.FINISH_REASON_STOPPED
             # No steps are made in vain for what cannot start.
             assert not engine.backend._engine.has_work
             gate.set()
@@ -376,21 +368,17 @@ async def test_defect_while_reading_a_table_ends_the_item_and_is_logged(
 
 
 async def test_the_tables_of_all_items_have_bounded_memory(llama: Path) -> None:
-    """Two fit; those of items that are over count no more, however far their deadlines are."""
+    """Two fit; the tables of ended items no longer count."""
     config = tuned(tensor_of(random_table(4, 1)))
     size = 2 * 4 * HIDDEN * 4
-    deadline = time.monotonic() + 3600
     async with running(llama, prompt_tables_bytes=2 * size + 1) as engine:
         with pytest.raises(InvalidField, match=r"takes 4608 bytes.*at most 4097.*prompt_tables_b"):
             engine.submit([VOCABULARY], tuned(tensor_of(random_table(9, 1))))
         for _ in range(3):
             with held_up(engine):
-                keys = [engine.submit([VOCABULARY], config, deadline=deadline)[0] for _ in range(2)]
+                keys = [engine.submit([VOCABULARY], config)[0] for _ in range(2)]
                 with pytest.raises(QueueFull, match=r"take 4096 bytes .* at most 4097"):
                     engine.submit([VOCABULARY], config)
             tables: Any = engine.backend._tables
             await engine.ended(keys)
             assert tables.held_bytes == 0
-            kept: Any = engine.backend._engine._deadlines._heap
-            assert kept
-            assert not any(each.prompt_table or each.config.prompt_tuning for _, _, each in kept)

@@ -193,16 +193,13 @@ class RouterSession:
                 log.exception("the backend could not take item %d", command.batch_index)
             self._refuse(handles, command, BackendFailed(f"{type(error).__name__}: {error}"))
             return
-        prompt_tokens = len(item.token_ids) - item.emitted_tokens
+        prompt_tokens = item.prompt_tokens
         live = _Item(prompt_tokens, len(handles))
         self._live.update(dict.fromkeys(handles, live))
-        now = time.monotonic()
-        self._engine.metrics.submitted(item.keys, prompt_tokens, now)
-        if item.deadline is not None:
+        self._engine.metrics.submitted(item.keys, prompt_tokens, time.monotonic())
+        if command.HasField("timeout_ms"):
             loop = asyncio.get_running_loop()
-            live.timer = loop.call_later(
-                max(0.0, item.deadline - now), self._time_out, handles, live
-            )
+            live.timer = loop.call_later(command.timeout_ms / 1000, self._time_out, handles, live)
 
     def _check_handles(self, handles: range) -> None:
         # Refusals live nowhere but in the outbox, so this is what bounds them.

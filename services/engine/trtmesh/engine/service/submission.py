@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from trtmesh.chassis.errors import Draining, InvalidField
 from trtmesh.chassis.parsing import ELEMENT_BYTES, LIMITS, parse_config, refuse_unsupported
 from trtmesh.chassis.vocabulary import GenerationConfig
@@ -34,9 +32,6 @@ def parse_submit(
     who = f"the {engine.info.backend} backend of worker {engine.name}"
     refuse_unsupported(config, engine.info.supported_fields, who)
     _check(command, config, engine)
-    deadline = None
-    if command.HasField("timeout_ms"):
-        deadline = time.monotonic() + command.timeout_ms / 1000
     return Submission(
         keys=keys,
         request_id=command.request_id,
@@ -45,7 +40,6 @@ def parse_submit(
         token_ids=list(command.token_ids),
         emitted_tokens=command.emitted_tokens,
         config=config,
-        deadline=deadline,
     )
 
 

@@ -220,7 +220,6 @@ class TorchBackend:
             self._obey(engine, commands)
             if closing:
                 engine.stop_all(pb.FINISH_REASON_CANCELLED)
-            engine.end_overdue()
             self._deliver_if_any(engine.take_ends())
             if closing:
                 return

@@ -15,9 +15,9 @@ from trtmesh.engine.backends.torch.decoding import Choice, Decoding, decodings_o
 from trtmesh.engine.backends.torch.isolation import Failure, fault, isolated
 from trtmesh.engine.backends.torch.model.prompt_table import PromptTable
 from trtmesh.engine.backends.torch.sampling.readers import reader_for
-from trtmesh.engine.backends.torch.scheduling.heap import SequenceHeap
 from trtmesh.engine.backends.torch.scheduling.scheduler import Scheduler
 from trtmesh.engine.backends.torch.scheduling.sequence import Chunk, Sequence
+from trtmesh.engine.ledger import Ledger
 from trtmesh.v1 import generation_pb2 as pb
 
 
@@ -40,10 +40,8 @@ class Engine:
         self.generated_tokens = 0
         self._compute = compute
         self._broken: BackendFailed | None = None
-        # Ends, and tokens held back until the end.
-        self._between = StepOutput(0)
-        self._deadlines = SequenceHeap(self._lives)
-        # By the keys that come back and by the keys of the sequences.
+        self._ledger = Ledger[Decoding[Any]]()
+        # By the keys of the sequences.
         self._decodings: dict[int, Decoding[Any]] = {}
 
     @property
@@ -53,7 +51,8 @@ class Engine:
     def add(self, keys: SequenceOf[int], sequences: SequenceOf[Sequence]) -> None:
         """Takes an item. A sequence that another worker generated to its end ends at once."""
         for decoding in decodings_of(keys, sequences):
-            self._decodings.update(dict.fromkeys(decoding.keys, decoding))
+            for key in decoding.keys:
+                self._ledger.add(key, decoding)
             for sequence in decoding.sequences:
                 self._decodings[sequence.key] = decoding
                 sequence.reader = reader_for(sequence, self._compute.choose)
@@ -61,13 +60,6 @@ class Engine:
             decoding.settle()
             if decoding.ends:
                 self._end(decoding, decoding.ends)
-            else:
-                self._watch(decoding.sequences[0])
-
-    def _watch(self, sequence: Sequence) -> None:
-        if sequence.deadline is not None:
-            self._deadlines.push(sequence.deadline, sequence)
-            self._deadlines.tidy(self.scheduler.present_sequences)
 
     def prepared(self, sequences: Iterable[Sequence], table: PromptTable | TrtmeshError) -> None:
         """Lets the sequences of an item start with their prompt table, or ends them with its error."""
@@ -84,28 +76,22 @@ class Engine:
     def stop(self, keys: Iterable[int], reason: int) -> None:
         """Ends sequences, with a beam the whole search. Unknown and ended keys are ignored."""
         for key in keys:
-            decoding = self._decodings.get(key)
+            decoding = self._ledger.live.get(key)
             if decoding:
-                decoding.deliver(self._between)
+                decoding.deliver(self._ledger.output)
                 self._end(decoding, decoding.broken_off(reason))
 
     def stop_all(self, reason: int) -> None:
-        self.stop(list(self._decodings), reason)
+        self.stop(list(self._ledger.live), reason)
 
     def fail_all(self, error: TrtmeshError) -> None:
         for sequence in self.scheduler.sequences:
             if self._lives(sequence):
                 self._fail(sequence, error)
 
-    def end_overdue(self) -> None:
-        """Ends the sequences whose deadline has passed."""
-        now = time.monotonic()
-        while (sequence := self._deadlines.first()) and (sequence.deadline or now) <= now:
-            self.stop([sequence.key], pb.FINISH_REASON_CANCELLED)
-
     def take_ends(self) -> StepOutput | None:
         """The ends since the last step; None without any."""
-        return self._output(self._begin_output()) if self._between.ends else None
+        return self._output() if self._ledger.output.ends else None
 
     def launch(self) -> Launched:
         """Schedules a step and hands it to the device. Raises BackendFailed once the model was found broken."""
@@ -122,14 +108,14 @@ class Engine:
     def collect(self, step: Launched) -> StepOutput:
         """Waits for a launched step, gives every sequence its next token, and ends complete sequences."""
         self.step_count += 1
-        output = self._begin_output()
+        output = self._ledger.output
         for sequence, error in step.failures:
             self._blame(sequence, error)
         for forward in step.forwards:
             self._read(forward, output)
         for sequences, choice in step.choices:
             self._advance(sequences, choice, output)
-        return self._output(output)
+        return self._output()
 
     def _forward(self, chunks: list[Chunk], step: Launched) -> None:
         def compute(part: SequenceOf[Chunk]) -> Forward:
@@ -195,15 +181,8 @@ class Engine:
             if decoding.ends:
                 self._end(decoding, decoding.ends)
 
-    def _begin_output(self) -> StepOutput:
-        """Takes over the ends between steps; later ends join in `_output`."""
-        output, self._between = self._between, StepOutput(0)
-        output.step_count = self.step_count
-        return output
-
-    def _output(self, output: StepOutput) -> StepOutput:
-        output.ends += self._between.ends
-        self._between = StepOutput(0)
+    def _output(self) -> StepOutput:
+        output = self._ledger.take(self.step_count)
         output.kv_events = self.scheduler.pool.take_events()
         return output
 
@@ -238,8 +217,8 @@ class Engine:
         *,
         content_is_good: bool = True,
     ) -> None:
-        for key in {*decoding.keys, *(sequence.key for sequence in decoding.sequences)}:
-            del self._decodings[key]
         for sequence in decoding.sequences:
+            del self._decodings[sequence.key]
             self.scheduler.remove(sequence, content_is_good=content_is_good)
-        self._between.ends += ends
+        for end in ends:
+            self._ledger.end(end)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -11,7 +10,6 @@ from trtmesh.chassis.block_hashes import ROOT_HASH, root_hash
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.vocabulary import GenerationConfig
 from trtmesh.engine.backend import (
-    PerfMetrics,
     SequenceEnd,
     SequenceStart,
     StepOutput,
@@ -21,6 +19,7 @@ from trtmesh.engine.backend import (
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
 from trtmesh.engine.stopping import EndRule
+from trtmesh.engine.times import SequenceTimes
 
 if TYPE_CHECKING:
     from trtmesh.engine.backends.torch.model.prompt_table import PromptTable
@@ -42,7 +41,6 @@ class Sequence(Continuation):
     """Tokens that came with the item: the prompt and what another worker generated."""
     request_id: str = ""
     """For the log."""
-    deadline: float | None = None
     leader: Sequence | None = None
     """The sequence that computes the shared prompt; this sequence begins with a copy of the KV."""
     prompt_table: PromptTable | None = None
@@ -72,7 +70,7 @@ class Sequence(Continuation):
     cached_prompt_tokens: int = 0
     reader: Reader | None = None
     """Still needs logits of submitted tokens."""
-    times: Times = field(default_factory=lambda: Times(arrival_ns=time.time_ns()))
+    times: SequenceTimes = field(default_factory=SequenceTimes)
 
     @property
     def is_ready(self) -> bool:
@@ -145,7 +143,7 @@ class Sequence(Continuation):
             cumulative_log_prob=self.cumulative_log_prob,
             error=error,
             perf_metrics=times.perf_metrics() if self.config.output.perf_metrics else None,
-            queue_seconds=max(0, (times.scheduled_ns or time.time_ns()) - times.arrival_ns) / 1e9,
+            queue_seconds=times.queue_seconds,
         )
 
 
@@ -161,33 +159,6 @@ class Chunk:
     def completes(self) -> bool:
         """Whether the next token can be chosen after it."""
         return self.start + self.count == len(self.sequence.tokens)
-
-
-@dataclass(slots=True)
-class Times:
-    """Times in nanoseconds of the Unix clock, and blocks allocated over all its starts."""
-
-    arrival_ns: int
-    scheduled_ns: int = 0
-    first_token_ns: int = 0
-    last_token_ns: int = 0
-    new_blocks: int = 0
-    reused_blocks: int = 0
-
-    def perf_metrics(self) -> PerfMetrics:
-        return PerfMetrics(
-            arrival_time_ns=self.arrival_ns,
-            first_scheduled_time_ns=self.scheduled_ns,
-            first_token_time_ns=self.first_token_ns,
-            last_token_time_ns=self.last_token_ns,
-            kv_cache_alloc_new_blocks=self.new_blocks,
-            kv_cache_reused_blocks=self.reused_blocks,
-            kv_cache_alloc_total_blocks=self.new_blocks,
-        )
-
-    def metrics_at_start(self) -> PerfMetrics:
-        """The metrics known with the first token."""
-        return replace(self.perf_metrics(), last_token_time_ns=0)
 
 
 def sequences_of(
@@ -212,7 +183,6 @@ def sequences_of(
             rule=rule,
             token_rules=token_rules,
             request_id=item.request_id,
-            deadline=item.deadline,
             leader=sequences[0] if sequences else None,
             root=root,
         )
