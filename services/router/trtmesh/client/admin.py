@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class AdminClient(ServerChannel):
-    """Talks to the admin address of one router over one connection, from one event loop.
+    """A client of a router's admin address, for a single event loop.
 
         async with AdminClient("127.0.0.1:8003") as admin:
             for worker in (await admin.list_workers()).workers:
@@ -70,7 +70,7 @@ class AdminClient(ServerChannel):
     async def drain_worker(
         self, worker: str, *, finish_seconds: float | None = None
     ) -> pb.DrainWorkerResponse:
-        """Drains a worker, by name or address, and returns once its sequences have finished or moved.
+        """Drains a worker, by name or address, and returns once all sequences have finished or moved.
 
         They may finish there for `finish_seconds`; None sets no limit.
         """
@@ -80,7 +80,7 @@ class AdminClient(ServerChannel):
         return await self._long(call)
 
     async def resume_worker(self, worker: str) -> pb.ResumeWorkerResponse:
-        """Ends the drain of a worker. Raises NotFound for a removed one; `add_worker` takes it back."""
+        """Ends the drain of a worker. Raises NotFound for a removed worker; see `add_worker`."""
         return await self._short(self._stub.ResumeWorker, pb.ResumeWorkerRequest(worker=worker))
 
     async def remove_worker(self, worker: str) -> pb.RemoveWorkerResponse:
@@ -118,7 +118,7 @@ class AdminClient(ServerChannel):
         return router_admin_pb2_grpc.RouterAdminServiceStub(self.channel)
 
     async def _short(self, method: Callable[..., Awaitable[T]], request: Message) -> T:
-        """The response of a call that a live router answers at once."""
+        """The response of a fast call."""
         try:
             with typed_errors():
                 return await method(request, timeout=self._timeout_seconds, metadata=self._metadata)
@@ -129,7 +129,7 @@ class AdminClient(ServerChannel):
             ) from error
 
     async def _long(self, answer: Awaitable[T]) -> T:
-        """The response of a call that may take long; short calls meanwhile prove that the router is alive."""
+        """The response of a slow call; short calls meanwhile check for a live router."""
         coming = asyncio.ensure_future(answer)
         try:
             while not (await asyncio.wait((coming,), timeout=self._timeout_seconds / 2))[0]:

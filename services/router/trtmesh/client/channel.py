@@ -1,4 +1,4 @@
-"""The gRPC channel of a client, and the errors of its calls."""
+"""The gRPC channel of a client, and the errors of calls."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trtmesh.chassis.error_wire import REASON_METADATA_KEY, from_status
 from trtmesh.chassis.errors import TrtmeshError
 
 CONNECT_SECONDS = 10.0
-"""Longest wait for the HTTP/2 greeting of a sole peer, which may be far away or busy."""
+"""Longest wait for the HTTP/2 greeting of a sole peer, far away or busy."""
 
 
 class ServerChannel:
-    """A channel to one server, open inside `async with`, for calls from one event loop."""
+    """A channel to a server, open inside `async with`, for a single event loop."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class ServerChannel:
 
 @contextmanager
 def typed_errors() -> Iterator[None]:
-    """Raises a failed call as the TrtmeshError that the server sent."""
+    """Turns a failed call into the server's TrtmeshError."""
     try:
         yield
     except grpc.aio.AioRpcError as error:

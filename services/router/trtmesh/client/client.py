@@ -31,16 +31,16 @@ REPEAT_SECONDS = 0.1
 
 
 class Client:
-    """Talks to one router at a time, from one event loop.
+    """Talks to a single router at a time, from a single event loop.
 
         async with Client("127.0.0.1:8001") as client:
             async with aclosing(client.generate(["def fibonacci(n):"], max_tokens=32)) as events:
                 async for event in events:
                     ...
 
-    With several addresses, a request continues on the next router after one is lost or turns it away, even in the
-    middle of a stream: the caller sees every event once. After `resume_seconds` without progress the call fails. With
-    one address a lost router fails the call at once, unless `resume_seconds` is set.
+    With several addresses, a request continues on the next router after a loss or a refusal, even in the middle of a
+    stream: the caller sees every event once. After `resume_seconds` without progress the call fails. With a
+    single address a lost router fails the call at once, unless `resume_seconds` is set.
 
     Failed calls raise an error of `trtmesh.chassis.errors`.
     """
@@ -67,9 +67,9 @@ class Client:
             for address in self.addresses
         ]
         self._homes: dict[str, int | None] = {}
-        """The router of each live request; None before the first one answers, and between two."""
+        """The router of each live request; None before the first answer, and between two routers."""
         self._stops: dict[str, list[router_pb2.StopRequest]] = {}
-        """Stops of live requests that a router has confirmed; the next router of the request gets them too."""
+        """Confirmed stops of live requests; the next router of a request gets them too."""
         self._opened = AsyncExitStack()
         self._current = 0
 
@@ -164,7 +164,7 @@ class Client:
     async def _attempt(
         self, progress: Progress, router: int, timeout_seconds: float | None
     ) -> AsyncGenerator[Event, None]:
-        """Requests the events that the caller lacks from one router."""
+        """Requests the missing events from a router."""
         stub = router_pb2_grpc.MeshServiceStub(self._routers[router].channel)
         call: grpc.aio.UnaryStreamCall[Any, Any]
         request_id = progress.request.request_id
@@ -221,7 +221,7 @@ class Client:
     ) -> int:
         """Stops a request, or some of its items, on any router; returns the number of live items.
 
-        A request of this client between two routers is stopped on the next one. Raises Unavailable if no router
+        A request between two routers stops on the next. Raises Unavailable if no router
         answers, or none accepts the request within `timeout_seconds`.
         """
         request = router_pb2.StopRequest(request_id=request_id, batch_indexes=batch_indexes)
@@ -243,7 +243,7 @@ class Client:
         return stopped.items
 
     def _moves(self, request_id: str, stopped: Stopped) -> bool:
-        """Whether a live request of this client was stopped on no router because it is between two."""
+        """Whether a live request of the client escaped a stop between two routers."""
         if stopped.items or not self._resume_seconds or request_id not in self._homes:
             return False
         home = self._homes[request_id]

@@ -132,7 +132,7 @@ class ItemFinished:
 
 @dataclass(frozen=True, slots=True)
 class ItemFailed:
-    """Terminal: the item failed. Its earlier events stay valid, and its siblings continue."""
+    """Terminal: the item failed. Earlier events stay valid, and siblings continue."""
 
     batch_index: int
     sequence_index: int
@@ -160,7 +160,7 @@ def reason_number(reason: FinishReason) -> pb.FinishReason.ValueType:
 def events_of(
     response: router_pb2.GenerateResponse | router_pb2.ResumeResponse,
 ) -> Iterator[Event]:
-    """The events of one message in order, without kinds newer than this client."""
+    """The events of a message in order, without kinds newer than the client."""
     for event in response.events:
         kind = event.WhichOneof("event")
         if kind in _READERS:

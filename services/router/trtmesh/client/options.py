@@ -129,7 +129,7 @@ def _assign(message: Message, name: str, value: Any) -> None:
 
 
 def build_items(prompts: Sequence[PromptLike]) -> list[router_pb2.GenerateItem]:
-    """One item per prompt. Raises TypeError for a bare text, a valid sequence of one-letter prompts otherwise."""
+    """One item per prompt. Raises TypeError for a bare text instead of a list."""
     if isinstance(prompts, str):
         raise TypeError("prompts is a text but must be a list of prompts; write [text]")
     return [_item(prompt) for prompt in prompts]

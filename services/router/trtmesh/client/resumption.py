@@ -1,4 +1,4 @@
-"""Progress of a request at its caller, from which another router continues without gaps or repeats."""
+"""Progress of a request: the basis for another router to continue without gap or repeat."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class _Sequence:
 
 
 class Progress:
-    """Follows the events of one request over all its calls."""
+    """Follows the events of a request over several calls."""
 
     def __init__(self, request: router_pb2.GenerateRequest) -> None:
         self.request = request
         self.accepted = False
         self.resumed = False
-        """Whether a second router was asked, which may repeat events."""
+        """Whether a second router was asked and may repeat events."""
         self.unfinished = set(range(len(request.items)))
         self._seed = 0
         self._started: set[int] = set()

@@ -1,4 +1,4 @@
-"""Stops a request that lives on one of several routers."""
+"""Stops a request on several routers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Stopped:
 async def stop_anywhere(
     routers: Sequence[ServerChannel], request: router_pb2.StopRequest, timeout_seconds: float | None
 ) -> Stopped:
-    """Asks all routers at once, up to the first that stopped an item. Raises the error of a router that refused."""
+    """Asks all routers at once, until the first has stopped an item. Raises a router's refusal."""
     asked = {
         asyncio.create_task(_stop(router, request, timeout_seconds)): number
         for number, router in enumerate(routers)

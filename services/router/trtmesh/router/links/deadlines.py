@@ -1,4 +1,4 @@
-"""How long a replica may take, and what its loss may cost: what is lost is tried again, a bounded number of times."""
+"""Deadlines for replicas, and bounded retries after a loss."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ SILENCE_CHECKS = 10
 
 
 class ReplicaState(Enum):
-    """Usability of a replica as this router sees it."""
+    """Usability of a replica."""
 
     CONNECTING = "connecting"
     READY = "ready"
@@ -65,7 +65,7 @@ class Replica(ABC):
 
     @property
     def leaving(self) -> bool:
-        """Whether it was removed, or discovery no longer lists its address."""
+        """Whether an admin or discovery removed the address."""
         return self._leaving
 
     @leaving.setter
@@ -97,7 +97,7 @@ class Replica(ABC):
         """Whether it has work of this router."""
 
     async def run(self) -> None:
-        """Keeps a stream open until cancelled; the owner cancels it when the replica leaves the fleet."""
+        """Keeps a stream open until cancelled, when the replica leaves the fleet."""
         try:
             while True:
                 await self._talk_once()
@@ -137,11 +137,11 @@ class Replica(ABC):
         """Whether the peer owes a message: silence then means a dead, frozen or disconnected peer."""
 
     def _heard(self) -> None:
-        """Restarts the measured silence: the peer sent a message, or owes one from now on."""
+        """Restarts the measured silence, after a message or a new debt of the peer."""
         self._heard_at = asyncio.get_running_loop().time()
 
     async def _talk_unless_silent(self, *halves: Coroutine[Any, Any, None]) -> None:
-        """Runs the halves of a stream until one ends. Raises Unavailable after too long a silence."""
+        """Runs the halves of a stream until the first ends. Raises Unavailable after too long a silence."""
         self._heard()
         await until_first_ends(*halves, self._watch_silence())
 
@@ -160,7 +160,7 @@ class Replica(ABC):
 
     @abstractmethod
     async def talk(self, connection: ClientConnection) -> None:
-        """Opens the stream and serves it until it ends. Calls `_become` once the replica is ready."""
+        """Opens the stream and serves until the end. Calls `_become` once the replica is ready."""
 
     @abstractmethod
     def lost(self, problem: str) -> None:

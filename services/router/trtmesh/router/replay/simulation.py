@@ -2,10 +2,10 @@
 
 Placement is the router's own code: load guard, KV index, learned rates and `place`. A worker is a model of an engine:
 
-* it prefills prompts one after another at a fixed rate, without the tokens in its cache;
-* its sequences decode side by side, one token a step, and steps grow longer with the number of sequences;
-* its cache evicts the least recently used blocks;
-* it reports its load at a fixed interval.
+* prompts prefill in sequence at a fixed rate, cached tokens at no cost;
+* sequences decode side by side, a token per step; steps grow with the number of sequences;
+* the cache evicts least recently used blocks;
+* load reports come at a fixed interval.
 
 Left out: longer steps during chunked prefill, siblings, slow start, the breaker, admission limits, every sequence of an
 item but the first, and lost or unequal workers.
@@ -51,7 +51,7 @@ class Outcome:
     prompt_tokens: int
     reused_tokens: int
     reusable_tokens: int
-    """Tokens that one unbounded cache would have reused."""
+    """Tokens reused by an unbounded cache for the whole fleet."""
     items_by_worker: tuple[int, ...]
     computed_by_worker: tuple[int, ...]
     first_token_seconds: tuple[float, ...]

@@ -1,10 +1,10 @@
-"""The trace format: one JSON object per line and item, a superset of Mooncake's.
+"""The trace format: a JSON object per item and line, a superset of Mooncake's.
 
 | field | from | meaning |
 |---|---|---|
 | `timestamp` | Mooncake | arrival in ms |
 | `input_length`, `output_length` | Mooncake | tokens; null if unknown |
-| `hash_ids` | Mooncake | one number per prompt block, equal for equal prefixes; 512 tokens per block by default |
+| `hash_ids` | Mooncake | a number per prompt block, equal for equal prefixes; 512 tokens per block by default |
 | `block_tokens` | router | size of the blocks |
 | `request_id`, `batch_index`, `model` | router | name of the item |
 | `error` | router | reason word of a failed item, else '' |
@@ -46,7 +46,7 @@ NEVER_WORK = {
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """An item at its arrival, with the hashes of its prompt's full blocks.
+    """An item at arrival, with the hashes of full prompt blocks.
 
     An unknown length is the mean of the known ones, and `guessed` is set.
     """
@@ -60,7 +60,7 @@ class Arrival:
 
 
 def read_trace(file: Path) -> list[Arrival]:
-    """The arrivals of a trace in order, the first at 0 s, without items that no worker could serve.
+    """The arrivals of a trace in order, the first at 0 s, without unservable items.
 
     Raises InvalidRequest with file and line.
     """
@@ -141,7 +141,7 @@ def _milliseconds(record: Mapping[str, Any], field: str, where: str) -> float:
 
 
 def _length(record: Mapping[str, Any], field: str, where: str, *, least: int) -> int | None:
-    """A number of tokens; None if the router did not know it."""
+    """A number of tokens; None if unknown to the router."""
     if field in record and record[field] is None:
         return None
     return _whole(record.get(field), f"{where}: {field}", least=least)

@@ -1,4 +1,4 @@
-"""Sequences on their way to text: what a tokenizer knows of one, and whole texts."""
+"""Sequences as tokenizers see them: tokens in, text out."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Decoder(Protocol):
         """Requests the rest of the text; `on_text` answers, then `on_text_complete`."""
 
     def restart(self, sequence: DecodedSequence) -> None:
-        """Forgets the tokens of a sequence that starts over, and every open request for them."""
+        """Forgets all tokens of a sequence and every open request for them."""
 
     def drop(self, sequence: DecodedSequence) -> None:
         """Forgets the sequence without an answer."""
 
 
 class DecodedSequence(ABC):
-    """A sequence whose tokens become text, on one tokenizer after another if need be.
+    """A sequence on its way from tokens to text.
 
     Invariant: the text of `token_ids[:decoded]` arrived, `token_ids[decoded:]` is at the decoder.
     """
@@ -68,10 +68,10 @@ class DecodedSequence(ABC):
         self.decoder: Decoder | None = None
         self.decode_handle = 0
         self.decoder_losses = 0
-        """Tokenizers lost in a row without decoding a token of it."""
+        """Tokenizers lost in a row without progress."""
         self._decoded_at_loss = 0
         self.over = False
-        """Whether all text arrived or none is wanted any more."""
+        """Set after the last text, a failure or an abandonment."""
 
     @property
     @abstractmethod
@@ -111,7 +111,7 @@ class DecodedSequence(ABC):
 
 
 class WholeText(DecodedSequence):
-    """Ids that are complete from the start, and their text as a future."""
+    """A complete list of ids, and its text as a future."""
 
     __slots__ = ("_parts", "text")
 
@@ -144,7 +144,7 @@ class WholeText(DecodedSequence):
             self.text.set_exception(error)
 
     def close(self) -> None:
-        """Drops the sequence from its tokenizer; the text is here or unwanted."""
+        """Drops the sequence from its tokenizer."""
         self.over = True
         if self.decoder is not None:
             self.decoder.drop(self)

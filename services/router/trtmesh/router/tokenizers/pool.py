@@ -1,4 +1,4 @@
-"""The tokenizers of the mesh: assigns texts and sequences to them, and moves both off a lost one."""
+"""The tokenizers of the mesh: assigns texts and sequences, and moves both after a loss."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ class Parked:
 
 
 class TokenizerPool:
-    """All tokenizers. Work of a lost tokenizer moves to another one, or waits a bounded time for one.
+    """All tokenizers. Work of a lost tokenizer moves to another, or waits a bounded time.
 
-    All tokenizers of a model must have the same fingerprint. The first ready one sets it; others are left out until
-    they agree. Where the mesh has tokenizers of a single model only, they serve every model: workers compare
+    All tokenizers of a model must have the same fingerprint. The first ready tokenizer sets it; tokenizers with another
+    get no work. If all tokenizers of the mesh serve a single model, they serve every model: workers compare
     fingerprints.
 
-    Jobs queue per model while every able tokenizer is full. Each answer, readiness and loss of a tokenizer moves the
-    queues, so a queue with jobs implies that all able tokenizers have jobs to answer.
+    Jobs queue per model while every able tokenizer is full. Answers, new tokenizers and losses move the queues, so
+    while jobs are queued every able tokenizer has jobs to answer.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class TokenizerPool:
         self._move_queues()
 
     def on_lost(self, jobs: Sequence[EncodeJob], sequences: Sequence[DecodedSequence]) -> None:
-        """A tokenizer was lost: its work moves, unless so many were lost with it that it may be the cause."""
+        """A tokenizer was lost. Work with too many losses is a likely cause and fails; all other work moves."""
         for job in jobs:
             job.losses += 1
             if job.losses >= self._max_attempts and not job.done.done():
@@ -203,7 +203,7 @@ class TokenizerPool:
         )
 
     def move(self, jobs: Sequence[EncodeJob], sequences: Sequence[DecodedSequence]) -> None:
-        """Gives work of a lost or draining tokenizer to another one."""
+        """Gives work of a lost or draining tokenizer to others."""
         for job in jobs:
             self._place_job(job)
         self._move_queues()
@@ -226,7 +226,7 @@ class TokenizerPool:
             self._move_queue(model, queue)
 
     def _move_queue(self, model: str, queue: WaitingRoom[EncodeJob]) -> None:
-        """Gives jobs to tokenizers of their model, oldest first, while one has room."""
+        """Gives jobs to tokenizers with room, oldest first."""
         if not queue:
             return
         try:

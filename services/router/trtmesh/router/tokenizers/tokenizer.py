@@ -1,4 +1,4 @@
-"""One tokenizer process: the stream to it, and the texts and sequences on that stream."""
+"""A tokenizer process: its stream, and the texts and sequences there."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class EncodeJob:
     model: str
     command: pb.EncodeCommand
     tokenizer: Tokenizer | None = None
-    """The tokenizer in charge; None while the job is queued for the first one."""
+    """The current tokenizer; None in the first queue."""
     losses: int = 0
     """Tokenizers lost with the job."""
     done: asyncio.Future[pb.Encoded] = field(
@@ -61,7 +61,7 @@ class Pool(Protocol):
         """The tokenizer accepts jobs and sequences."""
 
     def on_room(self, tokenizer: Tokenizer) -> None:
-        """The tokenizer has one job less."""
+        """The tokenizer has room for another job."""
 
     def on_lost(self, jobs: Sequence[EncodeJob], sequences: Sequence[DecodedSequence]) -> None:
         """A tokenizer was lost with these."""
@@ -70,7 +70,7 @@ class Pool(Protocol):
         """A draining tokenizer rejects these."""
 
     def answers_elsewhere(self, tokenizer: Tokenizer) -> bool:
-        """Whether another tokenizer could take over and answers in time."""
+        """Whether another tokenizer could take over in time."""
 
 
 class Tokenizer(Replica):
@@ -120,7 +120,7 @@ class Tokenizer(Replica):
 
     @property
     def timely(self) -> bool:
-        """Whether it answers tokens in time."""
+        """Whether answers to tokens are in time."""
         return self._unanswered.timely
 
     @property
@@ -128,7 +128,7 @@ class Tokenizer(Replica):
         return bool(self._unanswered or self._jobs)
 
     def encode(self, job: EncodeJob) -> None:
-        """Takes a job; `job.done` gets the answer from here, or from another tokenizer after `on_lost`."""
+        """Takes a job; the answer, here or from another tokenizer after `on_lost`, goes to `job.done`."""
         if not self.expecting:
             self._heard()
         handle = job.command.handle = self._free_handle(self._jobs)
@@ -145,7 +145,7 @@ class Tokenizer(Replica):
             self._pool.on_room(self)
 
     def open(self, sequence: DecodedSequence) -> None:
-        """Takes over the decoding of a sequence, from its first token without text."""
+        """Takes over the decoding of a sequence, from the first token without text."""
         handle = sequence.decode_handle = self._free_handle(self._sequences)
         self._sequences[handle] = sequence
         sequence.decoder = self
@@ -165,7 +165,7 @@ class Tokenizer(Replica):
             self.finish(sequence)
 
     def decode(self, sequence: DecodedSequence, token_ids: list[int]) -> None:
-        """Queues tokens; queued tokens of one sequence leave together."""
+        """Queues tokens; queued tokens of a sequence leave together."""
         waiting = self._waiting.get(sequence.decode_handle)
         if waiting is None:
             self._waiting[sequence.decode_handle] = token_ids
@@ -256,7 +256,7 @@ class Tokenizer(Replica):
                     f"it left tokens unanswered for {self._deadlines.decode_seconds:g} s"
                 )
             if self._jobs and not self._unanswered:
-                # A long text takes its time; an answer to an empty batch shows that the process is alive.
+                # Long texts are slow to encode; the answer to an empty batch proves a live process.
                 self._unanswered.add(DecodeBatch([], []))
                 self._outbox.add().decode.SetInParent()
 
@@ -279,7 +279,7 @@ class Tokenizer(Replica):
         answers = zip(batch.counts, decoded.handles, decoded.texts, strict=True)
         for (sequence, count), handle, text in answers:
             if sequences.get(handle) is not sequence:
-                # It is over, or it was rewritten and has another handle.
+                # Over, or rewritten under another handle.
                 continue
             if handle in stops:
                 sequence.on_stop_text(stops[handle].token_count, text, stops[handle].stop_index)

@@ -1,4 +1,4 @@
-"""Decode commands without an answer, and whether their tokenizer still answers at all."""
+"""Decode commands without an answer: the test for a frozen tokenizer."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from trtmesh.router.tokenizers.decoding import DecodedSequence
 
 LOOKS = 10
-"""Looks at one unanswered command until its tokenizer counts as frozen."""
+"""Looks at the same unanswered command until the tokenizer counts as frozen."""
 
 
 @dataclass(slots=True, eq=False)
 class DecodeBatch:
-    """A DecodeCommand in flight: the number of tokens of each sequence, and the sequences it finishes."""
+    """A DecodeCommand in flight: tokens per sequence, and finished sequences."""
 
     counts: list[tuple[DecodedSequence, int]]
     finished: list[DecodedSequence]
@@ -23,7 +23,8 @@ class Unanswered:
     """The commands in flight, oldest first.
 
     A tokenizer answers tokens at once, so a missing answer means a frozen process or a silent network. The wait of the
-    oldest command is counted in looks: a router that stood still itself looks once, and blames no tokenizer.
+    oldest command is counted in looks: a
+    router that stood still looks once, and blames no tokenizer.
     """
 
     def __init__(self) -> None:
@@ -57,5 +58,5 @@ class Unanswered:
 
     @property
     def timely(self) -> bool:
-        """Whether no command has been in flight for half of that time."""
+        """Whether every command has been in flight for less than half the limit."""
         return self._looks < LOOKS // 2

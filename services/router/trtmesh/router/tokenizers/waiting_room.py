@@ -10,7 +10,7 @@ W = TypeVar("W", bound=Hashable)
 
 
 class WaitingRoom(Generic[W]):
-    """Things in order of arrival. `give_up` gets each one that is still here after `seconds`."""
+    """Things in order of arrival. `give_up` gets everything still here after `seconds`."""
 
     def __init__(self, seconds: float, give_up: Callable[[W], None]) -> None:
         self._seconds = seconds

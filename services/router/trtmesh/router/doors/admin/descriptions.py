@@ -82,14 +82,14 @@ def _state_of(replica: Replica, *, refused: bool) -> pb.WorkerState.ValueType:
 
 
 def _numbered(name: str) -> list[int | str]:
-    """Sort key for names with numbers: text at even places, numbers at odd ones."""
+    """Sort key for names with numbers: text at even places, numbers at odd."""
     return [
         int(part) if place % 2 else part for place, part in enumerate(re.split(r"(\d{1,18})", name))
     ]
 
 
 async def describe_requests(live: Iterable[LiveRequest], name_of: NameOf) -> list[pb.LiveRequest]:
-    """Live requests, each in its state at the time of its description."""
+    """Live requests; a long list yields to the event loop, so states may differ in age."""
     described, items = [], 0
     for each in live:
         described.append(_describe_request(each, name_of))

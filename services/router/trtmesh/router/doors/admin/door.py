@@ -1,4 +1,4 @@
-"""The admin address of a router: a gRPC server apart from the clients' one."""
+"""The admin address of a router: a gRPC server of its own."""
 
 from __future__ import annotations
 
