@@ -117,7 +117,7 @@ async def test_row_refused_by_the_worker_leaves_the_others(triton: Triton, model
     (error,) = [response.error for response in responses if response.error]
     assert error.startswith("row 1: ")
     asked = "request_output_len" if model == "tensorrt_llm" else "max_tokens"
-    assert f"{asked} asks for 9000 more" in error
+    assert f"{asked} asks for 9000 new tokens" in error
     whole = [response.number["batch_index"] for response in responses if response.outputs]
     assert sorted(whole) == [0, 2]
 

@@ -42,106 +42,72 @@ def _set(message: Any, field: str, value: Any, tensor: InputTensor) -> None:
         ) from error
 
 
-def _at(item: router_pb.GenerateItem, path: str) -> tuple[Any, str]:
-    """The parent message of a field of the config, and the field's name."""
-    *groups, name = path.split(".")
-    message: Any = item.config
-    for group in groups:
-        message = getattr(message, group)
-    return message, name
+def _of_field(assign: Callable[[Any, str, InputTensor, int], None]) -> Callable[[str], Put]:
+    """Makes setters of a way to assign: `assign` gets the parent message and the name of the field at a path."""
+
+    def setter(path: str) -> Put:
+        *groups, name = path.split(".")
+
+        def put(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
+            message: Any = item.config
+            for group in groups:
+                message = getattr(message, group)
+            assign(message, name, tensor, row)
+
+        return Put(put, (path,))
+
+    return setter
 
 
-def value(path: str) -> Put:
+@_of_field
+def value(message: Any, name: str, tensor: InputTensor, row: int) -> None:
     """A number or a boolean."""
+    _set(message, name, tensor.scalar(row), tensor)
 
-    @sets(path)
-    def put(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
-        message, name = _at(item, path)
+
+@_of_field
+def positive(message: Any, name: str, tensor: InputTensor, row: int) -> None:
+    """A number or boolean, ignored unless above 0: so several inputs may share a field."""
+    if tensor.scalar(row) > 0:
         _set(message, name, tensor.scalar(row), tensor)
 
-    return put
 
-
-def positive(path: str) -> Put:
-    """A number or boolean, ignored unless above 0: so several inputs may share a field."""
-
-    @sets(path)
-    def put(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
-        message, name = _at(item, path)
-        if tensor.scalar(row) > 0:
-            _set(message, name, tensor.scalar(row), tensor)
-
-    return put
-
-
-def values(path: str) -> Put:
+@_of_field
+def values(message: Any, name: str, tensor: InputTensor, row: int) -> None:
     """Numbers of a repeated field."""
-
-    @sets(path)
-    def put(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
-        message, name = _at(item, path)
-        try:
-            getattr(message, name)[:] = tensor.row(row)
-        except (ValueError, TypeError) as error:
-            raise InvalidRequest(f"cannot be set: {error}", field=tensor.name) from error
-
-    return put
+    try:
+        getattr(message, name)[:] = tensor.row(row)
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(f"cannot be set: {error}", field=tensor.name) from error
 
 
-def text(path: str) -> Put:
-    """A text."""
-
-    @sets(path)
-    def put(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
-        message, name = _at(item, path)
-        setattr(message, name, tensor.texts(row)[0])
-
-    return put
+@_of_field
+def text(message: Any, name: str, tensor: InputTensor, row: int) -> None:
+    setattr(message, name, tensor.texts(row)[0])
 
 
-def texts(path: str) -> Put:
+@_of_field
+def texts(message: Any, name: str, tensor: InputTensor, row: int) -> None:
     """Texts without the empty ones."""
-
-    @sets(path)
-    def put(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
-        message, name = _at(item, path)
-        getattr(message, name)[:] = [word for word in tensor.texts(row) if word]
-
-    return put
+    getattr(message, name)[:] = [word for word in tensor.texts(row) if word]
 
 
-def weighted_texts(path: str) -> Put:
+@_of_field
+def weighted_texts(message: Any, name: str, tensor: InputTensor, row: int) -> None:
     """Texts with weights. Empty texts stay until their weights are there too."""
-
-    @sets(path)
-    def put(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
-        message, name = _at(item, path)
-        getattr(message, name)[:] = tensor.texts(row)
-
-    return put
+    getattr(message, name)[:] = tensor.texts(row)
 
 
-def words(path: str) -> Put:
+@_of_field
+def words(message: Any, name: str, tensor: InputTensor, row: int) -> None:
     """Token id sequences."""
-
-    @sets(path)
-    def put(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
-        message, name = _at(item, path)
-        for ids in parse_words(tensor, row):
-            getattr(message, name).add(ids=ids)
-
-    return put
+    for ids in parse_words(tensor, row):
+        getattr(message, name).add(ids=ids)
 
 
-def dense(path: str) -> Put:
-    """A dense array."""
-
-    @sets(path)
-    def put(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
-        message, name = _at(item, path)
-        getattr(message, name).CopyFrom(tensor.tensor(row))
-
-    return put
+@_of_field
+def dense(message: Any, name: str, tensor: InputTensor, row: int) -> None:
+    getattr(message, name).CopyFrom(tensor.tensor(row))
 
 
 @sets("prompt.text")
