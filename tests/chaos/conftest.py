@@ -6,5 +6,5 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds options that apply when the command line names this folder or a file in it."""
+    """Adds options for command lines with this folder or a file in it."""
     parser.addoption("--seeds", help="seeds of test_random_faults, as 3 or 0-99")

@@ -51,7 +51,7 @@ class Peer:
     most_tasks: float = math.inf
     """Tasks of the idle process."""
     policy: str = ""
-    """Set on a router whose policy differs from its flags."""
+    """Set where an admin changed the policy of a router."""
 
     @property
     def address(self) -> str:
@@ -63,7 +63,7 @@ class Peer:
 
 
 class FaultyMesh:
-    """Processes and the faults that can befall them; made by `faulty_mesh`."""
+    """Processes and their faults; made by `faulty_mesh`."""
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self._processes: dict[int, AsyncExitStack] = {}
@@ -107,7 +107,7 @@ class FaultyMesh:
         flags = (*ROUTER, *links)
         self.routers = await asyncio.gather(*(self._start("router", flags) for _ in range(2)))
         await self.settle()
-        # The first call builds what later calls reuse.
+        # The first call builds caches.
         for router in self.routers:
             async with Client(router.address) as client:
                 await client.complete(["the first"], max_tokens=2)
@@ -118,7 +118,7 @@ class FaultyMesh:
             peer.most_tasks = tasks + len(self.tokenizers)
 
     def client(self, first: int) -> Client:
-        """A client that tries the given router first."""
+        """A client with the given router first."""
         addresses = [router.address for router in self.routers]
         return Client([*addresses[first:], *addresses[:first]], resume_seconds=60)
 
@@ -188,7 +188,7 @@ class FaultyMesh:
         await self._end_one(self.engines, signal.SIGTERM, draw)
 
     async def _drain_by_admin(self, draw: random.Random) -> None:
-        """Drains an engine for one router, then resumes it. A router that dies meanwhile forgets the drain."""
+        """Drains an engine for one router, then resumes the engine. A router forgets a drain when it dies."""
         router, engine = draw.choice(self.routers), draw.choice(self.engines)
         seconds, proxy = draw.uniform(0, LONGEST_SECONDS / 2), draw.choice(engine.proxies)
         async with AdminClient(router.process.admin_address) as admin:
@@ -271,7 +271,7 @@ def _addresses(peers: list[Peer]) -> str:
 
 @asynccontextmanager
 async def faulty_mesh() -> AsyncIterator[FaultyMesh]:
-    """Starts a mesh and waits until it is ready; kills its processes on exit."""
+    """Starts a mesh and waits until ready; kills the processes on exit."""
     async with AsyncExitStack() as stack:
         mesh = FaultyMesh(stack)
         await mesh.start()

@@ -1,4 +1,4 @@
-"""A mesh of two engines that can be killed or frozen, each behind a proxy that can be cut or silenced."""
+"""A mesh of two engines to kill or freeze, each behind a proxy to cut or silence."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Fragile:
     proxies: dict[str, Proxy]
 
     def begun_on(self, reader: StreamReader, name: str) -> list[int]:
-        """The batch indices of the items that started on an engine."""
+        """The batch indices of the items started on an engine."""
         return [
             batch_index
             for batch_index, item in enumerate(reader.items)
@@ -109,7 +109,7 @@ async def fragile_mesh(
 
 
 def contents(items: Sequence[ItemResult]) -> list[Any]:
-    """The parts of a result that a fault must not change."""
+    """The parts of a result unaffected by faults."""
     return [
         (
             (item.error, item.reason, item.usage.generated_tokens, item.usage.prompt_tokens),
@@ -138,8 +138,8 @@ async def lose(
     whole: Sequence[ItemResult],
     **options: Any,
 ) -> float:
-    """Loses the named engine, or the other one if the policy placed every item there, once all of its sequences have
-    `position` tokens; checks that each of them migrates. Returns the longest gap between two events of an item."""
+    """Loses the named engine, or the other if the policy placed every item there, once all its sequences have
+    `position` tokens; checks their migration. Returns the longest gap between two events of an item."""
     before = await fragile.moved_sequences()
     reader = StreamReader(fragile.mesh.client, PROMPTS, **options, ignore_end_id=True)
 

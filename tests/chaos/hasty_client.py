@@ -1,5 +1,4 @@
-"""A client process that opens streams, reports each message, and reads until it is killed:
-`hasty_client.py ROUTER STREAMS`."""
+"""A client process: opens streams and reports each message until killed. `hasty_client.py ROUTER STREAMS`"""
 
 from __future__ import annotations
 

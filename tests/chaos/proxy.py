@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 
 
 class Proxy:
-    """Forwards connections to a target until a test makes it fail."""
+    """Forwards connections to a target until told to fail."""
 
     def __init__(self, target: str) -> None:
         host, _, port = target.rpartition(":")
@@ -21,7 +21,7 @@ class Proxy:
         self._is_cut = False
 
     def cut(self) -> None:
-        """Aborts every connection, present and future: gRPC retries a call that never reached the first one."""
+        """Aborts every connection, present and future: gRPC retries calls without a sent byte."""
         self._is_cut = True
         for writer in self._writers:
             writer.transport.abort()

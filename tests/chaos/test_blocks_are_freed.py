@@ -22,13 +22,13 @@ AT_ONCE = 10
 BACKGROUND = 8
 BACKGROUND_TOKENS = 150
 MOST_TOKENS = 4000
-"""Length of a request that ends early: without a stop, its blocks would be in use for this many steps."""
+"""Length of a request that ends early: without a stop, blocks would stay in use for this many steps."""
 MOST_STEPS = 200
 """Bound on the steps from an early end to free blocks. A stop takes effect between two steps; two load reports of 20 ms
 are 10 steps of 4 ms, and the polling interval is 3. The rest allows for client, router and network on a busy machine;
 24 were measured."""
 
-# One block holds any sequence here, so the blocks in use count live sequences.
+# Any sequence here fits a block, so the blocks in use count live sequences.
 ENGINE = (*SIMULATED, "--simulated-tokens-per-block", "4096")
 
 
@@ -133,7 +133,7 @@ async def load(mesh: Mesh) -> AsyncIterator[None]:
 
 
 async def ended_early(mesh: Mesh) -> float:
-    """The number of sequences that ended as cancelled on the engine."""
+    """The number of cancelled sequences on the engine."""
     engine = await scrape(mesh.engines[0], reason="cancelled")
     return engine.get("trtmesh_engine_sequences_finished_total", 0.0)
 

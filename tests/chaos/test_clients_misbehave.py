@@ -29,13 +29,13 @@ FLAT_OUT = (*SIMULATED, "--simulated-step-ms", "0", "--simulated-max-sequence-to
             "--simulated-total-blocks", "10000000")  # fmt: skip
 
 FIXED_WINDOW = [("grpc.http2.bdp_probe", 0)]
-"""Channel options that fix the flow-control window at 64 KiB. Otherwise it grows with the estimated bandwidth, on some
-machines beyond everything that a test sends."""
+"""Channel options for a fixed flow-control window of 64 KiB. Otherwise it grows with the estimated bandwidth, on some
+machines beyond the output of a whole test."""
 
 
 @asynccontextmanager
 async def hasty_client(mesh: Mesh, streams: int) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Starts a client process and waits for tokens on all of its streams."""
+    """Starts a client process and waits for tokens on every stream."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         str(HASTY_CLIENT),
@@ -54,7 +54,7 @@ async def hasty_client(mesh: Mesh, streams: int) -> AsyncIterator[asyncio.subpro
     finally:
         if process.returncode is None:
             process.kill()
-        # Drain its output, or it hangs in a write.
+        # Without a reader of its output, the process hangs in a write.
         await process.communicate()
 
 
@@ -119,7 +119,7 @@ async def is_live(mesh: Mesh, requests: int) -> bool:
 
 
 async def test_client_that_never_reads_the_last_message_is_ended() -> None:
-    """Generation is over, so only the pending message shows that the client does not read."""
+    """Generation is over, so only the pending message reveals the client."""
     flags = ("--client-stall-seconds", "1")
     async with running_mesh(router_flags=flags) as mesh:
         echo = pb.GenerationConfig(

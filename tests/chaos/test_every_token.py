@@ -55,8 +55,8 @@ async def cut_at_the_end(fragile: Fragile, positions: Iterable[int], **options: 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 async def test_engine_lost_at_any_token_goes_unnoticed(simulated: Fragile, policy: str) -> None:
-    """Loses either engine at every position: kills and freezes at every fifth one, which differs by policy, and cuts at
-    the others."""
+    """Loses either engine at every position: kills and freezes at every fifth, a different fifth for each policy, and
+    cuts at the others."""
     await simulated.mesh.admin.set_policy(policy)
     whole = await undisturbed(simulated, **SAMPLED)
     worst: defaultdict[str, float] = defaultdict(float)
@@ -83,7 +83,7 @@ async def test_silent_network_moves_items(simulated: Fragile, to_target: bool) -
     frozen = simulated.proxy_of(reader, 0)
     frozen.freeze(to_target=to_target, from_target=not to_target)
     if to_target:
-        # Earlier items continue there; later ones are never read.
+        # Earlier items continue there; later items are never read.
         late = StreamReader(simulated.mesh.client, PROMPTS, **options)
         assert contents(await late.result()) == expected
         print(f"worst stall of what is not read: {late.worst_gap_seconds() * 1000:.0f} ms")

@@ -42,7 +42,7 @@ async def telling_mesh(mesh: Mesh) -> None:
 
 
 async def engine_of(mesh: Mesh, reader: StreamReader) -> ServiceProcess:
-    """The engine that runs the reader's only item."""
+    """The engine of the reader's only item."""
     await reader.tokens_here(1)
     ((item,),) = [request.items for request in (await mesh.admin.list_requests()).requests]
     return mesh.engines[ENGINES.index(item.worker)]

@@ -44,7 +44,7 @@ async def mesh() -> AsyncIterator[Mesh]:
 
 
 def contents(items: Sequence[ItemResult]) -> list[Any]:
-    """The parts of a result that must not depend on the router."""
+    """The parts of a result common to all routers."""
     return [
         (
             (item.error, item.reason, item.usage.generated_tokens, item.usage.prompt_tokens),
@@ -236,7 +236,7 @@ def links(mesh: Mesh) -> list[str]:
 
 
 def has_tokens(reader: StreamReader, position: int) -> bool:
-    """Whether an item, chosen by the position, has reached it."""
+    """Whether the item of this position has reached the position."""
     return reader.tokens(position % len(PROMPTS)) >= position
 
 

@@ -71,7 +71,7 @@ async def test_killed_tokenizer_moves_its_encode_jobs() -> None:
     async with running_mesh(tokenizers=2, engine_flags=ENGINE, router_flags=flags) as mesh:
         long_prompts = [f"{number} " + "word and another word " * 4000 for number in range(8)]
         expected = contents(await mesh.client.complete(long_prompts, max_tokens=4))
-        # Frozen, so that no text is encoded before one dies.
+        # Frozen, to encode no text before the kill.
         for tokenizer in mesh.tokenizers:
             tokenizer.signal(signal.SIGSTOP)
         readers = [mesh.open([prompt], max_tokens=4) for prompt in long_prompts]

@@ -57,7 +57,7 @@ async def test_cut_off_engine_moves_beams_and_samples(
 
 
 async def test_cut_off_engine_moves_a_beam_with_its_stop_text(torch: Fragile) -> None:
-    """A search may still drop such a beam, so it starts again elsewhere."""
+    """A search may still drop such a beam, so the search restarts elsewhere."""
     options: dict[str, Any] = {"beam_width": 4, "max_tokens": 60, "ignore_end_id": True}
     (item,) = await torch.mesh.client.complete(PROMPTS[:1], **options)
     options["stop_texts"] = [item.sequences[0].text[6:8]]

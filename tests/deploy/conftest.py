@@ -1,4 +1,4 @@
-"""One stack for all scenarios, which run one after another and leave it whole."""
+"""The stack of all scenarios; they run in order and leave every service running."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A steady load whose tokens are known in advance."""
+"""A steady load with known tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def ask(client: Client, prompt: str, tokens: int = MAX_TOKENS) -> ItemResu
 
 @dataclass
 class Lane:
-    """One request after another; ends by itself only on a failure."""
+    """Consecutive requests; ends by itself only on a failure."""
 
     client: Client
     prompt: str
@@ -60,7 +60,7 @@ class Lane:
                 self.finished += 1
 
     async def _stream(self) -> ItemResult:
-        """The result of one request; records the longest gap of its stream."""
+        """The result of a request; records the longest gap of the stream."""
         results = Results(1)
         self.begun, last = False, time.monotonic()
         tokens = len(self.right.token_ids)
@@ -130,7 +130,7 @@ async def steady_load(
 
 
 async def _finish_one_more_each(load: Load, tasks: Sequence[asyncio.Task[NoReturn]]) -> None:
-    """Waits until every lane has finished another request or one has failed."""
+    """Waits until every lane has finished another request or any has failed."""
     before = [lane.finished for lane in load.lanes]
 
     def unfinished() -> int:

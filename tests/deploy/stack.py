@@ -23,7 +23,7 @@ COMPOSE_FILE = ROOT / "deploy" / "docker-compose.yml"
 VARIABLES = {"tokenizer": "TOKENIZERS", "engine": "ENGINES", "simulated": "SIMULATED"}
 READY_SECONDS = 180.0
 MEMORY_GIB = {"router": 1, "tokenizer": 2, "engine": 3}
-"""Limits that differ from the defaults of the compose file."""
+"""Limits other than the defaults of the compose file."""
 
 STOP_SECONDS = 40
 """Seconds until a stopping container is killed, as `stop_grace_period` in the compose file."""
@@ -126,7 +126,7 @@ class ComposeStack:
     def crash(self, container: Container) -> None:
         """Sends SIGKILL to the service itself, as the kernel does when memory is out.
 
-        A kill through the container engine counts as an operator's stop and disables the restart policy. It is the
+        A kill through the container engine counts as an operator's stop and disables the restart policy. Hence only the
         fallback where the process belongs to another user or machine, as on a Mac.
         """
         try:
@@ -217,7 +217,7 @@ def _number(known: Mapping[str, Any]) -> int:
 
 @contextmanager
 def running(stack: ComposeStack) -> Iterator[ComposeStack]:
-    """Runs one router, one tokenizer and one engine; removes everything on exit."""
+    """Runs a router, a tokenizer and an engine; removes everything on exit."""
     try:
         stack.up(tokenizer=1, engine=1, simulated=0)
         yield stack

@@ -62,7 +62,7 @@ async def until_ready(admin: AdminClient, workers: int, tokenizers: int) -> None
 
 
 async def add_second_router(stack: ComposeStack) -> None:
-    """Starts the second router unless it runs, and waits until it serves."""
+    """Starts the second router unless running, and waits until serving."""
     if "second-router" not in stack.profiles:
         stack.profiles.append("second-router")
     await asyncio.to_thread(stack.up)
@@ -248,7 +248,7 @@ async def test_lost_network_costs_no_token(stack: ComposeStack) -> None:
     async def act(admin: AdminClient) -> None:
         await asyncio.to_thread(stack.up, simulated=2)
         await until_ready(admin, 2, 1)
-        # Last, because compose would replace the first container and remove the remaining one.
+        # Last, because compose would replace the first container and remove the second.
         lost = stack.containers("simulated")[-1]
         stack.disconnect(lost)
         await asyncio.sleep(8)

@@ -1,4 +1,4 @@
-"""A mesh of real processes (routers, tokenizers, engines) on real sockets, and its client."""
+"""A mesh of real processes (routers, tokenizers, engines) on real sockets, and a client."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SIMULATED = (
     *("--simulated-vocabulary-size", str(DEMO_VOCABULARY)),
     *("--simulated-step-ms", "4", "--load-interval-seconds", "0.02"),
 )
-"""Engine flags: simulates the demo model, whose tokenizer a mesh has."""
+"""Engine flags: simulates the demo model."""
 
 WIDE_TOKENS = ("--simulated-first-token-id", "8", "--simulated-last-token-id", "6143")
 """Engine flags: token ids span the demo vocabulary, parts of characters included."""
@@ -80,7 +80,7 @@ def decode(token_ids: Sequence[int], model_dir: Path = DEMO) -> str:
 
 
 async def scrape(process: ServiceProcess, **labels: str) -> Mapping[str, float]:
-    """The metric samples of a process that have `labels`, summed by name."""
+    """The metric samples of a process with `labels`, summed by name."""
     url = f"http://127.0.0.1:{process.metrics_port}/metrics"
     text = await asyncio.to_thread(_read, url)
     values: dict[str, float] = {}
@@ -97,7 +97,7 @@ def _read(url: str) -> str:
 
 
 class StreamReader:
-    """Reads one request in the background and checks the order of its events."""
+    """Reads a request in the background and checks the order of events."""
 
     def __init__(self, client: Client, prompts: Sequence[Any], **options: Any) -> None:
         self.events: list[Event] = []
@@ -132,7 +132,7 @@ class StreamReader:
             await self._arrived.wait_for(lambda: condition(self) or self._task.done())
 
     async def tokens_here(self, least: int) -> None:
-        """Waits for `least` tokens of the first item; fails if it ends with fewer."""
+        """Waits for `least` tokens of the first item; fails at an earlier end."""
         await self.until(lambda reader: reader.tokens() >= least)
         assert self.tokens() >= least, self.items[0]
 
@@ -143,7 +143,7 @@ class StreamReader:
         return self.items
 
     async def stopped_at(self, least: int, sequences: int = 1) -> Sequence[ItemResult]:
-        """Stops the request once every sequence has `least` tokens, and waits for its end."""
+        """Stops the request once every sequence has `least` tokens, and waits for the end."""
 
         def all_there(reader: StreamReader) -> bool:
             return all(
@@ -187,7 +187,7 @@ class StreamReader:
 
 
 def _length(sequence: SequenceResult) -> int:
-    """The number of tokens of a sequence, without joining its chunks."""
+    """The number of tokens of a sequence, without joining chunks."""
     last = sequence.chunks[-1] if sequence.chunks else None
     return last.token_offset + len(last.token_ids) if last else 0
 
@@ -253,7 +253,7 @@ class OrderCheck:
 
 
 class Mesh:
-    """The processes of a mesh, killed when it ends."""
+    """The processes of a mesh, killed at the end."""
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self._stack = stack
@@ -286,7 +286,7 @@ class Mesh:
         return process
 
     async def start_router(self, *flags: str) -> None:
-        """Starts a router of the processes started before, and its clients."""
+        """Starts a router of the processes started before, with clients."""
         tokenizers = ",".join(process.address for process in self.tokenizers)
         peers = ["--engines", ",".join(process.address for process in self.engines)]
         if tokenizers:
@@ -299,7 +299,7 @@ class Mesh:
         self.channel = await self._stack.enter_async_context(channel)
 
     def open(self, prompts: Sequence[Any], **options: Any) -> StreamReader:
-        """Opens a request and reads it in the background."""
+        """Opens a request, read in the background."""
         reader = StreamReader(self.client, prompts, **options)
         self._stack.push_async_callback(reader.cancel)
         return reader
@@ -379,7 +379,7 @@ async def running_mesh(
     model_dir: Path = DEMO,
     start: Callable[[Mesh], Awaitable[None]] | None = None,
 ) -> AsyncIterator[Mesh]:
-    """Starts a mesh and waits until it is ready, or lets `start` do so; kills its processes on exit."""
+    """Starts a mesh and waits until ready, or lets `start` do so; kills the processes on exit."""
 
     async def start_as_told(mesh: Mesh) -> None:
         starts = [mesh.start_tokenizer(model_dir) for _ in range(tokenizers)]

@@ -62,7 +62,7 @@ async def test_broken_backend_moves_its_items(tmp_path: Path) -> None:
 
 
 async def check_poison_stays(mesh: Mesh) -> None:
-    """Checks that an item with a broken input fails without migrating, and that its batch mates continue."""
+    """Checks an item with a broken input: fails without migrating; the rest of the batch continues."""
     poison, mate = await mesh.client.complete([[POISON, 5], PROMPTS[0]], max_tokens=20)
     assert isinstance(poison.error, BackendFailed)
     assert "this input is too much" in poison.error.message

@@ -62,7 +62,7 @@ async def test_items_are_independent(mesh: Mesh) -> None:
 def check_metrics(
     before: Mapping[str, float], after: Mapping[str, float], items: Sequence[ItemResult]
 ) -> None:
-    """Checks that the router counted and measured exactly these single-sequence items."""
+    """Checks the router's counters and histograms against these single-sequence items."""
 
     def gained(name: str) -> float:
         name = f"trtmesh_router_{name}"
@@ -178,7 +178,7 @@ async def test_stop_without_items_ends_all(mesh: Mesh) -> None:
 
 
 async def test_stop_ends_an_item_in_its_encode_stage(mesh: Mesh) -> None:
-    # Frozen, so that it encodes nothing before the stop.
+    # Frozen, to encode nothing before the stop.
     mesh.tokenizers[0].signal(signal.SIGSTOP)
     reader = mesh.open(
         ["word " * 200_000, "short"], request_id="encoding", max_tokens=50, text=False

@@ -22,7 +22,7 @@ async def test_engine_of_another_tokenizer_is_refused() -> None:
     async def start(mesh: Mesh) -> None:
         tokenizer = await mesh.start_tokenizer()
         await mesh.start_engine(*SIMULATED, "--simulated-tokenizer-fingerprint", OTHER)
-        # The router delays its hello for a known tokenizer, but not for one that is slow to load.
+        # The router delays hellos for a known tokenizer, but not while the tokenizer loads.
         await until_loaded(tokenizer)
         await mesh.start_router()
 
@@ -38,7 +38,7 @@ async def test_engine_of_another_tokenizer_is_refused() -> None:
         assert OTHER in worker.problem
         assert tokenizer.fingerprint
         assert tokenizer.fingerprint in worker.problem
-        # The hello carries the fingerprint, so the engine itself refused it.
+        # The hello carries the fingerprint, so the refusal is the engine's.
         assert worker.problem.startswith("FAILED_PRECONDITION")
         assert worker.worker == ""
         with pytest.raises(NoWorker):
