@@ -23,8 +23,8 @@ from e2e.mesh import (
     running_mesh,
     scrape,
 )
-from trtmesh.chassis.error_wire import REASON_METADATA_KEY
-from trtmesh.chassis.errors import Draining, Unavailable
+from trtmesh.chassis.error_wire import from_status
+from trtmesh.chassis.errors import Draining, InvalidField, Unavailable
 from trtmesh.client import Client, FinishReason, GenerateItem, ItemResult, Prompt, Tokens
 from trtmesh.client.options import build_config
 from trtmesh.v1 import generation_pb2 as pb
@@ -262,23 +262,24 @@ async def test_resume_of_an_inexact_stream_is_refused(mesh: Mesh) -> None:
     held = pb.OutputConfig(stream=False)
     sums = pb.OutputConfig(log_probs=True)
     offset = router_pb2.SequenceOffset
-    for asked, received, complaint in (
-        (request(""), [], "request_id is empty"),
-        (request(sampling=drawn), [some], "sampling.seed"),
-        (request(beam_search=beams), [some], "is a beam"),
-        (request(output=held), [some], "is not streamed"),
-        (request(output=sums), [some], "cumulative_log_prob"),
-        (request(), [offset(batch_index=1)], "batch_index"),
-        (request(), [offset(sequence_index=1)], "sequence_index"),
-        (request(), [offset(finished=True)], "reason is not set"),
-        (request(), [some, some], "repeats a sequence"),
+    for asked, received, field in (
+        (request(""), [], "request.request_id"),
+        (request(sampling=drawn), [some], "received[0]"),
+        (request(beam_search=beams), [some], "received[0]"),
+        (request(output=held), [some], "received[0]"),
+        (request(output=sums), [some], "received[0].cumulative_log_prob"),
+        (request(), [offset(batch_index=1)], "received[0].batch_index"),
+        (request(), [offset(sequence_index=1)], "received[0].sequence_index"),
+        (request(), [offset(finished=True)], "received[0].reason"),
+        (request(), [some, some], "received[1]"),
     ):
         stub = router_pb2_grpc.MeshServiceStub(mesh.channel)
         call = stub.Resume(router_pb2.ResumeRequest(request=asked, received=received))
         with pytest.raises(grpc.aio.AioRpcError) as told:
             await call.read()
-        assert complaint in (told.value.details() or "")
-        assert told.value.trailing_metadata().get(REASON_METADATA_KEY) == "INVALID_FIELD"
+        failed = told.value
+        error = from_status(failed.code(), failed.details() or "", failed.trailing_metadata())
+        assert (type(error), error.field) == (InvalidField, field)
 
 
 async def test_resume_of_a_live_request_moves_it_to_the_new_call(mesh: Mesh) -> None:
