@@ -46,7 +46,9 @@ class Server:
 @asynccontextmanager
 async def served(model_dir: Path, **settings: Any) -> AsyncIterator[Server]:
     runtime = Runtime()
-    service = TokenizerService(TokenizerSettings(model_dir=model_dir, **settings), runtime)
+    service = TokenizerService(
+        TokenizerSettings.model_validate({"model_dir": model_dir, **settings}), runtime
+    )
     server = GrpcServer(MESSAGE_BYTES)
     service.register(server)
     port = server.add_insecure_port("127.0.0.1:0")

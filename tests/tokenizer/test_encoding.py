@@ -7,7 +7,6 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -20,10 +19,10 @@ from trtmesh.tokenizer.encoding import (
     EncodedTexts,
     Encoder,
     EncodeRequest,
+    EncodingSettings,
     Outcome,
 )
 from trtmesh.tokenizer.metrics import TokenizerMetrics
-from trtmesh.tokenizer.settings import TokenizerSettings
 
 LIMIT = 100
 
@@ -59,10 +58,10 @@ class GatedTokenizer:
 
 @asynccontextmanager
 async def encoder_over(tokenizer: Any, **settings: Any) -> AsyncIterator[Encoder]:
-    sizes = {"long_text_bytes": LIMIT, "max_batch_bytes": LIMIT, "encode_threads": 1} | settings
+    sizes = {"long_text_bytes": LIMIT, "max_batch_bytes": LIMIT, "threads": 1} | settings
     encoder = Encoder(
         cast("Tokenizer", tokenizer),
-        TokenizerSettings(model_dir=Path(), **sizes),
+        EncodingSettings.model_validate(sizes),
         TokenizerMetrics(CollectorRegistry()),
     )
     try:
@@ -149,7 +148,7 @@ async def test_words_count_for_lane_and_limit() -> None:
 async def test_full_queue_refuses() -> None:
     tokenizer = GatedTokenizer()
     gate = tokenizer.gate("g")
-    limits = {"max_queued_encodes": 2, "max_queued_long_encodes": 1}
+    limits = {"max_queued": 2, "max_queued_long": 1}
     async with encoder_over(tokenizer, **limits) as encoder:
         accepted = [encoder.submit(plain("g"))]
         await until(lambda: tokenizer.batches)
@@ -190,7 +189,7 @@ async def test_cancelled_encode_is_not_encoded() -> None:
 async def test_cancelled_encode_makes_room_in_a_full_queue() -> None:
     tokenizer = GatedTokenizer()
     gate = tokenizer.gate("g")
-    async with encoder_over(tokenizer, max_queued_encodes=2) as encoder:
+    async with encoder_over(tokenizer, max_queued=2) as encoder:
         first = encoder.submit(plain("g"))
         await until(lambda: tokenizer.batches)
         cancelled, last = encoder.submit(plain("cancelled")), encoder.submit(plain("last"))

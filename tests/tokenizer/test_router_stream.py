@@ -275,7 +275,10 @@ async def test_handle_opened_twice_fails(server: Server, link: Link) -> None:
 
 
 async def test_handles_beyond_the_limit_fail(model_dir: Path) -> None:
-    async with served(model_dir, max_handles=2) as server, linked(server.stub) as link:
+    async with (
+        served(model_dir, stream={"max_decode_states": 2}) as server,
+        linked(server.stub) as link,
+    ):
         await link.send(open_decode(1), open_decode(2), open_decode(3))
         decoded = await link.decode(decode({1: [5], 2: [5], 3: [5]}))
         assert reasons(decoded) == {3: "QUEUE_FULL"}
@@ -326,7 +329,10 @@ async def test_empty_stop_text_fails(link: Link) -> None:
 
 
 async def test_oversized_text_is_refused(model_dir: Path) -> None:
-    async with served(model_dir, max_text_bytes=100) as server, linked(server.stub) as link:
+    async with (
+        served(model_dir, encoding={"max_text_bytes": 100}) as server,
+        linked(server.stub) as link,
+    ):
         encoded = await link.encode(encode(3, "é" * 51))
         assert encoded.handle == 3
         assert encoded.error.reason == "INVALID_FIELD"
@@ -402,7 +408,7 @@ async def test_unread_events_pause_reading_commands(model_dir: Path) -> None:
         await may_write.wait()
         written.extend(event.decoded.handles[0] for event in response.events)
 
-    async with served(model_dir, max_unsent_events=4) as server:
+    async with served(model_dir, stream={"max_unsent_events": 4}) as server:
         serving = asyncio.create_task(
             RouterStream(server.service._ready()).serve(requests(), write)
         )

@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Annotated
 
+from pydantic import Field
 from tokenizers import Tokenizer
 from trtmesh.chassis.errors import Draining, InternalError, InvalidField, QueueFull, TrtmeshError
+from trtmesh.chassis.settings import Settings
 from trtmesh.tokenizer.metrics import TokenizerMetrics
-from trtmesh.tokenizer.settings import TokenizerSettings
 
 HUGE_TO_LONG = 16
 """A text is huge from this multiple of `long_text_bytes`."""
@@ -64,16 +66,33 @@ class EncodedTexts:
 Outcome = EncodedTexts | TrtmeshError
 
 
+class EncodingSettings(Settings):
+    """Texts to encode, in three lanes by size: short, long, huge."""
+
+    threads: Annotated[int, Field(ge=1, le=256)] = 2
+    """Threads for short texts; long and huge texts have one thread each."""
+    max_text_bytes: Annotated[int, Field(ge=1, le=2**30)] = 4 * 2**20
+    """Largest text with words of one encode, in bytes of UTF-8; a larger one is refused with INVALID_FIELD."""
+    long_text_bytes: Annotated[int, Field(ge=1, le=2**30)] = 16 * 2**10
+    """Least size of a long text; from 16 times this size a text is huge."""
+    max_batch_bytes: Annotated[int, Field(ge=1, le=2**30)] = 64 * 2**10
+    """Most text that a thread takes from the queue at once; a larger text goes alone."""
+    max_queued: Annotated[int, Field(ge=1, le=1_000_000)] = 8192
+    """Most queued encodes of short texts; one more is refused with QUEUE_FULL."""
+    max_queued_long: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
+    """Most queued encodes of long texts, and of huge ones; one more is refused with QUEUE_FULL."""
+
+
 class Encoder:
     """A lane for each size class: a short text never waits for a long one."""
 
     def __init__(
-        self, tokenizer: Tokenizer, settings: TokenizerSettings, metrics: TokenizerMetrics
+        self, tokenizer: Tokenizer, settings: EncodingSettings, metrics: TokenizerMetrics
     ) -> None:
         self._settings = settings
-        few = settings.max_queued_long_encodes
+        few = settings.max_queued_long
         lanes = (
-            (0, "short", settings.encode_threads, settings.max_queued_encodes),
+            (0, "short", settings.threads, settings.max_queued),
             (settings.long_text_bytes, "long", 1, few),
             (settings.long_text_bytes * HUGE_TO_LONG, "huge", 1, few),
         )
@@ -95,7 +114,7 @@ class Encoder:
         if request.size_bytes > most:
             raise InvalidField(
                 f"has {request.size_bytes} bytes with its words but must have at most {most}"
-                " (max_text_bytes)",
+                " (encoding.max_text_bytes)",
                 field="text",
                 value=f"{request.size_bytes} bytes",
                 limit=f"at most {most}",

@@ -6,14 +6,16 @@ import asyncio
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Annotated
 
+from pydantic import Field
 from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.errors import InvalidRequest, TrtmeshError, UnsupportedCall
 from trtmesh.chassis.outbox import Outbox
+from trtmesh.chassis.settings import Settings
 from trtmesh.tokenizer.decoding.states import DecodeStates
 from trtmesh.tokenizer.encoding import EncodedTexts, Encoder, EncodeRequest, Outcome
 from trtmesh.tokenizer.metrics import TokenizerMetrics
-from trtmesh.tokenizer.settings import TokenizerSettings
 from trtmesh.tokenizer.vocabulary import Vocabulary
 from trtmesh.tokenizer.workload import Workload
 from trtmesh.v1 import tokenizer_pb2 as pb
@@ -24,11 +26,20 @@ TOKEN_BYTES = 4
 Write = Callable[[pb.TokenizerServiceConnectResponse], Awaitable[None]]
 
 
+class StreamLimits(Settings):
+    """Limits of each router's stream."""
+
+    max_decode_states: Annotated[int, Field(ge=1, le=1_000_000)] = 65_536
+    """Most decode states; one more fails with QUEUE_FULL."""
+    max_unsent_events: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
+    """Most events not yet read by the router; beyond them its commands are not read."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shared:
     """Shared by the streams of one process."""
 
-    settings: TokenizerSettings
+    limits: StreamLimits
     vocabulary: Vocabulary
     encoder: Encoder
     workload: Workload
@@ -46,10 +57,10 @@ class RouterStream:
         self._outbox = Outbox(
             pb.TokenizerServiceConnectResponse,
             lambda response: response.events.add(),
-            shared.settings.max_unsent_events,
+            shared.limits.max_unsent_events,
         )
         self._states = DecodeStates(
-            shared.vocabulary, shared.workload, shared.metrics, shared.settings.max_handles
+            shared.vocabulary, shared.workload, shared.metrics, shared.limits.max_decode_states
         )
         self._encodes: dict[int, asyncio.Future[Outcome]] = {}
         self._final_error: TrtmeshError | None = None

@@ -44,8 +44,10 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
     async def start(self) -> None:
         encode_in_this_thread_alone()
         vocabulary = await asyncio.to_thread(load_vocabulary, self._settings.model_dir)
-        encoder = Encoder(vocabulary.tokenizer, self._settings, self._metrics)
-        self._shared = Shared(self._settings, vocabulary, encoder, self._workload, self._metrics)
+        encoder = Encoder(vocabulary.tokenizer, self._settings.encoding, self._metrics)
+        self._shared = Shared(
+            self._settings.stream, vocabulary, encoder, self._workload, self._metrics
+        )
         log.info(
             "tokenizer %s: %s, %d ids, %s decoding, fingerprint %s",
             vocabulary.model,

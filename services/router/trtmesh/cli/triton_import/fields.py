@@ -222,7 +222,7 @@ def _convert_queue_policy(
                 draft.carry(subject, ("router", "admission", "queue_seconds"), value / 1e6)
             case "max_queue_size":
                 draft.replace(
-                    subject, "tokenizers have bounded queues: tokenizer.max_queued_encodes"
+                    subject, "tokenizers have bounded queues: tokenizer.encoding.max_queued"
                 )
             case _:
                 draft.refuse(subject, "a request that waits too long ends with an error")

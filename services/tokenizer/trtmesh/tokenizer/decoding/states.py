@@ -41,12 +41,12 @@ class DecodeStates:
         vocabulary: Vocabulary,
         workload: Workload,
         metrics: TokenizerMetrics,
-        max_handles: int,
+        max_decode_states: int,
     ) -> None:
         self._vocabulary = vocabulary
         self._workload = workload
         self._metrics = metrics
-        self._max_handles = max_handles
+        self._max_decode_states = max_decode_states
         self._sequences: dict[int, DecodeSequence] = {}
         self._failures: dict[int, TrtmeshError] = {}
         # The sequences of an item share their stop texts: building the automaton takes longer than a step.
@@ -97,9 +97,10 @@ class DecodeStates:
         handle = command.handle
         if handle in self._sequences or handle in self._failures:
             raise _wrong_handle(handle, "is open already; close it before reuse")
-        if len(self._sequences) >= self._max_handles:
+        if len(self._sequences) >= self._max_decode_states:
             raise QueueFull(
-                f"the stream has {self._max_handles} open decode handles, the most allowed (max_handles)"
+                f"the stream has {self._max_decode_states} open decode handles, the most allowed"
+                " (stream.max_decode_states)"
             )
         if "" in command.stop_texts:
             raise InvalidField.of("stop_texts", "", "texts of at least one character")
@@ -170,7 +171,7 @@ class DecodeStates:
         if sequence is not None:
             with request_id_bound(sequence.request_id):
                 log.info("decode handle %d failed: %s: %s", handle, error.reason, error.message)
-        if len(self._failures) < self._max_handles:
+        if len(self._failures) < self._max_decode_states:
             self._failures[handle] = error
 
     def _tell_failure(self, handle: int, answer: pb.Decoded) -> None:
