@@ -65,7 +65,7 @@ async def compare(running: int, actions: list[tuple[str, int, int]]) -> None:
     for number, (action, pick, priority) in enumerate(actions):
         everyone = [*should_run, *(entry[2] for entry in should_wait)]
         if action == "come":
-            (permit,) = tested.take("m", 1)
+            (permit,) = tested.admit("m", 1)
             tasks[permit] = asyncio.create_task(wait(permit, priority))
             should_wait.append((-priority, number, permit))
         elif action == "end" and should_run:
@@ -101,22 +101,22 @@ async def compare(running: int, actions: list[tuple[str, int, int]]) -> None:
 
 async def test_a_full_queue_refuses_the_whole_request_with_a_hint() -> None:
     tested = admission(running=2, queued=3)
-    permits = tested.take("m", 5)
+    permits = tested.admit("m", 5)
     with pytest.raises(QueueFull, match="Exceeds maximum queue size: model m") as refused:
-        tested.take("m", 1)
+        tested.admit("m", 1)
     assert refused.value.retry_after_ms
-    assert len(tested.take("other", 5)) == 5
+    assert len(tested.admit("other", 5)) == 5
     permits[0].give_back()
     with pytest.raises(QueueFull):
-        tested.take("m", 2)
-    assert len(tested.take("m", 1)) == 1
+        tested.admit("m", 2)
+    assert len(tested.admit("m", 1)) == 1
 
 
 async def test_all_models_together_are_bounded_too() -> None:
     tested = admission(running=50, queued=50, items=6)
-    tested.take("m", 4)
+    tested.admit("m", 4)
     with pytest.raises(QueueFull, match=r"Exceeds maximum queue size.*6 allowed"):
-        tested.take("other", 3)
+        tested.admit("other", 3)
     assert tested.live_items == 4
 
 
@@ -126,21 +126,21 @@ async def test_what_can_never_fit_is_not_to_be_tried_again(limits: dict[str, int
     with pytest.raises(
         InvalidField, match=r"items has 6 prompts but .* split the request"
     ) as refused:
-        tested.take("m", 6)
+        tested.admit("m", 6)
     assert refused.value.retry_after_ms is None
     assert "try again" not in refused.value.message
-    assert len(tested.take("m", 5)) == 5
+    assert len(tested.admit("m", 5)) == 5
 
 
 async def test_a_call_takes_over_the_places_of_the_one_that_ends_for_it() -> None:
     tested = admission(running=2, queued=1, items=3)
-    former = tested.take("m", 3)
+    former = tested.admit("m", 3)
     for permit in former[:2]:
         await permit.admitted(0)
     with pytest.raises(QueueFull):
-        tested.take("m", 3)
+        tested.admit("m", 3)
     assert [permit.running for permit in former] == [True, True, False]
-    latter = tested.take("m", 3, former)
+    latter = tested.admit("m", 3, former)
     waiting = asyncio.create_task(latter[2].admitted(0))
     for permit in latter[:2]:
         await permit.admitted(0)
@@ -158,7 +158,7 @@ async def test_a_call_takes_over_the_places_of_the_one_that_ends_for_it() -> Non
 
 async def test_waiting_ends() -> None:
     tested = admission(running=1, seconds=0.01)
-    first, second, third = tested.take("m", 3)
+    first, second, third = tested.admit("m", 3)
     await first.admitted(0)
     with pytest.raises(QueueTimeout, match="queue_seconds"):
         await second.admitted(0)
@@ -175,11 +175,11 @@ async def test_the_hint_follows_how_fast_items_end(monkeypatch: pytest.MonkeyPat
     now = 100.0
     monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now)
     for _ in range(3):
-        (permit,) = tested.take("m", 1)
+        (permit,) = tested.admit("m", 1)
         await permit.admitted(0)
         now += 0.002
         permit.give_back()
-    tested.take("m", 2)
+    tested.admit("m", 2)
     with pytest.raises(QueueFull) as refused:
-        tested.take("m", 1)
+        tested.admit("m", 1)
     assert refused.value.retry_after_ms == 100, "items end every few ms: the shortest hint"

@@ -26,11 +26,11 @@ class Source:
         message = pb.KvEvents(epoch=self.epoch, first_sequence=self.sequence, events=events)
         self.sequence += len(events)
         if not lost:
-            self.feed.take(message)
+            self.feed.apply(message)
 
     def snapshot(self) -> None:
         stored = pb.KvEvent(stored=pb.KvBlocksStored(block_hashes=sorted(self.blocks)))
-        self.feed.take(
+        self.feed.apply(
             pb.KvEvents(
                 epoch=self.epoch, first_sequence=self.sequence, events=[stored], snapshot=True
             )
@@ -95,7 +95,7 @@ def test_events_that_the_snapshot_covered_are_not_taken_twice() -> None:
         events=[pb.KvEvent(stored=pb.KvBlocksStored(block_hashes=[1]))] * 2,
     )
     source.snapshot()
-    source.feed.take(late)
+    source.feed.apply(late)
     source.change([2], [])
     assert held(index) == {2}
 

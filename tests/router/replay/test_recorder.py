@@ -23,7 +23,7 @@ from trtmesh.chassis.errors import QueueFull, QueueTimeout
 from trtmesh.chassis.service import run
 from trtmesh.cli.app import app
 from trtmesh.router.placement import PlacementQuery, WorkerSnapshot, place
-from trtmesh.router.placement.decision_log import DecisionRecord
+from trtmesh.router.placement.decision import DecisionRecord
 from trtmesh.router.replay import FleetModel, Recorder, read_trace, replay
 from trtmesh.router.router import Router
 from trtmesh.router.settings import RouterSettings

@@ -78,7 +78,7 @@ async def interleave(actions: list[tuple[str, Key, int]], details: bool) -> None
     put.other((0, 0))
     put.stream.close()
     taken += await take(put.stream)
-    assert await put.stream.take() is None
+    assert await put.stream.next_entries() is None
     assert put.stream.waiting_tokens == 0
     assert taken[0] == OPENING
     received: dict[Key, list[int]] = defaultdict(list)
@@ -96,7 +96,7 @@ async def interleave(actions: list[tuple[str, Key, int]], details: bool) -> None
 
 
 async def take(stream: ClientStream) -> list[router_pb.GenerateEvent]:
-    waiting = await stream.take()
+    waiting = await stream.next_entries()
     assert waiting
     return list(as_response(waiting).events)
 
@@ -121,7 +121,7 @@ async def test_what_waits_together_leaves_together_and_merged() -> None:
 
 async def test_the_opening_event_leaves_with_the_first_that_follows() -> None:
     put, stream = opened()
-    taking = asyncio.create_task(stream.take())
+    taking = asyncio.create_task(stream.next_entries())
     await asyncio.sleep(0)
     assert not taking.done()
     put.other((0, 0))
@@ -179,7 +179,7 @@ async def test_unread_seconds_are_those_of_the_message_on_its_way() -> None:
     assert stream.unread_seconds(now + 3600) == 0
     await take(stream)
     assert stream.unread_seconds(now + 3600) > 3000
-    taking: asyncio.Task[Any] = asyncio.create_task(stream.take())
+    taking: asyncio.Task[Any] = asyncio.create_task(stream.next_entries())
     await asyncio.sleep(0)
     assert stream.unread_seconds(now + 3600) == 0
     stream.close()
@@ -210,7 +210,7 @@ async def test_logits_leave_in_messages_of_a_bounded_size_in_order() -> None:
 async def all_messages(stream: ClientStream) -> list[router_pb.GenerateResponse]:
     stream.close()
     messages = []
-    while (waiting := await stream.take()) is not None:
+    while (waiting := await stream.next_entries()) is not None:
         assert stream.waiting_bytes >= 0
         messages.append(as_response(waiting))
     return messages
@@ -252,9 +252,9 @@ async def test_a_credit_is_used_up_in_tokens_or_bytes_and_comes_back_once_what_w
     for number in range(10, 15):
         stream.put_tokens(0, 0, number, [7], "", None)
     assert heard.words == ["full"]
-    await stream.take()
+    await stream.next_entries()
     # The message is on its way.
     assert heard.words == ["full"]
     stream.put_tokens(0, 0, 15, [7], "", None)
-    await stream.take()
+    await stream.next_entries()
     assert heard.words == ["full", "read"]

@@ -38,7 +38,7 @@ def test_any_cut_gives_each_token_its_own(added: list[int], cuts: list[int]) -> 
     taken = 0
     for cut in [*cuts, total]:
         count = min(cut, total - taken)
-        details = buffer.take(count)
+        details = buffer.pop(count)
         if not count:
             assert details is None
             continue
@@ -56,7 +56,7 @@ def test_any_cut_gives_each_token_its_own(added: list[int], cuts: list[int]) -> 
 
 
 def test_nothing_asked_gives_nothing() -> None:
-    assert TokenDetailBuffer().take(0) is None
+    assert TokenDetailBuffer().pop(0) is None
 
 
 def prompt_of(start: int, end: int) -> pb.PromptDetails:

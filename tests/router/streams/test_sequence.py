@@ -128,7 +128,7 @@ def make_run(client: ClientStream, owner: OneItem, **options: Any) -> SequenceRu
 async def received(client: ClientStream) -> tuple[list[int], str, int]:
     """All ids and text that were put, with contiguous offsets, and the number of token events."""
     client.put(router_pb.GenerateEvent(item_finished=router_pb.ItemFinished()))
-    waiting = await client.take()
+    waiting = await client.next_entries()
     assert waiting
     response = as_response(waiting)
     ids: list[int] = []
@@ -293,7 +293,7 @@ async def test_a_moved_sequence_tells_what_an_unmoved_one_would() -> None:
     assert metrics.first_scheduled_time_ns == metrics.first_token_time_ns < 2**62
     assert metrics.arrival_time_ns < metrics.first_token_time_ns
     client.close()
-    waiting = await client.take()
+    waiting = await client.next_entries()
     assert waiting
     response = as_response(waiting)
     kinds = [event.WhichOneof("event") for event in response.events[1:]]
@@ -313,7 +313,7 @@ async def test_a_start_is_told_where_tokens_are_streamed(stream: bool) -> None:
     run.on_tokens(0, [1])
     run.on_end(End(pb.FINISH_REASON_LENGTH))
     client.close()
-    waiting = await client.take()
+    waiting = await client.next_entries()
     assert waiting
     kinds = [event.WhichOneof("event") for event in as_response(waiting).events[1:]]
     assert kinds == ["sequence_started", "tokens"][not stream :]
@@ -378,7 +378,7 @@ async def rewrite(
         script.append((offset, ids))
 
     async def take() -> None:
-        if waiting := await client.take():
+        if waiting := await client.next_entries():
             for event in events_of(as_response(waiting)):
                 if isinstance(event, Tokens):
                     result.add(event)

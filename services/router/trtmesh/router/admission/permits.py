@@ -103,7 +103,7 @@ class ModelQueue:
                 retry_after_ms=self.retry_after_ms(self.items - freed + items - most),
             )
 
-    def take(self, items: int, leaving: Sequence[Permit]) -> list[Permit]:
+    def admit(self, items: int, leaving: Sequence[Permit]) -> list[Permit]:
         self.items += items
         permits = [Permit(self) for _ in range(items)]
         running = [permit for permit in leaving if permit.running]
@@ -178,7 +178,7 @@ class Admission:
     def queued_items(self) -> int:
         return sum(queue.queued for queue in self._queues.values())
 
-    def take(self, model: str, items: int, leaving: Sequence[Permit] = ()) -> list[Permit]:
+    def admit(self, model: str, items: int, leaving: Sequence[Permit] = ()) -> list[Permit]:
         """Takes a permit for each item of a request. Raises QueueFull, or InvalidField for more than ever fit.
 
         `leaving` are the permits of the replaced call: they do not count, and running items hand their places on.
@@ -203,4 +203,4 @@ class Admission:
             )
         queue.check(items, freed)
         self.live_items += items
-        return queue.take(items, leaving)
+        return queue.admit(items, leaving)

@@ -67,7 +67,7 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
         self, live: LiveRequest, write: Callable[[pb.GenerateResponse], Awaitable[None]]
     ) -> None:
         """Writes one response for each batch of events until all items are over."""
-        while (waiting := await live.client.take()) is not None:
+        while (waiting := await live.client.next_entries()) is not None:
             await write(as_response(waiting))
             self._metrics.client_messages += 1
 

@@ -26,7 +26,7 @@ from trtmesh.router.placement import (
     check_fields,
     place,
 )
-from trtmesh.router.placement.decision_log import DecisionLog
+from trtmesh.router.placement.decision import DecisionLog
 from trtmesh.router.placement.rates import Ewma, Typical, typical_of
 from trtmesh.router.placement.settings import PlacementSettings
 

@@ -39,7 +39,7 @@ class Steps:
         """Starts counting on a new stream."""
         self._received = 0
 
-    def take(self, step: pb.Step) -> None:
+    def distribute(self, step: pb.Step) -> None:
         """Hands new tokens to each sequence. Hot: no per-token objects, no logging."""
         sequences = self._assignments.sequences
         details = {each.handle: each.details for each in step.details} if step.details else {}

@@ -199,11 +199,11 @@ class Worker(Replica):
             for event in response.events:
                 match event.WhichOneof("event"):
                     case "step":
-                        self._steps.take(event.step)
+                        self._steps.distribute(event.step)
                     case "load":
                         self._on_load(event.load)
                     case "kv_events":
-                        self._kv_feed.take(event.kv_events)
+                        self._kv_feed.apply(event.kv_events)
                     case "adapter_states":
                         self._on_adapters(
                             held_adapters(self.adapters, event.adapter_states.adapters)

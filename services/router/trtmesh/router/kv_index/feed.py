@@ -32,7 +32,7 @@ class KvFeed:
         self._next = None
         self._index.forget(self._address)
 
-    def take(self, events: pb.KvEvents) -> None:
+    def apply(self, events: pb.KvEvents) -> None:
         """Applies events in their order of arrival."""
         if events.snapshot:
             self._index.clear(self._address)

@@ -1,7 +1,8 @@
-"""Decisions, kept as their inputs: scores and exclusions are recomputed only when somebody asks."""
+"""Decisions, kept for operators as their inputs: scores and exclusions are recomputed on request."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -58,3 +59,31 @@ class Decision:
     def regret_tokens(self) -> int:
         """Further prompt tokens reusable on another worker."""
         return max(self.query.cached_tokens.values(), default=0) - self.cached_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionRecord:
+    """A decision with the item. `cause` is first, retry or migration."""
+
+    request_id: str
+    batch_index: int
+    cause: str
+    decision: Decision
+
+
+class DecisionLog:
+    """A ring of records. Simultaneous decisions share snapshots, so a record costs a few bytes per worker."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._records: deque[DecisionRecord] = deque(maxlen=most)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def add(self, record: DecisionRecord) -> None:
+        self._records.append(record)
+
+    def of_request(self, request_id: str) -> list[DecisionRecord]:
+        """Decisions for the items of a request, in order; empty once forgotten."""
+        return [record for record in self._records if record.request_id == request_id]

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from pydantic import Field
 from trtmesh.chassis.errors import SettingsError, TrtmeshError
 from trtmesh.chassis.settings import Settings
-from trtmesh.router.placement.decision_log import DecisionRecord
+from trtmesh.router.placement.decision import DecisionRecord
 from trtmesh.router.values.request import GenerationRequest
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.router.fleet.facts import Identity
 from trtmesh.router.fleet.plan import Leg, Plan
 from trtmesh.router.placement import WHOLE, Capability, PlacementQuery
-from trtmesh.router.placement.decision_log import DecisionRecord
+from trtmesh.router.placement.decision import DecisionRecord
 from trtmesh.router.replay import RecordedItem
 from trtmesh.router.requests.attempts import Attempts, Failures, unplaceable
 from trtmesh.router.requests.context import RequestContext

@@ -180,7 +180,7 @@ class Requests:
                 bucket.check(now, in_debt=received.anything)
             items = len(received.rest_of(request))
             leaving = former.permits if former else ()
-            permits = self._mesh.admission.take(model, items, leaving)
+            permits = self._mesh.admission.admit(model, items, leaving)
         except TrtmeshError as error:
             self._mesh.metrics.note_refusal(error.reason, api_key)
             if self._mesh.recorder is not None:

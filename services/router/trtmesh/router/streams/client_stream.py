@@ -142,12 +142,12 @@ class ClientStream:
         self._append(WaitingEvent(event, event.ByteSize()))
 
     def close(self) -> None:
-        """Ends the queue: `take` returns the rest, even the opening event alone, then None."""
+        """Ends the queue: `next_entries` returns the rest, even the opening event alone, then None."""
         self._closed = True
         self._followed = bool(self._entries)
         self._wake()
 
-    async def take(self) -> Sequence[Waiting] | None:
+    async def next_entries(self) -> Sequence[Waiting] | None:
         """Waits for the entries of the next message; None at the end. The only consumer calls again after its write."""
         self._taken_at = None
         self._tell_room()

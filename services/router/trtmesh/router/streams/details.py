@@ -49,7 +49,7 @@ class TokenDetailBuffer:
             return count
         return min(count, max(1, most_bytes // max(1, len(self._rows[0]))))
 
-    def take(self, count: int) -> pb.TokenDetails | None:
+    def pop(self, count: int) -> pb.TokenDetails | None:
         """Takes the data of the next `count` tokens."""
         if not count:
             return None

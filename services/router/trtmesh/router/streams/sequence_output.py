@@ -107,7 +107,7 @@ class SequenceOutput:
                 start,
                 token_ids[start:stop],
                 text if stop == end else "",
-                details.take(count) if details is not None else None,
+                details.pop(count) if details is not None else None,
             )
             start = stop
             if start == end:

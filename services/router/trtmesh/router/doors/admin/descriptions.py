@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable
 
 from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.links.replica import Replica, ReplicaState
-from trtmesh.router.placement.decision import Candidate
-from trtmesh.router.placement.decision_log import DecisionRecord
+from trtmesh.router.placement.decision import Candidate, DecisionRecord
 from trtmesh.router.requests.item import ItemRun
 from trtmesh.router.requests.live_request import LiveRequest
 from trtmesh.router.streams.sequence import SequenceRun

@@ -122,7 +122,7 @@ class Generations:
         self, live: LiveRequest, answers: Answers | PlainText, texts: Texts, limit: TimeLimit
     ) -> AsyncGenerator[Answer]:
         """The answers, until all rows are over."""
-        while (waiting := await limit.keep(live.client.take())) is not None:
+        while (waiting := await limit.keep(live.client.next_entries())) is not None:
             answers.see(waiting)
             for row, sequence in answers.texts_to_complete():
                 sequence.texts = [await _whole_text(texts, row, sequence)]
