@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """A command: take an item; its results come back under `keys`."""
+    """A command: take an item, with results under `keys`."""
 
     keys: tuple[int, ...]
     sequences: list[Sequence]
@@ -52,7 +52,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A command: give added sequences their prompt table, or its error."""
+    """A command: give added sequences their prompt table, or an error."""
 
     sequences: list[Sequence]
     table: PromptTable | TrtmeshError

@@ -1,4 +1,4 @@
-"""The strategies by which sequences get their next tokens: sampling here, beam search in `beams`."""
+"""Strategies for the next tokens of sequences: sampling here, beam search in `beams`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class Choice(Protocol):
-    """Next tokens, or what a strategy needs for them, computed for the rows of a step."""
+    """Next tokens for the rows of a step, or the data for choosing them."""
 
     def read(self) -> dict[int, TrtmeshError]:
-        """Waits for the device. Returns the rows that failed, and why."""
+        """Waits for the device. Returns the failed rows, and why."""
 
 
 C = TypeVar("C", bound=Choice)
@@ -32,14 +32,14 @@ class Decoding(Protocol[C]):
 
     @property
     def keys(self) -> tuple[int, ...]:
-        """Names of the sequences that come back."""
+        """Names of the resulting sequences."""
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
-        """The sequences that the scheduler computes."""
+        """The sequences in the scheduler."""
 
     forks: Pairs
-    """Sequences that continue from the KV of others, since the last `advance`; cleared by the engine."""
+    """Sequences to continue from the KV of others after `advance`; cleared by the engine."""
     ends: SequenceOf[SequenceEnd]
     """The ends of all keys; empty while the decoding runs."""
 
@@ -59,10 +59,10 @@ class Decoding(Protocol[C]):
         """Sets `ends` where the tokens say so."""
 
     def deliver(self, output: StepOutput) -> None:
-        """Adds tokens that were held back until the end."""
+        """Adds tokens held back until the end."""
 
     def broken_off(self, reason: int, error: TrtmeshError | None = None) -> list[SequenceEnd]:
-        """The ends of all keys after what was delivered so far."""
+        """The ends of all keys after the tokens delivered so far."""
 
 
 class SampledDecoding:

@@ -175,7 +175,7 @@ class Engine:
                 self._blame(sequence, fault(sequence, "the item cannot continue", error))
                 continue
             if decoding.forks:
-                # Not guarded: with half changed counts the pool, which all share, is lost.
+                # Not guarded: half changed counts would spoil the pool for all.
                 self.scheduler.reassign(decoding.forks)
                 decoding.forks = ()
             if decoding.ends:

@@ -34,14 +34,14 @@ class TorchSettings(Settings):
     tokens_per_block: Annotated[int, Field(ge=1, le=4096)] = 16
     """Tokens per KV block."""
     prefix_reuse: bool = True
-    """Whether equal prefixes share KV, which stays cached until its blocks are needed."""
+    """Whether equal prefixes share KV and stay cached until their blocks are needed."""
     partial_reuse: bool = True
     """Whether the matching part of a cached block is copied and used."""
     decode_copy_bytes: Annotated[int, Field(ge=0)] = 2**30
-    """Memory in bytes, on a CPU, for contiguous copies of the KV of decoding sequences, which save gathering blocks in
+    """Memory in bytes, on a CPU, for contiguous copies of the KV of decoding sequences, instead of gathering blocks in
     every step; 0 keeps no copies."""
     host_cache_bytes: Annotated[int, Field(ge=0)] = 0
-    """Host memory in bytes for cached blocks that are evicted from the KV cache."""
+    """Host memory in bytes for cached blocks evicted from the KV cache."""
     host_cache_min_priority: Annotated[int, Field(ge=0, le=100)] = DEFAULT_PRIORITY
     """Lowest retention priority of blocks moved to host memory; blocks without a priority have 35."""
     kv_events: bool = True
@@ -63,7 +63,7 @@ class TorchSettings(Settings):
     max_step_tokens: Count = 512
     """Most tokens in a step, except that every sequence in the batch gets at least one."""
     max_sequence_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-    """Most tokens of a sequence, prompt included; 0 means the model's length, as far as the KV cache can hold it."""
+    """Most tokens of a sequence, prompt included; 0 means the model's length, within the KV cache."""
     max_sequences_per_item: Annotated[int, Field(ge=1, le=256)] = 16
     """Most sequences of one item."""
     max_queue_size: Annotated[int, Field(ge=0, le=2**31 - 1)] = 1024

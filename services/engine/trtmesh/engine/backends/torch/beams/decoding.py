@@ -1,14 +1,14 @@
-"""An item under beam search: its beams as sequences of the scheduler, and its results as they change.
+"""An item under beam search: beams as sequences of the scheduler, and changing results.
 
 A lane is a sequence that holds the KV of one beam. There are as many lanes as beams from the start, admitted and paused
 only together; a spare lane repeats the first. After each step a surviving beam keeps its lane; a second child
 takes over the lane of a dead beam, shares the full blocks and copies the last. All lanes have equally many tokens, so
 this never needs another block.
 
-Results are the best sequences so far, best first. A sequence that only grew is delivered as its new tokens; all others
-are delivered again from their first token, which replaces the earlier delivery. Logits are too large for repetition:
-with them everything is delivered once, at the end. The search depends on the item alone, so another worker comes to the
-same result.
+Results are the best sequences so far, best first. Growth is delivered as new tokens; any other change delivers a
+sequence again from the first token, in place of the earlier delivery. Logits are too large for repetition: with them
+everything is delivered once, at the end. The search depends on the item alone, so another worker comes to the same
+result.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class BeamDecoding:
         return False
 
     def _is_there(self, lane: Sequence) -> bool:
-        """Whether the lane has a row for its present tokens; a paused lane computes its row again."""
+        """Whether the lane has a row for the present tokens; a paused lane computes the row again."""
         row = self._rows.get(lane.key)
         return (
             row is not None

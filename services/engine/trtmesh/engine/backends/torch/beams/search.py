@@ -32,7 +32,7 @@ Top = list[tuple[int, float]]
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """Optional data of one token."""
+    """Optional data of a token."""
 
     top: Top
     """The most likely alternatives."""
@@ -67,11 +67,11 @@ class _Candidate:
 
 
 EndAfter = Callable[[Hypothesis, int], End | None]
-"""The end of a hypothesis with one more token; None if it continues."""
+"""The end of a hypothesis with one more token; None to continue."""
 
 
 class BeamSearch:
-    """The beams of one item."""
+    """The beams of an item."""
 
     def __init__(
         self, asked: vocabulary.BeamSearch, *, most_tokens: int, ending_tokens: int
@@ -135,7 +135,7 @@ class BeamSearch:
 
     def _candidates(self, log_probs: Tensor) -> list[_Candidate]:
         """Continuations, best first: at least as many as a step can need."""
-        # At most `width` continuations of one beam keep running; only ending tokens can rank between them.
+        # At most `width` continuations of a beam keep running; only ending tokens can rank between these.
         count = min(self.width + self._ending_tokens, log_probs.shape[1])
         values, tokens = log_probs.topk(count, dim=1)
         found = [

@@ -31,12 +31,12 @@ class Batch:
     """[tokens]"""
     step: StepTokens
     tables: list[tuple[slice, PromptTable]]
-    """Prompt tables and the tokens that they apply to."""
+    """Prompt tables with their ranges of tokens."""
     kept_rows: Tensor
-    """Tokens whose logits are needed: those of `completing` first, then those of `reading`."""
+    """Tokens with needed logits, first for `completing`, then for `reading`."""
     completing: list[Chunk]
     reading: list[tuple[Chunk, int]]
-    """Chunks whose readers need logits, and of how many tokens."""
+    """Chunks with the number of logits for their readers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,10 @@ class Forward:
     logits: Tensor
     """[completing chunks, vocabulary], float32."""
     given: list[tuple[Chunk, Tensor]]
-    """Chunks with the logits [tokens, vocabulary] that their readers need."""
+    """Chunks with the logits [tokens, vocabulary] for their readers."""
 
     def rows_of(self, chunks: SequenceOf[Chunk]) -> Tensor:
-        """The logits of some completing chunks, which are in the order of `completing`."""
+        """The logits of completing chunks, given in order."""
         if len(chunks) == len(self.completing):
             return self.logits
         wanted = {chunk.sequence.key for chunk in chunks}
@@ -60,8 +60,8 @@ class Forward:
 
 
 class Compute(Protocol):
-    """A model on a device. Calls take effect on the device in their order, and none has to wait for it: results are
-    read when a step is collected."""
+    """A model on a device. Calls take effect on the device in order and need not wait for results, which are read
+    when a step is collected."""
 
     def move(self, moves: SequenceOf[Move]) -> None:
         """Copies and clears blocks."""
@@ -76,7 +76,7 @@ class Compute(Protocol):
         """Picks or draws the next token of each row."""
 
     def rank(self, lanes: SequenceOf[Continuation], logits: Tensor) -> Ranking:
-        """Computes the log-probabilities that beams are ranked by."""
+        """Computes the log-probabilities for ranking beams."""
 
     def check(self) -> None:
         """Computes one token outside of all sequences. Raises where the model cannot compute at all."""

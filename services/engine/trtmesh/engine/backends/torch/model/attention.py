@@ -20,14 +20,14 @@ class Rule:
 
     scale: float
     window: int | None
-    """Tokens that a token sees, itself included; None for all."""
+    """Size of the sliding window, the token itself included; None for all tokens."""
     softcap: float | None
     sinks: Tensor | None
     """A score per head that takes probability and adds no value, [heads]."""
 
     @property
     def plain(self) -> bool:
-        """Whether PyTorch's fused kernel can express it."""
+        """Whether PyTorch's fused kernel can express the rule."""
         return self.softcap is None and self.sinks is None
 
 

@@ -24,7 +24,7 @@ DEFAULT_POSITIONS = 2048
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A causal language model and its properties."""
+    """A causal language model."""
 
     module: PreTrainedModel
     dtype: torch.dtype
@@ -32,14 +32,14 @@ class Model:
     compute_dtype: torch.dtype
     """Type of activations."""
     plain: bool
-    """Whether its layers can be called one after another without the code of transformers around them."""
+    """Whether the layers can be called in a row, without the code of transformers around them."""
     kv_shape: KvShape
     vocabulary_size: int
     max_positions: int
     end_ids: tuple[int, ...]
     embedding: Embedding
     window: int | None
-    """Tokens that a token sees, itself included, in the layer with the widest window; None where a layer sees all."""
+    """Widest sliding window of all layers; None where a layer sees all tokens."""
 
     def logits(
         self,
@@ -68,7 +68,7 @@ class Model:
         return logits[:, : self.vocabulary_size].float()
 
     def _plain_logits(self, embedded: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
-        """The model's forward without the masks, which paged attention does not use."""
+        """The model's forward without masks: paged attention uses none."""
         model: Any = self.module
         body = model.model
         hidden = embedded[None]
@@ -176,7 +176,7 @@ def _weights(model_dir: Path, config: Any, dtype: torch.dtype) -> PreTrainedMode
 
 
 class Probe:
-    """Records the calls of attention instead of computing it."""
+    """Records the calls of attention without computing."""
 
     def __init__(self) -> None:
         self.calls: Counter[int] = Counter()

@@ -32,12 +32,12 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class PromptTable:
-    """The prompt table of one item."""
+    """The prompt table of an item."""
 
     rows: Tensor | None
     """[rows, hidden size] on the model's device, as the layers take them; None where the item has only extra ids."""
     digest: bytes
-    """Digest of everything that gives equal token ids another meaning."""
+    """Covers everything besides token ids that changes the KV."""
 
 
 class Embedding:

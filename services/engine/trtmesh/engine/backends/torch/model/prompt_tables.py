@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Done = Callable[["PromptTable | TrtmeshError"], None]
-"""Takes the table or its error, on the reading thread."""
+"""Takes the table or an error, on the reading thread."""
 
 
 class Lease:
@@ -63,7 +63,7 @@ class PromptTables:
         return self._held_bytes
 
     def read(self, request_id: str, asked: PromptTuning, holders: int, done: Done) -> Lease:
-        """Queues a table that passed `Embedding.check`; `holders` sequences will hold it.
+        """Queues a checked table; `holders` sequences will hold the result.
 
         Raises QueueFull where memory is short for now, InvalidField where the table can never fit.
         """
@@ -87,7 +87,7 @@ class PromptTables:
         return lease
 
     def close(self) -> None:
-        """Waits for the current read and drops the queued ones."""
+        """Waits for the current read and drops the queue."""
         self._thread.shutdown(cancel_futures=True)
 
     def _read(self, request_id: str, asked: PromptTuning, lease: Lease, done: Done) -> None:
@@ -103,7 +103,7 @@ class PromptTables:
             with request_id_bound(request_id):
                 log.exception("a prompt table could not be read")
             table = BackendFailed(f"the prompt table could not be read: {error}")
-        # First, so that nothing is counted any more when the item is seen to end.
+        # First: the count must be right when the item ends.
         lease.give_back()
         done(table)
 

@@ -1,4 +1,4 @@
-"""Sequences that continue from the KV of others, as the beams of a search do."""
+"""Sequences continuing from the KV of others, such as beams."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ REMOVED_ENTRIES = 64
 
 
 class SequenceHeap:
-    """The lowest first. A removed sequence stays until it surfaces or until `tidy` finds too many of them."""
+    """The lowest first. Removed sequences stay until they surface or until `tidy` finds too many."""
 
     def __init__(self, lives: Callable[[Sequence], bool]) -> None:
         self._lives = lives

@@ -1,4 +1,4 @@
-"""Reuse of KV: finding the blocks that a sequence can begin with, and publishing its own."""
+"""Reuse of KV: finds blocks for the beginning of a sequence, and publishes blocks for others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Prefixes:
         return led if led.tokens >= published.tokens else published
 
     def of_leader(self, sequence: Sequence) -> Prefix:
-        """The beginning that its leader has computed."""
+        """The beginning computed by the leader."""
         leader = sequence.leader
         if leader is None or leader.slot < 0:
             return NOTHING
@@ -102,12 +102,12 @@ class Prefixes:
         return [NULL_BLOCK] * unseen + blocks[unseen:longest]
 
     def _hashes(self, sequence: Sequence, count: int) -> list[int]:
-        """Hashes of at least its first `count` blocks, which are full."""
+        """Hashes of at least the first `count` blocks, all full."""
         return extend_names(sequence.hashes, sequence.root, sequence.tokens, self._size, count)
 
 
 def retention_of(sequence: Sequence, token: int) -> Retention | None:
-    """The retention that its item asks for the block beginning at index `token`; None without a wish.
+    """The retention for the block beginning at index `token`, as the item asks; None without a wish.
 
     In the prompt the first range that covers the token decides, after the prompt the decode priority.
     """

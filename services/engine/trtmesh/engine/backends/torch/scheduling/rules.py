@@ -1,4 +1,4 @@
-"""The rules by which sequences are admitted, paused and cut into steps."""
+"""Rules for admitting, pausing and cutting sequences into steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SchedulingRules:
     static_batch: bool = False
     """Whether a batch starts only after the end of the previous batch."""
     window: int | None = None
-    """Tokens that a token sees, itself included; None for all."""
+    """Size of the sliding window, the token itself included; None for all tokens."""
 
     def __post_init__(self) -> None:
         if self.static_batch and not self.never_pause:
@@ -44,7 +44,7 @@ class SchedulingRules:
         return to_come if self.never_pause else min(1, to_come)
 
     def blocks_to_come(self, sequence: Sequence, blocks: int) -> int:
-        """Blocks that a sequence with `blocks` blocks may still need. The last token needs no KV."""
+        """Further blocks for the longest form of a sequence with `blocks` blocks. The last token needs no KV."""
         longest = max(sequence.rule.limit - 1, len(sequence.tokens))
         return max(0, self.blocks(longest) - blocks)
 

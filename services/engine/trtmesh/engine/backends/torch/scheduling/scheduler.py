@@ -1,4 +1,4 @@
-"""Decides the tokens that each sequence computes in the next step.
+"""Decides the tokens of each sequence in the next step.
 
 There are no prefill and decode phases: a sequence is `tokens` and `num_computed`, and steps hand out tokens until the
 two meet. This one rule covers chunked prefill, prefix reuse and recovery from preemption.
@@ -73,7 +73,7 @@ class Scheduler:
         self._queue(sequence)
 
     def ready(self, sequence: Sequence) -> None:
-        """Lets a sequence that was added unready start, in its place of the queue."""
+        """Lets a sequence added unready start, in its place of the queue."""
         del self._unready[sequence.key]
         self._waiting.push(sequence.rank, sequence)
 
@@ -112,7 +112,7 @@ class Scheduler:
         self._admit()
         chunks = self._chunks()
         while not chunks and self.running:
-            # All wait for mates that find no room. The lowest rank fits alone and is reached in the end.
+            # All wait for mates without room. The lowest rank fits alone and is reached in the end.
             self._preempt(self.running[-1])
             self._admit()
             chunks = self._chunks()
@@ -131,7 +131,7 @@ class Scheduler:
         return chunks
 
     def computed(self, chunk: Chunk) -> None:
-        """Counts the KV of `chunk` as present: later steps read it after this one wrote it."""
+        """Counts the KV of `chunk` as present: later steps run after this step."""
         sequence = chunk.sequence
         sequence.num_computed = chunk.start + chunk.count
         prompt = min(sequence.num_computed, sequence.submitted_tokens) - chunk.start
@@ -212,7 +212,7 @@ class Scheduler:
         return self.pool.can_allocate(needed, beside=prefix)
 
     def _needs(self, sequence: Sequence, shared: int) -> int:
-        """Free blocks that a sequence needs to start with `shared` blocks."""
+        """Free blocks for a sequence to start with `shared` blocks."""
         blocks = self._rules.blocks(len(sequence.tokens))
         to_come = self._rules.blocks_to_come(sequence, blocks) if self._rules.never_pause else 0
         return blocks - shared + to_come
@@ -251,7 +251,7 @@ class Scheduler:
         self.new_blocks += blocks
 
     def _drop(self, sequence: Sequence) -> None:
-        """Releases the blocks outside the sliding window, except those that other sequences are to begin with."""
+        """Releases the blocks outside the sliding window, except for blocks that mates and followers begin with."""
         seen_from = sequence.num_computed
         if sequence.key in self._followers or any(mate.slot < 0 for mate in sequence.mates):
             # Followers compute at least the last token of the prompt.

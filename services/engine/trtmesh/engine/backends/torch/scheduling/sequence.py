@@ -38,7 +38,7 @@ class Sequence(Continuation):
 
     config: GenerationConfig
     submitted_tokens: int
-    """Tokens that came with the item: the prompt and what another worker generated."""
+    """Tokens received with the item: the prompt, and tokens from another worker."""
     request_id: str = ""
     """For the log."""
     leader: Sequence | None = None
@@ -46,17 +46,17 @@ class Sequence(Continuation):
     prompt_table: PromptTable | None = None
     """The embeddings of ids beyond the vocabulary in the prompt."""
     table_lease: Lease | None = None
-    """Memory of that table, which may not have been read yet."""
+    """Memory of the prompt table, from before the table is read."""
     mates: list[Sequence] = field(default_factory=list)
     """Sequences admitted and paused only together, this one included. They share the list, and leave it at their ends.
     Empty for a sequence on its own."""
     root: int = ROOT_HASH
-    """Parent hash of its first block: everything but tokens that its KV depends on."""
+    """Parent hash of the first block: covers everything besides tokens that changes the KV."""
     num_computed: int = 0
     """Leading tokens with their KV in the blocks."""
     blocks: list[int] = field(default_factory=list)
     hashes: list[int] = field(default_factory=list)
-    """Hashes of its leading full blocks, computed on demand."""
+    """Hashes of leading full blocks, computed on demand."""
     num_dropped: int = 0
     """Leading blocks that no further token sees; they are released."""
     num_published: int = 0
@@ -66,7 +66,7 @@ class Sequence(Continuation):
     rank: tuple[int, int] = (0, 0)
     """Fixed place in every order: the lowest starts first and is preempted last."""
     paused: bool = False
-    """Whether it had started and lost its blocks to others."""
+    """Whether the sequence has started and lost its blocks."""
     cached_prompt_tokens: int = 0
     reader: Reader | None = None
     """Still needs logits of submitted tokens."""
@@ -74,11 +74,11 @@ class Sequence(Continuation):
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can be computed; False while its prompt table is being read."""
+        """False while the prompt table is being read."""
         return self.table_lease is None or self.prompt_table is not None
 
     def give_table(self, table: PromptTable) -> None:
-        """Takes the table of its lease."""
+        """Takes the table of the lease."""
         self.prompt_table = table
         self.root = root_hash(self.config.kv_cache.salt, prompt_table_digest=table.digest)
 
@@ -115,7 +115,7 @@ class Sequence(Continuation):
     def tell_next(
         self, token: int, details: TokenDetails | None, output: StepOutput, now_ns: int
     ) -> None:
-        """Appends a generated token, and adds it with its details to the output of a step."""
+        """Appends a generated token, and reports the token and its details in the output of a step."""
         output.keys.append(self.key)
         output.token_offsets.append(self.generated_tokens)
         output.token_counts.append(1)
@@ -131,7 +131,7 @@ class Sequence(Continuation):
     def end(
         self, reason: int, stop_token_ids: tuple[int, ...] = (), error: TrtmeshError | None = None
     ) -> SequenceEnd:
-        """The end as delivered; to be asked for before its blocks are released."""
+        """The end as delivered; call before the blocks are released."""
         times = self.times
         return SequenceEnd(
             key=self.key,
@@ -157,7 +157,7 @@ class Chunk:
 
     @property
     def completes(self) -> bool:
-        """Whether the next token can be chosen after it."""
+        """Whether the next token can be chosen afterwards."""
         return self.start + self.count == len(self.sequence.tokens)
 
 
