@@ -1,7 +1,6 @@
-"""What goes wrong in the model stays with the sequences it goes wrong for; what cannot go on says so and ends.
+"""A fault ends its own item; a broken model ends the backend with a reason.
 
-Faults are real: a model whose module raises for an input, an allocation that no machine can satisfy, weights that are
-no numbers.
+The faults are real: a module that raises for an input, an impossible allocation, NaN weights.
 """
 
 from __future__ import annotations

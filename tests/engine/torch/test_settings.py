@@ -1,4 +1,4 @@
-"""What the settings of scheduling and of the KV cache do to a running engine; its tokens stay those of generate."""
+"""Effects of the scheduling and KV cache settings on a running engine; tokens stay equal to generate's."""
 
 from __future__ import annotations
 

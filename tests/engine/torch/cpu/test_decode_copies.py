@@ -1,4 +1,4 @@
-"""Copies of the KV of sequences that decode together hold what the blocks hold, whoever joins, leaves or goes on."""
+"""Copies of KV equal the blocks while sequences join, leave and continue."""
 
 from __future__ import annotations
 
