@@ -16,6 +16,7 @@ from engine.torch.harness import configure, running
 from oracle import tiny_models
 from transformers import TopPLogitsWarper
 from trtmesh.chassis.errors import InvalidField, InvalidRequest, UnsupportedField
+from trtmesh.chassis.parsing import refuse_unsupported
 from trtmesh.chassis.vocabulary import GenerationConfig, Sampling, Stopping
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -265,6 +266,6 @@ async def test_a_decoding_mode_refuses_the_fields_of_others(
         assert stream.end.reason == pb.FINISH_REASON_LENGTH
         for name, value in refused.items():
             with pytest.raises(UnsupportedField, match=name):
-                engine.submit([5], configure(**{name: value}))
+                refuse_unsupported(configure(**{name: value}), engine.info.supported_fields, "")
         has_beams = any(name.startswith("beam") for name in engine.info.supported_fields)
         assert not has_beams or mode == "beam_search"
