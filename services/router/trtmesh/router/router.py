@@ -130,7 +130,7 @@ class Router:
         try:
             await self._requests.drain()
         finally:
-            # Nothing is left where the grace was long enough; else clients are told to go on elsewhere.
+            # Requests beyond the grace end here; their clients may resume on another router.
             self._requests.send_away()
 
     async def stop(self) -> None:
@@ -215,16 +215,16 @@ class Router:
         return {
             "live_requests": ("Requests being served.", len(self._requests.live)),
             "paused_requests": (
-                "Requests that wait for their clients to read.",
+                "Requests paused until their clients read.",
                 sum(live.pace.paused for live in [*self._requests.live.values()]),
             ),
             "live_items": ("Items being served.", self._admission.live_items),
             "queued_items": (
-                "Items that wait for others of their model to end.",
+                "Items queued for a place among the running items of their model.",
                 self._admission.queued_items,
             ),
             "queued_encodes": (
-                "Texts that wait for a tokenizer.",
+                "Texts queued for a tokenizer.",
                 self._tokenizers.queued_encodes,
             ),
             "worker_sequences": (
@@ -236,11 +236,11 @@ class Router:
                 sum(t.decodes for t in [*tokenizers]),
             ),
             "worker_bookings": (
-                "Places taken on workers.",
+                "Bookings on workers.",
                 sum(w.guard.bookings for w in [*workers]),
             ),
             "kv_index_blocks": (
-                "KV blocks known, each counted for every worker that has it.",
+                "Known KV blocks, counted once per holder.",
                 len(self._fleet.kv_index),
             ),
             "kv_index_bytes": (
@@ -248,9 +248,9 @@ class Router:
                 self._fleet.kv_index.approximate_bytes,
             ),
             "open_breakers": (
-                "Workers that rest, or are probed, because items met faults before their first tokens.",
+                "Workers resting or probed after faults before a first token.",
                 sum(not w.guard.breaker.closed for w in [*workers]),
             ),
-            "ready_workers": ("Workers that take items.", sum(w.ready for w in [*workers])),
-            "ready_tokenizers": ("Tokenizers that are ready.", sum(t.ready for t in [*tokenizers])),
+            "ready_workers": ("Workers ready for items.", sum(w.ready for w in [*workers])),
+            "ready_tokenizers": ("Ready tokenizers.", sum(t.ready for t in [*tokenizers])),
         }

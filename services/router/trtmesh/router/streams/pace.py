@@ -17,12 +17,12 @@ MOST_OVERDRAFT = 16
 
 
 class ClientLimits(Settings):
-    """What may wait for one client to read it."""
+    """Limits on the output waiting for a client."""
 
     buffer_tokens: Annotated[int, Field(ge=1)] = 65_536
-    """Tokens that may wait before `at_limit` applies."""
+    """Most waiting tokens before `at_limit` applies."""
     buffer_bytes: Annotated[int, Field(ge=1)] = 64 * 2**20
-    """Bytes of tokens, texts, log-probabilities and logits that may wait before `at_limit` applies."""
+    """Most waiting bytes of tokens, texts, log-probabilities and logits before `at_limit` applies."""
     at_limit: Literal["pause", "cancel"] = "pause"
     """Action on a full buffer: `pause` takes the request's sequences off their workers and continues them, on any
     worker, once the client has read; `cancel` ends the request with SLOW_CLIENT."""
