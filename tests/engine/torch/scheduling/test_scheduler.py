@@ -10,9 +10,9 @@ from engine.torch.harness import configure
 from engine.torch.paper_engine import BLOCK, PaperEngine, continued
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trtmesh.engine.backends.torch.scheduling.heap import REMOVED_ENTRIES
 from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
 from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
+from trtmesh.engine.backends.torch.scheduling.waiting import REMOVED_ENTRIES
 
 
 def add_random(engine: PaperEngine, draw: random.Random, count: int) -> list[tuple[Any, list[int]]]:

@@ -19,10 +19,10 @@ from collections.abc import Iterator
 from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
 from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, BlockPool, Prefix
 from trtmesh.engine.backends.torch.scheduling.forks import Pairs, reassign
-from trtmesh.engine.backends.torch.scheduling.heap import SequenceHeap
 from trtmesh.engine.backends.torch.scheduling.prefixes import Prefixes
 from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
 from trtmesh.engine.backends.torch.scheduling.sequence import Chunk, Sequence
+from trtmesh.engine.backends.torch.scheduling.waiting import WaitingQueue
 
 
 class Scheduler:
@@ -43,7 +43,7 @@ class Scheduler:
         self._rules = rules
         self._prefixes = prefixes
         self._by_key: dict[int, Sequence] = {}
-        self._waiting = SequenceHeap(self._lives)
+        self._waiting = WaitingQueue(self._lives)
         # Counted as waiting, but not in the queue.
         self._unready: dict[int, Sequence] = {}
         self._arrivals = 0
@@ -75,7 +75,7 @@ class Scheduler:
     def ready(self, sequence: Sequence) -> None:
         """Lets a sequence added unready start, in its place of the queue."""
         del self._unready[sequence.key]
-        self._waiting.push(sequence.rank, sequence)
+        self._waiting.push(sequence)
 
     def reassign(self, pairs: Pairs) -> None:
         """Makes each pair's first sequence continue from the computed KV of the second, all pairs at once.
@@ -156,7 +156,7 @@ class Scheduler:
     def _queue(self, sequence: Sequence) -> None:
         self.waiting_sequences += 1
         if sequence.is_ready:
-            self._waiting.push(sequence.rank, sequence)
+            self._waiting.push(sequence)
         else:
             self._unready[sequence.key] = sequence
 
@@ -305,7 +305,7 @@ class Scheduler:
             for each in followers:
                 each.leader = followers[0] if each is not followers[0] else None
         for each in followers:
-            self._waiting.push(each.rank, each)
+            self._waiting.push(each)
 
 
 def _missing(sequence: Sequence) -> Iterator[Sequence]:
