@@ -52,10 +52,9 @@ class RecordSettings(Settings):
     """Recorded traffic, for `trtmesh replay`."""
 
     file: Path | None = None
-    """File to append one line to for each item that ends; unset records nothing. Hashes of prompt blocks are written,
-    prompts are not."""
+    """File for a line per finished item, with block hashes instead of the prompt; unset records nothing."""
     max_bytes: Annotated[int, Field(ge=4096)] = 256 * 2**20
-    """Size at which the file is moved to `<file>.1`, replacing it; both together take at most twice as much."""
+    """Size at which the file replaces `<file>.1`; both together stay below twice that size."""
 
 
 class Recorder(Collector):

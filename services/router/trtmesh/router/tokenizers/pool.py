@@ -29,11 +29,11 @@ class EncodeLimits(Settings):
     """Texts on their way to tokenizers."""
 
     max_per_tokenizer: Annotated[int, Field(ge=1, le=1_000_000)] = 256
-    """Most texts that one tokenizer has to encode for this router at once; more wait, by arrival."""
+    """Most texts of a router on a tokenizer at once; more queue by arrival."""
     max_queued: Annotated[int, Field(ge=1, le=1_000_000)] = 8192
-    """Most waiting texts of one model; one more ends its item with QUEUE_FULL."""
+    """Most queued texts of a model; beyond, items end with QUEUE_FULL."""
     queue_seconds: Annotated[float, Field(gt=0, le=86400)] = 60.0
-    """Longest wait of a text, then QUEUE_TIMEOUT."""
+    """Longest wait of a queued text; afterwards QUEUE_TIMEOUT."""
 
 
 class Parked:

@@ -33,7 +33,7 @@ class AdminSettings(Settings):
     port: Port = 8003
     """Port to listen on."""
     token_file: Path | None = None
-    """File with the token that calls must carry; unset means the variable TRTMESH_ADMIN_TOKEN, without it no token."""
+    """File with the token required of calls; if unset, the variable TRTMESH_ADMIN_TOKEN; if neither, no token."""
 
 
 class AdminDoor:
