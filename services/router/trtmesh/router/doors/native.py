@@ -25,7 +25,7 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
         self._requests = requests
         self._metrics = metrics
 
-    # mypy-protobuf knows only generators; a coroutine that writes is the other form that grpc.aio accepts.
+    # mypy-protobuf types generators only; grpc.aio also accepts a coroutine with writes.
     async def Generate(  # type: ignore[override]
         self,
         request: pb.GenerateRequest,
@@ -42,7 +42,7 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
                 async with call.running(opening) as live:
                     await self._forward(live, context.write)
 
-    # mypy-protobuf knows only generators; a coroutine that writes is the other form that grpc.aio accepts.
+    # mypy-protobuf types generators only; grpc.aio also accepts a coroutine with writes.
     async def Resume(  # type: ignore[override]
         self,
         request: pb.ResumeRequest,

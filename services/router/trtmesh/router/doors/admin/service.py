@@ -112,7 +112,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
         pool = self._tokenizers
         return [describe_tokenizer(t, pool.problem(t)) for t in pool.tokenizers.values()]
 
-    # mypy-protobuf knows only generators; a coroutine that writes is the other form that grpc.aio accepts.
+    # mypy-protobuf types generators only; grpc.aio also accepts a coroutine with writes.
     async def WatchWorkers(self, request: pb.WatchWorkersRequest, context: _Context) -> None:  # type: ignore[override]
         async with answering(context):
             written = None
