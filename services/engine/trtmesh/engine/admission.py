@@ -1,4 +1,4 @@
-"""Whether a backend can take an item: everything asked of it before a step sees it, the same for every backend."""
+"""Admits items against the limits of a backend, the same way for every backend."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trtmesh.v1 import generation_pb2 as pb
 
 
 def admit(item: Submission, info: BackendInfo) -> EndRule:
-    """When the item's sequences end. Raises InvalidRequest or OutOfBlocks for an item that can never be computed."""
+    """Returns the end rule of the item's sequences. Raises InvalidRequest or OutOfBlocks for an impossible item."""
     prompt_tokens = item.prompt_tokens
     _check_prompt(prompt_tokens, info)
     _check_retention(item.config.kv_cache)
@@ -31,13 +31,13 @@ def admit(item: Submission, info: BackendInfo) -> EndRule:
         _check_beams(item.config, info)
     limit = _limit(item, info)
     _check_logits(item, limit, info)
-    # An end id that the model has no logit for can neither come nor be held back.
+    # An end id without a logit can neither come nor be banned.
     end_ids = [token for token in info.end_ids if token < info.vocabulary_size]
     return EndRule(item.config.stopping, end_ids, prompt_tokens, limit)
 
 
 def check_queue(item: Submission, info: BackendInfo, present: int, running: int) -> None:
-    """Raises QueueFull where the item finds no place; `present` sequences wait or run, `running` of them run."""
+    """Raises QueueFull without room for the item; `present` counts waiting and running sequences."""
     asked = max(len(item.keys), item.config.beam_search.beam_width)
     most = info.max_queue_size
     if present + asked > most + info.max_batch_size:
@@ -50,7 +50,7 @@ def check_queue(item: Submission, info: BackendInfo, present: int, running: int)
 
 
 def table_rows(asked: PromptTuning | None) -> int:
-    """How many ids above the vocabulary have a meaning in the prompt."""
+    """Number of prompt ids above the vocabulary with a meaning."""
     if asked is None or asked.embedding_table is None:
         return 0
     return (
@@ -188,7 +188,7 @@ def _limit(item: Submission, info: BackendInfo) -> int:
 
 
 def _capacity(prompt_tokens: int, beams: int, info: BackendInfo) -> int:
-    """Most tokens of each of an item's beams if it has the pool to itself; a sequence on its own is one beam."""
+    """Most tokens of each beam with the pool to the item alone; without beam search, of each sequence."""
     size = info.tokens_per_block
     # Beams share the prompt's full blocks except the last, which each beam computes for its logits.
     shared = (prompt_tokens - 1) // size if beams > 1 else 0
@@ -205,7 +205,7 @@ def _check_logits(item: Submission, limit: int, info: BackendInfo) -> None:
     if output.context_logits:
         wanted.append(("output.context_logits", item.prompt_tokens, "shorten the prompt"))
     if output.generation_logits:
-        # Beam search keeps those of all beams until it is over, however many come back then.
+        # Beam search keeps the logits of all beams until its end, however few come back.
         sequences = max(len(item.keys), item.config.beam_search.beam_width)
         rows = (limit - item.prompt_tokens) * sequences
         wanted.append(("output.generation_logits", rows, "ask for fewer tokens"))

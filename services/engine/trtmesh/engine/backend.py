@@ -1,7 +1,7 @@
-"""The seam between the engine service and what executes a model.
+"""The seam between the engine service and the backend, which executes a model.
 
 A backend knows nothing of gRPC, routers or handles: it takes items, names their sequences by integer keys, and
-delivers steps. The service around it does multiplexing, admission of routers, metrics, health and drain.
+delivers steps. The service does multiplexing, deadlines, metrics, health and drain.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class PerfMetrics:
 
 @dataclass(slots=True)
 class SequenceStart:
-    """What is known of one sequence with its first token, where metrics are asked for; of its last token nothing is."""
+    """The metrics of a sequence at its first token, where the item asks for metrics."""
 
     key: int
     perf_metrics: PerfMetrics
@@ -119,7 +119,7 @@ class SequenceEnd:
 
 @dataclass(slots=True)
 class TokenDetails:
-    """Optional data of the tokens that one sequence got in one step, parallel to them."""
+    """Optional data of a sequence's tokens in one step, parallel to the tokens."""
 
     key: int
     log_probs: list[float] = field(default_factory=list)
@@ -161,7 +161,7 @@ class BlocksRemoved:
 
 @dataclass(slots=True)
 class BlocksCleared:
-    """All blocks were dropped at once; for backends that can, which the simulated and the torch one cannot."""
+    """All blocks were dropped at once; no built-in backend does this."""
 
 
 KvEvent = BlocksStored | BlocksRemoved | BlocksCleared
@@ -169,12 +169,12 @@ KvEvent = BlocksStored | BlocksRemoved | BlocksCleared
 
 @dataclass(slots=True)
 class StepOutput:
-    """What one engine step made known, in parallel lists over the sequences that got tokens.
+    """The output of one engine step, in parallel lists over the sequences with new tokens.
 
-    `token_ids` holds the tokens of all of them, one after another; `token_offsets[i]` is the position of the first
-    of sequence i among its generated tokens. `starts` names sequences among them whose first token here this is, where
-    metrics are asked for. `ends` may name sequences that got no token in this step. With beam search
-    a sequence that did not only grow comes again whole, from offset 0, with its details.
+    `token_ids` holds the tokens of all sequences, one after another; `token_offsets[i]` is the position of sequence i's
+    first new token among its generated tokens. `starts` names the sequences with their first token on this worker,
+    where the item asks for metrics. `ends` may name sequences without a token in this step. Beam search sends a
+    sequence with changed tokens whole, from offset 0, with its details.
     """
 
     step_count: int
@@ -226,30 +226,30 @@ Fail = Callable[[BaseException], None]
 
 
 class Backend(Protocol):
-    """Executes a model. Call order: `start` once; then `submit`, `stop`, `stats`, `adapters` as often as wanted,
-    always from the event loop's thread; `close` once, after which nothing may be called.
+    """Executes a model. Call order: `start` once; then `submit`, `stop`, `stats` and `adapters` any number of times,
+    always from the event loop's thread; `close` once, and nothing after it.
 
-    What every implementation promises:
+    Promises of every implementation:
 
     * `submit` MUST either raise a TrtmeshError and forget the item, or take it. It MUST NOT block.
     * Every key of a taken item MUST be delivered exactly one SequenceEnd, and nothing after it. Tokens MUST arrive in
       order and without gaps; only a sequence of a beam search MAY come again, from offset 0.
-    * `stop` MUST lead to the SequenceEnd of every key that has not ended, within one step, with the reason given. A key
-      that is unknown or over MUST be ignored.
-    * When a SequenceEnd is delivered the sequence's KV blocks MUST already be free (or kept only for reuse).
+    * `stop` MUST lead to the SequenceEnd of every live key within one step, with the given reason. An unknown or ended
+      key MUST be ignored.
+    * When a SequenceEnd is delivered, the sequence's KV blocks MUST already be free (or kept only for reuse).
     * `deliver` MUST be called in step order; it MAY be called from any thread and returns at once.
-    * A fault of one item MUST end that item alone, with an error. A fault of the whole backend MUST be told once
-      through `fail`; the service then stops serving and exits. What such a fault ends MUST end with WorkerLost, if the
-      backend ends it at all: then another worker goes on with it.
+    * A fault of one item MUST end that item alone, with an error. A fault of the whole backend MUST be reported once
+      through `fail`; the service then stops serving and exits. Sequences that the backend ends because of such a fault
+      MUST end with WorkerLost, so that another worker continues them.
     * `stats` MUST be cheap (under 50 µs) and safe while a step runs.
-    * `close` MUST end every sequence that has not ended, release the model and return within seconds.
+    * `close` MUST end every live sequence, release the model and return within seconds.
     """
 
     async def start(self, deliver: Deliver, fail: Fail) -> BackendInfo:
         """Loads the model; when it returns, `submit` works. Raises ModelUnusable when the model cannot be served."""
 
     def submit(self, item: Submission) -> None:
-        """Takes an item, or raises InvalidRequest, UnsupportedField, QueueFull or OutOfBlocks."""
+        """Takes an item, or raises InvalidRequest, QueueFull or OutOfBlocks."""
 
     def stop(self, keys: Sequence[int], reason: int) -> None:
         """Ends sequences; `reason` is a generation_pb2.FinishReason."""
@@ -258,7 +258,7 @@ class Backend(Protocol):
         """The load now."""
 
     def adapters(self) -> Sequence[HeldAdapter]:
-        """The adapters held; empty where adapters are not supported."""
+        """The adapters in memory; empty without support for adapters."""
 
     async def close(self) -> None:
-        """Ends everything and releases the model. Called once, also where `start` failed or was never called."""
+        """Ends everything and releases the model. Called once, even if `start` failed or was never called."""

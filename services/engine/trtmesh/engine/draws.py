@@ -1,7 +1,7 @@
 """Random numbers as a pure function of where they are used.
 
-A draw depends on (seed, batch_index, sequence_index, position) alone: not on the batch it shares a step with, not on
-the draws before it, not on the worker. So a sampled stream is reproducible and can go on elsewhere.
+A draw depends on (seed, batch_index, sequence_index, position) alone, and not on the rest of the batch, earlier draws
+or the worker. A sampled stream is therefore reproducible and can continue elsewhere.
 
 The formula, on 64-bit words with wrapping arithmetic, is SplitMix64's output function applied in a chain:
 
@@ -12,7 +12,7 @@ The formula, on 64-bit words with wrapping arithmetic, is SplitMix64's output fu
     state = mix((state ^ w) + G),  with G = 0x9E3779B97F4A7C15
     uniform = (state >> 11) * 2**-53
 
-`mix` is a bijection, so two places that differ in one coordinate never share a state.
+`mix` is a bijection, so two places with one different coordinate never share a state.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Words = Sequence[int] | NDArray[np.uint64]
 def uniforms(
     seeds: Words, batch_indexes: Words, sequence_indexes: Words, positions: Words
 ) -> NDArray[np.float64]:
-    """Numbers in [0, 1), one for each index of the equally long arguments.
+    """Numbers in [0, 1), one per index of the equally long arguments.
 
     `positions` are indexes of the drawn tokens in their sequences, prompt included.
     """

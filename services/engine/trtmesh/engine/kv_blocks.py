@@ -1,4 +1,4 @@
-"""KV blocks as every backend counts, names and reports them."""
+"""Counts, names and reports KV blocks, the same way for every backend."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from trtmesh.engine.backend import BlocksRemoved, BlocksStored, KvEvent
 
 
 def blocks_needed(tokens: int, tokens_per_block: int) -> int:
-    """Blocks of a sequence that ends with this many tokens; the KV of the last is never computed."""
+    """Blocks of a sequence with this many tokens at its end; the last token's KV is never computed."""
     return -(-(tokens - 1) // tokens_per_block)
 
 
 def extend_names(
     hashes: list[int], root: int, tokens: Sequence[int], tokens_per_block: int, count: int
 ) -> list[int]:
-    """Extends the names of a sequence's leading full blocks to at least `count`; `root` is the first one's parent."""
+    """Extends the names of a sequence's leading full blocks to at least `count`; `root` is the parent of the first."""
     known = len(hashes)
     if known < count:
         parent = hashes[-1] if hashes else root
@@ -27,7 +27,7 @@ def extend_names(
 
 
 class KvEventLog:
-    """Changes of the reusable blocks since the last `take`; a chain of blocks is one event."""
+    """Collects changes of the reusable blocks; a chain of stored blocks makes one event."""
 
     def __init__(self, *, enabled: bool = True) -> None:
         self._enabled = enabled
@@ -68,6 +68,6 @@ class KvEventLog:
             self._events.append(BlocksRemoved(list(block_hashes)))
 
     def take(self) -> list[KvEvent]:
-        """What changed since the last call."""
+        """Returns the changes since the last call."""
         events, self._events = self._events, []
         return events

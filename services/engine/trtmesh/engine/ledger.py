@@ -1,4 +1,4 @@
-"""The live sequences of a backend, and what became known of them since the last delivery."""
+"""The live sequences of a backend and its undelivered output."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ S = TypeVar("S")
 
 
 class Ledger(Generic[S]):
-    """Keeps what Backend promises about keys: each one that was added ends exactly once, with nothing after its end.
+    """Keeps the promises of Backend about keys: each added key ends exactly once, with nothing after its end.
 
-    A backend adds tokens, details and KV events to `output` as they become known, in a step or between two.
+    A backend adds tokens and details to `output` as they become known, during a step or between two steps.
     """
 
     def __init__(self) -> None:
@@ -20,16 +20,16 @@ class Ledger(Generic[S]):
         self.output = StepOutput(0)
 
     def add(self, key: int, sequence: S) -> None:
-        """A sequence of a taken item, or what stands for it."""
+        """Adds a key of an admitted item."""
         self.live[key] = sequence
 
     def end(self, end: SequenceEnd) -> None:
-        """Ends a live sequence; its blocks are free already."""
+        """Ends a live key; the sequence's blocks must be free already."""
         del self.live[end.key]
         self.output.ends.append(end)
 
     def take(self, step_count: int) -> StepOutput:
-        """Everything that became known since the last call."""
+        """Returns the output since the last call."""
         output, self.output = self.output, StepOutput(0)
         output.step_count = step_count
         return output

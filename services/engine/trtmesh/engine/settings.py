@@ -1,4 +1,4 @@
-"""What an engine process can be told."""
+"""Settings of an engine process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the parts of a sequence's life happened."""
+"""Timestamps and block counts of a sequence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trtmesh.engine.backend import PerfMetrics
 
 @dataclass(slots=True)
 class SequenceTimes:
-    """Nanoseconds of the Unix clock, and the blocks that all starts of the sequence took."""
+    """Times in nanoseconds of the Unix clock, and blocks allocated over all starts of the sequence."""
 
     arrival_ns: int = field(default_factory=time.time_ns)
     scheduled_ns: int = 0
@@ -21,7 +21,7 @@ class SequenceTimes:
 
     @property
     def queue_seconds(self) -> float:
-        """From the arrival until the sequence was scheduled, or until now."""
+        """Time from arrival to scheduling, or to now."""
         return max(0, (self.scheduled_ns or time.time_ns()) - self.arrival_ns) / 1e9
 
     def perf_metrics(self) -> PerfMetrics:
@@ -36,5 +36,5 @@ class SequenceTimes:
         )
 
     def metrics_at_start(self) -> PerfMetrics:
-        """What is known with the first token."""
+        """The metrics known with the first token."""
         return replace(self.perf_metrics(), last_token_time_ns=0)

@@ -1,4 +1,4 @@
-"""Opens a router's stream and carries commands and events until one side is done."""
+"""Opens a router's stream and carries commands and events until one side ends."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Context = grpc.aio.ServicerContext[
 
 
 async def serve_stream(loaded: Callable[[], LoadedEngine], context: Context) -> None:
-    """Serves one router until it half-closes or goes, or raises what ends the stream."""
-    # Read even where all is refused: a write that fails hides the status from the router.
+    """Serves one router until it half-closes or disconnects. Raises the error of the stream."""
+    # Read before any refusal: a failed write would hide the status from the router.
     opening = await context.read()
     if not isinstance(opening, epb.EngineServiceConnectRequest):
         return
@@ -39,7 +39,7 @@ async def serve_stream(loaded: Callable[[], LoadedEngine], context: Context) -> 
             session.execute(command)
         await until_first_ends(_read(session, context), _write(session, engine, context))
     finally:
-        # Before anything is awaited, so that the blocks are free within a step.
+        # Before any await, so that the blocks are free within a step.
         session.close()
         log.info("router %s is gone", session.router)
 

@@ -1,4 +1,4 @@
-"""The engine service: a backend, the streams of its routers, and their life."""
+"""The engine service: life cycle of a backend and of its routers' streams."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trtmesh.v1 import engine_pb2_grpc
 log = logging.getLogger(__name__)
 
 FAREWELL_SECONDS = 1.0
-"""How long streams may take at the end to send what waits."""
+"""Time for streams to send waiting events at shutdown."""
 
 ROLES = {
     "mixed": epb.WORKER_ROLE_MIXED,
@@ -132,7 +132,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         return self._engine
 
     async def _tick(self) -> None:
-        """Reports the load and judges progress at a steady pace."""
+        """Reports load and progress at a steady pace."""
         try:
             while True:
                 stats = self._backend.stats()
@@ -144,7 +144,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
                     await self._runtime.health.well("progress")
                 await asyncio.sleep(self._settings.load_interval_seconds)
         except Exception as error:  # noqa: BLE001
-            # Broad on purpose: without this task the worker would look dead while it works.
+            # Broad on purpose: without this task a working worker would look dead.
             self._fail(error)
 
     def _tell(self, stats: BackendStats) -> None:
@@ -156,11 +156,11 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         self.metrics.unacknowledged_steps = sum(s.unacknowledged_steps for s in self._streams)
 
     def _on_failure(self, error: BaseException) -> None:
-        """What the backend calls, on any thread."""
+        """Callback of the backend, on any thread."""
         self._loop.call_soon_threadsafe(self._fail, error)
 
     def _fail(self, error: BaseException) -> None:
-        """The backend can no longer work: everything ends, as for a lost worker, and the process exits."""
+        """Ends everything with WorkerLost and exits, because the backend broke."""
         if self._broken:
             return
         self._broken = True
@@ -179,10 +179,10 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
 
 
 def _unique_name() -> str:
-    """Names a process: also two of one host, and also one that was restarted under the same process id."""
+    """Unique name on one host, even for a restart with the same process id."""
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
 
 
 def _directory_name(settings: EngineSettings) -> str:
-    """What a model is called that was given no name: like its directory, as the tokenizer calls it too."""
+    """Default name of a model: that of its directory, as in the tokenizer."""
     return settings.model_dir.resolve().name if settings.model_dir else ""

@@ -1,4 +1,4 @@
-"""What one router has yet to be sent, and the credit that its acknowledgements give."""
+"""Unsent events of one router, under the credit of its acknowledgements."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from trtmesh.engine.service.wire import fill_step
 from trtmesh.v1 import engine_pb2 as epb
 
 MAX_PARTS = 64
-"""Parts are merged for good when so many wait, so that a stalled router costs its tokens and little more."""
+"""Most waiting parts; at this number they are merged for good, so that a stalled router costs little memory."""
 
 MOST_TENSOR_BYTES = 16 * 2**20
-"""Logits of one message, unless its limit is lower; small enough to be on its way while the next step is computed."""
+"""Most bytes of logits per message, unless the message limit is lower; small enough to overlap with the next step."""
 
 MERGED_TOKENS = 2**16
-"""Parts are merged too when they hold so many tokens, or twice those of the last merge: beams come again whole."""
+"""Parts are also merged at this many tokens, or at twice the tokens of the last merge: beams are resent whole."""
 
 MAX_KV_EVENTS = 8192
-"""A router that lets more wait loses them; the gap in the sequence numbers makes it ask for a snapshot."""
+"""More waiting events are dropped; the gap in the sequence numbers makes the router ask for a snapshot."""
 
 MAX_ANSWERS = 4096
-"""A router that lets more answers to its commands wait is cut off."""
+"""A router with more unread answers is cut off."""
 
 
 class EventOutbox:
-    """Merges what waits and nothing else: what `take` finds goes out at once.
+    """Merges waiting output; `take` returns everything that may be sent now.
 
-    Steps need credit: at most `unacknowledged_steps` of them are on the way. Everything else does not, so the load
-    is reported however slow the router is. Waiting output is bounded by the tokens of the stream's sequences. Logits
-    are large, so a message carries at most `most_tensor_bytes` of them, or those of one token.
+    Steps need credit: at most `unacknowledged_steps` are unacknowledged. Other events need none, so a slow router still
+    gets the load. Waiting output is bounded by the tokens of the stream's sequences. A message carries at most
+    `most_tensor_bytes` of logits, or the logits of one token.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class EventOutbox:
     ) -> None:
         self.filled = asyncio.Event()
         self.ending: set[int] = set()
-        """Handles whose ends wait, and which are therefore not free yet."""
+        """Handles with a waiting end; they are not free yet."""
         self._metrics = metrics
         self._credit = unacknowledged_steps
         self._most_tensor_bytes = most_tensor_bytes
@@ -112,12 +112,12 @@ class EventOutbox:
         self.filled.set()
 
     def put_kv_snapshot(self, snapshot: epb.KvEvents) -> None:
-        """The snapshot covers what waits, which is dropped."""
+        """Replaces the waiting events, which the snapshot covers."""
         self._kv_events.clear()
         self.put_answer(epb.EngineEvent(kv_events=snapshot))
 
     def acknowledge(self, received_steps: int) -> None:
-        """Raises InvalidField when more is acknowledged than was sent."""
+        """Raises InvalidField for an acknowledgement of unsent steps."""
         if received_steps > self._sent_steps:
             limit = f"at most {self._sent_steps}, the steps sent on this stream"
             raise InvalidField.of("acknowledge.received_steps", received_steps, limit)
@@ -127,16 +127,12 @@ class EventOutbox:
                 self.filled.set()
 
     def close(self) -> None:
-        """Lets the rest go out without credit, because the stream is about to end."""
+        """Sends the rest without credit, because the stream is about to end."""
         self._closing = True
         self.filled.set()
 
-    @property
-    def closing(self) -> bool:
-        return self._closing
-
     def take(self, step_count: int) -> epb.EngineServiceConnectResponse | None:
-        """Everything that may go out now as one message; None when nothing may."""
+        """Returns the next message with all sendable events, or None."""
         may_step = self._closing or self.unacknowledged_steps < self._credit
         steps = may_step and self.holds_steps
         if not (steps or self._answers or self._kv_events or self._load):
@@ -162,7 +158,7 @@ class EventOutbox:
         self._most_part_tokens = MERGED_TOKENS
         part = merge(parts) if parts else StepPart(step_count)
         self._metrics.merged_steps += max(0, len(parts) - 1)
-        # An end comes after all tokens of its sequence.
+        # An end follows all tokens of its sequence.
         ends = [] if self._parts else self._ends
         fill_step(step, part, ends)
         if ends:
@@ -171,7 +167,7 @@ class EventOutbox:
         self._sent_steps += 1
 
     def _fitting(self, parts: Sequence[StepPart]) -> int:
-        """How many of the first parts one message may carry, at least one if there is any."""
+        """Number of leading parts for one message; at least 1 if there are parts."""
         total = 0
         for count, part in enumerate(parts):
             total += part.tensor_bytes

@@ -1,4 +1,4 @@
-"""What the KV cache's reusable contents are, kept beside the backend so that a snapshot costs the backend nothing."""
+"""A copy of the KV cache's index, so that snapshots cost the backend nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Block:
 
 
 class KvMirror:
-    """Numbers KV events and knows what they add up to; holds at most one entry for each block of the pool."""
+    """Numbers KV events and applies them; holds at most one entry per block of the pool."""
 
     def __init__(self) -> None:
         self.epoch = secrets.randbits(63) | 1
@@ -30,7 +30,7 @@ class KvMirror:
         return len(self._blocks)
 
     def record(self, events: Sequence[KvEvent]) -> int:
-        """Takes events in; returns the sequence number of the first."""
+        """Applies events; returns the sequence number of the first."""
         first = self.next_sequence
         self.next_sequence += len(events)
         for event in events:
@@ -44,7 +44,7 @@ class KvMirror:
         return first
 
     def snapshot(self) -> list[KvEvent]:
-        """Events that build what is stored now, parents before children."""
+        """Events that rebuild the present contents, parents before children."""
         log = KvEventLog()
         told: set[int] = set()
         for block in self._blocks:
@@ -62,7 +62,7 @@ class KvMirror:
             parent = block
 
     def _untold_chain(self, block: int, told: set[int]) -> list[int]:
-        """`block` and those of its ancestors that are stored and not yet told, eldest first; marks them as told."""
+        """Stored ancestors of `block` and `block` itself, oldest first, without `told` blocks; adds them to `told`."""
         links = []
         while block in self._blocks and block not in told:
             told.add(block)

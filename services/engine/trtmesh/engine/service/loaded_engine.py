@@ -1,4 +1,4 @@
-"""What every stream of a worker shares."""
+"""State shared by all streams of a worker."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class LoadedEngine:
     streams: Streams
     metrics: EngineMetrics
     drain_ends_at: float | None = None
-    """Time of the monotonic clock at which a draining worker cuts its streams; None while it admits."""
+    """Monotonic time at which draining ends and the streams are cut; None before draining."""
 
     @property
     def draining(self) -> bool:
-        """Whether it stopped admitting."""
+        """Whether new items are refused."""
         return self.drain_ends_at is not None
 
     def drain(self, seconds: float) -> None:
-        """Stops admitting; streams are cut after so many seconds."""
+        """Refuses new items and cuts the streams after `seconds`."""
         self.drain_ends_at = time.monotonic() + seconds
 
     def load(self) -> epb.Load:
-        """What routers are told of it now."""
+        """The load as reported to routers."""
         load = load_message(self.backend.stats(), draining=self.draining)
         load.busy_seconds = self.metrics.busy_seconds(time.monotonic())
         load.host_memory_bytes = _resident_bytes()

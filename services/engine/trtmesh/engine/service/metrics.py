@@ -1,5 +1,5 @@
-"""What an engine process counts. Everything is plain numbers, updated once a step or a sequence and put into
-Prometheus' form when it is scraped, so that counting costs no time per token."""
+"""Metrics of an engine process: plain numbers, updated per step or sequence and converted when Prometheus scrapes, so
+that counting costs no time per token."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ PREFIX = "trtmesh_engine_"
 class EngineMetrics(Collector):
     """The metrics of one engine process.
 
-    Inter-token latency is observed once a step: the time since the step before that gave tokens counts once for every
-    sequence that gets tokens and had some before. A sequence that skipped steps is therefore seen with the steps'
-    distance and not with its own longer one, and several tokens of one sequence in one step count as one.
+    Inter-token latency is observed per step: the time since the previous step with tokens counts once for every
+    continuing sequence. A sequence that skips steps therefore shows the distance of steps, and several tokens in
+    a step count as one.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class EngineMetrics(Collector):
         )
         self.inter_token = Histogram(
             PREFIX + "inter_token_seconds",
-            "Time between steps with tokens, once for each sequence that goes on.",
+            "Time between steps with tokens, once per continuing sequence.",
         )
         self.queue = Histogram(
             PREFIX + "queue_seconds", "From the submit of an item to its scheduling."
@@ -54,10 +54,10 @@ class EngineMetrics(Collector):
         self._last_tokens_at = 0.0
         self._busy_before = self._busy_since = 0.0
         self.told_busy_seconds = 0.0
-        """What the last load report said; what is scraped, on another thread, must not go back."""
+        """Value of the last load report; scrapes happen on another thread and must never see it decrease."""
 
     def submitted(self, keys: Collection[int], prompt_tokens: int, now: float) -> None:
-        """An item was taken at `now`, in seconds of `time.monotonic()`."""
+        """Counts an admitted item; `now` is monotonic time in seconds."""
         if not self.live_sequences:
             self._busy_since = now
         self.live_sequences += len(keys)
@@ -65,7 +65,7 @@ class EngineMetrics(Collector):
         self._awaiting_first.update(dict.fromkeys(keys, now))
 
     def stepped(self, output: StepOutput, now: float) -> None:
-        """A step was delivered at `now`, in seconds of `time.monotonic()`."""
+        """Counts a delivered step; `now` is monotonic time in seconds."""
         going_on = len(output.keys)
         if not going_on:
             return
@@ -80,7 +80,7 @@ class EngineMetrics(Collector):
         self._last_tokens_at = now
 
     def ended(self, end: SequenceEnd, now: float) -> None:
-        """A sequence that the backend had taken ended at `now`."""
+        """Counts the end of an admitted sequence."""
         if self.live_sequences == 1:
             self._busy_before = self.busy_seconds(now)
         self.live_sequences -= 1
@@ -92,12 +92,12 @@ class EngineMetrics(Collector):
             self.errors[end.error.reason] += 1
 
     def busy_seconds(self, now: float) -> float:
-        """How long, until `now`, there were sequences to compute."""
+        """Time with live sequences until `now`."""
         running = now - self._busy_since if self.live_sequences else 0.0
         return self._busy_before + running
 
     def collect(self) -> Iterator[Metric]:
-        """What Prometheus scrapes; called from its own thread."""
+        """Called by Prometheus on its own thread."""
         yield from (
             self.time_to_first_token.family(),
             self.inter_token.family(),
@@ -115,13 +115,13 @@ class EngineMetrics(Collector):
             ("cached_prompt_tokens", "Prompt tokens that were reused.", self.cached_prompt_tokens),
             (
                 "generated_tokens",
-                "Tokens told; beams are told again when they change.",
+                "Tokens generated; changed beams count again.",
                 self.generated_tokens,
             ),
             ("preemptions", "Sequences paused.", stats.preemptions if stats else 0),
             ("new_blocks", "KV blocks given to sequences.", stats.new_blocks if stats else 0),
             ("reused_blocks", "KV blocks shared instead.", stats.reused_blocks if stats else 0),
-            ("merged_steps", "Steps that went out as part of a later one.", self.merged_steps),
+            ("merged_steps", "Steps sent as part of a later step.", self.merged_steps),
         )
         for name, text, value in plain:
             yield CounterMetricFamily(PREFIX + name, text, value=value)
@@ -150,10 +150,10 @@ class EngineMetrics(Collector):
             ("waiting_sequences", "Sequences waiting.", stats.waiting_sequences if stats else 0),
             ("paused_sequences", "Sequences paused now.", stats.paused_sequences if stats else 0),
             ("total_blocks", "KV blocks in the pool.", stats.total_blocks if stats else 0),
-            ("used_blocks", "KV blocks that sequences hold.", stats.used_blocks if stats else 0),
-            ("free_blocks", "KV blocks that no sequence holds.", stats.free_blocks if stats else 0),
-            ("host_blocks", "Blocks of the host's cache.", stats.host_blocks if stats else 0),
-            ("used_host_blocks", "Those that hold KV.", stats.used_host_blocks if stats else 0),
+            ("used_blocks", "KV blocks in use by sequences.", stats.used_blocks if stats else 0),
+            ("free_blocks", "KV blocks free or reusable.", stats.free_blocks if stats else 0),
+            ("host_blocks", "Blocks of the host cache.", stats.host_blocks if stats else 0),
+            ("used_host_blocks", "Host blocks in use.", stats.used_host_blocks if stats else 0),
         )
         for name, text, value in plain:
             yield GaugeMetricFamily(PREFIX + name, text, value=value)

@@ -1,4 +1,4 @@
-"""Liveness as progress: whether steps go on while there is work."""
+"""Liveness as progress: steps must continue while there is work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Progress:
         self._since: float | None = None
 
     def problem(self, stats: BackendStats, now: float) -> str | None:
-        """What is wrong, or None while steps go on or nothing waits for one."""
+        """Describes a stall; None while steps continue or no sequence waits."""
         waiting = stats.running_sequences + stats.waiting_sequences
         if not waiting or stats.step_count != self._step_count or self._since is None:
             self._step_count = stats.step_count
@@ -22,7 +22,7 @@ class Progress:
             return None
         if now - self._since < self._stall_seconds:
             return None
-        # The text stays the same while the stall lasts, so that it is reported once.
+        # The text stays the same during a stall, so that it is reported once.
         return (
             f"{self._stall_seconds:g} s without a step after number {stats.step_count}"
             " though sequences wait for one"

@@ -1,4 +1,4 @@
-"""One router's stream: its commands, its sequences and what it gets back."""
+"""One router's stream: commands in, live sequences, events out."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ STOP_REASONS = frozenset(
 
 @dataclass(slots=True)
 class _Item:
-    """An item whose sequences, or some of them, live."""
+    """An item with live sequences."""
 
     prompt_tokens: int
     live: int
@@ -50,9 +50,9 @@ class _Item:
 class RouterSession:
     """The sequences of one router between the backend and the outbox.
 
-    A command that is wrong in itself fails its own sequences. A command that shows that router and worker no longer
-    agree on what the numbers mean (a handle in use, an acknowledgement of what was never sent) raises and ends the
-    stream: tokens could reach the wrong client otherwise, while a router recovers from a lost stream.
+    An invalid item fails its own sequences only. A protocol violation (a handle in use, an acknowledgement of unsent
+    steps) raises and ends the stream: tokens could reach the wrong client, whereas a router recovers from a lost
+    stream.
     """
 
     def __init__(self, engine: LoadedEngine, hello: epb.HelloCommand) -> None:
@@ -73,7 +73,7 @@ class RouterSession:
         adapters = engine.backend.adapters()
         if adapters:
             self.outbox.put_answer(epb.EngineEvent(adapter_states=adapter_states(adapters)))
-        # A router may place items as soon as it knows the worker, so it need not wait for the next report.
+        # The router may place items right away, without waiting for the next report.
         self.take_load(engine.load())
         engine.metrics.open_streams += 1
 
@@ -86,7 +86,7 @@ class RouterSession:
         return self.outbox.unacknowledged_steps
 
     def execute(self, command: epb.EngineCommand) -> None:
-        """Does what the router says. Raises what must end the stream."""
+        """Executes a command. Raises the error that must end the stream."""
         match command.WhichOneof("command"):
             case "submit":
                 self._submit(command.submit)
@@ -117,7 +117,7 @@ class RouterSession:
     def take_end(self, handle: int, end: SequenceEnd) -> None:
         item = self._live.pop(handle, None)
         if item is None:
-            # After `fail` the backend may still end what was ended for it.
+            # After `fail` the backend may still end sequences that `fail` has ended.
             level = logging.DEBUG if self._failed else logging.ERROR
             log.log(
                 level, "the backend ended handle %d of %s, which is not live", handle, self.router
@@ -145,12 +145,12 @@ class RouterSession:
             self.outbox.put_kv_events(epoch, first, events)
 
     def sent(self) -> None:
-        """What the outbox gave was sent."""
+        """Called after a message was sent."""
         if not self.busy:
             self._engine.streams.calmed()
 
     def fail(self, error: TrtmeshError) -> None:
-        """Ends every sequence with `error`, because the backend no longer can."""
+        """Ends every sequence with `error`, in place of the broken backend."""
         self._failed = True
         for handle, item in list(self._live.items()):
             key = self._key(handle)
@@ -158,12 +158,12 @@ class RouterSession:
             self.take_end(handle, SequenceEnd(key, reason, item.prompt_tokens, 0, 0, error=error))
 
     def finish(self, farewell: TrtmeshError) -> None:
-        """Ends the stream with `farewell` once everything that waits was sent."""
+        """Sends the waiting events, then ends the stream with `farewell`."""
         self.farewell = farewell
         self.outbox.close()
 
     def close(self) -> None:
-        """The stream is over: stops what lives, at once."""
+        """Stops the live sequences at once, because the stream is over."""
         self._open = False
         self._engine.metrics.open_streams -= 1
         if self._live:
@@ -188,7 +188,7 @@ class RouterSession:
             self._refuse(handles, command, error)
             return
         except Exception as error:
-            # Broad on purpose: a defect of the backend costs this item alone.
+            # Broad on purpose: a defect of the backend fails this item alone.
             with request_id_bound(command.request_id):
                 log.exception("the backend could not take item %d", command.batch_index)
             self._refuse(handles, command, BackendFailed(f"{type(error).__name__}: {error}"))
@@ -202,7 +202,7 @@ class RouterSession:
             live.timer = loop.call_later(command.timeout_ms / 1000, self._time_out, handles, live)
 
     def _check_handles(self, handles: range) -> None:
-        # Refusals live nowhere but in the outbox, so this is what bounds them.
+        # Refusals exist in the outbox only, so this bounds them.
         if len(self.outbox.ending) >= 2 * self._engine.settings.max_handles_per_stream:
             raise SlowClient(
                 f"{len(self.outbox.ending)} ends wait to be read; acknowledge steps before submitting more"
@@ -213,8 +213,9 @@ class RouterSession:
         for handle in handles:
             if handle in self._live or handle in self.outbox.ending:
                 raise AlreadyExists(
-                    f"submit.handle {handle} names a sequence that has not ended; a handle is free again"
-                    " after its end was received"
+                    f"{handle} names a live sequence; a handle is free again once its end was received",
+                    field="submit.handle",
+                    value=str(handle),
                 )
 
     def _check_room(self, sequences: int) -> None:
@@ -226,7 +227,7 @@ class RouterSession:
             )
 
     def _refuse(self, handles: range, command: epb.SubmitCommand, error: TrtmeshError) -> None:
-        """Answers for an item that was not taken."""
+        """Ends the handles of a refused item."""
         error.worker = error.worker or self._engine.name
         self._engine.metrics.errors[error.reason] += 1
         with request_id_bound(command.request_id):
@@ -254,7 +255,7 @@ class RouterSession:
         self._stop_live(same, pb.FINISH_REASON_CANCELLED)
 
     def _stop_live(self, handles: Iterable[int], reason: int) -> None:
-        """Stops those that live; the others have ended, and their ends are on the way."""
+        """Stops the live handles; the ends of the others are already under way."""
         keys = [self._key(handle) for handle in handles if handle in self._live]
         if keys:
             self._engine.backend.stop(keys, reason)

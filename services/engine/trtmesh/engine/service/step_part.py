@@ -1,4 +1,4 @@
-"""What waits for one stream: parts of steps, and how several become one."""
+"""Parts of steps for one stream: splitting and merging."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class StepPart:
-    """The part of a step, or of several merged, that belongs to one stream; parallel lists as in engine.proto's Step.
+    """One stream's part of a step or of several merged steps, in parallel lists as in engine.proto's Step.
 
     `details`, `prompts` and `starts` name their sequences by handle, in the field `key`.
     """
@@ -31,15 +31,14 @@ class StepPart:
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of the logits in it."""
+        """Bytes of its logits."""
         if not (self.details or self.prompts):
             return 0
         return sum(map(_detail_bytes, self.details)) + sum(map(_prompt_bytes, self.prompts))
 
 
 def split(part: StepPart, most_bytes: int) -> list[StepPart]:
-    """Parts that together are `part`, in order; none has logits of more than `most_bytes` unless one token has, or one
-    run of a prompt."""
+    """Splits `part` into parts of at most `most_bytes` of logits; a single token or prompt run may exceed it."""
     if part.tensor_bytes <= most_bytes:
         return [part]
     parts = [
@@ -56,7 +55,7 @@ def split(part: StepPart, most_bytes: int) -> list[StepPart]:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """The tokens of one sequence in a part, and their data."""
+    """A sequence's tokens in a part, with their data."""
 
     handle: int
     offset: int
@@ -68,7 +67,7 @@ class _Row:
         return _detail_bytes(self.details) if self.details else 0
 
     def pieces(self, most_bytes: int) -> list[_Row]:
-        """The row in pieces of at most so many bytes of logits each, or of one token."""
+        """Splits the row into pieces of at most `most_bytes` of logits, or of one token."""
         count, size = len(self.token_ids), self.tensor_bytes
         if size <= most_bytes or count == 1:
             return [self]
@@ -111,7 +110,7 @@ def _part_of(step_count: int, rows: Sequence[_Row]) -> StepPart:
 
 
 def _runs(values: Iterable[T], sizes: Iterable[int], most: int) -> Iterator[list[T]]:
-    """`values` in runs whose sizes add up to at most `most`, or of a single one that is larger."""
+    """Groups `values` into runs of at most `most` in total size, or of one larger value."""
     run: list[T] = []
     total = 0
     for value, size in zip(values, sizes, strict=True):
@@ -133,9 +132,9 @@ def _prompt_bytes(prompt: PromptDetails) -> int:
 
 
 def merge(parts: Sequence[StepPart]) -> StepPart:
-    """One part with everything of `parts`, which are in step order; a handle occurs once and keeps the order.
+    """Merges parts in step order into one; every handle occurs once, in order of appearance.
 
-    A sequence that was rewritten (beam search) has what its last rewriting left.
+    A rewritten sequence (beam search) keeps its latest tokens only.
     """
     if len(parts) == 1:
         return parts[0]
@@ -150,7 +149,7 @@ def merge(parts: Sequence[StepPart]) -> StepPart:
 
 
 def _aligned(parts: Sequence[StepPart]) -> bool:
-    """Whether every part has the next token for each of the same handles, as in a batch that does not change."""
+    """Whether every part has one next token for each of the same handles, as in a stable batch."""
     handles, offsets = parts[0].handles, parts[0].token_offsets
     size = len(handles)
     return all(
@@ -218,7 +217,7 @@ def _merge_details(details: Iterable[TokenDetails]) -> list[TokenDetails]:
 
 
 def _cut(details: TokenDetails, count: int) -> TokenDetails:
-    """The data of the first `count` tokens; the sum goes with those that are cut off."""
+    """The data of the first `count` tokens, without the sum, which belongs to the last token."""
     return replace(
         details,
         log_probs=details.log_probs[:count],

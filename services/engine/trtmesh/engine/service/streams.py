@@ -1,4 +1,4 @@
-"""The streams of all routers: splits the backend's steps among them."""
+"""Splits the backend's steps among the routers' streams."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ HANDLE_MASK = (1 << HANDLE_BITS) - 1
 
 
 class Stream(Protocol):
-    """One router's stream, as seen from here."""
+    """One router's stream."""
 
     @property
     def busy(self) -> bool:
-        """Whether sequences live or their output waits."""
+        """Whether it has live sequences or waiting output."""
 
     @property
     def unacknowledged_steps(self) -> int:
@@ -48,17 +48,18 @@ class Stream(Protocol):
         """Takes changes of the KV cache."""
 
     def fail(self, error: TrtmeshError) -> None:
-        """Ends every sequence with `error`, because the backend no longer can."""
+        """Ends every sequence with `error`, in place of the broken backend."""
 
     def finish(self, farewell: TrtmeshError) -> None:
-        """Ends the stream with `farewell` once everything that waits was sent."""
+        """Sends the waiting events, then ends the stream with `farewell`."""
 
 
 class Streams:
     """Splits steps by stream.
 
-    A sequence's key is its stream's number followed by the 32 bits of its handle, so splitting needs no table. A
-    stream's number is never used twice; it stays here after its RPC is over until its last sequence has ended.
+    The key of a sequence is the number of its stream followed by the 32 bits of its handle, so splitting needs no
+    table. Numbers of streams are never reused. A stream stays registered until its last sequence has ended, even if
+    its RPC is over.
     """
 
     def __init__(self, metrics: EngineMetrics) -> None:
@@ -83,27 +84,27 @@ class Streams:
         return self._numbers
 
     def remove(self, number: int) -> None:
-        """Forgets a stream whose sequences have all ended."""
+        """Removes a stream without live sequences."""
         self._streams.pop(number, None)
         self.calmed()
 
     def calmed(self) -> None:
-        """A stream tells that it is no longer busy."""
+        """Called by a stream when it is no longer busy."""
         self._quiet.set()
 
     async def quiet(self) -> None:
-        """Returns when no stream is busy."""
+        """Waits until no stream is busy."""
         while any(stream.busy for stream in self._streams.values()):
             self._quiet.clear()
             await self._quiet.wait()
 
     def deliver(self, output: StepOutput) -> None:
-        """Takes a step from the backend, on any thread; its lists must not change any more.
+        """Takes a step from the backend, on any thread; its lists must not change afterwards.
 
-        Steps that come before the loop's next turn are split together.
+        Steps delivered before the loop's next turn are split together.
         """
         self._delivered.append(output)
-        # Set before and cleared before the queue is emptied, so no step is left behind.
+        # Set after the append and cleared before the queue is emptied, so no step is missed.
         if not self._split_is_due:
             self._split_is_due = True
             if threading.get_ident() == self._loop_thread:

@@ -1,4 +1,4 @@
-"""From a SubmitCommand to an item that a backend may take: the engine's edge."""
+"""Parses a SubmitCommand into a valid Submission."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_SEQUENCES = int(LIMITS["sampling.num_return_sequences"][1])
 
 
 def handles_of(command: epb.SubmitCommand) -> range:
-    """The handles that the item names, also when its config turns out to be wrong."""
+    """The item's handles, even for an invalid config."""
     sampling, beam_width = command.config.sampling, command.config.beam_search.beam_width
     asked = max(1, sampling.num_return_sequences)
     if beam_width > 1 and not sampling.HasField("num_return_sequences"):
@@ -25,7 +25,7 @@ def handles_of(command: epb.SubmitCommand) -> range:
 def parse_submit(
     command: epb.SubmitCommand, keys: tuple[int, ...], engine: LoadedEngine
 ) -> Submission:
-    """The item. Raises InvalidField, UnsupportedField or Draining."""
+    """Raises InvalidField, UnsupportedField or Draining."""
     if engine.draining:
         raise Draining(f"worker {engine.name} is draining; use another worker")
     config = parse_config(command.config)
@@ -45,7 +45,9 @@ def parse_submit(
 
 def _check(command: epb.SubmitCommand, config: GenerationConfig, engine: LoadedEngine) -> None:
     if config.sampling.seed is None and not config.sampling.greedy:
-        raise InvalidField("sampling.seed is not set but sampling needs one; draw one and send it")
+        raise InvalidField(
+            "is not set, but sampling needs one; draw one and send it", field="sampling.seed"
+        )
     _check_logits(config, engine)
     most = engine.info.max_sequences_per_item
     for name, count in (
@@ -59,24 +61,31 @@ def _check(command: epb.SubmitCommand, config: GenerationConfig, engine: LoadedE
         raise InvalidField.of("emitted_tokens", command.emitted_tokens, limit)
     if command.emitted_tokens and config.beam_search.beam_width > 1:
         raise InvalidField(
-            f"emitted_tokens is {command.emitted_tokens} for a beam search, but its beams depend on each other;"
-            " submit it from its prompt, and it will find them again"
+            f"is {command.emitted_tokens} for a beam search, but beams depend on each other; submit the prompt alone,"
+            " and the search will find the same beams",
+            field="emitted_tokens",
+            limit_field="beam_search.beam_width",
         )
     if command.emitted_tokens and config.sequences > 1:
         raise InvalidField(
-            f"emitted_tokens is {command.emitted_tokens} for an item of {config.sequences} sequences, but each"
-            " sequence has tokens of its own; submit them one by one"
+            f"is {command.emitted_tokens} for an item of {config.sequences} sequences, but each sequence has tokens of"
+            " its own; submit them one by one",
+            field="emitted_tokens",
+            limit_field="sampling.num_return_sequences",
         )
 
 
 def _check_logits(config: GenerationConfig, engine: LoadedEngine) -> None:
-    """Refuses logits of which one row would not fit a message to the router."""
+    """Refuses logits with rows too large for a message to the router."""
     for name in ("context_logits", "generation_logits"):
         if getattr(config.output, name):
             size = ELEMENT_BYTES[config.output.logits_data_type or pb.DATA_TYPE_FP32]
             row, most = engine.info.vocabulary_size * size, engine.settings.max_message_bytes // 2
             if row > most:
                 raise InvalidField(
-                    f"output.{name} come to {row} bytes a token, but a message of worker {engine.name} may have {most}"
-                    " of them (half of max_message_bytes); leave it out or raise the limit"
+                    f"takes {row} bytes a token, but a message of worker {engine.name} has room for {most} (half of"
+                    " max_message_bytes); leave it out or raise the limit",
+                    field=f"output.{name}",
+                    value=str(row),
+                    limit=f"at most {most} bytes a token",
                 )

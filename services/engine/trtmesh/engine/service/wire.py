@@ -1,4 +1,4 @@
-"""From the backend's dataclasses to the messages of engine.proto."""
+"""Encodes the backend's dataclasses as messages of engine.proto."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def describe(
     role: epb.WorkerRole.ValueType,
     load_interval_seconds: float,
 ) -> epb.GetEngineResponse:
-    """The worker's description."""
+    """Describes the worker."""
     return epb.GetEngineResponse(
         worker=worker,
         backend=info.backend,
@@ -75,7 +75,7 @@ def fill_step(step: epb.Step, part: StepPart, ends: Sequence[epb.SequenceEnd]) -
 
 
 def end_message(handle: int, end: SequenceEnd) -> epb.SequenceEnd:
-    """The end of a sequence under its handle."""
+    """Encodes the end of the sequence with this handle."""
     message = epb.SequenceEnd(
         handle=handle,
         reason=pb.FinishReason.ValueType(end.reason),
@@ -92,12 +92,10 @@ def end_message(handle: int, end: SequenceEnd) -> epb.SequenceEnd:
 
 
 def load_message(stats: BackendStats, *, draining: bool) -> epb.Load:
-    """The load."""
     return epb.Load(draining=draining, **{name: getattr(stats, name) for name in _STATS_FIELDS})
 
 
 def kv_event_message(event: KvEvent) -> epb.KvEvent:
-    """One change of the KV cache."""
     if isinstance(event, BlocksStored):
         stored = epb.KvBlocksStored(
             parent_hash=event.parent_hash,
@@ -113,7 +111,6 @@ def kv_event_message(event: KvEvent) -> epb.KvEvent:
 
 
 def adapter_states(held: Iterable[HeldAdapter]) -> epb.AdapterStates:
-    """The adapters that a backend holds."""
     return epb.AdapterStates(
         adapters=[
             epb.AdapterState(

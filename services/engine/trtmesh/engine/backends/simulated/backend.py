@@ -1,9 +1,8 @@
-"""A backend without a model: time, capacity, prefix reuse and faults by parameters, tokens by a hash.
+"""A backend without a model: parameters set time, capacity, prefix reuse and faults; a hash makes the tokens.
 
-It runs on the event loop's own timers. Steps follow absolute deadlines, so their rate does not drift, though each
-one may be a millisecond early or late, which is the resolution of the loop's clock; a thread would be more punctual
-and costs a handover each step. With a step time of 0 each turn of the loop is one step, and the loop still polls its
-sockets in between.
+Steps run on the event loop's timers with absolute deadlines, so their rate does not drift, although a step may be a
+millisecond early or late. A thread would be more punctual but costs a handover per step. With a step time of 0 every
+turn of the loop is a step, and the loop still polls its sockets in between.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ SUPPORTED_FIELDS = frozenset(
         "priority",
     }
 )
-"""Fields that change the tokens, their number, their order or what is reported; sampling fields change the tokens."""
+"""Fields with an effect on tokens, their number, their order or the report."""
 
 CAPABILITIES = Capabilities(deterministic=True, resumes_exactly=True, stops_single_sequences=True)
 
@@ -137,7 +136,7 @@ class SimulatedBackend:
         self._deliver_leftover()
 
     def _check(self, item: Submission) -> None:
-        """Refuses what only this backend refuses."""
+        """Refuses items beyond the limits of this backend alone."""
         asked, longest = item.config.stopping.max_tokens or 1, self._settings.max_sequence_tokens
         if item.prompt_tokens + asked > longest:
             raise PromptTooLong(
@@ -151,13 +150,13 @@ class SimulatedBackend:
             raise QueueFull("the queue is full because simulated.refuse_after_items says so")
 
     def _go_on(self) -> None:
-        """Starts stepping if there is something to do; delivers what arose between steps in the next turn."""
+        """Starts stepping if there is work; delivers ends between steps in the next turn."""
         if self._frozen:
             return
         if self._flush is None:
             self._flush = self._loop.call_soon(self._deliver_leftover)
         if self._timer is None and self._scheduler.present_sequences:
-            # In the next turn, so that items that came together start together.
+            # In the next turn, so that items from one message start together.
             self._step_ends_at = time.monotonic()
             self._timer = self._loop.call_soon(self._begin_step)
 
@@ -176,7 +175,7 @@ class SimulatedBackend:
         if settings.slow_after_steps and scheduler.step_count >= settings.slow_after_steps:
             seconds *= settings.slow_factor
         now = time.monotonic()
-        # Behind by more than a step, time is lost instead of made up in a burst.
+        # A delay of more than a step is lost time; it is not made up in a burst.
         self._step_ends_at = max(self._step_ends_at, now - seconds) + seconds
         delay = self._step_ends_at - now
         if delay < 0.0005:
@@ -193,7 +192,7 @@ class SimulatedBackend:
             self._begin_step()
 
     def _strike(self) -> bool:
-        """Does the fault whose time has come; tells whether stepping is over."""
+        """Executes the fault of this step, if any; returns whether stepping is over."""
         settings, step = self._settings, self._scheduler.step_count
         if step == settings.crash_after_steps:
             log.critical("dying because simulated.crash_after_steps says so")

@@ -1,4 +1,4 @@
-"""The sequences that generate: parallel lists, so that a step costs a few list operations and no loop of Python."""
+"""The generating sequences in parallel lists, so that a step costs a few list operations and no Python loop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trtmesh.engine.backends.simulated.sequence import Sequence
 
 
 class Batch:
-    """Gives every member one token a step. A member is looked at again only when its run of tokens is over."""
+    """Gives every member one token per step and visits a member only at the end of its run."""
 
     def __init__(self) -> None:
         self.members: list[Sequence] = []
@@ -23,9 +23,9 @@ class Batch:
         return len(self.members)
 
     def join(self, sequence: Sequence, step: int) -> None:
-        """Lets `sequence` generate from `step` on."""
+        """Adds a sequence that generates from `step` on."""
         sequence.slot = len(self.members)
-        # The step in which its token 0 was or would have been generated.
+        # The (virtual) step of its token 0.
         sequence.first_step = step - sequence.emitted_tokens
         self.members.append(sequence)
         self._keys.append(sequence.key)
@@ -42,7 +42,7 @@ class Batch:
         output.token_ids += map(next, self._tokens)
 
     def finished(self, step: int) -> list[Sequence]:
-        """Members whose last token was generated in `step`, still members; gives the others their next run."""
+        """Returns the members with their last token in `step`; starts the next run of the others that need one."""
         finished = []
         for sequence in self._due.pop(step, ()):
             if sequence.slot < 0:
@@ -56,7 +56,7 @@ class Batch:
         return finished
 
     def leave(self, sequence: Sequence) -> None:
-        """Removes a member; the last one takes its place."""
+        """Removes a member; the last member takes its place."""
         slot = sequence.slot
         sequence.slot = -1
         last = self.members.pop()

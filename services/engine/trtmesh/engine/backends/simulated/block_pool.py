@@ -1,4 +1,4 @@
-"""The KV blocks of a simulated worker: private to a sequence, shared by their hash, or idle and kept for reuse."""
+"""KV blocks of a simulated worker: private to a sequence, shared by hash, or idle and kept for reuse."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 
 class BlockPool:
-    """Counts blocks; there is no content.
+    """Counts blocks without content.
 
-    A shared block has a reference count; at 0 it is idle and the one idle longest is evicted first. A sequence holds
-    the whole chain before a block that it holds, and releases it from the end, so a child is evicted before its parent.
+    Shared blocks have a reference count; at 0 they are idle, and the longest idle block is evicted first. Sequences
+    hold whole chains and release them from the end, so children are evicted before their parents.
     """
 
     def __init__(self, total_blocks: int) -> None:
@@ -21,28 +21,28 @@ class BlockPool:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that no sequence holds."""
+        """Blocks without a holder."""
         return self.total_blocks - self.used_blocks
 
     @property
     def used_blocks(self) -> int:
-        """Blocks that sequences hold."""
+        """Blocks held by sequences."""
         return self._private + len(self._references) - len(self._idle)
 
     def match(self, hashes: Sequence[int]) -> int:
-        """How many of the first of `hashes` are in the pool."""
+        """Number of leading hashes in the pool."""
         for count, block in enumerate(hashes):
             if block not in self._references:
                 return count
         return len(hashes)
 
     def can_acquire(self, shared: Sequence[int], private: int) -> bool:
-        """Whether `acquire` would find room."""
+        """Whether `acquire` has room."""
         woken = sum(1 for block in shared if block in self._idle)
         return private + woken <= self.free_blocks
 
     def acquire(self, shared: Sequence[int], private: int) -> list[int]:
-        """Takes shared blocks that are in the pool and `private` new ones; returns the hashes evicted for them."""
+        """Holds shared blocks of the pool and `private` new blocks; returns the evicted hashes."""
         for block in shared:
             self._hold(block)
         evicted = []
@@ -54,15 +54,15 @@ class BlockPool:
         return evicted
 
     def share(self, hashes: Sequence[int]) -> list[bool]:
-        """Turns as many private blocks of one sequence into shared ones; tells which of them are new to the pool.
+        """Shares private blocks of a sequence under `hashes`; returns for each hash whether it is new to the pool.
 
-        A block that is there already is held instead, and the private copy is freed.
+        A known block is held instead, and the private copy is freed.
         """
         self._private -= len(hashes)
         return [self._hold(block) for block in hashes]
 
     def release(self, shared: Sequence[int], private: int) -> None:
-        """Gives back what a sequence holds."""
+        """Releases the blocks of a sequence."""
         self._private -= private
         for block in reversed(shared):
             self._references[block] -= 1
@@ -70,7 +70,7 @@ class BlockPool:
                 self._idle[block] = None
 
     def _hold(self, block: int) -> bool:
-        """Adds a reference; tells whether the block is new to the pool."""
+        """Adds a reference; returns whether the block is new to the pool."""
         count = self._references.get(block)
         self._references[block] = (count or 0) + 1
         if count == 0:

@@ -1,8 +1,7 @@
-"""Admission, prefill and decode of a simulated worker, without time: `begin`, wait as long as it says, `finish`.
+"""Scheduling, prefill and decode of a simulated worker, without time: `begin`, wait for the step time, `finish`.
 
-A sequence is admitted when the batch has a place and the pool has every block that it may come to need, so nothing
-is ever preempted. The waiting one with the highest priority goes first, then the one that came first; while it does
-not fit, nobody overtakes it.
+A sequence starts when the batch has a place and the pool has all blocks of its longest form, so preemption never
+happens. The highest priority goes first, then first come, first served; nothing overtakes the first in the queue.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Scheduler:
         return len(self._ledger.live)
 
     def add(self, sequence: Sequence) -> None:
-        """Puts a sequence into the queue; one that a migration brought complete ends at once."""
+        """Queues a sequence; a migrated sequence that is complete ends at once."""
         self._ledger.add(sequence.key, sequence)
         self.waiting_sequences += 1
         self.pending_prompt_tokens += sequence.prefill_left
@@ -75,7 +74,7 @@ class Scheduler:
         self.stop(list(self._ledger.live), reason)
 
     def begin(self) -> int:
-        """Admits and computes prompts; returns how many prompt tokens the step computes."""
+        """Starts sequences and computes prompts; returns the number of prompt tokens in the step."""
         self._admit()
         budget = self._prefill_tokens_per_step
         while self._prefilling and budget:
@@ -94,7 +93,7 @@ class Scheduler:
         return self._prefill_tokens_per_step - budget
 
     def finish(self, computed_prompt_tokens: int) -> StepOutput:
-        """Ends the step that `begin` began and tells what it made known."""
+        """Completes the step of `begin` and returns its output."""
         self.step_count += 1
         self.computed_prompt_tokens += computed_prompt_tokens
         output = self._ledger.output
@@ -107,7 +106,7 @@ class Scheduler:
         return self._output()
 
     def leftover(self) -> StepOutput | None:
-        """Ends and KV events that arose between steps, if any."""
+        """Ends and KV events since the last step, if any."""
         return self._output() if self._ledger.output.ends or self._kv_events else None
 
     def _output(self) -> StepOutput:
@@ -145,7 +144,7 @@ class Scheduler:
         return True
 
     def _see_first_tokens(self) -> None:
-        """Those that joined for this step have their prompt's KV and their first token now."""
+        """Publishes the prompt blocks of sequences with their first token in this step."""
         joined, self._joined = self._joined, []
         for sequence in joined:
             if sequence.ended:
@@ -181,7 +180,7 @@ class Scheduler:
         self._ledger.end(sequence.end(reason, generated, stop_token_ids, error))
 
     def _share(self, sequence: Sequence, tokens: int) -> None:
-        """Makes the full blocks of the sequence's first `tokens` tokens reusable, as far as they are not yet."""
+        """Makes the full blocks of the sequence's first `tokens` tokens reusable."""
         size, shared = sequence.tokens_per_block, sequence.shared_blocks
         fresh = sequence.names(tokens)[shared:]
         parent = sequence.hashes[shared - 1] if shared else sequence.root

@@ -12,9 +12,9 @@ from trtmesh.engine.times import SequenceTimes
 
 
 class Sequence:
-    """The tokens of one sequence, made in runs, and what it holds of the block pool.
+    """The tokens of one sequence, generated in runs, and its blocks.
 
-    A run is a stretch of tokens known in advance: up to the end of a chunk, or to the sequence's end.
+    A run is generated in advance: to the end of a chunk or of the sequence.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class Sequence:
         self.root = root_hash(item.config.kv_cache.salt)
         self.tokens_per_block = tokens_per_block
         self.hashes: list[int] = []
-        """Names of its leading full blocks, as far as they were needed."""
+        """Names of its leading full blocks, computed on demand."""
         self.shared_blocks = 0
-        """Leading blocks that can be reused by others."""
+        """Leading blocks available for reuse."""
         self.private_blocks = 0
         # Progress.
         self.slot = -1
@@ -61,7 +61,7 @@ class Sequence:
 
     @property
     def blocks_at_most(self) -> int:
-        """Blocks that the sequence needs in the end."""
+        """Blocks of its longest form."""
         return blocks_needed(self.rule.limit, self.tokens_per_block)
 
     @property
@@ -70,7 +70,7 @@ class Sequence:
         return min(reused, self.rule.prompt_tokens)
 
     def names(self, tokens: int) -> list[int]:
-        """Names of the full blocks among its first `tokens` tokens; none where they must not be reused."""
+        """Names of the full blocks of its first `tokens` tokens; none without reuse."""
         if not self.reuse:
             return []
         count = tokens // self.tokens_per_block
@@ -78,10 +78,9 @@ class Sequence:
         return self.hashes[:count]
 
     def next_run(self) -> list[int]:
-        """The tokens that come next, at least one; sets `ending` when the sequence ends with the last of them."""
+        """Generates at least one token; sets `ending` if the last token ends the sequence."""
         length = len(self.tokens)
-        # Shifted by a phase of the stream's own, so that streams that start together do not all need their next
-        # chunk in the same step.
+        # Each stream has its own phase, so that streams started together do not need a chunk in the same step.
         position = length - self.rule.prompt_tokens + self._stream[0] % CHUNK
         index, start = divmod(position, CHUNK)
         self.tokens += self._allowed(self._source.chunk(self._stream, index)[start:])
@@ -92,7 +91,7 @@ class Sequence:
         return self.tokens[length:]
 
     def _allowed(self, run: list[int]) -> list[int]:
-        """`run` with another id for each end id that min_tokens bans."""
+        """Replaces the end ids banned by min_tokens."""
         rule, length = self.rule, len(self.tokens)
         if not rule.bans_end_ids(length) or rule.end_ids.isdisjoint(run):
             return run
@@ -109,7 +108,6 @@ class Sequence:
         stop_token_ids: tuple[int, ...] = (),
         error: TrtmeshError | None = None,
     ) -> SequenceEnd:
-        """The end as it is delivered."""
         return SequenceEnd(
             key=self.key,
             reason=reason,
@@ -123,5 +121,5 @@ class Sequence:
         )
 
     def start(self) -> SequenceStart:
-        """What is known with the first token."""
+        """The metrics of the first token."""
         return SequenceStart(self.key, self.times.metrics_at_start())

@@ -1,4 +1,4 @@
-"""What a simulated backend can be told."""
+"""Settings of the simulated backend."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class SimulatedSettings(Settings):
     step_ms: Milliseconds = 10.0
     """Time of a step in milliseconds; 0 runs as fast as the event loop allows."""
     step_ms_per_sequence: Milliseconds = 0.0
-    """Time that each running sequence adds to a step, in milliseconds."""
+    """Additional step time per running sequence, in milliseconds."""
     prefill_tokens_per_second: Annotated[float, Field(ge=0)] = 0.0
     """Prompt tokens computed a second, on top of the step time; 0 computes prompts in no time."""
     prefill_tokens_per_step: Count = 8192
     """Most prompt tokens of one step; longer prompts take several."""
     load_ms: Milliseconds = 0.0
-    """Time that loading takes, in milliseconds."""
+    """Time to load the model, in milliseconds."""
 
     total_blocks: Count = 16384
     """KV blocks in the pool."""
@@ -33,7 +33,7 @@ class SimulatedSettings(Settings):
     max_batch_size: Annotated[int, Field(ge=1, le=65536)] = 1024
     """Most sequences computed at once."""
     max_queue_size: Annotated[int, Field(ge=0, le=2**31 - 1)] = 4096
-    """Most sequences waiting beyond those that a free place in the batch awaits."""
+    """Most sequences waiting beyond those with a place in the batch."""
     max_sequence_tokens: Count = 32768
     """Most tokens of a sequence, prompt included."""
     max_sequences_per_item: Annotated[int, Field(ge=1, le=256)] = 16
@@ -42,30 +42,30 @@ class SimulatedSettings(Settings):
     vocabulary_size: Count = 32000
     """Ids below this may be prompt tokens."""
     first_token_id: TokenId = 32
-    """Lowest id that is generated."""
+    """Lowest generated id."""
     last_token_id: TokenId = 126
-    """Highest id that is generated, the end id aside; of more than 256 ids, 256 spread evenly are used."""
+    """Highest generated id except the end id; a longer range contributes 256 evenly spread ids."""
     end_id: TokenId = 2
     """The model's own end id."""
     end_probability: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of positions that hold the end id."""
     tokenizer_fingerprint: str = ""
-    """Fingerprint of the tokenizer that the backend claims; empty claims none."""
+    """Reported fingerprint of the tokenizer; empty reports none."""
 
     crash_after_steps: Count | None = None
-    """The process dies without a word after so many steps."""
+    """The process dies silently after this many steps."""
     freeze_after_steps: Count | None = None
-    """Nothing happens any more after so many steps, while the process lives on."""
+    """The backend freezes after this many steps, but the process stays alive."""
     break_after_steps: Count | None = None
-    """The backend reports that it can no longer work after so many steps."""
+    """The backend reports a failure of its own after this many steps."""
     slow_after_steps: Count | None = None
-    """Steps take `slow_factor` times as long after so many steps."""
+    """Steps take `slow_factor` times as long after this many steps."""
     slow_factor: Annotated[float, Field(ge=1, le=1e6)] = 10.0
-    """How many times longer slow steps take."""
+    """Factor for the duration of slow steps."""
     fail_item: Count | None = None
-    """The item with this number, counted from 1, is taken and fails at its first token."""
+    """Number, counted from 1, of the item that is admitted and fails at its first token."""
     refuse_after_items: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    """Items are refused as if the queue were full once so many were taken."""
+    """After this many admitted items, further items are refused with QUEUE_FULL."""
 
     @model_validator(mode="after")
     def _ids_are_in_the_vocabulary(self) -> SimulatedSettings:

@@ -1,6 +1,6 @@
-"""The tokens that a simulated model generates: a pure function of request and position.
+"""The tokens of a simulated model: a pure function of request and position.
 
-Equal requests get equal tokens, and a sequence that moved to another worker goes on as if it had stayed.
+Equal requests get equal tokens, and a migrated sequence continues as if it had stayed.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _draws = attrgetter(
 class TokenSource:
     """Makes chunks of a sequence's tokens.
 
-    Ids lie in [first, last]; of more than 256, 256 that are spread evenly are used. A share `end_probability` of the
+    Ids lie in [first, last]; a longer range contributes 256 evenly spread ids. A share `end_probability` of the
     positions holds `end_id`.
     """
 
     def __init__(self, first: int, last: int, end_id: int, end_probability: float) -> None:
         self._ids = range(first, last + 1)
         span = len(self._ids)
-        # One look-up a token, in a table that stays in the processor's cache.
+        # One lookup per token, in a table small enough for the processor's cache.
         self._token_of_byte = [
             first + (byte % span if span < 256 else byte * span // 256) for byte in range(256)
         ]
@@ -65,14 +65,14 @@ class TokenSource:
         return [end if word < below else token for word, token in zip(words, tokens, strict=True)]
 
     def other_than(self, banned: frozenset[int]) -> int:
-        """The lowest id that is not banned; where all are, the lowest."""
+        """The lowest allowed id, or the lowest id if all are banned."""
         return next((token for token in self._ids if token not in banned), self._ids[0])
 
 
 def stream_key(
     prompt: Sequence[int], sampling: Sampling, batch_index: int, sequence_index: int
 ) -> bytes:
-    """Names a stream of tokens. Greedy streams differ by prompt and penalties alone, as a model's do."""
+    """Names a stream of tokens. As with a model, greedy streams differ by prompt and penalties alone."""
     if sampling.greedy:
         asked: tuple[object, ...] = _penalties(sampling)
     else:
