@@ -1,4 +1,4 @@
-"""Where the admin token comes from, and that nothing shows it."""
+"""Sources and secrecy of the admin token."""
 
 from __future__ import annotations
 

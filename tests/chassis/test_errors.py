@@ -33,7 +33,7 @@ def test_reasons_are_unique() -> None:
 
 
 def start_failures() -> list[type[errors.StartupError]]:
-    """Those of the tree; whoever else was imported may have its own."""
+    """Classes of this module; other modules may add theirs."""
     kinds = errors.StartupError.__subclasses__()
     return [kind for kind in kinds if kind.__module__ == errors.__name__]
 

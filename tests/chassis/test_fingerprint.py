@@ -1,4 +1,4 @@
-"""The tokenizer's fingerprint follows what decides ids and text, and nothing else."""
+"""The fingerprint depends only on parts with an effect on ids and text."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def test_endpoint_serves_the_registry() -> None:
 
 
 def test_additional_metrics_follow_the_registry() -> None:
-    """In the one format that both have, whatever the scraper would like."""
+    """Both parts are plain text, whatever format the scraper accepts."""
     registry = CollectorRegistry()
     Counter("things", "Things.", registry=registry).inc(3)
     wishes = {"Accept": "application/openmetrics-text", "Accept-Encoding": "gzip"}

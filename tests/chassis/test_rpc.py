@@ -1,4 +1,4 @@
-"""What `answering` makes of errors, and health as a client sees it, over a real socket."""
+"""Errors through `answering`, and health, over a real socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The life of a process with a service that does as told; the engine's tests show the rest with a real one."""
+"""The life cycle of a process with a scripted service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tokenizer in this process behind a real socket, and the router's end of its stream."""
+"""A tokenizer in this process on a real socket, and the router's side of the stream."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MESSAGE_BYTES = 64 * 2**20
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Waits for what a task or a thread is about to do; the test's timeout bounds it."""
+    """Polls until a task or a thread is done, within the test's timeout."""
     while not condition():  # noqa: ASYNC110 - threads and metrics raise no events
         await asyncio.sleep(0.001)
 
@@ -90,7 +90,7 @@ class Link:
         return event
 
     async def decode(self, command: pb.TokenizerCommand) -> pb.Decoded:
-        """Sends and gives the answer, which must be the next event."""
+        """Sends a command and returns the next event as the answer."""
         await self.send(command)
         event = await self.next()
         assert event.WhichOneof("event") == "decoded"
@@ -103,7 +103,7 @@ class Link:
         return event.encoded
 
     async def finish(self) -> None:
-        """Ends the stream as a router does and expects nothing more than its good end."""
+        """Half-closes the stream and expects no event and status OK."""
         await self.call.done_writing()
         assert await self.call.read() is grpc.aio.EOF
         assert await self.call.code() == grpc.StatusCode.OK

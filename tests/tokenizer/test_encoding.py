@@ -1,4 +1,4 @@
-"""Lanes, batches, limits; with a tokenizer whose threads stop where the test wants them to."""
+"""Lanes, batches and limits, with a tokenizer blocked by gates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIMIT = 100
 
 
 class LibraryPanic(BaseException):
-    """As the library's own, which is no Exception."""
+    """Like the library's panic, derived from BaseException."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Ids:
 
 @dataclass
 class GatedTokenizer:
-    """Encodes a text to its length, when the gate of its first letter is open."""
+    """Encodes a text to its length after the gate of the first letter opens."""
 
     gates: dict[str, threading.Event] = field(default_factory=dict)
     batches: list[list[str]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The process: how it starts, how it ends, what is left when it is killed."""
+"""Start and end of the process, and recovery after a kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The matcher against a model that sees the whole text at once."""
+"""The matcher against a model with the whole text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ deltas = st.lists(st.text(LETTERS, max_size=7), max_size=20)
 
 
 def first_match(text: str, stop_texts: list[str]) -> tuple[int, int] | None:
-    """End and index of the match that ends first, then is longest, then is asked for first."""
+    """End and index of the match: first end, then longest, then first in the list."""
     for end in range(1, len(text) + 1):
         endings = [i for i, stop in enumerate(stop_texts) if text[:end].endswith(stop)]
         if endings:
@@ -21,7 +21,7 @@ def first_match(text: str, stop_texts: list[str]) -> tuple[int, int] | None:
 
 
 def longest_beginning(text: str, stop_texts: list[str]) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of a stop text."""
+    """Length of the longest suffix of `text` equal to a proper prefix of a stop text."""
     lengths = [n for stop in stop_texts for n in range(len(stop)) if text.endswith(stop[:n])]
     return max(lengths)
 

@@ -1,4 +1,4 @@
-"""What is read from a model directory, and what is said about a broken one."""
+"""Loading valid and invalid model directories."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trtmesh.tokenizer.vocabulary import load_vocabulary
 
 @pytest.fixture
 def own_model_dir(model_dir: Path, tmp_path: Path) -> Path:
-    """A model directory that the test may spoil."""
+    """A model directory for the test to modify."""
     return shutil.copytree(model_dir, tmp_path / "my-model")
 
 

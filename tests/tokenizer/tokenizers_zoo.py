@@ -1,7 +1,7 @@
 """Small real tokenizers of every family, made of a few lines, saved as model directories.
 
-Each is the same in every process. Trainers go through tables that have another order in each, so they get what ties
-would turn on: the alphabet, and with it the ids, in order.
+Each is identical in every process. Trainers iterate over tables in random order, so ties would change the ids; a given
+alphabet fixes the order.
 """
 
 from __future__ import annotations
@@ -186,10 +186,10 @@ def unstreamable() -> Tokenizer:
 
 
 def unigram_pieces() -> list[tuple[str, float]]:
-    """Letters, and the parts of words that make up most of the corpus, with the logarithms of their shares.
+    """Letters and frequent parts of words, with the logarithms of their frequencies.
 
-    It is what a trainer of Unigram begins with; it goes on with sums whose order, and with it their last bits, nobody
-    fixes.
+    These are the initial pieces of a Unigram trainer. The trainer itself sums floats in random order, so the scores
+    would differ in the last bits.
     """
     words = [w for line in CORPUS for w, _ in pre_tokenizers.Metaspace().pre_tokenize_str(line)]
     counts = Counter(
@@ -216,7 +216,7 @@ def numbered(tokens: Iterable[str]) -> dict[str, int]:
 
 
 def with_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    """Added tokens that are no special ones; one of them looks like text of the family."""
+    """Added tokens without the special flag; one looks like text of the family."""
     tokenizer.add_tokens(
         [AddedToken("<tool>", normalized=False), AddedToken("é▁ x", normalized=False)]
     )
@@ -233,7 +233,7 @@ ZOO: dict[str, tuple[Callable[[], Tokenizer], str]] = {
     "no_decoder": (no_decoder, "pieces"),
     "unstreamable": (unstreamable, "whole"),
 }
-"""How each is built, and the decoding that must be chosen for it."""
+"""Builder and expected decoding of each tokenizer."""
 
 
 def ids_of(tokenizer: Tokenizer, *tokens: str) -> list[int]:
@@ -243,7 +243,7 @@ def ids_of(tokenizer: Tokenizer, *tokens: str) -> list[int]:
 
 
 def save_model_dir(tokenizer: Tokenizer, directory: Path) -> Path:
-    """Writes what a tokenizer service reads of a model directory."""
+    """Writes the tokenizer files of a model directory."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {

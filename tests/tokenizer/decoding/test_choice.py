@@ -1,4 +1,4 @@
-"""Texts of tokens, joined, are the text of the whole, for random ids of every family."""
+"""Joined texts of tokens equal the text of the whole, for random ids of every family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sequence gives the same text and the same stop however its ids were split, replayed or cut."""
+"""Text and stop do not depend on splits, replays or cuts of the ids."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def open_sequence(
 
 
 def run(sequence: DecodeSequence, calls: list[list[int]]) -> tuple[list[str], int | None, int]:
-    """Text of each call, the stop text found and the tokens up to its end, all calls counted."""
+    """The text of each call, the stop text and the total tokens up to the match."""
     texts, stop_index, tokens = [], None, 0
     for position, ids in enumerate(calls):
         act = sequence.finish if position == len(calls) - 1 else sequence.push

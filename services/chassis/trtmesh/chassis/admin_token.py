@@ -1,7 +1,7 @@
 """The optional secret of the admin API.
 
-Router and client read it from a file or from the environment variable TRTMESH_ADMIN_TOKEN. Calls send it as
-`authorization: Bearer <token>`. It never appears in an error message, a log line or a `repr`.
+Router and client read the token from a file or from the environment variable TRTMESH_ADMIN_TOKEN. Calls send it as
+`authorization: Bearer <token>`. The token never appears in an error message, a log line or a `repr`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names of KV blocks: a block's hash covers its tokens and, through its parent's hash, all tokens before.
+"""Names of KV blocks: the hash of a block covers the tokens and, through the parent's hash, all tokens before.
 
 Engines name cached blocks by these hashes and routers the blocks of a prompt, so both use this module.
 """

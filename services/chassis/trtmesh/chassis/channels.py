@@ -28,8 +28,8 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, Any]]:
 def open_channel(
     address: str, max_message_bytes: int, connect_seconds: float = GREETING_SECONDS
 ) -> grpc.aio.Channel:
-    """A channel with its own connection; the caller closes it. Retries every second, after at most `connect_seconds`
-    for each attempt."""
+    """A channel with a separate connection; the caller closes the channel. Reconnects every second; each attempt takes
+    at most `connect_seconds`."""
     options = [
         *channel_options(max_message_bytes),
         ("grpc.use_local_subchannel_pool", 1),

@@ -74,7 +74,7 @@ def to_metadata(error: TrtmeshError) -> tuple[tuple[str, str | bytes], ...]:
 
 
 def from_status(code: grpc.StatusCode, details: str, metadata: Metadata | None) -> TrtmeshError:
-    """The error of a failed call, from its metadata, else from its reason or status code."""
+    """The error of a failed call, from the metadata, else from reason or status code."""
     found = dict(metadata or ())
     whole = found.get(ERROR_METADATA_KEY)
     if isinstance(whole, bytes):

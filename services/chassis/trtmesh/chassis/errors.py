@@ -22,7 +22,7 @@ TrtmeshError
 │   ├── Draining              the process admits nothing more
 │   ├── NoWorker              no worker is ready
 │   ├── NoTokenizer           no tokenizer is ready
-│   ├── WorkerLost            the worker died or its stream broke
+│   ├── WorkerLost            the worker died or the stream broke
 │   └── TokenizerLost         no tokenizer was left and none returned in time
 ├── Exhausted                 a limit of resources is reached
 │   ├── OutOfBlocks           the item can never fit the KV block pool
@@ -32,12 +32,12 @@ TrtmeshError
 ├── Cancelled                 the client ended the request
 └── InternalError             a defect of this software or its backend
     ├── BackendFailed         the backend could not continue an item
-    └── StreamIncomplete      a stream ended without its terminal events
+    └── StreamIncomplete      a stream ended without terminal events
 
-StartupError                  the process cannot start; it prints the message and exits
+StartupError                  the process cannot start: message and exit status
 ├── SettingsError             a setting is wrong (exit status 2)
 ├── PortInUse                 an address cannot be bound (exit status 3)
-└── ModelUnusable             the model directory is missing, broken or refused (exit status 4)
+└── ModelUnusable             the model directory is missing, invalid or refused (exit status 4)
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ class PortInUse(StartupError):
 
 
 class ModelUnusable(StartupError):
-    """The model directory is missing, broken or refused."""
+    """The model directory is missing, invalid or refused."""
 
     exit_status = 4
 
@@ -318,7 +318,7 @@ class Blame(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ErrorRow:
-    """Statuses and reason of one kind of error, and its meaning for an item."""
+    """Statuses, reason and meaning of a kind of error."""
 
     error: type[TrtmeshError]
     status: grpc.StatusCode

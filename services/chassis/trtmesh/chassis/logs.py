@@ -1,4 +1,4 @@
-"""Logs on standard error, one line per record as text or JSON, with the request id."""
+"""Logs on standard error: a line per record, text or JSON, with the request id."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ class _Batch(Generic[Message]):
 class Outbox(Generic[Message, Item]):
     """Merges items into messages, in order, for one consumer.
 
-    Items are built inside the message that carries them: protobuf copies one message into another by serializing and
-    parsing it, which for the ids of a long text blocks the event loop for milliseconds.
+    Items are built inside their message: protobuf copies a message into another by serializing and parsing, and for the
+    ids of a long text this blocks the event loop for milliseconds.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Outbox(Generic[Message, Item]):
         self._room.set()
 
     def add(self, size: int = 0) -> Item:
-        """An empty item of about `size` bytes. The caller fills it before it awaits anything."""
+        """An empty item of about `size` bytes; the caller fills the item before any await."""
         batch = self._batches[-1] if self._batches else None
         if batch is None or batch.items == MAX_ITEMS or batch.bytes + size > MAX_BYTES:
             batch = _Batch(self._new_message())

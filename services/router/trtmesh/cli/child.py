@@ -16,6 +16,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from trtmesh.chassis.channels import open_channel
 from trtmesh.chassis.errors import StartupError
+from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.cli.plan import LOOPBACK, ProcessPlan
 
 _WILDCARDS = ("0.0.0.0", "[::]", "::")
@@ -191,16 +192,7 @@ def _port(address: str) -> int | None:
 
 async def while_alive(children: Iterable[Child], work: Coroutine[Any, Any, None]) -> None:
     """Runs `work`. Raises ChildEnded if one of `children` ends first."""
-    working = asyncio.ensure_future(work)
-    guards = [asyncio.ensure_future(child.raise_at_end()) for child in children]
-    try:
-        done, _ = await asyncio.wait((working, *guards), return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in (working, *guards):
-            task.cancel()
-        await asyncio.gather(working, *guards, return_exceptions=True)
+    await until_first_ends(work, *(child.raise_at_end() for child in children))
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:

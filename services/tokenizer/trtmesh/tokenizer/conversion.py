@@ -1,6 +1,6 @@
 """Converts the tokenizer files of older models to tokenizer.json, in a child process.
 
-The libraries for these files take hundreds of megabytes and import torch if it is installed. The service needs them
+The libraries for these files take hundreds of megabytes and may import torch. The service needs them
 only once, so a child process loads them.
 
     python -m trtmesh.tokenizer.conversion MODEL_DIR OUTPUT_FILE

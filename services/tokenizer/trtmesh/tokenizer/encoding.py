@@ -1,6 +1,6 @@
 """Encodes texts in threads: waiting texts are encoded together, long and huge texts in threads of their own.
 
-Even a single text goes through `encode_batch_fast`, which releases the GIL; `encode` holds it.
+Even a single text goes through `encode_batch_fast`: unlike `encode`, the batch method releases the GIL.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HUGE_TO_LONG = 16
 
 @dataclass(frozen=True, slots=True)
 class EncodeRequest:
-    """The text and the words of one encode."""
+    """The text and the words to encode."""
 
     text: str | None
     add_special_tokens: bool
@@ -39,7 +39,7 @@ class EncodeRequest:
         object.__setattr__(self, "size_bytes", size_bytes)
 
     def texts(self, *, special: bool) -> Iterator[str]:
-        """The texts to encode with special tokens, or those without, in order."""
+        """The texts to encode with special tokens, or without, in order."""
         if self.text is not None and self.add_special_tokens == special:
             yield self.text
         if not special:
@@ -47,7 +47,7 @@ class EncodeRequest:
 
 
 def _size_bytes(text: str) -> int:
-    # Measuring must not copy the common long text, which is ASCII.
+    # Does not copy ASCII, the common case of a long text.
     return len(text) if text.isascii() else len(text.encode())
 
 
@@ -106,7 +106,7 @@ class Encoder:
         ]
 
     def submit(self, request: EncodeRequest) -> asyncio.Future[Outcome]:
-        """Queues an encode. The future returns failures as values; cancelling it removes the encode from the queue.
+        """Queues an encode. The future returns failures as values; cancel removes the encode from the queue.
 
         Raises InvalidField for an oversized text, QueueFull, and Draining after `close`.
         """
@@ -146,7 +146,7 @@ class _LaneLimits:
 
 
 class _Lane:
-    """A queue and its threads. A free thread takes a batch at once and does not wait for it to fill."""
+    """A queue and its threads. A free thread takes the waiting texts at once, without waiting for more."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class _Lane:
         outcome: asyncio.Future[Outcome] = loop.create_future()
         self._queue.append(_Waiting(request, outcome, time.monotonic()))
         if len(self._queue) == 1:
-            # In the next pass of the event loop, so that the commands of one message share a batch.
+            # In the next pass of the event loop: the commands of a message share a batch.
             loop.call_soon(self._start_batches)
         return outcome
 
@@ -202,7 +202,7 @@ class _Lane:
             running.add_done_callback(partial(self._finish_batch, batch))
 
     def _take_batch(self) -> list[_Waiting]:
-        """The next encodes that fit into a batch, at least one; skips cancelled encodes."""
+        """Takes the next batch, with at least one encode; skips cancelled encodes."""
         now, size_bytes = time.monotonic(), 0
         batch: list[_Waiting] = []
         while self._queue:
@@ -233,13 +233,13 @@ class _Lane:
 def encode_in_this_thread_alone() -> None:
     """Turns off the library's own thread pool.
 
-    There long texts would occupy the threads that short texts need.
+    There long texts would occupy the threads of short texts.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 def encode_batch(tokenizer: Tokenizer, requests: Sequence[EncodeRequest]) -> list[Outcome]:
-    """Encodes a batch; a failure becomes the outcome of the request that causes it alone."""
+    """Encodes a batch; a failure becomes the outcome of the failing request alone."""
     try:
         return list(_encode(tokenizer, requests))
     except BaseException as error:  # noqa: BLE001 - a panic of the library derives from BaseException

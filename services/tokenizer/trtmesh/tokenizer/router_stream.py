@@ -47,7 +47,7 @@ class Shared:
 
 
 class RouterStream:
-    """Decode states and encodes of one router; they end with its stream.
+    """The decode states and encodes of a router, for the lifetime of the stream.
 
     Tokens are decoded where commands are read: a thread switch would take longer. Texts are encoded in threads.
     """

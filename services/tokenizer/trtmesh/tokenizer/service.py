@@ -27,7 +27,7 @@ FINAL_WRITE_SECONDS = 1.0
 
 
 class TokenizerService(pb_grpc.TokenizerServiceServicer):
-    """Loads one tokenizer and serves it to any number of routers."""
+    """Loads a tokenizer and serves any number of routers."""
 
     service_names: Sequence[str] = ("trtmesh.v1.TokenizerService",)
 

@@ -1,8 +1,8 @@
 """Finds stop texts across the deltas of a text, with an Aho-Corasick automaton.
 
-The automaton's state is the longest suffix of the text that is a prefix of a stop text. Exactly this suffix is held
-back; it is part of the stop text, so a matcher stores only a state number. The average cost of a character does not
-depend on the number and length of the stop texts.
+The automaton's state is the longest suffix of the text equal to a prefix of a stop text. Exactly this suffix is held
+back. The stop text contains the suffix, so a matcher stores only a state number. The average cost of a character does
+not depend on the number and length of the stop texts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StopTexts:
         self._first_character = re.compile(f"[{first_characters}]")
 
     def find_start(self, text: str) -> int:
-        """Position of the first character that starts a stop text, else the length of `text`."""
+        """Position of the first possible start of a stop text, else the length of `text`."""
         match = self._first_character.search(text)
         return match.start() if match else len(text)
 
@@ -86,7 +86,7 @@ class StopTexts:
             self._ending[state] = Ending(stop_index, len(text))
 
     def _link(self) -> None:
-        """Links every state to the state of its longest proper suffix, level by level."""
+        """Links every state to the state of the longest proper suffix, level by level."""
         level = list(self._next[_ROOT].values())
         while level:
             below: list[int] = []
@@ -101,7 +101,7 @@ class StopTexts:
 
 
 class StopMatcher:
-    """Matches one sequence. The match that ends first wins; of several, the longest."""
+    """Matches a sequence. The first match to end wins; of several, the longest."""
 
     __slots__ = ("_include_stop_text", "_state", "_stop_texts", "stop_index")
 

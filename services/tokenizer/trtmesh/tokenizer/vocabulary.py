@@ -1,4 +1,4 @@
-"""Loads the tokenizer of a model directory, its special ids and its chat template."""
+"""Loads tokenizer, special ids and chat template of a model directory."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Vocabulary:
 
 
 def load_vocabulary(model_dir: Path) -> Vocabulary:
-    """Reads a model directory; takes seconds if files must be converted. Raises ModelUnusable with the file and its
+    """Reads a model directory; takes seconds if files must be converted. Raises ModelUnusable with file and
     problem."""
     tokenizer = _load_tokenizer(model_dir)
-    # A text is encoded whole or refused, whatever truncation and padding the file configures.
+    # Texts are encoded whole or refused: truncation and padding of the file do not apply.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1

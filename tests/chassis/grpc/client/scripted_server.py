@@ -28,12 +28,12 @@ OK = {"grpc-status": "0"}
 
 
 def method(name: str) -> Method[bytes, bytes]:
-    """One of the example's methods; its messages are plain bytes."""
+    """A method of the example, with plain bytes as messages."""
     return Method(f"/example.Service/{name}", bytes, bytes)
 
 
 class Peer:
-    """A server of one connection whose frames the test writes."""
+    """A server of one connection; the test writes the frames."""
 
     def __init__(self, greeting: bytes) -> None:
         self._greeting = greeting

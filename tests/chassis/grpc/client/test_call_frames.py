@@ -1,4 +1,4 @@
-"""The client's streams and calls, with a server that writes its own frames."""
+"""The client's streams and calls, with scripted server frames."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ async def test_cancelled_read_loses_no_message(peer: Peer, message_first: bool) 
     async with called(peer, "Echo") as (connection, wire, call):
         reading = asyncio.create_task(call.read())
         await asyncio.sleep(0)
-        # In one pass of the event loop, so that the task has not run between the two.
+        # In one pass of the event loop: the task must not run in between.
         if not message_first:
             reading.cancel()
         connection.data_received(headers(wire, 1, HEAD) + wire.data(1, b"kept", 0))

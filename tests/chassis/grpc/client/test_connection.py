@@ -1,4 +1,4 @@
-"""The client's connection, with a server that writes its own frames."""
+"""The client's connection, with scripted server frames."""
 
 from __future__ import annotations
 

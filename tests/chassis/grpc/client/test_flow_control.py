@@ -1,4 +1,4 @@
-"""Flow control of the client, with a server that writes its own frames."""
+"""Flow control of the client, with scripted server frames."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server over a real socket that serves one method of every kind."""
+"""A server on a real socket, with a method of every kind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_BYTES = 8 * 2**20
 
 @dataclass
 class Example:
-    """The handlers, and what they saw."""
+    """The handlers and their observations."""
 
     address: str = ""
     server: Any = field(default_factory=lambda: GrpcServer(MOST_BYTES))
@@ -37,8 +37,8 @@ class Example:
         return host, int(port)
 
     def hold_unread(self, size: int) -> None:
-        """Lets the system hold about so many bytes for a client that comes from now on and does not read, and hold them
-        for ever: it is not the system that gives the client up."""
+        """Limits the system's buffers for later connections and turns off TCP_USER_TIMEOUT: the server, not the system,
+        must abort a client that does not read."""
         for server in self.server._servers:
             for listener in server.sockets:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
@@ -69,7 +69,7 @@ class Example:
         return b""
 
     async def tidy(self, request: bytes, context: Any) -> bytes:
-        """Takes its time to clean up."""
+        """Takes long to clean up."""
         self.waiting.set()
         try:
             return await self.wait(request, context)
@@ -78,7 +78,7 @@ class Example:
             self.tidied.set()
 
     async def write_late(self, request: bytes, context: Any) -> None:
-        """Ends while a task of it writes, behind a write that was cut off."""
+        """Ends while a task writes after a cancelled write."""
         cut_off = asyncio.create_task(context.write(bytes(100)))
         await asyncio.sleep(0)
         cut_off.cancel()
@@ -93,7 +93,7 @@ class Example:
         await asyncio.sleep(0)
 
     async def misspell(self, request: bytes, context: Any) -> None:
-        """Gives metadata that is none."""
+        """Sends invalid metadata."""
         await context.abort(grpc.StatusCode.DATA_LOSS, "lost", (("reason", None),))
 
     async def many(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
@@ -116,7 +116,7 @@ class Example:
             yield request[::-1]
 
     async def first(self, requests: AsyncIterator[bytes], context: Any) -> bytes:
-        """Ends while its client may go on."""
+        """Ends before the client."""
         return bytes(await context.read())
 
     async def ignore(self, requests: AsyncIterator[bytes], context: Any) -> bytes:
@@ -126,7 +126,7 @@ class Example:
 
 @asynccontextmanager
 async def serving(example: Example) -> AsyncIterator[Example]:
-    """Starts an example, and stops it in the end."""
+    """Starts an example and stops it in the end."""
     one, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_unary_rpc_method_handler
     handlers: dict[str, Any] = {
         "Echo": one(example.echo),

@@ -1,4 +1,4 @@
-"""The server's streams and calls, with a client that writes its own frames."""
+"""The server's streams and calls, with scripted client frames."""
 
 from __future__ import annotations
 

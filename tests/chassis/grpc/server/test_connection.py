@@ -1,4 +1,4 @@
-"""The server's connections, with a client that writes its own frames."""
+"""The server's connections, with scripted client frames."""
 
 from __future__ import annotations
 

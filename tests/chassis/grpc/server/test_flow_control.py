@@ -1,4 +1,4 @@
-"""Flow control of the server, with a client that writes its own frames."""
+"""Flow control of the server, with scripted client frames."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client that speaks HTTP/2 frame by frame, right or wrong."""
+"""A client with scripted frames, valid or not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trtmesh.chassis.http2.frames import (
 )
 
 Breach: TypeAlias = "bytes | Callable[[Wire], bytes]"
-"""What a client sends that it must not; made by a connection where it has headers."""
+"""Invalid frames; built by a connection if they have headers."""
 
 NOTHING: Mapping[str, str | None] = {}
 
@@ -46,7 +46,7 @@ OPEN = 1
 
 
 def raw_settings(*values: tuple[int, int]) -> bytes:
-    """A SETTINGS frame whose names and values may be wrong."""
+    """A SETTINGS frame, possibly with invalid names and values."""
     payload = b"".join(n.to_bytes(2) + v.to_bytes(4) for n, v in values)
     return frame(FrameType.SETTINGS, 0, 0, payload)
 
@@ -78,7 +78,7 @@ class Wire:
             await self.writer.drain()
 
     def block(self, method: str, changes: Mapping[str, str | None] = NOTHING) -> bytes:
-        """The header block of a request; a change of None leaves a header out."""
+        """The header block of a request; None removes a header."""
         fields = {**REQUEST, ":path": f"/example.Service/{method}", **changes}
         return bytes(self.encoder.encode([(k, v) for k, v in fields.items() if v is not None]))
 
@@ -105,14 +105,14 @@ class Wire:
         return Frame(length_and_type & 0xFF, flags, stream & MAX_WINDOW_SIZE, payload)
 
     async def next(self, *kinds: FrameType, stream: int | None = None) -> Frame:
-        """The next frame of these kinds; those of others are passed over."""
+        """The next frame of these types; skips others."""
         while True:
             found = await self.frame()
             if found.type in kinds and stream in (None, found.stream_id):
                 return found
 
     def shrink_table(self, size: int) -> None:
-        """Reads headers by the table that it has told of."""
+        """Decodes headers with the announced HPACK table."""
         self._decoder.max_allowed_table_size = size
 
     def fields(self, received: Frame) -> dict[str, str]:
@@ -120,7 +120,7 @@ class Wire:
         return {str(name): str(value) for name, value in self._decoder.decode(received.payload)}
 
     async def answer(self, stream: int) -> tuple[bytes, dict[str, str]]:
-        """All data of a response, and what its header blocks say together."""
+        """All data of a response, and the fields of all header blocks."""
         body, said = b"", dict[str, str]()
         while True:
             found = await self.next(FrameType.DATA, FrameType.HEADERS, stream=stream)
@@ -132,18 +132,18 @@ class Wire:
                 return body, said
 
     async def error(self) -> tuple[int, ErrorCode]:
-        """Which stream, or 0 for the connection, ends for what."""
+        """Stream, or 0 for the connection, and code of the next error."""
         found = await self.next(FrameType.RST_STREAM, FrameType.GOAWAY)
         if found.type == FrameType.GOAWAY:
             return 0, ErrorCode(int.from_bytes(found.payload[4:8]))
         return found.stream_id, ErrorCode(int.from_bytes(found.payload))
 
     async def closed(self) -> bytes:
-        """Waits for the connection's end; what came before it."""
+        """Waits for the end of the connection; returns the rest of the data."""
         return await self.reader.read()
 
     async def echoes(self, stream: int) -> None:
-        """Checks that calls are served."""
+        """Checks that the server still works."""
         self.send(self.call(stream), self.data(stream, b"still here"))
         body, said = await self.answer(stream)
         assert (body, said["grpc-status"]) == (message(b"still here"), "0")
@@ -156,7 +156,7 @@ async def wired(
     greet: bool = True,
     receive_bytes: int = 2**20,
 ) -> AsyncIterator[Wire]:
-    """A connection, greeted unless that is part of the test; the system holds about `receive_bytes` unread."""
+    """A connection, with preface and SETTINGS if `greet`; the system buffers about `receive_bytes` unread."""
     async with asyncio.timeout(10):
         connected = socket.socket()
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)

@@ -29,7 +29,7 @@ class BadMessage(Exception):
 
 
 class MessageReader:
-    """Splits the data of one call into messages of at most `max_bytes`, compressed and decompressed."""
+    """Splits the data of a call into messages of at most `max_bytes`, compressed and decompressed."""
 
     def __init__(self, encoding: str, max_bytes: int) -> None:
         self.encoding = encoding
@@ -37,7 +37,7 @@ class MessageReader:
         self._max_bytes = max_bytes
         self._buffer = bytearray()
         self.missing = 0
-        """Bytes missing from an incomplete message; 0 until its length is known."""
+        """Bytes missing from an incomplete message; 0 if the length is unknown."""
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Yields the messages that `data` completes. Raises BadMessage."""
@@ -97,8 +97,8 @@ class MessageReader:
 class ReceivedMessages:
     """The received messages of one call, bounded by the stream's flow-control window.
 
-    The peer may send one window ahead of the reader. A longer message is admitted whole once no other waits, so at most
-    one window and one message of the largest size are held.
+    The peer may send one window ahead of the reader. A longer message is admitted whole after all others are read: at
+    most a window and a message of the largest size are held.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class ReceivedMessages:
         self._wake()
 
     async def next(self) -> bytes | None:
-        """The next message, None after the last one. Raises BadMessage if that is incomplete."""
+        """The next message, None after the last. Raises BadMessage for an incomplete message."""
         while not self._messages:
             if self.ended:
                 self._reader.check_end()

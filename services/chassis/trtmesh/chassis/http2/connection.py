@@ -1,4 +1,4 @@
-"""One HTTP/2 connection from its first byte to its last: received frames, flow control, keepalive, close."""
+"""An HTTP/2 connection: received frames, flow control, keepalive, close."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CONNECTION_WINDOW_SIZE = 2**24
 """Flow-control window of all streams of a connection together."""
 
 MAX_SETTINGS_PER_SECOND = 100
-"""SETTINGS frames of a peer: each one touches every stream."""
+"""SETTINGS frames of a peer: each frame touches every stream."""
 
 PING_AFTER_SECONDS, PING_TIMEOUT_SECONDS = 10.0, 5.0
 """A peer silent for the first is sent a PING; if it stays silent for the second, the connection is aborted."""
@@ -58,7 +58,7 @@ _SETTINGS_ACK = frame(FrameType.SETTINGS, ACK, 0)
 
 
 def initial_settings(name: Setting, value: int, initial_window_size: int) -> bytes:
-    """The SETTINGS of either side with one of its own, and the WINDOW_UPDATE of the connection."""
+    """SETTINGS with an additional setting, and the WINDOW_UPDATE of the connection."""
     values = {
         name: value,
         Setting.INITIAL_WINDOW_SIZE: initial_window_size,
@@ -74,7 +74,7 @@ class StreamHandler(Protocol):
     stream: SendStream
 
     def receive_data(self, data: bytes, flow_size: int) -> None:
-        """DATA without padding; `flow_size` counts for flow control. Raises Http2StreamError."""
+        """DATA without padding; `flow_size` is the size for flow control. Raises Http2StreamError."""
 
     def receive_end_stream(self) -> None:
         """The peer half-closed the stream."""
@@ -93,7 +93,7 @@ H = TypeVar("H", bound=StreamHandler)
 
 
 class Http2Connection(asyncio.Protocol, ABC, Generic[H]):
-    """Dispatches received frames to the open streams. A server or a client adds what opens streams."""
+    """Dispatches received frames to the open streams. Subclasses open streams."""
 
     _transport: asyncio.Transport
     _writer: FrameWriter
@@ -106,7 +106,7 @@ class Http2Connection(asyncio.Protocol, ABC, Generic[H]):
         self._header_decoder = HeaderDecoder()
         self._streams: dict[int, H] = {}
         self._last_stream_id = 0
-        """The highest identifier that the client has opened."""
+        """The highest identifier opened by the client."""
         self._receive_window = CONNECTION_WINDOW_SIZE
         self._settings_count = 0
         self._settings_since = self._loop.time()
@@ -175,7 +175,7 @@ class Http2Connection(asyncio.Protocol, ABC, Generic[H]):
 
     @abstractmethod
     def _receive_setting(self, name: int, value: int) -> None:
-        """Takes a setting that concerns only one side."""
+        """Takes a setting of servers or of clients alone."""
 
     def _disconnect_streams(self, reason: str) -> None:
         for stream in list(self._streams.values()):
@@ -267,7 +267,7 @@ class Http2Connection(asyncio.Protocol, ABC, Generic[H]):
         self._settings_received = True
         values = dict(parse_settings(received))
         self._limit_settings()
-        # Before DATA that the new windows admit: until the peer reads the ACK it counts by the old ones.
+        # Before DATA of the new windows: the peer counts by the old windows until the ACK.
         self._writer.send(_SETTINGS_ACK)
         for name, value in values.items():
             if name == Setting.INITIAL_WINDOW_SIZE:
@@ -337,15 +337,15 @@ class Http2Connection(asyncio.Protocol, ABC, Generic[H]):
 
 
 def set_user_timeout(endpoint: socket.socket) -> None:
-    """Sets TCP_USER_TIMEOUT, where the system has it, on a connection or a listener: a connection whose network is cut
-    has nothing in flight after `PING_TIMEOUT_SECONDS`, and can be closed."""
+    """Sets TCP_USER_TIMEOUT on a connection or a listener, if available: without a network, the connection has nothing
+    in flight after `PING_TIMEOUT_SECONDS` and can be closed."""
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         milliseconds = int(PING_TIMEOUT_SECONDS * 1000)
         endpoint.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
 
 def reason_of(error: Exception) -> str:
-    """The text of a system error, without its number."""
+    """The text of a system error, without the number."""
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 

@@ -104,7 +104,7 @@ class Frame(NamedTuple):
 
 
 class FrameReader:
-    """Splits the received bytes of a connection into frames, after the `preface` that it expects."""
+    """Splits the received bytes of a connection into frames, after the expected `preface`."""
 
     def __init__(self, max_frame_size: int, preface: bytes) -> None:
         self._max_frame_size = max_frame_size

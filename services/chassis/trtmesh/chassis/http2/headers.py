@@ -20,14 +20,14 @@ from trtmesh.chassis.http2.frames import (
 Fields = list[tuple[bytes, bytes]]
 
 MAX_HEADER_LIST_SIZE = 2**14
-"""Announced to peers. A larger list is still decoded, so that the server can refuse the call with a status."""
+"""Announced to peers. Larger lists are still decoded, for the server to refuse the call with a status."""
 
 MAX_BLOCK_BYTES = 2**16
 """A larger block is a connection error: skipping it would corrupt the HPACK state of all later blocks."""
 
 _PRIORITY_BYTES = 5
 
-# At the level debug it logs every header, and headers hold secrets.
+# hpack logs every header at the level debug, and headers contain secrets.
 logging.getLogger("hpack").setLevel(logging.WARNING)
 
 
@@ -43,7 +43,7 @@ class HeaderBlock:
 
 
 class HeaderDecoder:
-    """Decodes the header blocks of one connection, which share the HPACK table."""
+    """Decodes the header blocks of a connection, with their shared HPACK table."""
 
     def __init__(self) -> None:
         self._hpack = Decoder(max_header_list_size=MAX_BLOCK_BYTES)
@@ -99,7 +99,7 @@ class HeaderDecoder:
         try:
             fields: Fields = [(name, value) for name, value in self._hpack.decode(data, raw=True)]
         except HPACKError as error:
-            # Without the text of the error, which may quote headers, and headers hold secrets.
+            # Without the text of the error: headers contain secrets.
             raise Http2ConnectionError(
                 ErrorCode.COMPRESSION_ERROR, f"invalid header block: {type(error).__name__}"
             ) from error
@@ -108,7 +108,7 @@ class HeaderDecoder:
 
 
 def literal_field(name: bytes, value: bytes) -> bytes:
-    """A literal field without indexing (RFC 7541, section 6.2.2). It does not touch the HPACK table, so encoded blocks
+    """A literal field without indexing (RFC 7541, section 6.2.2). Encoded blocks do not depend on the HPACK table and
     can be reused on any connection."""
     return b"\x00" + _string_length(len(name)) + name + _string_length(len(value)) + value
 

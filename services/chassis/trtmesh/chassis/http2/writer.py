@@ -1,4 +1,4 @@
-"""The sending side of a connection: one write for each pass of the event loop, DATA within the peer's windows."""
+"""The sending side of a connection: one write per pass of the event loop, DATA within the peer's windows."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from trtmesh.chassis.http2.frames import (
 )
 
 MAX_PASS_BYTES = 2**18
-"""Bytes that one pass of the event loop gives the transport, and that the transport may buffer before writers wait."""
+"""Limit of bytes written in one pass of the event loop, and of bytes buffered by the transport before writers wait."""
 
 MAX_UNREAD_BYTES = 2**22
-"""Bytes that may wait for a peer that sends without reading: frames that flow control does not count."""
+"""Limit of buffered bytes outside flow control, against peers sending without reading."""
 
 _pack_header = FRAME_HEADER.pack
 
@@ -77,7 +77,7 @@ class FrameWriter:
         return SendStream(stream_id, self._initial_window)
 
     def send(self, frames: bytes) -> None:
-        """Sends frames that flow control does not count. After `close` they are dropped."""
+        """Sends frames outside flow control. After `close` they are dropped."""
         if self._closed:
             return
         self._frames.append(frames)
@@ -90,7 +90,7 @@ class FrameWriter:
         self.send(self._headers(0, stream, block))
 
     def send_data(self, stream: SendStream, prefix: bytes, data: bytes) -> None:
-        """Sends `prefix + data`. What the windows do not admit stays in `stream.unsent`."""
+        """Sends `prefix + data`. The part beyond the windows stays in `stream.unsent`."""
         size = len(prefix) + len(data)
         if (
             size <= stream.window
@@ -180,7 +180,7 @@ class FrameWriter:
         self._max_frame_size = size
 
     def acknowledge_header_table_size(self) -> None:
-        """Tells a peer that shrinks its HPACK table, in every header block, that no entry of it is used."""
+        """Confirms a smaller HPACK table in every header block: this side uses no table entries."""
         self._block_prefix = _EMPTY_HEADER_TABLE
 
     def pause(self) -> None:
@@ -204,7 +204,7 @@ class FrameWriter:
         self._sendable.clear()
 
     def flush(self) -> None:
-        """Gives the queued frames to the transport. Aborts the connection of a peer that sends without reading."""
+        """Gives the queued frames to the transport. Aborts the connection of a peer sending without reading."""
         self._flush_planned = False
         frames, self._frames, self._bytes = self._frames, [], 0
         if frames:

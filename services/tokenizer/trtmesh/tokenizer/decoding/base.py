@@ -1,4 +1,4 @@
-"""The interface of incremental decoders, and helpers of its implementations."""
+"""The interface of incremental decoders, and helpers for implementations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"
-"""Stands for bytes that are not valid UTF-8."""
+"""Replaces bytes of invalid UTF-8."""
 
 
 class TextDecoder(Protocol):
@@ -19,14 +19,14 @@ class TextDecoder(Protocol):
     """
 
     def push(self, token_id: int) -> str:
-        """Returns the text that this token made certain, possibly empty. The id MUST be below the vocabulary size."""
+        """Returns the newly certain text, possibly empty. The id MUST be below the vocabulary size."""
 
     def flush(self) -> str:
         """Returns the rest of the text. Called once, last."""
 
 
 class Decoding(Protocol):
-    """Decodes the ids of one tokenizer; shared by its sequences."""
+    """Decodes the ids of a tokenizer; shared by all sequences."""
 
     name: str
 
@@ -48,7 +48,7 @@ def _flatten(step: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def tokens_by_id(tokenizer: Tokenizer) -> list[str | None]:
-    """The token of every id; None for gaps, which decode to no text."""
+    """The token of every id; None for gaps, without text."""
     size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     return [tokenizer.id_to_token(token_id) for token_id in range(size)]
 

@@ -9,7 +9,7 @@ from trtmesh.tokenizer.decoding.base import decoder_steps, special_tokens, token
 
 
 class ByteLevelDecoding:
-    """The bytes of every token, and its text if they are whole characters."""
+    """The bytes of every token, and the text of tokens with whole characters."""
 
     name = "byte_level"
 

@@ -1,8 +1,8 @@
-"""Decoding of tokenizers whose tokens have a text of their own: SentencePiece, Unigram, WordPiece.
+"""Decoding of tokens with their own text: SentencePiece, Unigram, WordPiece.
 
-The steps of such a decoder depend on one token and on whether it is the first. Three effects reach further, each with
-a small state: a run of byte tokens (`<0xE2>`), valid text as a whole or not at all; the end of the run; a strip at the
-start of the whole text.
+Most steps of such a decoder depend on one token, with a special case for the first. Three effects reach further, each
+with a small state: a run of byte tokens (`<0xE2>`), valid text as a whole or not at all; the end of the run; a strip at
+the start of the text.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Shape:
 
 
 class LocalSteps:
-    """Steps that depend on one token and on whether it is the first, run by the library."""
+    """Steps over single tokens, with a special case for the first token; run by the library."""
 
     def __init__(self, steps: list[Step]) -> None:
         self._decode: Callable[[list[str]], str] | None = _build_decoder(steps) if steps else None
@@ -80,7 +80,7 @@ def _build_decoder(steps: list[Step]) -> Callable[[list[str]], str]:
 
 
 class PieceDecoding:
-    """The piece of every token that is not the first; a first token's piece is computed on demand."""
+    """The piece of every token after the first; pieces of first tokens are computed on demand."""
 
     name = "pieces"
 
@@ -106,7 +106,7 @@ class PieceDecoding:
         return PieceDecoder(self, self._skipped if skip_special_tokens else self._kept)
 
     def first_piece(self, token_id: int) -> str | int:
-        """The piece of the first id of a sequence, which must have text."""
+        """The piece of the first id with text."""
         token = self._tokens[token_id] or ""
         text = self._before.first(token)
         byte = self._byte_of(text)
@@ -134,7 +134,7 @@ class PieceDecoding:
 
 
 class PieceDecoder:
-    """Holds back a run of bytes while it is valid UTF-8: one invalid byte turns the whole run into U+FFFD."""
+    """Holds back a run of bytes during valid UTF-8: an invalid byte turns the whole run into U+FFFD."""
 
     __slots__ = ("_family", "_fresh", "_pieces", "_plain", "_run", "_strip_left", "_untouched")
 

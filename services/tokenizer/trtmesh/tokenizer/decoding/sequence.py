@@ -16,7 +16,7 @@ class Stop:
 
     stop_index: int
     token_count: int
-    """Tokens of the call up to and including the one that completed the stop text; 0 if an earlier call did."""
+    """Tokens of the call up to and including the completing token; 0 if an earlier call completed the stop text."""
 
 
 class DecodeSequence:
@@ -48,14 +48,14 @@ class DecodeSequence:
         self._finished = False
 
     def absorb(self, token_ids: Sequence[int]) -> None:
-        """Takes tokens whose text was delivered before; the next `push` returns a stop text that they complete.
-        Raises TokenOutOfVocabulary."""
+        """Takes tokens with delivered text; the next `push` returns a stop text completed here. Raises
+        TokenOutOfVocabulary."""
         _, stop = self.push(token_ids)
         if stop is not None:
             self._absorbed_stop = Stop(stop.stop_index, 0)
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, Stop | None]:
-        """Returns the text that became certain, and once the stop text that ended the sequence.
+        """Returns the newly certain text, and once the stop text at the end of the sequence.
 
         Ignores tokens after a stop text. Raises TokenOutOfVocabulary, and InvalidRequest for tokens after `finish`.
         """

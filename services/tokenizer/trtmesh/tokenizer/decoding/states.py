@@ -30,10 +30,10 @@ _ABSORBED_AT_ONCE = 4096
 
 
 class DecodeStates:
-    """Executes the decode commands of one stream, in order. A failure concerns only its handle.
+    """Executes the decode commands of a stream, in order. A failure concerns only its handle.
 
-    A failure is kept until its handle is closed and returned by each DecodeCommand for the handle: OpenDecode has no
-    answer of its own.
+    A failure is kept until the handle is closed, and every DecodeCommand for the handle returns the failure: OpenDecode
+    has no answer.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class DecodeStates:
         self._stop_texts: WeakValueDictionary[tuple[str, ...], StopTexts] = WeakValueDictionary()
 
     async def open(self, command: pb.OpenDecodeCommand) -> None:
-        """Opens a sequence and absorbs its delivered tokens."""
+        """Opens a sequence and absorbs the delivered tokens."""
         with request_id_bound(command.request_id):
             try:
                 sequence = self._begin(command)
@@ -157,7 +157,7 @@ class DecodeStates:
         error: TrtmeshError,
         answer: pb.Decoded,
     ) -> None:
-        """Fails every handle that a malformed command names."""
+        """Fails all handles of a malformed command."""
         answer.handles.extend(handles)
         answer.texts.extend([""] * len(handles))
         for handle in dict.fromkeys([*handles, *finished]):
@@ -196,7 +196,7 @@ def _wrong_handle(handle: int, problem: str) -> InvalidRequest:
 def _find_mistake(
     handles: list[int], counts: list[int], token_count: int, finished: frozenset[int]
 ) -> InvalidRequest | None:
-    """What is wrong with the arrays of a DecodeCommand."""
+    """Checks the arrays of a DecodeCommand."""
     if len(handles) != len(counts):
         return InvalidRequest(
             f"have {len(handles)} and {len(counts)} entries but must have equally many",

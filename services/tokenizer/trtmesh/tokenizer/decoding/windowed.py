@@ -6,16 +6,16 @@ from tokenizers import Tokenizer
 from trtmesh.tokenizer.decoding.base import REPLACEMENT, special_tokens, tokens_by_id
 
 KEPT_TOKENS = 8
-"""Tokens before the new one that are decoded again, because they may affect its text."""
+"""Preceding tokens decoded again with a new token, because they may affect the new text."""
 
 MOST_TOKENS = 64
-"""Tokens after which an incomplete character is delivered as U+FFFD."""
+"""Longest wait for the end of a character, in tokens; then U+FFFD is delivered."""
 
 
 class WindowedDecoding:
-    """Decodes the last tokens with and without the new one; the difference is its text.
+    """Decodes the last tokens with and without the new token; the difference is the new text.
 
-    Correct for decoders that look back only a few tokens.
+    Correct for decoders with a lookback of a few tokens.
     """
 
     name = "windowed"

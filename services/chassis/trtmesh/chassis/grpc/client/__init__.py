@@ -1,7 +1,7 @@
-"""A gRPC client for asyncio: one connection to one server, and its calls.
+"""A gRPC client for asyncio: a connection to a server, and calls.
 
-Built for the links between services, a few long streams of small messages: grpc.aio wakes a thread, and through it the
-event loop, for every message (`bench/README.md`). For load balancing, TLS or reconnects use grpc.aio.
+Built for the links between services, a few long streams of small messages: for every message, grpc.aio wakes a thread,
+and the thread the event loop (`bench/README.md`). For load balancing, TLS or reconnects use grpc.aio.
 """
 
 from trtmesh.chassis.grpc.client.call import ClientCall, Method

@@ -1,4 +1,4 @@
-"""One call on the client, from its headers to its status."""
+"""A call on the client, from headers to status."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from trtmesh.chassis.http2.writer import FrameWriter, SendStream
 ENDED = "the stream ended"
 
 WINDOW_SIZE = 2**21
-"""Flow-control window of a call. A link between services is one call, so it carries this much per round trip."""
+"""Flow-control window of a call. A link between services is one call and carries this much per round trip."""
 
 
 class CallEnded(Unavailable):
-    """The server ended the call with OK before it received a message."""
+    """The server ended the call with OK before receiving a message."""
 
 
 Request = TypeVar("Request")
@@ -35,7 +35,7 @@ Response = TypeVar("Response")
 
 @dataclass(frozen=True, slots=True)
 class Method(Generic[Request, Response]):
-    """A method: `/package.Service/Method` and how its messages are serialized and parsed."""
+    """A method: `/package.Service/Method`, and the functions for its messages."""
 
     path: str
     serialize: Callable[[Request], bytes]
@@ -43,7 +43,7 @@ class Method(Generic[Request, Response]):
 
 
 class ClientCall(Generic[Request, Response]):
-    """A call, open until its status arrives, it is cancelled, or its connection is lost."""
+    """A call, open until the status arrives, the connection is lost, or the caller cancels."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Request headers as a client writes them, response headers and trailers as it reads them (gRPC over HTTP/2)."""
+"""The headers on a client: encodes requests, parses response headers and trailers (gRPC over HTTP/2)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _STATUS_OF_HTTP = {
     "503": grpc.StatusCode.UNAVAILABLE,
     "504": grpc.StatusCode.UNAVAILABLE,
 }
-"""The gRPC status for the HTTP status of a server that is not gRPC (gRPC, "HTTP to gRPC Status Code Mapping")."""
+"""The gRPC status for the HTTP status of other servers (gRPC, "HTTP to gRPC Status Code Mapping")."""
 
 _STATUS_OF_RESET = {
     ErrorCode.REFUSED_STREAM: grpc.StatusCode.UNAVAILABLE,
@@ -76,7 +76,7 @@ def request_headers(path: str, authority: str, timeout: float | None) -> bytes:
 def parse_response_headers(
     fields: Iterable[tuple[bytes, bytes]],
 ) -> ResponseHeaders | Status | None:
-    """A Status for trailers-only and for a response without gRPC; None for 1xx, which other headers follow. Raises
+    """A Status for trailers-only and for a response without gRPC; None for 1xx, before other headers. Raises
     Http2StreamError for malformed headers."""
     found = sort_headers(fields, (":status",), _GRPC)
     http = found.pseudo.get(":status", "none")

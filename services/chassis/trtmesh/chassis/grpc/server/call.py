@@ -1,4 +1,4 @@
-"""One call on the server: runs its handler in a task, with the context that grpc.aio gives its handlers."""
+"""A call on the server: runs the handler in a task, with the context interface of grpc.aio."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from trtmesh.chassis.rpc import request_id_of
 log = logging.getLogger(__name__)
 
 LINGER_SECONDS = 30.0
-"""How long the end of a response may wait for its client to read the data before it."""
+"""Limit for a client to read the rest of a response after the end of the call."""
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class ServerCall(grpc.aio.ServicerContext[Any, Any]):
-    """A call from its headers to its trailers."""
+    """A call from headers to trailers."""
 
     def __init__(
         self,
@@ -254,8 +254,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         self._writer.send_trailers(self.stream, block, reset=not self._requests.ended)
 
     def _stop_handler(self) -> None:
-        """A task that has not started sees later that the call has ended. Cancelling it now would leave a reference
-        cycle: task, error, call."""
+        """An unstarted task will notice the end of the call; cancelling would leave a cycle of task, error and call."""
         if self._started:
             self.task.cancel()
 

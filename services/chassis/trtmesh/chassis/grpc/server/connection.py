@@ -30,7 +30,7 @@ from trtmesh.chassis.http2.headers import MAX_HEADER_LIST_SIZE, HeaderBlock
 log = logging.getLogger(__name__)
 
 MAX_CONCURRENT_STREAMS = 16_384
-"""Calls of one connection, including those with a handler that still cleans up after its client left."""
+"""Limit of calls on one connection, including ended calls with a handler in cleanup."""
 
 _OPENING = initial_settings(
     Setting.MAX_CONCURRENT_STREAMS, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE
@@ -148,7 +148,7 @@ class ServerConnection(Http2Connection[ServerCall]):
         del self._streams[stream_id]
 
     def _receive_goaway(self, last_stream_id: int, code: ErrorCode, debug_data: str) -> None:
-        """A client that leaves opens no more streams, and closes when its calls have ended."""
+        """The client opens no more streams, and closes after the last call."""
 
     def _receive_setting(self, name: int, value: int) -> None:
         """No other setting of a client concerns a server."""

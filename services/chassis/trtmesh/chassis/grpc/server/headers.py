@@ -1,4 +1,4 @@
-"""Request headers as a server reads them, response headers and trailers as it writes them (gRPC over HTTP/2)."""
+"""The headers on a server: parses requests, encodes response headers and trailers (gRPC over HTTP/2)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RequestHeaders:
 
 
 class NotGrpc(Exception):
-    """An HTTP request that is not a gRPC call; the response is an HTTP `status`."""
+    """An HTTP request without gRPC; the response is an HTTP `status`."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"HTTP status {status}")
@@ -100,7 +100,7 @@ def _percent_encoded(details: str) -> bytes:
     encoded = quote(data, safe=_PRINTABLE).encode() if _UNPRINTABLE.search(data) else data
     if len(encoded) <= MAX_MESSAGE_BYTES:
         return encoded
-    # Never cuts inside an escape. It may cut inside a character, which readers show as U+FFFD.
+    # Never cuts inside an escape. A character cut in two is read as U+FFFD.
     return re.sub(rb"%.?$", b"", encoded[: MAX_MESSAGE_BYTES - 3]) + b"..."
 
 

@@ -1,4 +1,4 @@
-"""The server: its addresses, handlers and open connections."""
+"""The server: addresses, handlers and open connections."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class CallDetails(grpc.HandlerCallDetails):
 
 
 Guard: TypeAlias = "Callable[[grpc.HandlerCallDetails], Handler | None]"
-"""Returns a handler that refuses the call, or None to admit it."""
+"""Returns a refusing handler, or None to admit the call."""
 
 
 class GrpcServer(grpc.aio.Server):
-    """Serves its handlers on its addresses from `start` to `stop`."""
+    """Serves handlers on addresses from `start` to `stop`."""
 
     def __init__(self, max_message_bytes: int, guard: Guard | None = None) -> None:
         self.max_message_bytes = max_message_bytes
