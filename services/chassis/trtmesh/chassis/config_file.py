@@ -11,11 +11,11 @@ import yaml
 from trtmesh.chassis.errors import SettingsError
 
 SECTIONS = frozenset({"mesh", "router", "tokenizer", "engine"})
-"""Sections that a configuration file may have; `mesh` is read by `trtmesh up`."""
+"""Sections of a configuration file; `mesh` belongs to `trtmesh up`."""
 
 
 def read_config_file(file: Path) -> dict[str, dict[str, object]]:
-    """The sections of a YAML configuration file. Raises SettingsError for anything else."""
+    """Reads the sections of a YAML configuration file. Raises SettingsError."""
     try:
         content = yaml.load(file.read_text(encoding="utf-8"), _Loader) or {}  # noqa: S506 - it is a safe one
     except OSError as error:
@@ -38,7 +38,7 @@ def read_config_file(file: Path) -> dict[str, dict[str, object]]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice, of which YAML's own loader keeps the last without a word."""
+    """Refuses duplicate keys; SafeLoader silently keeps the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:  # noqa: FBT001, FBT002 - PyYAML's
         seen: set[object] = set()

@@ -1,9 +1,9 @@
 """Settings of a process: flags over environment over YAML file over defaults, read once at start.
 
-A settings class is a frozen pydantic model of groups, each a frozen model that the code it configures is given whole.
+A settings class is a frozen pydantic model of groups. Each group is a frozen model, passed whole to its code.
 The leaf `torch.kv_cache.tokens` of the section `engine` is the flag `--torch-kv-cache-tokens`, the variable
 `TRTMESH_ENGINE_TORCH_KV_CACHE_TOKENS` and, in the file, `engine: {torch: {kv_cache: {tokens: ...}}}`. The layers are
-merged here, not by pydantic-settings: an error must name the source of a value, and that library loses it on merging.
+merged here, not by pydantic-settings: errors must name the source of a value, and that library loses it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ OptionalPort = Annotated[Port | None, BeforeValidator(none_word)]
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """Limits a text to some words, as a Literal would, where a table names them."""
+    """Limits a text to words, like a Literal of a computed list."""
 
     words: tuple[str, ...]
 
@@ -82,7 +82,7 @@ class ServiceSettings(Settings):
 
     section: ClassVar[str]
     renamed: ClassVar[Mapping[str, str]] = {}
-    """Dotted names of the past, each with the name, or the names, separated by spaces, that replaced it."""
+    """Old dotted names, each with its new name, or several new names separated by spaces."""
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 listens on all."""
@@ -99,7 +99,7 @@ class ServiceSettings(Settings):
     max_message_bytes: Annotated[int, Field(ge=1024, le=2**31 - 1)] = 64 * 2**20
     """Largest gRPC message, sent or received."""
     stop_on_stdin_eof: bool = False
-    """Whether to stop at the end of standard input, so that the process does not outlive its parent."""
+    """Whether to stop at the end of standard input: the process then ends with its parent."""
 
 
 S = TypeVar("S", bound=ServiceSettings)
@@ -141,13 +141,13 @@ def iterate_groups(
 
 
 def iterate_leaves(model: type[BaseModel]) -> Iterator[tuple[LeafPath, FieldInfo]]:
-    """Yields every field of `model` and its groups that is not itself a group, by path."""
+    """Yields the settings of `model` and its groups, by path."""
     for path, group in iterate_groups(model):
         yield from (((*path, name), info) for name, info in leaves_of(group))
 
 
 def leaves_of(group: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
-    """Yields the fields of one group, without the groups nested in it."""
+    """Yields the settings of one group, without nested groups."""
     return ((n, info) for n, info in group.model_fields.items() if not _is_group(info.annotation))
 
 
@@ -156,7 +156,7 @@ def _is_group(kind: object) -> TypeGuard[type[Settings]]:
 
 
 def help_of(info: FieldInfo) -> str:
-    """Describes a field: its meaning, its words if it is limited to some, its default."""
+    """Describes a field: meaning, allowed words, default."""
     words = allowed_words(info)
     notes = [f"one of {', '.join(words)}"] if words else []
     default = None if info.is_required() else info.get_default(call_default_factory=True)
@@ -239,7 +239,7 @@ def _environment_layer(
 def _renamed(
     cls: type[ServiceSettings], spell: Callable[[LeafPath], str]
 ) -> Mapping[str, Sequence[str]]:
-    """Maps the names of the past to today's, as one source spells them; a name whose spelling stays is left out."""
+    """Maps old names to new ones in the spelling of one source, without unchanged spellings."""
     spelt = {
         spell(tuple(old.split("."))): [spell(tuple(name.split("."))) for name in new.split()]
         for old, new in cls.renamed.items()
@@ -256,7 +256,7 @@ def _refuse_renamed(
 
 
 def _refuse_misspelt_section(name: str) -> None:
-    """Refuses a variable that seems meant for a service; others may be for another service or another program."""
+    """Refuses the misspelt name of a service; other variables may belong to other programs."""
     start, _, rest = name.partition("_")
     section = rest.partition("_")[0].lower()
     if (
@@ -289,7 +289,7 @@ def _file_layer(
 def _flatten(
     section: Mapping[str, object], prefix: LeafPath, leaves: Mapping[LeafPath, FieldInfo]
 ) -> Iterator[tuple[LeafPath, object]]:
-    """Yields the values of a section by path; a mapping is a value unless its path is a group's."""
+    """Yields the values of a section by path; a mapping is a value unless it is a group."""
     for name, value in section.items():
         path = (*prefix, str(name))
         if isinstance(value, dict) and any(leaf[: len(path)] == path != leaf for leaf in leaves):
