@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.fleet import worker
 from trtmesh.router.fleet.facts import Facts
 from trtmesh.router.kv_index import KvIndex
@@ -32,3 +36,16 @@ async def test_a_role_without_handoff_is_refused() -> None:
     prefill = link()
     prefill.facts = Facts.of(pb.GetEngineResponse(role=pb.WORKER_ROLE_PREFILL))
     assert prefill.mismatch == "lacks decode"
+
+
+async def test_reported_adapters_are_held_until_the_stream_is_lost() -> None:
+    async def responses() -> AsyncIterator[pb.EngineServiceConnectResponse]:
+        state = pb.AdapterState(id=3, name="a", version="v1", place=pb.ADAPTER_PLACE_DEVICE)
+        event = pb.EngineEvent(adapter_states=pb.AdapterStates(adapters=[state]))
+        yield pb.EngineServiceConnectResponse(events=[event])
+
+    worker, call = link(), cast("Any", responses())
+    await worker._read(call)
+    assert worker.adapters == {Adapter(3, "a", "v1")}
+    worker.lost("gone")
+    assert not worker.adapters
