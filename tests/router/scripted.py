@@ -165,6 +165,7 @@ class RouterClient(Client):
 
     admin: AdminClient
     registry: CollectorRegistry
+    http_address: str
 
     def gauge(self, name: str) -> float:
         """What the router shows of itself now."""
@@ -204,6 +205,7 @@ async def serving_router(
             AdminClient(runtime.addresses["admin_address"]) as client.admin,
         ):
             client.registry = runtime.registry
+            client.http_address = runtime.addresses.get("http_address", "")
             yield client
     finally:
         await router.stop()

@@ -18,20 +18,21 @@ from trtmesh.router.doors.triton.metrics import (
 )
 from trtmesh.router.doors.triton.models import triton_models
 from trtmesh.router.doors.triton.settings import TritonSettings
-from trtmesh.router.doors.triton.statistics import (
-    Statistics,
-)
+from trtmesh.router.doors.triton.statistics import Statistics
+from trtmesh.v1 import engine_pb2 as engine_pb
 
 BUSY = EngineFigures(
+    engine_pb.Load(
+        running_sequences=5,
+        waiting_sequences=2,
+        paused_sequences=1,
+        pending_prompt_tokens=77,
+        total_blocks=8,
+        used_blocks=2,
+        free_blocks=6,
+    ),
     max_batch_size=16,
-    running=5,
-    waiting=2,
     in_context=1,
-    paused=1,
-    pending_prompt_tokens=77,
-    total_blocks=8,
-    used_blocks=2,
-    free_blocks=6,
 )
 
 
@@ -64,7 +65,8 @@ def test_inflight_batching_families() -> None:
 
 
 def test_static_batching_replaces_the_inflight_family() -> None:
-    lines = written(EngineFigures(static_batching=True, max_batch_size=16, running=5, in_context=1))
+    load = engine_pb.Load(running_sequences=5)
+    lines = written(EngineFigures(load, static_batching=True, max_batch_size=16, in_context=1))
     name = "nv_trt_llm_v1_metrics{model="
     assert [line for line in lines if "v1" in line] == [
         f'{name}"m",v1_specific_metric="total_context_tokens",version="1"}} 0',

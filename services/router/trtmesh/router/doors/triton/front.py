@@ -11,7 +11,7 @@ from trtmesh.router.doors.triton.metrics import EngineFigures, engine_figures
 from trtmesh.router.doors.triton.server import TritonServer
 from trtmesh.router.doors.triton.settings import TritonSettings
 from trtmesh.router.doors.triton.templates.template import Model
-from trtmesh.router.doors.triton.templates.texts import TextsOf
+from trtmesh.router.doors.triton.templates.texts import Texts
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.requests import Requests
@@ -35,10 +35,10 @@ class TritonFront:
     ) -> None:
         self._runtime = runtime
         self._fleet = fleet
-        texts_of = TextsOf(tokenizers, requests.served_model)
-        generations = Generations(requests, texts_of, metrics, self._longest_prompt)
+        texts = Texts(tokenizers, requests.served_model)
+        generations = Generations(requests, texts, metrics, self._longest_prompt)
         server = TritonServer(
-            settings, generations, texts_of, is_ready=lambda: not runtime.health.problems
+            settings, generations, texts, is_ready=lambda: not runtime.health.problems
         )
         self._door = TritonDoor(server)
         serves_http = http.port is not None

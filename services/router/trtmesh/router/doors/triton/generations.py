@@ -23,8 +23,8 @@ from trtmesh.router.doors.triton.answers import Answer, Answers, PlainText
 from trtmesh.router.doors.triton.statistics import Counting
 from trtmesh.router.doors.triton.templates.generation import GenerationTemplate, ItemFailure
 from trtmesh.router.doors.triton.templates.outputs import RowOutput, SequenceOutput
-from trtmesh.router.doors.triton.templates.template import Call
-from trtmesh.router.doors.triton.templates.texts import Texts, TextsOf
+from trtmesh.router.doors.triton.templates.template import Call, Model
+from trtmesh.router.doors.triton.templates.texts import Texts
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.live_request import LiveRequest
 from trtmesh.router.requests.requests import Requests
@@ -40,12 +40,12 @@ class Generations:
     def __init__(
         self,
         requests: Requests,
-        texts_of: TextsOf,
+        texts: Texts,
         metrics: RouterMetrics,
         longest_prompt: Callable[[], int],
     ) -> None:
         self._requests = requests
-        self._texts_of = texts_of
+        self._texts = texts
         self._metrics = metrics
         self._longest_prompt = longest_prompt
         self._named: dict[str, LiveRequest] = {}
@@ -69,12 +69,12 @@ class Generations:
             request = template.request(call, name, max_items)
             rebind_request_id(request.request_id)
             answers = self._answers_of(call, template, request)
-            limit, texts = TimeLimit(call.timeout_seconds), self._texts_of(call.model)
+            limit = TimeLimit(call.timeout_seconds)
             opening = self._requests.open(request, caller.remaining_seconds, caller.api_key)
             async with generation.running(opening) as live:
                 with counting.generating(live, answers), self._known_as(call.request_id, live):
-                    async with aclosing(self._forward(live, answers, texts, limit)) as forwarded:
-                        yield forwarded
+                    async with aclosing(self._forward(call.model, live, answers, limit)) as told:
+                        yield told
 
     def _answers_of(
         self, call: Call, template: GenerationTemplate, request: GenerationRequest
@@ -119,16 +119,27 @@ class Generations:
                 del self._named[name]
 
     async def _forward(
-        self, live: LiveRequest, answers: Answers | PlainText, texts: Texts, limit: TimeLimit
+        self, model: Model, live: LiveRequest, answers: Answers | PlainText, limit: TimeLimit
     ) -> AsyncGenerator[Answer]:
         """The answers, until all rows are over."""
         while (waiting := await limit.keep(live.client.next_entries())) is not None:
             answers.see(waiting)
             for row, sequence in answers.texts_to_complete():
-                sequence.texts = [await _whole_text(texts, row, sequence)]
+                sequence.texts = [await self._whole_text(model, row, sequence)]
             for answer in answers.take():
                 yield answer
                 self._metrics.client_messages += 1
+
+    async def _whole_text(self, model: Model, row: RowOutput, sequence: SequenceOutput) -> str:
+        """The text of prompt and generated ids, decoded together because a tokenizer may put a space between them. It
+        ends at the same stop text as the generated text."""
+        text = "".join(sequence.texts)
+        whole = await self._texts.decode(model, [*row.prompt_ids, *sequence.token_ids])
+        if sequence.stop_text is None:
+            return whole
+        prompt = await self._texts.decode(model, row.prompt_ids)
+        start = whole.find(text, len(prompt)) if whole.startswith(prompt) else -1
+        return prompt + text if start < 0 else whole[: start + len(text)]
 
 
 class TimeLimit:
@@ -158,15 +169,3 @@ class TimeLimit:
         finally:
             # The coroutine may not have started.
             waiting.close()
-
-
-async def _whole_text(texts: Texts, row: RowOutput, sequence: SequenceOutput) -> str:
-    """The text of prompt and generated ids, decoded together because a tokenizer may put a space between them. It ends
-    at the same stop text as the generated text."""
-    text = "".join(sequence.texts)
-    whole = await texts.decode([*row.prompt_ids, *sequence.token_ids])
-    if sequence.stop_text is None:
-        return whole
-    prompt = await texts.decode(row.prompt_ids)
-    start = whole.find(text, len(prompt)) if whole.startswith(prompt) else -1
-    return prompt + text if start < 0 else whole[: start + len(text)]

@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal, NamedTuple
 
@@ -20,6 +20,7 @@ from trtmesh.router.doors.triton.statistics import (
 )
 from trtmesh.router.doors.triton.templates.template import Model
 from trtmesh.router.fleet.worker import Worker
+from trtmesh.v1 import engine_pb2 as engine_pb
 
 log = logging.getLogger(__name__)
 
@@ -125,48 +126,42 @@ def _histogram(labels: Mapping[str, str], lengths: Lengths) -> Sequence[Sample]:
 
 @dataclass(frozen=True, slots=True)
 class EngineFigures:
-    """Sums over the workers of one model."""
+    """Figures over the workers of one model."""
 
+    load: engine_pb.Load = field(default_factory=engine_pb.Load)
+    """The sums of the workers' last reports."""
     max_batch_size: int = 0
-    running: int = 0
-    waiting: int = 0
     in_context: int = 0
     """Running sequences without a token yet."""
-    paused: int = 0
-    pending_prompt_tokens: int = 0
-    steps: int = 0
-    total_blocks: int = 0
-    used_blocks: int = 0
-    free_blocks: int = 0
-    reused_blocks: int = 0
     tokens_per_block: int = 0
     static_batching: bool = False
-    host_memory_bytes: int = 0
-    device_memory_bytes: int = 0
-    pinned_memory_bytes: int = 0
+
+    @property
+    def generating(self) -> int:
+        return self.load.running_sequences - self.in_context
+
+    @property
+    def active(self) -> int:
+        return self.load.running_sequences + self.load.waiting_sequences
+
+
+SUMMED = (
+    *("running_sequences", "waiting_sequences", "paused_sequences", "pending_prompt_tokens"),
+    *("total_blocks", "used_blocks", "free_blocks", "reused_blocks", "step_count"),
+    *("host_memory_bytes", "device_memory_bytes", "pinned_memory_bytes"),
+)
+"""The fields of EngineFigures.load."""
 
 
 def engine_figures(workers: Iterable[Worker]) -> EngineFigures:
-    """The sums of the workers' last reports."""
     workers = list(workers)
-    loads = [worker.load for worker in workers]
+    sums = {name: sum(getattr(worker.load, name) for worker in workers) for name in SUMMED}
     return EngineFigures(
+        engine_pb.Load(**sums),
         max_batch_size=sum(worker.engine.max_batch_size for worker in workers),
-        running=sum(load.running_sequences for load in loads),
-        waiting=sum(load.waiting_sequences for load in loads),
         in_context=sum(_in_context(worker) for worker in workers),
-        paused=sum(load.paused_sequences for load in loads),
-        pending_prompt_tokens=sum(load.pending_prompt_tokens for load in loads),
-        steps=sum(load.step_count for load in loads),
-        total_blocks=sum(load.total_blocks for load in loads),
-        used_blocks=sum(load.used_blocks for load in loads),
-        free_blocks=sum(load.free_blocks for load in loads),
-        reused_blocks=sum(load.reused_blocks for load in loads),
         tokens_per_block=max((worker.engine.tokens_per_block for worker in workers), default=0),
         static_batching=any(worker.engine.static_batching for worker in workers),
-        host_memory_bytes=sum(load.host_memory_bytes for load in loads),
-        device_memory_bytes=sum(load.device_memory_bytes for load in loads),
-        pinned_memory_bytes=sum(load.pinned_memory_bytes for load in loads),
     )
 
 
@@ -177,155 +172,145 @@ def _in_context(worker: Worker) -> int:
     return min(max(0, without_token - worker.load.waiting_sequences), worker.load.running_sequences)
 
 
-Read = Callable[[EngineFigures], Number]
+Figure = tuple[str, str, Callable[[EngineFigures], Number]]
+"""One sample: its label, its name in the backend's verbose log, '' for none, and its value."""
 
 
-class _Family(NamedTuple):
+class EngineFamily(NamedTuple):
     """A family with one label besides model and version."""
 
     name: str
     text: str
     label: str
-    values: Mapping[str, Read]
+    figures: Sequence[Figure]
     kind: Literal["gauge", "counter"] = "gauge"
+    static_batching: bool | None = None
+    """The way of batching that it is about, None for both."""
+
+    def is_about(self, figures: EngineFigures) -> bool:
+        return self.static_batching in (None, figures.static_batching)
 
 
-_REQUESTS = _Family(
-    "nv_trt_llm_request_metrics",
-    "TRT LLM request metrics",
-    "request_type",
-    {
-        "active": lambda f: f.running + f.waiting,
-        "max": lambda f: f.max_batch_size,
-        "scheduled": lambda f: f.running,
-        "context": lambda f: f.in_context,
-        "waiting": lambda f: f.waiting,
-    },
-)
-_MEMORY = _Family(
-    "nv_trt_llm_runtime_memory_metrics",
-    "TRT LLM runtime memory metrics",
-    "memory_type",
-    {
-        "cpu": lambda f: f.host_memory_bytes,
-        "gpu": lambda f: f.device_memory_bytes,
-        "pinned": lambda f: f.pinned_memory_bytes,
-    },
-)
-_BLOCKS = _Family(
-    "nv_trt_llm_kv_cache_block_metrics",
-    "TRT LLM KV cache block metrics",
-    "kv_cache_block_type",
-    {
-        "max": lambda f: f.total_blocks,
-        "free": lambda f: f.free_blocks,
-        "used": lambda f: f.used_blocks,
-        "tokens_per": lambda f: f.tokens_per_block,
-        "reused": lambda f: f.reused_blocks,
-        "fraction": lambda f: f.used_blocks / f.total_blocks if f.total_blocks else 0,
-    },
-)
-_INFLIGHT = _Family(
-    "nv_trt_llm_inflight_batcher_metrics",
-    "TRT LLM inflight_batcher-specific metrics",
-    "inflight_batcher_specific_metric",
-    {
-        "total_context_tokens": lambda f: f.pending_prompt_tokens,
-        "generation_requests": lambda f: f.running - f.in_context,
-        # Batches are never split.
-        "micro_batch_id": lambda _: 0,
-        "paused_requests": lambda f: f.paused,
-    },
-)
-_V1 = _Family(
-    "nv_trt_llm_v1_metrics",
-    "TRT LLM v1-specific metrics",
-    "v1_specific_metric",
-    {
-        "total_context_tokens": lambda f: f.pending_prompt_tokens,
-        # A step gives each sequence one token.
-        "total_generation_tokens": lambda f: f.running - f.in_context,
-        "empty_generation_slots": lambda f: max(0, f.max_batch_size - f.running),
-    },
-)
-_GENERAL = _Family(
-    "nv_trt_llm_general_metrics",
-    "General TRT LLM metrics",
-    "general_type",
-    {
-        "timestamp": lambda _: time.time_ns() // 1000,
-        "iteration_counter": lambda f: f.steps,
-    },
-)
-_HANDOFFS = _Family(
-    "nv_trt_llm_disaggregated_serving_metrics",
-    "TRT LLM disaggregated serving metrics",
-    "disaggregated_serving_type",
-    # No worker of this release hands KV over.
-    {"kv_cache_transfer_ms": lambda _: 0, "request_count": lambda _: 0},
-    kind="counter",
+ENGINE_FAMILIES = (
+    EngineFamily(
+        "nv_trt_llm_request_metrics",
+        "TRT LLM request metrics",
+        "request_type",
+        (
+            ("active", "Active Request Count", lambda f: f.active),
+            ("max", "Max Request Count", lambda f: f.max_batch_size),
+            ("scheduled", "Scheduled Requests", lambda f: f.load.running_sequences),
+            ("context", "Context Requests", lambda f: f.in_context),
+            ("waiting", "Waiting Requests", lambda f: f.load.waiting_sequences),
+        ),
+    ),
+    EngineFamily(
+        "nv_trt_llm_runtime_memory_metrics",
+        "TRT LLM runtime memory metrics",
+        "memory_type",
+        (
+            ("cpu", "Runtime CPU Memory Usage", lambda f: f.load.host_memory_bytes),
+            ("gpu", "Runtime GPU Memory Usage", lambda f: f.load.device_memory_bytes),
+            ("pinned", "Runtime Pinned Memory Usage", lambda f: f.load.pinned_memory_bytes),
+        ),
+    ),
+    EngineFamily(
+        "nv_trt_llm_kv_cache_block_metrics",
+        "TRT LLM KV cache block metrics",
+        "kv_cache_block_type",
+        (
+            ("max", "Max KV cache blocks", lambda f: f.load.total_blocks),
+            ("free", "Free KV cache blocks", lambda f: f.load.free_blocks),
+            ("used", "Used KV cache blocks", lambda f: f.load.used_blocks),
+            ("tokens_per", "Tokens per KV cache block", lambda f: f.tokens_per_block),
+            ("reused", "Reused KV cache blocks", lambda f: f.load.reused_blocks),
+            (
+                "fraction",
+                "Fraction used KV cache blocks",
+                lambda f: f.load.used_blocks / (f.load.total_blocks or 1),
+            ),
+        ),
+    ),
+    EngineFamily(
+        "nv_trt_llm_inflight_batcher_metrics",
+        "TRT LLM inflight_batcher-specific metrics",
+        "inflight_batcher_specific_metric",
+        (
+            (
+                "total_context_tokens",
+                "Total Context Tokens",
+                lambda f: f.load.pending_prompt_tokens,
+            ),
+            ("generation_requests", "Generation Requests", lambda f: f.generating),
+            # Batches are never split.
+            ("micro_batch_id", "MicroBatch ID", lambda _: 0),
+            ("paused_requests", "Paused Requests", lambda f: f.load.paused_sequences),
+        ),
+        static_batching=False,
+    ),
+    EngineFamily(
+        "nv_trt_llm_v1_metrics",
+        "TRT LLM v1-specific metrics",
+        "v1_specific_metric",
+        (
+            (
+                "total_context_tokens",
+                "Total Context Tokens",
+                lambda f: f.load.pending_prompt_tokens,
+            ),
+            # A step gives each sequence one token.
+            ("total_generation_tokens", "Total Generation Tokens", lambda f: f.generating),
+            (
+                "empty_generation_slots",
+                "Empty Generation Slots",
+                lambda f: max(0, f.max_batch_size - f.load.running_sequences),
+            ),
+        ),
+        static_batching=True,
+    ),
+    EngineFamily(
+        "nv_trt_llm_general_metrics",
+        "General TRT LLM metrics",
+        "general_type",
+        (
+            ("timestamp", "", lambda _: time.time_ns() // 1000),
+            ("iteration_counter", "Iteration Counter", lambda f: f.load.step_count),
+        ),
+    ),
+    EngineFamily(
+        "nv_trt_llm_disaggregated_serving_metrics",
+        "TRT LLM disaggregated serving metrics",
+        "disaggregated_serving_type",
+        # No worker of this release hands KV over.
+        (
+            ("kv_cache_transfer_ms", "KV cache transfer time", lambda _: 0),
+            ("request_count", "Request count", lambda _: 0),
+        ),
+        kind="counter",
+    ),
 )
 
 
 def engine_families(figures: Mapping[str, EngineFigures]) -> Iterator[str]:
     """The families in Prometheus' text format, over figures by model."""
-    static = {model: own for model, own in figures.items() if own.static_batching}
-    inflight = {model: own for model, own in figures.items() if not own.static_batching}
-    for each, whose in (
-        (_REQUESTS, figures),
-        (_MEMORY, figures),
-        (_BLOCKS, figures),
-        (_INFLIGHT, inflight),
-        (_V1, static),
-        (_GENERAL, figures),
-        (_HANDOFFS, figures),
-    ):
+    for each in ENGINE_FAMILIES:
         samples = [
             Sample(labels_of(model, **{each.label: word}), read(own))
-            for model, own in whose.items()
-            for word, read in each.values.items()
+            for model, own in figures.items()
+            if each.is_about(own)
+            for word, _, read in each.figures
         ]
         yield family(each.name, each.text, each.kind, samples)
 
 
-_LOGGED: Mapping[str, tuple[_Family, str]] = {
-    "Active Request Count": (_REQUESTS, "active"),
-    "Max Request Count": (_REQUESTS, "max"),
-    "Scheduled Requests": (_REQUESTS, "scheduled"),
-    "Context Requests": (_REQUESTS, "context"),
-    "Waiting Requests": (_REQUESTS, "waiting"),
-    "Runtime CPU Memory Usage": (_MEMORY, "cpu"),
-    "Runtime GPU Memory Usage": (_MEMORY, "gpu"),
-    "Runtime Pinned Memory Usage": (_MEMORY, "pinned"),
-    "Max KV cache blocks": (_BLOCKS, "max"),
-    "Free KV cache blocks": (_BLOCKS, "free"),
-    "Used KV cache blocks": (_BLOCKS, "used"),
-    "Tokens per KV cache block": (_BLOCKS, "tokens_per"),
-    "Reused KV cache blocks": (_BLOCKS, "reused"),
-    "Fraction used KV cache blocks": (_BLOCKS, "fraction"),
-    "Iteration Counter": (_GENERAL, "iteration_counter"),
-    "KV cache transfer time": (_HANDOFFS, "kv_cache_transfer_ms"),
-    "Request count": (_HANDOFFS, "request_count"),
-}
-_LOGGED_INFLIGHT: Mapping[str, tuple[_Family, str]] = {
-    "Total Context Tokens": (_INFLIGHT, "total_context_tokens"),
-    "Generation Requests": (_INFLIGHT, "generation_requests"),
-    "MicroBatch ID": (_INFLIGHT, "micro_batch_id"),
-    "Paused Requests": (_INFLIGHT, "paused_requests"),
-}
-_LOGGED_V1: Mapping[str, tuple[_Family, str]] = {
-    "Total Context Tokens": (_V1, "total_context_tokens"),
-    "Total Generation Tokens": (_V1, "total_generation_tokens"),
-    "Empty Generation Slots": (_V1, "empty_generation_slots"),
-}
-"""Names of the samples in the backend's verbose log."""
-
-
 def verbose_line(figures: EngineFigures) -> str:
     """The samples of one model in the form of the backend's verbose log: a JSON object with the local time."""
-    named = {**_LOGGED, **(_LOGGED_V1 if figures.static_batching else _LOGGED_INFLIGHT)}
     told: dict[str, Number | str] = {
-        name: each.values[word](figures) for name, (each, word) in named.items()
+        name: read(figures)
+        for each in ENGINE_FAMILIES
+        if each.is_about(figures)
+        for _, name, read in each.figures
+        if name
     }
     told["Timestamp"] = datetime.now().astimezone().strftime("%m-%d-%Y %H:%M:%S.%f")
     return json.dumps(told)

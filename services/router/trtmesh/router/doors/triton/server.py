@@ -26,7 +26,7 @@ from trtmesh.router.doors.triton.settings import TritonSettings
 from trtmesh.router.doors.triton.statistics import Counting, Statistics
 from trtmesh.router.doors.triton.templates.generation import GenerationTemplate
 from trtmesh.router.doors.triton.templates.template import Call, Model
-from trtmesh.router.doors.triton.templates.texts import TextsOf
+from trtmesh.router.doors.triton.templates.texts import Texts
 from trtmesh.router.doors.triton.templates.tokenization import TokenizerTemplate
 
 VERBOSE = "log_verbose_level"
@@ -49,12 +49,12 @@ class TritonServer:
         self,
         settings: TritonSettings,
         generations: Generations,
-        texts_of: TextsOf,
+        texts: Texts,
         is_ready: Callable[[], bool],
     ) -> None:
         self._models = triton_models(settings)
         self._generations = generations
-        self._texts_of = texts_of
+        self._texts = texts
         self._statistics = Statistics(self._models)
         self.is_ready = is_ready
 
@@ -138,7 +138,7 @@ class TritonServer:
         with self._statistics.counting(call) as counting:
             template = call.model.template
             if isinstance(template, TokenizerTemplate):
-                outputs = await template.outputs_of(call, self._texts_of(call.model))
+                outputs = await template.outputs_of(call, self._texts)
                 yield _only(Answer(outputs, final=True))
             elif isinstance(template, GenerationTemplate):
                 async with self._generate(counting, template, caller) as answers:

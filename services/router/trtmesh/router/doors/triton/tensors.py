@@ -104,6 +104,32 @@ class Output(NamedTuple):
     shape: Shape
     data: bytes
 
+    @classmethod
+    def of_texts(cls, name: str, texts: Sequence[str]) -> Output:
+        """A list of texts."""
+        return cls(name, "BYTES", (len(texts),), text_data(texts))
+
+    @classmethod
+    def of_numbers(
+        cls, name: str, data_type: str, shape: Shape, numbers: Sequence[float]
+    ) -> Output:
+        return cls(name, data_type, shape, array(ELEMENT_CODES[data_type], numbers).tobytes())
+
+    @classmethod
+    def of_rows(cls, name: str, data_type: str, numbers: Sequence[float]) -> Output:
+        """One number a row."""
+        return cls.of_numbers(name, data_type, (len(numbers), 1), numbers)
+
+
+def pad_rows(rows: Sequence[Sequence[float]], pads: Iterable[float]) -> tuple[int, list[float]]:
+    """The longest length, and all rows filled up to it, each with its own padding."""
+    longest = max(map(len, rows))
+    elements: list[float] = []
+    for row, pad in zip(rows, pads, strict=False):
+        elements += row
+        elements += [pad] * (longest - len(row))
+    return longest, elements
+
 
 def text_data(texts: Iterable[str]) -> bytes:
     """Elements of a BYTES tensor."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trtmesh.chassis.errors import InternalError, TrtmeshError, UnsupportedField
-from trtmesh.router.doors.triton.templates.generation import ExecutorTemplate, ItemFailure
+from trtmesh.router.doors.triton.templates.generation import ExecutorTemplate, ItemFailure, quoting
 from trtmesh.router.doors.triton.templates.template import Call, Model
 from trtmesh.router.doors.triton.templates.tensor_table import BLS_INPUTS, TEXT_INPUTS, TEXT_OUTPUT
 
@@ -45,10 +45,7 @@ class BlsTemplate(ExecutorTemplate):
     def failed(self, call: Call, failure: ItemFailure) -> TrtmeshError:
         error = failure.error
         if isinstance(error, UnsupportedField) and "draft.num_draft_tokens" in error.fields:
-            return InternalError(
-                "cannot perform speculative decoding without draft model:"
-                f" {error.sentence(call.tensor_of)}"
-            )
+            return quoting(call, "cannot perform speculative decoding without draft model", error)
         return super().failed(call, failure)
 
 

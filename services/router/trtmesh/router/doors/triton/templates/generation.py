@@ -105,13 +105,10 @@ class GenerationTemplate(Template, ABC):
 
     def failed(self, call: Call, failure: ItemFailure) -> TrtmeshError:
         """The error of an item, quoted by Triton's own error where Triton has one."""
-        error = failure.error
-        if isinstance(error, PromptTooLong):
-            return InternalError(
-                f"Prompt length ({failure.prompt_tokens}) exceeds maximum input length ({failure.longest_prompt}):"
-                f" {error.sentence(call.tensor_of)}"
-            )
-        return error
+        if isinstance(failure.error, PromptTooLong):
+            words = f"Prompt length ({failure.prompt_tokens}) exceeds maximum input length ({failure.longest_prompt})"
+            return quoting(call, words, failure.error)
+        return failure.error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,14 +134,20 @@ class ExecutorTemplate(GenerationTemplate):
             sampling.top_k = 1
 
     def failed(self, call: Call, failure: ItemFailure) -> TrtmeshError:
-        error = failure.error
-        if isinstance(error, BackendFailed):
-            return BackendFailed(
-                f"Executor failed process requestId {failure.request_id} due to the following error:"
-                f" {error.sentence(call.tensor_of)}",
-                worker=error.worker,
+        if isinstance(failure.error, BackendFailed):
+            words = (
+                f"Executor failed process requestId {failure.request_id} due to the following error"
             )
+            return quoting(call, words, failure.error, BackendFailed)
         return super().failed(call, failure)
+
+
+def quoting(
+    call: Call, words: str, error: TrtmeshError, kind: type[InternalError] = InternalError
+) -> InternalError:
+    """Triton's own error around an error of the mesh."""
+    sentence = f"{words}: {error.sentence(call.tensor_of)}"
+    return kind(sentence, worker=error.worker, retry_after_ms=error.retry_after_ms)
 
 
 def _drop_fillers(sampling: pb.SamplingConfig) -> None:

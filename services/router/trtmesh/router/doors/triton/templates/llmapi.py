@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ from trtmesh.router.doors.triton.templates.outputs import (
 )
 from trtmesh.router.doors.triton.templates.template import Call, Model
 from trtmesh.router.doors.triton.templates.tensor_table import LLMAPI_INPUTS, LLMAPI_OUTPUTS
-from trtmesh.router.doors.triton.tensors import ELEMENT_CODES, Output, text_data
+from trtmesh.router.doors.triton.tensors import Output
 from trtmesh.router.values.request import GenerationRequest
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
@@ -75,7 +74,7 @@ class LlmApiOutputs:
 
     def build(self, block: Block) -> list[Output]:
         ((row, sequences),) = block
-        outputs = [_texts("text_output", ("".join(s.texts) for s in sequences))]
+        outputs = [Output.of_texts("text_output", ["".join(s.texts) for s in sequences])]
         outputs += self._reasons(sequences)
         if self._perf_metrics:
             outputs += _perf_metrics(row)
@@ -83,14 +82,13 @@ class LlmApiOutputs:
 
     def _reasons(self, sequences: Sequence[SequenceOutput]) -> Iterable[Output]:
         if self._call.flag("return_finish_reason"):
-            reasons = (FINISH_REASONS.get(s.finish_reason, NOTHING) for s in sequences)
-            yield _texts("finish_reason", reasons)
+            reasons = [FINISH_REASONS.get(s.finish_reason, NOTHING) for s in sequences]
+            yield Output.of_texts("finish_reason", reasons)
         if self._call.flag("return_stop_reason"):
-            yield _texts("stop_reason", (s.stop_text or NOTHING for s in sequences))
+            yield Output.of_texts("stop_reason", [s.stop_text or NOTHING for s in sequences])
         if self._call.flag("return_cumulative_logprob"):
             sums = [s.cumulative_log_prob for s in sequences]
-            data = struct.pack(f"<{len(sums)}f", *sums)
-            yield Output("cumulative_logprob", "FP32", (len(sums),), data)
+            yield Output.of_numbers("cumulative_logprob", "FP32", (len(sums),), sums)
 
 
 def _perf_metrics(row: RowOutput) -> Iterable[Output]:
@@ -112,12 +110,7 @@ def _perf_metrics(row: RowOutput) -> Iterable[Output]:
         ("total_accepted_draft_tokens", "INT32", metrics.total_accepted_draft_tokens),
         ("total_draft_tokens", "INT32", metrics.total_draft_tokens),
     ):
-        yield Output(name, data_type, (1,), struct.pack(f"<{ELEMENT_CODES[data_type]}", number))
-
-
-def _texts(name: str, texts: Iterable[str]) -> Output:
-    each = list(texts)
-    return Output(name, "BYTES", (len(each),), text_data(each))
+        yield Output.of_numbers(name, data_type, (1,), [number])
 
 
 LLMAPI = LlmApiTemplate(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import struct
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Protocol
 
 from trtmesh.router.doors.triton.templates.template import Call
 from trtmesh.router.doors.triton.templates.tensor_table import PERF_OUTPUTS
-from trtmesh.router.doors.triton.tensors import ELEMENT_CODES, MESH_DATA_TYPES, Output, text_data
+from trtmesh.router.doors.triton.tensors import MESH_DATA_TYPES, Output, pad_rows
 from trtmesh.router.streams.client_stream import WaitingTokens
 from trtmesh.router.values.request import GenerationRequest
 from trtmesh.v1 import generation_pb2 as pb
@@ -21,7 +20,6 @@ PAD_LOG_PROB = -1.0
 """Pad short rows of a tensor, as in Triton's C++ backend."""
 
 KSERVE_DATA_TYPES = {number: name for name, number in MESH_DATA_TYPES.items()}
-PERF_CODES = {spec.name: ELEMENT_CODES[spec.data_type] for spec in PERF_OUTPUTS}
 
 
 @dataclass(slots=True)
@@ -146,9 +144,9 @@ class DetailedOutputs:
     def _optional(self, block: Block) -> Iterable[Output]:
         rows = [row for row, _ in block]
         if self._log_probs:
-            yield _floats(
-                "cum_log_probs", [[s.cumulative_log_prob for s in row] for _, row in block]
-            )
+            sums = [s.cumulative_log_prob for _, row in block for s in row]
+            beams = len(sums) // len(block)
+            yield Output.of_numbers("cum_log_probs", "FP32", (len(block), beams), sums)
             yield _log_probs(block)
         if self._context_logits:
             yield _stack("context_logits", [_joined(row.context_logits) for row in rows])
@@ -158,65 +156,43 @@ class DetailedOutputs:
             shape = (len(rows), len(sequences) // len(rows), *logits.shape[1:])
             yield Output(logits.name, logits.data_type, shape, logits.data)
         if self._batch_index:
-            yield _numbers("batch_index", "i", [row.index for row in rows])
+            yield Output.of_rows("batch_index", "INT32", [row.index for row in rows])
         if self._sequence_index:
-            yield _numbers("sequence_index", "i", [row[0].index for _, row in block])
+            yield Output.of_rows("sequence_index", "INT32", [row[0].index for _, row in block])
         if self._perf_metrics:
-            for name, code in PERF_CODES.items():
-                yield _numbers(name, code, [getattr(row.perf_metrics, name) for row in rows])
+            for spec in PERF_OUTPUTS:
+                values = [getattr(row.perf_metrics, spec.name) for row in rows]
+                yield Output.of_rows(spec.name, spec.data_type, values)
         if self._input_tokens:
-            yield _numbers("num_input_tokens", "i", [row.prompt_tokens for row in rows])
+            yield Output.of_rows("num_input_tokens", "INT32", [row.prompt_tokens for row in rows])
         if self._output_tokens:
             counts = [sum(s.generated for s in row) for _, row in block]
-            yield _numbers("num_output_tokens", "i", counts)
+            yield Output.of_rows("num_output_tokens", "INT32", counts)
         state = block[0][1][0].handoff_state
         if state:
             yield Output("context_phase_params", "UINT8", (1, len(state)), state)
 
 
 def _text(block: Block) -> Output:
-    texts = ["".join(s.texts) for _, sequences in block for s in sequences]
-    return Output(TEXT_OUTPUT, "BYTES", (len(texts),), text_data(texts))
+    return Output.of_texts(TEXT_OUTPUT, ["".join(s.texts) for _, row in block for s in row])
 
 
 def _tokens(block: Block) -> list[Output]:
     """Token ids, after the prompt's where the output includes the prompt, and their number."""
     rows = [[*row.prompt_ids, *s.token_ids] for row, sequences in block for s in sequences]
-    longest = max(map(len, rows))
-    ids = array("i")
-    for row in rows:
-        ids.extend(row)
-        ids.extend([PAD_ID] * (longest - len(row)))
+    longest, ids = pad_rows(rows, repeat(PAD_ID))
     shape = (len(block), len(rows) // len(block))
-    lengths = array("i", map(len, rows))
     return [
-        Output("output_ids", "INT32", (*shape, longest), ids.tobytes()),
-        Output("sequence_length", "INT32", shape, lengths.tobytes()),
+        Output.of_numbers("output_ids", "INT32", (*shape, longest), ids),
+        Output.of_numbers("sequence_length", "INT32", shape, [len(row) for row in rows]),
     ]
 
 
 def _log_probs(block: Block) -> Output:
     rows = [s.log_probs for _, sequences in block for s in sequences]
-    longest = max(map(len, rows))
-    padded = array("f")
-    for row in rows:
-        padded.extend(row)
-        padded.extend([PAD_LOG_PROB] * (longest - len(row)))
+    longest, log_probs = pad_rows(rows, repeat(PAD_LOG_PROB))
     shape = (len(block), len(rows) // len(block), longest)
-    return Output("output_log_probs", "FP32", shape, padded.tobytes())
-
-
-def _floats(name: str, rows: Sequence[Sequence[float]]) -> Output:
-    data = array("f", [number for row in rows for number in row])
-    return Output(name, "FP32", (len(rows), len(rows[0])), data.tobytes())
-
-
-def _numbers(name: str, code: str, numbers: Sequence[float]) -> Output:
-    """One number a row."""
-    data_type = next(name for name, known in ELEMENT_CODES.items() if known == code)
-    return Output(
-        name, data_type, (len(numbers), 1), struct.pack(f"<{len(numbers)}{code}", *numbers)
-    )
+    return Output.of_numbers("output_log_probs", "FP32", shape, log_probs)
 
 
 @dataclass(frozen=True, slots=True)

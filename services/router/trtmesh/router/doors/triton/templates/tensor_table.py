@@ -26,30 +26,42 @@ class InputSpec(TensorSpec):
 ONE = (1,)
 ANY = (-1,)
 PICTURES = (-1, -1, -1, -1)
-FLOATS = ("FP16", "FP32", "BF16")
+FLOATS = "FP16 FP32 BF16"
 PERF_NOTE = "`SequenceStarted` has what is known with the first token, `ItemFinished` the whole"
 EARLY_STOPPING_NOTE = "BOOL or INT32; 0, 1 and 2 are the values 1, 2 and 3"
 COUNTED_NOTE = "always counted; the tensor asks for the output"
+UNSET_NOTE = "-1 is unset"
+WORDS_NOTE = "a row of ids, a row of offsets"
+REPEATED_NOTE = "applies to every prompt token"
+TABLE_NOTE = "ids from the vocabulary size on address prompt embedding rows"
+BACKEND_NOTE = "the name by which Triton's C++ backend reads it"
+PATH_NOTE = (
+    "refused: a request must not name a path of the server; register the adapter with `AddAdapter`"
+)
+VISION_NOTE = "refused: needs a vision encoder"
+GENERATED = "`SequenceFinished.generated_tokens`"
 STOP_SOURCE = "`StopRequest.request_id`"
 STREAM_SOURCE = "`GenerationConfig.output.stream`"
 
 
 def _one(
     name: str,
-    data_type: str,
+    data_types: str,
     where: Put | None = None,
     source: str = "",
     note: str = "",
     *,
     optional: bool = True,
 ) -> InputSpec:
-    """A value for each row."""
-    return InputSpec(name, (data_type,), ONE, source, note, optional, scalar=True, put=where)
+    """A value for each row; `data_types` are separated by blanks."""
+    return InputSpec(
+        name, tuple(data_types.split()), ONE, source, note, optional, scalar=True, put=where
+    )
 
 
 def _list(
     name: str,
-    data_type: str,
+    data_types: str,
     dims: Shape,
     where: Put | None,
     note: str = "",
@@ -57,12 +69,14 @@ def _list(
     optional: bool = True,
 ) -> InputSpec:
     """Values in the row's own shape, which may differ from row to row."""
-    return InputSpec(name, (data_type,), dims, "", note, optional, ragged=True, put=where)
+    return InputSpec(
+        name, tuple(data_types.split()), dims, "", note, optional, ragged=True, put=where
+    )
 
 
-def _matrix(name: str, path: str, *data_types: str, columns: int = -1) -> InputSpec:
+def _matrix(name: str, path: str, data_types: str, columns: int = -1) -> InputSpec:
     """A dense array that passes through unread."""
-    return InputSpec(name, data_types, (-1, columns), ragged=True, put=put.dense(path))
+    return _list(name, data_types, (-1, columns), put.dense(path))
 
 
 def _sampling(prefix: str, length_penalty: str) -> tuple[InputSpec, ...]:
@@ -78,14 +92,7 @@ def _sampling(prefix: str, length_penalty: str) -> tuple[InputSpec, ...]:
         _one("presence_penalty", "FP32", put.value("sampling.presence_penalty")),
         _one("frequency_penalty", "FP32", put.value("sampling.frequency_penalty")),
         _one(length_penalty, "FP32", put.value("beam_search.length_penalty")),
-        InputSpec(
-            "early_stopping",
-            ("INT32", "BOOL"),
-            ONE,
-            note=EARLY_STOPPING_NOTE,
-            scalar=True,
-            put=put.early_stopping,
-        ),
+        _one("early_stopping", "INT32 BOOL", put.early_stopping, note=EARLY_STOPPING_NOTE),
         _one("min_tokens", "INT32", put.value("stopping.min_tokens")),
         _one("seed", "UINT64", put.value("sampling.seed")),
         _one("return_log_probs", "BOOL", put.value("output.log_probs")),
@@ -93,19 +100,13 @@ def _sampling(prefix: str, length_penalty: str) -> tuple[InputSpec, ...]:
         _one("return_generation_logits", "BOOL", put.value("output.generation_logits")),
         _one("return_perf_metrics", "BOOL", put.positive("output.perf_metrics"), note=PERF_NOTE),
         _one("return_num_input_tokens", "BOOL", None, "`Usage.prompt_tokens`", COUNTED_NOTE),
-        _one(
-            "return_num_output_tokens",
-            "BOOL",
-            None,
-            "`SequenceFinished.generated_tokens`",
-            COUNTED_NOTE,
-        ),
+        _one("return_num_output_tokens", "BOOL", None, GENERATED, COUNTED_NOTE),
         _one("exclude_input_in_output", "BOOL", put.value("output.exclude_prompt")),
         _one("stop", "BOOL", None, STOP_SOURCE, "the call's own id names the request"),
-        _matrix("prompt_embedding_table", "prompt_tuning.embedding_table", *FLOATS),
+        _matrix("prompt_embedding_table", "prompt_tuning.embedding_table", FLOATS),
         _one("prompt_vocab_size", "INT32", put.value("prompt_tuning.vocabulary_size")),
         _one("lora_task_id", "UINT64", put.value("lora.id")),
-        _matrix("lora_weights", "lora.weights", "FP16", "BF16"),
+        _matrix("lora_weights", "lora.weights", "FP16 BF16"),
         _matrix("lora_config", "lora.config", "INT32", columns=3),
         _list("guided_decoding_guide_type", "BYTES", ONE, put.guide_type),
         _list("guided_decoding_guide", "BYTES", ONE, put.text("guided_decoding.guide")),
@@ -124,10 +125,7 @@ TEXT_INPUTS = (
     ),
     _list("embedding_bias_weights", "FP32", ANY, put.values("sampling.embedding_bias_weights")),
     _one(
-        "prompt_table_extra_id",
-        "UINT64",
-        put.values("prompt_tuning.extra_ids"),
-        note="applies to every prompt token",
+        "prompt_table_extra_id", "UINT64", put.values("prompt_tuning.extra_ids"), note=REPEATED_NOTE
     ),
     *_sampling("", "length_penalty"),
 )
@@ -143,46 +141,23 @@ BLS_INPUTS = (
 )
 
 TOKEN_INPUTS = (
-    _list(
-        "input_ids",
-        "INT32",
-        ANY,
-        put.prompt_ids,
-        "ids from the vocabulary size on address prompt embedding rows",
-    ),
+    _list("input_ids", "INT32", ANY, put.prompt_ids, TABLE_NOTE),
     _one("input_lengths", "INT32", put.prompt_length, note="trims the row", optional=False),
     _one("request_output_len", "INT32", put.max_tokens, optional=False),
-    _matrix("encoder_input_features", "encoder_decoder.encoder_features", *FLOATS),
+    _matrix("encoder_input_features", "encoder_decoder.encoder_features", FLOATS),
     _one("encoder_output_lengths", "INT32", put.value("encoder_decoder.encoder_output_length")),
     _list("decoder_input_ids", "INT32", ANY, put.decoder_ids),
     _one("decoder_input_lengths", "INT32", put.decoder_length, note="trims the row"),
     _list("draft_input_ids", "INT32", ANY, put.values("draft.token_ids")),
-    _matrix("draft_logits", "draft.logits", "FP32", "FP16", "BF16"),
+    _matrix("draft_logits", "draft.logits", "FP32 FP16 BF16"),
     _one("draft_acceptance_threshold", "FP32", put.value("draft.acceptance_threshold")),
-    _list(
-        "stop_words_list",
-        "INT32",
-        (2, -1),
-        put.words("stopping.stop_token_ids"),
-        "a row of ids, a row of offsets",
-    ),
-    _list(
-        "bad_words_list",
-        "INT32",
-        (2, -1),
-        put.words("stopping.bad_token_ids"),
-        "a row of ids, a row of offsets",
-    ),
+    _list("stop_words_list", "INT32", (2, -1), put.words("stopping.stop_token_ids"), WORDS_NOTE),
+    _list("bad_words_list", "INT32", (2, -1), put.words("stopping.bad_token_ids"), WORDS_NOTE),
     _list("embedding_bias", "FP32", ANY, put.values("sampling.embedding_bias")),
     *_sampling("runtime_", "len_penalty"),
     _one("beam_search_diversity_rate", "FP32", put.value("beam_search.diversity_rate")),
     _one("runtime_top_p_min", "FP32", put.value("sampling.top_p_min")),
-    _one(
-        "runtime_top_k_min",
-        "FP32",
-        put.value("sampling.top_p_min"),
-        note="the name by which Triton's C++ backend reads it",
-    ),
+    _one("runtime_top_k_min", "FP32", put.value("sampling.top_p_min"), note=BACKEND_NOTE),
     _one("runtime_top_p_decay", "FP32", put.value("sampling.top_p_decay")),
     _one("runtime_top_p_reset_ids", "INT32", put.value("sampling.top_p_reset_id")),
     _one("prompt_ignore_length", "INT32", put.value("sampling.prompt_ignore_length")),
@@ -194,22 +169,22 @@ TOKEN_INPUTS = (
     _list("skip_cross_attn_blocks", "BOOL", ONE, put.value("encoder_decoder.skip_cross_attention")),
     _list("mrope_rotary_cos_sin", "FP32", ANY, put.dense("multimodal.mrope_rotary_cos_sin")),
     _list("mrope_position_deltas", "INT64", ONE, put.value("multimodal.mrope_position_delta")),
-    _matrix("multimodal_embedding", "multimodal.embedding", *FLOATS),
+    _matrix("multimodal_embedding", "multimodal.embedding", FLOATS),
     _matrix("multimodal_hashes", "multimodal.hashes", "INT32"),
     _matrix("multimodal_item_runs", "multimodal.item_runs", "INT32"),
     _list("context_phase_params", "UINT8", ANY, put.state),
     _list("retention_token_range_starts", "INT32", ANY, put.range_starts),
-    _list("retention_token_range_ends", "INT32", ANY, put.range_field("token_end"), "-1 is unset"),
+    _list("retention_token_range_ends", "INT32", ANY, put.range_field("token_end"), UNSET_NOTE),
     _list("retention_token_range_priorities", "INT32", ANY, put.range_field("priority")),
     _list(
         "retention_token_range_durations_ms",
         "INT32",
         ANY,
         put.range_field("duration_ms"),
-        "-1 is unset",
+        UNSET_NOTE,
     ),
     _list("retention_decode_priority", "INT32", ONE, put.value("kv_cache.decode_priority")),
-    _list("retention_decode_duration_ms", "INT32", ONE, put.duration, "-1 is unset"),
+    _list("retention_decode_duration_ms", "INT32", ONE, put.duration, UNSET_NOTE),
     _list("lookahead_window_size", "INT32", ONE, put.value("lookahead.window_size")),
     _list("lookahead_ngram_size", "INT32", ONE, put.value("lookahead.ngram_size")),
     _list(
@@ -231,7 +206,7 @@ DISAGGREGATED_INPUTS = tuple(
 
 def _in(
     name: str,
-    data_type: str,
+    data_types: str,
     source: str = "",
     note: str = "",
     dims: Shape = ONE,
@@ -240,7 +215,7 @@ def _in(
     optional: bool = True,
 ) -> InputSpec:
     """An input without a reshape or ragged rows."""
-    return InputSpec(name, (data_type,), dims, source, note, optional, put=where)
+    return InputSpec(name, tuple(data_types.split()), dims, source, note, optional, put=where)
 
 
 LLMAPI_INPUTS = (
@@ -272,21 +247,16 @@ LLMAPI_INPUTS = (
     _in("stop", "BOOL", STOP_SOURCE, "the call's own id names the request"),
     _in("lora_id", "UINT64", where=put.value("lora.id")),
     _in("lora_name", "BYTES", where=put.text("lora.name")),
-    _in(
-        "lora_path",
-        "BYTES",
-        "refused: a request must not name a path of the server; register the adapter with `AddAdapter`",
-        where=put.adapter_path,
-    ),
+    _in("lora_path", "BYTES", PATH_NOTE, where=put.adapter_path),
     _in("lora_ckpt_source", "BYTES", "refused: belongs to `lora_path`", where=put.adapter_path),
 )
 
 
 VISION_INPUTS = (
-    _in("IMAGE_BYTES", "UINT8", "refused: needs a vision encoder", dims=PICTURES),
-    _in("IMAGE_URL", "BYTES", "refused: needs a vision encoder"),
-    _in("IMAGES", "BYTES", "refused: needs a vision encoder", dims=ANY),
-    _in("VIDEO_BYTES", "UINT8", "refused: needs a vision encoder", dims=PICTURES),
+    _in("IMAGE_BYTES", "UINT8", VISION_NOTE, dims=PICTURES),
+    _in("IMAGE_URL", "BYTES", VISION_NOTE),
+    _in("IMAGES", "BYTES", VISION_NOTE, dims=ANY),
+    _in("VIDEO_BYTES", "UINT8", VISION_NOTE, dims=PICTURES),
 )
 """Of `preprocessing`: declared for clients to see, and refused by name."""
 _EXTRA_IDS = "`GenerationConfig.prompt_tuning.extra_ids`"
@@ -302,7 +272,7 @@ PREPROCESSING_INPUTS = (
     _in("EMBEDDING_BIAS_WEIGHTS", "FP32", _BIAS_WEIGHTS, dims=ANY),
     _in("END_ID", "INT32", "`GenerationConfig.stopping.end_id`", "passed through"),
     _in("PAD_ID", "INT32", "`Encoded.token_ids`", "pads their rows; passed through"),
-    _in("PROMPT_TABLE_EXTRA_ID", "UINT64", _EXTRA_IDS, "applies to every prompt token"),
+    _in("PROMPT_TABLE_EXTRA_ID", "UINT64", _EXTRA_IDS, REPEATED_NOTE),
     *VISION_INPUTS,
 )
 POSTPROCESSING_INPUTS = (
@@ -320,10 +290,8 @@ PREPROCESSING_OUTPUTS = (
     _out("REQUEST_INPUT_LEN", "INT32", "`Encoded.token_ids`", 1, note="their number"),
     _out("DECODER_INPUT_ID", "INT32", "`Encoded.token_ids`", -1, note="of the decoder query"),
     _out("REQUEST_DECODER_INPUT_LEN", "INT32", "`Encoded.token_ids`", 1, note="their number"),
-    _out("BAD_WORDS_IDS", "INT32", "`Encoded.words`", 2, -1, note="a row of ids, a row of offsets"),
-    _out(
-        "STOP_WORDS_IDS", "INT32", "`Encoded.words`", 2, -1, note="a row of ids, a row of offsets"
-    ),
+    _out("BAD_WORDS_IDS", "INT32", "`Encoded.words`", 2, -1, note=WORDS_NOTE),
+    _out("STOP_WORDS_IDS", "INT32", "`Encoded.words`", 2, -1, note=WORDS_NOTE),
     _out("EMBEDDING_BIAS", "FP32", "`GenerationConfig.sampling.embedding_bias`", -1),
     _out("REQUEST_OUTPUT_LEN", "INT32", _MAX_TOKENS, -1, note="passed through"),
     _out("OUT_END_ID", "INT32", "`GetTokenizerResponse.eos_id`", 1, note="`END_ID` where given"),
@@ -335,7 +303,7 @@ POSTPROCESSING_OUTPUTS = (_out("OUTPUT", "BYTES", "`Decoded.texts`", -1),)
 TEXT_OUTPUT = _out("text_output", "BYTES", "`TokensGenerated.text`", -1)
 TOKEN_OUTPUTS = (
     _out("output_ids", "INT32", "`TokensGenerated.token_ids`", -1, -1, note="padded with -1"),
-    _out("sequence_length", "INT32", "`SequenceFinished.generated_tokens`", -1),
+    _out("sequence_length", "INT32", GENERATED, -1),
 )
 HANDOFF_OUTPUT = _out("context_phase_params", "UINT8", "`SequenceFinished.handoff_state`", -1)
 PERF_OUTPUTS = tuple(
@@ -368,7 +336,7 @@ def detail_outputs(logits_data_type: str) -> tuple[TensorSpec, ...]:
         _out("sequence_index", "INT32", "`GenerateEvent.sequence_index`", 1),
         *PERF_OUTPUTS,
         _out("num_input_tokens", "INT32", "`Usage.prompt_tokens`", 1),
-        _out("num_output_tokens", "INT32", "`SequenceFinished.generated_tokens`", 1),
+        _out("num_output_tokens", "INT32", GENERATED, 1),
     )
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 from trtmesh.chassis.errors import InvalidRequest, UnsupportedField
@@ -20,7 +21,7 @@ from trtmesh.router.doors.triton.templates.tensor_table import (
     VISION_INPUTS,
 )
 from trtmesh.router.doors.triton.templates.texts import Texts
-from trtmesh.router.doors.triton.tensors import Output, Shape, text_data
+from trtmesh.router.doors.triton.tensors import Output, Shape, pad_rows
 
 IdRows = Sequence[Sequence[int]]
 
@@ -57,7 +58,7 @@ class PreprocessingTemplate(TokenizerTemplate):
 
     async def outputs_of(self, call: Call, texts: Texts) -> list[Output]:
         _check_no_vision(call)
-        about = texts.describe()
+        about = texts.describe(call.model)
         end_id = about.eos_id if about.HasField("eos_id") else -1
         pad_id = about.pad_id if about.HasField("pad_id") else end_id
         end_ids = _given(call, "END_ID", end_id)
@@ -70,21 +71,20 @@ class PreprocessingTemplate(TokenizerTemplate):
         )
         queries = [row.query for row in rows]
         decoder_queries = [row.decoder_query or [pad_ids[i]] for i, row in enumerate(rows)]
-        lengths = call.inputs["REQUEST_OUTPUT_LEN"]
+        lengths = [call.inputs["REQUEST_OUTPUT_LEN"].scalar(i) for i in range(call.batch_size)]
+        extra_ids = _extra_ids(call, max(map(len, queries)))
         outputs = [
-            _padded("INPUT_ID", "i", queries, pad_ids),
-            _padded("REQUEST_INPUT_LEN", "i", [[len(ids)] for ids in queries]),
-            _padded("DECODER_INPUT_ID", "i", decoder_queries, pad_ids),
-            _padded("REQUEST_DECODER_INPUT_LEN", "i", [[len(ids)] for ids in decoder_queries]),
+            _padded("INPUT_ID", "INT32", queries, pad_ids),
+            Output.of_rows("REQUEST_INPUT_LEN", "INT32", [*map(len, queries)]),
+            _padded("DECODER_INPUT_ID", "INT32", decoder_queries, pad_ids),
+            Output.of_rows("REQUEST_DECODER_INPUT_LEN", "INT32", [*map(len, decoder_queries)]),
             _words(call, "BAD_WORDS", [row.bad_words for row in rows]),
             _words(call, "STOP_WORDS", [row.stop_words for row in rows]),
-            _padded("EMBEDDING_BIAS", "f", [row.bias for row in rows]),
-            _padded(
-                "REQUEST_OUTPUT_LEN", "i", [[lengths.scalar(i)] for i in range(call.batch_size)]
-            ),
-            _padded("OUT_END_ID", "i", [[i] for i in end_ids]),
-            _padded("OUT_PAD_ID", "i", [[i] for i in pad_ids]),
-            _padded("OUT_PROMPT_TABLE_EXTRA_IDS", "Q", _extra_ids(call, max(map(len, queries)))),
+            _padded("EMBEDDING_BIAS", "FP32", [row.bias for row in rows]),
+            Output.of_rows("REQUEST_OUTPUT_LEN", "INT32", lengths),
+            Output.of_rows("OUT_END_ID", "INT32", end_ids),
+            Output.of_rows("OUT_PAD_ID", "INT32", pad_ids),
+            _padded("OUT_PROMPT_TABLE_EXTRA_IDS", "UINT64", extra_ids),
         ]
         return [output for output in outputs if call.wants(output.name)]
 
@@ -112,8 +112,8 @@ class PostprocessingTemplate(TokenizerTemplate):
                     fields=("TOKENS_BATCH", "SEQUENCE_LENGTH"),
                 )
             sequences.append(ids)
-        decoded = await asyncio.gather(*(texts.decode(ids) for ids in sequences))
-        return [Output("OUTPUT", "BYTES", (len(decoded),), text_data(decoded))]
+        decoded = await asyncio.gather(*(texts.decode(call.model, ids) for ids in sequences))
+        return [Output.of_texts("OUTPUT", decoded)]
 
 
 PREPROCESSING = PreprocessingTemplate(
@@ -135,7 +135,6 @@ def _check_no_vision(call: Call) -> None:
 
 
 async def _encode_row(call: Call, row: int, texts: Texts, vocabulary_size: int) -> _Encoded:
-    special = call.model.add_special_tokens
     bad, stop, bias_words = (
         call.inputs[name].texts(row) if name in call.inputs else []
         for name in ("BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS")
@@ -150,11 +149,11 @@ async def _encode_row(call: Call, row: int, texts: Texts, vocabulary_size: int) 
             field="EMBEDDING_BIAS_WORDS",
         )
     query = call.inputs["QUERY"].texts(row)[0]
-    encoded = await texts.encode(query, [*bad, *stop, *bias_words], add_special_tokens=special)
+    encoded = await texts.encode(call.model, query, [*bad, *stop, *bias_words])
     decoder_query: Sequence[int] = ()
     if "DECODER_QUERY" in call.inputs:
         text = call.inputs["DECODER_QUERY"].texts(row)[0]
-        decoder_query = (await texts.encode(text, add_special_tokens=special)).token_ids
+        decoder_query = (await texts.encode(call.model, text)).token_ids
     ids = [list(word.ids) for word in encoded.words]
     bias = [0.0] * (vocabulary_size if bias_words else 0)
     for word, weight in zip(ids[len(bad) + len(stop) :], weights, strict=True):
@@ -176,16 +175,11 @@ def _given(call: Call, name: str, default: int) -> list[int]:
 
 
 def _padded(
-    name: str, code: str, rows: Sequence[Sequence[float]], pads: Sequence[float] = ()
+    name: str, data_type: str, rows: Sequence[Sequence[float]], pads: Iterable[float] = repeat(0)
 ) -> Output:
     """Rows filled up to the longest, each with its own padding."""
-    longest = max(map(len, rows))
-    data: array[Any] = array(code)
-    for index, row in enumerate(rows):
-        data.extend(row)
-        data.extend([pads[index] if pads else 0] * (longest - len(row)))
-    data_type = {"i": "INT32", "f": "FP32", "Q": "UINT64"}[code]
-    return Output(name, data_type, (len(rows), longest), data.tobytes())
+    longest, elements = pad_rows(rows, pads)
+    return Output.of_numbers(name, data_type, (len(rows), longest), elements)
 
 
 def _extra_ids(call: Call, longest: int) -> list[list[int]]:
