@@ -32,15 +32,6 @@ class UnfilledValue:
     key: str
 
 
-@dataclass(frozen=True, slots=True)
-class ConfigFile:
-    """One configuration."""
-
-    config: Any
-    """A ModelConfig."""
-    unfilled: Sequence[UnfilledValue]
-
-
 def read_limited(file: Path) -> str:
     """The text of a small file. Raises SettingsError."""
     try:
@@ -57,8 +48,8 @@ def read_limited(file: Path) -> str:
         raise SettingsError(f"cannot read {file}: {error}") from error
 
 
-def read_config(file: Path) -> ConfigFile:
-    """Parses a configuration. Raises SettingsError with file and line."""
+def read_config(file: Path) -> tuple[Any, Sequence[UnfilledValue]]:
+    """The ModelConfig of a file, and its unset values. Raises SettingsError with file and line."""
     text, unfilled = _blank_unfilled(read_limited(file))
     config = model_config_pb2.ModelConfig()
     try:
@@ -69,7 +60,7 @@ def read_config(file: Path) -> ConfigFile:
         message = re.sub(r"^\d+:\d+ : ", "", str(error))
         where = f"{file}:{line}" if line is not None else str(file)
         raise SettingsError(f"{where}: {message}") from error
-    return ConfigFile(config, unfilled)
+    return config, unfilled
 
 
 def is_unset(text: str) -> bool:

@@ -13,9 +13,8 @@ from trtmesh.cli.triton_import.config_file import is_unset
 from trtmesh.cli.triton_import.engine_arguments import arguments_of, convert_argument
 from trtmesh.cli.triton_import.fields import convert_fields
 from trtmesh.cli.triton_import.findings import Draft, Finding, Subject
-from trtmesh.cli.triton_import.recipes import ENGINE_PARAMETERS, Recipe
-from trtmesh.cli.triton_import.references import Repository
-from trtmesh.cli.triton_import.repository import ENGINE_ARGUMENTS, RepositoryModel
+from trtmesh.cli.triton_import.recipes import ENGINE_PARAMETERS, Recipe, RepositoryModel
+from trtmesh.cli.triton_import.repository import ENGINE_ARGUMENTS, Repository
 from trtmesh.cli.triton_import.rules import MODELS, TORCH, unsupported
 from trtmesh.cli.triton_import.weights import Weights, find_weights
 
@@ -37,7 +36,7 @@ def convert_repository(
 ) -> Conversion:
     """Reads a repository. `model_directories` has the weights by core model, '' for all; `device` is a device in
     PyTorch's words. Raises SettingsError or ModelUnusable."""
-    repository = Repository.read(directory)
+    repository = Repository(directory)
     weights = find_weights(repository, model_directories)
     unserved = _unserved(repository, weights)
     draft = Draft()
@@ -94,7 +93,7 @@ def _convert_model(
         draft.put((*model.path, "model"), directory.name)
     _convert_steps(model, recipe, draft)
     _convert_parameters(model, recipe, directory, draft)
-    for name, value in arguments_of(model.declared.engine_arguments or {}):
+    for name, value in arguments_of(model.engine_arguments or {}):
         subject = Subject(model.name, f"{ENGINE_ARGUMENTS}: {name}", value)
         if is_unset(value):
             draft.leave(subject)

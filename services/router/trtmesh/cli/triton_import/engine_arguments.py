@@ -33,6 +33,7 @@ from trtmesh.cli.triton_import.rules import (
 
 ONE_DEVICE = "an embedded engine runs on one device; start more engines with mesh.engines"
 OF_THE_LIBRARY = "the embedded engine has no counterpart of this argument of TensorRT-LLM"
+ONE_PROMPT = "the model takes one prompt a request, without a batch dimension"
 ITS_OWN_FILES = "the model's own files are read: see mesh.model"
 
 DTYPE = one_of({name: name for name in ("auto", "float16", "bfloat16", "float32")})
@@ -45,13 +46,6 @@ SCHEDULER = one_of(
 )
 
 
-def _one_prompt(subject: Subject, draft: Draft) -> None:
-    if whole(subject):
-        draft.refuse(subject, "the model takes one prompt a request, without a batch dimension")
-    else:
-        draft.replace(subject, "the model takes one prompt a request, without a batch dimension")
-
-
 def _scheduler(subject: Subject, draft: Draft) -> None:
     policy = SCHEDULER(subject)
     name = "batching_type" if policy == "V1" else "batch_scheduler_policy"
@@ -59,7 +53,7 @@ def _scheduler(subject: Subject, draft: Draft) -> None:
 
 
 RULES: Mapping[str, Rule] = {
-    "triton_config.max_batch_size": _one_prompt,
+    "triton_config.max_batch_size": only(whole, value=0, text=ONE_PROMPT),
     "triton_config.decoupled": own("decoupled", truth),
     "triton_config.cancellation_check_period_ms": replaced(AT_ONCE),
     "triton_config.multimodal": unsupported(NO_PICTURES),
@@ -71,10 +65,10 @@ RULES: Mapping[str, Rule] = {
     "trust_remote_code": replaced("no code of a model is loaded"),
     "backend": replaced("the embedded engine computes with PyTorch"),
     "dtype": engine("dtype", DTYPE),
-    "tensor_parallel_size": only(whole, value=1, text=ONE_DEVICE, reason=ONE_DEVICE),
-    "pipeline_parallel_size": only(whole, value=1, text=ONE_DEVICE, reason=ONE_DEVICE),
-    "context_parallel_size": only(whole, value=1, text=ONE_DEVICE, reason=ONE_DEVICE),
-    "gpus_per_node": only(whole, value=1, text=ONE_DEVICE, reason=ONE_DEVICE),
+    "tensor_parallel_size": only(whole, value=1, text=ONE_DEVICE),
+    "pipeline_parallel_size": only(whole, value=1, text=ONE_DEVICE),
+    "context_parallel_size": only(whole, value=1, text=ONE_DEVICE),
+    "gpus_per_node": only(whole, value=1, text=ONE_DEVICE),
     "max_batch_size": engine("max_batch_size", whole),
     "max_num_tokens": engine("max_step_tokens", whole),
     "max_seq_len": engine("max_sequence_tokens", whole),
@@ -88,9 +82,7 @@ RULES: Mapping[str, Rule] = {
     "kv_cache_config.secondary_offload_min_priority": engine("host_cache_min_priority", whole),
     "kv_cache_config.tokens_per_block": engine("tokens_per_block", whole),
     "kv_cache_config.event_buffer_max_size": replaced("changes of the cache are always told"),
-    "kv_cache_config.onboard_blocks": only(
-        truth, value=True, text=BROUGHT_BACK, reason=BROUGHT_BACK
-    ),
+    "kv_cache_config.onboard_blocks": only(truth, value=True, text=BROUGHT_BACK),
     "enable_iter_perf_stats": replaced(ALWAYS_COUNTED),
     "enable_iter_req_stats": replaced(ALWAYS_COUNTED),
     "return_perf_metrics": replaced(ALWAYS_COUNTED),
@@ -98,7 +90,7 @@ RULES: Mapping[str, Rule] = {
     "attn_backend": replaced(KERNELS),
     "torch_compile_config": replaced(KERNELS),
     "disable_overlap_scheduler": replaced(KERNELS),
-    "enable_lora": only(truth, value=False, text=NO_ADAPTERS, reason=NO_ADAPTERS),
+    "enable_lora": only(truth, value=False, text=NO_ADAPTERS),
     "lora_config": unsupported(NO_ADAPTERS),
     "speculative_config": unsupported(NO_SPECULATION),
     "guided_decoding_backend": unsupported(NO_GRAMMARS),

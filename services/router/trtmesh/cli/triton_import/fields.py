@@ -18,8 +18,8 @@ from trtmesh.cli.triton_import.parameters import (
     NO_PICTURES,
     NO_SPECULATION,
 )
-from trtmesh.cli.triton_import.recipes import Recipe
-from trtmesh.cli.triton_import.repository import VERSION, RepositoryModel
+from trtmesh.cli.triton_import.recipes import Recipe, RepositoryModel
+from trtmesh.cli.triton_import.repository import VERSION
 from trtmesh.cli.triton_import.rules import TORCH
 from trtmesh.router.doors.triton.tensors import TensorSpec
 
@@ -48,6 +48,16 @@ OTHER_FIELDS: Mapping[str, str] = {
 }
 """Fields without a counterpart, with the reason."""
 
+
+_JOINS = "a request joins the batch at the engine's next step"
+_PRIORITY = "the request parameter `priority` takes any level, the lower the earlier"
+REPLACED_BATCHING: Mapping[str, str] = {
+    "preferred_batch_size": _JOINS,
+    "max_queue_delay_microseconds": _JOINS,
+    "priority_levels": _PRIORITY,
+    "default_priority_level": _PRIORITY,
+}
+"""Fields of dynamic batching with a replacement."""
 
 REFUSED_INPUTS: Mapping[str, Sequence[str]] = {
     NO_PICTURES: ("image", "IMAGE", "video", "VIDEO", "multimodal_", "mrope_"),
@@ -86,7 +96,7 @@ def convert_fields(model: RepositoryModel, recipe: Recipe, draft: Draft) -> None
         _convert_decoupled(model, draft)
     if recipe.template.batched:
         _convert_batch_size(model, draft)
-    for unfilled in model.file.unfilled:
+    for unfilled in model.unfilled:
         subject = Subject(model.name, unfilled.field or "an element", unfilled.key)
         if unfilled.field == "decoupled" and recipe.says_decoupled:
             draft.leave(subject, "it is false, Triton's default")
@@ -118,7 +128,7 @@ def _convert_decoupled(model: RepositoryModel, draft: Draft) -> None:
 
 
 def _is_unfilled(model: RepositoryModel, field: str) -> bool:
-    return any(unfilled.field == field for unfilled in model.file.unfilled)
+    return any(unfilled.field == field for unfilled in model.unfilled)
 
 
 def _convert_inputs(model: RepositoryModel, recipe: Recipe, draft: Draft) -> None:
@@ -173,12 +183,12 @@ def _data_type(tensor: Any) -> str:
     return "BYTES" if name == "STRING" else str(name)
 
 
-def _convert_instances(model: RepositoryModel, recipe: Recipe, draft: Draft) -> None:
+def _convert_instances(model: RepositoryModel, _: Recipe, draft: Draft) -> None:
     count = sum(group.count or 1 for group in model.config.instance_group)
     subject = Subject(model.name, "instance_group", f"count {count}")
-    if recipe.is_core and count > 1:
+    if model.is_core and count > 1:
         draft.carry(subject, ("mesh", "engines"), count)
-    elif recipe.is_core:
+    elif model.is_core:
         draft.replace(
             subject,
             "mesh.engines says how many engines there are, one unless it is set; on the CPU unless --device or"
@@ -191,22 +201,16 @@ def _convert_instances(model: RepositoryModel, recipe: Recipe, draft: Draft) -> 
 def _convert_batching(model: RepositoryModel, recipe: Recipe, draft: Draft) -> None:
     batching = model.config.dynamic_batching
 
-    def subject(name: str, value: object) -> Subject:
-        return Subject(model.name, f"dynamic_batching.{name}", _shown(value))
-
     for field, value in batching.ListFields():
-        match field.name:
-            case "preferred_batch_size" | "max_queue_delay_microseconds":
-                text = "a request joins the batch at the engine's next step"
-                draft.replace(subject(field.name, value), text)
-            case "priority_levels" | "default_priority_level":
-                text = "the request parameter `priority` takes any level, the lower the earlier"
-                draft.replace(subject(field.name, value), text)
-            case "default_queue_policy":
-                _convert_queue_policy(model, recipe, value, draft)
-            case _:
-                reason = "responses come as they are ready, in one queue by priority and arrival"
-                draft.refuse(subject(field.name, value), reason)
+        subject = Subject(model.name, f"dynamic_batching.{field.name}", _shown(value))
+        if field.name == "default_queue_policy":
+            _convert_queue_policy(model, recipe, value, draft)
+        elif (replacement := REPLACED_BATCHING.get(field.name)) is not None:
+            draft.replace(subject, replacement)
+        else:
+            draft.refuse(
+                subject, "responses come as they are ready, in one queue by priority and arrival"
+            )
 
 
 def _convert_queue_policy(
@@ -230,14 +234,10 @@ def _convert_queue_policy(
 
 def _convert_versions(model: RepositoryModel, _: Recipe, draft: Draft) -> None:
     policy = model.config.version_policy
-    if policy.HasField("specific") and list(policy.specific.versions) != [int(VERSION)]:
-        subject = Subject(model.name, "version_policy", _shown(policy))
-        draft.refuse(subject, f"models have one version, {VERSION}")
-    else:
-        draft.replace(
-            Subject(model.name, "version_policy", _shown(policy)),
-            f"models have one version, {VERSION}",
-        )
+    other = policy.HasField("specific") and list(policy.specific.versions) != [int(VERSION)]
+    report = draft.refuse if other else draft.replace
+    subject = Subject(model.name, "version_policy", _shown(policy))
+    report(subject, f"models have one version, {VERSION}")
 
 
 CONVERTED: Mapping[str, Callable[[RepositoryModel, Recipe, Draft], None]] = {

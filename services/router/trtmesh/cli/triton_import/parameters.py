@@ -141,7 +141,7 @@ CORE_PARAMETERS: Mapping[str, Rule] = {
     "max_tokens_in_paged_kv_cache": engine("kv_cache_tokens", whole),
     "kv_cache_free_gpu_mem_fraction": cache_fraction,
     "kv_cache_host_memory_bytes": engine("host_cache_bytes", whole),
-    "kv_cache_onboard_blocks": only(truth, value=True, text=BROUGHT_BACK, reason=BROUGHT_BACK),
+    "kv_cache_onboard_blocks": only(truth, value=True, text=BROUGHT_BACK),
     "enable_kv_cache_reuse": engine("prefix_reuse", truth),
     "enable_chunked_context": engine("chunked_context", truth),
     "max_attention_window_size": unsupported(
@@ -175,7 +175,7 @@ CORE_PARAMETERS: Mapping[str, Rule] = {
     "speculative_decoding_fast_logits": only(
         truth, value=False, text="there are no drafts", reason=NO_SPECULATION
     ),
-    "gpu_weights_percent": only(fraction, value=1.0, text=RESIDENT, reason=RESIDENT),
+    "gpu_weights_percent": only(fraction, value=1.0, text=RESIDENT),
     "enable_context_fmha_fp32_acc": replaced(KERNELS),
     "multi_block_mode": replaced(KERNELS),
     "cuda_graph_mode": replaced(KERNELS),

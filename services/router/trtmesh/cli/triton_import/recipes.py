@@ -1,12 +1,13 @@
-"""For each template: how to recognise and import its models."""
+"""The models of a repository, and for each template: how to recognise and import its models."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from trtmesh.cli.triton_import.config_file import is_unset
+from trtmesh.cli.triton_import.config_file import UnfilledValue, is_unset
 from trtmesh.cli.triton_import.parameters import (
     BLS_PARAMETERS,
     CORE_PARAMETERS,
@@ -14,62 +15,87 @@ from trtmesh.cli.triton_import.parameters import (
     LLMAPI_PARAMETERS,
     TEXT_PARAMETERS,
 )
-from trtmesh.cli.triton_import.rules import Rule
+from trtmesh.cli.triton_import.rules import MODELS, Rule
 from trtmesh.router.doors.triton.templates.catalogue import TEMPLATES
 from trtmesh.router.doors.triton.templates.template import Template
 
-Parameters = Mapping[str, str]
 ENGINE_PARAMETERS = ("gpt_model_path", "engine_dir")
 
 
-@dataclass(frozen=True, slots=True)
-class Declared:
-    """The declarations of a model directory."""
+@dataclass(frozen=True)
+class RepositoryModel:
+    """A model directory."""
 
+    name: str
     config: Any
     """A ModelConfig."""
+    unfilled: Sequence[UnfilledValue]
     engine_arguments: Mapping[str, Any] | None
     """Of `model.yaml`, if present."""
 
-    @property
+    @cached_property
+    def recipe(self) -> Recipe | None:
+        """None for models other than TensorRT-LLM's."""
+        return next((recipe for recipe in RECIPES if recipe.recognises(self)), None)
+
+    @cached_property
     def inputs(self) -> frozenset[str]:
         return frozenset(given.name for given in self.config.input)
 
-    @property
-    def parameters(self) -> Parameters:
+    @cached_property
+    def parameters(self) -> Mapping[str, str]:
         return {key: each.string_value for key, each in sorted(self.config.parameters.items())}
 
     @property
-    def is_ensemble(self) -> bool:
-        has_scheduling: bool = self.config.HasField("ensemble_scheduling")
-        return has_scheduling or self.config.platform == "ensemble"
+    def is_core(self) -> bool:
+        """Whether it runs weights itself."""
+        return self.recipe is not None and self.recipe.template.is_core
+
+    @property
+    def tokenizes(self) -> bool:
+        return self.recipe is not None and self.recipe.tokenizes
+
+    @property
+    def steps(self) -> list[str]:
+        """The names of the models it asks."""
+        return [] if self.recipe is None else self.recipe.steps(self)
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """Its place in the configuration."""
+        return (*MODELS, self.name)
 
 
-def _no_steps(_: Declared) -> list[str]:
+def _is_ensemble(model: RepositoryModel) -> bool:
+    has_scheduling: bool = model.config.HasField("ensemble_scheduling")
+    return has_scheduling or model.config.platform == "ensemble"
+
+
+def _no_steps(_: RepositoryModel) -> list[str]:
     return []
 
 
-def _ensemble_steps(model: Declared) -> list[str]:
+def _ensemble_steps(model: RepositoryModel) -> list[str]:
     return [step.model_name for step in model.config.ensemble_scheduling.step]
 
 
-def _bls_steps(model: Declared) -> list[str]:
+def _bls_steps(model: RepositoryModel) -> list[str]:
     core = model.parameters.get("tensorrt_llm_model_name", "")
     return ["preprocessing", "tensorrt_llm" if is_unset(core) else core, "postprocessing"]
 
 
-def _halves(model: Declared) -> list[str]:
+def _halves(model: RepositoryModel) -> list[str]:
     names = ("context_model_name", "generation_model_name")
     texts = [model.parameters.get(name, "") for name in names]
     return [text for text in texts if not is_unset(text)]
 
 
-def _engine_of_parameters(model: Declared) -> str:
+def _engine_of_parameters(model: RepositoryModel) -> str:
     texts = (model.parameters.get(name, "") for name in ENGINE_PARAMETERS)
     return next((text for text in texts if not is_unset(text)), "")
 
 
-def _model_of_arguments(model: Declared) -> str:
+def _model_of_arguments(model: RepositoryModel) -> str:
     return str((model.engine_arguments or {}).get("model") or "")
 
 
@@ -78,10 +104,10 @@ class Recipe:
     """The import of one template."""
 
     template: Template
-    recognises: Callable[[Declared], bool]
+    recognises: Callable[[RepositoryModel], bool]
     """Asked in the order of RECIPES: directories may have any name."""
     parameters: Mapping[str, Rule] = field(default_factory=dict)
-    steps: Callable[[Declared], list[str]] = _no_steps
+    steps: Callable[[RepositoryModel], list[str]] = _no_steps
     """The names of the models it asks."""
     steps_field: str = ""
     """The field with the steps, if any."""
@@ -97,21 +123,16 @@ class Recipe:
     """Whether the queue policy applies to the engine."""
     tokenizes: bool = False
     """Whether models have it as a step to encode or decode."""
-    engine: Callable[[Declared], str] = _engine_of_parameters
+    engine: Callable[[RepositoryModel], str] = _engine_of_parameters
     """The engine or model named in the repository; '' if none."""
     inherited: Sequence[str] = ()
     """Settings that an ensemble or BLS inherits from this step."""
-
-    @property
-    def is_core(self) -> bool:
-        """Whether it runs weights itself."""
-        return self.template.is_core
 
 
 RECIPES = (
     Recipe(
         template=TEMPLATES["ensemble"],
-        recognises=lambda model: model.is_ensemble,
+        recognises=_is_ensemble,
         steps=_ensemble_steps,
         steps_field="ensemble_scheduling",
         step_recipes=("preprocessing", "tensorrt_llm", "postprocessing"),

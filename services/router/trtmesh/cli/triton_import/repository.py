@@ -1,17 +1,15 @@
-"""The models of a repository, and the recipe of each."""
+"""Reads a repository; references between its models."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from trtmesh.chassis.errors import SettingsError
-from trtmesh.cli.triton_import.config_file import ConfigFile, read_config, read_limited
-from trtmesh.cli.triton_import.recipes import RECIPES, Declared, Recipe
-from trtmesh.cli.triton_import.rules import MODELS
+from trtmesh.cli.triton_import.config_file import read_config, read_limited
+from trtmesh.cli.triton_import.recipes import RepositoryModel
 
 MAX_MODELS = 256
 """Most models of a repository."""
@@ -19,45 +17,54 @@ CONFIG, ENGINE_ARGUMENTS = "config.pbtxt", "model.yaml"
 VERSION = "1"
 
 
-@dataclass(frozen=True, slots=True)
-class RepositoryModel:
-    """A model directory. `recipe` is None for models other than TensorRT-LLM's."""
+class Repository:
+    """The models of a repository, by name."""
 
-    name: str
-    directory: Path
-    file: ConfigFile
-    declared: Declared
-    recipe: Recipe | None
+    def __init__(self, directory: Path) -> None:
+        """Reads a repository. Raises SettingsError if it is empty or a model is unreadable."""
+        self.models = {path.name: _read_model(path) for path in _model_directories(directory)}
 
-    @property
-    def config(self) -> Any:
-        return self.file.config
+    def __iter__(self) -> Iterator[RepositoryModel]:
+        return iter(self.models.values())
 
-    @property
-    def parameters(self) -> Mapping[str, str]:
-        return self.declared.parameters
+    def cores_of(self, model: RepositoryModel) -> list[str]:
+        """The core models behind a model; for a tokenizer, the core models of its users."""
+        if model.is_core:
+            return [model.name]
+        users = [model]
+        if model.tokenizes:
+            users = [user for user in self if model.name in user.steps]
+            if not users:
+                return [core.name for core in self if core.is_core][:1]
+        return [
+            step
+            for user in users
+            for step in user.steps
+            if step in self.models and self.models[step].is_core
+        ]
 
-    @property
-    def is_core(self) -> bool:
-        return self.recipe is not None and self.recipe.is_core
+    def tokenizers_of(self, core: RepositoryModel) -> list[RepositoryModel]:
+        """The tokenizers of a core model."""
+        return [model for model in self if model.tokenizes and core.name in self.cores_of(model)]
 
-    @property
-    def tokenizes(self) -> bool:
-        return self.recipe is not None and self.recipe.tokenizes
+    def problem(self, model: RepositoryModel) -> str:
+        """Why the mesh cannot serve a model; '' if the configurations allow it."""
+        if model.recipe is None:
+            return "it is not one of TensorRT-LLM's models, and no code of a repository is run"
+        for name in model.steps:
+            if name not in self.models:
+                if name not in model.recipe.provided_steps:
+                    return f"it asks model '{name}', which the repository does not have"
+            elif model.recipe.step_recipes and not self._is_one_of(name, model.recipe.step_recipes):
+                return f"its step '{name}' has no counterpart in the mesh"
+        return "" if self.cores_of(model) else "no model with weights serves it"
 
-    @property
-    def steps(self) -> list[str]:
-        """The names of the models it asks."""
-        return [] if self.recipe is None else self.recipe.steps(self.declared)
-
-    @property
-    def path(self) -> tuple[str, ...]:
-        """Its place in the configuration."""
-        return (*MODELS, self.name)
+    def _is_one_of(self, name: str, templates: Sequence[str]) -> bool:
+        recipe = self.models[name].recipe
+        return recipe is not None and recipe.template.name in templates
 
 
-def read_repository(directory: Path) -> list[RepositoryModel]:
-    """All models, by name. Raises SettingsError for an empty repository or an unreadable model."""
+def _model_directories(directory: Path) -> list[Path]:
     if not directory.is_dir():
         raise SettingsError(f"the model repository {str(directory)!r} is no directory")
     found = sorted(
@@ -72,20 +79,18 @@ def read_repository(directory: Path) -> list[RepositoryModel]:
         )
     if len(found) > MAX_MODELS:
         raise SettingsError(f"{directory} has {len(found)} models; at most {MAX_MODELS} are read")
-    return [_read_model(path) for path in found]
+    return found
 
 
 def _read_model(directory: Path) -> RepositoryModel:
-    file = read_config(directory / CONFIG)
-    if file.config.name not in ("", directory.name):
+    config, unfilled = read_config(directory / CONFIG)
+    if config.name not in ("", directory.name):
         raise SettingsError(
-            f"{directory / CONFIG}: name is {file.config.name!r} but its directory is {directory.name!r}, which Triton"
-            " does not load either"
+            f"{directory / CONFIG}: name is {config.name!r} but its directory is {directory.name!r}, which Triton does"
+            " not load either"
         )
     arguments = _read_engine_arguments(directory / VERSION / ENGINE_ARGUMENTS)
-    declared = Declared(file.config, arguments)
-    recipe = next((recipe for recipe in RECIPES if recipe.recognises(declared)), None)
-    return RepositoryModel(directory.name, directory, file, declared, recipe)
+    return RepositoryModel(directory.name, config, unfilled, arguments)
 
 
 def _read_engine_arguments(file: Path) -> Mapping[str, Any] | None:

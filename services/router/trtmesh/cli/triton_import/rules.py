@@ -82,14 +82,14 @@ def unsupported(reason: str) -> Rule:
     return rule
 
 
-def only(read: Callable[[Subject], Any], *, value: Any, text: str, reason: str) -> Rule:
-    """Accepts the value that always holds, with a text; refuses any other, with a reason."""
+def only(read: Callable[[Subject], Any], *, value: Any, text: str, reason: str = "") -> Rule:
+    """Accepts the value that always holds, with a text; refuses any other, with a reason or the same text."""
 
     def rule(subject: Subject, draft: Draft) -> None:
         if read(subject) == value:
             draft.replace(subject, text)
         else:
-            draft.refuse(subject, reason)
+            draft.refuse(subject, reason or text)
 
     return rule
 

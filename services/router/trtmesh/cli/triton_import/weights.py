@@ -8,8 +8,8 @@ from pathlib import Path
 
 from trtmesh.chassis.errors import ModelUnusable, SettingsError
 from trtmesh.cli.triton_import.config_file import is_unset
-from trtmesh.cli.triton_import.references import Repository
-from trtmesh.cli.triton_import.repository import RepositoryModel
+from trtmesh.cli.triton_import.recipes import RepositoryModel
+from trtmesh.cli.triton_import.repository import Repository
 
 EVERY = ""
 """Stands for all models: a directory given without a name."""
@@ -72,7 +72,7 @@ def _check_one_engine(cores: Sequence[RepositoryModel], given: Mapping[str, Path
 def _source(core: RepositoryModel) -> str:
     """The engine or model named in the repository, verbatim; '' if none."""
     assert core.recipe is not None
-    return core.recipe.engine(core.declared)
+    return core.recipe.engine(core)
 
 
 def _named_directory(repository: Repository, core: RepositoryModel) -> Path | None:
