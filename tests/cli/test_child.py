@@ -9,7 +9,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from trtmesh.chassis.grpc.server import GrpcServer
-from trtmesh.cli.child import Child
+from trtmesh.cli.child import Addresses, Child
 from trtmesh.cli.plan import ProcessPlan
 
 MESSAGE_BYTES = 64 * 2**20
@@ -35,7 +35,7 @@ async def watch(health: FickleHealth) -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     child = Child(ProcessPlan("engine-0", "engine", (), ports={}), lambda _name, _line: None)
-    child.address = f"127.0.0.1:{port}"
+    child.bound = Addresses(f"127.0.0.1:{port}")
     try:
         async with asyncio.timeout(30):
             await child._watch_health()

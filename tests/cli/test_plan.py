@@ -8,8 +8,7 @@ import pytest
 from trtmesh.chassis.cores import physical_cores
 from trtmesh.chassis.errors import ModelUnusable, SettingsError
 from trtmesh.cli.mesh_settings import MeshSettings, config_file_of, load_mesh_settings
-from trtmesh.cli.overruled import refuse_overruled
-from trtmesh.cli.plan import Plan, demo_model
+from trtmesh.cli.plan import Plan, ServiceSettingsGiven, demo_model
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -163,7 +162,7 @@ def test_every_setting_that_the_stack_gives_is_one_that_it_refuses(service: str)
     for name in given:
         variable = f"TRTMESH_{service}_{name}".upper()
         with pytest.raises(SettingsError, match=variable):
-            refuse_overruled({}, {variable: "1"})
+            ServiceSettingsGiven({}, {variable: "1"}).refuse_overruled()
 
 
 def test_defaults_of_a_command_yield_to_whatever_is_said(

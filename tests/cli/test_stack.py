@@ -1,16 +1,22 @@
-"""When a stack counts as started."""
+"""When a stack counts as started, and how often its processes restart."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from typing import Any
 
 from trtmesh.chassis.grpc.server import GrpcServer
-from trtmesh.cli.child import Child
+from trtmesh.cli.child import Addresses, Child
 from trtmesh.cli.mesh_settings import MeshSettings
 from trtmesh.cli.plan import Plan, ProcessPlan
-from trtmesh.cli.stack import Stack
+from trtmesh.cli.stack import (
+    LONGEST_RESTART_SECONDS,
+    RESTART_WINDOW_SECONDS,
+    RestartBudget,
+    Stack,
+)
 from trtmesh.v1 import router_admin_pb2 as pb
 from trtmesh.v1 import router_admin_pb2_grpc
 
@@ -52,10 +58,36 @@ async def test_a_router_that_serves_is_waited_for_until_it_knows_every_worker() 
     settings = MeshSettings(start_seconds=2)
     stack = Stack(settings, Plan(settings, None), lambda _name, _line: None)
     router = Child(ProcessPlan("router-0", "router", (), ports={}), lambda _name, _line: None)
-    router.admin_address = f"127.0.0.1:{port}"
+    router.bound = Addresses(admin_address=f"127.0.0.1:{port}")
     try:
         async with asyncio.timeout(60):
             await stack._meet_peers(router)
     finally:
         await server.stop(grace=None)
     assert admin.met_all
+
+
+def test_restart_delay_doubles_while_restarts_are_frequent() -> None:
+    budget = RestartBudget(most_per_minute=100)
+    assert [budget.take(now=100.0) for _ in range(6)] == [0.5, 1.0, 2.0, 4.0, 8.0, 8.0]
+
+
+def test_restart_delay_is_reset_by_a_minute_without_restarts() -> None:
+    budget = RestartBudget(most_per_minute=100)
+    first = budget.take(now=0.0)
+    budget.take(now=1.0)
+    assert budget.take(now=2 * RESTART_WINDOW_SECONDS) == first
+
+
+def test_restarts_of_a_minute_are_limited() -> None:
+    """Of a process that ends as soon as it starts."""
+    budget = RestartBudget(most_per_minute=3)
+    now, starts = 0.0, []
+    for _ in range(20):
+        now += budget.take(now)
+        starts.append(now)
+    windows = [
+        [t for t in starts if begin <= t < begin + RESTART_WINDOW_SECONDS] for begin in starts
+    ]
+    assert max(map(len, windows)) == 3
+    assert max(b - a for a, b in itertools.pairwise(starts)) > LONGEST_RESTART_SECONDS

@@ -10,6 +10,7 @@ from asyncio.subprocess import PIPE, Process
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import suppress
+from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
 import grpc
@@ -35,16 +36,28 @@ class ChildEnded(StartupError):
         self.exit_status = status if status > 0 else 1
 
 
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where a process listens; '' and None where it does not."""
+
+    address: str = ""
+    admin_address: str = ""
+    http_address: str = ""
+    metrics_port: int | None = None
+
+    def for_this_machine(self) -> Addresses:
+        """The addresses with the loopback in place of a wildcard."""
+        own = (_local(self.address), _local(self.admin_address), _local(self.http_address))
+        return Addresses(*own, self.metrics_port)
+
+
 class Child:
     """Starts, watches and stops a process; a process that has ended can be started again."""
 
     def __init__(self, plan: ProcessPlan, log: Log) -> None:
         self.plan = plan
         self.ports = dict(plan.ports)
-        self.address = ""
-        self.admin_address = ""
-        self.http_address = ""
-        self.metrics_port: int | None = None
+        self.bound = Addresses()
         self._log = log
         self._last_lines: deque[str] = deque(maxlen=3)
         self._process: Process | None = None
@@ -57,19 +70,8 @@ class Child:
         return self.plan.name
 
     @property
-    def local_address(self) -> str:
-        """Address of the process for this machine."""
-        return _local(self.address)
-
-    @property
-    def local_admin_address(self) -> str:
-        """Admin address of a router for this machine; '' for other processes."""
-        return _local(self.admin_address)
-
-    @property
-    def local_http_address(self) -> str:
-        """HTTP address of a router for this machine; '' for other processes and without HTTP."""
-        return _local(self.http_address)
+    def local(self) -> Addresses:
+        return self.bound.for_this_machine()
 
     @property
     def pid(self) -> int | None:
@@ -103,17 +105,15 @@ class Child:
         assert process.stderr
         lines = _lines(process.stdout)
         self._relays = [asyncio.create_task(self._relay(_lines(process.stderr)))]
-        announcement = await self._announcement(lines)
+        announced = await self._announcement(lines)
         self._relays.append(asyncio.create_task(self._relay(lines)))
-        self.address = announcement["address"]
-        self.admin_address = announcement.get("admin_address", "")
-        self.http_address = announcement.get("http_address", "")
-        self.metrics_port = announcement["metrics_port"]
+        names = [each.name for each in fields(Addresses)]
+        self.bound = Addresses(**{name: announced[name] for name in names if name in announced})
         got = {
-            "port": _port(self.address),
-            "admin_port": _port(self.admin_address),
-            "http_port": _port(self.http_address),
-            "metrics_port": self.metrics_port,
+            "port": _port(self.bound.address),
+            "admin_port": _port(self.bound.admin_address),
+            "http_port": _port(self.bound.http_address),
+            "metrics_port": self.bound.metrics_port,
         }
         self.ports |= {name: port for name, port in got.items() if port and name in self.ports}
 
@@ -162,7 +162,7 @@ class Child:
         return ChildEnded(self.name, status, " / ".join(self._last_lines))
 
     async def _watch_health(self) -> None:
-        async with open_channel(self.local_address, max_message_bytes=2**20) as channel:
+        async with open_channel(self.local.address, max_message_bytes=2**20) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             while True:
                 try:

@@ -36,10 +36,10 @@ def demo(
     """
 
     async def use(stack: Stack) -> int:
-        status = await _request(stack.router_address)
+        status = await _request(stack.router.address)
         if exit_after or status:
             return status
-        _say_how_to_go_on(stack.router_address, stack.admin_address)
+        _say_how_to_go_on(stack.router.address, stack.router.admin_address)
         await asyncio.Event().wait()
         return status
 

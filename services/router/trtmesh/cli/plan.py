@@ -13,10 +13,70 @@ from trtmesh.chassis.config_file import read_config_file
 from trtmesh.chassis.cores import physical_cores
 from trtmesh.chassis.errors import ModelUnusable, SettingsError
 from trtmesh.cli.mesh_settings import MeshSettings
-from trtmesh.cli.overruled import has_own, own_value, refuse_overruled
 
 LOOPBACK = "127.0.0.1"
 ROUTER_PORTS = ("port", "http_port", "metrics_port", "admin_port")
+
+_NOTHING = ""
+_COMMON = {
+    "grace_seconds": "mesh.grace_seconds",
+    "metrics_port": "mesh.metrics_port",
+    "stop_on_stdin_eof": _NOTHING,
+}
+_OVERRULED: Mapping[str, Mapping[str, str]] = {
+    "tokenizer": {**_COMMON, "host": _NOTHING, "port": "mesh.tokenizer_port"},
+    "engine": {**_COMMON, "host": _NOTHING, "port": "mesh.engine_port", "worker": _NOTHING},
+    "router": {
+        **_COMMON,
+        "host": "mesh.host",
+        "port": "mesh.port",
+        "admin.port": "mesh.admin_port",
+        "http.port": "mesh.http_port",
+        "tokenizers": "mesh.tokenizers, their number",
+        "engines": "mesh.engines, their number",
+    },
+}
+"""The setting of the stack that replaces each; some have none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSettingsGiven:
+    """Settings of the services, by dotted name, as the configuration file and the environment give them."""
+
+    sections: Mapping[str, Mapping[str, object]]
+    environ: Mapping[str, str]
+
+    def refuse_overruled(self) -> None:
+        """Raises SettingsError for a setting of a service that the stack would overrule silently."""
+        for service, names in _OVERRULED.items():
+            for name, instead in names.items():
+                for source in self.sources(service, name):
+                    way = f"set {instead}" if instead else "leave it out"
+                    raise SettingsError(f"{source} has no effect on a stack, which sets it; {way}")
+
+    def sources(self, service: str, name: str) -> Iterator[str]:
+        """Yields what sets a setting: a variable, the file, both or neither."""
+        if (variable := _variable(service, name)) in self.environ:
+            yield f"environment variable {variable}"
+        group, leaf = self._place(service, name)
+        if leaf in group:
+            yield f"{service}.{name} of the configuration file"
+
+    def value(self, service: str, name: str) -> object | None:
+        group, leaf = self._place(service, name)
+        return self.environ.get(_variable(service, name)) or group.get(leaf)
+
+    def _place(self, service: str, name: str) -> tuple[Mapping[str, object], str]:
+        """The group of a setting in the file, empty if absent, and the setting's name in the group."""
+        group: object = self.sections.get(service)
+        *groups, leaf = name.split(".")
+        for part in groups:
+            group = group.get(part) if isinstance(group, Mapping) else None
+        return (group if isinstance(group, Mapping) else {}), leaf
+
+
+def _variable(service: str, name: str) -> str:
+    return f"TRTMESH_{service}_{name}".replace(".", "_").upper()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +104,9 @@ class Plan:
         self._settings = settings
         self._config_file = config_file
         sections = read_config_file(Path(config_file)) if config_file else {}
-        refuse_overruled(sections, os.environ)
-        self._sections = sections
-        self._models = _model_flags(settings, sections)
+        self._given = ServiceSettingsGiven(sections, os.environ)
+        self._given.refuse_overruled()
+        self._models = _model_flags(settings, self._given)
 
     def tokenizers(self) -> list[ProcessPlan]:
         settings = self._settings
@@ -84,31 +144,23 @@ class Plan:
     def routers(self, tokenizers: Iterable[str], engines: Iterable[str]) -> list[ProcessPlan]:
         settings = self._settings
         policy = ("--placement-policy", settings.policy) if settings.policy else ()
+        ports = {name: getattr(settings, name) for name in ROUTER_PORTS}
+        further = {name: None if port is None else 0 for name, port in ports.items()}
         peers = ("--tokenizers", ",".join(tokenizers), "--engines", ",".join(engines))
         return [
             ProcessPlan(
                 name=f"router-{index}",
                 service="router",
-                arguments=(
-                    *self._common(settings.host),
-                    *policy,
-                    *peers,
-                ),
-                ports={
-                    name: 0 if index and port is not None else port
-                    for name, port in self._router_ports().items()
-                },
+                arguments=(*self._common(settings.host), *policy, *peers),
+                ports=ports if index == 0 else further,
             )
             for index in range(settings.routers)
         ]
 
     def admin_token(self) -> AdminToken | None:
         """The token that the routers ask admins for. Raises SettingsError."""
-        file = own_value("router", "admin.token_file", self._sections, os.environ)
+        file = self._given.value("router", "admin.token_file")
         return read_admin_token(Path(str(file)) if file else None, os.environ)
-
-    def _router_ports(self) -> Mapping[str, int | None]:
-        return {name: getattr(self._settings, name) for name in ROUTER_PORTS}
 
     def _ports(self, port: int) -> Mapping[str, int | None]:
         """The ports of a tokenizer or engine."""
@@ -134,12 +186,10 @@ def _following(first: int, index: int) -> int:
     return first + index if first else 0
 
 
-def _model_flags(
-    settings: MeshSettings, sections: Mapping[str, Mapping[str, object]]
-) -> list[tuple[str, ...]]:
+def _model_flags(settings: MeshSettings, given: ServiceSettingsGiven) -> list[tuple[str, ...]]:
     """Model flags of tokenizers and engines; none if file or environment name a model for both."""
     services = ("tokenizer", "engine")
-    own = [s for s in services if has_own(s, "model_dir", sections, os.environ)]
+    own = [s for s in services if any(given.sources(s, "model_dir"))]
     models = [*filter(None, [settings.model]), *map(Path, settings.models)]
     if not models and len(own) == 1:
         (other,) = set(services) - set(own)

@@ -10,13 +10,17 @@ from typing import Any, NoReturn
 
 from trtmesh.chassis.addresses import port_is_taken
 from trtmesh.chassis.errors import PortInUse, StartupError, TrtmeshError, Unavailable
-from trtmesh.cli.child import Child, ChildEnded, Log, while_alive
+from trtmesh.cli.child import Addresses, Child, ChildEnded, Log, while_alive
 from trtmesh.cli.mesh_settings import MeshSettings
 from trtmesh.cli.output import say
 from trtmesh.cli.plan import LOOPBACK, Plan, ProcessPlan
-from trtmesh.cli.restarts import RestartBudget
 from trtmesh.client import AdminClient
 from trtmesh.v1.router_admin_pb2 import WORKER_STATE_CONNECTING
+
+FIRST_RESTART_SECONDS, LONGEST_RESTART_SECONDS = 0.5, 8.0
+"""Delay of a first restart, and of the restarts after many of the last minute."""
+
+RESTART_WINDOW_SECONDS = 60.0
 
 KILL_AFTER_SECONDS = 5.0
 """Time between the end of a process's grace period and SIGKILL."""
@@ -48,19 +52,9 @@ class Stack:
         return [*self.routers, *self.engines, *self.tokenizers]
 
     @property
-    def router_address(self) -> str:
-        """Address of the first router for this machine."""
-        return self.routers[0].local_address
-
-    @property
-    def http_address(self) -> str:
-        """HTTP address of the first router for this machine; '' without HTTP."""
-        return self.routers[0].local_http_address
-
-    @property
-    def admin_address(self) -> str:
-        """Admin address of the first router for this machine."""
-        return self.routers[0].local_admin_address
+    def router(self) -> Addresses:
+        """The first router for this machine."""
+        return self.routers[0].local
 
     async def start(self) -> None:
         """Returns when all processes serve and the routers know the others. Raises ChildEnded if one ends first."""
@@ -81,16 +75,15 @@ class Stack:
         # While models load, so that a wrong setting of the routers is reported at once.
         self.routers = self._children(
             self._plan.routers(
-                [child.address for child in self.tokenizers],
-                [child.address for child in self.engines],
+                [child.bound.address for child in self.tokenizers],
+                [child.bound.address for child in self.engines],
             )
         )
-        await while_alive(peers, self._start_routers())
+        await while_alive(peers, self._start_routers(*self.routers))
         await while_alive(self.children, self._become_ready())
 
-    async def _start_routers(self) -> None:
-        first, *others = self.routers
-        await self._start_first_router(first)
+    async def _start_routers(self, first: Child, *others: Child) -> None:
+        await self._start_on_free_ports(first)
         await _all(child.start() for child in others)
 
     async def _become_ready(self) -> None:
@@ -112,17 +105,17 @@ class Stack:
     def _children(self, plans: Sequence[ProcessPlan]) -> list[Child]:
         return [Child(plan, self._log) for plan in plans]
 
-    async def _start_first_router(self, router: Child) -> None:
-        """Starts the routers, on free ports in place of default ports in use."""
+    async def _start_on_free_ports(self, router: Child) -> None:
+        """Starts a router, on free ports in place of default ports in use."""
         self._leave_taken_ports(router)
         while True:
             try:
                 return await router.start()
             except ChildEnded as error:
+                if error.exit_status != PortInUse.exit_status:
+                    raise
                 # Another process was faster.
-                if error.exit_status != PortInUse.exit_status or not self._leave_taken_ports(
-                    router
-                ):
+                if not self._leave_taken_ports(router):
                     raise
 
     def _leave_taken_ports(self, router: Child) -> bool:
@@ -153,10 +146,11 @@ class Stack:
             say(f"{child.name} ended with status {status}; starting it again in {delay:.1f} s")
             await asyncio.sleep(delay)
             try:
-                await _start_and_load(child)
+                await child.start()
+                await child.wait_serving()
             except ChildEnded:
                 continue
-            say(f"{child.name} serves again at {child.address}")
+            say(f"{child.name} serves again at {child.bound.address}")
 
     async def stop(self) -> None:
         """Stops routers, then engines, then tokenizers: each finishes while the services it needs still run."""
@@ -178,7 +172,7 @@ class Stack:
 
     def _admin_client(self, router: Child, timeout_seconds: float) -> AdminClient:
         return AdminClient(
-            router.local_admin_address,
+            router.local.admin_address,
             token=self._plan.admin_token(),
             timeout_seconds=timeout_seconds,
         )
@@ -202,9 +196,22 @@ class Stack:
             child.kill()
 
 
-async def _start_and_load(child: Child) -> None:
-    await child.start()
-    await child.wait_serving()
+class RestartBudget:
+    """Doubles the delay with each restart of the last minute and bounds their number."""
+
+    def __init__(self, most_per_minute: int) -> None:
+        self._most = most_per_minute
+        self._times: list[float] = []
+
+    def take(self, now: float) -> float:
+        """Books a restart and returns the seconds to wait before it."""
+        self._times = [time for time in self._times if time > now - RESTART_WINDOW_SECONDS]
+        delay = min(FIRST_RESTART_SECONDS * 2.0 ** len(self._times), LONGEST_RESTART_SECONDS)
+        if len(self._times) >= self._most:
+            oldest_that_counts = self._times[-self._most]
+            delay = max(delay, oldest_that_counts + RESTART_WINDOW_SECONDS - now)
+        self._times.append(now + delay)
+        return delay
 
 
 async def _all(waits: Iterable[Coroutine[Any, Any, Any]]) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import fields
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Self
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
@@ -16,44 +17,26 @@ from rich.live import Live
 from rich.text import Text
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.cli.output import printable, put, say
-from trtmesh.client import (
-    Event,
-    ItemFailed,
-    ItemFinished,
-    SequenceFinished,
-    Tokens,
-    Usage,
-)
+from trtmesh.client import Event, ItemFailed, ItemFinished, SequenceFinished, Tokens, Usage
 from trtmesh.client.results import Results
 
 LINE_WIDTH = 72
 
 
-class Printer(Protocol):
+class Printer(AbstractContextManager["Printer"]):
     """Prints events. A context manager: leaving it prints held-back text on any exit path."""
 
-    redraws: bool
+    redraws: ClassVar[bool] = False
     """Whether shown text can be replaced."""
 
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
-
+    @abstractmethod
     def show(self, event: Event) -> None: ...
 
 
-class JsonLines:
+class JsonLines(Printer):
     """Prints one JSON object per event."""
 
     redraws = True
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None: ...
 
@@ -61,16 +44,11 @@ class JsonLines:
         put(json.dumps(as_json(event), ensure_ascii=False))
 
 
-class RawText:
+class RawText(Printer):
     """Prints the bare text of one sequence as it comes."""
-
-    redraws = False
 
     def __init__(self, clean: Callable[[str], str]) -> None:
         self._clean = clean
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         put("")
@@ -82,18 +60,13 @@ class RawText:
             say(f"\n{summary(event)}")
 
 
-class TaggedLines:
+class TaggedLines(Printer):
     """Prints tagged lines of several sequences, each when it is full or its sequence ends."""
-
-    redraws = False
 
     def __init__(self, tag: Callable[[int, int], str], clean: Callable[[str], str]) -> None:
         self._tag = tag
         self._clean = clean
         self._held: defaultdict[str, str] = defaultdict(str)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for tag in list(self._held):
@@ -124,7 +97,7 @@ class TaggedLines:
             put(f"{tag} {self._clean(rest)}")
 
 
-class LiveRegions:
+class LiveRegions(Printer):
     """Redraws one region per sequence in place; the whole texts stay at the end."""
 
     redraws = True

@@ -32,34 +32,37 @@ async def _serve(stack: Stack) -> int:
     as_json = stack.settings.output == "json"
     for child in stack.children:
         put(json.dumps(_as_json(child)) if as_json else _as_text(child))
+    router = stack.router
     if as_json:
-        ready = {"router": stack.router_address, "admin": stack.admin_address}
-        ready |= {"http": stack.http_address} if stack.http_address else {}
+        ready = {"router": router.address, "admin": router.admin_address}
+        ready |= {"http": router.http_address} if router.http_address else {}
         put(json.dumps({"event": "ready", **ready}))
     else:
-        put(f"ready: trtmesh generate --router {stack.router_address} {GENERATE_ARGUMENTS}")
-        put(f"       trtmesh status --admin {stack.admin_address}")
-        if stack.http_address:
-            put(f"       curl -d '{CURL_BODY}' {stack.http_address}/v2/models/ensemble/generate")
+        put(f"ready: trtmesh generate --router {router.address} {GENERATE_ARGUMENTS}")
+        put(f"       trtmesh status --admin {router.admin_address}")
+        if router.http_address:
+            put(f"       curl -d '{CURL_BODY}' {router.http_address}/v2/models/ensemble/generate")
     await asyncio.Event().wait()
     raise AssertionError("nothing sets this event")
 
 
 def _as_text(child: Child) -> str:
-    http = f"  HTTP {child.http_address}" if child.http_address else ""
-    admin = f"  admin {child.admin_address}" if child.admin_address else ""
-    metrics = f"  metrics on port {child.metrics_port}" if child.metrics_port else ""
-    return f"{child.name:<12} {child.address:<22} process {child.pid}{http}{admin}{metrics}"
+    at = child.bound
+    http = f"  HTTP {at.http_address}" if at.http_address else ""
+    admin = f"  admin {at.admin_address}" if at.admin_address else ""
+    metrics = f"  metrics on port {at.metrics_port}" if at.metrics_port else ""
+    return f"{child.name:<12} {at.address:<22} process {child.pid}{http}{admin}{metrics}"
 
 
 def _as_json(child: Child) -> dict[str, object]:
+    at = child.local
     return {
         "event": "serving",
         "name": child.name,
         "service": child.plan.service,
-        "address": child.local_address,
-        "admin_address": child.local_admin_address or None,
-        "http_address": child.local_http_address or None,
-        "metrics_port": child.metrics_port,
+        "address": at.address,
+        "admin_address": at.admin_address or None,
+        "http_address": at.http_address or None,
+        "metrics_port": at.metrics_port,
         "pid": child.pid,
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Self
 
 import grpc
@@ -36,12 +35,7 @@ class ServerChannel:
         self._channel = open_channel(self.address, self._max_message_bytes, self._connect_seconds)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         channel, self._channel = self.channel, None
         await channel.close()
 
