@@ -186,11 +186,11 @@ class Mismatch(TrtmeshError):
 
 
 class TokenizerMismatch(Mismatch):
-    """Their tokenizers differ."""
+    """Two processes have different tokenizers."""
 
 
 class SchemaMismatch(Mismatch):
-    """Their proto revisions differ."""
+    """Two processes have different proto revisions."""
 
 
 class Unavailable(TrtmeshError):

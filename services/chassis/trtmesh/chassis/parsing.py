@@ -69,7 +69,7 @@ MAX_WORDS = 256
 MAX_WORD_LENGTH = 4096
 MAX_TOKEN_RANGES = 256
 MAX_STOP_TEXT_CHARACTERS = 16_384
-"""Of all stop texts together: time and memory of the automaton grow with it."""
+"""Limit for all stop texts together, which determine the time and memory of the automaton."""
 WORD_LISTS = frozenset(
     {
         "stopping.stop_texts",

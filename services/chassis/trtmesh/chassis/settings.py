@@ -1,8 +1,8 @@
 """Settings of a process: flags over environment over YAML file over defaults, read once at start.
 
 A settings class is a frozen pydantic model of groups. Each group is a frozen model, passed whole to its code.
-The leaf `torch.kv_cache.tokens` of the section `engine` is the flag `--torch-kv-cache-tokens`, the variable
-`TRTMESH_ENGINE_TORCH_KV_CACHE_TOKENS` and, in the file, `engine: {torch: {kv_cache: {tokens: ...}}}`. The layers are
+The leaf `deadlines.stall_seconds` of the section `router` is the flag `--deadlines-stall-seconds`, the variable
+`TRTMESH_ROUTER_DEADLINES_STALL_SECONDS` and, in the file, `router: {deadlines: {stall_seconds: ...}}`. The layers are
 merged here, not by pydantic-settings: errors must name the source of a value, and that library loses it.
 """
 

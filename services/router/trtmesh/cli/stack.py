@@ -134,7 +134,7 @@ class Stack:
         return not self.settings.asks_for(name) and port_is_taken(host, port)
 
     async def keep_alive(self) -> NoReturn:
-        """Restarts ended processes, for ever."""
+        """Restarts ended processes until cancelled."""
         await _all(self._keep_alive(child) for child in self.children)
         raise AssertionError("processes are kept alive for ever")
 

@@ -13,7 +13,7 @@ from trtmesh.v1 import generation_pb2 as pb
 PREFIX = "trtmesh_router_"
 
 PLACEMENT_BUCKETS = tuple(step / 1e5 for step in (*range(1, 11), 15, 20, 30, 50, 100, 1000))
-"""Seconds."""
+"""Bucket bounds in seconds."""
 
 MOST_REFUSED = 1000
 """Most label sets of refusals; further keys are counted together."""

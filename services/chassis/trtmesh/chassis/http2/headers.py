@@ -39,7 +39,7 @@ class HeaderBlock:
     end_stream: bool
     fields: Fields
     size: int
-    """As MAX_HEADER_LIST_SIZE counts it."""
+    """Size as counted for MAX_HEADER_LIST_SIZE."""
 
 
 class HeaderDecoder:

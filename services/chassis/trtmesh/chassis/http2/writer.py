@@ -46,7 +46,7 @@ class SendStream:
         self.trailing: bytes | None = None
         """Frames that end the stream, sent after `unsent`."""
         self.drained: asyncio.Future[None] | None = None
-        """Done when `unsent` is empty; None while nobody waits."""
+        """Done when `unsent` is empty; None without a waiter."""
 
     def wake_drained(self) -> None:
         if self.drained is not None:

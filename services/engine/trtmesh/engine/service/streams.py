@@ -89,7 +89,7 @@ class Streams:
         self.calmed()
 
     def calmed(self) -> None:
-        """Called by a stream when it is no longer busy."""
+        """Called by a stream that has become idle."""
         self._quiet.set()
 
     async def quiet(self) -> None:

@@ -24,7 +24,7 @@ class Conversion:
     """The configuration, and a finding for every value of the repository."""
 
     sections: Mapping[str, Any]
-    """As a configuration file has them."""
+    """Sections of a configuration file."""
     findings: Sequence[Finding]
     served: Sequence[str]
     unserved: Mapping[str, str]
@@ -115,7 +115,7 @@ def _convert_steps(model: RepositoryModel, recipe: Recipe, draft: Draft) -> None
 def _convert_parameters(
     model: RepositoryModel, recipe: Recipe, directory: Path, draft: Draft
 ) -> None:
-    """In the order of the rules, because some depend on others; parameters without a rule last."""
+    """Converts parameters in the order of the rules, because some depend on others; parameters without a rule last."""
     rules, parameters = recipe.parameters, model.parameters
     known = [name for name in rules if name in parameters]
     for name in (*known, *(name for name in parameters if name not in rules)):

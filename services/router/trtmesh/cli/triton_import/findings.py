@@ -13,7 +13,7 @@ class Outcome(Enum):
 
     CARRIED = "carried over"
     REPLACED = "replaced"
-    """By something better, or without a need for a value."""
+    """Replaced by something better, or no longer needed."""
     UNSUPPORTED = "unsupported"
     UNSET = "unset"
     """Empty, or a `${...}` without a value."""

@@ -28,10 +28,10 @@ class RepositoryModel:
 
     name: str
     config: Any
-    """A ModelConfig."""
+    """The parsed ModelConfig."""
     unfilled: Sequence[UnfilledValue]
     engine_arguments: Mapping[str, Any] | None
-    """Of `model.yaml`, if present."""
+    """Arguments in `model.yaml`; None without the file."""
 
     @cached_property
     def recipe(self) -> Recipe | None:
@@ -57,7 +57,7 @@ class RepositoryModel:
 
     @property
     def steps(self) -> list[str]:
-        """The names of the models it asks."""
+        """The names of the models called by a model."""
         return [] if self.recipe is None else self.recipe.steps(self)
 
     @property
@@ -108,7 +108,7 @@ class Recipe:
     """Asked in the order of RECIPES: directories may have any name."""
     parameters: Mapping[str, Rule] = field(default_factory=dict)
     steps: Callable[[RepositoryModel], list[str]] = _no_steps
-    """The names of the models it asks."""
+    """The names of the models called by a model."""
     steps_field: str = ""
     """The field with the steps, if any."""
     counts_last_step: bool = False

@@ -38,7 +38,7 @@ class Watcher(Protocol):
         """The credit is exceeded. Called once until `on_read`."""
 
     def on_read(self) -> None:
-        """At most half of the credit is used, and the last message was sent."""
+        """Called once at most half of the credit is used and the last message was sent."""
 
 
 @dataclass(slots=True)

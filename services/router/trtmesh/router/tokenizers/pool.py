@@ -22,7 +22,7 @@ FIRST_TOKENIZER_SECONDS = 2.0
 """Longest wait for a first tokenizer before workers are connected: their greeting names the fingerprint in use."""
 
 RETRY_MS = 1000
-"""When clients may retry if no tokenizer is free."""
+"""Time for clients to wait before a retry if no tokenizer is free, in milliseconds."""
 
 
 class EncodeLimits(Settings):

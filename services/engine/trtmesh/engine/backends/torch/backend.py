@@ -196,7 +196,7 @@ class TorchBackend:
 
     def _run(self, loaded: Future[Loaded]) -> None:
         """The thread: loads, then steps until closed."""
-        # A cancelled start cannot cancel the result any more, so setting it is no error.
+        # From now on a cancelled start cannot cancel the future, so setting a result never fails.
         loaded.set_running_or_notify_cancel()
         try:
             from trtmesh.engine.backends.torch.loading import load_engine

@@ -74,7 +74,7 @@ def load_engine(model_dir: Path, settings: TorchSettings) -> Loaded:
         vocabulary_size=model.vocabulary_size,
         max_sequence_tokens=sizes.max_sequence_tokens,
         max_batch_size=settings.max_batch_size,
-        # More than fit batch and queue together would be told to try again for ever.
+        # A larger item than batch and queue together would be refused as retryable and never fit.
         max_sequences_per_item=min(
             settings.max_sequences_per_item, settings.max_batch_size + settings.max_queue_size
         ),

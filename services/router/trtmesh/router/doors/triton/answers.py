@@ -80,7 +80,7 @@ class Answers:
         self._over: set[int] = set()
         self._newly_over: set[int] = set()
         self.error: TrtmeshError | None = None
-        """Of the first row that failed."""
+        """Error of the first failed row."""
 
     @property
     def all_over(self) -> bool:
@@ -218,7 +218,7 @@ class PlainText:
         self._fresh = False
         self._over = False
         self.error: TrtmeshError | None = None
-        """Of the only row."""
+        """Error of the row."""
 
     def see(self, waiting: Sequence[Waiting]) -> None:
         """Collects events."""

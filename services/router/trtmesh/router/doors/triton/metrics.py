@@ -71,7 +71,7 @@ class TritonMetrics:
         return "".join((*self._of_requests(), *engines, *self._of_lengths()))
 
     def _of_requests(self) -> Iterator[str]:
-        """Of models that had requests. Triton has all loaded models, but here every model is always loaded."""
+        """Families of models with requests. Triton lists all loaded models, but here every model is always loaded."""
         pending = self._statistics.pending()
         counts = {name: Counts() for name in pending} | self._statistics.counts()
         for name, (text, value) in COUNTERS.items():

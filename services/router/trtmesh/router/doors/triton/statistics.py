@@ -86,9 +86,9 @@ class Counting:
         self.call = call
         self.steps = steps
         self.error: TrtmeshError | None = None
-        """Of the first row that failed."""
+        """Error of the first failed row."""
         self._encode_ns = self._queue_ns = 0
-        """Of its first row: encoding, and the rest of its wait."""
+        """Encoding time of the first row, and the rest of the row's wait."""
         self.lengths: list[tuple[int, int]] = []
         """Tokens of prompt and output of each row."""
         self._live: LiveRequest | None = None
@@ -137,7 +137,7 @@ class Statistics:
         self._counts: dict[str, Counts] = {}
         self._running: set[Counting] = set()
         self.lengths: dict[str, TokenLengths] = {}
-        """By the model that generated."""
+        """Token lengths by generating model."""
 
     @contextmanager
     def counting(self, call: Call) -> Iterator[Counting]:
@@ -158,7 +158,7 @@ class Statistics:
             self._running.discard(counting)
 
     def counts(self) -> dict[str, Counts]:
-        """By model, only models with requests. A copy, for another thread."""
+        """A copy of the counts by model, for another thread; omits models without requests."""
         return dict(self._counts)
 
     def pending(self) -> Counter[str]:

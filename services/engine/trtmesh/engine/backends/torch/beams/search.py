@@ -41,7 +41,7 @@ class Extras:
 
 
 MOST_EXPONENT = 700.0
-"""Of e: keeps scores finite for every length and penalty."""
+"""Largest exponent of e in a score; keeps scores finite for every length and penalty."""
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +79,7 @@ class BeamSearch:
         """Every sequence ends at `most_tokens`; at most `ending_tokens` ids end a sequence earlier."""
         self.width = asked.beam_width
         self.running = [Hypothesis()]
-        """In the order of their ranks when chosen."""
+        """Incomplete beams in the order of their latest ranks."""
         self.complete: list[Hypothesis] = []
         """Best score first, at most `width`."""
         self._length_penalty = asked.length_penalty or 0.0

@@ -13,7 +13,7 @@ DEFAULT_PRIORITY = 35
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """A `priority` from 0 to 100, held for `seconds` from the moment the block first becomes idle; None for ever."""
+    """A `priority` from 0 to 100, held for `seconds` from the moment the block first becomes idle; None: no limit."""
 
     priority: int = DEFAULT_PRIORITY
     seconds: float | None = None

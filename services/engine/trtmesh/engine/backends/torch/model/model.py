@@ -86,7 +86,7 @@ class Fitted:
 
     compute_dtype: torch.dtype
     plain: bool = False
-    """As in Model."""
+    """See `Model.plain`."""
 
 
 Fit = Callable[[PreTrainedModel, torch.dtype], Fitted]

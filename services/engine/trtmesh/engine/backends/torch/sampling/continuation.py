@@ -40,14 +40,14 @@ class Continuation:
 
     @property
     def top_p(self) -> float:
-        """Applies to the next token."""
+        """The `top_p` of the next token."""
         if self.history is not None and self.history.top_p is not None:
             return self.history.top_p.value
         top_p = self.token_rules.sampling.top_p
         return 1.0 if top_p is None else top_p
 
     def add_log_probs(self, log_probs: list[float]) -> float | None:
-        """Returns the new sum."""
+        """Adds log-probabilities of new tokens; returns the new sum, or None without any."""
         if log_probs:
             self.cumulative_log_prob = (self.cumulative_log_prob or 0.0) + sum(log_probs)
         return self.cumulative_log_prob

@@ -197,7 +197,7 @@ class Scheduler:
 
     def _has_room(self, sequence: Sequence, prefix: Prefix) -> bool:
         """Whether a waiting sequence that begins with `prefix` can start together with its mates, and all running
-        sequences can still go on."""
+        sequences can still continue."""
         awaited = {each.key: each for mate in self.running for each in _missing(mate)}
         awaited |= {each.key: each for each in _missing(sequence)}
         awaited.pop(sequence.key, None)
@@ -290,7 +290,7 @@ class Scheduler:
         sequence.slot = -1
 
     def _awaited(self, sequence: Sequence) -> Sequence | None:
-        """Its leader, where the leader has yet to compute the prompt of both."""
+        """The leader of a sequence, while the leader has yet to compute the shared prompt."""
         leader = sequence.leader
         if leader is None or not self._lives(leader):
             return None
@@ -298,8 +298,8 @@ class Scheduler:
         return leader if leader.num_computed < shared else None
 
     def _wake_followers(self, leader: Sequence) -> None:
-        """Queues the followers of a leader that has computed the prompt. Where the leader is gone, its first follower
-        leads the others."""
+        """Queues the followers of a leader that has computed the prompt. After the end of the leader, the first
+        follower leads the others."""
         followers = [each for each in self._followers.pop(leader.key, []) if self._lives(each)]
         if not self._lives(leader):
             for each in followers:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PRIORITY_STEPS = 256
 """Steps of waiting that one point of priority is worth."""
 MOST_PRIORITY = 16
-"""Priorities beyond this, in either direction, count as this; otherwise the lowest could wait for ever."""
+"""Priorities beyond this, in either direction, are capped; otherwise the lowest priority could starve."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -40,7 +40,7 @@ class Sequence(Continuation):
     submitted_tokens: int
     """Tokens received with the item: the prompt, and tokens from another worker."""
     request_id: str = ""
-    """For the log."""
+    """Request id in log lines."""
     leader: Sequence | None = None
     """The sequence that computes the shared prompt; this sequence begins with a copy of the KV."""
     prompt_table: PromptTable | None = None

@@ -28,7 +28,7 @@ def _long_varint(value: int) -> bytes:
 
 
 SHORT_VARINTS = [_long_varint(value) for value in range(2048)]
-"""Of the lengths of responses with a few tokens."""
+"""Encoded lengths of responses with a few tokens."""
 
 
 def _varint(value: int) -> bytes:
@@ -57,7 +57,7 @@ class ResponseWriter:
         return b"".join((RESPONSE_TAG, _varint(sum(map(len, parts))), *parts))
 
     def failed(self, message: str, *, final: bool) -> bytes:
-        """A ModelStreamInferResponse with an error; the stream goes on."""
+        """A ModelStreamInferResponse with an error; the stream continues."""
         # Triton's clients take an empty message for success.
         message = message or "unknown error"
         response = kserve.ModelStreamInferResponse(error_message=message)

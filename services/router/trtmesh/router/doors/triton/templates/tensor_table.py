@@ -258,7 +258,7 @@ VISION_INPUTS = (
     _in("IMAGES", "BYTES", VISION_NOTE, dims=ANY),
     _in("VIDEO_BYTES", "UINT8", VISION_NOTE, dims=PICTURES),
 )
-"""Of `preprocessing`: declared for clients to see, and refused by name."""
+"""Vision inputs of `preprocessing`: declared for clients to see, and refused by name."""
 _EXTRA_IDS = "`GenerationConfig.prompt_tuning.extra_ids`"
 _WORDS, _MAX_TOKENS = "`EncodeCommand.words`", "`GenerationConfig.stopping.max_tokens`"
 _BIAS_WEIGHTS = "`GenerationConfig.sampling.embedding_bias_weights`"
