@@ -238,7 +238,7 @@ async def test_triton_infer_knows_whether_texts_accumulate(
     models = {"m": {"template": template, "accumulate_tokens": says}}
     model = triton_models(TritonSettings.model_validate({"models": models}))["m"]
     config = describe_config(model)
-    assert TritonModel.of(config).accumulates == model.accumulate
+    assert TritonModel.of(config).accumulates == model.accumulate_tokens
     # Triton's models lack the parameter; only llmapi accumulates.
     config.parameters.clear()
     assert TritonModel.of(config).accumulates == (template == "llmapi")

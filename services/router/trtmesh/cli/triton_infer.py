@@ -116,13 +116,6 @@ def infer(
     asked: list[Prompt] = [*(prompts or ()), *map(_read_ids, ids or ())]
     if not asked:
         raise typer.BadParameter("give prompts, or token ids with --ids")
-    flags = {
-        "exclude_input": exclude_input,
-        "log_probs": log_probs,
-        "return_context_logits": context_logits,
-        "return_generation_logits": generation_logits,
-        "perf_metrics": perf_metrics,
-    }
     values = {
         "max_tokens": max_tokens,
         "beam_width": beam_width,
@@ -134,9 +127,13 @@ def infer(
         "end_id": end_id,
         "stop_words": stop_word,
         "bad_words": bad_word,
+        "exclude_input": exclude_input or None,
+        "log_probs": log_probs or None,
+        "return_context_logits": context_logits or None,
+        "return_generation_logits": generation_logits or None,
+        "perf_metrics": perf_metrics or None,
     }
     options = {name: value for name, value in values.items() if value is not None}
-    options |= {name: True for name, flag in flags.items() if flag}
     ask = Ask(
         model=model or ("tensorrt_llm" if ids and not prompts else "ensemble"),
         prompts=asked,

@@ -67,7 +67,7 @@ class Answers:
         first = request.items[0].config
         self._beams = first.beam_search.beam_width > 1
         self._perf_metrics = first.output.perf_metrics
-        if call.streaming and call.model.accumulate and self._beams:
+        if call.streaming and call.model.accumulate_tokens and self._beams:
             raise InternalError("Accumulation of tokens is only implemented for beam width = 1")
         self._with_prompt = {
             index
@@ -75,7 +75,7 @@ class Answers:
             if with_prompts and not item.config.output.exclude_prompt
         }
         """Rows whose text begins with the prompt."""
-        self._cumulative = self._beams or call.model.accumulate
+        self._cumulative = self._beams or call.model.accumulate_tokens
         self._touched: dict[int, TrtmeshError | None] = {}
         self._over: set[int] = set()
         self._newly_over: set[int] = set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.router.doors.triton.templates.template import Call, Model
 from trtmesh.router.doors.triton.templates.tensor_table import InputSpec
-from trtmesh.router.doors.triton.tensors import ELEMENT_CODES, InputTensor
+from trtmesh.router.doors.triton.tensors import ELEMENT_CODES, InputTensor, split_elements
 
 CONTENTS_FIELDS = {
     "BOOL": "bool_contents",
@@ -212,17 +211,10 @@ def _typed(given: Any, count: int, model: str) -> array[Any] | Sequence[bytes]:
 
 
 def _split(data: bytes, name: str, count: int) -> Sequence[bytes]:
-    """BYTES elements, each preceded by four bytes of length."""
-    elements: list[bytes] = []
-    position = 0
-    while position + 4 <= len(data):
-        (length,) = struct.unpack_from("<I", data, position)
-        position += 4 + length
-        elements.append(data[position - length : position])
-    if position != len(data):
-        raise InvalidRequest(
-            f"incomplete string length indicator or data for inference input '{name}'"
-        )
+    try:
+        elements = split_elements(data)
+    except ValueError as error:
+        raise InvalidRequest(f"{error} for inference input '{name}'") from error
     if len(elements) != count:
         raise InvalidRequest(
             f"unexpected number of string elements {len(elements)} for inference input '{name}', expecting {count}"

@@ -82,7 +82,7 @@ class Generations:
         item_error = partial(self._item_error, call, template, request.request_id)
         builder = template.output_builder(call, request)
         beams = request.items[0].config.beam_search.beam_width > 1
-        rewrites = beams or call.model.accumulate
+        rewrites = beams or call.model.accumulate_tokens
         if call.streaming and builder.only_new_text and not rewrites:
             return PlainText(item_error, final_alone=template.final_alone)
         return Answers(call, request, builder, item_error, with_prompts=template.text)

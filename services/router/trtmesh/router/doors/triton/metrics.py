@@ -97,23 +97,19 @@ class TritonMetrics:
     def _of_lengths(self) -> Iterator[str]:
         """One observation for each item."""
         known = self._statistics.lengths
-        lengths = {model.name: known.get(model.name, TokenLengths()) for model in self._cores}
+        lengths = [(core.name, known.get(core.name, TokenLengths())) for core in self._cores]
         for way, own in (
-            ("input", {model: each.prompts for model, each in lengths.items()}),
-            ("output", {model: each.outputs for model, each in lengths.items()}),
+            ("input", [(model, each.prompts) for model, each in lengths]),
+            ("output", [(model, each.outputs) for model, each in lengths]),
         ):
-            yield family(
-                f"nv_llm_{way}_token_len",
-                "TRT LLM response metrics",
-                "histogram",
-                [
-                    sample
-                    for model, each in own.items()
-                    for sample in _histogram(
-                        labels_of(model, response_metric_type=f"total_{way}_tokens"), each
-                    )
-                ],
-            )
+            kind = f"total_{way}_tokens"
+            samples = [
+                sample
+                for model, each in own
+                for sample in _histogram(labels_of(model, response_metric_type=kind), each)
+            ]
+            text = "TRT LLM response metrics"
+            yield family(f"nv_llm_{way}_token_len", text, "histogram", samples)
 
 
 def _histogram(labels: Mapping[str, str], lengths: Lengths) -> Sequence[Sample]:

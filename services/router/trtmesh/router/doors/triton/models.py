@@ -53,7 +53,9 @@ def _settle(name: str, own: TritonModelSettings, door: TritonSettings) -> Model:
         max_batch_size=_own(own.max_batch_size, door.max_batch_size) if template.batched else 0,
         max_beam_width=own.max_beam_width,
         exclude_input_in_output=_own(own.exclude_input_in_output, door.exclude_input_in_output),
-        accumulate=_own(own.accumulate_tokens, _own(template.accumulates, door.accumulate_tokens)),
+        accumulate_tokens=_own(
+            own.accumulate_tokens, _own(template.accumulates, door.accumulate_tokens)
+        ),
         logits_data_type=logits_data_type,
         add_special_tokens=_own(own.add_special_tokens, door.add_special_tokens),
         skip_special_tokens=_own(own.skip_special_tokens, door.skip_special_tokens),
@@ -106,8 +108,8 @@ def describe_config(model: Model) -> model_config_pb2.ModelConfig:
     if model.is_ensemble:
         for step in model.steps:
             config.ensemble_scheduling.step.add(model_name=step, model_version=-1)
-    for key, text in model.template.parameters(model).items():
-        config.parameters[key].string_value = text
+    for name in model.template.parameters:
+        config.parameters[name].string_value = str(getattr(model, name)).lower()
     return config
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from trtmesh.chassis.settings import Settings, split_commas
@@ -92,11 +92,8 @@ class TritonSettings(Settings):
     models: TritonModels = Field(default_factory=dict)
     """Models by name, each with its `template` and its differences from these settings; empty means the five of
     TensorRT-LLM's template. JSON in a flag or a variable."""
-    decoupled: Annotated[tuple[DecoupledTemplate, ...], BeforeValidator(split_commas)] = (
-        "ensemble",
-        "tensorrt_llm",
-        "tensorrt_llm_bls",
-        "disaggregated_serving_bls",
+    decoupled: Annotated[tuple[DecoupledTemplate, ...], BeforeValidator(split_commas)] = get_args(
+        DecoupledTemplate
     )
     """Templates whose models stream responses; the others give one response to each request."""
     max_batch_size: MaxBatchSize = 128

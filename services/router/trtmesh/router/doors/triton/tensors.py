@@ -131,6 +131,19 @@ def pad_rows(rows: Sequence[Sequence[float]], pads: Iterable[float]) -> tuple[in
     return longest, elements
 
 
+def split_elements(data: bytes) -> list[bytes]:
+    """Elements of a BYTES tensor, each preceded by four bytes of length. Raises ValueError for incomplete data."""
+    elements: list[bytes] = []
+    position = 0
+    while position + 4 <= len(data):
+        length = int.from_bytes(data[position : position + 4], "little")
+        position += 4 + length
+        elements.append(data[position - length : position])
+    if position != len(data):
+        raise ValueError("incomplete string length indicator or data")
+    return elements
+
+
 def text_data(texts: Iterable[str]) -> bytes:
     """Elements of a BYTES tensor."""
     return b"".join([len(data).to_bytes(4, "little") + data for data in map(str.encode, texts)])

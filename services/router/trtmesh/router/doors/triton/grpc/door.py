@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from typing import Any
 
 import grpc
@@ -32,6 +33,25 @@ MOST_REQUESTS_OF_A_STREAM = 4096
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
+Describe = Callable[[TritonServer, Any], Any]
+DESCRIPTIONS: Mapping[str, Describe] = {
+    "ServerLive": lambda _, __: kserve.ServerLiveResponse(live=True),
+    "ServerReady": lambda server, _: kserve.ServerReadyResponse(ready=server.is_ready()),
+    "ModelReady": lambda server, request: kserve.ModelReadyResponse(
+        ready=server.is_model_ready(request.name, request.version)
+    ),
+    "ServerMetadata": lambda server, _: server.describe(EXTENSIONS),
+    "ModelMetadata": lambda server, request: server.describe_model(request.name, request.version),
+    "ModelConfig": lambda server, request: kserve.ModelConfigResponse(
+        config=server.configuration(request.name, request.version)
+    ),
+    "ModelStatistics": lambda server, request: server.statistics(request.name, request.version),
+    "RepositoryIndex": lambda server, request: server.repository_index(only_ready=request.ready),
+    "TraceSetting": lambda server, request: server.change_trace_settings(request.settings),
+    "LogSettings": lambda server, request: server.change_log_settings(request.settings),
+}
+"""The methods that answer from the state of the server."""
+
 
 class TritonDoor:
     """Serves the Triton models."""
@@ -41,54 +61,19 @@ class TritonDoor:
 
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the methods served here; all others answer UNIMPLEMENTED."""
-        methods = {}
-        service = kserve.DESCRIPTOR.services_by_name["GRPCInferenceService"]
-        for method in service.methods:
-            handler = getattr(self, method.name, None)
-            if handler is not None:
-                methods[method.name] = _handler(method, handler)
+        serve: dict[str, Any] = {"ModelInfer": self.infer, "ModelStreamInfer": self.stream_infer}
+        serve |= {name: partial(self._describe, method) for name, method in DESCRIPTIONS.items()}
+        methods = kserve.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
+        handlers = {name: _handler(methods[name], handler) for name, handler in serve.items()}
         server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(SERVICE_NAME, methods),)
+            (grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),)
         )
 
-    async def ServerLive(self, request: Any, context: _Context) -> Any:
-        return kserve.ServerLiveResponse(live=True)
-
-    async def ServerReady(self, request: Any, context: _Context) -> Any:
-        return kserve.ServerReadyResponse(ready=self._server.is_ready())
-
-    async def ModelReady(self, request: Any, context: _Context) -> Any:
-        ready = self._server.is_model_ready(request.name, request.version)
-        return kserve.ModelReadyResponse(ready=ready)
-
-    async def ServerMetadata(self, request: Any, context: _Context) -> Any:
-        return self._server.describe(EXTENSIONS)
-
-    async def ModelMetadata(self, request: Any, context: _Context) -> Any:
+    async def _describe(self, describe: Describe, request: Any, context: _Context) -> Any:
         async with answering(context):
-            return self._server.describe_model(request.name, request.version)
+            return describe(self._server, request)
 
-    async def ModelConfig(self, request: Any, context: _Context) -> Any:
-        async with answering(context):
-            config = self._server.configuration(request.name, request.version)
-            return kserve.ModelConfigResponse(config=config)
-
-    async def ModelStatistics(self, request: Any, context: _Context) -> Any:
-        async with answering(context):
-            return self._server.statistics(request.name, request.version)
-
-    async def RepositoryIndex(self, request: Any, context: _Context) -> Any:
-        return self._server.repository_index(only_ready=request.ready)
-
-    async def TraceSetting(self, request: Any, context: _Context) -> Any:
-        async with answering(context):
-            return self._server.change_trace_settings(request.settings)
-
-    async def LogSettings(self, request: Any, context: _Context) -> Any:
-        async with answering(context):
-            return self._server.change_log_settings(request.settings)
-
-    async def ModelInfer(self, request: Any, context: _Context) -> bytes:
+    async def infer(self, request: Any, context: _Context) -> bytes:
         """One request, one response."""
         speech = Speech()
         async with answering(context, request.id, speech):
@@ -105,7 +90,7 @@ class TritonDoor:
             return ResponseWriter(model.name, request.id).unary(answer.outputs)
         raise AssertionError("answering ends the call")
 
-    async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: _Context) -> None:
+    async def stream_infer(self, requests: AsyncIterator[Any], context: _Context) -> None:
         """Runs any number of requests concurrently, until all are over and the client has half-closed."""
         errors_end_it = metadata_of(context).get("triton_grpc_error") == "true"
         stream = _InferStream(self._server, context, errors_end_it=errors_end_it)

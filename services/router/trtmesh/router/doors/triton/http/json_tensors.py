@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trtmesh.chassis.errors import InvalidRequest
-from trtmesh.router.doors.triton.tensors import ELEMENT_CODES, Output, text_data
+from trtmesh.router.doors.triton.tensors import ELEMENT_CODES, Output, split_elements, text_data
 
 BINARY_ONLY = ("FP16", "BF16")
 """Types without a JSON form."""
@@ -69,15 +68,7 @@ def values(output: Output) -> list[Any]:
             f"sending {output.data_type} data via JSON is not supported. Please use the binary data format for output"
         )
     if output.data_type == "BYTES":
-        return list(_texts(output.data))
+        return [element.decode() for element in split_elements(output.data)]
     elements = array(ELEMENT_CODES[output.data_type])
     elements.frombytes(output.data)
     return [bool(value) for value in elements] if output.data_type == "BOOL" else elements.tolist()
-
-
-def _texts(data: bytes) -> Iterator[str]:
-    position = 0
-    while position < len(data):
-        (length,) = struct.unpack_from("<I", data, position)
-        position += 4 + length
-        yield data[position - length : position].decode()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trtmesh.chassis.errors import InternalError, TrtmeshError, UnsupportedField
 from trtmesh.router.doors.triton.templates.generation import ExecutorTemplate, ItemFailure, quoting
-from trtmesh.router.doors.triton.templates.template import Call, Model
+from trtmesh.router.doors.triton.templates.template import Call
 from trtmesh.router.doors.triton.templates.tensor_table import BLS_INPUTS, TEXT_INPUTS, TEXT_OUTPUT
 
 VISION_INPUTS = frozenset(
@@ -18,9 +17,6 @@ VISION_INPUTS = frozenset(
 @dataclass(frozen=True, kw_only=True)
 class BlsTemplate(ExecutorTemplate):
     """Takes draft tokens, with upstream's refusals around speculation."""
-
-    def parameters(self, model: Model) -> Mapping[str, str]:
-        return {"accumulate_tokens": str(model.accumulate).lower()}
 
     def check(self, call: Call) -> None:
         super().check(call)
@@ -60,4 +56,5 @@ TENSORRT_LLM_BLS = BlsTemplate(
     text=True,
     final_alone=True,
     accumulates=None,
+    parameters=("accumulate_tokens",),
 )

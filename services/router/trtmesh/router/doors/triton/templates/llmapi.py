@@ -13,7 +13,7 @@ from trtmesh.router.doors.triton.templates.outputs import (
     RowOutput,
     SequenceOutput,
 )
-from trtmesh.router.doors.triton.templates.template import Call, Model
+from trtmesh.router.doors.triton.templates.template import Call
 from trtmesh.router.doors.triton.templates.tensor_table import LLMAPI_INPUTS, LLMAPI_OUTPUTS
 from trtmesh.router.doors.triton.tensors import Output
 from trtmesh.router.values.request import GenerationRequest
@@ -36,9 +36,6 @@ NOTHING = "None"
 @dataclass(frozen=True, kw_only=True)
 class LlmApiTemplate(GenerationTemplate):
     """The refusals and defaults of upstream's Python model."""
-
-    def parameters(self, model: Model) -> Mapping[str, str]:
-        return {"accumulate_tokens": str(model.accumulate).lower()}
 
     def check(self, call: Call) -> None:
         if call.streaming and not call.model.decoupled:
@@ -122,4 +119,5 @@ LLMAPI = LlmApiTemplate(
     is_core=True,
     batched=False,
     accumulates=True,
+    parameters=("accumulate_tokens",),
 )

@@ -49,7 +49,7 @@ def _of_field(assign: Callable[[Any, str, InputTensor, int], None]) -> Callable[
         *groups, name = path.split(".")
 
         def put(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
-            message: Any = item.config
+            message: Any = item if groups[0] == "prompt" else item.config
             for group in groups:
                 message = getattr(message, group)
             assign(message, name, tensor, row)
@@ -110,15 +110,13 @@ def dense(message: Any, name: str, tensor: InputTensor, row: int) -> None:
     getattr(message, name).CopyFrom(tensor.tensor(row))
 
 
-@sets("prompt.text")
-def prompt_text(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
-    item.prompt.text = tensor.texts(row)[0]
-
-
-@sets("prompt.token_ids")
-def prompt_ids(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
-    _set_ids(item.prompt.token_ids, tensor, row)
-    item.prompt.token_ids.SetInParent()
+@_of_field
+def ids(message: Any, name: str, tensor: InputTensor, row: int) -> None:
+    """The token ids of a prompt, present even if empty."""
+    try:
+        getattr(message, name).ids[:] = tensor.row(row)
+    except ValueError as error:
+        raise InvalidRequest(f"holds an id below 0: {error}", field=tensor.name) from error
 
 
 @sets("prompt.token_ids")
@@ -126,13 +124,6 @@ def prompt_length(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -
     if item.prompt.HasField("token_ids"):
         # Without ids, the length is that of encoder_input_features.
         _trim(item.prompt.token_ids.ids, tensor, row)
-
-
-def _set_ids(message: Any, tensor: InputTensor, row: int) -> None:
-    try:
-        message.ids[:] = tensor.row(row)
-    except ValueError as error:
-        raise InvalidRequest(f"holds an id below 0: {error}", field=tensor.name) from error
 
 
 def _trim(ids: Any, tensor: InputTensor, row: int) -> None:
@@ -143,11 +134,6 @@ def _trim(ids: Any, tensor: InputTensor, row: int) -> None:
             field=tensor.name, value=str(length), limit=f"in [0, {len(ids)}], the ids of its row"
         )
     del ids[length:]
-
-
-@sets("encoder_decoder.decoder_prompt.token_ids")
-def decoder_ids(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
-    _set_ids(item.config.encoder_decoder.decoder_prompt.token_ids, tensor, row)
 
 
 @sets("encoder_decoder.decoder_prompt.token_ids")

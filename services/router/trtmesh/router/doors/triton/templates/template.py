@@ -49,13 +49,11 @@ class Template:
     """Whether a stream ends with a separate, empty response."""
     accumulates: bool | None = False
     """Whether texts accumulate where a model does not say; None takes the door's setting."""
+    parameters: tuple[str, ...] = ()
+    """The settings of a model that are parameters of ModelConfig."""
 
     def all_outputs(self, logits_data_type: LogitsDataType = "FP32") -> tuple[TensorSpec, ...]:
         return self.outputs
-
-    def parameters(self, model: Model) -> Mapping[str, str]:
-        """The parameters in ModelConfig."""
-        return {}
 
     def check_outputs(self, call: Call) -> None:
         """Raises InvalidRequest if the requested outputs lack a mandatory output."""
@@ -80,7 +78,7 @@ class Model:
     """0 where tensors have no batch dimension."""
     max_beam_width: int | None
     exclude_input_in_output: bool
-    accumulate: bool
+    accumulate_tokens: bool
     """Whether every response of a stream holds the whole text so far."""
     logits_data_type: LogitsDataType
     add_special_tokens: bool

@@ -114,7 +114,9 @@ def _sampling(prefix: str, length_penalty: str) -> tuple[InputSpec, ...]:
 
 
 TEXT_INPUTS = (
-    _list("text_input", "BYTES", ONE, put.prompt_text, "each row is an item", optional=False),
+    _list(
+        "text_input", "BYTES", ONE, put.text("prompt.text"), "each row is an item", optional=False
+    ),
     _list("decoder_text_input", "BYTES", ONE, put.text("encoder_decoder.decoder_prompt.text")),
     _one("max_tokens", "INT32", put.max_tokens, optional=False),
     _list("bad_words", "BYTES", ANY, put.texts("stopping.bad_texts"), "empty words are dropped"),
@@ -141,12 +143,12 @@ BLS_INPUTS = (
 )
 
 TOKEN_INPUTS = (
-    _list("input_ids", "INT32", ANY, put.prompt_ids, TABLE_NOTE),
+    _list("input_ids", "INT32", ANY, put.ids("prompt.token_ids"), TABLE_NOTE),
     _one("input_lengths", "INT32", put.prompt_length, note="trims the row", optional=False),
     _one("request_output_len", "INT32", put.max_tokens, optional=False),
     _matrix("encoder_input_features", "encoder_decoder.encoder_features", FLOATS),
     _one("encoder_output_lengths", "INT32", put.value("encoder_decoder.encoder_output_length")),
-    _list("decoder_input_ids", "INT32", ANY, put.decoder_ids),
+    _list("decoder_input_ids", "INT32", ANY, put.ids("encoder_decoder.decoder_prompt.token_ids")),
     _one("decoder_input_lengths", "INT32", put.decoder_length, note="trims the row"),
     _list("draft_input_ids", "INT32", ANY, put.values("draft.token_ids")),
     _matrix("draft_logits", "draft.logits", "FP32 FP16 BF16"),

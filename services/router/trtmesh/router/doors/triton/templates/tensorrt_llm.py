@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trtmesh.chassis.errors import InternalError, InvalidRequest
 from trtmesh.router.doors.triton.templates.generation import PHASES, ExecutorTemplate
-from trtmesh.router.doors.triton.templates.template import Call, Model, Share, Spent
+from trtmesh.router.doors.triton.templates.template import Call, Share, Spent
 from trtmesh.router.doors.triton.templates.tensor_table import (
     DISAGGREGATED_INPUTS,
     HANDOFF_OUTPUT,
@@ -23,8 +22,7 @@ PROMPT_INPUTS = {"input_ids", "encoder_input_features"}
 class TokenTemplate(ExecutorTemplate):
     """Tensors and rules common to both."""
 
-    def parameters(self, model: Model) -> Mapping[str, str]:
-        return {"exclude_input_in_output": str(model.exclude_input_in_output).lower()}
+    parameters: tuple[str, ...] = ("exclude_input_in_output",)
 
     def check_outputs(self, call: Call) -> None:
         for output in TOKEN_OUTPUTS:
