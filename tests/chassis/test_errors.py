@@ -38,11 +38,9 @@ def start_failures() -> list[type[errors.StartupError]]:
     return [kind for kind in kinds if kind.__module__ == errors.__name__]
 
 
-def test_documented_tree_is_complete() -> None:
-    documented = errors.__doc__ or ""
+def test_every_class_is_documented() -> None:
     for kind in (*tree(TrtmeshError), *start_failures()):
-        assert kind.__name__ in documented
-        assert kind.__doc__
+        assert kind.__dict__["__doc__"]
 
 
 @BY_REASON

@@ -1,43 +1,6 @@
-"""The tree of all errors, and the table of their statuses and meaning.
+"""The classes of all errors, and the table of their statuses and meaning.
 
-TrtmeshError
-├── InvalidRequest            the caller must change the request
-│   ├── InvalidField          a field is outside its limits
-│   ├── PromptEmpty           a prompt has no tokens
-│   ├── PromptTooLong         prompt and new tokens exceed the model's length
-│   └── TokenOutOfVocabulary  a token id is not in the vocabulary
-├── Unsupported               this process cannot do what is requested
-│   ├── UnsupportedField      the backend does not support a field
-│   └── UnsupportedCall       this process does not serve an RPC or command
-├── NotFound                  a name is unknown
-│   └── ModelNotFound         no worker or tokenizer serves the model
-├── AlreadyExists             a live request has the same id
-├── Unauthenticated           the admin token is missing or wrong
-├── Mismatch                  two processes are incompatible
-│   ├── TokenizerMismatch     their tokenizers differ
-│   └── SchemaMismatch        their proto revisions differ
-├── Unavailable               a retry, maybe elsewhere, may help
-│   ├── QueueFull             the queue is at its limit
-│   ├── QueueTimeout          the item waited too long in the queue
-│   ├── Draining              the process admits nothing more
-│   ├── NoWorker              no worker is ready
-│   ├── NoTokenizer           no tokenizer is ready
-│   ├── WorkerLost            the worker died or the stream broke
-│   └── TokenizerLost         no tokenizer was left and none returned in time
-├── Exhausted                 a limit of resources is reached
-│   ├── OutOfBlocks           the item can never fit the KV block pool
-│   ├── RateLimited           an API key has used up its tokens
-│   └── SlowClient            the client does not read its stream
-├── DeadlineExceeded          the client's deadline passed
-├── Cancelled                 the client ended the request
-└── InternalError             a defect of this software or its backend
-    ├── BackendFailed         the backend could not continue an item
-    └── StreamIncomplete      a stream ended without terminal events
-
-StartupError                  the process cannot start: message and exit status
-├── SettingsError             a setting is wrong (exit status 2)
-├── PortInUse                 an address cannot be bound (exit status 3)
-└── ModelUnusable             the model directory is missing, invalid or refused (exit status 4)
+A `TrtmeshError` ends a call or an item; a `StartupError` ends a process.
 """
 
 from __future__ import annotations

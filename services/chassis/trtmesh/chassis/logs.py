@@ -41,12 +41,14 @@ def _time(record: logging.LogRecord) -> str:
     return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
 
 
-class TextFormatter(logging.Formatter):
-    """`time level service request_id logger: message`."""
-
+class _ServiceFormatter(logging.Formatter):
     def __init__(self, service: str) -> None:
         super().__init__()
         self.service = service
+
+
+class TextFormatter(_ServiceFormatter):
+    """`time level service request_id logger: message`."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = (
@@ -60,12 +62,8 @@ class TextFormatter(logging.Formatter):
         return f"{line}\n{indent(self.formatException(record.exc_info), '  ', lambda _: True)}"
 
 
-class JsonFormatter(logging.Formatter):
+class JsonFormatter(_ServiceFormatter):
     """One JSON object per line, with the same parts."""
-
-    def __init__(self, service: str) -> None:
-        super().__init__()
-        self.service = service
 
     def format(self, record: logging.LogRecord) -> str:
         parts = {

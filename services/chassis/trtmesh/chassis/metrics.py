@@ -26,10 +26,7 @@ TOKEN_BUCKETS = (1, 8, 32, 128, 512, 2048, 8192, 32768, 131072)
 
 @contextmanager
 def metrics_endpoint(
-    registry: CollectorRegistry,
-    host: str,
-    port: int | None,
-    more: Callable[[], str] = str,
+    registry: CollectorRegistry, host: str, port: int | None, more: Callable[[], str] = str
 ) -> Iterator[int | None]:
     """Serves `registry` at /metrics, followed by the text of `more`, which runs in the endpoint's thread. Yields the
     port, or None if `port` is None."""

@@ -107,10 +107,7 @@ class _Process:
         runtime.health = Health(service.service_names)
         server = GrpcServer(self._settings.max_message_bytes)
         with metrics_endpoint(
-            runtime.registry,
-            self._settings.host,
-            self._settings.metrics_port,
-            runtime.more_metrics,
+            runtime.registry, self._settings.host, self._settings.metrics_port, runtime.more_metrics
         ) as metrics_port:
             try:
                 await self._bind(server, service, runtime, metrics_port)

@@ -114,11 +114,7 @@ class Layer:
     names: Mapping[LeafPath, str]
 
 
-def load_settings(
-    cls: type[S],
-    argv: Sequence[str],
-    environ: Mapping[str, str] | None = None,
-) -> S:
+def load_settings(cls: type[S], argv: Sequence[str], environ: Mapping[str, str] | None = None) -> S:
     """Reads the settings of one process. Raises SettingsError that names the field, the source and the value."""
     leaves = dict(iterate_leaves(cls))
     environ = os.environ if environ is None else environ

@@ -51,16 +51,14 @@ def admin_command(command: Command) -> Callable[..., None]:
 async def _connected(
     *,
     admin: Annotated[
-        str,
-        typer.Option(envvar="TRTMESH_ADMIN", help="Admin address of the router, host:port."),
+        str, typer.Option(envvar="TRTMESH_ADMIN", help="Admin address of the router, host:port.")
     ] = DEFAULT_ADMIN_ADDRESS,
     token_file: Annotated[
         Path | None,
         typer.Option(help="File with the router's admin token; unset means TRTMESH_ADMIN_TOKEN."),
     ] = None,
     timeout: Annotated[  # noqa: ASYNC109 - an option of the command line
-        float,
-        typer.Option(min=0.1, max=86400, help="Longest silence of the router, in seconds."),
+        float, typer.Option(min=0.1, max=86400, help="Longest silence of the router, in seconds.")
     ] = 10.0,
     json: Annotated[
         bool,

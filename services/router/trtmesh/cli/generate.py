@@ -31,8 +31,7 @@ def generate(
     router: RouterOption = DEFAULT_ADDRESS,
     model: Annotated[str, typer.Option(help="Model; unset means the only one.")] = "",
     max_tokens: Annotated[
-        int | None,
-        typer.Option(help="Most new tokens; unset means up to the model's length."),
+        int | None, typer.Option(help="Most new tokens; unset means up to the model's length.")
     ] = None,
     min_tokens: Annotated[int | None, typer.Option(help="Fewest new tokens.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,

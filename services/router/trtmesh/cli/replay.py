@@ -28,13 +28,11 @@ def _finite(value: float) -> float:
 def replay(
     file: Annotated[Path, typer.Argument(help="A router's record.file, or a Mooncake trace.")],
     policy: Annotated[
-        list[str] | None,
-        typer.Option(help="Policy to try; repeatable. Without it all are tried."),
+        list[str] | None, typer.Option(help="Policy to try; repeatable. Without it all are tried.")
     ] = None,
     workers: Annotated[int, typer.Option(min=1, max=4096, help="Workers of the fleet.")] = 4,
     prefill_tokens_per_second: Annotated[
-        float,
-        typer.Option(min=1.0, help="Prompt tokens per second of a worker.", callback=_finite),
+        float, typer.Option(min=1.0, help="Prompt tokens per second of a worker.", callback=_finite)
     ] = 8000.0,
     step_ms: Annotated[
         float, typer.Option(min=0.001, help="Time of a step.", callback=_finite)

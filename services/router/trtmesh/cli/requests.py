@@ -1,4 +1,4 @@
-"""`trtmesh requests`: the live requests of a router."""
+"""`trtmesh requests` and `trtmesh explain`: the live requests of a router, and the placements of their items."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trtmesh.cli.admin_command import Context, admin_command
 from trtmesh.cli.completion import complete_request_id
 from trtmesh.cli.output import printable, put, put_json
 from trtmesh.cli.session import OK
-from trtmesh.cli.tables import items_table, print_tables, requests_table
+from trtmesh.cli.tables import candidates_table, items_table, print_tables, requests_table
 from trtmesh.v1 import router_admin_pb2 as pb
 
 requests = typer.Typer(name="requests", help="The live requests of a router.", no_args_is_help=True)
@@ -89,6 +89,27 @@ async def stop(
     return OK
 
 
+@admin_command
+async def explain(context: Context, request_id: RequestArgument) -> int:
+    """Explain the placements of a request's items, live or ended.
+
+    Exit status: 0 success, 1 unknown request or the call failed, 2 wrong usage.
+    """
+    response = await context.admin.explain(request_id)
+    if context.as_json:
+        put_json(response)
+        return OK
+    for placement in response.placements:
+        put(_placement_line(placement))
+        print_tables(candidates_table(placement.candidates))
+    for batch_index, usage in zip(response.usage_batch_indexes, response.usages, strict=True):
+        put(
+            f"item {batch_index} so far: {usage.prompt_tokens} prompt tokens,"
+            f" {usage.generated_tokens} new"
+        )
+    return OK
+
+
 def _headline(request: pb.LiveRequest) -> str:
     parts = [
         f"request {request.request_id}",
@@ -101,3 +122,13 @@ def _headline(request: pb.LiveRequest) -> str:
     if request.HasField("remaining_ms"):
         parts.append(f"{request.remaining_ms / 1000:.1f} s to its deadline")
     return printable(", ".join(parts))
+
+
+def _placement_line(placement: pb.Placement) -> str:
+    text = (
+        f"item {placement.batch_index} ({placement.cause}): {placement.prompt_tokens} prompt tokens went to"
+        f" {placement.worker} by {placement.policy}"
+    )
+    if placement.regret_tokens:
+        text += f"; another worker could have reused {placement.regret_tokens} tokens more"
+    return printable(text)

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from trtmesh.chassis.addresses import port_is_taken
@@ -196,19 +197,19 @@ class Stack:
             child.kill()
 
 
+@dataclass(slots=True)
 class RestartBudget:
     """Doubles the delay with each restart of the last minute and bounds their number."""
 
-    def __init__(self, most_per_minute: int) -> None:
-        self._most = most_per_minute
-        self._times: list[float] = []
+    most_per_minute: int
+    _times: list[float] = field(default_factory=list)
 
     def take(self, now: float) -> float:
         """Books a restart and returns the seconds to wait before it."""
         self._times = [time for time in self._times if time > now - RESTART_WINDOW_SECONDS]
         delay = min(FIRST_RESTART_SECONDS * 2.0 ** len(self._times), LONGEST_RESTART_SECONDS)
-        if len(self._times) >= self._most:
-            oldest_that_counts = self._times[-self._most]
+        if len(self._times) >= self.most_per_minute:
+            oldest_that_counts = self._times[-self.most_per_minute]
             delay = max(delay, oldest_that_counts + RESTART_WINDOW_SECONDS - now)
         self._times.append(now + delay)
         return delay

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -34,13 +35,14 @@ async def supervise(flags: Flags, use: Use, defaults: Flags = MappingProxyType({
             return await _Supervision(stack, use).run()
 
 
+@dataclass(slots=True)
 class _Supervision:
-    def __init__(self, stack: Stack, use: Use) -> None:
-        self._stack = stack
-        self._use = use
-        self._serving = False
-        self._killed = False
-        self._interrupts = 0
+    _stack: Stack
+    _use: Use
+    _work: asyncio.Task[int] = field(init=False)
+    _serving: bool = False
+    _killed: bool = False
+    _interrupts: int = 0
 
     async def run(self) -> int:
         with _interrupts(self._interrupt, stdin=self._stdin()):

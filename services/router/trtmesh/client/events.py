@@ -31,14 +31,10 @@ class FinishReason(StrEnum):
     """A reason newer than this client."""
 
 
-_REASONS = {
-    pb.FINISH_REASON_END_ID: FinishReason.END_ID,
-    pb.FINISH_REASON_STOP_WORD: FinishReason.STOP_WORD,
-    pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-    pb.FINISH_REASON_STOPPED: FinishReason.STOPPED,
-    pb.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
-    pb.FINISH_REASON_HANDOFF: FinishReason.HANDOFF,
-    pb.FINISH_REASON_ERROR: FinishReason.ERROR,
+_REASONS: dict[int, FinishReason] = {
+    pb.FinishReason.Value(f"FINISH_REASON_{reason.name}"): reason
+    for reason in FinishReason
+    if reason is not FinishReason.UNKNOWN
 }
 
 
@@ -52,11 +48,15 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
-    """The request was accepted; always the first event."""
-
+class _OfSequence:
     batch_index: int
     sequence_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted(_OfSequence):
+    """The request was accepted; always the first event."""
+
     request_id: str
     model: str
     seed: int
@@ -64,11 +64,9 @@ class Accepted:
 
 
 @dataclass(frozen=True, slots=True)
-class ItemStarted:
+class ItemStarted(_OfSequence):
     """An item was placed on a worker; precedes its tokens."""
 
-    batch_index: int
-    sequence_index: int
     seed: int
     prompt_tokens: int
     worker: str
@@ -76,20 +74,16 @@ class ItemStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptDetails:
+class PromptDetails(_OfSequence):
     """Requested data of a run of prompt positions."""
 
-    batch_index: int
-    sequence_index: int
     details: pb.PromptDetails
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class Tokens(_OfSequence):
     """New tokens of a sequence, never cumulative. In beam search an earlier offset replaces all tokens from there."""
 
-    batch_index: int
-    sequence_index: int
     token_offset: int
     token_ids: tuple[int, ...]
     text: str
@@ -97,20 +91,16 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceStarted:
+class SequenceStarted(_OfSequence):
     """Precedes the first token of a sequence, for streamed items with metrics."""
 
-    batch_index: int
-    sequence_index: int
     perf_metrics: pb.PerfMetrics
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceFinished:
+class SequenceFinished(_OfSequence):
     """One sequence of an item ended."""
 
-    batch_index: int
-    sequence_index: int
     reason: FinishReason
     generated_tokens: int
     stop_text: str | None
@@ -120,22 +110,18 @@ class SequenceFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class ItemFinished:
+class ItemFinished(_OfSequence):
     """Terminal: the item is complete."""
 
-    batch_index: int
-    sequence_index: int
     reason: FinishReason
     usage: Usage
     perf_metrics: pb.PerfMetrics | None
 
 
 @dataclass(frozen=True, slots=True)
-class ItemFailed:
+class ItemFailed(_OfSequence):
     """Terminal: the item failed. Earlier events stay valid, and siblings continue."""
 
-    batch_index: int
-    sequence_index: int
     error: TrtmeshError
     usage: Usage
 
@@ -154,12 +140,10 @@ Event = (
 
 def reason_number(reason: FinishReason) -> pb.FinishReason.ValueType:
     """The reason's number in the protos."""
-    return next(number for number, word in _REASONS.items() if word is reason)
+    return next(pb.FinishReason.ValueType(n) for n, word in _REASONS.items() if word is reason)
 
 
-def events_of(
-    response: router_pb2.GenerateResponse | router_pb2.ResumeResponse,
-) -> Iterator[Event]:
+def events_of(response: router_pb2.GenerateResponse | router_pb2.ResumeResponse) -> Iterator[Event]:
     """The events of a message in order, without kinds newer than the client."""
     for event in response.events:
         kind = event.WhichOneof("event")

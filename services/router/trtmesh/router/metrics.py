@@ -89,27 +89,16 @@ class RouterMetrics(Collector):
             ("moved_decodes", "Sequences moved to another tokenizer.", self.moved_decodes),
         ):
             yield CounterMetricFamily(PREFIX + name, text, value=value)
+        by_key = ("reason", "api_key")
+        slow = "Requests coalesced, paused (each time) or cancelled for a slow client."
+        refused = "Requests refused at admission, by reason and hashed API key."
+        moved = "Sequences moved to another worker, by cause."
         yield _labelled("requests", "Requests by outcome.", ("outcome",), self.requests)
-        yield _labelled(
-            "slow_clients",
-            "Requests coalesced, paused (each time) or cancelled for a slow client.",
-            ("action",),
-            self.slow_clients,
-        )
-        yield _labelled(
-            "requests_refused",
-            "Requests refused at admission, by reason and hashed API key.",
-            ("reason", "api_key"),
-            self.refused,
-        )
+        yield _labelled("slow_clients", slow, ("action",), self.slow_clients)
+        yield _labelled("requests_refused", refused, by_key, self.refused)
         yield _labelled("items_failed", "Items that failed, by reason.", ("reason",), self.failed)
         yield _labelled("items_placed", "Placements.", ("policy", "worker"), self.placed)
-        yield _labelled(
-            "moved_sequences",
-            "Sequences moved to another worker, by cause.",
-            ("cause",),
-            self.moved,
-        )
+        yield _labelled("moved_sequences", moved, ("cause",), self.moved)
         finished: Counter[str] = Counter()
         for reason, count in self.finished.copy().items():
             finished[_reason_word(reason)] += count

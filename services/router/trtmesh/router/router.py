@@ -223,22 +223,13 @@ class Router:
                 "Items queued for a place among the running items of their model.",
                 self._admission.queued_items,
             ),
-            "queued_encodes": (
-                "Texts queued for a tokenizer.",
-                self._tokenizers.queued_encodes,
-            ),
-            "worker_sequences": (
-                "Handles in use on workers.",
-                sum(w.handles for w in [*workers]),
-            ),
+            "queued_encodes": ("Texts queued for a tokenizer.", self._tokenizers.queued_encodes),
+            "worker_sequences": ("Handles in use on workers.", sum(w.handles for w in [*workers])),
             "decode_sequences": (
                 "Handles in use on tokenizers.",
                 sum(t.decodes for t in [*tokenizers]),
             ),
-            "worker_bookings": (
-                "Bookings on workers.",
-                sum(w.guard.bookings for w in [*workers]),
-            ),
+            "worker_bookings": ("Bookings on workers.", sum(w.guard.bookings for w in [*workers])),
             "kv_index_blocks": (
                 "Known KV blocks, counted once per holder.",
                 len(self._fleet.kv_index),

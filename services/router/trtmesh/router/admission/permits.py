@@ -10,6 +10,7 @@ import asyncio
 import heapq
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field
@@ -37,16 +38,14 @@ class AdmissionLimits(Settings):
     """Most prompts of one request."""
 
 
+@dataclass(slots=True, eq=False)
 class Permit:
     """An item's right to exist and, after `admitted`, to run. A second `give_back` is harmless."""
 
-    __slots__ = ("queue", "running", "valid", "waiter")
-
-    def __init__(self, queue: ModelQueue) -> None:
-        self.queue = queue
-        self.valid = True
-        self.running = False
-        self.waiter: asyncio.Future[None] | None = None
+    queue: ModelQueue
+    valid: bool = True
+    running: bool = False
+    waiter: asyncio.Future[None] | None = None
 
     async def admitted(self, priority: int) -> None:
         """Waits until the item may run. Raises QueueTimeout."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import grpc
 from trtmesh.chassis.logs import rebind_request_id
@@ -17,6 +18,8 @@ from trtmesh.router.values.resumption import parse_received
 from trtmesh.v1 import router_pb2 as pb
 from trtmesh.v1 import router_pb2_grpc
 
+_Context = grpc.aio.ServicerContext[Any, Any]
+
 
 class MeshService(router_pb2_grpc.MeshServiceServicer):
     """Translates native calls into requests, and their events into responses."""
@@ -26,11 +29,7 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
         self._metrics = metrics
 
     # mypy-protobuf types generators only; grpc.aio also accepts a coroutine with writes.
-    async def Generate(  # type: ignore[override]
-        self,
-        request: pb.GenerateRequest,
-        context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
-    ) -> None:
+    async def Generate(self, request: pb.GenerateRequest, context: _Context) -> None:  # type: ignore[override]
         with counted(self._metrics) as call:
             async with answering(context, request.request_id):
                 valid = parse_request(
@@ -43,11 +42,7 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
                     await self._forward(live, context.write)
 
     # mypy-protobuf types generators only; grpc.aio also accepts a coroutine with writes.
-    async def Resume(  # type: ignore[override]
-        self,
-        request: pb.ResumeRequest,
-        context: grpc.aio.ServicerContext[pb.ResumeRequest, pb.ResumeResponse],
-    ) -> None:
+    async def Resume(self, request: pb.ResumeRequest, context: _Context) -> None:  # type: ignore[override]
         async def write(response: pb.GenerateResponse) -> None:
             await context.write(pb.ResumeResponse(events=response.events))
 
@@ -71,11 +66,7 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
             await write(as_response(waiting))
             self._metrics.client_messages += 1
 
-    async def Stop(
-        self,
-        request: pb.StopRequest,
-        context: grpc.aio.ServicerContext[pb.StopRequest, pb.StopResponse],
-    ) -> pb.StopResponse:
+    async def Stop(self, request: pb.StopRequest, context: _Context) -> pb.StopResponse:
         async with answering(context, request.request_id):
             stopped = self._requests.stop(request.request_id, frozenset(request.batch_indexes))
             return pb.StopResponse(stopped_items=stopped)

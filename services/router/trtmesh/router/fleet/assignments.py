@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.router.links.deadlines import Deadlines
@@ -15,21 +16,19 @@ from trtmesh.v1 import generation_pb2 as generation_pb
 HANDLES = 2**32
 
 
+@dataclass(slots=True, eq=False)
 class Assignments:
     """Allocates handles to sequences and counts them in the worker's load guard."""
 
-    def __init__(
-        self, address: str, guard: LoadGuard, send: Callable[[pb.EngineCommand], None]
-    ) -> None:
-        self.address = address
-        self._guard = guard
-        self._send = send
-        self._next_handle = 0
-        self._queued: set[SequenceRun] = set()
-        """Sequences possibly still in the worker's queue."""
-        self.sequences: dict[int, SequenceRun] = {}
-        self.released: set[int] = set()
-        """Handles of moved sequences without a reported end."""
+    address: str
+    _guard: LoadGuard
+    _send: Callable[[pb.EngineCommand], None]
+    _next_handle: int = 0
+    _queued: set[SequenceRun] = field(default_factory=set)
+    """Sequences possibly still in the worker's queue."""
+    sequences: dict[int, SequenceRun] = field(default_factory=dict)
+    released: set[int] = field(default_factory=set)
+    """Handles of moved sequences without a reported end."""
 
     def assign(self, runs: Sequence[SequenceRun], booking: Booking) -> int:
         """Gives successive handles to the sequences of `booking`; returns the first."""
@@ -107,15 +106,13 @@ def _is_late(times: SequenceTimes, now: float, deadlines: Deadlines) -> bool:
     return now - times.assigned > times.patience * deadlines.started_seconds
 
 
+@dataclass(slots=True, eq=False)
 class Handle:
     """The assignment of a sequence to a worker. Repeated stops are sent once."""
 
-    __slots__ = ("_assignments", "_number", "_stopping")
-
-    def __init__(self, assignments: Assignments, number: int) -> None:
-        self._assignments = assignments
-        self._number = number
-        self._stopping = False
+    _assignments: Assignments
+    _number: int
+    _stopping: bool = False
 
     @property
     def address(self) -> str:

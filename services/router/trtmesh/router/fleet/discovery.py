@@ -8,6 +8,7 @@ import logging
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from trtmesh.chassis.addresses import Address
@@ -40,38 +41,32 @@ def check_entries(field: str, entries: Iterable[str]) -> None:
             ) from error
 
 
+@dataclass(slots=True)
 class Discovery:
     """Keeps a set of addresses current and reports each change.
 
     Joins and leaves of an address alternate. All state of an entry, including the lookup, is dropped with the entry.
     """
 
-    def __init__(
-        self,
-        entries: Sequence[str],
-        interval_seconds: float,
-        on_join: Callable[[str], object],
-        on_leave: Callable[[str], object],
-    ) -> None:
-        self._entries = entries
-        self._interval = interval_seconds
-        self._on_join = on_join
-        self._on_leave = on_leave
-        self._found: dict[str, frozenset[str]] = {}
-        """Addresses by entry."""
-        self._told: set[str] = set()
-        """Addresses reported as joined."""
-        self._lookups: dict[str, asyncio.Task[frozenset[str]]] = {}
-        self._failures: dict[str, int] = {}
-        self._files: dict[str, list[str]] = {}
-        self._file_problems: dict[str, str] = {}
+    _entries: Sequence[str]
+    _interval_seconds: float
+    _on_join: Callable[[str], object]
+    _on_leave: Callable[[str], object]
+    _found: dict[str, frozenset[str]] = field(default_factory=dict)
+    """Addresses by entry."""
+    _told: set[str] = field(default_factory=set)
+    """Addresses reported as joined."""
+    _lookups: dict[str, asyncio.Task[frozenset[str]]] = field(default_factory=dict)
+    _failures: dict[str, int] = field(default_factory=dict)
+    _files: dict[str, list[str]] = field(default_factory=dict)
+    _file_problems: dict[str, str] = field(default_factory=dict)
 
     async def follow(self) -> None:
         """Resolves at the interval until cancelled."""
         try:
             while True:
                 await self.resolve()
-                await asyncio.sleep(self._interval)
+                await asyncio.sleep(self._interval_seconds)
         finally:
             for lookup in self._lookups.values():
                 lookup.cancel()

@@ -42,15 +42,13 @@ def _has(worker: Worker, run: SequenceRun) -> bool:
     return run.assignment is not None and run.address == worker.address
 
 
+@dataclass(frozen=True, slots=True)
 class Membership:
-    """Membership of the fleet. `make` builds a worker; `link` keeps the stream open."""
+    """Membership of the fleet. `_make` builds a worker; `_link` keeps its stream open."""
 
-    def __init__(
-        self, fleet: Fleet, make: Callable[[str], Worker], link: Callable[[Worker], None]
-    ) -> None:
-        self._fleet = fleet
-        self._make = make
-        self._link = link
+    _fleet: Fleet
+    _make: Callable[[str], Worker]
+    _link: Callable[[Worker], None]
 
     def find(self, name: str) -> Worker:
         """Finds a worker by name or address. Raises NotFound, or InvalidField for an ambiguous name."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from trtmesh.chassis.error_wire import from_proto
 from trtmesh.router.fleet.assignments import Assignments
@@ -19,21 +20,15 @@ ACKNOWLEDGE_EVERY = 2
 """Steps per acknowledgement, since a write costs as much as several tokens."""
 
 
+@dataclass(slots=True)
 class Steps:
     """Reads and acknowledges the steps of a worker."""
 
-    def __init__(
-        self,
-        assignments: Assignments,
-        guard: LoadGuard,
-        metrics: RouterMetrics,
-        send: Callable[[pb.EngineCommand], None],
-    ) -> None:
-        self._assignments = assignments
-        self._guard = guard
-        self._metrics = metrics
-        self._send = send
-        self._received = 0
+    _assignments: Assignments
+    _guard: LoadGuard
+    _metrics: RouterMetrics
+    _send: Callable[[pb.EngineCommand], None]
+    _received: int = 0
 
     def opened(self) -> None:
         """Starts counting on a new stream."""

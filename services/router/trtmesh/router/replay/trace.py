@@ -21,13 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtmesh.chassis.errors import (
-    ERROR_TABLE,
-    InvalidField,
-    InvalidRequest,
-    NotFound,
-    Unsupported,
-)
+from trtmesh.chassis.errors import ERROR_TABLE, InvalidField, InvalidRequest, NotFound, Unsupported
 
 MOONCAKE_BLOCK_TOKENS = 512
 

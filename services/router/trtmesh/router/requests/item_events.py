@@ -40,10 +40,7 @@ class ItemEvents:
         self._metrics.prompt_tokens.observe(len(token_ids))
         echo = () if self._item.config.output.exclude_prompt else token_ids
         started = router_pb.ItemStarted(
-            seed=seed,
-            prompt_tokens=len(token_ids),
-            worker=worker,
-            prompt_token_ids=echo,
+            seed=seed, prompt_tokens=len(token_ids), worker=worker, prompt_token_ids=echo
         )
         self._put(router_pb.GenerateEvent(item_started=started))
 
@@ -72,10 +69,7 @@ class ItemEvents:
         self._metrics.generated_tokens.observe(usage.generated_tokens)
 
     def cut_off(
-        self,
-        runs: Sequence[SequenceRun],
-        reason: pb.FinishReason.ValueType,
-        usage: pb.Usage,
+        self, runs: Sequence[SequenceRun], reason: pb.FinishReason.ValueType, usage: pb.Usage
     ) -> None:
         """The item was stopped before the dispatch, or the client left."""
         for run in runs:

@@ -41,10 +41,7 @@ class Requests:
 
     @asynccontextmanager
     async def open(
-        self,
-        request: GenerationRequest,
-        remaining_seconds: float | None,
-        api_key: str = ANONYMOUS,
+        self, request: GenerationRequest, remaining_seconds: float | None, api_key: str = ANONYMOUS
     ) -> AsyncIterator[LiveRequest]:
         """Runs a request's items inside the context and stops the rest on exit. `api_key` is the key's hash."""
         if request.request_id in self.live:

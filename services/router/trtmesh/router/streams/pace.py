@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -38,24 +39,17 @@ def _nobody(*_: object) -> None:
     """Replaces the callbacks after the end of a request."""
 
 
+@dataclass(slots=True)
 class Pace:
-    """Watches the client of a request. Calls `change` when `paused` changes, and `end` at most once."""
+    """Watches the client of a request. Calls `_change` when `paused` changes, and `_end` at most once."""
 
-    def __init__(
-        self,
-        limits: ClientLimits,
-        client: ClientStream,
-        metrics: RouterMetrics,
-        change: Callable[[], None],
-        end: Callable[[SlowClient], None],
-    ) -> None:
-        self._limits = limits
-        self._client = client
-        self._metrics = metrics
-        self._change = change
-        self._end = end
-        self._ended = False
-        self.paused = False
+    _limits: ClientLimits
+    _client: ClientStream
+    _metrics: RouterMetrics
+    _change: Callable[[], None]
+    _end: Callable[[SlowClient], None]
+    _ended: bool = False
+    paused: bool = False
 
     def on_full(self) -> None:
         """The credit is exceeded. Called while a step is distributed, so the action is deferred."""

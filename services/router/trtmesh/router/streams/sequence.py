@@ -105,15 +105,13 @@ class SequenceTimes:
         return corrected
 
 
+@dataclass(slots=True)
 class Charge:
     """Charges each token of a sequence once, even if a beam is rewritten."""
 
-    __slots__ = ("_spend", "_tokens")
-
-    def __init__(self, spend: Callable[[int, float], None], tokens: int) -> None:
-        """`tokens` were charged before the sequence came here."""
-        self._spend = spend
-        self._tokens = tokens
+    _spend: Callable[[int, float], None]
+    _tokens: int
+    """Charged so far, by this router or an earlier one."""
 
     def up_to(self, tokens: int, now: float) -> None:
         """Charges the tokens since the last call; the sequence has `tokens` now."""

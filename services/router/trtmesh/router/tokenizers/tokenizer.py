@@ -77,12 +77,7 @@ class Tokenizer(Replica):
     """A tokenizer process as this router sees it."""
 
     def __init__(
-        self,
-        address: str,
-        *,
-        deadlines: Deadlines,
-        max_message_bytes: int,
-        pool: Pool,
+        self, address: str, *, deadlines: Deadlines, max_message_bytes: int, pool: Pool
     ) -> None:
         super().__init__(address, deadlines, max_message_bytes)
         self._pool = pool

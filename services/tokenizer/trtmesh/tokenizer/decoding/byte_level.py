@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from codecs import utf_8_decode
+from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 from trtmesh.tokenizer.decoding.base import decoder_steps, special_tokens, tokens_by_id
@@ -37,15 +38,13 @@ class ByteLevelDecoding:
         return ByteLevelDecoder(self._kept_texts, self._kept)
 
 
+@dataclass(slots=True)
 class ByteLevelDecoder:
     """Holds back the bytes of an incomplete character, at most three."""
 
-    __slots__ = ("_bytes", "_rest", "_texts")
-
-    def __init__(self, texts: list[str | None], data: list[bytes]) -> None:
-        self._texts = texts
-        self._bytes = data
-        self._rest = b""
+    _texts: list[str | None]
+    _bytes: list[bytes]
+    _rest: bytes = b""
 
     def push(self, token_id: int) -> str:
         text = self._texts[token_id]

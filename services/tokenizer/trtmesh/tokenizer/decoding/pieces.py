@@ -194,16 +194,14 @@ class PieceDecoder:
         return text
 
 
+@dataclass(slots=True)
 class ByteRun:
     """A run of byte tokens, with constant cost per byte."""
 
-    __slots__ = ("_broken", "_characters", "_count", "_rest")
-
-    def __init__(self) -> None:
-        self._characters: list[str] = []
-        self._rest = b""
-        self._count = 0
-        self._broken = False
+    _characters: list[str] = field(default_factory=list)
+    _rest: bytes = b""
+    _count: int = 0
+    _broken: bool = False
 
     def push(self, byte: int) -> list[str]:
         """Returns the certain pieces: none while the run is valid, then one U+FFFD for each byte."""

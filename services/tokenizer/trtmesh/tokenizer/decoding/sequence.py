@@ -19,33 +19,17 @@ class Stop:
     """Tokens of the call up to and including the completing token; 0 if an earlier call completed the stop text."""
 
 
+@dataclass(slots=True, eq=False)
 class DecodeSequence:
     """Decodes one sequence. The text does not depend on how the ids are split into calls."""
 
-    __slots__ = (
-        "_absorbed_stop",
-        "_decoder",
-        "_finished",
-        "_matcher",
-        "_over",
-        "_vocabulary_size",
-        "request_id",
-    )
-
-    def __init__(
-        self,
-        decoder: TextDecoder,
-        matcher: StopMatcher | None,
-        vocabulary_size: int,
-        request_id: str = "",
-    ) -> None:
-        self.request_id = request_id
-        self._decoder = decoder
-        self._matcher = matcher
-        self._vocabulary_size = vocabulary_size
-        self._absorbed_stop: Stop | None = None
-        self._over = False
-        self._finished = False
+    _decoder: TextDecoder
+    _matcher: StopMatcher | None
+    _vocabulary_size: int
+    request_id: str = ""
+    _absorbed_stop: Stop | None = None
+    _over: bool = False
+    _finished: bool = False
 
     def absorb(self, token_ids: Sequence[int]) -> None:
         """Takes tokens with delivered text; the next `push` returns a stop text completed here. Raises

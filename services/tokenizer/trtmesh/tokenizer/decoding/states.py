@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 from trtmesh.chassis.error_wire import to_proto
@@ -29,6 +30,7 @@ _ABSORBED_AT_ONCE = 4096
 """Delivered tokens absorbed before other streams get a turn: about a millisecond."""
 
 
+@dataclass(slots=True)
 class DecodeStates:
     """Executes the decode commands of a stream, in order. A failure concerns only its handle.
 
@@ -36,21 +38,16 @@ class DecodeStates:
     has no answer.
     """
 
-    def __init__(
-        self,
-        vocabulary: Vocabulary,
-        workload: Workload,
-        metrics: TokenizerMetrics,
-        max_decode_states: int,
-    ) -> None:
-        self._vocabulary = vocabulary
-        self._workload = workload
-        self._metrics = metrics
-        self._max_decode_states = max_decode_states
-        self._sequences: dict[int, DecodeSequence] = {}
-        self._failures: dict[int, TrtmeshError] = {}
-        # The sequences of an item share their stop texts: building the automaton takes longer than a step.
-        self._stop_texts: WeakValueDictionary[tuple[str, ...], StopTexts] = WeakValueDictionary()
+    _vocabulary: Vocabulary
+    _workload: Workload
+    _metrics: TokenizerMetrics
+    _max_decode_states: int
+    _sequences: dict[int, DecodeSequence] = field(default_factory=dict)
+    _failures: dict[int, TrtmeshError] = field(default_factory=dict)
+    _stop_texts: WeakValueDictionary[tuple[str, ...], StopTexts] = field(
+        default_factory=WeakValueDictionary
+    )
+    """Shared by the sequences of an item: building the automaton takes longer than a step."""
 
     async def open(self, command: pb.OpenDecodeCommand) -> None:
         """Opens a sequence and absorbs the delivered tokens."""
@@ -151,11 +148,7 @@ class DecodeStates:
         return ""
 
     def _refuse(
-        self,
-        handles: list[int],
-        finished: frozenset[int],
-        error: TrtmeshError,
-        answer: pb.Decoded,
+        self, handles: list[int], finished: frozenset[int], error: TrtmeshError, answer: pb.Decoded
     ) -> None:
         """Fails all handles of a malformed command."""
         answer.handles.extend(handles)

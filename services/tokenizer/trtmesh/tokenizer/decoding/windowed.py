@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from tokenizers import Tokenizer
 from trtmesh.tokenizer.decoding.base import REPLACEMENT, special_tokens, tokens_by_id
 
@@ -40,16 +42,14 @@ class WindowedDecoding:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
 
+@dataclass(slots=True)
 class WindowedDecoder:
     """Keeps the last ids and the part of their text already delivered."""
 
-    __slots__ = ("_family", "_hidden", "_ids", "_shown")
-
-    def __init__(self, family: WindowedDecoding, hidden: frozenset[int]) -> None:
-        self._family = family
-        self._hidden = hidden
-        self._ids: list[int] = []
-        self._shown = ""
+    _family: WindowedDecoding
+    _hidden: frozenset[int]
+    _ids: list[int] = field(default_factory=list)
+    _shown: str = ""
 
     def push(self, token_id: int) -> str:
         if token_id in self._hidden:
@@ -70,25 +70,22 @@ class WindowedDecoder:
         return self._family.decode(self._ids)[len(self._shown) :]
 
 
+@dataclass(slots=True)
 class WholeDecoding:
     """Delivers all text at the end. Correct for every decoder, but nothing is streamed."""
 
-    name = "whole"
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    _tokenizer: Tokenizer
+    name: str = "whole"
 
     def open(self, *, skip_special_tokens: bool) -> WholeDecoder:
-        return WholeDecoder(self._tokenizer, skip_special_tokens=skip_special_tokens)
+        return WholeDecoder(self._tokenizer, skip_special_tokens)
 
 
+@dataclass(slots=True)
 class WholeDecoder:
-    __slots__ = ("_ids", "_skip_special_tokens", "_tokenizer")
-
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._ids: list[int] = []
+    _tokenizer: Tokenizer
+    _skip_special_tokens: bool
+    _ids: list[int] = field(default_factory=list)
 
     def push(self, token_id: int) -> str:
         self._ids.append(token_id)

@@ -28,13 +28,7 @@ from trtmesh.chassis.http2.connection import (
     reason_of,
     set_user_timeout,
 )
-from trtmesh.chassis.http2.frames import (
-    PREFACE,
-    ErrorCode,
-    Http2ConnectionError,
-    Setting,
-    goaway,
-)
+from trtmesh.chassis.http2.frames import PREFACE, ErrorCode, Http2ConnectionError, Setting, goaway
 from trtmesh.chassis.http2.headers import HeaderBlock
 
 _OPENING = PREFACE + initial_settings(Setting.ENABLE_PUSH, 0, WINDOW_SIZE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -266,13 +267,13 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
             self._writer.reset_stream(self.stream, ErrorCode.CANCEL)
 
 
+@dataclass(slots=True)
 class _Deadline:
     """Ends a call at its deadline."""
 
-    def __init__(self, call: ServerCall, deadline: float | None) -> None:
-        self._call = call
-        self._deadline = deadline
-        self._timer: asyncio.TimerHandle | None = None
+    _call: ServerCall
+    _deadline: float | None
+    _timer: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> None:
         if self._deadline is not None:

@@ -22,21 +22,6 @@ NameOf = Callable[[str], str]
 ITEMS_AT_ONCE = 64
 """Items described between two passes of the event loop: about a millisecond of work."""
 
-_STATES = {
-    ReplicaState.CONNECTING: pb.WORKER_STATE_CONNECTING,
-    ReplicaState.READY: pb.WORKER_STATE_READY,
-    ReplicaState.STALLED: pb.WORKER_STATE_STALLED,
-    ReplicaState.DRAINING: pb.WORKER_STATE_DRAINING,
-    ReplicaState.GONE: pb.WORKER_STATE_GONE,
-    ReplicaState.REFUSED: pb.WORKER_STATE_REFUSED,
-}
-
-_BREAKER_STATES = {
-    "closed": pb.BREAKER_STATE_CLOSED,
-    "open": pb.BREAKER_STATE_OPEN,
-    "half_open": pb.BREAKER_STATE_HALF_OPEN,
-}
-
 
 def describe_workers(workers: Iterable[Worker]) -> list[pb.Worker]:
     """Workers by name; `engine-10` follows `engine-9`."""
@@ -47,6 +32,7 @@ def describe_workers(workers: Iterable[Worker]) -> list[pb.Worker]:
 def describe_worker(worker: Worker) -> pb.Worker:
     refused = worker.mismatch if worker.ready else ""
     breaker = worker.guard.breaker
+    state = breaker.state(asyncio.get_running_loop().time())
     return pb.Worker(
         worker=worker.engine.worker,
         address=worker.address,
@@ -55,7 +41,7 @@ def describe_worker(worker: Worker) -> pb.Worker:
         engine=worker.engine,
         load=worker.load,
         items=len({run.owner for run in worker.sequences.values()}),
-        breaker=_BREAKER_STATES[breaker.state(asyncio.get_running_loop().time())],
+        breaker=pb.BreakerState.Value(f"BREAKER_STATE_{state.upper()}"),
         faults=breaker.faults,
     )
 
@@ -77,7 +63,7 @@ def _state_of(replica: Replica, *, refused: bool) -> pb.WorkerState.ValueType:
         return pb.WORKER_STATE_REFUSED
     if (replica.leaving or replica.drained) and replica.state is ReplicaState.READY:
         return pb.WORKER_STATE_DRAINING
-    return _STATES[replica.state]
+    return pb.WorkerState.Value(f"WORKER_STATE_{replica.state.name}")
 
 
 def _numbered(name: str) -> list[int | str]:

@@ -32,11 +32,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
     def __init__(
-        self,
-        fleet: Fleet,
-        members: Membership,
-        tokenizers: TokenizerPool,
-        requests: Requests,
+        self, fleet: Fleet, members: Membership, tokenizers: TokenizerPool, requests: Requests
     ) -> None:
         self._fleet = fleet
         self._members = members
