@@ -10,9 +10,9 @@ from typing import Any
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.chassis.fingerprint import tokenizer_fingerprint
 from trtmesh.cli.triton_import.config_file import is_unset
-from trtmesh.cli.triton_import.engine_arguments import arguments_of, convert_argument
 from trtmesh.cli.triton_import.fields import convert_fields
 from trtmesh.cli.triton_import.findings import Draft, Finding, Subject
+from trtmesh.cli.triton_import.parameters import ARGUMENTS, OF_THE_LIBRARY, arguments_of
 from trtmesh.cli.triton_import.recipes import ENGINE_PARAMETERS, Recipe, RepositoryModel
 from trtmesh.cli.triton_import.repository import ENGINE_ARGUMENTS, Repository
 from trtmesh.cli.triton_import.rules import MODELS, TORCH, unsupported
@@ -38,7 +38,8 @@ def convert_repository(
     PyTorch's words. Raises SettingsError or ModelUnusable."""
     repository = Repository(directory)
     weights = find_weights(repository, model_directories)
-    unserved = _unserved(repository, weights)
+    problems = {m.name: _problem(m, repository, weights) for m in repository}
+    unserved = {name: reason for name, reason in problems.items() if reason}
     draft = Draft()
     _put_weights(weights, device, draft)
     for model in repository:
@@ -55,15 +56,10 @@ def convert_repository(
     return Conversion(draft.sections, draft.findings, served, unserved)
 
 
-def _unserved(repository: Repository, weights: Weights) -> dict[str, str]:
-    unserved: dict[str, str] = {}
-    for model in repository:
-        if reason := repository.problem(model) or _weights_problem(model, repository, weights):
-            unserved[model.name] = reason
-    return unserved
-
-
-def _weights_problem(model: RepositoryModel, repository: Repository, weights: Weights) -> str:
+def _problem(model: RepositoryModel, repository: Repository, weights: Weights) -> str:
+    """Why the mesh cannot serve a model; '' if it can."""
+    if reason := repository.problem(model):
+        return reason
     cores = repository.cores_of(model)
     needed = [weights.needed[core] for core in cores if core in weights.needed]
     if model.tokenizes:
@@ -98,7 +94,7 @@ def _convert_model(
         if is_unset(value):
             draft.leave(subject)
         else:
-            convert_argument(name, subject, draft)
+            ARGUMENTS.get(name, unsupported(OF_THE_LIBRARY))(subject, draft)
     convert_fields(model, recipe, draft)
 
 

@@ -1,8 +1,9 @@
-"""Conversion of the parameters in config.pbtxt."""
+"""Conversion of the parameters in `config.pbtxt`, and of the arguments in the llmapi model's `model.yaml`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.cli.triton_import.findings import Draft, Subject
@@ -28,11 +29,14 @@ BATCHING = {
     "inflight_batching": "inflight_fused_batching",
     "V1": "V1",
 }
-POLICY = one_of(
-    {"max_utilization": "max_utilization", "guaranteed_no_evict": "guaranteed_no_evict"}
-)
-DECODING = ("top_k", "top_p", "top_k_top_p", "beam_search")
+POLICY = one_of("max_utilization", "guaranteed_no_evict")
+DECODING = one_of("top_k", "top_p", "top_k_top_p", "beam_search", "auto")
 SPECULATIVE = ("medusa", "redrafter", "lookahead", "eagle")
+
+DTYPE = one_of("auto", "float16", "bfloat16", "float32")
+SCHEDULER = one_of(
+    GUARANTEED_NO_EVICT="guaranteed_no_evict", MAX_UTILIZATION="max_utilization", STATIC_BATCH="V1"
+)
 
 NO_ADAPTERS = "the embedded engine takes no LoRA adapters"
 NO_SPECULATION = (
@@ -55,6 +59,11 @@ BROUGHT_BACK = (
     "blocks in host memory are always brought back; kv_cache_host_memory_bytes 0 keeps none there"
 )
 RESIDENT = "weights are not streamed: they stay on the device"
+ONE_DEVICE = "an embedded engine runs on one device; start more engines with mesh.engines"
+OF_THE_LIBRARY = "the embedded engine has no counterpart of this argument of TensorRT-LLM"
+ONE_PROMPT = "the model takes one prompt a request, without a batch dimension"
+TOKENIZER_FILES = "the tokenizer's own files decide"
+ITS_OWN_FILES = "the model's own files are read: see mesh.model"
 NO_VISION_TOWER = "it configures a vision encoder, and the mesh has none"
 
 
@@ -108,8 +117,7 @@ def _decoding(subject: Subject, draft: Draft) -> None:
     if subject.value in SPECULATIVE:
         draft.refuse(subject, NO_SPECULATION)
     else:
-        read = one_of({mode: mode for mode in DECODING} | {"auto": "auto"})
-        draft.carry(subject, (*TORCH, "decoding_mode"), read(subject))
+        draft.carry(subject, (*TORCH, "decoding_mode"), DECODING(subject))
 
 
 def _scheduler_policy(subject: Subject, draft: Draft) -> None:
@@ -126,6 +134,12 @@ def _beam_width(subject: Subject, draft: Draft) -> None:
     sequences = (*TORCH, "max_sequences_per_item")
     if width > (draft.get(sequences) or 16):
         draft.put(sequences, width)
+
+
+def _scheduler(subject: Subject, draft: Draft) -> None:
+    policy = SCHEDULER(subject)
+    name = "batching_type" if policy == "V1" else "batch_scheduler_policy"
+    draft.carry(subject, (*TORCH, name), policy)
 
 
 CORE_PARAMETERS: Mapping[str, Rule] = {
@@ -190,12 +204,12 @@ CORE_PARAMETERS: Mapping[str, Rule] = {
 }
 
 TEXT_PARAMETERS: Mapping[str, Rule] = {
-    "tokenizer_type": replaced("the tokenizer's own files decide"),
+    "tokenizer_type": replaced(TOKENIZER_FILES),
     "add_special_tokens": _special_tokens,
     "skip_special_tokens": _special_tokens,
     "multimodal_model_path": unsupported(NO_VISION_TOWER),
     "max_num_images": unsupported(NO_VISION_TOWER),
-    "hf_model_path": replaced("the model's own files are read: see mesh.model"),
+    "hf_model_path": replaced(ITS_OWN_FILES),
 }
 
 BLS_PARAMETERS: Mapping[str, Rule] = {
@@ -213,3 +227,61 @@ DISAGGREGATED_PARAMETERS: Mapping[str, Rule] = {
 }
 
 LLMAPI_PARAMETERS: Mapping[str, Rule] = {"gpu_device_ids": _devices}
+
+ARGUMENTS: Mapping[str, Rule] = {
+    "triton_config.max_batch_size": only(whole, value=0, text=ONE_PROMPT),
+    "triton_config.decoupled": own("decoupled", truth),
+    "triton_config.cancellation_check_period_ms": replaced(AT_ONCE),
+    "triton_config.multimodal": unsupported(NO_PICTURES),
+    "logits_post_processors": unsupported(NO_CODE),
+    "model": replaced(ITS_OWN_FILES),
+    "tokenizer": replaced(ITS_OWN_FILES),
+    "tokenizer_mode": replaced(TOKENIZER_FILES),
+    "skip_tokenizer_init": replaced("tokenizers are processes of their own"),
+    "trust_remote_code": replaced("no code of a model is loaded"),
+    "backend": replaced("the embedded engine computes with PyTorch"),
+    "dtype": engine("dtype", DTYPE),
+    "tensor_parallel_size": only(whole, value=1, text=ONE_DEVICE),
+    "pipeline_parallel_size": only(whole, value=1, text=ONE_DEVICE),
+    "context_parallel_size": only(whole, value=1, text=ONE_DEVICE),
+    "gpus_per_node": only(whole, value=1, text=ONE_DEVICE),
+    "max_batch_size": engine("max_batch_size", whole),
+    "max_num_tokens": engine("max_step_tokens", whole),
+    "max_seq_len": engine("max_sequence_tokens", whole),
+    "enable_chunked_prefill": engine("chunked_context", truth),
+    "scheduler_config.capacity_scheduler_policy": _scheduler,
+    "kv_cache_config.enable_block_reuse": engine("prefix_reuse", truth),
+    "kv_cache_config.enable_partial_reuse": engine("partial_reuse", truth),
+    "kv_cache_config.max_tokens": engine("kv_cache_tokens", whole),
+    "kv_cache_config.free_gpu_memory_fraction": cache_fraction,
+    "kv_cache_config.host_cache_size": engine("host_cache_bytes", whole),
+    "kv_cache_config.secondary_offload_min_priority": engine("host_cache_min_priority", whole),
+    "kv_cache_config.tokens_per_block": engine("tokens_per_block", whole),
+    "kv_cache_config.event_buffer_max_size": replaced("changes of the cache are always told"),
+    "kv_cache_config.onboard_blocks": only(truth, value=True, text=BROUGHT_BACK),
+    "enable_iter_perf_stats": replaced(ALWAYS_COUNTED),
+    "enable_iter_req_stats": replaced(ALWAYS_COUNTED),
+    "return_perf_metrics": replaced(ALWAYS_COUNTED),
+    "cuda_graph_config": replaced(KERNELS),
+    "attn_backend": replaced(KERNELS),
+    "torch_compile_config": replaced(KERNELS),
+    "disable_overlap_scheduler": replaced(KERNELS),
+    "enable_lora": only(truth, value=False, text=NO_ADAPTERS),
+    "lora_config": unsupported(NO_ADAPTERS),
+    "speculative_config": unsupported(NO_SPECULATION),
+    "guided_decoding_backend": unsupported(NO_GRAMMARS),
+}
+
+
+def arguments_of(arguments: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The arguments as text, by dotted name; mappings with a rule stay whole."""
+    for key, value in arguments.items():
+        name = prefix + str(key)
+        if (
+            isinstance(value, dict)
+            and value
+            and any(rule.startswith(name + ".") for rule in ARGUMENTS)
+        ):
+            yield from arguments_of(value, name + ".")
+        else:
+            yield name, "" if value is None else str(value)

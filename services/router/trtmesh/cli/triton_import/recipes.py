@@ -18,6 +18,7 @@ from trtmesh.cli.triton_import.parameters import (
 from trtmesh.cli.triton_import.rules import MODELS, Rule
 from trtmesh.router.doors.triton.templates.catalogue import TEMPLATES
 from trtmesh.router.doors.triton.templates.template import Template
+from trtmesh.router.doors.triton.templates.tokenization import TokenizerTemplate
 
 ENGINE_PARAMETERS = ("gpt_model_path", "engine_dir")
 
@@ -53,7 +54,7 @@ class RepositoryModel:
 
     @property
     def tokenizes(self) -> bool:
-        return self.recipe is not None and self.recipe.tokenizes
+        return self.recipe is not None and isinstance(self.recipe.template, TokenizerTemplate)
 
     @property
     def steps(self) -> list[str]:
@@ -121,8 +122,6 @@ class Recipe:
     """Whether config.pbtxt decides about streams."""
     has_queue: bool = False
     """Whether the queue policy applies to the engine."""
-    tokenizes: bool = False
-    """Whether models have it as a step to encode or decode."""
     engine: Callable[[RepositoryModel], str] = _engine_of_parameters
     """The engine or model named in the repository; '' if none."""
     inherited: Sequence[str] = ()
@@ -149,14 +148,12 @@ RECIPES = (
         template=TEMPLATES["preprocessing"],
         recognises=lambda model: "QUERY" in model.inputs,
         parameters=TEXT_PARAMETERS,
-        tokenizes=True,
         inherited=("add_special_tokens",),
     ),
     Recipe(
         template=TEMPLATES["postprocessing"],
         recognises=lambda model: "TOKENS_BATCH" in model.inputs,
         parameters=TEXT_PARAMETERS,
-        tokenizes=True,
         inherited=("skip_special_tokens",),
     ),
     Recipe(

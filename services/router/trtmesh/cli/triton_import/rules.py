@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from trtmesh.chassis.errors import SettingsError
@@ -39,10 +39,11 @@ def truth(subject: Subject) -> bool:
     return word in TRUE
 
 
-def one_of(words: Mapping[str, Any]) -> Callable[[Subject], Any]:
-    """Reads one of the words."""
+def one_of(*same: str, **renamed: str) -> Callable[[Subject], str]:
+    """Reads one of the words, most with the same meaning here."""
+    words = {word: word for word in same} | renamed
 
-    def read(subject: Subject) -> Any:
+    def read(subject: Subject) -> str:
         if subject.value not in words:
             raise _wrong(subject, f"one of {', '.join(words)}")
         return words[subject.value]

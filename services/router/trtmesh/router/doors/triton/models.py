@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TypeVar
 
 from tritonclient.grpc import model_config_pb2, service_pb2
-from trtmesh.chassis.errors import ModelNotFound
 from trtmesh.router.doors.triton.settings import (
     DEFAULT_STEPS,
     TritonModelSettings,
@@ -27,16 +25,6 @@ def triton_models(settings: TritonSettings) -> dict[str, Model]:
         template.name: TritonModelSettings(template=template.name) for template in FIVE_MODELS
     }
     return {name: _settle(name, own, settings) for name, own in configured.items()}
-
-
-def find_model(models: Mapping[str, Model], name: str, version: str) -> Model:
-    """The model of a name. Raises ModelNotFound in Triton's words."""
-    model = models.get(name)
-    if model is None:
-        raise ModelNotFound(f"Request for unknown model: '{name}' is not found")
-    if version not in ("", MODEL_VERSION):
-        raise ModelNotFound(f"Request for unknown model: '{name}' version {version} is not found")
-    return model
 
 
 def _settle(name: str, own: TritonModelSettings, door: TritonSettings) -> Model:

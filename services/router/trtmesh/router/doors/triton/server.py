@@ -9,7 +9,13 @@ from importlib.metadata import version
 from typing import Any
 
 from tritonclient.grpc import service_pb2 as kserve
-from trtmesh.chassis.errors import InvalidRequest, TrtmeshError, UnsupportedCall, UnsupportedField
+from trtmesh.chassis.errors import (
+    InvalidRequest,
+    ModelNotFound,
+    TrtmeshError,
+    UnsupportedCall,
+    UnsupportedField,
+)
 from trtmesh.router.doors.generation import Caller
 from trtmesh.router.doors.triton.answers import Answer
 from trtmesh.router.doors.triton.calls import read_call
@@ -19,7 +25,6 @@ from trtmesh.router.doors.triton.models import (
     MODEL_VERSION,
     describe_config,
     describe_metadata,
-    find_model,
     triton_models,
 )
 from trtmesh.router.doors.triton.settings import TritonSettings
@@ -63,8 +68,14 @@ class TritonServer:
         return TritonMetrics(self._models, self._statistics, figures_of)
 
     def find_model(self, name: str, version: str) -> Model:
-        """Raises ModelNotFound."""
-        return find_model(self._models, name, version)
+        """The model of a name. Raises ModelNotFound in Triton's words."""
+        model = self._models.get(name)
+        if model is None:
+            raise ModelNotFound(f"Request for unknown model: '{name}' is not found")
+        if version not in ("", MODEL_VERSION):
+            unknown = f"'{name}' version {version}"
+            raise ModelNotFound(f"Request for unknown model: {unknown} is not found")
+        return model
 
     def read(self, request: Any, speech: Speech, model: Model | None = None) -> Call:
         """Reads a ModelInferRequest, for `speech` too. Raises ModelNotFound or InvalidRequest."""
