@@ -232,7 +232,7 @@ class Backend(Protocol):
     Promises of every implementation:
 
     * `submit` MUST either raise a TrtmeshError and forget the item, or take it. It MUST NOT block.
-    * Every key of a taken item MUST be delivered exactly one SequenceEnd, and nothing after it. Tokens MUST arrive in
+    * Every key of a taken item MUST get exactly one SequenceEnd, and nothing after it. Tokens MUST arrive in
       order and without gaps; only a sequence of a beam search MAY come again, from offset 0.
     * `stop` MUST lead to the SequenceEnd of every live key within one step, with the given reason. An unknown or ended
       key MUST be ignored.
