@@ -1,4 +1,4 @@
-"""Makes runs equal on every machine: no setting of a developer or a CI reaches a process, and Hypothesis draws the same
+"""Makes runs equal on every machine: environment settings do not reach processes, and Hypothesis draws the same
 examples. Assigns every test to its tier.
 """
 
@@ -20,21 +20,21 @@ from trtmesh.chassis.logs import set_up_logs
 FOREIGN = (
     # Settings of the services and of the CLI.
     "TRTMESH_",
-    # Colours, sizes, and pipes that pass for terminals.
+    # Colours, sizes, and pipes treated as terminals.
     *("FORCE_COLOR", "NO_COLOR", "CLICOLOR", "PY_COLORS", "COLUMNS", "LINES", "TTY_", "GITHUB_ACTIONS"),
     # Without byte code, every start of a service compiles its modules again.
     "PYTHONDONTWRITEBYTECODE",
     # gRPC and urllib would connect to 127.0.0.1 through a proxy.
     *("http_proxy", "https_proxy", "grpc_proxy", "all_proxy"),
 )  # fmt: skip
-"""Prefixes, in either case, of variables that change the outcome of tests."""
+"""Prefixes, in either case, of variables with an effect on tests."""
 
 for name in [*os.environ]:
     if name.lower().startswith(tuple(map(str.lower, FOREIGN))):
         del os.environ[name]
 # Engines with a thread for every core slow each other down.
 os.environ["OMP_NUM_THREADS"] = "1"
-# In the background and under nohup SIGINT is ignored, and children that inherit this cannot be interrupted.
+# In the background and under nohup SIGINT is ignored, and children would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Terminals of tests have equal abilities everywhere.
 os.environ["TERM"] = "xterm"

@@ -1,4 +1,4 @@
-"""Finds leaked objects. Services rarely collect garbage, so reference counts alone must free every finished object."""
+"""Finds leaked objects. Services rarely collect garbage, so reference counts alone must free finished objects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PATIENCE_SECONDS = 60.0
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Turns the collector off in the block; `alive` counts only what was made in it."""
+    """Turns the collector off in the block; `alive` counts only objects made there."""
     gc.freeze()
     gc.disable()
     try:
@@ -29,7 +29,7 @@ def alive(*kinds: type) -> Counter[str]:
 
 
 async def gone(*kinds: type) -> None:
-    """Waits until no object of exactly these types is left; a message that frees one may still be in a socket."""
+    """Waits until no object of exactly these types is left; messages in sockets may still free some."""
     try:
         async with asyncio.timeout(PATIENCE_SECONDS):
             while alive(*kinds):  # noqa: ASYNC110 - freeing sets no event

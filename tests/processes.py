@@ -17,13 +17,13 @@ STOP_SECONDS = 120.0
 
 @dataclass
 class ServiceProcess:
-    """A process that has announced its address."""
+    """A process with an announced address."""
 
     address: str
     admin_address: str
     """'' except for a router."""
     http_address: str
-    """Likewise."""
+    """'' except for a router with HTTP."""
     metrics_port: int | None
     pid: int
     _process: asyncio.subprocess.Process
@@ -37,7 +37,7 @@ class ServiceProcess:
 
     @property
     def exit_status(self) -> int | None:
-        """None while it runs; the negative number of the signal that killed it."""
+        """None while running; negative for a process killed by a signal."""
         return self._process.returncode
 
     def signal(self, number: signal.Signals) -> None:
@@ -107,7 +107,7 @@ class Exit:
 
 
 async def run_to_exit(service: str, *flags: str, env: Mapping[str, str] | None = None) -> Exit:
-    """Runs a process that ends by itself, such as one that cannot start."""
+    """Runs a process to the end, such as a failing start."""
     process = await _start(service, flags, env)
     try:
         async with asyncio.timeout(START_SECONDS):

@@ -1,4 +1,4 @@
-"""A backend that records its calls and acts on a test's command."""
+"""A backend with a record of calls, acting on a test's commands."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ IDLE = BackendStats(
 
 
 class RecordingBackend:
-    """Implements Backend. Of itself it only ends sequences on `stop` and `close`."""
+    """Implements Backend. Without commands it only ends sequences on `stop` and `close`."""
 
     def __init__(self, info: BackendInfo = INFO, adapters: Sequence[HeldAdapter] = ()) -> None:
         self.info = info

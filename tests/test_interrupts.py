@@ -1,4 +1,4 @@
-"""Tests can interrupt what they start, also where SIGINT is ignored: in the background and under nohup."""
+"""Tests can interrupt their children even where SIGINT is ignored: in the background and under nohup."""
 
 from __future__ import annotations
 

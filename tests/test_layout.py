@@ -52,7 +52,7 @@ ROOMS = {
         "metrics",
     ),
 }
-"""Files and folders of a package from the top down: each imports from itself and from those after it."""
+"""Files and folders of a package from the top down: imports go to the same entry or to later ones."""
 
 MODULES = {
     "trtmesh." + ".".join(file.relative_to(package.parent).with_suffix("").parts): file
@@ -64,7 +64,7 @@ MODULES = {
 
 
 def imported_modules(file: Path) -> Iterator[str]:
-    """The absolute names of all modules that `file` imports, `from a import b` as a.b."""
+    """The absolute names of all modules imported by `file`, `from a import b` as a.b."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -90,7 +90,7 @@ def test_packages_import_only_what_they_may(name: str) -> None:
 
 
 def imports_of(module: str) -> set[str]:
-    """The modules of ours that one imports, for types or at run time, `from a import b` as a or a.b."""
+    """Modules of the project imported for types or at run time, `from a import b` as a or a.b."""
     names = set(imported_modules(MODULES[module]))
     owners = {name.rpartition(".")[0] for name in names}
     return ((names | owners) & MODULES.keys()) - {module}
@@ -115,7 +115,7 @@ def test_rooms_import_downwards_only(package: str) -> None:
 
 
 def test_every_room_has_its_place() -> None:
-    """Of the router, where rooms are many; a new one is put into the order before it is used."""
+    """A new package of the router needs a place in the order."""
     inside = {path.stem for path in PACKAGES["router"].iterdir() if path.suffix in ("", ".py")}
     assert inside - {"__init__", "__pycache__"} == set(ROOMS["router"])
 
@@ -129,7 +129,7 @@ def test_no_imports_form_a_circle() -> None:
 
 
 def test_http2_imports_nothing_of_ours() -> None:
-    """It could be a library: nothing but the RFC is in it."""
+    """The HTTP/2 framing could be a library."""
     foreign = [
         f"{module} imports {imported}"
         for module in MODULES
@@ -141,8 +141,8 @@ def test_http2_imports_nothing_of_ours() -> None:
 
 
 def test_few_commands_import_the_router() -> None:
-    """`replay` runs its placement, `import-triton` checks what its Triton door will serve, and a stack's settings name
-    its policies. The others ask a router."""
+    """`replay` runs the router's placement, `import-triton` checks against the Triton door, and a stack's settings name
+    policies. Other commands talk to a router."""
     importers = {
         file.relative_to(PACKAGES["cli"]).parts[0]
         for file in PACKAGES["cli"].rglob("*.py")
@@ -212,7 +212,7 @@ def test_dependencies_are_bounded_above_and_below() -> None:
 
 
 def test_every_type_ignore_has_a_reason() -> None:
-    """In its line or in a comment above."""
+    """On the same line or in a comment above."""
     mark = "# type: " + "ignore"
     bare = []
     for folder in ("services", "bench", "tests"):
@@ -231,7 +231,7 @@ def test_every_dependency_is_pinned_for_ci() -> None:
     pinned = {line.split("==")[0].lower().replace("_", "-") for line in lines if "==" in line}
     project = PYPROJECT["project"]
     extras = project["optional-dependencies"]
-    # Its wheels need a CUDA machine, which no CI is.
+    # The wheels need a CUDA machine; CI has none.
     installed = (extras[extra] for extra in extras if extra != "tensorrt-llm")
     needed = [*project["dependencies"], *chain.from_iterable(installed)]
     names = {re.split(r"[\[>=]", requirement)[0].lower() for requirement in needed}

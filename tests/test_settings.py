@@ -44,7 +44,7 @@ def refusal(
 
 
 def spelt_anew(old: list[str], new: list[str]) -> Iterator[tuple[str, str]]:
-    """The old spelling of a source and the expected end of its refusal; nothing where the spelling stays."""
+    """The old spelling of a source and the expected end of the refusal; empty for an unchanged spelling."""
     if old != new:
         yield old[0], f"{old[0]} is now {' and '.join(new)}"
 
@@ -89,7 +89,7 @@ def test_no_two_settings_have_one_spelling(cls: type[ServiceSettings]) -> None:
     assert len(spelt) == len(set(spelt))
 
 
-def test_the_settings_page_is_current() -> None:
+def test_settings_page_is_current() -> None:
     script = runpy.run_path(str(ROOT / "docs" / "settings.py"))
     assert script["PAGE"].read_text(encoding="utf-8") == script["page"](), (
         "run `python docs/settings.py`"

@@ -51,13 +51,13 @@ async def waits() -> None:
     ],
 )
 def test_tier_follows_from_what_code_reaches(name: str, slow: bool) -> None:
-    # By name: a test that gets the function would reach what it does.
+    # By name: a test given the function itself would reach the function's code.
     assert reaches_slow(globals()[name]) is slow
 
 
 def test_process_in_the_fast_tier_is_refused(request: pytest.FixtureRequest) -> None:
     assert request.node.get_closest_marker("fast")
-    # Imported by name, which tests/tiers.py does not see.
+    # Imported by name, invisible to tests/tiers.py.
     subprocess = importlib.import_module("subprocess")
     with pytest.raises(RuntimeError, match="mark it slow"):
         subprocess.run([sys.executable, "--version"], check=True)

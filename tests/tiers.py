@@ -1,4 +1,4 @@
-"""The fast tier: the tests that start no process and load no model. `make check` runs it as `pytest -m fast`.
+"""The fast tier: tests without processes and models. `make check` runs them as `pytest -m fast`.
 
 A test is fast unless the test code that it reaches (its own, its fixtures', its parameters', and the helpers that these
 name) names something of SLOW, or the test is marked `slow`. A fast test that starts a process fails.
@@ -27,7 +27,7 @@ SLOW = {
 }
 
 STARTS_OF_PROCESSES = {"subprocess.Popen", "os.exec", "os.fork", "os.posix_spawn", "os.system"}
-"""Audit events, each raised before its process starts."""
+"""Audit events raised before a process starts."""
 
 
 def is_fast(test: pytest.Function) -> bool:
@@ -44,7 +44,7 @@ def is_fast(test: pytest.Function) -> bool:
 
 @cache
 def reaches_slow(root: object) -> bool:
-    """Whether a function, or what it reaches in the tests, names something of SLOW."""
+    """Whether a function, or code reached from there in the tests, names something of SLOW."""
     waiting, seen = [root], set[int]()
     while waiting:
         found = inspect.unwrap(each) if callable(each := waiting.pop()) else each
@@ -58,7 +58,7 @@ def reaches_slow(root: object) -> bool:
 
 
 def _names(found: object) -> set[str]:
-    """The names in a function of the tests, those of the functions inside it included."""
+    """The names in a function of the tests and in nested functions."""
     names = set[str]()
     codes = [found.__code__] if isinstance(found, FunctionType) and _in_tests(found) else []
     while codes:
@@ -69,7 +69,7 @@ def _names(found: object) -> set[str]:
 
 
 def _named(found: object, names: set[str]) -> Iterable[Any]:
-    """What a function's names stand for in its module and in the modules that it names; the parts of a class or a
+    """Objects behind a function's names, in its module and in the named modules; the parts of a class or a
     collection."""
     match found:
         case FunctionType():
@@ -98,7 +98,7 @@ def _in_tests(found: FunctionType | type) -> bool:
 
 
 class ProcessGuard:
-    """Makes every start of a process fail while it is on."""
+    """Makes every start of a process fail inside the block."""
 
     def __init__(self) -> None:
         self._is_on = False

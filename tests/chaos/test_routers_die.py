@@ -310,7 +310,7 @@ async def test_resume_of_a_live_request_moves_it_to_the_new_call(mesh: Mesh) -> 
     with pytest.raises(grpc.aio.AioRpcError) as told:
         async for _ in first:
             pass
-    assert "goes on in another call" in (told.value.details() or "")
+    assert "continues in another call" in (told.value.details() or "")
 
 
 async def test_resume_repeats_nothing_that_finished(mesh: Mesh) -> None:

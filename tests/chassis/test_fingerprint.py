@@ -50,7 +50,7 @@ def test_format_and_irrelevant_parts_are_ignored(tmp_path: Path) -> None:
         ({}, {"add_bos_token": True}),
     ],
 )
-def test_parts_that_affect_ids_or_text_change_the_fingerprint(
+def test_parts_affecting_ids_or_text_change_the_fingerprint(
     tmp_path: Path, tokenizer: dict[str, Any], config: dict[str, Any]
 ) -> None:
     expected = fingerprint(tmp_path, TOKENIZER, CONFIG)

@@ -66,7 +66,7 @@ def test_values_outside_the_limits_are_refused(path: str) -> None:
         config_with(path, 0.5)
     except TypeError:
         as_type = int
-    # The wire rounds to 32-bit floats, so the values lie well outside.
+    # The wire rounds to 32-bit floats, so the values are well outside.
     outside = [low - 1, high + 1] if as_type is int else [low - 1, high * 1.01 + 1, math.nan]
     for value in outside:
         try:

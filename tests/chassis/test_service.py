@@ -76,7 +76,7 @@ class Example:
         self.seen = ""
 
     async def until(self, word: str) -> None:
-        """Reads its standard error until `word` stands there."""
+        """Reads standard error until `word` appears."""
         assert self.process.stderr
         async with asyncio.timeout(PATIENCE_SECONDS):
             while word not in self.seen:
@@ -111,7 +111,7 @@ async def example(tmp_path: Path, *flags: str) -> AsyncIterator[Example]:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        # A name that does not exist may keep a server of names that is away busy for half a minute.
+        # With an unreachable name server, an unknown name may take half a minute.
         env=os.environ | {"RES_OPTIONS": "timeout:1 attempts:1"},
     )
     try:

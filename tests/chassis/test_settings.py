@@ -51,7 +51,7 @@ def test_each_layer_covers_the_one_below(file: Path) -> None:
     assert load("--cache-blocks", "4", file=file, **env).port == 5
 
 
-def test_the_file_may_be_named_by_the_environment(file: Path) -> None:
+def test_file_may_be_named_by_the_environment(file: Path) -> None:
     assert load(TRTMESH_CONFIG=str(file)).port == 5
 
 
@@ -157,20 +157,20 @@ def test_messages_of_files(tmp_path: Path, content: str, message: str) -> None:
     assert message.format(file=path) in str(caught.value)
 
 
-def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
+def test_empty_file_sets_nothing(tmp_path: Path) -> None:
     path = tmp_path / "mesh.yaml"
     path.write_text("")
     assert load(file=path) == load()
 
 
-def test_a_missing_setting_is_named_in_every_way() -> None:
+def test_missing_setting_is_named_in_every_way() -> None:
     with pytest.raises(SettingsError) as caught:
         load_settings(Example, [], {})
     assert "engine.name: field required" in str(caught.value)
     assert "--name or TRTMESH_ENGINE_NAME" in str(caught.value)
 
 
-def test_several_errors_are_told_at_once() -> None:
+def test_several_errors_are_reported_together() -> None:
     with pytest.raises(SettingsError, match=r"--port.*; .*--cache-blocks"):
         load("--port", "x", "--cache-blocks", "y")
 
@@ -185,7 +185,7 @@ def test_help_shows_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert "(default 10)" in text
 
 
-def test_help_tells_the_words_that_a_setting_may_be(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_allowed_words(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         load("--help")
     text = " ".join(capsys.readouterr().out.split())

@@ -20,16 +20,16 @@ import psutil
 
 TRTMESH = str(Path(sys.executable).with_name("trtmesh"))
 STOP_SECONDS = 60.0
-"""How long a test waits for an end; no test depends on how soon it comes."""
+"""Upper bound of a wait for an end; no test depends on the actual time."""
 
 MARK = "TESTED_COMMAND"
-"""Variable by which a command and all that it started are known, whoever is their parent later."""
+"""Variable marking a command and all its descendants, even after a change of parent."""
 
 FREE_PORTS = (
     *("--port", "0", "--admin-port", "0"),
     *("--http-port", "0", "--metrics-port", "0"),
 )
-"""Flags of a stack that takes no port that somebody may have."""
+"""Flags of a stack on free ports."""
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 def trtmesh(
     *arguments: str, stdin: str = "", env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end."""
+    """Runs a command to the end."""
     return subprocess.run(
         [TRTMESH, *arguments],
         input=stdin,
@@ -50,7 +50,7 @@ def trtmesh(
 
 @dataclass
 class Running:
-    """A command that goes on by itself; its lines are collected as they come."""
+    """A running command; collects the lines of output."""
 
     popen: subprocess.Popen[str]
     mark: str
@@ -73,7 +73,7 @@ class Running:
                     self._arrived.notify_all()
 
     def wait_for(self, text: str) -> str:
-        """The first line that has `text`, waiting for it; fails when the command ends without it."""
+        """Waits for the first line with `text`; fails if the command ends first."""
 
         def found() -> str | None:
             return next((line for line in (*self.out, *self.err) if text in line), None)
@@ -81,7 +81,7 @@ class Running:
         return self.wait_until(found, repr(text))
 
     def wait_until(self, told: Callable[[], T | None], what: str) -> T:
-        """What `told` makes of the lines, waiting until it is something; fails when the command ends before."""
+        """Waits for a true result of `told`, and returns it; fails if the command ends first."""
         with self._arrived:
             while not (found := told()):
                 assert any(reader.is_alive() for reader in self._readers), (
@@ -101,7 +101,7 @@ class Running:
         self.popen.stdin.close()
 
     def wait(self) -> int:
-        """Its exit status, once it ended and all its lines are here."""
+        """Waits for the end and all lines; returns the exit status."""
         status = self.popen.wait(STOP_SECONDS)
         for reader in self._readers:
             reader.join(STOP_SECONDS)
@@ -109,7 +109,7 @@ class Running:
         return status
 
     def end(self) -> None:
-        """Kills it and all that it started."""
+        """Kills the command and all descendants."""
         if self.popen.poll() is None:
             self.popen.kill()
         for process in self._started():
@@ -118,14 +118,14 @@ class Running:
         self.wait()
 
     def left_nothing(self) -> bool:
-        """Whether all that it started ended, within the time that a stop may take."""
+        """Whether all descendants end within the time of a stop."""
         ends_at = time.monotonic() + STOP_SECONDS
         while self._started() and time.monotonic() < ends_at:
             time.sleep(0.01)
         return not self._started()
 
     def _started(self) -> list[psutil.Process]:
-        """What it started that did not end. Whoever ended has no environment, whether or not a parent took note."""
+        """Running descendants. Ended processes have no environment, even as zombies."""
         return [
             process
             for process in psutil.process_iter(["environ"])
@@ -138,12 +138,12 @@ class Stack(Running):
     """A running `trtmesh up --output json`."""
 
     def wait_ready(self) -> str:
-        """The first router's address, once every process serves."""
+        """The first router's address, after every process serves."""
         return str(json.loads(self.wait_for('"event": "ready"'))["router"])
 
     @property
     def admin(self) -> str:
-        """The first router's address for admins, once every process serves."""
+        """The first router's admin address, after every process serves."""
         return str(json.loads(self.wait_for('"event": "ready"'))["admin"])
 
     @property
@@ -156,7 +156,7 @@ class Stack(Running):
 
 @contextmanager
 def running(*arguments: str, env: Mapping[str, str] | None = None) -> Iterator[Running]:
-    """Starts a command and ends it, and all that it started, on the way out."""
+    """Starts a command; ends it with all descendants on exit."""
     command = Running(*_start(arguments, env))
     try:
         yield command
@@ -166,7 +166,7 @@ def running(*arguments: str, env: Mapping[str, str] | None = None) -> Iterator[R
 
 @contextmanager
 def running_stack(*flags: str, env: Mapping[str, str] | None = None) -> Iterator[Stack]:
-    """Starts `trtmesh up` with simulated engines unless `flags` say otherwise; it may not serve yet."""
+    """Starts `trtmesh up`, by default with simulated engines; returns before the stack serves."""
     arguments = ("up", "--output", "json", "--grace-seconds", "60", *flags)
     if "--backend" not in flags:
         arguments += ("--backend", "simulated")
@@ -196,9 +196,9 @@ def _start(
 
 
 def read_until_closed(terminal: int) -> str:
-    """What a command shows on the terminal of which `terminal` is the other side."""
+    """The output of a command on the other side of `terminal`."""
     parts = []
-    with suppress(OSError):  # How Linux ends a terminal whose other side was closed.
+    with suppress(OSError):  # Linux reports a closed other side of a terminal so.
         while part := os.read(terminal, 65536):
             parts.append(part)
     os.close(terminal)

@@ -12,7 +12,7 @@ from trtmesh.v1 import router_admin_pb2_grpc
 
 @pytest.fixture(scope="session")
 def stack() -> Iterator[Stack]:
-    """Two routers, a tokenizer and two simulated engines, shared by the tests that leave them running."""
+    """Two routers, a tokenizer and two simulated engines, shared by read-only tests."""
     with running_stack("--engines", "2", "--routers", "2", "--port", "0") as running:
         running.wait_ready()
         yield running
@@ -20,7 +20,7 @@ def stack() -> Iterator[Stack]:
 
 @pytest.fixture
 def idle_stack(stack: Stack) -> Stack:
-    """The stack, with nothing live on it: a router may learn later than a test that a client of it is gone."""
+    """The stack without live requests: a router may notice the end of a client after the test."""
     with grpc.insecure_channel(stack.admin) as channel:
         ask = router_admin_pb2_grpc.RouterAdminServiceStub(channel).ListRequests
         while ask(pb.ListRequestsRequest(limit=1), wait_for_ready=True).live_requests:
@@ -36,5 +36,5 @@ def router(idle_stack: Stack) -> str:
 
 @pytest.fixture
 def admin(idle_stack: Stack) -> str:
-    """Address of the stack's router for admins."""
+    """Admin address of the stack's router."""
     return idle_stack.admin

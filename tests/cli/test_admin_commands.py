@@ -1,4 +1,4 @@
-"""The commands of an operator against a running stack."""
+"""Operators' commands against a running stack."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ completion.PATIENCE_SECONDS = 60.0
 sys.argv = ["trtmesh"]
 main()
 """
-"""The command, which proposes the names that a router has however long that takes on this machine."""
+"""The command, with unlimited time for the completion of names."""
 
 
 def as_objects(text: str) -> list[dict[str, Any]]:
@@ -38,7 +38,7 @@ def as_objects(text: str) -> list[dict[str, Any]]:
 
 @contextmanager
 def live_request(router: str, name: str) -> Iterator[None]:
-    """A request of two items of two sequences each that runs for long; its client has tokens of all four."""
+    """A long request of two items with two sequences each; the client has tokens of all four."""
     arguments = ("--router", router, "--request-id", name, "--max-tokens", "30000", "--json")
     with running("generate", *arguments, "--sequences", "2", "one", "two") as client:
         for item, sequence in ((0, 0), (0, 1), (1, 0), (1, 1)):
@@ -60,7 +60,7 @@ def test_workers_are_listed(stack: Stack, admin: str) -> None:
     assert {worker["state"] for worker in workers} == {"WORKER_STATE_READY"}
 
 
-def test_a_request_is_listed_shown_explained_and_stopped(router: str, admin: str) -> None:
+def test_request_is_listed_shown_explained_and_stopped(router: str, admin: str) -> None:
     with live_request(router, "shown"):
         listed = trtmesh("requests", "list", "--admin", admin, env=WIDE)
         assert listed.returncode == 0, listed.stderr
@@ -93,15 +93,13 @@ def test_a_request_is_listed_shown_explained_and_stopped(router: str, admin: str
         assert told["stopped_items"] in (
             1,
             2,
-        )  # The worker may not have told the end of the first yet.
+        )  # The worker may not have reported the end of the first yet.
     (told,) = as_objects(trtmesh("explain", "shown", "--admin", admin, "--json").stdout)
     assert [placement["batch_index"] for placement in told["placements"]] == [0, 1]
     assert {len(placement["candidates"]) for placement in told["placements"]} == {2}
 
 
-def test_a_worker_is_drained_resumed_added_and_removed_while_somebody_watches(
-    router: str, admin: str
-) -> None:
+def test_watch_prints_drain_resume_add_and_remove(router: str, admin: str) -> None:
     with running("workers", "watch", "--admin", admin, env=WIDE) as watch:
         watch.wait_for("2 workers")
         with live_request(router, "moving"):
@@ -126,7 +124,7 @@ def test_a_worker_is_drained_resumed_added_and_removed_while_somebody_watches(
         assert watch.wait() == 130
 
 
-def test_what_is_not_live_is_not_found(admin: str) -> None:
+def test_unknown_request_is_not_found(admin: str) -> None:
     for command in (("requests", "show"), ("requests", "stop"), ("explain",)):
         result = trtmesh(*command, "nobody", "--admin", admin)
         assert result.returncode == 1
@@ -135,7 +133,7 @@ def test_what_is_not_live_is_not_found(admin: str) -> None:
         assert "'nobody'" in line
 
 
-def test_the_policy_is_shown_and_changed(admin: str) -> None:
+def test_policy_is_shown_and_changed(admin: str) -> None:
     (before,) = as_objects(trtmesh("policy", "get", "--admin", admin, "--json").stdout)
     changed = trtmesh("policy", "set", "round_robin", "--admin", admin)
     assert (changed.returncode, changed.stdout) == (
@@ -158,7 +156,7 @@ def test_top_shows_workers_streams_and_rates(router: str, admin: str) -> None:
         with running("top", *flags, "--json") as top:
 
             def moving() -> dict[str, Any] | None:
-                """The first look since whose predecessor the worker reported and the request got tokens."""
+                """The first sample with a new report of the worker and new tokens of the request."""
                 for look in as_objects("".join(top.out[1:])):
                     rates = look["rates"]
                     (request,) = rates["requests"]
@@ -208,7 +206,7 @@ def test_ctrl_c_ends_top_with_130(admin: str) -> None:
         assert command.err == []
 
 
-def test_the_address_for_clients_is_told_from_that_for_admins(router: str) -> None:
+def test_client_address_as_admin_address_is_explained(router: str) -> None:
     result = trtmesh("workers", "list", "--admin", router)
     assert result.returncode == 1
     (line,) = result.stderr.splitlines()
@@ -216,7 +214,7 @@ def test_the_address_for_clients_is_told_from_that_for_admins(router: str) -> No
     assert "router.admin.port" in line
 
 
-async def test_a_token_is_shown_from_a_file_or_the_environment(tmp_path: Path) -> None:
+async def test_token_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     right.write_text("s3cret\n")
     wrong.write_text("other\n")
@@ -235,7 +233,7 @@ async def test_a_token_is_shown_from_a_file_or_the_environment(tmp_path: Path) -
         assert str(tmp_path / "none") in result.stderr
 
 
-def test_the_shell_completes_commands_options_and_names(admin: str) -> None:
+def test_shell_completes_commands_options_and_names(admin: str) -> None:
     for words, expected in (
         ("trtmesh work", {"workers"}),
         (f"trtmesh workers drain --admin {admin} eng", {"engine-0", "engine-1"}),

@@ -1,4 +1,4 @@
-"""What commands say and how they end when a router is away, frozen or stuck, and what they make of its answers."""
+"""Output and exit status of commands with an absent, frozen or stuck router, and of scripted answers."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ async def test_no_command_hangs_on_a_frozen_router() -> None:
 
 
 class ScriptedAdmin(router_admin_pb2_grpc.RouterAdminServiceServicer):
-    """Answers as a test says and remembers what it was asked."""
+    """Returns scripted answers and records the requests."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
         self.left_sequences = 0
         self.frozen = asyncio.Event()
         self.probes = asyncio.Semaphore(0)
-        """One for each time that a command looked whether the router answers."""
+        """One entry for each liveness check of a command."""
         self.watch_ended = asyncio.Event()
 
     async def AddWorker(self, request: Any, context: Any) -> pb.AddWorkerResponse:
@@ -123,7 +123,7 @@ class ScriptedAdmin(router_admin_pb2_grpc.RouterAdminServiceServicer):
 
 @asynccontextmanager
 async def scripted() -> AsyncIterator[tuple[ScriptedAdmin, str]]:
-    # Abstract for mypy: the calls that no test needs answer UNIMPLEMENTED here.
+    # Abstract for mypy: the other calls answer UNIMPLEMENTED.
     admin = ScriptedAdmin()  # type: ignore[abstract]
     server = GrpcServer(MESSAGE_BYTES)
     router_admin_pb2_grpc.add_RouterAdminServiceServicer_to_server(admin, server)
@@ -161,11 +161,11 @@ async def test_workers_are_added_drained_resumed_and_removed() -> None:
         assert not admin.asked[-1].HasField("finish_ms")
 
 
-async def test_watching_goes_on_until_ctrl_c() -> None:
+async def test_watch_ends_with_ctrl_c() -> None:
     async with scripted() as (admin, address):
         with running("workers", "watch", "--admin", address, "--json", "--timeout", "3") as watch:
             await asyncio.to_thread(watch.wait_for, "WORKER_STATE_READY")
-            # Nothing changes for longer than the timeout, and the router answers: no reason to end.
+            # No change for longer than the timeout, but the router answers: the command continues.
             for _ in range(3):
                 await admin.probes.acquire()
             assert watch.popen.poll() is None
@@ -186,7 +186,7 @@ async def test_watching_ends_when_the_router_is_stuck() -> None:
             assert "gave no answer for 3 s" in "".join(watch.err)
 
 
-async def test_items_of_a_request_that_went_on_here_keep_their_numbers() -> None:
+async def test_items_of_a_resumed_request_keep_their_numbers() -> None:
     async with scripted() as (_, address):
         result = await run("explain", "r", "--admin", address)
         assert result.stdout.splitlines() == [
@@ -195,7 +195,7 @@ async def test_items_of_a_request_that_went_on_here_keep_their_numbers() -> None
         ]
 
 
-async def test_what_a_router_does_not_serve_is_said() -> None:
+async def test_unserved_call_is_explained() -> None:
     async with scripted() as (_, address):
         result = await run("requests", "list", "--admin", address)
         assert result.returncode == 1

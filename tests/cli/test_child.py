@@ -1,4 +1,4 @@
-"""What is made of a process that is about to serve, or about to end."""
+"""Health of processes about to serve or to end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MESSAGE_BYTES = 64 * 2**20
 
 
 class FickleHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untyped library
-    """Ends its first watches with a status, then says that it serves."""
+    """Ends the first watches with a status, then reports SERVING."""
 
     def __init__(self, *endings: grpc.StatusCode) -> None:
         self.endings = list(endings)
@@ -43,12 +43,12 @@ async def watch(health: FickleHealth) -> None:
         await server.stop(grace=None)
 
 
-async def test_calls_that_a_process_cancels_at_its_end_are_no_failure_of_the_watch() -> None:
+async def test_cancelled_watch_is_not_a_failure() -> None:
     health = FickleHealth(grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
     await watch(health)
     assert health.endings == []
 
 
-async def test_a_process_that_knows_no_health_is_a_failure() -> None:
+async def test_process_without_health_service_is_a_failure() -> None:
     with pytest.raises(grpc.aio.AioRpcError, match="UNIMPLEMENTED"):
         await watch(FickleHealth(grpc.StatusCode.UNIMPLEMENTED))

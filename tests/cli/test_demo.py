@@ -10,7 +10,7 @@ from cli.commands import FREE_PORTS, running, trtmesh
 SIMULATED = ("--backend", "simulated", *FREE_PORTS)
 
 
-def test_it_streams_three_tagged_prompts_and_ends_when_told_to() -> None:
+def test_demo_streams_three_tagged_prompts_and_exits() -> None:
     with running("demo", "--exit", *SIMULATED) as demo:
         demo.wait_for("three prompts in one request")
         assert demo.wait() == 0
@@ -20,7 +20,7 @@ def test_it_streams_three_tagged_prompts_and_ends_when_told_to() -> None:
         assert sum("ended: length" in line for line in demo.err) == 3
 
 
-def test_it_goes_on_serving_until_ctrl_c() -> None:
+def test_demo_serves_until_ctrl_c() -> None:
     with running("demo", *SIMULATED) as demo:
         hint = demo.wait_for("trtmesh generate --router")
         router = hint.split("--router ")[1].split()[0]
@@ -36,7 +36,7 @@ def test_it_goes_on_serving_until_ctrl_c() -> None:
         assert demo.left_nothing()
 
 
-def test_the_options_of_up_are_taken() -> None:
+def test_options_of_up_are_taken() -> None:
     result = trtmesh("demo", "--exit", "--engines", "0")
     assert result.returncode == 2
     assert "--engines" in result.stderr

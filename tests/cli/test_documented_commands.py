@@ -1,4 +1,4 @@
-"""The commands and programs that the pages tell users to type do what they say."""
+"""Documented commands and programs work."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from trtmesh.tokenizer.settings import TokenizerSettings
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = {"README.md": 15, "docs/triton.md": 9, "deploy/README.md": 1}
-"""How many commands each has at least."""
+"""Least number of commands per page."""
 
 
 def commands_of(page: str) -> list[str]:
-    """What stands behind `trtmesh` in the lines of its blocks, with or without a path and variables before it."""
+    """Arguments of `trtmesh` in the page's code blocks, after an optional path and variables."""
     text = (REPOSITORY / page).read_text(encoding="utf-8")
     blocks = re.findall(r"```(\w*)\n(.*?)```", text, re.DOTALL)
     typed = "".join(block for language, block in blocks if not language)
@@ -34,15 +34,15 @@ def commands_of(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("page", "least"), PAGES.items())
-def test_a_page_has_commands(page: str, least: int) -> None:
+def test_pages_have_commands(page: str, least: int) -> None:
     assert len(commands_of(page)) >= least
 
 
 @pytest.mark.parametrize("line", [line for page in PAGES for line in commands_of(page)])
-def test_a_command_line_is_understood(line: str) -> None:
-    """Parses as the command does, without running it; what it does not know raises."""
+def test_documented_command_line_parses(line: str) -> None:
+    """Parses a command line without running the command; raises for unknown options."""
     words = shlex.split(line, comments=True)
-    # Any: typer brings its own click or uses the installed one, by its version.
+    # Any: by version, typer has an own click or uses the installed one.
     command: Any = typer.main.get_command(app)
     context: Any = None
     if words == ["--install-completion"]:
@@ -59,7 +59,7 @@ SERVICE_PAGES = ("README.md", *(f"services/{name}/README.md" for name in SETTING
 
 
 @pytest.mark.parametrize("page", SERVICE_PAGES)
-def test_a_service_takes_what_a_page_tells_it(page: str) -> None:
+def test_documented_flags_of_services_are_settings(page: str) -> None:
     text = (REPOSITORY / page).read_text(encoding="utf-8")
     lines = re.findall(r"^\W*python -m trtmesh\.(\w+) (--.*)", text, re.MULTILINE)
     assert lines
@@ -70,7 +70,7 @@ def test_a_service_takes_what_a_page_tells_it(page: str) -> None:
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
-    """What a reader has who followed the page: the demo model, computed."""
+    """The demo model, computed as the page says."""
     with running_stack("--port", "0", "--backend", "torch", "--model", str(DEMO)) as stack:
         stack.wait_ready()
         yield stack
@@ -80,8 +80,8 @@ def stack() -> Iterator[Stack]:
     "program",
     re.findall(r"```python\n(.*?)```", (REPOSITORY / "README.md").read_text("utf-8"), re.DOTALL),
 )
-def test_a_program_of_the_page_runs(stack: Stack, program: str) -> None:
-    """As it stands, but for the stack's ports."""
+def test_documented_program_runs(stack: Stack, program: str) -> None:
+    """The program with the stack's ports."""
     own = program.replace("127.0.0.1:8001", stack.wait_ready())
     own = own.replace("127.0.0.1:8003", stack.admin)
     assert own != program
@@ -92,7 +92,7 @@ def test_a_program_of_the_page_runs(stack: Stack, program: str) -> None:
 @pytest.mark.parametrize(
     "line", [line for line in commands_of("docs/triton.md") if line.startswith("triton infer ")]
 )
-def test_a_question_of_the_page_is_answered(stack: Stack, line: str) -> None:
+def test_documented_http_request_is_answered(stack: Stack, line: str) -> None:
     words = shlex.split(line, comments=True)
     result = trtmesh(*words, env={"TRTMESH_ROUTER": stack.wait_ready()})
     assert (result.returncode, result.stderr) == (0, "")

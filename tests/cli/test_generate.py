@@ -15,7 +15,7 @@ def live_requests(admin: str) -> int:
     return int(answer["live_requests"])
 
 
-def test_several_prompts_stream_behind_their_tags(router: str) -> None:
+def test_lines_of_several_prompts_have_tags(router: str) -> None:
     result = trtmesh("generate", "--router", router, "--max-tokens", "8", "one", "two", "three")
     assert result.returncode == 0, result.stderr
     assert {line.split(" ")[0] for line in result.stdout.splitlines()} == {"[0]", "[1]", "[2]"}
@@ -23,14 +23,14 @@ def test_several_prompts_stream_behind_their_tags(router: str) -> None:
     assert "\x1b" not in result.stdout
 
 
-def test_one_prompt_is_its_bare_text(router: str) -> None:
+def test_single_prompt_is_bare_text(router: str) -> None:
     result = trtmesh("generate", "--router", router, "--max-tokens", "8", "one")
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip()
     assert not result.stdout.startswith("[0]")
 
 
-def test_a_terminal_shows_a_tagged_region_for_each_prompt(router: str) -> None:
+def test_terminal_shows_a_tagged_region_per_prompt(router: str) -> None:
     command = [TRTMESH, "generate", "--router", router, "--max-tokens", "8", "one", "two"]
     leader, follower = pty.openpty()
     with subprocess.Popen(command, stdout=follower, stderr=subprocess.PIPE) as process:
@@ -68,12 +68,12 @@ def test_prompts_come_from_standard_input(router: str) -> None:
     assert sum(event["event"] == "item_finished" for event in events) == 2
 
 
-def test_the_router_may_come_from_the_environment(router: str) -> None:
+def test_router_address_comes_from_the_environment(router: str) -> None:
     env = {"TRTMESH_ROUTER": router}
     assert trtmesh("generate", "--max-tokens", "2", "one", env=env).returncode == 0
 
 
-def test_stop_after_keeps_what_came(router: str) -> None:
+def test_stop_after_keeps_the_output(router: str) -> None:
     flags = ("--router", router, "--max-tokens", "20000", "--stop-after-ms", "300", "--json")
     result = trtmesh("generate", *flags, "one", "two")
     assert result.returncode == 0, result.stderr
@@ -86,7 +86,7 @@ def test_stop_after_keeps_what_came(router: str) -> None:
         assert came == end["usage"]["generated_tokens"] < 20000
 
 
-def test_interrupting_ends_with_130_and_stops_the_request(router: str, admin: str) -> None:
+def test_interrupt_exits_with_130_and_stops_the_request(router: str, admin: str) -> None:
     arguments = ("--router", router, "--max-tokens", "20000", "--request-id", "cut-off", "--json")
     with running("generate", *arguments, "one") as command:
         command.wait_for('"tokens"')
@@ -97,7 +97,7 @@ def test_interrupting_ends_with_130_and_stops_the_request(router: str, admin: st
         pass
 
 
-def test_a_refused_request_is_one_line_and_status_1(router: str) -> None:
+def test_refused_request_is_one_line_and_status_1(router: str) -> None:
     result = trtmesh("generate", "--router", router, "--temperature", "-1", "one")
     assert result.returncode == 1
     assert result.stdout.strip() == ""
@@ -106,8 +106,8 @@ def test_a_refused_request_is_one_line_and_status_1(router: str) -> None:
     assert "temperature" in line
 
 
-def test_a_failed_item_is_status_1_and_spares_its_siblings(router: str) -> None:
-    """Only the second prompt is longer than the model allows."""
+def test_failed_item_is_status_1_and_siblings_complete(router: str) -> None:
+    """Only the second prompt exceeds the model's length."""
     flags = ("--router", router, "--max-tokens", "4", "--json")
     result = trtmesh("generate", *flags, "-", stdin="one\n" + "word " * 60000 + "\n")
     assert result.returncode == 1
@@ -118,7 +118,7 @@ def test_a_failed_item_is_status_1_and_spares_its_siblings(router: str) -> None:
 
 
 @pytest.mark.parametrize("flags", [("\udcff",), ("--request-id", "\udcff", "a"), ("-",)])
-def test_bytes_that_are_no_text_are_said_in_one_line(flags: tuple[str, ...]) -> None:
+def test_invalid_utf_8_is_one_line(flags: tuple[str, ...]) -> None:
     command = [TRTMESH, "generate", "--router", "127.0.0.1:1", *flags]
     env = {**os.environ, "PYTHONUTF8": "1"}
     result = subprocess.run(command, input=b"\xff\n", capture_output=True, env=env, check=False)
@@ -151,7 +151,7 @@ def test_wrong_usage_is_status_2(arguments: tuple[str, ...]) -> None:
     assert trtmesh("generate", *arguments).returncode == 2
 
 
-def test_a_reader_that_leaves_is_no_traceback(router: str) -> None:
+def test_closed_pipe_prints_no_traceback(router: str) -> None:
     command = f"{TRTMESH} generate --router {router} --max-tokens 20000 --json one | head -1"
     result = subprocess.run(
         ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False

@@ -17,7 +17,7 @@ def flags_of(arguments: tuple[str, ...]) -> dict[str, str]:
     return dict(zip(arguments[::2], arguments[1::2], strict=True))
 
 
-def test_the_default_model_is_the_one_that_ships() -> None:
+def test_default_model_is_the_demo_model() -> None:
     assert demo_model() == REPOSITORY / "models" / "demo"
     (tokenizer,) = Plan(MeshSettings(), None).tokenizers()
     assert flags_of(tokenizer.arguments)["--model-dir"] == str(demo_model())
@@ -32,7 +32,7 @@ def test_every_process_ends_with_its_supervisor() -> None:
     assert {flags_of(p.arguments)["--stop-on-stdin-eof"] for p in processes} == {"true"}
 
 
-def test_a_command_line_runs_the_service_with_this_python() -> None:
+def test_command_line_runs_the_service_with_this_python() -> None:
     (router,) = Plan(MeshSettings(policy="round_robin"), None).routers(["t:1", "t:2"], ["e:1"])
     python, dash_m, module, *flags = router.command(router.ports)
     assert (python, dash_m, module) == (sys.executable, "-m", "trtmesh.router")
@@ -50,7 +50,7 @@ def test_a_command_line_runs_the_service_with_this_python() -> None:
     }
 
 
-def test_what_was_not_said_is_left_to_the_services() -> None:
+def test_unset_settings_are_left_to_the_services() -> None:
     (engine,) = Plan(MeshSettings(), None).engines()
     assert not {"--backend", "--log-level"} & set(engine.arguments)
     settings = MeshSettings(backend="simulated", log_level="debug", metrics_port=9000)
@@ -93,12 +93,12 @@ def test_engines_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told.environment == {"OMP_NUM_THREADS": "7"}
 
 
-def test_a_missing_model_is_named(tmp_path: Path) -> None:
+def test_missing_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelUnusable, match="nowhere"):
         Plan(MeshSettings(model=tmp_path / "nowhere"), None)
 
 
-def test_the_file_reaches_every_process_and_may_name_the_models(tmp_path: Path) -> None:
+def test_file_reaches_every_process_and_may_name_the_models(tmp_path: Path) -> None:
     file = tmp_path / "mesh.yaml"
     file.write_text("mesh: {engines: 2}\ntokenizer: {model_dir: a}\nengine: {model_dir: b}\n")
     settings = load_mesh_settings({"config": str(file)})
@@ -109,7 +109,7 @@ def test_the_file_reaches_every_process_and_may_name_the_models(tmp_path: Path) 
     assert len(plan.engines()) == 2
 
 
-def test_the_environment_may_name_the_models_and_the_file(
+def test_environment_may_name_the_models_and_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "mesh.yaml"
@@ -136,7 +136,7 @@ def test_the_environment_may_name_the_models_and_the_file(
         ("", "TRTMESH_TOKENIZER_GRACE_SECONDS", "TOKENIZER_GRACE_SECONDS .* mesh.grace_seconds"),
     ],
 )
-def test_what_the_stack_would_overrule_is_refused(
+def test_overruled_setting_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, variable: str, complaint: str
 ) -> None:
     file = tmp_path / "mesh.yaml"
@@ -148,8 +148,8 @@ def test_what_the_stack_would_overrule_is_refused(
 
 
 @pytest.mark.parametrize("service", ["tokenizer", "engine", "router"])
-def test_every_setting_that_the_stack_gives_is_one_that_it_refuses(service: str) -> None:
-    """Save those that it gives only when its own section says so, over what the file says."""
+def test_settings_given_by_the_stack_are_refused_elsewhere(service: str) -> None:
+    """Except settings given only if the section `mesh` sets them."""
     plan = Plan(MeshSettings(), None)
     processes = {
         "tokenizer": plan.tokenizers(),
@@ -165,7 +165,7 @@ def test_every_setting_that_the_stack_gives_is_one_that_it_refuses(service: str)
             ServiceSettingsGiven({}, {variable: "1"}).refuse_overruled()
 
 
-def test_defaults_of_a_command_yield_to_whatever_is_said(
+def test_defaults_of_a_command_have_the_lowest_precedence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "mesh.yaml"
@@ -177,7 +177,7 @@ def test_defaults_of_a_command_yield_to_whatever_is_said(
     assert settings.log_level == "warning"
 
 
-def test_flags_win_over_the_environment_and_that_over_the_file(
+def test_flags_win_over_environment_over_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "mesh.yaml"
@@ -196,7 +196,7 @@ def test_flags_win_over_the_environment_and_that_over_the_file(
         ("mesh: {engines: 0}", r"mesh\.engines is 0"),
     ],
 )
-def test_what_the_file_gets_wrong_is_named(tmp_path: Path, content: str, complaint: str) -> None:
+def test_mistake_in_the_file_is_named(tmp_path: Path, content: str, complaint: str) -> None:
     file = tmp_path / "mesh.yaml"
     file.write_text(content)
     with pytest.raises(SettingsError, match=complaint):

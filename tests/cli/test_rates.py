@@ -25,7 +25,7 @@ def sample(time: float, loads: dict[str, Load], tokens: dict[str, int] | None = 
     )
 
 
-def test_rates_are_what_was_counted_in_between() -> None:
+def test_rates_span_the_time_between_samples() -> None:
     before = sample(10, {"a": load(5, 100, 0, 50), "b": load(5, 10, 30, 0)}, {"r": 20})
     after = sample(12, {"a": load(9, 150, 50, 70), "b": load(6, 10, 30, 4)}, {"r": 30, "new": 7})
     rates = measure(before, after)
@@ -41,7 +41,7 @@ def test_rates_are_what_was_counted_in_between() -> None:
     ]
 
 
-def test_the_first_look_has_no_rates() -> None:
+def test_first_look_has_no_rates() -> None:
     rates = measure(None, sample(10, {"a": load(5, 100, 100, 50)}, {"r": 20}))
     assert rates.workers[0].generated_tokens_per_second is None
     assert rates.workers[0].hit_rate == 0.5
@@ -49,7 +49,7 @@ def test_the_first_look_has_no_rates() -> None:
     assert rates.requests[0].tokens_per_second is None
 
 
-def test_a_worker_that_started_again_or_was_lost_gives_no_rate() -> None:
+def test_restarted_or_lost_worker_has_no_rate() -> None:
     told, again, lost = load(90, 900, 900, 900), load(2, 5, 5, 5), Load()
     for before, after in ((told, again), (told, lost), (lost, told)):
         rates = measure(sample(1, {"a": before}), sample(2, {"a": after}))
@@ -58,6 +58,6 @@ def test_a_worker_that_started_again_or_was_lost_gives_no_rate() -> None:
         assert rates.recent_hit_rate is None
 
 
-def test_a_beam_that_became_shorter_is_no_negative_rate() -> None:
+def test_shorter_beam_does_not_make_the_rate_negative() -> None:
     rates = measure(sample(1, {}, {"r": 9}), sample(2, {}, {"r": 5}))
     assert rates.requests[0].tokens_per_second == 0

@@ -25,7 +25,7 @@ READY, CONNECTING = pb.WORKER_STATE_READY, pb.WORKER_STATE_CONNECTING
 
 
 class SlowToMeet(router_admin_pb2_grpc.RouterAdminServiceServicer):
-    """Knows its second worker only after it was asked whether it is still there."""
+    """Knows the second worker only after a liveness check."""
 
     def __init__(self) -> None:
         self.asked_again = asyncio.Event()
@@ -47,9 +47,9 @@ class SlowToMeet(router_admin_pb2_grpc.RouterAdminServiceServicer):
         return pb.GetPolicyResponse()
 
 
-async def test_a_router_that_serves_is_waited_for_until_it_knows_every_worker() -> None:
-    """Else a request for the model of the second would be refused after `ready` was said."""
-    # Abstract for mypy: the calls that no test needs answer UNIMPLEMENTED here.
+async def test_start_waits_until_the_router_knows_every_worker() -> None:
+    """Otherwise requests for the second worker's model would be refused after `ready`."""
+    # Abstract for mypy: the other calls answer UNIMPLEMENTED.
     admin = SlowToMeet()  # type: ignore[abstract]
     server = GrpcServer(MESSAGE_BYTES)
     router_admin_pb2_grpc.add_RouterAdminServiceServicer_to_server(admin, server)
@@ -80,7 +80,7 @@ def test_restart_delay_is_reset_by_a_minute_without_restarts() -> None:
 
 
 def test_restarts_of_a_minute_are_limited() -> None:
-    """Of a process that ends as soon as it starts."""
+    """The process ends at once each time."""
     budget = RestartBudget(most_per_minute=3)
     now, starts = 0.0, []
     for _ in range(20):

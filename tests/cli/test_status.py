@@ -5,7 +5,7 @@ import json
 from cli.commands import Stack, trtmesh
 
 
-def test_the_table_names_every_process(stack: Stack, admin: str) -> None:
+def test_table_names_every_process(stack: Stack, admin: str) -> None:
     result = trtmesh("status", "--admin", admin, env={"COLUMNS": "200"})
     assert result.returncode == 0, result.stderr
     for child in (child for child in stack.children if child["name"] != "router-1"):

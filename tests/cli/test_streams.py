@@ -63,9 +63,7 @@ def show(printer: Printer, *events: Event) -> None:
         (terminal(), 2, 1, LiveRegions),
     ],
 )
-def test_the_printer_fits_the_output(
-    console: Console, items: int, sequences: int, kind: type
-) -> None:
+def test_printer_fits_the_output(console: Console, items: int, sequences: int, kind: type) -> None:
     printer = choose_printer(as_json_lines=False, items=items, sequences=sequences, console=console)
     assert isinstance(printer, kind)
 
@@ -89,7 +87,7 @@ def test_interleaved_streams_stay_apart_in_a_pipe(capsys: pytest.CaptureFixture[
     second = [line.removeprefix("[1] ") for line in lines if line.startswith("[1] ")]
     assert "".join(second) == f"uno {long}last"
     assert max(map(len, lines)) <= 80
-    # The first line of the second prompt came out before the first prompt ended.
+    # The second prompt's first line precedes the end of the first prompt.
     assert lines.index("[0] three") > 1
     assert err.splitlines() == [
         "[0] ended: length, 3 prompt tokens, 2 new",
@@ -97,20 +95,20 @@ def test_interleaved_streams_stay_apart_in_a_pipe(capsys: pytest.CaptureFixture[
     ]
 
 
-def test_a_text_without_spaces_comes_out_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_without_spaces_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     printer = choose_printer(as_json_lines=False, items=2, sequences=1, console=pipe())
     with printer:
         printer.show(tokens(0, "x" * 100))
         assert capsys.readouterr().out == f"[0] {'x' * LINE_WIDTH}\n"
 
 
-def test_sequences_of_one_prompt_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sequences_of_a_prompt_have_tags(capsys: pytest.CaptureFixture[str]) -> None:
     printer = choose_printer(as_json_lines=False, items=1, sequences=2, console=pipe())
     show(printer, tokens(0, "a"), tokens(0, "b", sequence=1))
     assert capsys.readouterr().out.splitlines() == ["[0.0] a", "[0.1] b"]
 
 
-def test_what_was_held_back_comes_out_when_the_stream_breaks(
+def test_broken_stream_prints_held_back_text(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     printer = choose_printer(as_json_lines=False, items=2, sequences=1, console=pipe())
@@ -125,7 +123,7 @@ def test_what_was_held_back_comes_out_when_the_stream_breaks(
     assert capsys.readouterr().out == "[1] half a li\n"
 
 
-def test_one_stream_is_its_bare_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_single_stream_is_bare_text(capsys: pytest.CaptureFixture[str]) -> None:
     printer = choose_printer(as_json_lines=False, items=1, sequences=1, console=pipe())
     show(printer, tokens(0, "a\n"), tokens(0, f"b{ESCAPE}", offset=1), *finished(0))
     out, err = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""Tables keep names and addresses whole, however narrow the screen is."""
+"""Tables keep names and addresses whole on narrow screens."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_names_and_addresses_are_whole(*, terminal: bool, width: int, problem: s
         assert "…" not in text
 
 
-def test_a_row_is_a_line_in_a_pipe() -> None:
+def test_row_is_a_line_in_a_pipe() -> None:
     lines = shown(workers_table(fleet(PROBLEM).workers), terminal=False, width=80).splitlines()
     for words in zip(NAMES, ADDRESSES, strict=True):
         (line,) = [line for line in lines if words[0] in line]
@@ -80,7 +80,7 @@ def test_a_row_is_a_line_in_a_pipe() -> None:
         assert PROBLEM in line
 
 
-def test_a_screen_of_80_columns_holds_a_common_fleet() -> None:
+def test_common_fleet_fits_80_columns() -> None:
     seen = pb.ListWorkersResponse()
     for number in range(2):
         worker = seen.workers.add(

@@ -1,4 +1,4 @@
-"""The command line client of Triton's models, against a stack with simulated engines."""
+"""The command line client of Triton's models against simulated engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LONG = ("--max-tokens", "30000", "--input", "end_id=-1")
 
 
 def texts(router: str, *arguments: str) -> list[str]:
-    """The lines that a command printed which went well."""
+    """The lines of a successful command."""
     result = trtmesh("triton", "infer", "--url", router, *arguments)
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
@@ -25,14 +25,14 @@ def native(router: str, prompt: str, tokens: int) -> str:
     return "".join(event["text"] for event in events if event["event"] == "tokens")
 
 
-def test_one_prompt_is_its_bare_text(router: str) -> None:
+def test_single_prompt_is_bare_text(router: str) -> None:
     whole = "\n".join(texts(router, "--max-tokens", "8", "one"))
     assert whole == native(router, "one", 8)
     assert "\n".join(texts(router, "--max-tokens", "8", "--no-stream", "one")) == "one" + whole
 
 
 @pytest.mark.parametrize("batch", [(), ("--batch",)])
-def test_several_prompts_come_behind_their_numbers(router: str, batch: tuple[str, ...]) -> None:
+def test_lines_of_several_prompts_have_numbers(router: str, batch: tuple[str, ...]) -> None:
     lines = texts(router, "--max-tokens", "8", *batch, "one", "two")
     assert sorted(lines) == [f"[{i}] {native(router, p, 8)}" for i, p in enumerate(("one", "two"))]
 
@@ -57,15 +57,15 @@ def test_json_lines(router: str) -> None:
     assert text == native(router, "one", 4)
 
 
-def test_a_word_that_ends_the_text(router: str) -> None:
+def test_stop_word_ends_the_text(router: str) -> None:
     whole = native(router, "one", 20)
     word = whole[8:12]
     stopped = "\n".join(texts(router, "--max-tokens", "20", "--stop-word", word, "one"))
     assert stopped == whole[: whole.index(word) + len(word)]
 
 
-def test_stopping_keeps_what_came(router: str, admin: str) -> None:
-    """How much came depends on the machine; what was asked for takes minutes."""
+def test_stop_keeps_the_output(router: str, admin: str) -> None:
+    """The whole output would take minutes; the received part depends on the machine."""
     flags = (*LONG, "--stop-after-ms", "300", "--model", "tensorrt_llm_bls")
     text, whole = "\n".join(texts(router, *flags, "one")), native(router, "one", 40)
     assert text[: len(whole)] == whole[: len(text)]
@@ -80,7 +80,7 @@ def test_stopping_several_requests_of_ids(router: str, admin: str) -> None:
     assert live_requests(admin) == 0
 
 
-def test_what_is_over_needs_no_stop(router: str) -> None:
+def test_finished_request_is_not_stopped(router: str) -> None:
     assert texts(router, "--max-tokens", "2", "--stop-after-ms", "600000", "one")
 
 
@@ -95,7 +95,7 @@ def test_ctrl_c_ends_the_request(router: str, admin: str) -> None:
         pass
 
 
-def test_a_request_that_fails_spares_the_others(router: str) -> None:
+def test_failed_request_leaves_the_others(router: str) -> None:
     result = trtmesh("triton", "infer", "--url", router, "--max-tokens", "4", "one", "")
     assert result.returncode == 1
     assert result.stdout.startswith("[0] ")
@@ -118,7 +118,7 @@ def test_a_request_that_fails_spares_the_others(router: str) -> None:
         (("--url", "127.0.0.1:1", "one"), 1, "--url names another"),
     ],
 )
-def test_what_goes_wrong_is_said(
+def test_mistakes_are_reported(
     router: str, arguments: tuple[str, ...], status: int, complaint: str
 ) -> None:
     result = trtmesh("triton", "infer", *arguments, env={"TRTMESH_ROUTER": router})
@@ -127,8 +127,8 @@ def test_what_goes_wrong_is_said(
     assert "Traceback" not in result.stderr
 
 
-def test_a_deadline_ends_the_requests(router: str) -> None:
-    """Either end may notice it first, and says so in words of its own."""
+def test_deadline_ends_the_requests(router: str) -> None:
+    """Either side may notice the deadline first, with different sentences."""
     result = trtmesh("triton", "infer", "--url", router, "--timeout", "0.3", *LONG, "one")
     assert result.returncode == 1
     assert "deadline" in result.stderr.lower()

@@ -25,7 +25,7 @@ def taken_port() -> Iterator[int]:
         yield int(listener.getsockname()[1])
 
 
-def test_the_stack_serves_until_it_is_told_to_stop() -> None:
+def test_stack_serves_until_stopped() -> None:
     with running_stack("--engines", "2", "--tokenizers", "2", "--port", "0") as stack:
         router = stack.wait_ready()
         names = [child["name"] for child in stack.children]
@@ -37,8 +37,8 @@ def test_the_stack_serves_until_it_is_told_to_stop() -> None:
         assert stack.left_nothing()
 
 
-def test_the_end_comes_in_order() -> None:
-    """Routers finish with engines that still serve, and those with tokenizers."""
+def test_processes_stop_in_order() -> None:
+    """Routers finish before engines, and engines before tokenizers."""
     with running_stack("--port", "0") as stack:
         stack.wait_ready()
         stack.signal(signal.SIGTERM)
@@ -47,7 +47,7 @@ def test_the_end_comes_in_order() -> None:
     assert log == ["router-0", "engine-0", "tokenizer-0"]
 
 
-def test_a_killed_supervisor_leaves_no_process() -> None:
+def test_killed_supervisor_leaves_no_process() -> None:
     with running_stack("--engines", "2", "--port", "0") as stack:
         stack.wait_ready()
         assert len(stack.descendants()) == 4
@@ -55,8 +55,8 @@ def test_a_killed_supervisor_leaves_no_process() -> None:
         assert stack.left_nothing()
 
 
-def test_a_supervisor_killed_while_it_starts_leaves_no_process() -> None:
-    """Its children may not have read their standard input yet."""
+def test_supervisor_killed_during_the_start_leaves_no_process() -> None:
+    """The children may not have read their standard input yet."""
     with running_stack("--engines", "2", "--port", "0") as stack:
         while len(stack.descendants()) < 3:
             assert stack.popen.poll() is None
@@ -64,7 +64,7 @@ def test_a_supervisor_killed_while_it_starts_leaves_no_process() -> None:
         assert stack.left_nothing()
 
 
-def test_a_stack_that_never_serves_is_given_up() -> None:
+def test_stack_never_serving_ends_with_an_error() -> None:
     with running_stack("--port", "0", "--start-seconds", "3", env=SLOW_LOAD) as stack:
         assert stack.wait() == 1
         assert "mesh.start_seconds = 3" in stack.err[-1]
@@ -77,7 +77,7 @@ def test_every_process_of_a_stack_serves_metrics(stack: Stack) -> None:
             assert answer.status == 200
 
 
-def test_every_router_of_a_stack_serves_grpc_and_http(stack: Stack) -> None:
+def test_every_router_serves_grpc_and_http(stack: Stack) -> None:
     for name in ("router-0", "router-1"):
         router = stack.child(name)
         with urllib.request.urlopen(f"http://{router['http_address']}/v2/health/live") as answer:
@@ -97,7 +97,7 @@ def test_ctrl_c_while_starting_leaves_no_process(stage: str) -> None:
         assert "Traceback" not in "".join(stack.err)
 
 
-def test_ctrl_c_before_anything_listens_leaves_no_process() -> None:
+def test_ctrl_c_before_the_first_listener_leaves_no_process() -> None:
     with running_stack("--port", "0") as stack:
         while not stack.descendants():
             assert stack.popen.poll() is None
@@ -106,8 +106,8 @@ def test_ctrl_c_before_anything_listens_leaves_no_process() -> None:
         assert stack.left_nothing()
 
 
-def test_a_second_ctrl_c_ends_everything_at_once() -> None:
-    """The request in flight would hold the router for its whole grace period."""
+def test_second_ctrl_c_ends_everything_at_once() -> None:
+    """The request in flight would occupy the router's whole grace period."""
     flags = ("--port", "0", "--grace-seconds", "3600")
     with running_stack(*flags) as stack:
         router = stack.wait_ready()
@@ -130,14 +130,14 @@ def test_killed_processes_are_restarted_on_their_ports() -> None:
             stack.wait_for(f"{name} ended with status -9; starting it again")
             line = stack.wait_for(f"{name} serves again at")
             assert line.split()[-1] == stack.child(name)["address"]
-            # The process serves before the router has found it again.
+            # The process serves before the router has reconnected.
             while trtmesh("status", "--admin", stack.admin).returncode:
                 pass
             result = trtmesh("generate", "--router", router, "--max-tokens", "2", "hi")
             assert result.returncode == 0, result.stderr
 
 
-def test_a_process_that_cannot_start_ends_the_command_with_its_words(tmp_path: Path) -> None:
+def test_process_unable_to_start_ends_the_command_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with running_stack("--port", "0", "--model", str(tmp_path)) as stack:
         assert stack.wait() == 4, stack.err
@@ -147,7 +147,7 @@ def test_a_process_that_cannot_start_ends_the_command_with_its_words(tmp_path: P
     assert "tokenizer.json" in last
 
 
-def test_a_process_that_dies_while_another_loads_ends_the_command() -> None:
+def test_process_ending_while_another_loads_ends_the_command() -> None:
     with running_stack("--port", "0", env=SLOW_LOAD) as stack:
         stack.wait_for("trtmesh.chassis.health: serving")
         (tokenizer,) = [p for p in stack.descendants() if "trtmesh.tokenizer" in p.cmdline()]
@@ -156,20 +156,20 @@ def test_a_process_that_dies_while_another_loads_ends_the_command() -> None:
         assert "tokenizer-0 ended with status -9" in stack.err[-1]
 
 
-def test_a_taken_port_that_was_asked_for_is_an_error() -> None:
+def test_requested_port_in_use_is_an_error() -> None:
     with taken_port() as port, running_stack("--port", str(port)) as stack:
         assert stack.wait() == 3
         assert f"127.0.0.1:{port}" in stack.err[-1]
 
 
-def test_a_taken_default_port_is_replaced_and_said() -> None:
+def test_default_port_in_use_is_replaced_with_a_note() -> None:
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(("127.0.0.1", 8001))
             listener.listen()
         except OSError:
-            pass  # Taken already, which serves as well.
+            pass  # Already in use by another process: equally suitable.
         with running_stack() as stack:
             router = stack.wait_ready()
             assert not router.endswith(":8001")
@@ -178,7 +178,7 @@ def test_a_taken_default_port_is_replaced_and_said() -> None:
             assert trtmesh("status", "--admin", stack.admin).returncode == 0
 
 
-def test_a_taken_port_for_admins_that_was_asked_for_is_an_error() -> None:
+def test_requested_admin_port_in_use_is_an_error() -> None:
     with taken_port() as port, running_stack("--port", "0", "--admin-port", str(port)) as stack:
         assert stack.wait() == 3
         assert f"listen for admins on 127.0.0.1:{port}" in stack.err[-1]
@@ -187,13 +187,13 @@ def test_a_taken_port_for_admins_that_was_asked_for_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("flag", "purpose"), [("--http-port", "listen for HTTP"), ("--metrics-port", "serve metrics")]
 )
-def test_other_taken_ports_that_were_asked_for_are_errors(flag: str, purpose: str) -> None:
+def test_other_requested_ports_in_use_are_errors(flag: str, purpose: str) -> None:
     with taken_port() as port, running_stack("--port", "0", flag, str(port)) as stack:
         assert stack.wait() == 3
         assert f"{purpose} on 127.0.0.1:{port}" in stack.err[-1]
 
 
-def test_a_stack_without_http_and_metrics() -> None:
+def test_stack_runs_without_http_and_metrics() -> None:
     flags = ("--port", "0", "--http-port", "none", "--metrics-port", "none")
     with running_stack(*flags) as stack:
         stack.wait_ready()
@@ -218,7 +218,7 @@ def test_wrong_settings_are_named(flags: tuple[str, ...], status: int, complaint
     assert complaint in result.stderr
 
 
-def test_an_unknown_field_of_the_file_is_named(tmp_path: Path) -> None:
+def test_unknown_field_of_the_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "mesh.yaml"
     file.write_text("mesh: {engins: 2}\n")
     result = trtmesh("up", "--config", str(file))
@@ -230,7 +230,7 @@ def test_an_unknown_field_of_the_file_is_named(tmp_path: Path) -> None:
     assert "engine.bakend" in result.stderr
 
 
-def test_a_wrong_setting_of_a_router_is_told_before_models_are_loaded(tmp_path: Path) -> None:
+def test_wrong_router_setting_is_reported_before_models_load(tmp_path: Path) -> None:
     file = tmp_path / "mesh.yaml"
     file.write_text("router: {polcy: auto}\n")
     with running_stack("--port", "0", "--config", str(file), env=SLOW_LOAD) as stack:
@@ -250,7 +250,7 @@ def test_logs_may_go_to_files(tmp_path: Path) -> None:
     assert not any("listening on" in line for line in stack.err)
 
 
-def test_the_end_of_standard_input_may_stop_the_stack() -> None:
+def test_end_of_standard_input_stops_the_stack() -> None:
     with running_stack("--port", "0", "--stop-on-stdin-eof", "true") as stack:
         stack.wait_ready()
         stack.close_stdin()
@@ -258,7 +258,7 @@ def test_the_end_of_standard_input_may_stop_the_stack() -> None:
         assert stack.left_nothing()
 
 
-def test_a_stack_whose_log_nobody_reads_goes_on_and_ends() -> None:
+def test_stack_survives_an_unread_log() -> None:
     """Ctrl-C in `trtmesh up 2>&1 | head` ends head first."""
     flags = (*FREE_PORTS, "--backend", "simulated", "--output", "json")
     with subprocess.Popen(
@@ -270,7 +270,7 @@ def test_a_stack_whose_log_nobody_reads_goes_on_and_ends() -> None:
             ready = next(line for line in stack.stdout if '"ready"' in line)
             processes = psutil.Process(stack.pid).children(recursive=True)
             stack.stderr.close()
-            # Their refusals are more lines of the router's log than fit a pipe.
+            # Their refusals fill a pipe with lines of the router's log.
             router = ("--router", json.loads(ready)["router"])
             for _ in range(4):
                 result = trtmesh("generate", *router, "--json", *[""] * 400)
@@ -283,7 +283,7 @@ def test_a_stack_whose_log_nobody_reads_goes_on_and_ends() -> None:
             stack.kill()
 
 
-def test_logs_that_cannot_be_written_are_lost_and_it_is_said(tmp_path: Path) -> None:
+def test_unwritable_logs_are_reported_as_lost(tmp_path: Path) -> None:
     (tmp_path / "engine-0.log").symlink_to("/dev/full")
     with running_stack("--port", "0", "--log-dir", str(tmp_path)) as stack:
         stack.wait_ready()
@@ -296,7 +296,7 @@ def test_logs_that_cannot_be_written_are_lost_and_it_is_said(tmp_path: Path) -> 
     assert "Traceback" not in "".join(stack.err)
 
 
-def test_ctrl_c_while_the_command_itself_loads_is_quiet(tmp_path: Path) -> None:
+def test_ctrl_c_while_the_command_loads_is_quiet(tmp_path: Path) -> None:
     program = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
     (tmp_path / "typer.py").write_text(program)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
@@ -304,8 +304,8 @@ def test_ctrl_c_while_the_command_itself_loads_is_quiet(tmp_path: Path) -> None:
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
 
-def test_a_process_that_never_served_is_not_waited_for() -> None:
-    """It may be deep in loading a model, and has nothing to finish."""
+def test_process_that_never_served_is_killed_at_once() -> None:
+    """A process loading a model has no work to finish."""
     with running_stack("--port", "0", env=SLOW_LOAD) as stack:
         stack.wait_for("listening on")
         stack.wait_for("tokenizer demo:")
@@ -317,7 +317,7 @@ def test_a_process_that_never_served_is_not_waited_for() -> None:
         assert not any("did not end in time" in line for line in stack.err)
 
 
-def test_standard_input_that_cannot_end_is_refused(tmp_path: Path) -> None:
+def test_standard_input_without_an_end_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "empty"
     file.touch()
     with file.open() as stdin:

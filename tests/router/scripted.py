@@ -1,4 +1,4 @@
-"""Peers of a router that do what a test says, and a router in this process; all over real sockets."""
+"""Scripted peers of a router, and a router in this process, over real sockets."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 async def eventually(condition: Callable[[], object]) -> None:
-    """Waits until `condition` holds, for what no event tells."""
+    """Polls until `condition` holds."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not condition():  # noqa: ASYNC110 - what is watched sets no event
             await asyncio.sleep(0.005)
 
 
 class Mortal:
-    """A peer of one stream that can die."""
+    """A scripted peer with one stream."""
 
     _context: Context | None = None
     _handler: asyncio.Task[Any] | None = None
 
     def _began(self, context: Context) -> None:
-        """This task handles the stream from now on."""
+        """Registers this task as the stream's handler."""
         self._context, self._handler = context, asyncio.current_task()
 
     async def hang_up(self) -> None:
-        """Breaks the stream, as a process does that dies."""
+        """Breaks the stream like a dying process."""
         assert self._context
         assert self._handler
         with suppress(grpc.aio.AbortError):
@@ -56,7 +56,7 @@ class Mortal:
 
 
 class ScriptedEngine(Mortal, engine_pb2_grpc.EngineServiceServicer):
-    """A worker whose steps a test writes."""
+    """A scripted worker."""
 
     def __init__(self, **description: Any) -> None:
         values: dict[str, Any] = {
@@ -80,7 +80,7 @@ class ScriptedEngine(Mortal, engine_pb2_grpc.EngineServiceServicer):
 
     @property
     def stops(self) -> list[tuple[int, int]]:
-        """Handles that were stopped and why."""
+        """Stopped handles with their reasons."""
         stops = [c.stop for c in self.commands if c.HasField("stop")]
         return [(handle, stop.reason) for stop in stops for handle in stop.handles]
 
@@ -91,7 +91,7 @@ class ScriptedEngine(Mortal, engine_pb2_grpc.EngineServiceServicer):
     async def GetEngine(self, request: Any, context: Context) -> epb.GetEngineResponse:
         return self.description
 
-    # mypy-protobuf knows only generators; a coroutine that writes is the other form that grpc.aio accepts.
+    # mypy-protobuf types generators only; grpc.aio also accepts a coroutine with writes.
     async def Connect(self, request_iterator: Any, context: Context) -> None:  # type: ignore[override]
         opening = await context.read()
         self.hellos.append(opening.commands[0].hello)
@@ -122,7 +122,7 @@ class ScriptedEngine(Mortal, engine_pb2_grpc.EngineServiceServicer):
             await self._context.write(epb.EngineServiceConnectResponse(events=events))
 
     async def step(self, *parts: tuple[int, int, Sequence[int]], ends: Sequence[Any] = ()) -> None:
-        """One step: (handle, offset, token ids) of each sequence, and (handle, reason) of each that ended."""
+        """One step: (handle, offset, token ids) of each sequence, and (handle, reason) of each end."""
         step = epb.Step()
         for handle, offset, token_ids in parts:
             step.handles.append(handle)
@@ -138,7 +138,7 @@ class ScriptedEngine(Mortal, engine_pb2_grpc.EngineServiceServicer):
         await self.send(epb.EngineEvent(step=step))
 
     async def report(self, **load: Any) -> None:
-        """Tells the load, here and now and steadily from now on."""
+        """Reports the load, now and at the interval."""
         self._load |= load
         await self.send(epb.EngineEvent(load=epb.Load(**self._load)))
 
@@ -161,14 +161,14 @@ def serving_engine(engine: ScriptedEngine) -> Any:
 
 
 class RouterClient(Client):
-    """A client of a router, its admin, and what it counts."""
+    """A client, an admin client and the metrics of a router."""
 
     admin: AdminClient
     registry: CollectorRegistry
     http_address: str
 
     def gauge(self, name: str) -> float:
-        """What the router shows of itself now."""
+        """The value of one of the router's gauges."""
         value = self.registry.get_sample_value(f"trtmesh_router_{name}")
         assert value is not None, f"the router has no {name}"
         return value
@@ -178,7 +178,7 @@ class RouterClient(Client):
 
 
 def merged(defaults: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings, with the defaults for what they leave out of each group."""
+    """The settings, completed with defaults in each group."""
     groups = {name: {**group, **settings.get(name, {})} for name, group in defaults.items()}
     return {**settings, **groups}
 
@@ -187,7 +187,7 @@ def merged(defaults: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str
 async def serving_router(
     engines: Sequence[str], tokenizers: Sequence[str] = (), **settings: Any
 ) -> AsyncIterator[RouterClient]:
-    """A router in this process; yields a client of it."""
+    """Runs a router in this process; yields a client."""
     runtime = Runtime()
     own = {"admin": {"port": 0}, "http": {"port": None}}
     settings = {"engines": tuple(engines), "tokenizers": tuple(tokenizers)} | merged(own, settings)
@@ -216,7 +216,7 @@ State: TypeAlias = admin_pb.WorkerState.ValueType
 
 
 async def states(client: RouterClient) -> tuple[list[State], list[State]]:
-    """States of the workers and of the tokenizers, sorted: ports, and with them the order, differ from run to run."""
+    """Sorted states of workers and tokenizers: ports, and so the order, differ between runs."""
     status = await client.status()
     return sorted(w.state for w in status.workers), sorted(t.state for t in status.tokenizers)
 

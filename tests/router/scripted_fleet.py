@@ -1,4 +1,4 @@
-"""Scripted engines, a router of them, and what a test asks of it."""
+"""Scripted engines, their router, and helpers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DEFAULTS = {"retries": {"worker_wait_seconds": 0.3}, "deadlines": {"stall_second
 
 
 class Fleet:
-    """Scripted engines and a router of them."""
+    """Scripted engines and their router."""
 
     def __init__(self, engines: Sequence[ScriptedEngine], client: RouterClient) -> None:
         self.engines = engines
@@ -49,7 +49,7 @@ class Fleet:
         return asked
 
     def start(self, *prompts: Any, **options: Any) -> None:
-        """Asks for what the test does not wait for."""
+        """Sends a request and ignores the result."""
         _ = self.ask(*prompts, **options)
 
     async def end(self) -> None:
@@ -58,11 +58,11 @@ class Fleet:
         await asyncio.gather(*self._asked, return_exceptions=True)
 
     def serve(self, engine: ScriptedEngine) -> None:
-        """Lets an engine end every item with one token, as soon as it comes."""
+        """Makes an engine end every new item with one token."""
         self._asked.append(asyncio.create_task(_serve(engine)))
 
     def beat(self, engine: ScriptedEngine) -> None:
-        """Lets an engine say again and again that it makes steps and generates tokens."""
+        """Makes an engine report steps and tokens repeatedly."""
         self._asked.append(asyncio.create_task(_beat(engine)))
 
     async def worker(self, engine: ScriptedEngine) -> admin_pb.Worker:
@@ -71,17 +71,17 @@ class Fleet:
         return next(each for each in seen if each.worker == engine.description.worker)
 
     async def candidates(self, request_id: str) -> dict[str, admin_pb.PlacementCandidate]:
-        """The workers by name, as the latest placement for a request saw them."""
+        """The workers of a request's latest placement, by name."""
         explained = await self.client.admin.explain(request_id)
         return {each.worker: each for each in explained.placements[-1].candidates}
 
     async def first(self) -> ScriptedEngine:
-        """The engine that has an item."""
+        """Waits for the first item; returns its engine."""
         await eventually(lambda: any(engine.submits for engine in self.engines))
         return next(engine for engine in self.engines if engine.submits)
 
     async def submitted(self, count: int) -> None:
-        """Waits until the engines were given so many items together."""
+        """Waits until the engines have received so many items together."""
         await eventually(lambda: sum(len(engine.submits) for engine in self.engines) >= count)
 
     def other(self, engine: ScriptedEngine) -> ScriptedEngine:

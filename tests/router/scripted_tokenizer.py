@@ -1,4 +1,4 @@
-"""A tokenizer that does what a test says, over a real socket."""
+"""A scripted tokenizer over a real socket."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trtmesh.v1 import tokenizer_pb2_grpc
 
 
 class ScriptedTokenizer(Mortal, tokenizer_pb2_grpc.TokenizerServiceServicer):
-    """A tokenizer of one letter a token, chr(id), whose answers a test may hold back."""
+    """A tokenizer with one letter per token, chr(id), and delayable answers."""
 
     def __init__(self, **description: Any) -> None:
         values: dict[str, Any] = {
@@ -29,7 +29,7 @@ class ScriptedTokenizer(Mortal, tokenizer_pb2_grpc.TokenizerServiceServicer):
         self.breaks_on_token: int | None = None
         self.forgets_a_text = False
         self.broken = 0
-        """Streams that broke on a token."""
+        """Streams broken by a token."""
         self.answering = asyncio.Event()
         self.answering.set()
 
@@ -48,7 +48,7 @@ class ScriptedTokenizer(Mortal, tokenizer_pb2_grpc.TokenizerServiceServicer):
     async def GetTokenizer(self, request: Any, context: Context) -> tpb.GetTokenizerResponse:
         return self.description
 
-    # mypy-protobuf knows only generators; a coroutine that writes is the other form that grpc.aio accepts.
+    # mypy-protobuf types generators only; grpc.aio also accepts a coroutine with writes.
     async def Connect(self, request_iterator: Any, context: Context) -> None:  # type: ignore[override]
         self.streams += 1
         self._began(context)
@@ -75,7 +75,7 @@ class ScriptedTokenizer(Mortal, tokenizer_pb2_grpc.TokenizerServiceServicer):
             event.decoded.handles.extend(decode.handles)
             for handle, count in zip(decode.handles, decode.token_counts, strict=True):
                 text = "".join(chr(next(ids)) for _ in range(count))
-                # What is held back to the end shows whether the end was waited for.
+                # Text held back to the end shows a missing wait for the end.
                 event.decoded.texts.append(text + "." * (handle in decode.finished_handles))
             if self.forgets_a_text:
                 del event.decoded.texts[-1]

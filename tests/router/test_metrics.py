@@ -1,4 +1,4 @@
-"""What a router counts can be scraped, whatever its peers sent."""
+"""A router's metrics can be scraped after any message of a peer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from trtmesh.router.metrics import RouterMetrics
 from trtmesh.v1 import generation_pb2 as pb
 
 
-def test_reasons_that_this_router_does_not_know_are_counted_together() -> None:
+def test_unknown_reasons_are_counted_together() -> None:
     metrics, registry = RouterMetrics(), CollectorRegistry()
     registry.register(metrics)
     for reason in (pb.FINISH_REASON_LENGTH, 98, 99):

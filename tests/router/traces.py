@@ -11,7 +11,7 @@ from trtmesh.router.replay import Arrival, RecordedItem
 
 
 def shared_prefixes(items: int = 600, prefixes: int = 24, blocks: int = 16) -> list[Arrival]:
-    """Items that come at random, each with one of several long prefixes and a tail of its own."""
+    """Items at random times, each with one of several long prefixes and a random tail."""
     generator, arrivals, now = Random(5), [], 0.0
     for number in range(items):
         now += generator.expovariate(40)

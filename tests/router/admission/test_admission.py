@@ -62,7 +62,7 @@ async def test_items_beyond_the_limit_wait_by_priority_and_the_queue_is_bounded(
         assert [list(submit.token_ids) for submit in engine.submits] == [[1], [3], [2]]
 
 
-async def test_a_queued_item_times_out() -> None:
+async def test_queued_item_times_out() -> None:
     async with door(admission={"max_running_items": 1, "queue_seconds": 0.01}) as (engine, client):
         running = call(client, [1])
         await engine.submitted()
@@ -73,7 +73,7 @@ async def test_a_queued_item_times_out() -> None:
         await running
 
 
-async def test_a_request_that_never_fits_is_invalid() -> None:
+async def test_request_larger_than_the_limit_is_invalid() -> None:
     async with door(admission={"max_running_items": 1, "max_queued_items": 2}) as (_, client):
         with pytest.raises(InvalidField, match="items has 4 prompts but model m takes at most 3"):
             await client.complete([[1]] * 4, text=False, max_tokens=9)
@@ -94,7 +94,7 @@ async def test_tokens_are_charged_with_each_step() -> None:
         await asyncio.gather(streaming, second)
 
 
-async def test_a_key_without_tokens_left_is_refused_with_a_hint() -> None:
+async def test_key_without_tokens_left_is_refused_with_a_hint() -> None:
     async with (
         door(rate_limit={"tokens_per_second": 1.0, "burst_tokens": 10}) as (engine, client),
         grpc.aio.insecure_channel(client.address) as channel,

@@ -1,4 +1,4 @@
-"""Permits live exactly as long as items, and the queue is fair within a priority."""
+"""Permits live exactly as long as items; the queue is fair within a priority."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def admission(
         max_size=60,
     ),
 )
-def test_who_runs_is_who_should(running: int, actions: list[tuple[str, int, int]]) -> None:
+def test_queue_is_fair_within_a_priority(running: int, actions: list[tuple[str, int, int]]) -> None:
     asyncio.run(compare(running, actions))
 
 
 async def compare(running: int, actions: list[tuple[str, int, int]]) -> None:
-    """Against a model: two lists, one of which is sorted by priority and arrival."""
+    """Against a model: a list of running items and a list sorted by priority and arrival."""
     tested = admission(running, queued=1000)
     loop, passed = asyncio.get_running_loop(), 0.0
     time = loop.time
-    # Only this loop's clock goes ahead, and only as long as the loop lives.
+    # Advances the clock of this loop alone.
     loop.time = lambda: time() + passed  # type: ignore[method-assign]
     tasks: dict[Permit, asyncio.Task[None]] = {}
     should_run: list[Permit] = []
@@ -89,7 +89,7 @@ async def compare(running: int, actions: list[tuple[str, int, int]]) -> None:
         )
         assert tested.live_items == len(should_run) + len(should_wait)
         assert tested.queued_items == len(should_wait)
-        # Of items that are over, the queue keeps no more than of those that wait.
+        # The queue keeps at most as many finished items as waiting ones.
         entries = [len(queue._waiting) for queue in tested._queues.values()]
         assert sum(entries) <= 2 * len(should_wait)
     for permit, task in tasks.items():
@@ -99,7 +99,7 @@ async def compare(running: int, actions: list[tuple[str, int, int]]) -> None:
     assert (tested.live_items, tested.queued_items) == (0, 0)
 
 
-async def test_a_full_queue_refuses_the_whole_request_with_a_hint() -> None:
+async def test_full_queue_refuses_the_whole_request_with_a_hint() -> None:
     tested = admission(running=2, queued=3)
     permits = tested.admit("m", 5)
     with pytest.raises(QueueFull, match="Exceeds maximum queue size: model m") as refused:
@@ -121,7 +121,7 @@ async def test_all_models_together_are_bounded_too() -> None:
 
 
 @pytest.mark.parametrize("limits", [{"running": 2, "queued": 3}, {"items": 5}])
-async def test_what_can_never_fit_is_not_to_be_tried_again(limits: dict[str, int]) -> None:
+async def test_request_beyond_the_limits_is_not_retryable(limits: dict[str, int]) -> None:
     tested = admission(**({"running": 50, "queued": 50} | limits))
     with pytest.raises(
         InvalidField, match=r"items has 6 prompts but .* split the request"
@@ -132,7 +132,7 @@ async def test_what_can_never_fit_is_not_to_be_tried_again(limits: dict[str, int
     assert len(tested.admit("m", 5)) == 5
 
 
-async def test_a_call_takes_over_the_places_of_the_one_that_ends_for_it() -> None:
+async def test_replacing_call_inherits_the_running_places() -> None:
     tested = admission(running=2, queued=1, items=3)
     former = tested.admit("m", 3)
     for permit in former[:2]:
@@ -170,7 +170,7 @@ async def test_waiting_ends() -> None:
     assert tested.live_items == 0
 
 
-async def test_the_hint_follows_how_fast_items_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_retry_hint_follows_the_pace_of_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     tested = admission(running=1, queued=1)
     now = 100.0
     monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now)

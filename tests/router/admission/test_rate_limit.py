@@ -1,4 +1,4 @@
-"""API keys have tokens, and no key is ever shown."""
+"""Token buckets of API keys, and the secrecy of keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def bucket_of(limiter: RateLimiter, key: str = "k") -> Bucket:
     return bucket
 
 
-def test_a_key_that_used_up_its_tokens_waits_until_they_came_again() -> None:
+def test_exhausted_key_waits_for_the_refill() -> None:
     limiter = RateLimiter(RateLimit(tokens_per_second=100.0, burst_tokens=1000))
     bucket = bucket_of(limiter)
     bucket.check(0.0)
@@ -29,7 +29,7 @@ def test_a_key_that_used_up_its_tokens_waits_until_they_came_again() -> None:
     bucket.check(1.0 + seconds)
 
 
-def test_a_bucket_holds_no_more_than_a_burst() -> None:
+def test_bucket_holds_at_most_a_burst() -> None:
     bucket = bucket_of(RateLimiter(RateLimit(tokens_per_second=100.0, burst_tokens=1000)))
     bucket.spend(1, 0.0)
     bucket.spend(1000, 3600.0)
@@ -37,7 +37,7 @@ def test_a_bucket_holds_no_more_than_a_burst() -> None:
         bucket.check(3600.0)
 
 
-def test_what_goes_on_may_be_a_burst_in_debt() -> None:
+def test_resumed_request_may_be_a_burst_in_debt() -> None:
     bucket = bucket_of(RateLimiter(RateLimit(tokens_per_second=1.0, burst_tokens=10)))
     bucket.spend(19, 0.0)
     bucket.check(0.0, in_debt=True)
@@ -75,7 +75,7 @@ def test_no_rate_limits_nothing_and_keys_are_bounded() -> None:
     assert len(limiter._buckets) == MOST_KEYS
 
 
-def test_a_key_is_named_by_its_hash() -> None:
+def test_key_is_named_by_a_hash() -> None:
     secret = "sk-very-secret"
     name = key_name({"x-api-key": secret})
     assert key_name({"authorization": f"Bearer {secret}"}) == name

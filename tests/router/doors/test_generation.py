@@ -1,4 +1,4 @@
-"""The outcomes by which generation calls are counted."""
+"""Outcomes of generation calls."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def finish(engine: ScriptedEngine, number: int) -> None:
 
 
 async def drained(stream: Any) -> grpc.StatusCode:
-    """Reads a stream to its end; gives its status."""
+    """Reads a stream to the end; returns the status."""
     with suppress(grpc.aio.AioRpcError):
         async for _ in stream:
             pass
@@ -79,7 +79,7 @@ async def test_call_without_a_permit_is_refused() -> None:
         await running
 
 
-async def test_call_that_its_client_leaves_is_cancelled() -> None:
+async def test_call_left_by_the_client_counts_as_cancelled() -> None:
     async with door() as (engine, client):
         running = call(client)
         await engine.submitted()
@@ -88,7 +88,7 @@ async def test_call_that_its_client_leaves_is_cancelled() -> None:
         await eventually(lambda: counted(client) == {"cancelled": 1})
 
 
-async def test_call_that_the_router_ends_is_cancelled_and_gets_the_router_s_error() -> None:
+async def test_call_ended_by_the_router_counts_as_cancelled_and_raises_the_error() -> None:
     request = router_pb.GenerateRequest(
         request_id="r",
         config=pb.GenerationConfig(

@@ -22,7 +22,7 @@ from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 
 class Names:
-    """What the name service knows; `answers` by host, an empty answer is a failure. Those of `slow` wait for
+    """Scripted name service: `answers` by host, an empty answer is a failure; hosts in `slow` wait for
     `answered`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +32,7 @@ class Names:
         monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", self._resolve)
 
     async def answer(self) -> None:
-        """Answers those that wait, and returns when whoever asked has heard."""
+        """Answers the waiting lookups, and returns when their callers have resumed."""
         self.answered.set()
         for _ in range(10):
             await asyncio.sleep(0)
@@ -61,7 +61,7 @@ async def names(monkeypatch: pytest.MonkeyPatch) -> Names:
 
 
 class Seen:
-    """What discovery told."""
+    """Joins and leaves reported by discovery."""
 
     def __init__(self, *entries: str) -> None:
         self.told: list[str] = []
@@ -71,14 +71,14 @@ class Seen:
         )
 
     async def resolve(self) -> list[str]:
-        """Resolves once; what was told then."""
+        """Resolves once; returns the reported changes."""
         self.told.clear()
         await self.discovery.resolve()
         self.ever += self.told
         return self.told
 
 
-async def test_a_name_of_several_addresses(names: Names) -> None:
+async def test_name_of_several_addresses_is_several_replicas(names: Names) -> None:
     seen = Seen("engines:9000", "10.0.0.9:1")
     names.answers["engines"] = ["10.0.0.1", "10.0.0.2"]
     assert await seen.resolve() == ["+10.0.0.1:9000", "+10.0.0.2:9000", "+10.0.0.9:1"]
@@ -87,14 +87,14 @@ async def test_a_name_of_several_addresses(names: Names) -> None:
     assert await seen.resolve() == ["+10.0.0.3:9000", "-10.0.0.1:9000"]
 
 
-async def test_a_host_with_two_families_is_one_replica(names: Names) -> None:
+async def test_dual_stack_host_is_one_replica(names: Names) -> None:
     names.answers["engines"] = ["fd00::1", "10.0.0.1"]
     assert await Seen("engines:9000").resolve() == ["+10.0.0.1:9000"]
     names.answers["engines"] = ["fd00::1"]
     assert await Seen("engines:9000").resolve() == ["+[fd00::1]:9000"]
 
 
-async def test_a_hiccup_of_dns_keeps_the_replicas(names: Names) -> None:
+async def test_dns_failure_keeps_the_replicas(names: Names) -> None:
     seen = Seen("engines:9000")
     names.answers["engines"] = ["10.0.0.1"]
     await seen.resolve()
@@ -106,7 +106,7 @@ async def test_a_hiccup_of_dns_keeps_the_replicas(names: Names) -> None:
     assert await seen.resolve() == ["+10.0.0.1:9000"]
 
 
-async def test_a_name_that_takes_long_delays_no_other(names: Names) -> None:
+async def test_slow_name_delays_no_other(names: Names) -> None:
     seen = Seen("slow:9000", "engines:9000")
     names.answers["engines"] = ["10.0.0.1"]
     names.answers["slow"] = ["10.0.0.7"]
@@ -119,7 +119,7 @@ async def test_a_name_that_takes_long_delays_no_other(names: Names) -> None:
     assert await seen.resolve() == ["+10.0.0.7:9000"]
 
 
-async def test_a_name_that_is_answered_between_two_rounds_joins(
+async def test_name_answered_between_two_rounds_joins(
     names: Names, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(discovery, "PATIENCE_SECONDS", 0)
@@ -131,7 +131,7 @@ async def test_a_name_that_is_answered_between_two_rounds_joins(
     assert await seen.resolve() == ["+10.0.0.7:9000"]
 
 
-async def test_what_leaves_its_file_while_it_is_looked_up_neither_joins_nor_leaves(
+async def test_entry_removed_during_the_lookup_neither_joins_nor_leaves(
     names: Names, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(discovery, "PATIENCE_SECONDS", 0)
@@ -152,7 +152,7 @@ async def test_what_leaves_its_file_while_it_is_looked_up_neither_joins_nor_leav
     assert seen.ever == ["+10.0.0.7:9000"]
 
 
-async def test_a_name_that_left_its_file_and_fails_again_is_told_of_again(
+async def test_failure_of_a_returning_name_is_logged_again(
     names: Names, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     file = tmp_path / "replicas"
@@ -165,7 +165,7 @@ async def test_a_name_that_left_its_file_and_fails_again_is_told_of_again(
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_whoever_leaves_joined_before_and_in_the_end_all_is_told(
+async def test_joins_and_leaves_alternate_and_all_are_reported(
     seed: int, names: Names, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(discovery, "PATIENCE_SECONDS", 0)
@@ -203,7 +203,7 @@ async def test_whoever_leaves_joined_before_and_in_the_end_all_is_told(
 
 
 @pytest.mark.parametrize("line", ["nonsense", "file:/etc/hosts", "file:other:9000", "a b:9000"])
-async def test_a_file_that_is_wrong_keeps_its_replicas(line: str, tmp_path: Path) -> None:
+async def test_invalid_file_keeps_the_replicas(line: str, tmp_path: Path) -> None:
     file = tmp_path / "replicas"
     file.write_text("10.0.0.1:9000  # the first\n\n# nobody else\n")
     seen = Seen(f"file:{file}")
@@ -245,7 +245,7 @@ async def test_replicas_join_and_leave_a_running_router(names: Names) -> None:
         assert item.started.worker == "second"
 
 
-async def test_a_replica_that_comes_back_before_it_is_idle_stays(names: Names) -> None:
+async def test_replica_returning_before_idle_stays(names: Names) -> None:
     engine = ScriptedEngine(supported_fields=["stopping.max_tokens"])
     async with serving_engine(engine) as address:
         names.answers["engines"] = ["127.0.0.1"]
@@ -268,7 +268,7 @@ async def test_a_replica_that_comes_back_before_it_is_idle_stays(names: Names) -
 
 
 @pytest.mark.parametrize("entry", [text for text in NONE if text != "file:x:1"])
-def test_an_entry_is_an_address_or_a_file(entry: str) -> None:
+def test_entry_is_an_address_or_a_file(entry: str) -> None:
     with pytest.raises(SettingsError, match="engines has the entry"):
         check_entries("engines", ["good:1", entry])
 

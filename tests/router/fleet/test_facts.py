@@ -18,7 +18,7 @@ from trtmesh.v1 import engine_pb2 as pb
         (pb.WORKER_ROLE_DECODE, {Capability.DECODE}),
     ],
 )
-def test_the_role_tells_the_phases(
+def test_role_determines_the_phases(
     role: pb.WorkerRole.ValueType, phases: frozenset[Capability]
 ) -> None:
     assert Facts.of(pb.GetEngineResponse(role=role)).capabilities == phases
@@ -46,7 +46,7 @@ def state(number: int, version: str, place: pb.AdapterPlace.ValueType) -> pb.Ada
     return pb.AdapterState(id=number, name=f"a{number}", version=version, place=place)
 
 
-def test_adapter_states_replace_and_remove_what_is_held() -> None:
+def test_adapter_states_replace_and_remove_held_adapters() -> None:
     device, host, absent = (
         pb.ADAPTER_PLACE_DEVICE,
         pb.ADAPTER_PLACE_HOST,

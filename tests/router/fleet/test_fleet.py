@@ -29,7 +29,7 @@ from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 LOOKS = 100
-"""Placements that are looked at for what the router brings up to date every 0.1 s."""
+"""Most placements observed until the router's refresh, every 0.1 s."""
 
 LOOK_SECONDS = 0.02
 
@@ -39,7 +39,7 @@ def engines(*names: str, **description: Any) -> list[ScriptedEngine]:
 
 
 async def told(on: Fleet, engine: ScriptedEngine, **load: float) -> None:
-    """Lets an engine report a load and returns when the router has read it."""
+    """Makes an engine report a load; returns when the router has read the report."""
     await engine.report(**load)
     async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
@@ -78,7 +78,7 @@ async def test_learned_rates_reach_the_placement() -> None:
         pytest.fail(f"a step is still thought to take {step_seconds} s")
 
 
-async def test_a_returning_worker_starts_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_returning_worker_starts_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as long_ago:
         long_ago.setattr(load_guard.LoadGuard, "joined", lambda *_: None)
         async with fleet(
@@ -94,7 +94,7 @@ async def test_a_returning_worker_starts_slowly(monkeypatch: pytest.MonkeyPatch)
             for number in range(6):
                 on.start([5])
                 await on.submitted(number + 1)
-            # As if the one that has nothing had as much to do as the other.
+            # Slow start counts the idle worker as busy as the other.
             assert (len(one.submits), len(two.submits)) == (3, 3)
 
 
@@ -105,7 +105,7 @@ async def test_siblings_beyond_the_cap_avoid_the_first_worker() -> None:
         siblings={"max_together": 2, "wait_seconds": 60},
     ) as on:
         on.start(*([*[5] * 12, tail] for tail in range(4)), request_id="r")
-        # The second and the fourth wait for those before them.
+        # Items 2 and 4 wait for earlier items.
         await on.submitted(2)
         assert [len(engine.submits) for engine in on.engines] == [1, 1]
         (leader,) = [engine for engine in on.engines if engine.submits[0].batch_index == 0]
@@ -132,7 +132,7 @@ async def test_dispatched_prompts_count_as_cached(monkeypatch: pytest.MonkeyPatc
         assert len(home.submits) == 2
 
 
-async def test_a_lost_workers_blocks_are_forgotten() -> None:
+async def test_blocks_of_a_lost_worker_are_forgotten() -> None:
     async with fleet(*engines("one", tokens_per_block=4)) as on:
         (engine,) = on.engines
         await eventually(lambda: any(c.HasField("kv_snapshot") for c in engine.commands))
@@ -147,7 +147,7 @@ async def test_a_lost_workers_blocks_are_forgotten() -> None:
 
 
 async def expected_tokens(on: Fleet, request_id: str, model: str, **options: Any) -> int:
-    """New tokens that an item is expected to generate, from the score of its worker."""
+    """Expected new tokens of an item, from the score of the worker."""
     on.start([5], request_id=request_id, model=model, max_tokens=1000, **options)
     engine = next(engine for engine in on.engines if engine.description.model == model)
     await eventually(lambda: any(submit.request_id == request_id for submit in engine.submits))
@@ -179,8 +179,8 @@ async def test_output_lengths_are_learned_per_model() -> None:
         assert await expected_tokens(on, "n", "n") == FALLBACK_NEW_TOKENS
 
 
-async def test_a_worker_replaced_at_its_address_is_in_the_snapshot() -> None:
-    """No placement looks in between, so both are told of at once, in whatever order."""
+async def test_worker_replaced_at_its_address_is_in_the_snapshot() -> None:
+    """Without a placement in between, both are reported together, in any order."""
     fleet = RouterFleet(PlacementSettings(policy="round_robin"), RouterMetrics())
     addresses = [f"127.0.0.1:{port}" for port in range(1, 33)]
     for address in addresses:
@@ -195,7 +195,7 @@ async def test_a_worker_replaced_at_its_address_is_in_the_snapshot() -> None:
     assert not any(seen.problem == LEAVING for seen in fleet.snapshot())
 
 
-async def test_the_version_of_an_adapter_comes_from_its_workers() -> None:
+async def test_version_of_an_adapter_comes_from_its_workers() -> None:
     fleet, (worker,) = fleet_of(epb.WORKER_ROLE_MIXED)
     assert fleet.adapter_of("m", None) is None
     assert fleet.adapter_of("m", Lora(name="unnumbered")) is None

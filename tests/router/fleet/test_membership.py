@@ -1,4 +1,4 @@
-"""What an admin does to workers, and what is told of it."""
+"""Admin operations on workers, and their reports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def scripted(name: str) -> ScriptedEngine:
 
 @dataclass
 class Fleet:
-    """A router of one worker, which has three items of a client, and a second worker that it does not know yet."""
+    """A router with a worker running three items, and an unconnected second worker."""
 
     client: RouterClient
     one: ScriptedEngine
@@ -49,7 +49,7 @@ class Fleet:
         await self.one.step(ends=[(submit.handle, LENGTH) for submit in self.one.submits[1:]])
 
     async def refuse_rest(self) -> None:
-        """The worker tells that it does not go on with what it still has."""
+        """The worker ends its remaining sequences with DRAINING."""
         rest = self.one.submits[1:]
         await self.one.step(ends=[refusal(each.handle, Draining("it stops")) for each in rest])
 
@@ -83,7 +83,7 @@ async def three_items_on_one() -> AsyncIterator[Fleet]:
     ("rest", "finished", "moved"),
     [(Fleet.end_rest, 3, 0), (Fleet.refuse_rest, 1, 2), (Fleet.die, 1, 2)],
 )
-async def test_a_drain_counts_ends_and_moves(
+async def test_drain_counts_ends_and_moves(
     rest: Callable[[Fleet], Awaitable[None]],
     finished: int,
     moved: int,
@@ -102,7 +102,7 @@ async def test_a_drain_counts_ends_and_moves(
         assert len(on.two.submits) == moved
 
 
-async def test_what_died_with_its_worker_and_nobody_took_did_not_end(
+async def test_unplaced_sequences_of_a_lost_worker_count_as_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(membership, "TAKEN_SECONDS", 0)
@@ -115,7 +115,7 @@ async def test_what_died_with_its_worker_and_nobody_took_did_not_end(
         assert drained.left_sequences == 3
 
 
-async def test_a_name_that_several_have_names_none() -> None:
+async def test_ambiguous_name_is_refused() -> None:
     async with AsyncExitStack() as stack:
         addresses = [
             await stack.enter_async_context(serving_engine(scripted("same"))) for _ in range(2)
@@ -143,7 +143,7 @@ async def test_only_an_address_is_added(address: str) -> None:
         await until_states(client, [], [])
 
 
-async def test_one_that_was_removed_comes_back_by_an_add_alone() -> None:
+async def test_removed_worker_returns_only_by_an_add() -> None:
     async with three_items_on_one() as on:
         admin = on.client.admin
         await admin.drain_worker("one", finish_seconds=0)
@@ -159,7 +159,7 @@ async def test_one_that_was_removed_comes_back_by_an_add_alone() -> None:
 
 
 @pytest.mark.parametrize("model", ["", "m"])
-async def test_a_router_without_workers_says_why_and_what_to_do(model: str) -> None:
+async def test_error_without_workers_names_cause_and_remedy(model: str) -> None:
     async with serving_engine(scripted("one")) as address, serving_router([address]) as client:
         await until_states(client, [READY], [])
         await client.admin.remove_worker("one")
@@ -171,10 +171,10 @@ async def test_a_router_without_workers_says_why_and_what_to_do(model: str) -> N
             await client.complete([[5]], model=model, text=False)
 
 
-async def test_what_is_logged_of_a_link_is_of_no_request(
+async def test_log_lines_of_a_link_have_no_request_id(
     logged: Callable[[], list[LogLine]],
 ) -> None:
-    """Not even of the admin's who added the worker, in whose call the link began."""
+    """Not even for a link opened by an admin's call."""
     engine = scripted("one")
     async with serving_engine(engine) as address:
         with request_id_bound("r-admin"):
@@ -184,7 +184,7 @@ async def test_what_is_logged_of_a_link_is_of_no_request(
     assert ready.request_id == "-"
 
 
-async def test_workers_are_listed_by_name_and_its_numbers() -> None:
+async def test_workers_are_sorted_by_numbers_in_their_names() -> None:
     names = ["engine-10", "other", "engine-9", "engine-2", "engine-2"]
     async with AsyncExitStack() as stack:
         serving = [serving_engine(scripted(name)) for name in names]

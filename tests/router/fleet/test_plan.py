@@ -1,4 +1,4 @@
-"""Plans of one and of several legs, booked on real workers of a fleet."""
+"""Plans of one leg and of several, booked on a fleet."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_two_legs_are_booked_and_released_together() -> None:
     assert (booked(prefill), booked(decode)) == ((0, 0, 0), (0, 0, 0))
 
 
-async def test_a_leg_without_a_worker_releases_the_legs_before_it() -> None:
+async def test_leg_without_a_worker_releases_the_earlier_legs() -> None:
     fleet, (prefill,) = fleet_of(pb.WORKER_ROLE_PREFILL)
     with pytest.raises(NoWorker):
         fleet.place(QUERY, BLOCKS, (PREFILL, DECODE))

@@ -1,4 +1,4 @@
-"""A worker is alive as long as it speaks, reads and makes steps; one that has nothing to do is too."""
+"""A worker is alive while sending, reading and making steps, or while idle."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEADLINES = Deadlines(stall_seconds=1.0, accepted_seconds=0.5, next_token_second
 
 
 def ticks_until_a_problem(pulse: Pulse, load: pb.Load | None, most: int = 200) -> tuple[int, str]:
-    """How many ticks pass without a problem, while `load` is told before each tick, and the problem."""
+    """Ticks without a problem, with `load` reported before each, and the problem."""
     for tick in range(most):
         if load is not None:
             pulse.heard()
@@ -31,7 +31,7 @@ def test_silence_is_a_problem_and_any_message_ends_it() -> None:
     assert pulse.tick() == ""
 
 
-def test_a_worker_that_reports_rarely_may_be_silent_for_longer() -> None:
+def test_long_load_interval_extends_the_permitted_silence() -> None:
     ticks, _ = ticks_until_a_problem(Pulse(DEADLINES, load_interval_seconds=1.0), None)
     assert ticks == 5 / TICK_SECONDS
 
@@ -46,12 +46,12 @@ def test_reports_without_steps_are_a_problem() -> None:
     )
 
 
-def test_one_that_has_nothing_to_do_is_well() -> None:
+def test_idle_worker_is_well() -> None:
     assert ticks_until_a_problem(Pulse(DEADLINES), pb.Load(step_count=7)) == (200, "")
 
 
-def test_a_slow_worker_is_given_the_time_that_its_steps_take() -> None:
-    """Steps of 1.5 s are known, so it takes four times as long to be suspected."""
+def test_long_steps_extend_the_deadline() -> None:
+    """After steps of 1.5 s, the limit is four times as long."""
     pulse = Pulse(DEADLINES)
     for tick in range(60):
         pulse.heard()
@@ -62,7 +62,7 @@ def test_a_slow_worker_is_given_the_time_that_its_steps_take() -> None:
     assert "no step" in problem
 
 
-def test_a_worker_that_was_silent_for_long_is_no_slow_one() -> None:
+def test_silence_does_not_count_as_a_long_step() -> None:
     pulse = Pulse(DEADLINES)
     busy = pb.Load(step_count=1, running_sequences=1)
     assert ticks_until_a_problem(pulse, busy, most=3) == (3, "")
@@ -73,8 +73,8 @@ def test_a_worker_that_was_silent_for_long_is_no_slow_one() -> None:
     assert "no step" in problem
 
 
-def test_what_is_not_read_is_a_problem() -> None:
-    """As where only the way to the worker is cut: its reports still come."""
+def test_unread_item_is_a_problem() -> None:
+    """As if only the direction to the worker were cut: reports still arrive."""
     pulse = Pulse(DEADLINES)
     pulse.submitted()
     ticks, problem = ticks_until_a_problem(pulse, pb.Load(received_items=0))
@@ -83,15 +83,15 @@ def test_what_is_not_read_is_a_problem() -> None:
     assert ticks_until_a_problem(pulse, pb.Load(received_items=1)) == (200, "")
 
 
-def test_a_worker_that_does_not_count_what_it_read_is_believed() -> None:
+def test_worker_without_read_counts_is_trusted() -> None:
     pulse = Pulse(DEADLINES)
     pulse.submitted()
     assert ticks_until_a_problem(pulse, pb.Load()) == (200, "")
 
 
 @given(st.lists(st.integers(0, 9), max_size=60))
-def test_one_that_goes_on_within_its_deadlines_is_never_suspected(gaps: list[int]) -> None:
-    """Reports at most 0.9 s apart, each with a new step: well, however they are spaced."""
+def test_progress_within_the_deadlines_is_never_a_problem(gaps: list[int]) -> None:
+    """Reports at most 0.9 s apart, each with a new step."""
     pulse = Pulse(DEADLINES)
     steps: Iterator[int] = iter(range(len(gaps)))
     for gap in gaps:

@@ -32,7 +32,7 @@ def link(address: str = "127.0.0.1:1") -> worker.Worker:
     )
 
 
-async def test_a_role_without_handoff_is_refused() -> None:
+async def test_role_without_handoff_is_refused() -> None:
     prefill = link()
     prefill.facts = Facts.of(pb.GetEngineResponse(role=pb.WORKER_ROLE_PREFILL))
     assert prefill.mismatch == "lacks decode"

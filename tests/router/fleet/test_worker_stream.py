@@ -1,4 +1,4 @@
-"""What a router and a worker exchange on their stream."""
+"""Messages of router and worker on their stream."""
 
 from __future__ import annotations
 

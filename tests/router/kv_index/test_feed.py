@@ -1,4 +1,4 @@
-"""A worker's events are followed without a gap, or anew."""
+"""Following a worker's events, and restarting from a snapshot."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trtmesh.v1 import engine_pb2 as pb
 
 
 class Source:
-    """A worker's cache that tells its changes, some of which are lost on the way."""
+    """A worker's cache with events, some of them lost."""
 
     def __init__(self, feed: KvFeed) -> None:
         self.feed = feed
@@ -49,7 +49,7 @@ def held(index: KvIndex) -> set[int]:
     return {block for block in range(1, 40) if "w" in index.match([block], 0.0)}
 
 
-def test_a_stream_starts_with_a_snapshot() -> None:
+def test_new_stream_starts_with_a_snapshot() -> None:
     index, source, asked = followed()
     source.change([1, 2], [])
     assert not held(index)
@@ -60,7 +60,7 @@ def test_a_stream_starts_with_a_snapshot() -> None:
     assert len(asked) == 1
 
 
-def test_a_gap_asks_for_a_snapshot_once_and_keeps_what_was_known() -> None:
+def test_gap_requests_one_snapshot_and_keeps_known_blocks() -> None:
     index, source, asked = followed()
     source.snapshot()
     source.change([1, 2], [])
@@ -73,7 +73,7 @@ def test_a_gap_asks_for_a_snapshot_once_and_keeps_what_was_known() -> None:
     assert held(index) == {2, 3, 4, 5}
 
 
-def test_a_new_epoch_voids_all_at_once() -> None:
+def test_new_epoch_clears_all_blocks() -> None:
     index, source, asked = followed()
     source.snapshot()
     source.change([1, 2], [])
@@ -85,7 +85,7 @@ def test_a_new_epoch_voids_all_at_once() -> None:
     assert len(asked) == 2
 
 
-def test_events_that_the_snapshot_covered_are_not_taken_twice() -> None:
+def test_events_covered_by_the_snapshot_are_skipped() -> None:
     index, source, _ = followed()
     source.change([1], [])
     source.change([], [1])
@@ -100,7 +100,7 @@ def test_events_that_the_snapshot_covered_are_not_taken_twice() -> None:
     assert held(index) == {2}
 
 
-def test_a_lost_worker_is_purged() -> None:
+def test_lost_worker_is_forgotten() -> None:
     index, source, _ = followed()
     source.snapshot()
     source.change([1], [])
@@ -121,7 +121,7 @@ def test_a_lost_worker_is_purged() -> None:
         max_size=40,
     )
 )
-def test_two_routers_over_one_worker_agree_whatever_each_of_them_lost(
+def test_two_routers_agree_despite_different_losses(
     changes: list[tuple[list[int], list[int], str]],
 ) -> None:
     index, source, asked = followed()

@@ -1,4 +1,4 @@
-"""The index against a plain model of it, and within its bound."""
+"""The index against a plain model, and the bound of memory."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_workers_drop_out_where_their_prefix_ends() -> None:
     assert index.match([], 0.0) == {}
 
 
-def test_memory_is_bounded_and_what_is_used_stays() -> None:
+def test_eviction_bounds_memory_and_keeps_used_blocks() -> None:
     most = 5000
     index = KvIndex(most)
     hot = chain(root_hash("hot"), list(range(320)), 16)
@@ -101,7 +101,7 @@ def test_memory_is_bounded_and_what_is_used_stays() -> None:
     assert index.match(hot, 0.0) == {}
 
 
-def test_a_worker_that_comes_again_inherits_nothing() -> None:
+def test_returning_worker_starts_without_blocks() -> None:
     index = KvIndex(1000)
     for worker in WORKERS:
         index.store(worker, [1, 2])

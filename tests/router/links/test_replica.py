@@ -1,4 +1,4 @@
-"""States of the replicas that a router is connected to."""
+"""States of a router's replicas."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_refusal_by_the_worker_is_shown_in_the_worker_s_words() -> None:
         assert "tokenizer f1 and worker w f2" in worker.problem
 
 
-async def test_draining_worker_finishes_and_gets_nothing_new() -> None:
+async def test_draining_worker_finishes_without_new_items() -> None:
     async with scene() as on:
         asked = on.ask("a", max_tokens=9)
         (submit,) = await on.engine.submitted()

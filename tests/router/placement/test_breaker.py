@@ -1,4 +1,4 @@
-"""Workers that fail items before their first tokens get none for a while, and everybody sees it; busy ones do not."""
+"""Faults before first tokens open a worker's breaker; back-pressure does not."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ DRAINING = admin_pb.WORKER_STATE_DRAINING
 STALLED = admin_pb.WORKER_STATE_STALLED
 
 MOST_TRIED = 10
-"""Items that are sent to two workers until one of them rests."""
+"""Most items sent to two workers until one of them rests."""
 
 
 @pytest.fixture
 def long_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever rests does so until the end of the test."""
+    """Open breakers stay open until the end of the test."""
     monkeypatch.setattr(breaker, "FIRST_REST_SECONDS", 3600.0)
     monkeypatch.setattr(breaker, "LONGEST_REST_SECONDS", 3600.0)
 
 
 async def rests(on: Fleet, engine: ScriptedEngine) -> str:
-    """Checks that a router tells in every way that a worker rests; the table of its workers."""
+    """Checks every report of a resting worker; returns the table of workers."""
     worker = await on.worker(engine)
     assert (worker.state, worker.breaker, worker.faults) == (READY, OPEN, 3)
     assert on.client.gauge("open_breakers") == 1
@@ -44,7 +44,7 @@ async def rests(on: Fleet, engine: ScriptedEngine) -> str:
     return worker.problem
 
 
-async def test_one_that_takes_items_and_gives_no_token_gets_none_for_a_while(
+async def test_worker_without_tokens_gets_no_items_for_a_while(
     long_rest: None,
 ) -> None:
     async with fleet(
@@ -54,7 +54,7 @@ async def test_one_that_takes_items_and_gives_no_token_gets_none_for_a_while(
         sick = await on.first()
         well = on.other(sick)
         on.serve(well)
-        # It may even say that it generates something.
+        # Reported tokens make no difference.
         on.beat(sick)
         for number in range(MOST_TRIED):
             assert (await on.ask([5], request_id=f"r{number}"))[0].error is None
@@ -69,7 +69,7 @@ async def test_one_that_takes_items_and_gives_no_token_gets_none_for_a_while(
         assert seen[sick.description.worker].excluded_by == "its breaker is open"
 
 
-async def test_one_that_freezes_again_and_again_gets_none_for_a_while(long_rest: None) -> None:
+async def test_repeatedly_freezing_worker_gets_no_items_for_a_while(long_rest: None) -> None:
     async with fleet(deadlines={"stall_seconds": 0.5}, placement={"policy": "round_robin"}) as on:
         on.start([5])
         sick = await on.first()
@@ -81,7 +81,7 @@ async def test_one_that_freezes_again_and_again_gets_none_for_a_while(long_rest:
             sick.reporting = True
             await until_states(on.client, [READY, READY], [])
             if faults < 3:
-                # Several at once are one fault.
+                # Simultaneous errors are one fault.
                 tried = len(sick.submits)
                 on.start([5], [6], [7], [8])
                 await sick.submitted(tried + 2)
@@ -90,7 +90,7 @@ async def test_one_that_freezes_again_and_again_gets_none_for_a_while(long_rest:
 
 
 @pytest.mark.parametrize("generating", [True, False])
-async def test_a_queue_that_others_hold_up_is_no_fault(*, generating: bool) -> None:
+async def test_queue_held_up_by_other_routers_is_not_a_fault(*, generating: bool) -> None:
     async with fleet(deadlines={"started_seconds": 0.5, "first_token_seconds": 60}) as on:
         on.start([5])
         one = await on.first()
@@ -107,7 +107,7 @@ async def test_a_queue_that_others_hold_up_is_no_fault(*, generating: bool) -> N
 @pytest.mark.parametrize(
     "error", [InvalidField("no"), QueueFull("full"), Draining("bye")], ids=lambda e: e.reason
 )
-async def test_what_is_not_the_workers_fault_does_not_count(error: TrtmeshError) -> None:
+async def test_errors_of_the_caller_do_not_count_as_faults(error: TrtmeshError) -> None:
     engine = ScriptedEngine(supported_fields=FIELDS)
     async with fleet(engine) as on:
         asked = on.ask([5])
@@ -120,7 +120,7 @@ async def test_what_is_not_the_workers_fault_does_not_count(error: TrtmeshError)
 
 
 @pytest.mark.parametrize("how", ["by an admin", "of itself", "to its end"])
-async def test_a_drain_is_no_fault(how: str) -> None:
+async def test_drain_is_not_a_fault(how: str) -> None:
     async with fleet() as on:
         on.start([5])
         one = await on.first()
@@ -140,7 +140,7 @@ async def test_a_drain_is_no_fault(how: str) -> None:
 async def test_where_all_rest_all_are_used_and_a_first_token_ends_it(
     monkeypatch: pytest.MonkeyPatch, rest_seconds: float, state: admin_pb.BreakerState.ValueType
 ) -> None:
-    # These items fail one after another, however fast.
+    # Each of these errors counts, despite their pace.
     monkeypatch.setattr(breaker, "INCIDENT_SECONDS", 0.0)
     monkeypatch.setattr(breaker, "FIRST_REST_SECONDS", rest_seconds)
     monkeypatch.setattr(breaker, "LONGEST_REST_SECONDS", rest_seconds)

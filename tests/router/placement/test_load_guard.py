@@ -1,4 +1,4 @@
-"""The load guard: nothing is counted twice, nothing is forgotten, whatever the order."""
+"""The load guard counts each item once, in any order of events."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def guard() -> LoadGuard:
 
 
 def learn_between(rates: Rates, before: Report, after: Report) -> None:
-    """What two reports tell, the first of which saw a step end."""
+    """Rates from two reports, the first at the end of a step."""
     earlier = replace(before, at=2 * before.at - after.at, step_count=before.step_count - 1)
     rates.break_off()
     rates.learn(earlier, before)
@@ -51,7 +51,7 @@ ACTIONS = st.lists(
 
 @settings(deadline=None)
 @given(ACTIONS)
-def test_the_load_is_what_is_booked_and_what_reports_show_beyond(
+def test_load_is_bookings_plus_reported_excess(
     actions: list[tuple[str, int, int]],
 ) -> None:
     tested = guard()
@@ -97,7 +97,7 @@ def test_the_load_is_what_is_booked_and_what_reports_show_beyond(
         assert set(tested.awaiting) <= set(handles)
 
 
-def test_a_dispatch_counts_at_once_and_its_report_does_not_count_it_again() -> None:
+def test_dispatch_counts_at_once_and_only_once() -> None:
     tested = guard()
     booking = tested.book(100, 1, 0.0)
     assert (tested.sequences, tested.pending_prompt_tokens) == (1, 100)
@@ -118,7 +118,7 @@ def test_rates_are_learned_from_reports() -> None:
     for second in range(1, 30):
         after = Report(
             float(second),
-            # Half of the time it had nothing to do.
+            # Idle half of the time.
             busy_seconds=second / 2,
             step_count=second * 10,
             running_sequences=1,
@@ -131,7 +131,7 @@ def test_rates_are_learned_from_reports() -> None:
     assert rates.sums is None
 
 
-def test_a_worker_that_does_not_say_how_long_it_was_busy_is_not_learned_of() -> None:
+def test_reports_without_busy_time_teach_nothing() -> None:
     rates = Rates()
     for number in range(1, 9):
         rates.learn(
@@ -156,10 +156,10 @@ def test_step_time_is_learned_as_a_line_over_the_batch() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0.01, 5), st.integers(1, 20)), min_size=1))
-def test_a_worker_that_has_little_to_do_is_not_thought_slow(
+def test_idle_time_does_not_count_as_slow_steps(
     reports: list[tuple[float, int]],
 ) -> None:
-    # Short requests come and go between two reports, and most of the time there is none.
+    # Short requests between two reports, idle most of the time.
     rates, before = Rates(), Report(0.0, running_sequences=1)
     for idle_seconds, steps in reports:
         after = Report(
@@ -173,7 +173,7 @@ def test_a_worker_that_has_little_to_do_is_not_thought_slow(
     assert typical_of([rates], None).step_seconds(1) == pytest.approx(0.02)
 
 
-def test_steps_that_are_longer_than_reports_are_apart_count_whole() -> None:
+def test_steps_longer_than_the_report_interval_count_whole() -> None:
     decode, prefill = Rates(), Rates()
     for rates, chunk in ((decode, 0), (prefill, 512)):
         reports = [
@@ -193,12 +193,12 @@ def test_steps_that_are_longer_than_reports_are_apart_count_whole() -> None:
     assert prefill.prefill_rate.value == pytest.approx(1024)
 
 
-def test_a_step_that_was_not_seen_to_begin_is_not_learned_from() -> None:
+def test_step_without_a_reported_begin_teaches_nothing() -> None:
     reports = [
         Report(
             number / 10,
             number / 10,
-            # The first step ends behind the first report, and the router misses much of the fourth.
+            # The first step ends after the first report; most of the fourth is not seen.
             (number + 9) // 10,
             waiting_sequences=1,
             pending_prompt_tokens=9,
@@ -213,7 +213,7 @@ def test_a_step_that_was_not_seen_to_begin_is_not_learned_from() -> None:
     assert rates.prefill_rate.value is not None
 
 
-def test_a_worker_that_stands_still_for_a_moment_is_not_as_slow_as_that() -> None:
+def test_short_freeze_does_not_set_the_step_time() -> None:
     rates = Rates()
     steps = [*range(0, 51, 5), *[50] * 20, 51]
     reports = [Report(n / 10, n / 10, count, running_sequences=1) for n, count in enumerate(steps)]
@@ -222,7 +222,7 @@ def test_a_worker_that_stands_still_for_a_moment_is_not_as_slow_as_that() -> Non
     assert typical_of([rates], None).step_seconds(1) < 0.04
 
 
-def test_what_was_cancelled_is_not_taken_for_what_comes_later() -> None:
+def test_cancelled_sequence_is_not_confused_with_a_later_one() -> None:
     rates = Rates()
     reports = [
         Report(0.0, 0.0, 9, running_sequences=64),
@@ -237,7 +237,7 @@ def test_what_was_cancelled_is_not_taken_for_what_comes_later() -> None:
     assert rates.sums[:2] == pytest.approx((1, 0.05))
 
 
-def test_what_single_sequences_take_says_nothing_of_many() -> None:
+def test_single_sequences_teach_no_slope() -> None:
     rates, before = Rates(), Report(0.0, running_sequences=1)
     for running, step_seconds in ((1, 0.02), (1, 0.019), (2, 0.04), (1, 0.021)) * 5:
         after = Report(
@@ -249,9 +249,7 @@ def test_what_single_sequences_take_says_nothing_of_many() -> None:
     assert typical.step_seconds(2) == pytest.approx(typical.step_seconds(1), rel=0.25)
 
 
-def test_a_worker_that_was_slow_for_a_moment_counts_as_any_other_once_nothing_more_is_learned() -> (
-    None
-):
+def test_difference_from_the_fleet_fades_without_new_samples() -> None:
     slow, others = Rates(), [Rates() for _ in range(3)]
     for rates, step_seconds in ((slow, 0.1), *((each, 0.01) for each in others)):
         busy = Report(1.0, busy_seconds=10 * step_seconds, step_count=10, running_sequences=4)
@@ -268,7 +266,7 @@ def test_a_worker_that_was_slow_for_a_moment_counts_as_any_other_once_nothing_mo
     assert seen[-1] == (1.0, 1.0)
 
 
-def test_nothing_is_learned_from_a_time_in_which_somebody_was_frozen() -> None:
+def test_frozen_interval_teaches_nothing() -> None:
     rates = Rates()
     at, steps = 0.0, 0
 
@@ -290,7 +288,7 @@ def test_nothing_is_learned_from_a_time_in_which_somebody_was_frozen() -> None:
     assert rates.sums[1] == pytest.approx(0.2), "a pace that stays is the usual one"
 
 
-def test_a_prompt_that_found_the_worker_idle_tells_the_prefill_rate() -> None:
+def test_prompt_on_an_idle_worker_teaches_the_prefill_rate() -> None:
     tested = guard()
     short = tested.book(10, 1, 0.0)
     short.started(5.0)
@@ -307,9 +305,7 @@ def test_a_prompt_that_found_the_worker_idle_tells_the_prefill_rate() -> None:
     ("seconds", "rate"),
     [(0.0, MOST_RATE), (0.001, 2e6), (0.1, 20_000), (0.16, 12_500), (1.1, 1000)],
 )
-def test_a_step_counts_for_at_most_half_of_the_time_to_a_first_token(
-    seconds: float, rate: float
-) -> None:
+def test_step_takes_at_most_half_of_the_time_to_first_token(seconds: float, rate: float) -> None:
     rates = Rates()
     learn_between(
         rates,
@@ -320,7 +316,7 @@ def test_a_step_counts_for_at_most_half_of_the_time_to_a_first_token(
     assert rates.prefill_rate.value == pytest.approx(rate)
 
 
-def test_one_worker_whose_rate_is_out_of_all_bounds_changes_nothing_for_the_others() -> None:
+def test_outlier_does_not_change_the_typical_rate() -> None:
     rates = [Rates() for _ in range(5)]
     for each, rate in zip(rates, (900, 1000, 1000, 1100, MOST_RATE), strict=True):
         each.prefill_rate.add(rate)
@@ -329,7 +325,7 @@ def test_one_worker_whose_rate_is_out_of_all_bounds_changes_nothing_for_the_othe
     assert [each.relative_prefill(typical) for each in rates[:4]] == [1.0] * 4
 
 
-def test_the_first_report_of_a_stream_is_compared_with_none() -> None:
+def test_first_report_of_a_stream_is_not_compared() -> None:
     tested = guard()
     for _ in range(2):
         # The clock of the event loop counts from the start of the machine.
@@ -344,7 +340,7 @@ def test_the_first_report_of_a_stream_is_compared_with_none() -> None:
         tested.rates = Rates()
 
 
-def test_a_step_that_is_not_seen_to_end_is_not_learned_from() -> None:
+def test_step_without_a_reported_end_teaches_nothing() -> None:
     tested = guard()
     for at, steps in ((0.9, 9), (1.0, 10), (1.1, 10)):
         tested.take_report(Report(at, at, steps, running_sequences=1))
@@ -356,14 +352,14 @@ def test_a_step_that_is_not_seen_to_end_is_not_learned_from() -> None:
     assert tested.rates.sums[1] == pytest.approx(0.1)
 
 
-def test_another_process_at_the_same_address_is_learned_anew() -> None:
+def test_new_process_at_an_address_resets_the_rates() -> None:
     tested = guard()
     tested.rates.prefill_rate.add(100)
     tested.take_report(Report(1.0, step_count=50))
     assert tested.rates.prefill_rate.value == 100
     tested.take_report(Report(2.0, step_count=3))
     assert tested.rates.prefill_rate.value is None
-    # One that was started anew is heard of on a stream of its own.
+    # A restarted worker reports on a new stream.
     tested.rates.prefill_rate.add(100)
     tested.lose(3.0, None)
     tested.take_report(Report(4.0, step_count=2))
@@ -377,11 +373,11 @@ def test_waiting_is_for_prompts_and_for_places_in_the_batch() -> None:
     assert tested.wait_seconds(typical, max_batch_size=4) == pytest.approx(0.5)
     for _ in range(4):
         tested.book(0, 1, 0.0)
-    # Two more than the batch of four holds, each a quarter of 100 tokens of 10 ms.
+    # Two beyond the batch of four; each waits for a quarter of 100 tokens of 10 ms.
     assert tested.wait_seconds(typical, max_batch_size=4) == pytest.approx(0.5 + 2 / 4)
 
 
-def test_equal_workers_are_not_told_apart_by_noise() -> None:
+def test_noise_does_not_separate_equal_workers() -> None:
     guards = [guard() for _ in range(4)]
     for number, each in enumerate(guards[:3]):
         each.rates.prefill_rate.add(1000 + 50 * number)
@@ -389,11 +385,11 @@ def test_equal_workers_are_not_told_apart_by_noise() -> None:
     assert {each.prefill_seconds(typical) for each in guards} == {typical.prefill_seconds}
     guards[3].rates.prefill_rate.add(4000)
     assert guards[3].prefill_seconds(typical) == pytest.approx(1 / 4000)
-    # Nothing is known of the fleet yet: one worker's rate is no reason to send everything there.
+    # One known rate must not attract all items while the fleet's is unknown.
     assert guards[3].prefill_seconds(Typical()) == Typical().prefill_seconds
 
 
-def test_a_slow_start_ends() -> None:
+def test_slow_start_ends() -> None:
     tested = guard()
     tested.joined(100.0)
     assert [tested.warmth(now) for now in (100.0, 105.0, 110.0, 500.0)] == [0.0, 0.5, 1.0, 1.0]
@@ -422,7 +418,7 @@ def test_only_faults_before_the_first_token_open_the_breaker(
         assert tested.breaker.is_open(9.1) is (opens and not first_token)
 
 
-def test_the_breaker_rests_longer_each_time_and_lets_one_probe_through() -> None:
+def test_breaker_doubles_the_rest_and_admits_one_probe() -> None:
     breaker = Breaker()
     now = 0.0
     for _ in range(3):
@@ -443,7 +439,7 @@ def test_the_breaker_rests_longer_each_time_and_lets_one_probe_through() -> None
     assert not breaker.is_open(now)
 
 
-def test_a_worker_that_never_recovers_rests_no_longer_than_the_longest() -> None:
+def test_rest_of_the_breaker_is_bounded() -> None:
     breaker = Breaker()
     for now in range(2000):
         breaker.failed(float(now), WorkerLost("x"))
@@ -451,14 +447,14 @@ def test_a_worker_that_never_recovers_rests_no_longer_than_the_longest() -> None
     assert not breaker.is_open(1999 + LONGEST_REST_SECONDS)
 
 
-def test_a_lost_stream_is_one_fault_however_many_items_it_carried() -> None:
+def test_lost_stream_is_one_fault_for_all_items() -> None:
     breaker = Breaker()
     for item in range(50):
         breaker.failed(1.0 + item / 1000, WorkerLost("x"))
     assert not breaker.is_open(1.1)
 
 
-def test_back_pressure_is_no_success_either() -> None:
+def test_back_pressure_is_not_a_success() -> None:
     """A 4xx or a full queue between two faults must not close the breaker's count."""
     tested = guard()
     for now in range(3):

@@ -34,7 +34,7 @@ def worker(name: str, **changes: Any) -> WorkerSnapshot:
     "unfit",
     [{"problem": "draining"}, {"model": "other"}, {"supported_fields": frozenset()}],
 )
-def test_an_unfit_worker_is_never_chosen(policy: str, unfit: dict[str, Any]) -> None:
+def test_unfit_worker_is_never_chosen(policy: str, unfit: dict[str, Any]) -> None:
     decision = place(policy, [worker("a", **unfit), worker("b", sequences=99, last_turn=9)], QUERY)
     assert decision.chosen.worker == "b"
     assert [bool(candidate.excluded_by) for candidate in decision.candidates] == [True, False]
@@ -57,7 +57,7 @@ def test_round_robin_does_not_look_at_the_load() -> None:
     assert place("round_robin", fleet, QUERY).chosen.worker == "a"
 
 
-def test_no_worker_names_every_worker_and_its_problem() -> None:
+def test_no_worker_error_names_every_worker_and_problem() -> None:
     fleet = [worker("a", problem="it is draining"), worker("b", model="other")]
     with pytest.raises(NoWorker) as told:
         place("least_loaded", fleet, QUERY)
@@ -67,14 +67,14 @@ def test_no_worker_names_every_worker_and_its_problem() -> None:
         place("least_loaded", [], QUERY)
 
 
-def test_a_field_that_no_worker_has_is_named() -> None:
+def test_unsupported_field_is_named() -> None:
     fleet = [worker("a", supported_fields=frozenset({"priority"}))]
     with pytest.raises(UnsupportedField, match=r"sampling\.top_k"):
         place("least_loaded", fleet, QUERY)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_prompt_goes_to_who_can_hold_it_or_is_refused_with_the_longest(policy: str) -> None:
+def test_long_prompt_needs_a_worker_with_enough_length(policy: str) -> None:
     fleet = [worker("short", max_sequence_tokens=100), worker("long", max_sequence_tokens=1000)]
     for prompt_tokens, able in ((99, {"short", "long"}), (100, {"long"}), (999, {"long"})):
         decision = place(policy, fleet, query(prompt_tokens=prompt_tokens))
@@ -91,7 +91,7 @@ PREFIX_POLICIES = [name for name, policy in POLICIES.items() if policy.looks_at_
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_who_should_rest_is_passed_over_unless_nobody_is_left(policy: str) -> None:
+def test_open_breaker_is_passed_over_unless_all_are_open(policy: str) -> None:
     resting = [worker("a", breaker_open=True), worker("b", breaker_open=True)]
     decision = place(policy, [*resting, worker("c", sequences=50, wait_seconds=9)], QUERY)
     assert decision.chosen.worker == "c"
@@ -100,7 +100,7 @@ def test_who_should_rest_is_passed_over_unless_nobody_is_left(policy: str) -> No
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_who_is_excluded_is_never_chosen(policy: str) -> None:
+def test_excluded_worker_is_never_chosen(policy: str) -> None:
     fleet = [worker("a"), worker("b", breaker_open=True, sequences=9)]
     decision = place(policy, fleet, query(exclude={"a:1": "it just failed"}))
     assert decision.chosen.worker == "b"
@@ -122,7 +122,7 @@ def test_siblings_go_together_unless_their_worker_has_enough(policy: str) -> Non
 
 
 @pytest.mark.parametrize("policy", PREFIX_POLICIES)
-def test_the_longest_prefix_wins_among_equals(policy: str) -> None:
+def test_longest_prefix_wins_among_equals(policy: str) -> None:
     fleet = [worker(name, prefill_seconds=0.001) for name in "abcdef"]
     cached = {"c:1": 64, "e:1": 128}
     for draw in range(0, 2**32, 2**27):
@@ -134,7 +134,7 @@ def test_the_longest_prefix_wins_among_equals(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", PREFIX_POLICIES)
-def test_a_hot_prefix_spreads(policy: str) -> None:
+def test_hot_prefix_spreads(policy: str) -> None:
     fleet = [
         worker("a", sequences=40, wait_seconds=3.0, prefill_seconds=0.001),
         worker("b", prefill_seconds=0.001),
@@ -146,14 +146,14 @@ def test_a_hot_prefix_spreads(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", [*PREFIX_POLICIES, "power_of_two", "least_loaded"])
-def test_a_miss_goes_where_least_is_waited(policy: str) -> None:
-    """Not where the fewest blocks are stored: that sends every miss to the same worker."""
+def test_miss_goes_to_the_shortest_wait(policy: str) -> None:
+    """Choosing the smallest cache would send every miss to the same worker."""
     fleet = [worker("a", wait_seconds=2.0, sequences=9), worker("b", wait_seconds=0.1, sequences=1)]
     assert place(policy, fleet, query(prompt_tokens=100)).chosen.worker == "b"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_new_worker_gets_its_share_and_not_all(policy: str) -> None:
+def test_new_worker_gets_a_share_of_the_items(policy: str) -> None:
     old = {name: worker(name, sequences=20, wait_seconds=1.0, step_seconds=0.02) for name in "abc"}
     fleet = {**old, "new": worker("new", warmth=0.0)}
     taken: list[str] = []
@@ -184,7 +184,7 @@ def test_power_of_two_looks_at_two_and_takes_the_better() -> None:
     assert chosen.most_common(1)[0][0] == "0"
 
 
-def test_routers_that_see_the_same_do_not_all_choose_the_same() -> None:
+def test_routers_with_equal_views_spread_their_choices() -> None:
     fleet = [worker(str(number)) for number in range(16)]
     generator = Random(1)
     chosen = Counter(
@@ -196,7 +196,7 @@ def test_routers_that_see_the_same_do_not_all_choose_the_same() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_decision_can_be_repeated(policy: str) -> None:
+def test_decision_can_be_repeated(policy: str) -> None:
     fleet = [worker(str(n), wait_seconds=n % 3, sequences=n % 4, last_turn=n) for n in range(9)]
     asked = query(prompt_tokens=50, cached_tokens={"4:1": 32}, draw=123456789)
     decision = place(policy, fleet, asked)

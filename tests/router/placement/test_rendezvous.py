@@ -1,4 +1,4 @@
-"""Rendezvous hashing: who gets a key depends on nothing but the key and who is there."""
+"""Rendezvous hashing depends only on the key and the set of workers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ from trtmesh.router.placement.rendezvous import highest
 ADDRESSES = st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=12, unique=True)
 KEYS = st.integers(0, 2**64 - 1)
 MANY = 12_000
-"""Keys, the same in each run, so that shares that are tested are no matter of chance."""
+"""Keys, equal in each run, so that shares do not depend on chance."""
 
 
 @given(ADDRESSES, KEYS, st.randoms(use_true_random=False))
-def test_the_order_in_which_workers_are_known_does_not_matter(
-    addresses: list[str], key: int, random: Random
-) -> None:
+def test_order_of_workers_does_not_matter(addresses: list[str], key: int, random: Random) -> None:
     chosen = highest(addresses, key)
     assert chosen in addresses
     random.shuffle(addresses)
@@ -30,7 +28,7 @@ def test_the_order_in_which_workers_are_known_does_not_matter(
 
 
 @given(ADDRESSES, KEYS, st.data())
-def test_only_the_keys_of_a_worker_that_leaves_move(
+def test_leaving_worker_moves_only_the_own_keys(
     addresses: list[str], key: int, data: st.DataObject
 ) -> None:
     assume(len(addresses) > 1)
@@ -40,7 +38,7 @@ def test_only_the_keys_of_a_worker_that_leaves_move(
 
 
 @given(ADDRESSES, KEYS, st.text(min_size=1))
-def test_a_worker_that_joins_takes_a_key_or_leaves_it_where_it_was(
+def test_joining_worker_takes_a_key_or_changes_nothing(
     addresses: list[str], key: int, joining: str
 ) -> None:
     assume(joining not in addresses)
@@ -48,7 +46,7 @@ def test_a_worker_that_joins_takes_a_key_or_leaves_it_where_it_was(
 
 
 @pytest.mark.parametrize("count", [2, 3, 8, 64])
-def test_everybody_gets_an_equal_share_and_what_one_leaves_is_shared_alike(count: int) -> None:
+def test_keys_are_shared_equally_before_and_after_a_leave(count: int) -> None:
     addresses = [f"10.0.0.{number}:8001" for number in range(count)]
     homes = {key: highest(addresses, key) for key in range(MANY)}
     assert_even(Counter(homes.values()), addresses)
@@ -58,7 +56,7 @@ def test_everybody_gets_an_equal_share_and_what_one_leaves_is_shared_alike(count
 
 
 def assert_even(shares: Counter[str], addresses: list[str]) -> None:
-    """Pearson's test: the sum has the mean `freedom` and the variance 2 * freedom if all are equally likely."""
+    """Pearson's test: for equal probabilities the sum has mean `freedom` and variance 2 * freedom."""
     freedom = len(addresses) - 1
     mean = shares.total() / len(addresses)
     spread = sum((shares[each] - mean) ** 2 / mean for each in addresses)
@@ -85,7 +83,7 @@ def test_every_process_agrees() -> None:
 
 
 LOADS = st.lists(st.sampled_from([0.0, 0.5, 2.0]), min_size=1, max_size=10)
-"""Seconds of waiting: few values, so that there are equals."""
+"""Waits of few values, to get ties."""
 
 
 def fleet_of(loads: list[float]) -> list[WorkerSnapshot]:
@@ -99,7 +97,7 @@ def fleet_of(loads: list[float]) -> list[WorkerSnapshot]:
 
 
 @given(LOADS, KEYS)
-def test_a_prefix_that_nobody_has_goes_to_its_worker_among_the_best(
+def test_unknown_prefix_goes_to_the_hashed_worker_among_the_best(
     loads: list[float], key: int
 ) -> None:
     fleet = fleet_of(loads)
@@ -111,9 +109,7 @@ def test_a_prefix_that_nobody_has_goes_to_its_worker_among_the_best(
 
 
 @given(LOADS, KEYS, st.data())
-def test_a_prefix_that_a_worker_has_goes_there_whoever_its_key_names(
-    loads: list[float], key: int, data: st.DataObject
-) -> None:
+def test_known_prefix_goes_to_the_holder(loads: list[float], key: int, data: st.DataObject) -> None:
     fleet = fleet_of([0.0] * len(loads))
     holder = data.draw(st.sampled_from(fleet))
     asked = PlacementQuery("m", prompt_tokens=100, prefix=key, cached_tokens={holder.address: 64})

@@ -1,4 +1,4 @@
-"""Two routers over the same workers, neither of which has heard yet what the other did."""
+"""Two routers over the same workers, before reports show each other's placements."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from trtmesh.v1 import generation_pb2 as pb
 PREFIXES = 12
 
 
-async def test_a_new_prefix_goes_to_the_same_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    # All workers stay as new to one router as to the other.
+async def test_routers_place_a_new_prefix_on_the_same_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Keeps the workers' ages equal for both routers.
     monkeypatch.setattr(load_guard, "SLOW_START_SECONDS", 3600.0)
     engines = [
         ScriptedEngine(worker=name, supported_fields=["stopping.max_tokens"], tokens_per_block=4)
@@ -50,13 +52,13 @@ async def test_a_new_prefix_goes_to_the_same_worker(monkeypatch: pytest.MonkeyPa
                 stack.callback(asyncio.create_task(asked).cancel)
             homes.append([await home(name, engines) for name in names])
         assert all(first == second for first, second in homes)
-        # What a router has on the way to a worker weighs more than whom the prefix would rather have.
+        # Bookings outweigh the prefix's hash.
         chosen = [first for first, _ in homes]
         assert {chosen.count(engine.description.worker) for engine in engines} == {2}
 
 
 async def take_a_turn(router: RouterClient, engines: list[ScriptedEngine]) -> None:
-    """From now on another worker's turn is longest ago than in a router that has placed nothing."""
+    """Gives this router's workers other turns than those of a fresh router."""
     asked = asyncio.create_task(router.complete([[1]], request_id="withdrawn", text=False))
     worker = await home("withdrawn", engines)
     (engine,) = (each for each in engines if each.description.worker == worker)
@@ -67,7 +69,7 @@ async def take_a_turn(router: RouterClient, engines: list[ScriptedEngine]) -> No
 
 
 async def home(request_id: str, engines: list[ScriptedEngine]) -> str:
-    """The worker that gets a request."""
+    """The worker of a request."""
 
     def has_it(engine: ScriptedEngine) -> bool:
         return any(submit.request_id == request_id for submit in engine.submits)

@@ -52,7 +52,7 @@ def test_file_is_bounded_and_lost_lines_are_counted(tmp_path: Path) -> None:
     assert counted(recorder) == (300, 1)
 
 
-def test_file_that_is_not_writable_ends_the_process(
+def test_unwritable_file_ends_the_process(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for file in (tmp_path, tmp_path / "none" / "trace.jsonl", Path("/dev/null")):
@@ -64,7 +64,7 @@ def test_file_that_is_not_writable_ends_the_process(
 
 
 def counted(registry: Recorder | CollectorRegistry) -> tuple[float, float]:
-    """Records that were written and that were lost."""
+    """Counts of written and lost records."""
     samples = {s.name: s.value for family in registry.collect() for s in family.samples}
     names = [f"trtmesh_router_records_{word}_total" for word in ("written", "lost")]
     written, lost = (samples[name] for name in names)

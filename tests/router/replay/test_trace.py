@@ -47,7 +47,7 @@ def test_wrong_trace_is_refused_with_its_line(tmp_path: Path, line: str, words: 
         read_trace(file)
 
 
-def test_items_that_no_worker_could_serve_are_left_out(tmp_path: Path) -> None:
+def test_unservable_items_are_left_out(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "trace.jsonl", 10_000)
     recorder.note(recorded_item())
     recorder.note(recorded_item(error="PROMPT_EMPTY", prompt_tokens=None, new_tokens=None))

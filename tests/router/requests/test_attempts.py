@@ -22,7 +22,7 @@ def test_progress_between_losses_resets_the_attempts() -> None:
     assert not attempts.note("x", LOST, 8)
 
 
-def test_a_worker_with_several_sequences_counts_once() -> None:
+def test_worker_with_several_sequences_counts_once() -> None:
     attempts = Attempts(2)
     assert all(attempts.note("a", LOST, 0) for _ in range(4))
     assert attempts.fruitless == 1
@@ -43,7 +43,7 @@ def test_back_pressure_uses_no_attempt() -> None:
     assert attempts.full is None
 
 
-def test_a_move_forgives_earlier_failures() -> None:
+def test_move_forgives_earlier_failures() -> None:
     attempts = Attempts(3)
     assert attempts.note("a", LOST, 0)
     for address in ("b", "a", "b"):

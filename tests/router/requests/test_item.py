@@ -1,4 +1,4 @@
-"""An item on workers that die, stall, refuse and differ: the client sees one uninterrupted stream."""
+"""An item across dying, stalling, refusing and unequal workers: the client sees one uninterrupted stream."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STALLED = admin_pb.WORKER_STATE_STALLED
 REFUSED = admin_pb.WORKER_STATE_REFUSED
 
 
-async def test_a_moved_item_continues_after_its_last_token() -> None:
+async def test_moved_item_continues_after_its_last_token() -> None:
     async with fleet() as on:
         asked = on.ask([5, 6], temperature=1.0, seed=3)
         one = await on.first()
@@ -43,7 +43,7 @@ async def test_a_moved_item_continues_after_its_last_token() -> None:
         assert item.usage.generated_tokens == 3
 
 
-async def test_an_item_with_tokens_resumes_only_on_workers_that_resume_exactly() -> None:
+async def test_item_with_tokens_resumes_only_on_exactly_resuming_workers() -> None:
     engines = [
         ScriptedEngine(worker=name, supported_fields=FIELDS, resumes_exactly=exact)
         for name, exact in (("first", True), ("inexact", False), ("exact", True))
@@ -70,7 +70,7 @@ async def test_an_item_with_tokens_resumes_only_on_workers_that_resume_exactly()
         assert item.token_ids == (7, 8)
 
 
-async def test_an_item_without_tokens_restarts() -> None:
+async def test_item_without_tokens_restarts() -> None:
     async with fleet() as on:
         on.start([5, 6], num_return_sequences=3, temperature=1.0, seed=3)
         one = await on.first()
@@ -102,7 +102,7 @@ async def test_sequences_of_a_moved_item_resume_separately() -> None:
         assert [list(submit.token_ids) for submit in moved] == [[5, 6, 7, 8], [5, 6]]
         assert [submit.emitted_tokens for submit in moved] == [2, 0]
         assert not any(s.config.sampling.HasField("num_return_sequences") for s in moved)
-        # The second of them never told its prompt's data.
+        # The second has not reported the prompt's data.
         told = [submit.config.output.HasField("prompt_log_probs") for submit in moved]
         assert told == [False, True]
         ends = [(submit.handle, LENGTH) for submit in moved]
@@ -122,7 +122,7 @@ async def test_tokens_of_a_recovered_worker_are_dropped() -> None:
         two = on.other(one)
         (moved,) = await two.submitted()
         assert list(moved.token_ids) == [5, 7]
-        # What it did meanwhile arrives late: tokens that the other one makes, too.
+        # Late tokens, made by the other worker too.
         await one.step((handle, 1, [8, 9]))
         await eventually(lambda: one.stops)
         assert one.stops == [(handle, pb.FINISH_REASON_CANCELLED)]
@@ -168,7 +168,7 @@ async def test_items_leave_a_silent_worker_once_another_joins() -> None:
         assert (await asked)[0].token_ids == (7,)
 
 
-async def test_an_item_may_return_to_a_recovered_worker() -> None:
+async def test_item_may_return_to_a_recovered_worker() -> None:
     async with fleet(deadlines={"silence_seconds": 3600, "stall_seconds": 0.5}) as on:
         asked = on.ask([5])
         one = await on.first()
@@ -194,7 +194,7 @@ async def test_reports_without_steps_do_not_hold_an_item() -> None:
         await eventually(lambda: one.stops)
 
 
-async def test_an_unread_item_moves() -> None:
+async def test_unread_item_moves() -> None:
     async with fleet(deadlines={"accepted_seconds": 0.3}) as on:
         for engine in on.engines:
             await engine.report(received_items=0)
@@ -204,7 +204,7 @@ async def test_an_unread_item_moves() -> None:
         await on.other(one).submitted()
 
 
-async def test_a_starving_sequence_moves_alone() -> None:
+async def test_starving_sequence_moves_alone() -> None:
     async with fleet(
         deadlines={"first_token_seconds": 1.0}, placement={"policy": "round_robin"}
     ) as on:
@@ -221,7 +221,7 @@ async def test_a_starving_sequence_moves_alone() -> None:
         await on.other(one).submitted(2)
 
 
-async def test_a_queued_item_moves_after_its_deadline() -> None:
+async def test_queued_item_moves_after_its_deadline() -> None:
     async with fleet(deadlines={"started_seconds": 0.3, "first_token_seconds": 60}) as on:
         on.start([5])
         one = await on.first()
@@ -245,7 +245,7 @@ async def test_back_pressure_moves_an_item_until_all_workers_are_full() -> None:
         assert len(one.submits) == 1
 
 
-async def test_an_item_waits_while_all_workers_drain() -> None:
+async def test_item_waits_while_all_workers_drain() -> None:
     async with fleet(retries={"worker_wait_seconds": 30}) as on:
         asked = on.ask([5])
         one = await on.first()
@@ -259,7 +259,7 @@ async def test_an_item_waits_while_all_workers_drain() -> None:
         assert (await asked)[0].token_ids == (8,)
 
 
-async def test_a_started_item_waits_while_all_workers_are_full() -> None:
+async def test_started_item_waits_while_all_workers_are_full() -> None:
     async with fleet(retries={"worker_wait_seconds": 30}) as on:
         asked = on.ask([5])
         one = await on.first()
@@ -274,7 +274,7 @@ async def test_a_started_item_waits_while_all_workers_are_full() -> None:
         assert (await asked)[0].token_ids == (7, 8)
 
 
-async def test_an_item_that_breaks_every_worker_fails() -> None:
+async def test_item_breaking_every_worker_fails() -> None:
     async with fleet(retries={"max_attempts": 3, "worker_wait_seconds": 30}) as on:
         asked = on.ask([5])
         for count in range(1, 4):
@@ -286,7 +286,7 @@ async def test_an_item_that_breaks_every_worker_fails() -> None:
         assert "3 workers in a row were lost with this item" in item.error.message
 
 
-async def test_an_item_continues_only_with_equal_weights_and_tokenizer() -> None:
+async def test_item_continues_only_with_equal_weights_and_tokenizer() -> None:
     one = ScriptedEngine(worker="one", supported_fields=FIELDS, model_fingerprint="a")
     two = ScriptedEngine(worker="two", supported_fields=FIELDS, model_fingerprint="b")
     async with fleet(one, two) as on:
@@ -302,7 +302,7 @@ async def test_an_item_continues_only_with_equal_weights_and_tokenizer() -> None
         assert not on.other(first).submits
 
 
-async def test_a_stopped_item_does_not_move() -> None:
+async def test_stopped_item_does_not_move() -> None:
     async with fleet() as on:
         asked = on.ask([5], request_id="r")
         one = await on.first()

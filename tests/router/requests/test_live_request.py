@@ -1,4 +1,4 @@
-"""Stops, departures and deadlines around a request's end: one terminal event per item, and nothing is left."""
+"""Stops, departures and deadlines around a request's end: one terminal event per item, and no leaks."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def terminal(event: router_pb.GenerateEvent) -> bool:
 
 
 def ends_of(events: list[router_pb.GenerateEvent]) -> list[int]:
-    """The items whose terminal event came, once for each time that it did."""
+    """Items by received terminal event, with repeats."""
     return sorted(event.batch_index for event in events if terminal(event))
 
 
 @dataclass
 class LastWrite:
-    """Holds the message with the first terminal event in the middle of being sent."""
+    """Blocks the write of the message with the first terminal event."""
 
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     may_end: asyncio.Event = field(default_factory=asyncio.Event)
@@ -67,7 +67,7 @@ def last_write(monkeypatch: pytest.MonkeyPatch) -> LastWrite:
 
 
 class Asked:
-    """A request over a socket, and all that its client gets."""
+    """A request over a socket, and the client's events."""
 
     def __init__(self, client: RouterClient, items: int, timeout: float | None = None) -> None:
         request = router_pb.GenerateRequest(request_id=REQUEST)
@@ -105,7 +105,7 @@ class Asked:
         self.call.cancel()
 
     async def take_over(self) -> None:
-        """Comes back with another call, as a client does that lost this one."""
+        """Resumes in another call, as a client does after a lost call."""
         async for response in self.stub.Resume(router_pb.ResumeRequest(request=self.request)):
             self.events += response.events
 
@@ -125,7 +125,7 @@ def engine() -> ScriptedEngine:
     return ScriptedEngine(supported_fields=["stopping.max_tokens"])
 
 
-async def test_a_stop_during_the_last_write_changes_nothing(last_write: LastWrite) -> None:
+async def test_stop_during_the_last_write_changes_nothing(last_write: LastWrite) -> None:
     worker = engine()
     async with router_of(worker) as client:
         asked = Asked(client, items=1)
@@ -141,7 +141,7 @@ async def test_a_stop_during_the_last_write_changes_nothing(last_write: LastWrit
         assert not worker.stops
 
 
-async def test_a_stop_during_a_siblings_last_write_ends_the_rest(
+async def test_stop_during_a_siblings_last_write_ends_the_rest(
     last_write: LastWrite,
 ) -> None:
     worker = engine()
@@ -163,7 +163,7 @@ async def test_a_stop_during_a_siblings_last_write_ends_the_rest(
 
 @pytest.mark.parametrize("items", [1, 2])
 @pytest.mark.parametrize("vanish", [Asked.cancel, Asked.stop_and_cancel])
-async def test_a_client_leaving_during_the_last_write_leaves_nothing(
+async def test_client_leaving_during_the_last_write_leaves_nothing(
     last_write: LastWrite, vanish: Callable[[Asked], Awaitable[None]], items: int
 ) -> None:
     worker = engine()
@@ -182,12 +182,12 @@ async def test_a_client_leaving_during_the_last_write_leaves_nothing(
         await worker.step(ends=[(handle, pb.FINISH_REASON_CANCELLED) for handle, _ in worker.stops])
 
 
-async def test_a_deadline_during_the_last_write_leaves_nothing(
+async def test_deadline_during_the_last_write_leaves_nothing(
     last_write: LastWrite,
 ) -> None:
     worker = engine()
     async with router_of(worker) as client:
-        # Time enough for all that comes before, on any machine.
+        # Long enough for the earlier steps on any machine.
         asked = Asked(client, items=1, timeout=3.0)
         (submit,) = await worker.submitted()
         await worker.step((submit.handle, 0, [7]), ends=[(submit.handle, LENGTH)])
@@ -197,7 +197,7 @@ async def test_a_deadline_during_the_last_write_leaves_nothing(
         assert not ends_of(asked.events)
 
 
-async def test_a_takeover_during_the_last_write_repeats_the_end_once(
+async def test_takeover_during_the_last_write_repeats_the_end_once(
     last_write: LastWrite,
 ) -> None:
     worker = engine()
@@ -217,10 +217,10 @@ async def test_a_takeover_during_the_last_write_repeats_the_end_once(
 
 
 @pytest.mark.parametrize("end", [Asked.stop, Asked.cancel, Asked.stop_and_cancel])
-async def test_each_item_ends_once_whatever_happens_around_its_end(
+async def test_each_item_ends_exactly_once(
     end: Callable[[Asked], Awaitable[None]],
 ) -> None:
-    """The worker's last word and the client's meet after more and more passes of the event loop."""
+    """The worker's end and another end, separated by a growing number of passes of the event loop."""
     worker = engine()
     async with router_of(worker) as client:
         for passes in range(40):
@@ -246,7 +246,7 @@ async def test_each_item_ends_once_whatever_happens_around_its_end(
             await eventually(lambda: not any(map(client.gauge, GAUGES)))
 
 
-async def test_a_stop_ends_an_item_waiting_for_a_worker() -> None:
+async def test_stop_ends_an_item_waiting_for_a_worker() -> None:
     worker, recovery = engine(), 3600.0
     async with AsyncExitStack() as stack:
         connection = await stack.enter_async_context(AsyncExitStack())
@@ -261,7 +261,7 @@ async def test_a_stop_ends_an_item_waiting_for_a_worker() -> None:
         await eventually(lambda: any(event.HasField("tokens") for event in asked.events))
         await connection.aclose()
         await eventually(lambda: not client.gauge("worker_sequences"))
-        # Soon it no longer asks again and again, but waits for a change of the fleet.
+        # After a few attempts the item waits for a change of the fleet.
         await asyncio.sleep(3 * REPEAT_SECONDS)
         assert await client.stop(REQUEST) == 1
         await asked.end()

@@ -28,7 +28,7 @@ GAUGES = ("live_requests", "live_items", "queued_items", "worker_sequences", "wo
 
 
 class Call:
-    """One call over a socket, and what came of it."""
+    """A call over a socket, and the outcome."""
 
     def __init__(self, responses: Any) -> None:
         self._responses = responses
@@ -52,7 +52,7 @@ class Call:
         return await self._reading
 
     async def leave(self) -> None:
-        """Cancels what runs of it, and waits for its end."""
+        """Cancels the call and waits for the end."""
         self.cancel()
         await asyncio.gather(self._reading, return_exceptions=True)
 
@@ -70,7 +70,7 @@ class Door:
         self._calls: list[Call] = []
 
     async def leave(self) -> None:
-        """Ends the calls that are live, as a test that failed leaves them."""
+        """Ends live calls left by a failed test."""
         for call in self._calls:
             await call.leave()
 
@@ -107,12 +107,12 @@ class Door:
         return self._call(self._stub.Resume(resume, metadata=(("x-api-key", key),)))
 
     async def finish(self, number: int, offset: int = 0) -> None:
-        """The worker's last token for what was submitted as `number`."""
+        """The worker's last token for submission `number`."""
         submit = (await self.engine.submitted(number + 1))[number]
         await self.engine.step((submit.handle, offset, [9]), ends=[(submit.handle, LENGTH)])
 
     async def stopped(self, number: int) -> None:
-        """The worker was told to stop what was submitted as `number`, and does."""
+        """The worker stops submission `number` on the router's command."""
         handle = self.engine.submits[number].handle
         await eventually(lambda: handle in dict(self.engine.stops))
         await self.engine.step(ends=[(handle, pb.FINISH_REASON_CANCELLED)])
@@ -131,14 +131,14 @@ async def door(**settings: Any) -> AsyncIterator[Door]:
             await door.leave()
 
 
-async def test_a_refused_resume_leaves_the_live_call() -> None:
+async def test_refused_resume_leaves_the_live_call() -> None:
     async with door(admission={"max_running_items": 1, "max_queued_items": 1}) as router:
         request = router.request("r")
         live = router.generate(request)
         await router.engine.submitted()
         another = router.generate(router.request("another"))
         await eventually(lambda: router.client.gauge("queued_items") == 1)
-        # One more item than the live call has, and there is no place for it.
+        # One item more than the live call, without a free place.
         larger = router.resume(router.request("r", items=2))
         assert (await larger.end()).startswith("QUEUE_FULL: Exceeds maximum queue size")
         await router.finish(0)
@@ -147,7 +147,7 @@ async def test_a_refused_resume_leaves_the_live_call() -> None:
         assert await another.end() == "OK"
 
 
-async def test_a_resume_replaces_the_live_call_without_free_permits() -> None:
+async def test_resume_replaces_the_live_call_without_free_permits() -> None:
     async with door(
         admission={"max_running_items": 1, "max_queued_items": 1, "max_items": 2},
         rate_limit={"tokens_per_second": 1e-6, "burst_tokens": 1},
@@ -160,9 +160,9 @@ async def test_a_resume_replaces_the_live_call_without_free_permits() -> None:
         await router.engine.step((submit.handle, 0, [7, 8]))
         await eventually(lambda: live.tokens() == [7, 8])
         again = router.resume(request, token_ids=[7])
-        assert await live.end() == "UNAVAILABLE: request 'r' goes on in another call"
+        assert await live.end() == "UNAVAILABLE: request 'r' continues in another call"
         second = (await router.engine.submitted(2))[1]
-        # Before whoever waited: it has the place of the call that ended.
+        # Ahead of waiting items, in the place of the ended call.
         assert (second.request_id, second.emitted_tokens) == ("r", 1)
         await router.stopped(0)
         await router.finish(1, offset=1)
@@ -172,7 +172,7 @@ async def test_a_resume_replaces_the_live_call_without_free_permits() -> None:
         assert await waiting.end() == "OK"
 
 
-async def test_the_last_of_several_resumes_wins() -> None:
+async def test_last_of_several_resumes_wins() -> None:
     async with door(admission={"max_running_items": 1, "max_queued_items": 3}) as router:
         request = router.request("r")
         live = router.generate(request)
@@ -184,7 +184,7 @@ async def test_the_last_of_several_resumes_wins() -> None:
             done, _ = await asyncio.wait(ends.keys() - over, return_when=asyncio.FIRST_COMPLETED)
             over |= done
         assert {task.result() for task in over} == {
-            "UNAVAILABLE: request 'r' goes on in another call"
+            "UNAVAILABLE: request 'r' continues in another call"
         }
         (last,) = ends.keys() - over
         assert ends[last] is calls[-1]
@@ -209,14 +209,14 @@ async def test_another_api_key_cannot_resume_a_live_request() -> None:
         assert await live.end() == "OK"
 
 
-async def test_a_client_leaving_during_a_resume_leaves_nothing(
+async def test_client_leaving_during_a_resume_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with door() as router:
         request = router.request("r")
         live = router.generate(request)
         await router.engine.submitted()
-        # The live call takes its time to end.
+        # The live call ends slowly.
         monkeypatch.setattr(LiveRequest, "end", lambda *_: None)
         again = router.resume(request)
         await eventually(lambda: router.client.gauge("live_items") == 2)
@@ -233,7 +233,7 @@ async def test_received_tokens_are_not_charged_again() -> None:
             going_on = router.resume(request, token_ids=[7] * 20)
             await router.finish(number, offset=20)
             assert await going_on.end() == "OK"
-        # One token is left for another request; what goes on may be in debt.
+        # One token is left for a new request; a resumed one may be in debt.
         last = router.generate(router.request("last", prompt_tokens=5))
         await router.finish(9)
         assert await last.end() == "OK"
@@ -245,7 +245,7 @@ async def test_received_tokens_are_not_charged_again() -> None:
         assert await indebted.end() == "OK"
 
 
-async def test_a_fully_received_request_is_accepted_and_over() -> None:
+async def test_fully_received_request_is_accepted_and_over() -> None:
     async with door() as router:
         over = router.resume(router.request("r", items=2), finished_items=[0, 1])
         assert await over.end() == "OK"

@@ -1,4 +1,4 @@
-"""Items with a common prefix: one computes it, the others follow, and every wait is bounded."""
+"""Items with a common prefix: the leader computes, the others follow, and every wait is bounded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def found(seat: Seat | None) -> Seat:
     return seat
 
 
-async def test_a_group_follows_its_leader_up_to_the_cap() -> None:
+async def test_group_follows_its_leader_up_to_the_cap() -> None:
     siblings = Siblings(SiblingRules(max_together=3, wait_seconds=60))
     guard = LoadGuard(lambda: None)
     assert siblings.find(blocks(1, 0)) is None
@@ -49,7 +49,7 @@ async def test_a_group_follows_its_leader_up_to_the_cap() -> None:
     assert second.prefer == ""
 
 
-async def test_a_lost_or_unsent_leader_frees_its_followers() -> None:
+async def test_lost_or_unsent_leader_frees_its_followers() -> None:
     for end in ("lost", "closed"):
         siblings = Siblings(SiblingRules(max_together=9, wait_seconds=60))
         leader = found(siblings.lead(blocks(1, 0)))
@@ -63,7 +63,7 @@ async def test_a_lost_or_unsent_leader_frees_its_followers() -> None:
         await follower.wait()
 
 
-async def test_a_followers_wait_is_bounded() -> None:
+async def test_wait_of_a_follower_is_bounded() -> None:
     siblings = Siblings(SiblingRules(max_together=9, wait_seconds=0.01))
     siblings.lead(blocks(1, 0))
     await found(siblings.find(blocks(1, 1))).wait()

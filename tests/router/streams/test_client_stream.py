@@ -1,4 +1,4 @@
-"""What waits for a client: nothing is lost, nothing comes twice, nothing overtakes."""
+"""A client's queue keeps every event once and in order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Key = tuple[int, int]
 
 
 class Put:
-    """Puts numbered tokens, so that whoever takes can tell each from every other."""
+    """Puts numbered tokens."""
 
     def __init__(self, *, details: bool) -> None:
         self.stream = ClientStream(OPENING, Turns())
@@ -106,7 +106,7 @@ def opened() -> tuple[Put, ClientStream]:
     return put, put.stream
 
 
-async def test_what_waits_together_leaves_together_and_merged() -> None:
+async def test_waiting_tokens_are_merged_into_one_message() -> None:
     put, stream = opened()
     for _ in range(3):
         put.tokens((0, 0), 2)
@@ -119,7 +119,7 @@ async def test_what_waits_together_leaves_together_and_merged() -> None:
     assert event.tokens.token_offset == 6
 
 
-async def test_the_opening_event_leaves_with_the_first_that_follows() -> None:
+async def test_opening_event_shares_the_first_message() -> None:
     put, stream = opened()
     taking = asyncio.create_task(stream.next_entries())
     await asyncio.sleep(0)
@@ -133,7 +133,7 @@ async def test_the_opening_event_leaves_with_the_first_that_follows() -> None:
     ]
 
 
-async def test_details_of_the_first_tokens_are_kept_behind_a_text_without_tokens() -> None:
+async def test_details_follow_a_text_without_tokens() -> None:
     _, stream = opened()
     stream.put_tokens(0, 0, 0, [], "a", None)
     stream.put_tokens(0, 0, 0, [1], "b", pb.TokenDetails(log_probs=[0.5]))
@@ -142,7 +142,7 @@ async def test_details_of_the_first_tokens_are_kept_behind_a_text_without_tokens
     assert list(event.tokens.details.log_probs) == [0.5]
 
 
-async def test_what_waits_of_a_rewritten_sequence_is_replaced() -> None:
+async def test_rewritten_sequence_replaces_waiting_tokens() -> None:
     _, stream = opened()
     stream.put_tokens(0, 1, 0, [1, 2], "ab", pb.TokenDetails(log_probs=[1, 2]))
     assert await take(stream)
@@ -172,7 +172,7 @@ async def test_logits_are_never_merged() -> None:
     assert all(list(e.tokens.details.generation_logits.shape) == [1, 2] for e in events[1:])
 
 
-async def test_unread_seconds_are_those_of_the_message_on_its_way() -> None:
+async def test_unread_seconds_measure_the_current_write() -> None:
     put, stream = opened()
     now = asyncio.get_running_loop().time()
     put.tokens((0, 0), 1)
@@ -228,7 +228,7 @@ async def test_tokens_merge_no_further_than_one_message_holds() -> None:
 
 
 class Heard:
-    """A watcher that notes what it is told."""
+    """A watcher with a record of calls."""
 
     def __init__(self) -> None:
         self.words: list[str] = []
@@ -241,7 +241,7 @@ class Heard:
 
 
 @pytest.mark.parametrize("credit", [Credit(10, 10**6), Credit(10**6, 40)])
-async def test_a_credit_is_used_up_in_tokens_or_bytes_and_comes_back_once_what_was_taken_is_sent(
+async def test_credit_counts_tokens_and_bytes_and_returns_after_the_write(
     credit: Credit,
 ) -> None:
     stream, heard = ClientStream(OPENING, Turns(), credit), Heard()
@@ -253,7 +253,7 @@ async def test_a_credit_is_used_up_in_tokens_or_bytes_and_comes_back_once_what_w
         stream.put_tokens(0, 0, number, [7], "", None)
     assert heard.words == ["full"]
     await stream.next_entries()
-    # The message is on its way.
+    # The message is being written.
     assert heard.words == ["full"]
     stream.put_tokens(0, 0, 15, [7], "", None)
     await stream.next_entries()

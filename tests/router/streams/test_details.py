@@ -1,4 +1,4 @@
-"""Per-token data is cut wherever the tokens are cut."""
+"""Per-token data is split with the tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VOCABULARY = 3
 
 
 def details_of(start: int, count: int) -> pb.TokenDetails:
-    """Data of `count` tokens from position `start` on, every value telling its position."""
+    """Data of `count` tokens from position `start` on; every value encodes the position."""
     positions = range(start, start + count)
     rows = [float(position) for position in positions for _ in range(VOCABULARY)]
     return pb.TokenDetails(
@@ -60,7 +60,7 @@ def test_nothing_asked_gives_nothing() -> None:
 
 
 def prompt_of(start: int, end: int) -> pb.PromptDetails:
-    """Data of the positions [start, end) of a prompt, every value telling its position."""
+    """Data of the positions [start, end) of a prompt; every value encodes the position."""
     rows = [float(position) for position in range(start, end) for _ in range(VOCABULARY)]
     return pb.PromptDetails(
         token_offset=start,
@@ -74,10 +74,10 @@ def prompt_of(start: int, end: int) -> pb.PromptDetails:
 
 
 @given(st.lists(st.integers(1, 4), min_size=1), st.lists(st.integers(1, 4), min_size=1), st.data())
-def test_a_prompt_that_two_workers_tell_is_heard_once(
+def test_prompt_data_of_two_workers_is_put_once(
     first: list[int], second: list[int], data: st.DataObject
 ) -> None:
-    """The first worker is lost after some pieces; the second cuts the prompt elsewhere."""
+    """The first worker is lost after some pieces; the second splits the prompt at other positions."""
     total = sum(second)
     heard, told = [], 0
     pieces: list[tuple[int, int]] = []

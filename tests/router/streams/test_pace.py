@@ -1,4 +1,4 @@
-"""A client that does not read its beams: they stay on their worker, and only the latest state waits."""
+"""Unread beams stay on the worker, and only their latest state waits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trtmesh.v1 import router_pb2, router_pb2_grpc
 
 FIXED_WINDOW = [("grpc.http2.bdp_probe", 0)]
 TOKENS = 20_000
-"""Of one state of the search: two of them fill what the connection takes without being read."""
+"""Tokens of a state of the search: two states fill the connection's buffers."""
 REWRITES = 30
 
 Call = grpc.aio.UnaryStreamCall[router_pb2.GenerateRequest, router_pb2.GenerateResponse]
@@ -32,7 +32,7 @@ Call = grpc.aio.UnaryStreamCall[router_pb2.GenerateRequest, router_pb2.GenerateR
 
 @asynccontextmanager
 async def unread_search(**settings: Any) -> AsyncIterator[tuple[ScriptedEngine, Call]]:
-    """A search of two beams whose client reads nothing yet."""
+    """A search of two beams with an unread stream."""
     engine = ScriptedEngine(supported_fields=["beam_search.beam_width", "stopping.max_tokens"])
     config = pb.GenerationConfig(
         beam_search=pb.BeamSearchConfig(beam_width=2),
@@ -54,7 +54,7 @@ async def unread_search(**settings: Any) -> AsyncIterator[tuple[ScriptedEngine, 
 
 
 async def rewrite(engine: ScriptedEngine, number: int) -> None:
-    """A step in which every beam begins anew, as it may after each token."""
+    """A step that rewrites every beam."""
     handle = engine.submits[0].handle
     await engine.step(
         (handle, 0, [1000 + number] * TOKENS), (handle + 1, 0, [2000 + number] * TOKENS)
@@ -62,7 +62,7 @@ async def rewrite(engine: ScriptedEngine, number: int) -> None:
 
 
 async def test_waiting_beams_are_replaced_and_not_moved() -> None:
-    # What waits is two beams at most, a third of what would end the request, however often they are rewritten.
+    # At most two beams wait, a third of the limit, despite the rewrites.
     async with unread_search(client={"buffer_tokens": 8_000}) as (engine, call):
         for number in range(REWRITES):
             await rewrite(engine, number)

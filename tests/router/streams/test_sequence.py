@@ -1,4 +1,4 @@
-"""A sequence between a worker and a decoder that answer at any pace, and decoders that change."""
+"""A sequence between a worker and changing decoders, answering at any pace."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trtmesh.v1 import router_pb2 as router_pb
 
 
 class LetterDecoder:
-    """Makes a letter of every id and finds one stop letter; answers when it is told to. Holds a letter back."""
+    """Turns every id into a letter and finds one stop letter; answers on command and holds a letter back."""
 
     def __init__(self, stop_id: int | None) -> None:
         self._stop_id = stop_id
@@ -35,7 +35,7 @@ class LetterDecoder:
         self.dropped = False
 
     def take_over(self, run: DecodedSequence) -> None:
-        """What a tokenizer does with a sequence that comes from another one."""
+        """Takes over a sequence, as a tokenizer does."""
         run.decoder = self
         self._held = run.token_ids[: run.decoded][-1:]
         if run.decoded < len(run.token_ids):
@@ -58,7 +58,7 @@ class LetterDecoder:
         self._asked.clear()
 
     def answer(self) -> bool:
-        """Answers the oldest question; False when there is none."""
+        """Answers the oldest request; False without one."""
         if not self._asked:
             return False
         run, token_ids, last = self._asked.pop(0)
@@ -81,7 +81,7 @@ def letters(token_ids: Sequence[int]) -> str:
 
 @dataclass
 class OneItem:
-    """Owner of a sequence that notes what it is told."""
+    """An owner of a sequence with a record of calls."""
 
     settled: list[SequenceRun] = field(default_factory=list)
     losses: list[TrtmeshError] = field(default_factory=list)
@@ -98,7 +98,7 @@ class OneItem:
 
 @dataclass
 class OneWorker:
-    """An assignment that notes what is asked of it."""
+    """An assignment with a record of calls."""
 
     address: str = "w"
     stops: list[int] = field(default_factory=list)
@@ -126,7 +126,7 @@ def make_run(client: ClientStream, owner: OneItem, **options: Any) -> SequenceRu
 
 
 async def received(client: ClientStream) -> tuple[list[int], str, int]:
-    """All ids and text that were put, with contiguous offsets, and the number of token events."""
+    """All ids and text put, with contiguous offsets, and the number of token events."""
     client.put(router_pb.GenerateEvent(item_finished=router_pb.ItemFinished()))
     waiting = await client.next_entries()
     assert waiting
@@ -182,7 +182,7 @@ async def perform(
     script = worker_script(token_ids, chunks, 0, failed=failed, repeat=repeat)
 
     def lose() -> None:
-        """The worker is gone; another one goes on behind the last token that arrived."""
+        """The worker is lost; another continues after the last received token."""
         nonlocal script
         run.on_worker_lost(WorkerLost("gone", worker="w"))
         if run.waits_for_worker:
@@ -225,7 +225,7 @@ async def perform(
 def worker_script(
     token_ids: list[int], chunks: list[int], start: int, *, failed: bool, repeat: bool
 ) -> list[tuple[int, list[int]] | End]:
-    """What the worker sends from token `start` on: tokens in chunks, maybe some of them twice, and the end."""
+    """A worker's messages from token `start` on: chunks of tokens, possibly repeated, and the end."""
     script: list[tuple[int, list[int]] | End] = []
     for count in [*chunks, len(token_ids)]:
         back = min(start, 1) if repeat else 0
@@ -247,7 +247,7 @@ async def test_without_a_decoder_tokens_leave_at_once() -> None:
     assert (await received(client))[:2] == ([1, 2], "")
 
 
-async def test_an_abandoned_sequence_stops_its_worker_and_says_nothing_more() -> None:
+async def test_abandoned_sequence_stops_on_the_worker_without_output() -> None:
     client, owner = ClientStream(router_pb.GenerateEvent(), Turns()), OneItem()
     run = make_run(client, owner)
     worker = OneWorker()
@@ -265,8 +265,8 @@ async def test_an_abandoned_sequence_stops_its_worker_and_says_nothing_more() ->
     assert (await received(client))[:2] == ([], "")
 
 
-async def test_a_moved_sequence_tells_what_an_unmoved_one_would() -> None:
-    """Prompt data and start once, log-probabilities summed up over both workers, times that begin with the first."""
+async def test_moved_sequence_has_the_output_of_an_unmoved_one() -> None:
+    """Prompt data and start once, log-probabilities summed over both workers, and times from the first worker on."""
     client, owner = ClientStream(router_pb.GenerateEvent(), Turns()), OneItem()
     run = make_run(client, owner, text=False, log_probs=True, prompt_log_probs=True)
     run.assign(OneWorker())
@@ -305,7 +305,7 @@ async def test_a_moved_sequence_tells_what_an_unmoved_one_would() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_start_is_told_where_tokens_are_streamed(stream: bool) -> None:
+async def test_start_is_reported_only_for_streamed_tokens(stream: bool) -> None:
     client, owner = ClientStream(router_pb.GenerateEvent(), Turns()), OneItem()
     run = make_run(client, owner, text=False, stream=stream)
     run.assign(OneWorker())
@@ -319,7 +319,7 @@ async def test_a_start_is_told_where_tokens_are_streamed(stream: bool) -> None:
     assert kinds == ["sequence_started", "tokens"][not stream :]
 
 
-async def test_a_sequence_without_a_worker_ends_as_it_is_told() -> None:
+async def test_stopped_sequence_without_a_worker_ends_at_once() -> None:
     client, owner = ClientStream(router_pb.GenerateEvent(), Turns()), OneItem()
     run = make_run(client, owner, text=False)
     run.assign(OneWorker())
@@ -347,7 +347,7 @@ BEAM_PLAYS = st.fixed_dictionaries(
 
 @settings(deadline=None)
 @given(BEAM_PLAYS)
-def test_a_rewritten_beam_leaves_its_last_version_with_the_client(play: dict[str, Any]) -> None:
+def test_client_keeps_the_last_version_of_a_rewritten_beam(play: dict[str, Any]) -> None:
     asyncio.run(rewrite(**play))
 
 
@@ -359,7 +359,7 @@ async def rewrite(
     stream: bool,
     text: bool,
 ) -> None:
-    """Each version goes on after the one before, or replaces it; log-probs are the ids."""
+    """Each version extends or replaces the earlier one; log-probs are the ids."""
     client, owner, worker = ClientStream(router_pb.GenerateEvent(), Turns()), OneItem(), OneWorker()
     options: dict[str, Any] = {"stream": stream, "text": text, "log_probs": True, "beam_width": 2}
     if stop_id is not None:

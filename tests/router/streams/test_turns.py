@@ -1,4 +1,4 @@
-"""Turns: everybody is woken in order, and nobody keeps the event loop for all."""
+"""Waiters are woken in order, without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 from trtmesh.router.streams.turns import PER_TURN, Turns
 
 
-async def test_a_pass_of_the_loop_wakes_a_bounded_number_in_order() -> None:
+async def test_pass_of_the_loop_wakes_a_bounded_number_in_order() -> None:
     loop, turns = asyncio.get_running_loop(), Turns()
     waiters = [loop.create_future() for _ in range(PER_TURN * 2 + 1)]
     for waiter in waiters:
@@ -22,7 +22,7 @@ async def test_a_pass_of_the_loop_wakes_a_bounded_number_in_order() -> None:
     assert woken == [PER_TURN, PER_TURN * 2, len(waiters)]
 
 
-async def test_who_stopped_waiting_takes_no_harm() -> None:
+async def test_cancelled_waiter_is_skipped() -> None:
     loop, turns = asyncio.get_running_loop(), Turns()
     gone, there = loop.create_future(), loop.create_future()
     turns.ask(gone)

@@ -1,4 +1,4 @@
-"""Texts and sequences on tokenizers that are full, lost or wrong."""
+"""Texts and sequences on full, lost and mismatched tokenizers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def test_end_without_tokens_waits_for_the_last_text() -> None:
         assert item.reason is FinishReason.LENGTH
 
 
-async def test_text_that_breaks_every_tokenizer_fails_its_item_alone() -> None:
+async def test_text_breaking_every_tokenizer_fails_only_the_item() -> None:
     tokenizer = ScriptedTokenizer()
     async with scene(tokenizer=tokenizer) as on:
         tokenizer.breaks_on_encode = True
@@ -58,7 +58,7 @@ async def test_text_that_breaks_every_tokenizer_fails_its_item_alone() -> None:
         assert (await asked)[0].text == "A."
 
 
-async def test_token_that_breaks_every_tokenizer_fails_its_sequence_alone() -> None:
+async def test_token_breaking_every_tokenizer_fails_only_the_sequence() -> None:
     tokenizer = ScriptedTokenizer()
     async with scene(tokenizer=tokenizer) as on:
         neighbour = on.ask("a", max_tokens=9)
@@ -111,7 +111,7 @@ async def test_losses_with_progress_between_them_are_not_counted_together() -> N
             await on.engine.step((submit.handle, token_id - 65, [token_id]))
             await eventually(lambda: tokenizer.broken == token_id - 64)
             tokenizer.breaks_on_token = None
-            # Once more on the next stream, where it is decoded.
+            # Repeated and decoded on the next stream.
             await eventually(lambda: times_asked(tokenizer, token_id) == 2)
 
         for token_id in range(65, 69):
@@ -124,7 +124,7 @@ def times_asked(tokenizer: ScriptedTokenizer, token_id: int) -> int:
     return sum(token_id in decode.token_ids for decode in tokenizer.decodes)
 
 
-async def test_jobs_queue_behind_a_full_tokenizer_and_a_full_queue_refuses() -> None:
+async def test_full_tokenizer_queues_jobs_and_full_queue_refuses() -> None:
     tokenizer = ScriptedTokenizer()
     async with scene(tokenizer=tokenizer, encoding={"max_per_tokenizer": 1, "max_queued": 3}) as on:
         tokenizer.answering.clear()

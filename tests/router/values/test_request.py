@@ -1,4 +1,4 @@
-"""From a GenerateRequest to one that cannot be wrong."""
+"""Parsing of a GenerateRequest."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def test_unusable_names_are_refused(request_id: str) -> None:
         parse_request(message("x", request_id=request_id), "", 9)
 
 
-def test_the_number_of_items_is_limited() -> None:
+def test_number_of_items_is_limited() -> None:
     assert len(parse_request(message(*"abc"), "", 3).items) == 3
     with pytest.raises(InvalidField, match="items has 4 prompts but must have 1 to 3"):
         parse_request(message(*"abcd"), "", 3)
 
 
-def test_an_own_config_replaces_the_shared_one_as_a_whole() -> None:
+def test_item_config_replaces_the_shared_config() -> None:
     own = router_pb.GenerateItem(
         prompt=pb.Prompt(text="b"), config=build_config(None, {"temperature": 0.5})
     )
@@ -47,7 +47,7 @@ def test_an_own_config_replaces_the_shared_one_as_a_whole() -> None:
     assert [first.batch_index, second.batch_index] == [0, 1]
 
 
-def test_an_error_names_its_item() -> None:
+def test_error_names_the_item() -> None:
     bad = router_pb.GenerateItem(
         prompt=pb.Prompt(text="b"), config=build_config(None, {"top_p": 2.0})
     )

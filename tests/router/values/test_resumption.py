@@ -1,4 +1,4 @@
-"""Output that a client received before it resumes a request here."""
+"""Parsing of a client's received output."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_received_beams_restart_unless_all_are_finished(finished: int) -> None:
     ("offset", "field"),
     [
         (
-            # A number that the enum does not have.
+            # A number outside the enum.
             router_pb.SequenceOffset(finished=True, reason=99),  # type: ignore[arg-type]
             "reason",
         ),
@@ -68,11 +68,11 @@ def test_impossible_offsets_are_refused(offset: router_pb.SequenceOffset, field:
     assert refused.value.field == f"received[0].{field}"
 
 
-def test_a_sequence_is_received_once() -> None:
+def test_repeated_sequence_is_refused() -> None:
     request = router_pb.GenerateRequest(request_id="r")
     request.items.add().prompt.token_ids.ids.append(1)
     request.config.stopping.max_tokens = 3
-    # Greedy, so that it may resume without a seed.
+    # Greedy sequences resume without a seed.
     offset = router_pb.SequenceOffset(token_ids=[5] * 3)
     resume = router_pb.ResumeRequest(request=request, received=[offset])
     assert parse_received(resume, parse_request(request, "", 10)).has(0)
@@ -82,7 +82,7 @@ def test_a_sequence_is_received_once() -> None:
     assert refused.value.field == "received[1]"
 
 
-async def test_a_stop_before_resumption_ends_at_the_received_tokens() -> None:
+async def test_stop_before_resumption_ends_at_the_received_tokens() -> None:
     tokenizer = ScriptedTokenizer()
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(serving_engine(ScriptedEngine()))]

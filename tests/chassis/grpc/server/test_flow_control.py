@@ -24,7 +24,7 @@ async def test_data_stays_within_the_window(example: Example) -> None:
     async with wired(example, {Setting.INITIAL_WINDOW_SIZE: 10}) as wire:
         wire.send(wire.call(1, "Many"), wire.data(1, b"1,40"))
         assert len((await wire.next(FrameType.DATA)).payload) == 10
-        # A smaller INITIAL_WINDOW_SIZE makes the open window negative; WINDOW_UPDATE adds to that.
+        # A smaller INITIAL_WINDOW_SIZE makes the open window negative, before the WINDOW_UPDATE.
         wire.send(raw_settings((Setting.INITIAL_WINDOW_SIZE, 5)), window_update(1, 5))
         wire.send(window_update(1, 3), frame(FrameType.PING, 0, 0, bytes(8)))
         found = await wire.next(FrameType.DATA, FrameType.PING)
@@ -37,7 +37,7 @@ async def test_data_stays_within_the_window(example: Example) -> None:
 async def test_settings_ack_precedes_data_of_the_new_window(
     example: Example,
 ) -> None:
-    """Until it reads the ACK, a client counts by its old windows."""
+    """Before the ACK, a client counts by the old windows."""
     async with wired(example, {Setting.INITIAL_WINDOW_SIZE: 10}) as wire:
         wire.send(wire.call(1, "Many"), wire.data(1, b"1,40"))
         await wire.next(FrameType.DATA)

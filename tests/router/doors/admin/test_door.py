@@ -1,4 +1,4 @@
-"""The admin address: apart from the one for clients, and closed to whoever does not show the token."""
+"""The admin address: separate from the client address, and closed to calls without the token."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NOBODY = "127.0.0.1:1"
 
 
 async def every_call(admin: AdminClient) -> list[TrtmeshError]:
-    """What became of each call; those that were answered left out."""
+    """The error of each failed call."""
 
     async def watch() -> None:
         async for _ in admin.watch_workers():
@@ -89,7 +89,7 @@ async def test_health_check_needs_no_token(guarded: RouterClient) -> None:
         health = health_pb2_grpc.HealthStub(channel)
         name = "trtmesh.v1.RouterAdminService"
         answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
-        # No worker is there: admins are needed all the more.
+        # Admin calls must work without a worker.
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
         ask = reflection_pb2.ServerReflectionRequest(list_services="")
         call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([ask]))

@@ -1,4 +1,4 @@
-"""From events to answers: PlainText agrees with Answers."""
+"""PlainText agrees with Answers."""
 
 from __future__ import annotations
 

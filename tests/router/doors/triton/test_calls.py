@@ -1,4 +1,4 @@
-"""How the elements of inputs may stand in a request: raw or typed, and what is refused."""
+"""Raw and typed elements of inputs, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An error of a worker keeps its worker and its time to retry through both Triton doors."""
+"""Both Triton doors keep the worker and the retry time of an error."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def test_unary_call_ends_with_the_data_in_its_metadata(kind: type[TrtmeshE
         check_status(await refused(engine, kind, infer(message().SerializeToString())), kind)
 
 
-async def test_stream_that_errors_end_has_the_data_in_its_metadata(
+async def test_stream_ended_by_errors_carries_the_data_in_its_metadata(
     kind: type[TrtmeshError],
 ) -> None:
     async with (

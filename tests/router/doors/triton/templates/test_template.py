@@ -35,7 +35,7 @@ def test_tensor_of_a_field(field: str, tensor: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["runtime_top_p_min", "runtime_top_k_min"])
-def test_tensor_of_a_shared_field_is_the_one_sent(name: str) -> None:
+def test_error_names_the_sent_tensor_of_a_shared_field(name: str) -> None:
     assert call("tensorrt_llm", sent={name: None}).tensor_of("sampling.top_p_min") == name
 
 

@@ -1,4 +1,4 @@
-"""Names, types and dimensions of every tensor, as clients' own copies of the model configurations have them."""
+"""Names, types and dimensions of every tensor, as in the clients' copies of the model configurations."""
 
 from __future__ import annotations
 
