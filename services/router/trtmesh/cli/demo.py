@@ -48,7 +48,7 @@ def demo(
 
 
 async def _request(router: str) -> int:
-    put(f"three prompts in one request to {router}, each stream behind its batch_index:\n")
+    put(f"three prompts in one request to {router}, each line after its batch_index:\n")
     request = Request(PROMPTS, _config())
     printer = choose_printer(
         as_json_lines=False, items=len(PROMPTS), sequences=1, console=Console()

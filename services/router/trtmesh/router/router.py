@@ -33,7 +33,7 @@ from trtmesh.router.tokenizers.tokenizer import Tokenizer
 from trtmesh.v1 import router_pb2_grpc
 
 WATCH_SECONDS = 0.1
-"""How often health is brought up to date and slow clients are looked for."""
+"""Interval between updates of health and looks for slow clients."""
 
 
 class Router:

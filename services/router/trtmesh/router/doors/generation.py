@@ -1,4 +1,4 @@
-"""What every door does around a generation call, whatever its protocol: name the caller, count the outcome."""
+"""Steps common to the generation calls of all doors: names the caller and counts the outcome."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class GenerationCall:
     async def running(
         self, opening: AbstractAsyncContextManager[LiveRequest]
     ) -> AsyncIterator[LiveRequest]:
-        """Runs the call's request while inside. Raises the error that the router ended the request with, if it did."""
+        """Runs the call's request inside the block. Raises the error if the router ends the request."""
         async with opening as live:
             self.outcome = "cancelled"
             try:

@@ -1,4 +1,4 @@
-"""The workers of a router, and the only way to a place on them."""
+"""The workers of a router, and the placement of items on them."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ class Fleet:
             worker.move_on()
 
     async def change(self, seconds: float) -> None:
-        """Waits for the next change, at most so many seconds."""
+        """Waits at most `seconds` for the next change."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._change.wait()

@@ -14,7 +14,7 @@ from trtmesh.router.streams.sequence import End
 from trtmesh.v1 import engine_pb2 as pb
 
 UNACKNOWLEDGED_STEPS = 4
-"""Steps in flight. Few, because tokens at the worker merge while steps in flight add latency."""
+"""Most steps in flight. Few, because held-back tokens merge at the worker, while each step in flight adds latency."""
 
 ACKNOWLEDGE_EVERY = 2
 """Steps per acknowledgement, since a write costs as much as several tokens."""

@@ -1,4 +1,4 @@
-"""A worker: an engine process, the stream to the process, and the stream's sequences."""
+"""A worker: an engine process, the stream to it, and the sequences there."""
 
 from __future__ import annotations
 
@@ -265,8 +265,8 @@ class Worker(Replica):
     def _late(self, run: SequenceRun) -> TrtmeshError:
         """Why a late sequence leaves.
 
-        The worker is at fault for a started sequence, and for a queue without any tokens. A queue held up by the tokens
-        of others is back-pressure.
+        The worker is at fault if the sequence had started, or if no sequence got tokens meanwhile. Otherwise other
+        sequences hold up the queue, which is back-pressure.
         """
         busy = not run.times.started and self._generated_at > run.times.assigned
         return (QueueTimeout if busy else WorkerLost)(

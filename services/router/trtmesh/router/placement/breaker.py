@@ -23,7 +23,7 @@ INCIDENT_SECONDS = 0.1
 
 class Breaker:
     """A circuit breaker: three successive faults open the breaker for 5 s, doubled by each further fault up to 60 s.
-    Half-open admits a single item at a time, and the first token closes the breaker. Times are seconds of any clock."""
+    A half-open breaker admits a single item at a time, and a first token closes it. Times are seconds of any clock."""
 
     def __init__(self) -> None:
         self.faults = 0

@@ -17,7 +17,7 @@ from trtmesh.router.placement.breaker import Breaker
 from trtmesh.router.placement.rates import Rates, Report, Typical
 
 SLOW_START_SECONDS = 10.0
-"""Time for a new worker to count with a shrinking part of the fleet's mean load."""
+"""How long a new worker counts with part of the fleet's mean load; the part shrinks."""
 
 PRESSURE_SECONDS, MOST_PRESSURE = 0.15, 0.99
 """Penalty of k / (1 - k) for a share k of used KV blocks, as in SMG's expected wait."""

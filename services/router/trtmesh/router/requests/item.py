@@ -256,7 +256,7 @@ class ItemRun:
             self._news.set()
 
     def leave(self, runs: Sequence[SequenceRun], address: str, error: TrtmeshError) -> bool:
-        """Leaves a suspect or draining worker if another has room; else stays, since late tokens are welcome."""
+        """Leaves a suspect or draining worker if another has room; else stays, since late tokens still count."""
         if self._stop_asked or self._over:
             return False
         if not self._placer.has_place(self._encoded, self._runs, address, error):

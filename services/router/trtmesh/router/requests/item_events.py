@@ -86,9 +86,7 @@ class ItemEvents:
 
     def broke(self, defect: Exception, usage: pb.Usage) -> None:
         """The item met a defect of this software."""
-        log.error(
-            "item %d failed for an unforeseen reason", self._item.batch_index, exc_info=defect
-        )
+        log.error("unexpected error in item %d", self._item.batch_index, exc_info=defect)
         self.failed(InternalError(f"{type(defect).__name__}: {defect}"), usage)
 
     def failed(self, error: TrtmeshError, usage: pb.Usage) -> None:

@@ -27,7 +27,7 @@ RESUMED = WHOLE | {Capability.EXACT_RESUMPTION}
 
 
 class Placer:
-    """The search of an item for workers."""
+    """Places an item, and again the sequences left by their workers."""
 
     def __init__(self, context: RequestContext, item: ItemRequest) -> None:
         self._context = context

@@ -153,7 +153,7 @@ class Requests:
 
     async def _end_former_calls(self, request_id: str, api_key: str) -> None:
         while (former := self._former_call(request_id, api_key)) is not None:
-            former.end(Unavailable(f"request {request_id!r} goes on in another call"))
+            former.end(Unavailable(f"request {request_id!r} continues in another call"))
             await former.gone.wait()
 
     def _admit(

@@ -35,7 +35,7 @@ class ClientLimits(Settings):
         return Credit(self.buffer_tokens, self.buffer_bytes)
 
 
-def _nobody(*_: object) -> None:
+def _ignore(*_: object) -> None:
     """Replaces the callbacks after the end of a request."""
 
 
@@ -74,7 +74,7 @@ class Pace:
     def close(self) -> None:
         """The request is over: counts merged tokens and drops the callbacks."""
         self._ended = True
-        self._change = self._end = _nobody
+        self._change = self._end = _ignore
         self._metrics.merged_tokens += self._client.merged_tokens
         if self._client.merged_tokens:
             self._metrics.slow_clients["coalesced"] += 1

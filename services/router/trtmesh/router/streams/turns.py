@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 
 PER_TURN = 128
-"""Writes per pass, few enough not to delay other work; bench/README.md has the measurements."""
+"""Writes per pass, few enough to leave time for other work; bench/README.md has the measurements."""
 
 
 class Turns:

@@ -278,7 +278,7 @@ class TokenizerPool:
 
     def _fail_sequence(self, sequence: DecodedSequence) -> None:
         cause = self._none_ready(sequence.model)
-        sequence.fail(TokenizerLost(f"the text of the sequence cannot go on: {cause.message}"))
+        sequence.fail(TokenizerLost(f"the sequence cannot be decoded further: {cause.message}"))
 
     def _fail_job(self, job: EncodeJob) -> None:
         if not job.done.done():

@@ -22,9 +22,8 @@ class DecodeBatch:
 class Unanswered:
     """The commands in flight, oldest first.
 
-    A tokenizer answers tokens at once, so a missing answer means a frozen process or a silent network. The wait of the
-    oldest command is counted in looks: a
-    router that stood still looks once, and blames no tokenizer.
+    A tokenizer answers tokens at once, so a missing answer means a frozen process or a silent network. The age of the
+    oldest command is counted in looks: a router that stood still looks once, and blames no tokenizer.
     """
 
     def __init__(self) -> None:
