@@ -12,7 +12,6 @@ from collections.abc import (
     Iterator,
 )
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 from trtmesh.chassis.error_wire import from_proto
@@ -79,28 +78,18 @@ class Generations:
     def _answers_of(
         self, call: Call, template: GenerationTemplate, request: GenerationRequest
     ) -> Answers | PlainText:
-        item_error = partial(self._item_error, call, template, request.request_id)
+        def item_error(failed: router_pb.ItemFailed) -> TrtmeshError:
+            usage, longest = failed.usage, self._longest_prompt()
+            error = from_proto(failed.error)
+            failure = ItemFailure(error, request.request_id, usage.prompt_tokens, longest)
+            return template.failed(call, failure)
+
         builder = template.output_builder(call, request)
         beams = request.items[0].config.beam_search.beam_width > 1
         rewrites = beams or call.model.accumulate_tokens
         if call.streaming and builder.only_new_text and not rewrites:
             return PlainText(item_error, final_alone=template.final_alone)
         return Answers(call, request, builder, item_error, with_prompts=template.text)
-
-    def _item_error(
-        self,
-        call: Call,
-        template: GenerationTemplate,
-        request_id: str,
-        failed: router_pb.ItemFailed,
-    ) -> TrtmeshError:
-        failure = ItemFailure(
-            from_proto(failed.error),
-            request_id,
-            failed.usage.prompt_tokens,
-            self._longest_prompt(),
-        )
-        return template.failed(call, failure)
 
     def _mesh_name(self, name: str) -> str:
         """The client's name of a request, or '' for a name of the mesh's choice: Triton accepts any name, any number

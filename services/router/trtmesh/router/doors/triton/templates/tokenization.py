@@ -71,7 +71,7 @@ class PreprocessingTemplate(TokenizerTemplate):
         )
         queries = [row.query for row in rows]
         decoder_queries = [row.decoder_query or [pad_ids[i]] for i, row in enumerate(rows)]
-        lengths = [call.inputs["REQUEST_OUTPUT_LEN"].scalar(i) for i in range(call.batch_size)]
+        lengths = _given(call, "REQUEST_OUTPUT_LEN", 0)
         extra_ids = _extra_ids(call, max(map(len, queries)))
         outputs = [
             _padded("INPUT_ID", "INT32", queries, pad_ids),
