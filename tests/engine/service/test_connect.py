@@ -416,22 +416,30 @@ class TestStopping:
             await eventually(lambda: engine.service.metrics.live_sequences == 0)
             assert_nothing_is_left(engine, backend)
 
-    async def test_deadline_cancels_running_and_waiting_sequences(self) -> None:
+    async def test_deadline_cancels_a_waiting_sequence(self) -> None:
         backend = simulated(step_ms=1, max_batch_size=1)
         async with serving(backend) as engine, router_stream(engine.address) as stream:
-            await stream.send(
-                submit(1, 20_000, timeout_ms=30),
-                submit(2, 5, timeout_ms=60_000),
-                submit(3, 5, timeout_ms=10),
-            )
-            outputs = await stream.ends([1, 2, 3])
-            for handle in (1, 3):
-                end = outputs[handle].end
-                assert end
-                assert end.reason == pb.FINISH_REASON_CANCELLED
-            assert not outputs[3].token_ids
-            assert outputs[2].end
-            assert outputs[2].end.reason == pb.FINISH_REASON_LENGTH
+            await stream.send(submit(1, 20_000), submit(2, 5), submit(3, 5, timeout_ms=10))
+            waiting = await stream.end(3)
+            assert waiting.end
+            assert waiting.end.reason == pb.FINISH_REASON_CANCELLED
+            assert not waiting.token_ids
+            await stream.send(stop(1))
+            other = (await stream.ends([1, 2]))[2]
+            assert other.end
+            assert other.end.reason == pb.FINISH_REASON_LENGTH
+            assert_nothing_is_left(engine, backend)
+
+    async def test_deadline_cancels_a_running_sequence(self) -> None:
+        backend = simulated(step_ms=1)
+        async with serving(backend) as engine, router_stream(engine.address) as stream:
+            await stream.send(submit(1, 20_000, timeout_ms=30), submit(2, 5, timeout_ms=60_000))
+            outputs = await stream.ends([1, 2])
+            running, other = outputs[1].end, outputs[2].end
+            assert running
+            assert running.reason == pb.FINISH_REASON_CANCELLED
+            assert other
+            assert other.reason == pb.FINISH_REASON_LENGTH
             assert_nothing_is_left(engine, backend)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 
+import pytest
 from router.scripted import (
     LENGTH,
     READY,
@@ -43,29 +44,35 @@ async def test_moved_item_continues_after_its_last_token() -> None:
         assert item.usage.generated_tokens == 3
 
 
-async def test_item_with_tokens_resumes_only_on_exactly_resuming_workers() -> None:
+@pytest.mark.parametrize("names", [("inexact", "exact"), ("inexact",)])
+async def test_item_with_tokens_prefers_a_worker_that_resumes_exactly(
+    names: tuple[str, ...],
+) -> None:
     engines = [
-        ScriptedEngine(worker=name, supported_fields=FIELDS, resumes_exactly=exact)
-        for name, exact in (("first", True), ("inexact", False), ("exact", True))
+        ScriptedEngine(worker=name, supported_fields=FIELDS, resumes_exactly=name != "inexact")
+        for name in ("first", *names)
     ]
-    first, inexact, exact = engines
-    inexact.refusal = exact.refusal = "not yet"
+    first, *others = engines
+    for engine in others:
+        engine.refusal = "not yet"
     async with AsyncExitStack() as stack:
         addresses = [await stack.enter_async_context(serving_engine(e)) for e in engines]
         client = await stack.enter_async_context(
             serving_router(addresses, deadlines={"stall_seconds": 60})
         )
-        await until_states(client, [READY, REFUSED, REFUSED], [])
+        await until_states(client, [READY] + [REFUSED] * len(others), [])
         on = Fleet(engines, client)
         asked = on.ask([5], request_id="r", temperature=1.0, seed=3)
         (submit,) = await first.submitted()
         await first.step((submit.handle, 0, [7]))
-        inexact.refusal = exact.refusal = ""
-        await until_states(client, [READY] * 3, [])
+        for engine in others:
+            engine.refusal = ""
+        await until_states(client, [READY] * len(engines), [])
         await first.hang_up()
-        (moved,) = await exact.submitted()
-        assert (await on.candidates("r"))["inexact"].excluded_by == "lacks exact resumption"
-        await exact.step((moved.handle, 1, [8]), ends=[(moved.handle, LENGTH)])
+        (moved,) = await others[-1].submitted()
+        excluded = (await on.candidates("r"))["inexact"].excluded_by
+        assert excluded == ("lacks exact resumption" if "exact" in names else "")
+        await others[-1].step((moved.handle, 1, [8]), ends=[(moved.handle, LENGTH)])
         (item,) = await asked
         assert item.token_ids == (7, 8)
 

@@ -18,6 +18,7 @@ from trtmesh.chassis.http2.frames import (
     rst_stream,
     window_update,
 )
+from trtmesh.chassis.http2.writer import MAX_DATA_SIZE
 
 
 async def test_data_stays_within_the_window(example: Example) -> None:
@@ -93,6 +94,21 @@ async def test_unread_call_holds_one_window(example: Example) -> None:
         await wire.echoes(5)
         wire.send(frame(FrameType.DATA, 0, 1, b"\0"))
         assert await wire.error() == (1, ErrorCode.FLOW_CONTROL_ERROR)
+
+
+async def test_large_message_reaches_a_slow_reader_in_small_frames(example: Example) -> None:
+    """Frames as large as this client admits would fill the transport's buffer at once, as if it did not read."""
+    example.hold_unread(4096)
+    limits = {Setting.INITIAL_WINDOW_SIZE: 2**24, Setting.MAX_FRAME_SIZE: 2**24 - 1}
+    async with wired(example, limits, receive_bytes=4096) as wire:
+        wire.send(window_update(0, 2**24))
+        wire.send(wire.call(1, "Many"), wire.data(1, b"1,%d" % MOST_BYTES))
+        received = 0
+        while received < MOST_BYTES + 5:
+            found = await wire.next(FrameType.DATA)
+            assert len(found.payload) <= MAX_DATA_SIZE
+            received += len(found.payload)
+        assert (await wire.answer(1))[1]["grpc-status"] == "0"
 
 
 @pytest.mark.parametrize("what", ["pings", "calls that fail"])

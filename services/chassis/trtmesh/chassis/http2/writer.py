@@ -24,6 +24,9 @@ from trtmesh.chassis.http2.frames import (
 MAX_PASS_BYTES = 2**18
 """Limit of bytes written in one pass of the event loop, and of bytes buffered by the transport before writers wait."""
 
+MAX_DATA_SIZE = 2**16
+"""Largest DATA frame, whatever the peer admits: a single frame must not fill a pass or count as unread bytes."""
+
 MAX_UNREAD_BYTES = 2**22
 """Limit of buffered bytes outside flow control, against peers sending without reading."""
 
@@ -177,7 +180,7 @@ class FrameWriter:
 
     def set_max_frame_size(self, size: int) -> None:
         """Applies MAX_FRAME_SIZE."""
-        self._max_frame_size = size
+        self._max_frame_size = min(size, MAX_DATA_SIZE)
 
     def acknowledge_header_table_size(self) -> None:
         """Confirms a smaller HPACK table in every header block: this side uses no table entries."""

@@ -15,7 +15,8 @@ SIBLINGS_ELSEWHERE = "the prefix is computed for a sibling elsewhere"
 def exclusions(fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> list[str]:
     """Why each worker is excluded, or '' for a candidate.
 
-    An open breaker or enough siblings of the item exclude a worker only while another can take the item.
+    An open breaker, a missing wanted capability or enough siblings of the item exclude a worker only while another can
+    take the item.
     """
     model, tokens, fields, out = query.model, query.prompt_tokens, query.fields, query.exclude
     needs = query.needs
@@ -31,7 +32,12 @@ def exclusions(fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> list[s
         else _excluded_by(w, query)
         for w in fleet
     ]
-    if query.avoid or query.prefer or True in [worker.breaker_open for worker in fleet]:
+    if (
+        query.wants
+        or query.avoid
+        or query.prefer
+        or True in [worker.breaker_open for worker in fleet]
+    ):
         _pass_over(fleet, query, excluded)
     return excluded
 
@@ -77,7 +83,9 @@ _NOTHING = (0, "")
 def _against(worker: WorkerSnapshot, query: PlacementQuery) -> tuple[int, str]:
     """Weight and text of the objection to a candidate."""
     if worker.breaker_open:
-        return 3, BREAKER_OPEN
+        return 4, BREAKER_OPEN
+    if why := missing(query.wants, worker.capabilities):
+        return 3, why
     if worker.address in query.avoid:
         return 2, ENOUGH_SIBLINGS
     if query.prefer and worker.address != query.prefer:

@@ -73,6 +73,8 @@ class PlacementQuery:
     model: str
     fields: frozenset[str] = frozenset()
     needs: frozenset[Capability] = WHOLE
+    wants: frozenset[Capability] = frozenset()
+    """Capabilities preferred, but not at the price of the item."""
     adapter: Adapter | None = None
     prompt_tokens: int = 0
     """Tokens before the next new token, including tokens generated elsewhere."""

@@ -10,7 +10,7 @@ from trtmesh.chassis.errors import NoWorker, TrtmeshError
 from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.router.fleet.facts import Identity
 from trtmesh.router.fleet.plan import Leg, Plan
-from trtmesh.router.placement import WHOLE, Capability, PlacementQuery
+from trtmesh.router.placement import Capability, PlacementQuery
 from trtmesh.router.placement.decision import DecisionRecord
 from trtmesh.router.replay import RecordedItem
 from trtmesh.router.requests.attempts import Attempts, Failures, unplaceable
@@ -23,7 +23,8 @@ from trtmesh.router.values.request import ItemRequest
 REPEAT_SECONDS = 0.1
 """Pause before another attempt at workers after a refusal."""
 
-RESUMED = WHOLE | {Capability.EXACT_RESUMPTION}
+EXACTLY = frozenset({Capability.EXACT_RESUMPTION})
+"""Wanted of a worker that continues a sequence. Without such a worker another one continues, not bit for bit."""
 
 
 class Placer:
@@ -146,7 +147,7 @@ class Placer:
         return PlacementQuery(
             model=self._context.model,
             fields=self._item.worker_fields,
-            needs=RESUMED if resumes else WHOLE,
+            wants=EXACTLY if resumes else frozenset(),
             adapter=encoded.adapter,
             prompt_tokens=len(encoded.token_ids) + generated,
             sequences=len(waiting) or config.sequences,
