@@ -22,7 +22,8 @@ import transformers.generation
 from transformers import AutoModelForCausalLM, StoppingCriteria
 from trtmesh.chassis import vocabulary
 from trtmesh.engine.backend import StepOutput, Submission
-from trtmesh.engine.backends.torch import TorchBackend, TorchSettings
+from trtmesh.engine.backends.torch.backend import TorchBackend
+from trtmesh.engine.backends.torch.settings import TorchSettings
 
 Prompts = list[list[int]]
 SECONDS = 170.0
@@ -140,7 +141,7 @@ class Trtmesh:
     def overhead(self, prompts: Prompts, new_tokens: int) -> float:
         """Median share of a decoding step outside the model: all but the forward, plus its grouping of sequences and
         their masks."""
-        engine: Any = self.backend._engine
+        engine: Any = self.backend._loaded.engine
         runner = engine._compute
         grouping = runner._attention._grouping
         model, groups = runner._model, grouping.groups

@@ -18,7 +18,7 @@ from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.health import Health
 from trtmesh.chassis.service import Runtime
 from trtmesh.chassis.settings import load_settings
-from trtmesh.engine.backends.simulated import SimulatedBackend
+from trtmesh.engine.backends.simulated.backend import SimulatedBackend
 from trtmesh.engine.service.engine_service import EngineService
 from trtmesh.engine.settings import EngineSettings
 

@@ -40,7 +40,8 @@ from trtmesh.chassis.vocabulary import (
     Tensor,
 )
 from trtmesh.engine.backend import StepOutput, Submission
-from trtmesh.engine.backends.torch import TorchBackend, TorchSettings
+from trtmesh.engine.backends.torch.backend import TorchBackend
+from trtmesh.engine.backends.torch.settings import TorchSettings
 from trtmesh.v1 import generation_pb2 as pb
 
 VOCABULARY = 320
@@ -261,7 +262,7 @@ def judge(backend: TorchBackend, soak: Soak, before: int, after: int) -> list[st
     assert backend._tables is not None
     if backend._tables.held_bytes:
         wrong.append(f"prompt tables are counted with {backend._tables.held_bytes} bytes, not 0")
-    scheduler = backend._engine.scheduler
+    scheduler = backend._loaded.engine.scheduler
     if scheduler.tables.free_slots != BATCH:
         wrong.append(f"{BATCH - scheduler.tables.free_slots} slots are not free")
     for path, size in sizes(backend).items():
@@ -299,7 +300,7 @@ def main(arguments: argparse.Namespace) -> int:
             "sequences": soak.sequences,
             "refused": soak.refused,
             "stopped": soak.stopped,
-            "preemptions": backend._engine.scheduler.preemptions,
+            "preemptions": backend._loaded.engine.scheduler.preemptions,
             "used_host_blocks": backend.stats().used_host_blocks,
             "given": dict(soak.given),
             "largest_containers": dict(

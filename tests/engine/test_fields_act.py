@@ -20,10 +20,12 @@ from engine_streams import router_stream, serving, submit
 from oracle import tiny_models
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.engine.backend import Backend
-from trtmesh.engine.backends.simulated import SimulatedBackend, SimulatedSettings
 from trtmesh.engine.backends.simulated.backend import SUPPORTED_FIELDS as SIMULATED_FIELDS
-from trtmesh.engine.backends.torch import TorchBackend, TorchSettings
+from trtmesh.engine.backends.simulated.backend import SimulatedBackend
+from trtmesh.engine.backends.simulated.settings import SimulatedSettings
+from trtmesh.engine.backends.torch.backend import TorchBackend
 from trtmesh.engine.backends.torch.fields import SUPPORTED_FIELDS as TORCH_FIELDS
+from trtmesh.engine.backends.torch.settings import TorchSettings
 from trtmesh.v1 import generation_pb2 as pb
 
 PROMPT = [9, 40, 41, 42, 9, 43, 44, 45, 46]

@@ -105,7 +105,7 @@ async def test_everything_of_prompts_and_tokens(
         assert stream.prompts == []
         assert stream.end is not None
         if "kv_cache_tokens" in settings:
-            assert engine.backend._engine.scheduler.preemptions > 0
+            assert engine.backend._loaded.engine.scheduler.preemptions > 0
         else:
             assert stream.end.cached_prompt_tokens > 0, "what was read leaves its blocks to others"
 

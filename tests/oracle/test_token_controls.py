@@ -205,7 +205,7 @@ async def test_company_chunks_pauses_and_migration_change_no_token(
         with engine.gate.held():
             keys = [engine.submit(p, c)[0] for p, c in zip(prompts, cases, strict=True)]
         assert [stream.token_ids for stream in await engine.ended(keys)] == alone
-        assert engine.backend._engine.scheduler.preemptions > 0
+        assert engine.backend._loaded.engine.scheduler.preemptions > 0
 
 
 async def test_ids_beyond_the_vocabulary_are_refused_by_name(llama: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 from engine_streams import Received, RouterStream, router_stream, serving, submit
-from trtmesh.engine.backends.simulated import SimulatedBackend, SimulatedSettings
+from trtmesh.engine.backends.simulated.backend import SimulatedBackend
+from trtmesh.engine.backends.simulated.settings import SimulatedSettings
 
 
 async def outputs(credit: int, acknowledge_after: range | None) -> dict[int, Received]:

@@ -33,7 +33,8 @@ from trtmesh.engine.backend import (
     SequenceStart,
     TokenDetails,
 )
-from trtmesh.engine.backends.simulated import SimulatedBackend, SimulatedSettings
+from trtmesh.engine.backends.simulated.backend import SimulatedBackend
+from trtmesh.engine.backends.simulated.settings import SimulatedSettings
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import engine_pb2_grpc
 from trtmesh.v1 import generation_pb2 as pb

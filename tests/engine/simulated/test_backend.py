@@ -27,7 +27,8 @@ from trtmesh.engine.backend import (
     StepOutput,
     Submission,
 )
-from trtmesh.engine.backends.simulated import SimulatedBackend, SimulatedSettings
+from trtmesh.engine.backends.simulated.backend import SimulatedBackend
+from trtmesh.engine.backends.simulated.settings import SimulatedSettings
 from trtmesh.v1 import generation_pb2 as pb
 
 PATIENCE_SECONDS = 60.0

@@ -9,7 +9,7 @@ from trtmesh.chassis.vocabulary import GenerationConfig, Sampling
 from trtmesh.engine.backends.torch.cpu.device import descending, highest
 from trtmesh.engine.backends.torch.sampling.choice import Chooser
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
-from trtmesh.engine.backends.torch.sampling.filters import Filters
+from trtmesh.engine.backends.torch.sampling.draws import Filters
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
 from trtmesh.engine.stopping import EndRule
 

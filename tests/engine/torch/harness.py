@@ -22,7 +22,8 @@ from trtmesh.engine.backend import (
     Submission,
     TokenDetails,
 )
-from trtmesh.engine.backends.torch import TorchBackend, TorchSettings
+from trtmesh.engine.backends.torch.backend import TorchBackend
+from trtmesh.engine.backends.torch.settings import TorchSettings
 
 SECONDS = 60.0
 

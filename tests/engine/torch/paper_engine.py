@@ -7,8 +7,7 @@ from typing import Any
 
 from engine.torch.harness import configure
 from trtmesh.chassis.vocabulary import GenerationConfig
-from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
-from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, BlockPool
+from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, BlockPool, BlockTables
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
 from trtmesh.engine.backends.torch.scheduling.prefixes import Prefixes
 from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules

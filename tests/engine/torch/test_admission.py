@@ -81,7 +81,7 @@ async def test_item_larger_than_batch_and_queue_is_invalid(
 async def test_sequence_starting_during_submit_counts_once(llama: Path) -> None:
     config = configure(max_tokens=3, ignore_end_id=True)
     async with running(llama, max_batch_size=4, max_queue_size=4) as engine:
-        scheduler = engine.backend._engine.scheduler
+        scheduler = engine.backend._loaded.engine.scheduler
         with engine.gate.held():
             keys = [engine.submit([5], config)[0] for _ in range(5)]
             await engine.until(lambda: engine.streams[keys[0]].token_ids)
@@ -96,7 +96,7 @@ async def test_sequence_starting_during_submit_counts_once(llama: Path) -> None:
 async def test_item_counts_while_the_engine_takes_it(llama: Path) -> None:
     """Else the queue could be overrun by what comes in that moment."""
     async with running(llama) as engine:
-        taking = engine.backend._engine
+        taking = engine.backend._loaded.engine
         add, seen = taking.add, list[int]()
 
         def watched(keys: SequenceOf[int], sequences: SequenceOf[Sequence]) -> None:

@@ -26,7 +26,7 @@ def end_of(stream: Stream) -> SequenceEnd:
 
 
 def internals(engine: Harness) -> Any:
-    return engine.backend._engine
+    return engine.backend._loaded.engine
 
 
 @pytest.mark.parametrize(

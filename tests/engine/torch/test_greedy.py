@@ -65,7 +65,7 @@ async def test_preemption_changes_nothing(family: str, model_dir: Callable[[str]
     expected = [tiny_models.greedy(model, prompt, 40) for prompt in prompts]
     async with running(folder, kv_cache_tokens=64, tokens_per_block=4) as engine:
         got = await engine.run(prompts, configure(max_tokens=40, ignore_end_id=True))
-        scheduler = engine.backend._engine.scheduler
+        scheduler = engine.backend._loaded.engine.scheduler
         assert scheduler.preemptions > 0
         assert got == expected
         assert engine.backend.stats().used_blocks == 0

@@ -11,8 +11,9 @@ from oracle import tiny_models
 from pydantic import ValidationError
 from trtmesh.chassis.errors import InvalidField, ModelUnusable, PromptTooLong
 from trtmesh.chassis.vocabulary import TokenRangeRetention
-from trtmesh.engine.backends.torch import TorchBackend, TorchSettings
+from trtmesh.engine.backends.torch.backend import TorchBackend
 from trtmesh.engine.backends.torch.cpu.device import Cpu, free_memory
+from trtmesh.engine.backends.torch.settings import TorchSettings
 
 TINY = {"kv_cache_tokens": 64, "tokens_per_block": 4, "max_batch_size": 8}
 PROMPTS = [[number] * 6 for number in range(5, 15)]
@@ -20,7 +21,7 @@ CONFIG = configure(max_tokens=24, ignore_end_id=True)
 
 
 def scheduler_of(engine: Harness) -> Any:
-    return engine.backend._engine.scheduler
+    return engine.backend._loaded.engine.scheduler
 
 
 @pytest.fixture(scope="module")

@@ -20,10 +20,10 @@ def build(settings: EngineSettings, runtime: Runtime) -> EngineService:
 def build_backend(settings: EngineSettings) -> Backend:
     """Imports only what the chosen backend needs."""
     if settings.backend == "simulated":
-        from trtmesh.engine.backends.simulated import SimulatedBackend
+        from trtmesh.engine.backends.simulated.backend import SimulatedBackend
 
         return SimulatedBackend(settings.simulated)
-    from trtmesh.engine.backends.torch import TorchBackend
+    from trtmesh.engine.backends.torch.backend import TorchBackend
 
     if settings.model_dir is None:
         raise SettingsError(

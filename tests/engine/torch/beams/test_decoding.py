@@ -119,7 +119,7 @@ async def test_paused_beam_search_gives_the_same_beams(reuse: bool, llama: Path)
             same(found(await engine.ended(each)), expected(model, prompt, 4, tokens=20))
         for key in mates:
             assert (await engine.ended(key))[0].token_ids == mate
-        assert engine.backend._engine.scheduler.preemptions
+        assert engine.backend._loaded.engine.scheduler.preemptions
         assert engine.backend.stats().used_blocks == 0
 
 

@@ -15,7 +15,8 @@ from oracle import tiny_models
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from trtmesh.chassis.errors import ModelUnusable
-from trtmesh.engine.backends.torch import TorchBackend, TorchSettings
+from trtmesh.engine.backends.torch.backend import TorchBackend
+from trtmesh.engine.backends.torch.settings import TorchSettings
 
 
 async def refusal(folder: Path, **settings: Any) -> str:

@@ -25,7 +25,7 @@ from trtmesh.chassis.errors import (
     TrtmeshError,
 )
 from trtmesh.chassis.vocabulary import GenerationConfig, PromptTuning, Tensor
-from trtmesh.engine.backends.torch.model.prompt_table import Embedding, PromptTable
+from trtmesh.engine.backends.torch.model.prompt_tables import Embedding, PromptTable
 from trtmesh.v1 import generation_pb2 as pb
 
 VOCABULARY = tiny_models.VOCABULARY_SIZE
@@ -241,7 +241,7 @@ class Gate(threading.Event):
 @contextmanager
 def held_up(engine: Harness) -> Iterator[Gate]:
     """Lets tables be read only once the event is set."""
-    embedding: Any = engine.backend._loaded.embedding
+    embedding: Any = engine.backend._loaded.tables.embedding
     read, gate = embedding.read, Gate()
 
     def waiting(asked: PromptTuning) -> PromptTable:
@@ -279,7 +279,7 @@ async def test_item_keeps_its_place_while_its_table_is_read(llama: Path) -> None
             await engine.until(lambda: engine.streams[filler[0]].token_ids)
             last = engine.submit([7, 8], GREEDY)
             gate.set()
-            tables: Any = engine.backend._tables
+            tables: Any = engine.backend._loaded.tables
             await asyncio.to_thread(tables.close)
             engine.backend.stop(filler, pb.FINISH_REASON_STOPPED)
             await engine.ended()
@@ -305,21 +305,21 @@ async def test_item_is_stopped_while_its_table_is_read(values: dict[str, Any], l
                 assert stream.end
                 assert stream.end.reason == pb.FINISH_REASON_STOPPED
             # No steps are made in vain for what cannot start.
-            assert not engine.backend._engine.has_work
+            assert not engine.backend._loaded.engine.has_work
             gate.set()
             for stream in await engine.ended(waiting):
                 assert stream.end
                 assert len(stream.token_ids) == stream.end.generated_tokens == 4
             # Only what somebody still waited for when its turn came.
             assert gate.reached == 2
-        scheduler = engine.backend._engine.scheduler
+        scheduler = engine.backend._loaded.engine.scheduler
         assert not scheduler.sequences
         assert not scheduler._unready
         await no_table_is_held(engine)
 
 
 async def no_table_is_held(engine: Harness) -> None:
-    tables: Any = engine.backend._tables
+    tables: Any = engine.backend._loaded.tables
     await asyncio.to_thread(tables.close)
     assert tables.held_bytes == 0
 
@@ -379,6 +379,6 @@ async def test_the_tables_of_all_items_have_bounded_memory(llama: Path) -> None:
                 keys = [engine.submit([VOCABULARY], config)[0] for _ in range(2)]
                 with pytest.raises(QueueFull, match=r"take 4096 bytes .* at most 4097"):
                     engine.submit([VOCABULARY], config)
-            tables: Any = engine.backend._tables
+            tables: Any = engine.backend._loaded.tables
             await engine.ended(keys)
             assert tables.held_bytes == 0

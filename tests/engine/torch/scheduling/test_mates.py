@@ -219,7 +219,7 @@ class Crowd:
             steps += 1
             assert steps < most_steps
             for item in self.items:
-                living = [each for each in item if engine.scheduler.find(each.key) is each]
+                living = [each for each in item if engine.scheduler.lives(each)]
                 if not living:
                     continue
                 if dice.random() < 0.01:
@@ -265,4 +265,4 @@ def test_reused_key_of_an_ended_leader_blocks_no_follower() -> None:
     for _ in range(12):
         for each in engine.step():
             engine.advance(each)
-    assert engine.scheduler.find(follower.key) is None
+    assert not engine.scheduler.lives(follower)

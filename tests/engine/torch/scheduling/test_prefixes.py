@@ -100,7 +100,7 @@ async def test_events_add_up_to_what_is_reusable(llama: Path) -> None:
         await engine.run([*prompts[::-1], SHARED], FREE)
         for output in engine.outputs:
             mirror.record(output.kv_events)
-        pool = engine.backend._engine.scheduler.pool
+        pool = engine.backend._loaded.engine.scheduler.pool
         stored = [
             block
             for event in mirror.snapshot()

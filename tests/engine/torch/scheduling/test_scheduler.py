@@ -11,8 +11,8 @@ from engine.torch.paper_engine import BLOCK, PaperEngine, continued
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
+from trtmesh.engine.backends.torch.scheduling.scheduler import REMOVED_ENTRIES
 from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
-from trtmesh.engine.backends.torch.scheduling.waiting import REMOVED_ENTRIES
 
 
 def add_random(engine: PaperEngine, draw: random.Random, count: int) -> list[tuple[Any, list[int]]]:
@@ -51,7 +51,7 @@ def test_no_rule_changes_what_a_sequence_reads(
             for sequence in engine.step():
                 engine.advance(sequence)
         sequence, _ = draw.choice(added)
-        if draw.random() < 0.3 and engine.scheduler.find(sequence.key):
+        if draw.random() < 0.3 and engine.scheduler.lives(sequence):
             engine.scheduler.remove(sequence)
             added = [pair for pair in added if pair[0] is not sequence]
     engine.run()
@@ -184,7 +184,7 @@ def test_a_long_prompt_starts_at_once_under_a_stream_of_short_requests() -> None
         long = engine.sequence(range(50), 4)
         engine.add(long)
         waited = 0
-        while engine.scheduler.find(long.key):
+        while engine.scheduler.lives(long):
             engine.add(engine.sequence([1, engine.steps % 97], 3), engine.sequence([2], 3))
             for sequence in engine.step():
                 engine.advance(sequence)
@@ -205,7 +205,7 @@ def test_a_stream_of_higher_priority_delays_by_a_bound(
     low = engine.sequence([1], 2, configure(priority=low_priority))
     engine.add(low)
     waited = 0
-    while engine.scheduler.find(low.key):
+    while engine.scheduler.lives(low):
         engine.add(engine.sequence([2], 1, configure(priority=high_priority)))
         for sequence in engine.step():
             engine.advance(sequence)

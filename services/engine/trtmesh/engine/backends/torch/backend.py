@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
-from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +29,6 @@ from trtmesh.engine.backend import (
     StepOutput,
     Submission,
 )
-from trtmesh.engine.backends.torch.model.prompt_tables import PromptTables
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
 from trtmesh.engine.backends.torch.scheduling.sequence import Sequence, sequences_of
 from trtmesh.engine.backends.torch.settings import TorchSettings
@@ -37,36 +37,13 @@ from trtmesh.v1 import generation_pb2 as pb
 if TYPE_CHECKING:
     from trtmesh.engine.backends.torch.engine import Engine
     from trtmesh.engine.backends.torch.loading import Loaded
-    from trtmesh.engine.backends.torch.model.prompt_table import PromptTable
+    from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Add:
-    """A command: take an item, with results under `keys`."""
-
-    keys: tuple[int, ...]
-    sequences: list[Sequence]
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A command: give added sequences their prompt table, or an error."""
-
-    sequences: list[Sequence]
-    table: PromptTable | TrtmeshError
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """A command: end these sequences."""
-
-    keys: SequenceOf[int]
-    reason: int
-
-
-Command = Add | Prepared | Stop
+Command = Callable[["Engine"], None]
+"""Runs on the engine's thread, between two steps."""
 
 
 class TorchBackend:
@@ -85,7 +62,7 @@ class TorchBackend:
         self._broken = False
         self._lanes = count(-1, -1)
         self._thread: threading.Thread | None = None
-        self._tables: PromptTables | None = None
+        self._loaded: Loaded | None = None
 
     async def start(self, deliver: Deliver, fail: Fail) -> BackendInfo:
         self._deliver, self._fail = deliver, fail
@@ -95,22 +72,17 @@ class TorchBackend:
         )
         self._thread.start()
         self._loaded = await asyncio.wrap_future(loaded)
-        self._tables = PromptTables(self._loaded.embedding, self._settings.prompt_tables_bytes)
         return self._loaded.info
 
-    @property
-    def _engine(self) -> Engine:
-        return self._loaded.engine
-
     def submit(self, item: Submission) -> None:
-        info = self._loaded.info
+        assert self._loaded is not None
+        info, scheduler = self._loaded.info, self._loaded.engine.scheduler
         rule = admit(item, info)
         token_rules = TokenRules(
             item.config, normalize_log_probs=self._settings.normalize_log_probs
         )
         if item.config.prompt_tuning:
-            self._loaded.embedding.check(item.config.prompt_tuning, rule.prompt_tokens)
-        scheduler = self._engine.scheduler
+            self._loaded.tables.embedding.check(item.config.prompt_tuning, rule.prompt_tokens)
         with self._wake:
             if self._broken:
                 raise WorkerLost("the engine has failed and takes no more items")
@@ -120,24 +92,19 @@ class TorchBackend:
             lanes = self._lane_keys(item)
             sequences = sequences_of(item, lanes or item.keys, rule, token_rules)
             if item.config.prompt_tuning:
-                self._have_table_read(item.request_id, item.config.prompt_tuning, sequences)
+                self._read_table(item.request_id, item.config.prompt_tuning, sequences)
             self._incoming_sequences += len(sequences)
             self._incoming_tokens += len(sequences) * len(item.token_ids)
-            self._inbox.append(Add(item.keys, sequences))
-            self._wake.notify()
+            self._send(partial(self._add, keys=item.keys, sequences=sequences))
 
-    def _have_table_read(
-        self, request_id: str, asked: PromptTuning, sequences: list[Sequence]
-    ) -> None:
+    def _read_table(self, request_id: str, asked: PromptTuning, sequences: list[Sequence]) -> None:
         """The sequences must enter the inbox before `_wake` is released. Raises QueueFull or InvalidField."""
-        assert self._tables is not None
+        assert self._loaded is not None
 
         def done(table: PromptTable | TrtmeshError) -> None:
-            with self._wake:
-                self._inbox.append(Prepared(sequences, table))
-                self._wake.notify()
+            self._send(lambda engine: engine.prepared(sequences, table))
 
-        lease = self._tables.read(request_id, asked, len(sequences), done)
+        lease = self._loaded.tables.read(request_id, asked, len(sequences), done)
         for sequence in sequences:
             sequence.table_lease = lease
 
@@ -150,12 +117,17 @@ class TorchBackend:
         return [item.keys[0], *(next(self._lanes) for _ in range(width - 1))]
 
     def stop(self, keys: SequenceOf[int], reason: int) -> None:
+        stopped = tuple(keys)
+        self._send(lambda engine: engine.stop(stopped, reason))
+
+    def _send(self, command: Command) -> None:
         with self._wake:
-            self._inbox.append(Stop(tuple(keys), reason))
+            self._inbox.append(command)
             self._wake.notify()
 
     def stats(self) -> BackendStats:
-        engine = self._engine
+        assert self._loaded is not None
+        engine = self._loaded.engine
         scheduler = engine.scheduler
         used = scheduler.pool.used_blocks
         return BackendStats(
@@ -188,11 +160,10 @@ class TorchBackend:
             self._wake.notify()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
-        if self._tables is not None:
-            await asyncio.to_thread(self._tables.close)
-        # Frees weights and cache; a failed start left none.
-        self._tables = None
-        self.__dict__.pop("_loaded", None)
+        if self._loaded is not None:
+            await asyncio.to_thread(self._loaded.tables.close)
+        # Frees weights and cache.
+        self._loaded = None
 
     def _run(self, loaded: Future[Loaded]) -> None:
         """The thread: loads, then steps until closed."""
@@ -217,7 +188,8 @@ class TorchBackend:
     def _serve(self, engine: Engine) -> None:
         while True:
             commands, closing = self._take_commands(idle=not engine.has_work)
-            self._obey(engine, commands)
+            for command in commands:
+                command(engine)
             if closing:
                 engine.stop_all(pb.FINISH_REASON_CANCELLED)
             self._deliver_if_any(engine.take_ends())
@@ -234,21 +206,13 @@ class TorchBackend:
             commands, self._inbox = self._inbox, []
             return commands, self._closing
 
-    def _obey(self, engine: Engine, commands: list[Command]) -> None:
-        for command in commands:
-            if isinstance(command, Stop):
-                engine.stop(command.keys, command.reason)
-                continue
-            if isinstance(command, Prepared):
-                engine.prepared(command.sequences, command.table)
-                continue
-            sequences = len(command.sequences)
-            tokens = sum(len(sequence.tokens) for sequence in command.sequences)
-            # Atomic, so that `submit` counts them exactly once.
-            with self._wake:
-                engine.add(command.keys, command.sequences)
-                self._incoming_sequences -= sequences
-                self._incoming_tokens -= tokens
+    def _add(self, engine: Engine, keys: tuple[int, ...], sequences: list[Sequence]) -> None:
+        tokens = sum(len(sequence.tokens) for sequence in sequences)
+        # Atomic, so that `submit` counts them exactly once.
+        with self._wake:
+            engine.add(keys, sequences)
+            self._incoming_sequences -= len(sequences)
+            self._incoming_tokens -= tokens
 
     def _break(self, engine: Engine, error: Exception) -> None:
         """Ends every sequence with an error, then tells the service."""
@@ -256,7 +220,8 @@ class TorchBackend:
             self._broken = True
         commands, _ = self._take_commands(idle=False)
         try:
-            self._obey(engine, commands)
+            for command in commands:
+                command(engine)
             # Not their fault: another worker can continue them.
             engine.fail_all(WorkerLost(f"the engine failed: {error}"))
             self._deliver_if_any(engine.take_ends())

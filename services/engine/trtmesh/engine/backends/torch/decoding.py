@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.engine.backend import SequenceEnd, StepOutput
 from trtmesh.engine.backends.torch.beams.decoding import BeamDecoding
-from trtmesh.engine.backends.torch.scheduling.forks import Pairs
-from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
+from trtmesh.engine.backends.torch.scheduling.sequence import Pairs, Sequence
 
 if TYPE_CHECKING:
     from torch import Tensor

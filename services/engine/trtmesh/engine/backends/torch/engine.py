@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from trtmesh.chassis.errors import BackendFailed, TrtmeshError
+from trtmesh.chassis.logs import request_id_bound
 from trtmesh.engine.backend import SequenceEnd, StepOutput
 from trtmesh.engine.backends.torch.compute.device import Compute, Forward
 from trtmesh.engine.backends.torch.decoding import Choice, Decoding, decodings_of
-from trtmesh.engine.backends.torch.isolation import Failure, fault, isolated
-from trtmesh.engine.backends.torch.model.prompt_table import PromptTable
+from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
 from trtmesh.engine.backends.torch.sampling.readers import reader_for
 from trtmesh.engine.backends.torch.scheduling.scheduler import Scheduler
 from trtmesh.engine.backends.torch.scheduling.sequence import Chunk, Sequence
 from trtmesh.engine.ledger import Ledger
 from trtmesh.v1 import generation_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+R = TypeVar("R")
+Failure = tuple[Sequence, BackendFailed]
 
 
 @dataclass(slots=True)
@@ -65,7 +71,7 @@ class Engine:
         """Lets the sequences of an item start with their prompt table, or ends them with its error."""
         for sequence in sequences:
             # Sequences of one decoding fail together.
-            if not self._lives(sequence):
+            if not self.scheduler.lives(sequence):
                 continue
             if isinstance(table, TrtmeshError):
                 self._fail(sequence, table)
@@ -86,7 +92,7 @@ class Engine:
 
     def fail_all(self, error: TrtmeshError) -> None:
         for sequence in self.scheduler.sequences:
-            if self._lives(sequence):
+            if self.scheduler.lives(sequence):
                 self._fail(sequence, error)
 
     def take_ends(self) -> StepOutput | None:
@@ -121,9 +127,7 @@ class Engine:
         def compute(part: SequenceOf[Chunk]) -> Forward:
             return self._compute.forward(self._compute.prepare(part))
 
-        release_memory = self._compute.release_memory
-        forwards, step.failures = isolated(chunks, compute, "the model failed", release_memory)
-        for computed, forward in forwards:
+        for computed, forward in self._isolated(chunks, compute, "the model failed", step.failures):
             step.forwards.append(forward)
             for chunk in computed:
                 self.scheduler.computed(chunk)
@@ -141,29 +145,49 @@ class Engine:
                 return choice
 
             what = "no token could be chosen"
-            choices, failures = isolated(chunks, choose, what, self._compute.release_memory)
-            step.choices += [
-                ([chunk.sequence for chunk in part], choice) for part, choice in choices
-            ]
-            step.failures += failures
+            for part, choice in self._isolated(chunks, choose, what, step.failures):
+                step.choices.append(([chunk.sequence for chunk in part], choice))
+
+    def _isolated(
+        self,
+        chunks: SequenceOf[Chunk],
+        compute: Callable[[SequenceOf[Chunk]], R],
+        what: str,
+        failures: list[Failure],
+    ) -> list[tuple[SequenceOf[Chunk], R]]:
+        """Results by chunks. Where all chunks together fail, each is tried alone, and those that still fail are added
+        to `failures`; `what` describes the fault."""
+        try:
+            return [(chunks, compute(chunks))] if chunks else []
+        except Exception:
+            log.exception("a step of %d sequences failed; trying each alone", len(chunks))
+        # Not in the handler, where the exception still holds every tensor of the failed step.
+        self._compute.release_memory()
+        results: list[tuple[SequenceOf[Chunk], R]] = []
+        for chunk in chunks:
+            try:
+                results.append(([chunk], compute([chunk])))
+            except Exception as error:  # noqa: BLE001 - it ends this item alone
+                failures.append((chunk.sequence, _fault(chunk.sequence, what, error)))
+        return results
 
     def _read(self, forward: Forward, output: StepOutput) -> None:
         """Reads the logits of submitted tokens."""
         for chunk, logits in forward.given:
             sequence, reader = chunk.sequence, chunk.sequence.reader
-            if reader is None or not self._lives(sequence):
+            if reader is None or not self.scheduler.lives(sequence):
                 continue
             try:
                 output.prompts += reader.read(logits)
             except Exception as error:  # noqa: BLE001 - it ends this item alone
-                self._blame(sequence, fault(sequence, "the prompt's logits cannot be read", error))
+                self._blame(sequence, _fault(sequence, "the prompt's logits cannot be read", error))
             if reader.next >= reader.end:
                 sequence.reader = None
 
     def _advance(self, sequences: list[Sequence], choice: Choice, output: StepOutput) -> None:
         failures, now = choice.read(), time.time_ns()
         for row, sequence in enumerate(sequences):
-            if not self._lives(sequence):
+            if not self.scheduler.lives(sequence):
                 continue
             if row in failures:
                 self._blame(sequence, failures[row])
@@ -172,7 +196,7 @@ class Engine:
             try:
                 self.generated_tokens += decoding.advance(sequence, choice, row, output, now)
             except Exception as error:  # noqa: BLE001 - it ends this item alone
-                self._blame(sequence, fault(sequence, "the item cannot continue", error))
+                self._blame(sequence, _fault(sequence, "the item cannot continue", error))
                 continue
             if decoding.forks:
                 # Not guarded: half changed counts would spoil the pool for all.
@@ -186,12 +210,11 @@ class Engine:
         output.kv_events = self.scheduler.pool.take_events()
         return output
 
-    def _lives(self, sequence: Sequence) -> bool:
-        return self.scheduler.find(sequence.key) is sequence
-
     def _blame(self, sequence: Sequence, error: TrtmeshError) -> None:
         """Ends an item for its own fault. With a broken model the item stays, and the next launch raises."""
-        if self._lives(sequence) and not (isinstance(error, BackendFailed) and self._is_broken()):
+        if self.scheduler.lives(sequence) and not (
+            isinstance(error, BackendFailed) and self._is_broken()
+        ):
             self._fail(sequence, error)
 
     def _is_broken(self) -> bool:
@@ -222,3 +245,10 @@ class Engine:
             self.scheduler.remove(sequence, content_is_good=content_is_good)
         for end in ends:
             self._ledger.end(end)
+
+
+def _fault(sequence: Sequence, what: str, error: Exception) -> BackendFailed:
+    """Logs a fault; returns the error for the end of the item."""
+    with request_id_bound(sequence.request_id):
+        log.error("item %d: %s", sequence.batch_index, what, exc_info=error)
+    return BackendFailed(f"{what}: {error}")

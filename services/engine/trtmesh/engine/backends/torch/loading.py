@@ -12,22 +12,19 @@ from trtmesh.engine.backend import BackendInfo, Capabilities
 from trtmesh.engine.backends.torch.compute.accelerator import Accelerator
 from trtmesh.engine.backends.torch.compute.device import Device
 from trtmesh.engine.backends.torch.compute.self_check import check_model
-from trtmesh.engine.backends.torch.cpu.device import Cpu
-from trtmesh.engine.backends.torch.cpu.threads import take_threads
+from trtmesh.engine.backends.torch.cpu.device import Cpu, take_threads
 from trtmesh.engine.backends.torch.engine import Engine
 from trtmesh.engine.backends.torch.fields import supported_fields
-from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
-from trtmesh.engine.backends.torch.memory.blocks import BlockPool
+from trtmesh.engine.backends.torch.memory.blocks import BlockPool, BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.model.model import Model, load_model
-from trtmesh.engine.backends.torch.model.prompt_table import Embedding
+from trtmesh.engine.backends.torch.model.prompt_tables import PromptTables
 from trtmesh.engine.backends.torch.model.rope import freeze_rope
 from trtmesh.engine.backends.torch.model.weights import model_fingerprint, weight_files
 from trtmesh.engine.backends.torch.scheduling.prefixes import Prefixes
 from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
 from trtmesh.engine.backends.torch.scheduling.scheduler import Scheduler
 from trtmesh.engine.backends.torch.settings import TorchSettings
-from trtmesh.engine.backends.torch.sizing import Sizes, size
 from trtmesh.v1 import generation_pb2 as pb
 
 DTYPES = {
@@ -51,7 +48,7 @@ class Loaded:
     info: BackendInfo
     device: Device
     cache: KvCache
-    embedding: Embedding
+    tables: PromptTables
 
 
 def load_engine(model_dir: Path, settings: TorchSettings) -> Loaded:
@@ -90,7 +87,8 @@ def load_engine(model_dir: Path, settings: TorchSettings) -> Loaded:
         static_batching=settings.batching_type == "V1",
     )
     engine = _engine(settings, model, sizes, device, cache)
-    return Loaded(engine, info, device, cache, model.embedding)
+    tables = PromptTables(model.embedding, settings.prompt_tables_bytes)
+    return Loaded(engine, info, device, cache, tables)
 
 
 def _device(settings: TorchSettings) -> Device:
@@ -155,3 +153,50 @@ def _tokenizer_fingerprint(model_dir: Path) -> str:
         return tokenizer_fingerprint(model_dir)
     except ValueError as error:
         raise ModelUnusable(str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes that the settings give a model."""
+
+    blocks: int
+    host_blocks: int
+    max_sequence_tokens: int
+
+
+def size(settings: TorchSettings, model: Model, device: Device) -> Sizes:
+    """Raises ModelUnusable where the settings do not fit the model."""
+    longest = settings.max_sequence_tokens or model.max_positions
+    if longest > model.max_positions:
+        raise ModelUnusable(
+            f"max_sequence_tokens is {longest} but the model has {model.max_positions} positions"
+        )
+    token_bytes = model.kv_shape.bytes_per_token(model.dtype)
+    tokens = _tokens(settings, token_bytes, longest, device)
+    blocks = tokens // settings.tokens_per_block
+    if not blocks:
+        raise ModelUnusable(
+            f"a KV cache of {tokens} tokens holds no block of {settings.tokens_per_block}; raise kv_cache_tokens,"
+            " kv_cache_bytes or kv_cache_free_memory_fraction, whichever is set"
+        )
+    if not settings.max_sequence_tokens:
+        longest = min(longest, blocks * settings.tokens_per_block)
+    return Sizes(
+        blocks, settings.host_cache_bytes // (token_bytes * settings.tokens_per_block), longest
+    )
+
+
+def _tokens(settings: TorchSettings, bytes_per_token: int, longest: int, device: Device) -> int:
+    """Tokens of the pool: the lowest limit that is set, or the device's default."""
+    limits = []
+    if settings.kv_cache_tokens:
+        limits.append(settings.kv_cache_tokens)
+    if settings.kv_cache_bytes:
+        limits.append(settings.kv_cache_bytes // bytes_per_token)
+    fraction = settings.kv_cache_free_memory_fraction
+    if fraction:
+        limits.append(int(fraction * device.free_memory()) // bytes_per_token)
+    if limits:
+        return min(limits)
+    most = settings.max_batch_size * longest
+    return min(device.default_cache_bytes() // bytes_per_token, most)

@@ -23,8 +23,7 @@ from trtmesh.engine.backend import SequenceEnd, SequenceStart, StepOutput, Token
 from trtmesh.engine.backends.torch.beams.search import BeamSearch, Extras, Hypothesis
 from trtmesh.engine.backends.torch.sampling.details import most_likely, tensor_of
 from trtmesh.engine.backends.torch.sampling.token_rules import BANS
-from trtmesh.engine.backends.torch.scheduling.forks import Pairs
-from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
+from trtmesh.engine.backends.torch.scheduling.sequence import Pairs, Sequence
 from trtmesh.engine.stopping import End
 from trtmesh.v1 import generation_pb2 as pb
 

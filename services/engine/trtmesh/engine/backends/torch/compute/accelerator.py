@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from trtmesh.engine.backends.torch.compute.device import Compute, Device
 from trtmesh.engine.backends.torch.compute.runner import Runner
 from trtmesh.engine.backends.torch.cpu.attention import PagedAttention
-from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
+from trtmesh.engine.backends.torch.memory.blocks import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.model.model import Fitted, Model
 from trtmesh.engine.backends.torch.sampling.choice import Chooser

@@ -10,12 +10,11 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
-from trtmesh.engine.backends.torch.memory.blocks import Move
+from trtmesh.engine.backends.torch.memory.blocks import BlockTables, Move
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.model.attention import StepTokens
 from trtmesh.engine.backends.torch.model.model import Fitted, Model
-from trtmesh.engine.backends.torch.model.prompt_table import PromptTable
+from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
 from trtmesh.engine.backends.torch.sampling.choice import Ranking, TokenChoice
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.scheduling.sequence import Chunk

@@ -8,12 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from trtmesh.engine.backends.torch.compute.device import Batch, Forward
-from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
-from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK
+from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.model.attention import Attention, StepTokens, attach
 from trtmesh.engine.backends.torch.model.model import Model
-from trtmesh.engine.backends.torch.model.prompt_table import PromptTable
+from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
 from trtmesh.engine.backends.torch.sampling.choice import Chooser
 from trtmesh.engine.backends.torch.sampling.readers import Reader
 from trtmesh.engine.backends.torch.scheduling.sequence import Chunk

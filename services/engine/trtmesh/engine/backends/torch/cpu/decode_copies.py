@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from torch import Tensor
-from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
+from trtmesh.engine.backends.torch.memory.blocks import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache, Rows
 
 ROOM_TOKENS = 64

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from trtmesh.chassis.cores import physical_cores
 from trtmesh.engine.backends.torch.compute.device import Compute, Device
 from trtmesh.engine.backends.torch.compute.runner import Runner
 from trtmesh.engine.backends.torch.cpu.attention import PagedAttention, fused_is_faster
-from trtmesh.engine.backends.torch.cpu.fusing import fuse_layers, is_plain
+from trtmesh.engine.backends.torch.cpu.fusing import fuse_layers, fuse_norms, is_plain
 from trtmesh.engine.backends.torch.cpu.linears import lacks_instructions, pack_linears, widen
-from trtmesh.engine.backends.torch.cpu.norms import fuse_norms
-from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
+from trtmesh.engine.backends.torch.memory.blocks import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.model.model import Fitted, Model
 from trtmesh.engine.backends.torch.sampling.choice import Chooser
@@ -93,3 +94,9 @@ def descending(rows: Tensor) -> Tensor:
 
 def _nothing() -> None:
     """The CPU's allocator keeps no memory."""
+
+
+def take_threads(threads: int) -> None:
+    """Sets `threads`; 0 means OMP_NUM_THREADS, as in torch itself, or one per physical core."""
+    if threads or "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(threads or physical_cores())

@@ -1,4 +1,4 @@
-"""Attention, gated MLP and decoder layers of transformers with fewer and larger operations.
+"""Attention, gated MLP, norm and decoder layers of transformers with fewer and larger operations.
 
 With a small batch on a CPU, the number of operations decides the duration of a step: each costs microseconds before
 computing anything. So one product makes queries, keys and values, another gate and up, and one rotation turns queries
@@ -7,6 +7,7 @@ and keys in place.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -149,3 +150,21 @@ class FusedLayer(nn.Module):
         hidden = hidden + attended
         output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return output
+
+
+class FusedNorm(nn.Module):
+    """x / sqrt(mean(x ** 2) + epsilon) * weight, in float32.
+
+    One kernel finds the length of a vector, so everything is scaled by the root of its size: four operations instead of
+    the seven of transformers.
+    """
+
+    def __init__(self, weight: Tensor, epsilon: float) -> None:
+        super().__init__()
+        size = len(weight)
+        self.weight = nn.Parameter(weight * math.sqrt(size), requires_grad=False)
+        self._least = torch.tensor(math.sqrt(size * epsilon), device=weight.device)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        length = torch.linalg.vector_norm(hidden, 2, -1, True)  # noqa: FBT003 - twice as fast as by name
+        return hidden.div(length.hypot_(self._least)).mul_(self.weight)

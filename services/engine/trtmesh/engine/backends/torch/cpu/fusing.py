@@ -8,6 +8,7 @@ models treat later positions differently.
 from __future__ import annotations
 
 import inspect
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +22,15 @@ from trtmesh.engine.backends.torch.cpu.fused_layers import (
     FusedAttention,
     FusedLayer,
     FusedMlp,
+    FusedNorm,
     Rotation,
 )
+from trtmesh.engine.backends.torch.cpu.linears import replace_layers
 from trtmesh.engine.backends.torch.model.attention import Rule, attach
 
 TRIAL_TOKENS = 3
+NORM_ROWS = 5
+NORM_CLOSE = 1e-5
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-3}
@@ -56,20 +61,19 @@ def fuse_layers(model: Any) -> None:
     """Replaces the known layers of a model that uses this engine's attention."""
     rotation = Rotation()
     trials = _trials(model)
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            fused: nn.Module | None = None
-            if _code(type(child)) in MLPS:
-                fused = _fused_mlp(child)
-            elif child in trials:
-                fused = _fused_attention(child, trials[child], rotation)
-            if fused is not None:
-                setattr(parent, name, fused)
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            attention = getattr(child, "self_attn", None)
-            if _code(type(child)) in LAYERS and isinstance(attention, FusedAttention):
-                setattr(parent, name, FusedLayer(child))
+
+    def fused(own: nn.Module) -> nn.Module | None:
+        if _code(type(own)) in MLPS:
+            return _fused_mlp(own)
+        return _fused_attention(own, trials[own], rotation) if own in trials else None
+
+    replace_layers(model, fused)
+    replace_layers(model, _fused_layer)
+
+
+def fuse_norms(model: nn.Module) -> None:
+    """Replaces the norms of a float32 model that compute the same as FusedNorm."""
+    replace_layers(model, _fused_norm)
 
 
 def is_plain(model: Any) -> bool:
@@ -187,6 +191,36 @@ def _fused_mlp(own: Any) -> nn.Module | None:
     hidden = _random_like(weight.new_empty(1, TRIAL_TOKENS, own.gate_proj.in_features))
     with torch.inference_mode():
         return fused if _close(own(hidden), fused(hidden)) else None
+
+
+def _fused_norm(module: nn.Module) -> FusedNorm | None:
+    """A FusedNorm that computes the same as `module`; None where there is none."""
+    own: Any = module
+    weight = getattr(own, "weight", None)
+    epsilon = getattr(own, "variance_epsilon", getattr(own, "eps", None))
+    if not type(module).__name__.endswith("RMSNorm") or not isinstance(epsilon, float):
+        return None
+    if not isinstance(weight, Tensor) or weight.ndim != 1 or weight.dtype != torch.float32:
+        return None
+    if len(module.state_dict()) > 1 or len(inspect.signature(module.forward).parameters) > 1:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(1, NORM_ROWS, len(weight), generator=generator).to(weight.device)
+    # Small enough for epsilon to matter.
+    rows[:, 0] *= math.sqrt(epsilon)
+    with torch.inference_mode():
+        expected = module(rows)
+        # Gemma adds one to its weights.
+        for each in (weight, 1 + weight):
+            fused = FusedNorm(each, epsilon)
+            if torch.allclose(fused(rows), expected, rtol=NORM_CLOSE, atol=NORM_CLOSE):
+                return fused
+    return None
+
+
+def _fused_layer(own: Any) -> nn.Module | None:
+    known = _code(type(own)) in LAYERS and isinstance(own.self_attn, FusedAttention)
+    return FusedLayer(own) if known else None
 
 
 def _random_like(tensor: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ def pack_linears(model: nn.Module) -> None:
     makers: dict[torch.dtype, Maker] = {torch.float32: float32_linear}
     if not lacks_instructions(torch.bfloat16):
         makers[torch.bfloat16] = NativeLinear
-    _replace(model, makers)
+    _replace_linears(model, makers)
 
 
 def lacks_instructions(dtype: torch.dtype) -> bool:
@@ -48,7 +48,7 @@ def lacks_instructions(dtype: torch.dtype) -> bool:
 def widen(model: nn.Module) -> None:
     """Makes a half-precision model compute in float32. Its linear layers get float32 copies of their weights, and keep
     the originals where these are faster for few tokens."""
-    _replace(model, dict.fromkeys((torch.bfloat16, torch.float16), _wide_linear))
+    _replace_linears(model, dict.fromkeys((torch.bfloat16, torch.float16), _wide_linear))
     for module in model.modules():
         if type(module) is nn.Embedding:
             module.register_forward_hook(_to_float32)
@@ -61,19 +61,28 @@ def _to_float32(_module: nn.Module, _given: tuple[Tensor, ...], output: Tensor) 
     return output.float()
 
 
-def _replace(model: nn.Module, makers: dict[torch.dtype, Maker]) -> None:
+def replace_layers(model: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> None:
+    """Replaces the submodules of `model` that have a replacement."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            # Not subclasses, which may compute something else.
-            if type(child) is nn.Linear:
-                weight = child.weight
-            elif type(child) is Conv1D:
-                weight = child.weight.t()
-            else:
-                continue
-            make = makers.get(weight.dtype)
-            if make:
-                setattr(parent, name, make(weight.detach(), child.bias))
+            new = replacement(child)
+            if new is not None:
+                setattr(parent, name, new)
+
+
+def _replace_linears(model: nn.Module, makers: dict[torch.dtype, Maker]) -> None:
+    def faster(own: nn.Module) -> nn.Module | None:
+        # Not subclasses, which may compute something else.
+        if type(own) is nn.Linear:
+            weight = own.weight
+        elif type(own) is Conv1D:
+            weight = own.weight.t()
+        else:
+            return None
+        make = makers.get(weight.dtype)
+        return make(weight.detach(), own.bias) if make else None
+
+    replace_layers(model, faster)
 
 
 def float32_linear(weight: Tensor, bias: Tensor | None) -> nn.Module:

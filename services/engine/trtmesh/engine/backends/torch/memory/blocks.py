@@ -15,10 +15,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
+import numpy as np
+from numpy.typing import NDArray
 from trtmesh.engine.backend import KvEvent
-from trtmesh.engine.backends.torch.memory.eviction import DEFAULT_PRIORITY, EvictionOrder, Retention
-from trtmesh.engine.backends.torch.memory.published import Published
+from trtmesh.engine.backends.torch.memory.eviction import (
+    DEFAULT,
+    DEFAULT_PRIORITY,
+    EvictionOrder,
+    Retention,
+)
+from trtmesh.engine.kv_blocks import KvEventLog
 
 NULL_BLOCK = 0
 
@@ -220,3 +228,125 @@ class BlockPool:
         place, _ = self._host.pop()
         self.published.remove(place)
         return place
+
+
+CANDIDATES = 64
+"""Most blocks compared token by token for partial reuse; the newest are."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    block: int
+    block_hash: int
+    parent_hash: int
+    token_ids: list[int]
+    retention: Retention = DEFAULT
+
+
+class Published:
+    """A one-to-one map of hashes and blocks."""
+
+    def __init__(self, *, events: bool = True) -> None:
+        self.events = KvEventLog(enabled=events)
+        self._by_hash: dict[int, _Entry] = {}
+        self._by_block: dict[int, _Entry] = {}
+        # Newest last.
+        self._children: dict[int, dict[int, _Entry]] = {}
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._by_block
+
+    def __len__(self) -> int:
+        return len(self._by_hash)
+
+    @property
+    def hashes(self) -> list[int]:
+        return list(self._by_hash)
+
+    def find(self, block_hash: int) -> int | None:
+        """The block published under a hash."""
+        entry = self._by_hash.get(block_hash)
+        return entry.block if entry else None
+
+    def match_partly(self, parent_hash: int, token_ids: Sequence[int]) -> tuple[int, int]:
+        """The child of `parent_hash` with the longest beginning of `token_ids`, and its length; (0, 0) without any."""
+        best, most = 0, 0
+        children = self._children.get(parent_hash, {})
+        for entry in islice(reversed(children.values()), CANDIDATES):
+            pairs = zip(entry.token_ids, token_ids, strict=False)
+            equal = next(
+                (count for count, (one, other) in enumerate(pairs) if one != other),
+                min(len(entry.token_ids), len(token_ids)),
+            )
+            if equal > most:
+                best, most = entry.block, equal
+        return best, most
+
+    def add(self, block: int, block_hash: int, parent_hash: int, token_ids: list[int]) -> None:
+        """Publishes a block under a new hash."""
+        entry = _Entry(block, block_hash, parent_hash, token_ids)
+        self._by_hash[block_hash] = self._by_block[block] = entry
+        self._children.setdefault(parent_hash, {})[block_hash] = entry
+        self.events.stored(parent_hash, block_hash, token_ids)
+
+    def rebind(self, block: int, other: int) -> None:
+        """Moves the hash of a published block to `other`, which is unpublished."""
+        entry = self._by_block[other] = self._by_block.pop(block)
+        entry.block = other
+
+    def remove(self, block: int) -> None:
+        """Unpublishes a block."""
+        entry = self._by_block.pop(block)
+        del self._by_hash[entry.block_hash]
+        siblings = self._children[entry.parent_hash]
+        del siblings[entry.block_hash]
+        if not siblings:
+            del self._children[entry.parent_hash]
+        self.events.removed([entry.block_hash])
+
+    def retention(self, block: int) -> Retention:
+        """The retention of a published block."""
+        return self._by_block[block].retention
+
+    def retain(self, block: int, retention: Retention) -> None:
+        """Sets the retention of a block, if published, from its next release on."""
+        entry = self._by_block.get(block)
+        if entry:
+            entry.retention = retention
+
+
+class BlockTables:
+    """`rows` is [max_batch_size, blocks of the longest sequence], padded with NULL_BLOCK.
+
+    `versions` [max_batch_size] changes when a row goes to another sequence or takes over the KV of another.
+    """
+
+    def __init__(self, max_batch_size: int, blocks_per_sequence: int) -> None:
+        shape = (max_batch_size, blocks_per_sequence)
+        self.rows: NDArray[np.int64] = np.full(shape, NULL_BLOCK, dtype=np.int64)
+        self.versions: NDArray[np.int64] = np.zeros(max_batch_size, dtype=np.int64)
+        self._free = list(range(max_batch_size))[::-1]
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int:
+        """Returns a free row; check `free_slots` first."""
+        slot = self._free.pop()
+        self.versions[slot] += 1
+        return slot
+
+    def put(self, slot: int, first: int, blocks: Sequence[int]) -> None:
+        """Writes `blocks` from place `first` on."""
+        self.rows[slot, first : first + len(blocks)] = blocks
+
+    def replace(self, slot: int, blocks: Sequence[int]) -> None:
+        """Replaces the whole row."""
+        self.rows[slot] = NULL_BLOCK
+        self.versions[slot] += 1
+        self.put(slot, 0, blocks)
+
+    def give_back(self, slot: int) -> None:
+        self.rows[slot] = NULL_BLOCK
+        self._free.append(slot)

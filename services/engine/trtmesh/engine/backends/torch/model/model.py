@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.engine.backends.torch.memory.kvcache import KvShape
 from trtmesh.engine.backends.torch.model import attention
-from trtmesh.engine.backends.torch.model.prompt_table import Embedding, PromptTable
+from trtmesh.engine.backends.torch.model.prompt_tables import Embedding, PromptTable
 
 PROBE_TOKENS = 3
 DEFAULT_POSITIONS = 2048

@@ -1,27 +1,154 @@
-"""Reads prompt tables on a thread of their own, so that neither the event loop nor the steps wait.
+"""Prompt tuning: embeddings from the request, addressed by ids beyond the vocabulary.
 
-A table has megabytes to digest, convert and check. Meanwhile the sequences of its item wait in the queue, where they
-can be stopped like all others.
+The table extends the model's embedding matrix: id `vocabulary_size + n` is row n. The model treats these rows like its
+own (Gemma scales them), as in TensorRT-LLM.
+
+A table has megabytes to digest, convert and check, so a thread of its own reads it: neither the event loop nor the
+steps wait. Meanwhile the sequences of its item wait in the queue, where they can be stopped like all others.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from trtmesh.chassis import vocabulary
 from trtmesh.chassis.errors import BackendFailed, InvalidField, QueueFull, TrtmeshError
 from trtmesh.chassis.logs import request_id_bound
 from trtmesh.chassis.vocabulary import PromptTuning
-
-if TYPE_CHECKING:
-    from trtmesh.engine.backends.torch.model.prompt_table import Embedding, PromptTable
+from trtmesh.engine.admission import table_rows
+from trtmesh.v1 import generation_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-Done = Callable[["PromptTable | TrtmeshError"], None]
+DTYPES = {
+    pb.DATA_TYPE_FP32: torch.float32,
+    pb.DATA_TYPE_FP16: torch.float16,
+    pb.DATA_TYPE_BF16: torch.bfloat16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTable:
+    """The prompt table of an item."""
+
+    rows: Tensor | None
+    """[rows, hidden size] on the model's device, as the layers take them; None where the item has only extra ids."""
+    digest: bytes
+    """Covers everything besides token ids that changes the KV."""
+
+
+class Embedding:
+    """The embedding module of a model, applied to its own rows or to rows of a request."""
+
+    def __init__(self, module: torch.nn.Module, vocabulary_size: int) -> None:
+        self.vocabulary_size = vocabulary_size
+        self._module = module
+        self._bare = _bare(module)
+        self._weight: Tensor = module.get_parameter("weight")
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self._weight.shape[1])
+
+    @property
+    def row_bytes(self) -> int:
+        return self.hidden_size * self._weight.itemsize
+
+    def check(self, asked: PromptTuning, prompt_tokens: int) -> None:
+        """Checks everything but the values of a table. Raises InvalidField."""
+        if asked.extra_ids and len(asked.extra_ids) != prompt_tokens:
+            raise InvalidField(
+                f"has {len(asked.extra_ids)} ids but must have one for each of the {prompt_tokens} tokens of the"
+                " prompt, or none",
+                field="prompt_tuning.extra_ids",
+            )
+        tensor = asked.embedding_table
+        if tensor is None:
+            if asked.vocabulary_size is not None:
+                field = "prompt_tuning.vocabulary_size"
+                raise InvalidField("is set without an embedding table", field=field)
+            return
+        if tensor.data_type not in DTYPES:
+            name = pb.DataType.Name(pb.DataType.ValueType(tensor.data_type))
+            limit = ", ".join(pb.DataType.Name(each) for each in DTYPES)
+            raise InvalidField.of(
+                "prompt_tuning.embedding_table.data_type", name, f"one of {limit}"
+            )
+        if len(tensor.shape) != 2 or not tensor.shape[0] or tensor.shape[1] != self.hidden_size:
+            limit = f"[rows, {self.hidden_size}], the size of the model's embeddings"
+            raise InvalidField.of("prompt_tuning.embedding_table.shape", list(tensor.shape), limit)
+        count = tensor.shape[0] if asked.vocabulary_size is None else asked.vocabulary_size
+        if not 1 <= count <= tensor.shape[0]:
+            limit = f"in [1, {tensor.shape[0]}]"
+            source = "prompt_tuning.embedding_table"
+            raise InvalidField.of("prompt_tuning.vocabulary_size", count, limit, source)
+
+    def bytes_of(self, asked: PromptTuning) -> int:
+        """Memory for a checked table, as received and as the layers take it."""
+        tensor = asked.embedding_table
+        return len(tensor.data) + table_rows(asked) * self.row_bytes if tensor else 0
+
+    def read(self, asked: PromptTuning) -> PromptTable:
+        """Reads a checked table, at about 64 MiB a second. Raises InvalidField."""
+        digest = blake2b(array("Q", asked.extra_ids).tobytes(), digest_size=32)
+        tensor = asked.embedding_table
+        if tensor is None:
+            return PromptTable(None, digest.digest())
+        digest.update(f"{tensor.data_type} {tensor.shape} ".encode())
+        digest.update(tensor.data)
+        given = _tensor(tensor).to(self._weight)
+        if not bool(torch.isfinite(given).all()):
+            raise InvalidField(
+                f"holds values that are not finite numbers in {given.dtype}, the type of the model",
+                field="prompt_tuning.embedding_table",
+            )
+        with torch.inference_mode():
+            indexes = torch.arange(table_rows(asked), device=given.device)
+            rows: Tensor = functional_call(self._bare, {"weight": given}, (indexes,))
+        return PromptTable(rows, digest.digest())
+
+    def inputs(self, token_ids: Tensor, tables: Sequence[tuple[slice, PromptTable]]) -> Tensor:
+        """Embeddings [tokens, hidden size] of a flat batch; `tables` gives ranges of its tokens their prompt tables."""
+        if not tables:
+            given: Tensor = self._module(token_ids)
+            return given
+        own = token_ids < self.vocabulary_size
+        embedded: Tensor = self._module(token_ids.where(own, 0)).clone()
+        for tokens, table in tables:
+            if table.rows is not None:
+                ids, foreign = token_ids[tokens], ~own[tokens]
+                embedded[tokens][foreign] = table.rows[ids[foreign] - self.vocabulary_size]
+        return embedded
+
+
+def _bare(module: Any) -> Any:
+    """The same code for weights that come with each call, without a padding row."""
+    bare = copy.copy(module)
+    bare._parameters = dict(module._parameters)
+    bare.padding_idx = None
+    return bare
+
+
+def _tensor(tensor: vocabulary.Tensor) -> Tensor:
+    # A copy, because PyTorch warns of read-only memory; numpy copies without the GIL.
+    data = np.frombuffer(tensor.data, dtype=np.uint8).copy()
+    dtype = DTYPES[pb.DataType.ValueType(tensor.data_type)]
+    return torch.from_numpy(data).view(dtype).view(tensor.shape)
+
+
+Done = Callable[[PromptTable | TrtmeshError], None]
 """Takes the table or an error, on the reading thread."""
 
 
@@ -52,7 +179,7 @@ class PromptTables:
     """The tables of all items of a backend, in at most `most_bytes` of memory."""
 
     def __init__(self, embedding: Embedding, most_bytes: int) -> None:
-        self._embedding = embedding
+        self.embedding = embedding
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
         self._held_bytes = 0
@@ -67,7 +194,7 @@ class PromptTables:
 
         Raises QueueFull where memory is short for now, InvalidField where the table can never fit.
         """
-        size = self._embedding.bytes_of(asked)
+        size = self.embedding.bytes_of(asked)
         if size > self._most_bytes:
             raise InvalidField(
                 f"takes {size} bytes, as received and as computed with, but must take at most {self._most_bytes}"
@@ -96,7 +223,7 @@ class PromptTables:
             return
         table: PromptTable | TrtmeshError
         try:
-            table = self._embedding.read(asked)
+            table = self.embedding.read(asked)
         except TrtmeshError as error:
             table = error
         except Exception as error:

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from trtmesh.engine.backends.torch.sampling.continuation import Continuation
-from trtmesh.engine.backends.torch.sampling.history import Occurrences
+from trtmesh.engine.backends.torch.sampling.continuation import Continuation, Occurrences
 from trtmesh.engine.backends.torch.sampling.token_rules import Ids
 
 Row = tuple[int, Continuation]

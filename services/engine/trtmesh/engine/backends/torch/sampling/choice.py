@@ -16,8 +16,7 @@ from trtmesh.engine.backend import TokenDetails
 from trtmesh.engine.backends.torch.sampling.adjustments import adjusted
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.details import details_of, log_probs_of
-from trtmesh.engine.backends.torch.sampling.draws import draw
-from trtmesh.engine.backends.torch.sampling.filters import Descending, Filters
+from trtmesh.engine.backends.torch.sampling.draws import Descending, Filters, draw
 from trtmesh.engine.backends.torch.sampling.token_rules import BANS
 
 Highest = Callable[[Tensor], tuple[Tensor, Tensor]]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from trtmesh.engine.backends.torch.sampling.history import History
-from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
+import numpy as np
+from numpy.typing import NDArray
+from trtmesh.chassis.vocabulary import Sampling
+from trtmesh.engine.backends.torch.sampling.token_rules import Ids, TokenRules
 from trtmesh.engine.stopping import EndRule
 
 
@@ -51,3 +55,124 @@ class Continuation:
         if log_probs:
             self.cumulative_log_prob = (self.cumulative_log_prob or 0.0) + sum(log_probs)
         return self.cumulative_log_prob
+
+
+TOP_P_MIN = 1e-6
+"""Default lower bound of a decaying top_p, as in TensorRT-LLM."""
+
+HASH_MODULUS = 2**61 - 1
+HASH_BASE = 0x1B873593CC9E2D51
+"""Any number below the modulus and far above all ids."""
+
+
+class History:
+    """The memory that the rules of a sequence need."""
+
+    def __init__(self, rules: TokenRules, prompt_tokens: int) -> None:
+        sampling = rules.sampling
+        self.occurrences = Occurrences(sampling, prompt_tokens) if rules.penalises else None
+        self.ngrams = Ngrams(sampling.no_repeat_ngram_size) if rules.bars_ngrams else None
+        self.top_p = DecayingTopP(sampling, prompt_tokens) if rules.decays_top_p else None
+
+    def catch_up(self, tokens: SequenceOf[int]) -> None:
+        """Takes in the tokens added since the last call; earlier tokens must be unchanged."""
+        if self.occurrences:
+            self.occurrences.catch_up(tokens)
+        if self.ngrams:
+            self.ngrams.catch_up(tokens)
+        if self.top_p:
+            self.top_p.catch_up(tokens)
+
+
+class Occurrences:
+    """Distinct ids under the penalties, in the order of first occurrence, and how often each was generated."""
+
+    def __init__(self, sampling: Sampling, prompt_tokens: int) -> None:
+        self._next = min(sampling.prompt_ignore_length, prompt_tokens)
+        self._prompt_tokens = prompt_tokens
+        self._places: dict[int, int] = {}
+        self._ids = array("q")
+        self._counts = array("q")
+
+    @property
+    def ids(self) -> Ids:
+        """A copy, because a viewed array cannot grow."""
+        return np.array(self._ids, dtype=np.int64)
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        return np.array(self._counts, dtype=np.int64)
+
+    def catch_up(self, tokens: SequenceOf[int]) -> None:
+        for position in range(self._next, len(tokens)):
+            token = tokens[position]
+            place = self._places.setdefault(token, len(self._ids))
+            if place == len(self._ids):
+                self._ids.append(token)
+                self._counts.append(0)
+            if position >= self._prompt_tokens:
+                self._counts[place] += 1
+        self._next = max(self._next, len(tokens))
+
+
+class Ngrams:
+    """The ids that followed each run of `size - 1` tokens, prompt included.
+
+    Runs are keyed by a rolling hash (Karp and Rabin, https://doi.org/10.1147/rd.312.0249), so time and memory do not
+    depend on `size`. Two runs collide by chance once in 2**61; a client who forces collisions only bans more ids for
+    its own sequence.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._before = size - 1
+        self._next = size - 1
+        self._followers: dict[int, dict[int, None]] = {}
+        # The hash of the run before the token at `_end`.
+        self._hash = self._end = 0
+        self._leaving = pow(HASH_BASE, size - 1, HASH_MODULUS)
+
+    def catch_up(self, tokens: SequenceOf[int]) -> None:
+        for position in range(self._next, len(tokens)):
+            run = self._run_before(position, tokens)
+            self._followers.setdefault(run, {})[tokens[position]] = None
+        self._next = max(self._next, len(tokens))
+
+    def repeating(self, tokens: SequenceOf[int]) -> SequenceOf[int]:
+        """Ids that would repeat an n-gram."""
+        if len(tokens) < self._before:
+            return ()
+        return list(self._followers.get(self._run_before(len(tokens), tokens), ()))
+
+    def _run_before(self, end: int, tokens: SequenceOf[int]) -> int:
+        """The hash of the run before the token at `end`, which never decreases between calls."""
+        value = self._hash
+        for position in range(self._end, end):
+            value = value * HASH_BASE + tokens[position] + 1
+            if position >= self._before:
+                value -= (tokens[position - self._before] + 1) * self._leaving
+            value %= HASH_MODULUS
+        self._hash, self._end = value, max(self._end, end)
+        return value
+
+
+class DecayingTopP:
+    """top_p = max(top_p * decay, min) after each generated token, or its first value after the reset id.
+
+    The rule of TensorRT-LLM, after https://arxiv.org/abs/2206.04624.
+    """
+
+    def __init__(self, sampling: Sampling, prompt_tokens: int) -> None:
+        self._first = 1.0 if sampling.top_p is None else sampling.top_p
+        self._decay = 1.0 if sampling.top_p_decay is None else sampling.top_p_decay
+        self._min = TOP_P_MIN if sampling.top_p_min is None else sampling.top_p_min
+        self._reset_id = sampling.top_p_reset_id
+        self._next = prompt_tokens
+        self.value = self._first
+
+    def catch_up(self, tokens: SequenceOf[int]) -> None:
+        for position in range(self._next, len(tokens)):
+            if tokens[position] == self._reset_id:
+                self.value = self._first
+            else:
+                self.value = max(self.value * self._decay, self._min)
+        self._next = max(self._next, len(tokens))

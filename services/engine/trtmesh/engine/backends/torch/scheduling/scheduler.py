@@ -12,17 +12,16 @@ lowest rank some day. Nothing overtakes the head of the queue, so large sequence
 
 from __future__ import annotations
 
+import heapq
 import time
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from copy import copy
 
-from trtmesh.engine.backends.torch.memory.block_tables import BlockTables
-from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, BlockPool, Prefix
-from trtmesh.engine.backends.torch.scheduling.forks import Pairs, reassign
+from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, BlockPool, BlockTables, Prefix
 from trtmesh.engine.backends.torch.scheduling.prefixes import Prefixes
 from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
-from trtmesh.engine.backends.torch.scheduling.sequence import Chunk, Sequence
-from trtmesh.engine.backends.torch.scheduling.waiting import WaitingQueue
+from trtmesh.engine.backends.torch.scheduling.sequence import Chunk, Pairs, Sequence
 
 
 class Scheduler:
@@ -43,7 +42,7 @@ class Scheduler:
         self._rules = rules
         self._prefixes = prefixes
         self._by_key: dict[int, Sequence] = {}
-        self._waiting = WaitingQueue(self._lives)
+        self._waiting = WaitingQueue(self.lives)
         # Counted as waiting, but not in the queue.
         self._unready: dict[int, Sequence] = {}
         self._arrivals = 0
@@ -64,8 +63,9 @@ class Scheduler:
         """Whether a step has anything to compute."""
         return len(self._by_key) > len(self._unready)
 
-    def find(self, key: int) -> Sequence | None:
-        return self._by_key.get(key)
+    def lives(self, sequence: Sequence) -> bool:
+        """Whether the sequence was added and not removed."""
+        return self._by_key.get(sequence.key) is sequence
 
     def add(self, sequence: Sequence, step_count: int) -> None:
         """Takes a new sequence in at step `step_count`."""
@@ -80,10 +80,35 @@ class Scheduler:
     def reassign(self, pairs: Pairs) -> None:
         """Makes each pair's first sequence continue from the computed KV of the second, all pairs at once.
 
-        All sequences run, the firsts are distinct, and every second is also a first. No additional block is needed
-        where all have equally many computed tokens. The caller gives the firsts their new tokens.
+        All sequences run, the firsts are distinct, and every second is also a first. Full blocks are shared. One
+        child of each parent, the heir, takes over the partial block; the other children get copies. So no additional
+        block is needed where all have equally many computed tokens. The caller gives the firsts their new tokens.
         """
-        self.new_blocks += reassign(pairs, self.pool, self.tables, self._rules.tokens_per_block)
+        size = self._rules.tokens_per_block
+        heirs = {parent.key: child.key for child, parent in reversed(pairs)}
+        heirs |= {child.key: child.key for child, parent in pairs if child is parent}
+        parents = {parent.key: copy(parent) for _, parent in pairs}
+        for _, parent in pairs:
+            self.pool.hold(parent.blocks[: parent.num_computed // size])
+        for child, _ in pairs:
+            full = child.num_computed // size
+            self.pool.release(child.blocks[:full] if child.key in heirs else child.blocks)
+        for child, parent in pairs:
+            self._continue(child, parents[parent.key], is_heir=heirs[parent.key] == child.key)
+
+    def _continue(self, child: Sequence, parent: Sequence, *, is_heir: bool) -> None:
+        """Gives `child` the blocks of `parent`, a copy from before the exchange."""
+        full = parent.num_computed // self._rules.tokens_per_block
+        rest = parent.blocks[full:]
+        if not is_heir:
+            rest = [self.pool.copy(block) for block in rest]
+            self._count_new(child, len(rest))
+        child.blocks = parent.blocks[:full] + rest
+        child.num_computed = parent.num_computed
+        child.num_dropped = parent.num_dropped
+        child.num_published = parent.num_published
+        child.hashes = parent.hashes[: parent.num_published]
+        self.tables.replace(child.slot, child.blocks)
 
     def remove(self, sequence: Sequence, *, content_is_good: bool = True) -> None:
         """Removes a sequence and frees its blocks; bad content is not kept for reuse."""
@@ -143,9 +168,6 @@ class Scheduler:
             self._drop(sequence)
         if sequence.key in self._followers and sequence.num_computed >= sequence.prompt_tokens - 1:
             self._wake_followers(sequence)
-
-    def _lives(self, sequence: Sequence) -> bool:
-        return self._by_key.get(sequence.key) is sequence
 
     def _enter(self, sequence: Sequence, rank: int) -> None:
         self._arrivals += 1
@@ -292,7 +314,7 @@ class Scheduler:
     def _awaited(self, sequence: Sequence) -> Sequence | None:
         """The leader of a sequence, while the leader has yet to compute the shared prompt."""
         leader = sequence.leader
-        if leader is None or not self._lives(leader):
+        if leader is None or not self.lives(leader):
             return None
         shared = min(leader.prompt_tokens, sequence.most_reusable)
         return leader if leader.num_computed < shared else None
@@ -300,8 +322,8 @@ class Scheduler:
     def _wake_followers(self, leader: Sequence) -> None:
         """Queues the followers of a leader that has computed the prompt. After the end of the leader, the first
         follower leads the others."""
-        followers = [each for each in self._followers.pop(leader.key, []) if self._lives(each)]
-        if not self._lives(leader):
+        followers = [each for each in self._followers.pop(leader.key, []) if self.lives(each)]
+        if not self.lives(leader):
             for each in followers:
                 each.leader = followers[0] if each is not followers[0] else None
         for each in followers:
@@ -311,3 +333,36 @@ class Scheduler:
 def _missing(sequence: Sequence) -> Iterator[Sequence]:
     """Mates that wait."""
     return (each for each in sequence.mates if each.slot < 0)
+
+
+REMOVED_ENTRIES = 64
+"""Entries of removed sequences to keep beyond twice as many as there are waiting sequences."""
+
+
+class WaitingQueue:
+    """The lowest rank first. Removed sequences stay until they surface or until `tidy` finds too many."""
+
+    def __init__(self, lives: Callable[[Sequence], bool]) -> None:
+        self._lives = lives
+        self._heap: list[tuple[tuple[int, int], Sequence]] = []
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def push(self, sequence: Sequence) -> None:
+        heapq.heappush(self._heap, (sequence.rank, sequence))
+
+    def first(self) -> Sequence | None:
+        """None where no sequence waits."""
+        while self._heap and not self._lives(self._heap[0][1]):
+            heapq.heappop(self._heap)
+        return self._heap[0][1] if self._heap else None
+
+    def pop(self) -> None:
+        heapq.heappop(self._heap)
+
+    def tidy(self, waiting: int) -> None:
+        """Drops removed sequences where they outnumber the `waiting`: a first that is stuck lets none surface."""
+        if len(self._heap) > 3 * waiting + REMOVED_ENTRIES:
+            self._heap = [entry for entry in self._heap if self._lives(entry[1])]
+            heapq.heapify(self._heap)

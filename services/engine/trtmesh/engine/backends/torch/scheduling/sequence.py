@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -22,8 +23,7 @@ from trtmesh.engine.stopping import EndRule
 from trtmesh.engine.times import SequenceTimes
 
 if TYPE_CHECKING:
-    from trtmesh.engine.backends.torch.model.prompt_table import PromptTable
-    from trtmesh.engine.backends.torch.model.prompt_tables import Lease
+    from trtmesh.engine.backends.torch.model.prompt_tables import Lease, PromptTable
     from trtmesh.engine.backends.torch.sampling.readers import Reader
 
 PRIORITY_STEPS = 256
@@ -145,6 +145,10 @@ class Sequence(Continuation):
             perf_metrics=times.perf_metrics() if self.config.output.perf_metrics else None,
             queue_seconds=times.queue_seconds,
         )
+
+
+Pairs = SequenceOf[tuple[Sequence, Sequence]]
+"""Sequences, and those whose KV they continue from."""
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ PROMPTS = [[token for token in prompt if token != MARKED] for prompt in tiny_mod
 
 
 def internals(engine: Harness) -> Any:
-    return engine.backend._engine
+    return engine.backend._loaded.engine
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import tracemalloc
 from random import Random
 
 import pytest
-from trtmesh.engine.backends.torch.sampling.history import Ngrams
+from trtmesh.engine.backends.torch.sampling.continuation import Ngrams
 
 
 def repeating(tokens: list[int], size: int) -> set[int]:

@@ -15,7 +15,7 @@ from trtmesh.engine.backends.torch.settings import TorchSettings
 
 PRINTS_THREADS = """
 import torch
-from trtmesh.engine.backends.torch.cpu.threads import take_threads
+from trtmesh.engine.backends.torch.cpu.device import take_threads
 take_threads({threads})
 print(torch.get_num_threads())
 """

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from trtmesh.engine.backends.torch.cpu.norms import FusedNorm, fuse_norms
+from trtmesh.engine.backends.torch.cpu.fused_layers import FusedNorm
+from trtmesh.engine.backends.torch.cpu.fusing import fuse_norms
 
 SIZE = 48
 
