@@ -259,9 +259,9 @@ def judge(backend: TorchBackend, soak: Soak, before: int, after: int) -> list[st
         "pending_prompt_tokens": stats.pending_prompt_tokens,
     }
     wrong += [f"{name} is {count}, not 0" for name, count in held.items() if count]
-    assert backend._tables is not None
-    if backend._tables.held_bytes:
-        wrong.append(f"prompt tables are counted with {backend._tables.held_bytes} bytes, not 0")
+    held_bytes = backend._loaded.tables.held_bytes
+    if held_bytes:
+        wrong.append(f"prompt tables are counted with {held_bytes} bytes, not 0")
     scheduler = backend._loaded.engine.scheduler
     if scheduler.tables.free_slots != BATCH:
         wrong.append(f"{BATCH - scheduler.tables.free_slots} slots are not free")

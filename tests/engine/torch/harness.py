@@ -118,7 +118,7 @@ class Harness:
 
     def _deliver(self, output: StepOutput) -> None:
         # On the engine's thread, so the counters are those of the delivery.
-        stats = self.backend.stats() if hasattr(self.backend, "_engine") else None
+        stats = self.backend.stats() if hasattr(self.backend, "_loaded") else None
         self._loop.call_soon_threadsafe(self._take, output, stats)
         self.gate.passed()
 

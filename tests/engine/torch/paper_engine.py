@@ -9,7 +9,6 @@ from engine.torch.harness import configure
 from trtmesh.chassis.vocabulary import GenerationConfig
 from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, BlockPool, BlockTables
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
-from trtmesh.engine.backends.torch.scheduling.prefixes import Prefixes
 from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
 from trtmesh.engine.backends.torch.scheduling.scheduler import Scheduler
 from trtmesh.engine.backends.torch.scheduling.sequence import Chunk, Sequence
@@ -45,11 +44,12 @@ class PaperEngine:
             chunk_tokens=chunk_tokens,
             never_pause=never_pause,
             static_batch=static_batch,
+            prefix_reuse=reuse,
+            partial_reuse=partial_reuse,
             window=window,
         )
         self._window = window or 10**9
-        prefixes = Prefixes(self.pool, rules, reuse=reuse, partial_reuse=partial_reuse)
-        self.scheduler = Scheduler(self.pool, self.tables, rules, prefixes)
+        self.scheduler = Scheduler(self.pool, self.tables, rules)
         everything = blocks + 1 + self.pool.host_blocks
         self.content = [[EMPTY] * BLOCK for _ in range(everything)]
         self.steps = 0

@@ -44,7 +44,6 @@ class EngineMetrics(Collector):
         self.live_sequences = 0
         self.unacknowledged_steps = 0
         self.merged_steps = 0
-        self.refused_items = 0
         self.prompt_tokens = 0
         self.cached_prompt_tokens = 0
         self.generated_tokens = 0

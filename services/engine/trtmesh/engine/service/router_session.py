@@ -234,15 +234,15 @@ class RouterSession:
             log.info("item %d refused: %s", command.batch_index, error.message)
         prompt_tokens = max(0, len(command.token_ids) - command.emitted_tokens)
         for handle in handles:
-            self.outbox.put_end(
-                epb.SequenceEnd(
-                    handle=handle,
-                    reason=pb.FINISH_REASON_ERROR,
-                    prompt_tokens=prompt_tokens,
-                    generated_tokens=command.emitted_tokens,
-                    error=to_proto(error),
-                )
+            end = SequenceEnd(
+                handle,
+                pb.FINISH_REASON_ERROR,
+                prompt_tokens,
+                0,
+                command.emitted_tokens,
+                error=error,
             )
+            self.outbox.put_end(end_message(handle, end))
 
     def _stop(self, command: epb.StopCommand) -> None:
         if command.reason not in STOP_REASONS:

@@ -76,16 +76,9 @@ class _Row:
 
     def _piece(self, first: int, end: int) -> _Row:
         assert self.details
-        details = replace(
-            self.details,
-            log_probs=self.details.log_probs[first:end],
-            # The sum goes with the last token.
-            cumulative_log_prob=(
-                self.details.cumulative_log_prob if end == len(self.token_ids) else None
-            ),
-            top_log_probs=self.details.top_log_probs[first:end],
-            generation_logits=_sliced(self.details.generation_logits, first, end),
-        )
+        details = _cut(self.details, first, end)
+        if end == len(self.token_ids):
+            details.cumulative_log_prob = self.details.cumulative_log_prob
         return _Row(self.handle, self.offset + first, self.token_ids[first:end], details)
 
 
@@ -140,7 +133,10 @@ def merge(parts: Sequence[StepPart]) -> StepPart:
         return parts[0]
     if _aligned(parts):
         merged = _merge_aligned(parts)
-        merged.details = _merge_details(chain.from_iterable(part.details for part in parts))
+        details: dict[int, TokenDetails] = {}
+        for part in parts:
+            _add_details(details, part.details)
+        merged.details = list(details.values())
     else:
         merged = _merge_by_handle(parts)
     merged.prompts = [prompt for part in parts for prompt in part.prompts]
@@ -193,11 +189,9 @@ def _merge_by_handle(parts: Sequence[StepPart]) -> StepPart:
                 del tokens[handle][kept:]
                 offsets[handle] = min(offset, offsets[handle])
                 if handle in details:
-                    details[handle] = _cut(details[handle], kept)
+                    details[handle] = _cut(details[handle], 0, kept)
             tokens[handle] += fresh
-        for later in part.details:
-            earlier = details.get(later.key)
-            details[later.key] = _joined(earlier, later) if earlier else later
+        _add_details(details, part.details)
     return StepPart(
         parts[-1].step_count,
         list(tokens),
@@ -208,22 +202,20 @@ def _merge_by_handle(parts: Sequence[StepPart]) -> StepPart:
     )
 
 
-def _merge_details(details: Iterable[TokenDetails]) -> list[TokenDetails]:
-    merged: dict[int, TokenDetails] = {}
+def _add_details(merged: dict[int, TokenDetails], details: Iterable[TokenDetails]) -> None:
     for later in details:
         earlier = merged.get(later.key)
         merged[later.key] = _joined(earlier, later) if earlier else later
-    return list(merged.values())
 
 
-def _cut(details: TokenDetails, count: int) -> TokenDetails:
-    """The data of the first `count` tokens, without the sum, which belongs to the last token."""
+def _cut(details: TokenDetails, first: int, end: int) -> TokenDetails:
+    """The data of the tokens [first, end), without the sum, which belongs to the last token."""
     return replace(
         details,
-        log_probs=details.log_probs[:count],
+        log_probs=details.log_probs[first:end],
         cumulative_log_prob=None,
-        top_log_probs=details.top_log_probs[:count],
-        generation_logits=_sliced(details.generation_logits, 0, count),
+        top_log_probs=details.top_log_probs[first:end],
+        generation_logits=_sliced(details.generation_logits, first, end),
     )
 
 

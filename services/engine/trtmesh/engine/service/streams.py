@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 HANDLE_BITS = 32
 HANDLE_MASK = (1 << HANDLE_BITS) - 1
+OPTIONAL_DATA = ("details", "prompts", "starts")
+"""Lists of StepOutput and of StepPart, whose entries name their sequence in `key`."""
 
 
 class Stream(Protocol):
@@ -142,18 +144,11 @@ class Streams:
             parts = dict.fromkeys(self._streams, part)
         else:
             parts = _by_stream(output)
-        for details in output.details:
-            part = parts.setdefault(details.key >> HANDLE_BITS, StepPart(output.step_count))
-            details.key &= HANDLE_MASK
-            part.details.append(details)
-        for prompt in output.prompts:
-            part = parts.setdefault(prompt.key >> HANDLE_BITS, StepPart(output.step_count))
-            prompt.key &= HANDLE_MASK
-            part.prompts.append(prompt)
-        for start in output.starts:
-            part = parts.setdefault(start.key >> HANDLE_BITS, StepPart(output.step_count))
-            start.key &= HANDLE_MASK
-            part.starts.append(start)
+        for kind in OPTIONAL_DATA:
+            for each in getattr(output, kind):
+                part = parts.setdefault(each.key >> HANDLE_BITS, StepPart(output.step_count))
+                each.key &= HANDLE_MASK
+                getattr(part, kind).append(each)
         for number, part in parts.items():
             stream = self._streams.get(number)
             if stream:

@@ -26,6 +26,11 @@ from trtmesh.v1 import generation_pb2 as pb
 
 _STATS_FIELDS = [field.name for field in fields(BackendStats)]
 _PERF_FIELDS = [field.name for field in fields(PerfMetrics)]
+_INFO_FIELDS = [
+    field.name
+    for field in fields(BackendInfo)
+    if field.name in epb.GetEngineResponse.DESCRIPTOR.fields_by_name
+]
 
 
 def describe(
@@ -35,25 +40,14 @@ def describe(
     load_interval_seconds: float,
 ) -> epb.GetEngineResponse:
     """Describes the worker."""
+    same = {name: getattr(info, name) for name in _INFO_FIELDS}
+    same["supported_fields"] = sorted(info.supported_fields)
     return epb.GetEngineResponse(
         worker=worker,
-        backend=info.backend,
-        model=info.model,
-        model_fingerprint=info.model_fingerprint,
-        tokenizer_fingerprint=info.tokenizer_fingerprint,
         role=role,
         schema_revision=SCHEMA_REVISION,
-        vocabulary_size=info.vocabulary_size,
-        max_sequence_tokens=info.max_sequence_tokens,
-        max_batch_size=info.max_batch_size,
-        max_sequences_per_item=info.max_sequences_per_item,
-        tokens_per_block=info.tokens_per_block,
-        total_blocks=info.total_blocks,
-        supported_fields=sorted(info.supported_fields),
-        end_ids=info.end_ids,
-        data_type=pb.DataType.ValueType(info.data_type),
         load_interval_ms=max(1, round(load_interval_seconds * 1000)),
-        static_batching=info.static_batching,
+        **same,
         **asdict(info.capabilities),
     )
 

@@ -28,7 +28,7 @@ from trtmesh.engine.backend import (
 from trtmesh.engine.backends.simulated.scheduler import Scheduler
 from trtmesh.engine.backends.simulated.sequence import Sequence
 from trtmesh.engine.backends.simulated.settings import SimulatedSettings
-from trtmesh.engine.backends.simulated.tokens import TokenSource
+from trtmesh.engine.backends.simulated.tokens import DRAWS, PENALTIES, TokenSource
 from trtmesh.v1 import generation_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -40,20 +40,8 @@ SUPPORTED_FIELDS = frozenset(
         "stopping.end_id",
         "stopping.ignore_end_id",
         "stopping.stop_token_ids",
-        "sampling.temperature",
-        "sampling.top_k",
-        "sampling.top_p",
-        "sampling.min_p",
-        "sampling.top_p_min",
-        "sampling.top_p_decay",
-        "sampling.top_p_reset_id",
-        "sampling.seed",
-        "sampling.repetition_penalty",
-        "sampling.presence_penalty",
-        "sampling.frequency_penalty",
-        "sampling.prompt_ignore_length",
-        "sampling.no_repeat_ngram_size",
         "sampling.num_return_sequences",
+        *(f"sampling.{name}" for name in (*PENALTIES, *DRAWS)),
         "output.perf_metrics",
         "kv_cache.reuse",
         "kv_cache.salt",

@@ -18,14 +18,15 @@ CHUNK = 128
 
 _WORDS = f"<{CHUNK}I"
 
-_penalties = attrgetter(
+PENALTIES = (
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
     "prompt_ignore_length",
     "no_repeat_ngram_size",
 )
-_draws = attrgetter(
+"""Sampling fields with an effect on every stream."""
+DRAWS = (
     "temperature",
     "top_k",
     "top_p",
@@ -35,6 +36,10 @@ _draws = attrgetter(
     "top_p_reset_id",
     "seed",
 )
+"""Sampling fields with an effect on streams that are not greedy."""
+
+_penalties = attrgetter(*PENALTIES)
+_draws = attrgetter(*DRAWS)
 
 
 class TokenSource:

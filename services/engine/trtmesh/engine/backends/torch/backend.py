@@ -62,7 +62,6 @@ class TorchBackend:
         self._broken = False
         self._lanes = count(-1, -1)
         self._thread: threading.Thread | None = None
-        self._loaded: Loaded | None = None
 
     async def start(self, deliver: Deliver, fail: Fail) -> BackendInfo:
         self._deliver, self._fail = deliver, fail
@@ -75,7 +74,6 @@ class TorchBackend:
         return self._loaded.info
 
     def submit(self, item: Submission) -> None:
-        assert self._loaded is not None
         info, scheduler = self._loaded.info, self._loaded.engine.scheduler
         rule = admit(item, info)
         token_rules = TokenRules(
@@ -99,7 +97,6 @@ class TorchBackend:
 
     def _read_table(self, request_id: str, asked: PromptTuning, sequences: list[Sequence]) -> None:
         """The sequences must enter the inbox before `_wake` is released. Raises QueueFull or InvalidField."""
-        assert self._loaded is not None
 
         def done(table: PromptTable | TrtmeshError) -> None:
             self._send(lambda engine: engine.prepared(sequences, table))
@@ -126,7 +123,6 @@ class TorchBackend:
             self._wake.notify()
 
     def stats(self) -> BackendStats:
-        assert self._loaded is not None
         engine = self._loaded.engine
         scheduler = engine.scheduler
         used = scheduler.pool.used_blocks
@@ -160,10 +156,10 @@ class TorchBackend:
             self._wake.notify()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
-        if self._loaded is not None:
-            await asyncio.to_thread(self._loaded.tables.close)
-        # Frees weights and cache.
-        self._loaded = None
+        # Frees weights and cache; a failed start left none.
+        loaded: Loaded | None = self.__dict__.pop("_loaded", None)
+        if loaded is not None:
+            await asyncio.to_thread(loaded.tables.close)
 
     def _run(self, loaded: Future[Loaded]) -> None:
         """The thread: loads, then steps until closed."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.engine.backend import SequenceEnd, StepOutput
-from trtmesh.engine.backends.torch.beams.decoding import BeamDecoding
 from trtmesh.engine.backends.torch.scheduling.sequence import Pairs, Sequence
 
 if TYPE_CHECKING:
@@ -26,26 +26,25 @@ class Choice(Protocol):
 C = TypeVar("C", bound=Choice)
 
 
-class Decoding(Protocol[C]):
+class Decoding(ABC, Generic[C]):
     """One or more sequences with a common end."""
 
-    @property
-    def keys(self) -> tuple[int, ...]:
+    def __init__(self, keys: SequenceOf[int], sequences: SequenceOf[Sequence]) -> None:
+        self.keys = tuple(keys)
         """Names of the resulting sequences."""
-
-    @property
-    def sequences(self) -> tuple[Sequence, ...]:
+        self.sequences = tuple(sequences)
         """The sequences in the scheduler."""
-
-    forks: Pairs
-    """Sequences to continue from the KV of others after `advance`; cleared by the engine."""
-    ends: SequenceOf[SequenceEnd]
-    """The ends of all keys; empty while the decoding runs."""
+        self.forks: Pairs = ()
+        """Sequences to continue from the KV of others after `advance`; cleared by the engine."""
+        self.ends: SequenceOf[SequenceEnd] = ()
+        """The ends of all keys; empty while the decoding runs."""
 
     @staticmethod
+    @abstractmethod
     def choose(compute: Compute, sequences: SequenceOf[Sequence], logits: Tensor) -> C:
         """Launches the choice for the rows `logits` [sequences, vocabulary] of any decodings of this kind."""
 
+    @abstractmethod
     def advance(
         self, sequence: Sequence, choice: C, row: int, output: StepOutput, now_ns: int
     ) -> int:
@@ -54,25 +53,21 @@ class Decoding(Protocol[C]):
         Returns the number of tokens generated.
         """
 
+    @abstractmethod
     def settle(self) -> None:
         """Sets `ends` where the tokens say so."""
 
+    @abstractmethod
     def deliver(self, output: StepOutput) -> None:
         """Adds tokens held back until the end."""
 
+    @abstractmethod
     def broken_off(self, reason: int, error: TrtmeshError | None = None) -> list[SequenceEnd]:
         """The ends of all keys after the tokens delivered so far."""
 
 
-class SampledDecoding:
-    """Implements Decoding for one sequence; its tokens are drawn, or picked greedily."""
-
-    forks: Pairs = ()
-
-    def __init__(self, sequence: Sequence) -> None:
-        self.keys = (sequence.key,)
-        self.sequences = (sequence,)
-        self.ends: SequenceOf[SequenceEnd] = ()
+class SampledDecoding(Decoding["TokenChoice"]):
+    """One sequence; its tokens are drawn, or picked greedily."""
 
     @staticmethod
     def choose(compute: Compute, sequences: SequenceOf[Sequence], logits: Tensor) -> TokenChoice:
@@ -97,10 +92,3 @@ class SampledDecoding:
 
     def broken_off(self, reason: int, error: TrtmeshError | None = None) -> list[SequenceEnd]:
         return [self.sequences[0].end(reason, error=error)]
-
-
-def decodings_of(keys: SequenceOf[int], sequences: SequenceOf[Sequence]) -> list[Decoding[Any]]:
-    """The strategy of an item: `keys` come back, `sequences` are computed."""
-    if sequences[0].config.beam_search.beam_width > 1:
-        return [BeamDecoding(keys, sequences)]
-    return [SampledDecoding(sequence) for sequence in sequences]

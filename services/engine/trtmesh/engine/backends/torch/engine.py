@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 from trtmesh.chassis.errors import BackendFailed, TrtmeshError
 from trtmesh.chassis.logs import request_id_bound
 from trtmesh.engine.backend import SequenceEnd, StepOutput
+from trtmesh.engine.backends.torch.beams.decoding import BeamDecoding
 from trtmesh.engine.backends.torch.compute.device import Compute, Forward
-from trtmesh.engine.backends.torch.decoding import Choice, Decoding, decodings_of
+from trtmesh.engine.backends.torch.decoding import Choice, Decoding, SampledDecoding
 from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
 from trtmesh.engine.backends.torch.sampling.readers import reader_for
 from trtmesh.engine.backends.torch.scheduling.scheduler import Scheduler
@@ -56,7 +57,7 @@ class Engine:
 
     def add(self, keys: SequenceOf[int], sequences: SequenceOf[Sequence]) -> None:
         """Takes an item. A sequence that another worker generated to its end ends at once."""
-        for decoding in decodings_of(keys, sequences):
+        for decoding in _decodings(keys, sequences):
             for key in decoding.keys:
                 self._ledger.add(key, decoding)
             for sequence in decoding.sequences:
@@ -245,6 +246,13 @@ class Engine:
             self.scheduler.remove(sequence, content_is_good=content_is_good)
         for end in ends:
             self._ledger.end(end)
+
+
+def _decodings(keys: SequenceOf[int], sequences: SequenceOf[Sequence]) -> list[Decoding[Any]]:
+    """The strategy of an item: `keys` come back, `sequences` are computed."""
+    if sequences[0].config.beam_search.beam_width > 1:
+        return [BeamDecoding(keys, sequences)]
+    return [SampledDecoding((sequence.key,), (sequence,)) for sequence in sequences]
 
 
 def _fault(sequence: Sequence, what: str, error: Exception) -> BackendFailed:

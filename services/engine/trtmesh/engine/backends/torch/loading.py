@@ -18,14 +18,13 @@ from trtmesh.engine.backends.torch.fields import supported_fields
 from trtmesh.engine.backends.torch.memory.blocks import BlockPool, BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.model.model import Model, load_model
+from trtmesh.engine.backends.torch.model.prompt_tables import DTYPES as WIRE_DTYPES
 from trtmesh.engine.backends.torch.model.prompt_tables import PromptTables
 from trtmesh.engine.backends.torch.model.rope import freeze_rope
 from trtmesh.engine.backends.torch.model.weights import model_fingerprint, weight_files
-from trtmesh.engine.backends.torch.scheduling.prefixes import Prefixes
 from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
 from trtmesh.engine.backends.torch.scheduling.scheduler import Scheduler
 from trtmesh.engine.backends.torch.settings import TorchSettings
-from trtmesh.v1 import generation_pb2 as pb
 
 DTYPES = {
     "auto": None,
@@ -33,11 +32,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-DATA_TYPES = {
-    torch.float32: pb.DATA_TYPE_FP32,
-    torch.bfloat16: pb.DATA_TYPE_BF16,
-    torch.float16: pb.DATA_TYPE_FP16,
-}
+DATA_TYPES = {dtype: data_type for data_type, dtype in WIRE_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +123,7 @@ def _engine(
         offload_min_priority=settings.host_cache_min_priority,
         events=settings.kv_events,
     )
-    rules = _rules(settings, model)
-    prefixes = Prefixes(
-        pool, rules, reuse=settings.prefix_reuse, partial_reuse=settings.partial_reuse
-    )
-    scheduler = Scheduler(pool, tables, rules, prefixes)
+    scheduler = Scheduler(pool, tables, _rules(settings, model))
     return Engine(device.compute(model, cache, tables), scheduler)
 
 
@@ -144,6 +135,8 @@ def _rules(settings: TorchSettings, model: Model) -> SchedulingRules:
         chunk_tokens=chunk if settings.chunked_context else None,
         never_pause=settings.never_pause,
         static_batch=settings.batching_type == "V1",
+        prefix_reuse=settings.prefix_reuse,
+        partial_reuse=settings.partial_reuse,
         window=model.window,
     )
 

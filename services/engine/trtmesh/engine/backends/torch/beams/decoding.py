@@ -21,6 +21,7 @@ from trtmesh.chassis.errors import InvalidRequest, TrtmeshError
 from trtmesh.chassis.vocabulary import Tensor as TensorValue
 from trtmesh.engine.backend import SequenceEnd, SequenceStart, StepOutput, TokenDetails
 from trtmesh.engine.backends.torch.beams.search import BeamSearch, Extras, Hypothesis
+from trtmesh.engine.backends.torch.decoding import Decoding
 from trtmesh.engine.backends.torch.sampling.details import most_likely, tensor_of
 from trtmesh.engine.backends.torch.sampling.token_rules import BANS
 from trtmesh.engine.backends.torch.scheduling.sequence import Pairs, Sequence
@@ -42,17 +43,13 @@ class _Row:
     extras: Extras
 
 
-class BeamDecoding:
-    """Implements Decoding. A step of the search needs the rows of all lanes."""
+class BeamDecoding(Decoding["Ranking"]):
+    """A step of the search needs the rows of all lanes."""
 
     def __init__(self, keys: SequenceOf[int], lanes: SequenceOf[Sequence]) -> None:
         """`keys` name the sequences that come back; `lanes` are new, and the first has the first key."""
-        first = lanes[0]
-        self.keys = tuple(keys)
-        self.sequences = tuple(lanes)
-        self.first = first
-        self.forks: Pairs = ()
-        self.ends: SequenceOf[SequenceEnd] = ()
+        super().__init__(keys, lanes)
+        self.first = first = lanes[0]
         self._search = BeamSearch(
             first.config.beam_search,
             most_tokens=first.rule.limit - first.prompt_tokens,
@@ -75,14 +72,12 @@ class BeamDecoding:
     def advance(
         self, sequence: Sequence, choice: Ranking, row: int, output: StepOutput, now_ns: int
     ) -> int:
-        output_of = sequence.token_rules.output
+        asked, log_probs = sequence.token_rules.output, choice.log_probs[row]
         logits = None
-        if output_of.generation_logits:
-            logits = tensor_of(choice.logits[row : row + 1], output_of.logits_data_type)
-        log_probs = choice.log_probs[row]
-        if not self.take(
-            sequence, log_probs, Extras(most_likely(log_probs, output_of.top_log_probs), logits)
-        ):
+        if asked.generation_logits:
+            logits = tensor_of(choice.logits[row : row + 1], asked.logits_data_type)
+        extras = Extras(most_likely(log_probs, asked.top_log_probs), logits)
+        if not self.take(sequence, log_probs, extras):
             return 0
         self._advance_search(now_ns)
         if self._search.over or not self.first.token_rules.output.generation_logits:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -59,65 +60,59 @@ class Chooser:
         return Ranking(log_probs, logits, peaks)
 
 
+@dataclass(slots=True)
 class TokenChoice:
-    """The tokens of the rows of a step; `read` sets `token_ids`."""
+    """The tokens of the rows of a step."""
 
-    token_ids: list[int]
-
-    def __init__(
-        self,
-        sequences: SequenceOf[Continuation],
-        logits: Tensor,
-        peaks: Tensor,
-        ids: Tensor,
-        log_probs: Mapping[int, Tensor],
-    ) -> None:
-        """`log_probs` holds [vocabulary] for rows that need them."""
-        self._sequences = sequences
-        self._logits = logits
-        self._peaks = peaks
-        self._ids = ids
-        self._log_probs = log_probs
+    sequences: SequenceOf[Continuation]
+    logits: Tensor
+    """The model's own, [rows, vocabulary]."""
+    peaks: Tensor
+    ids: Tensor
+    log_probs: Mapping[int, Tensor]
+    """[vocabulary] for the rows that need them."""
+    token_ids: list[int] = field(init=False)
+    """Set by `read`."""
 
     def read(self) -> dict[int, TrtmeshError]:
         """Waits for the device. Returns the rows without a token, and why."""
-        self.token_ids = self._ids.tolist()
+        self.token_ids = self.ids.tolist()
         return {
-            row: _failure(self._logits[row])
-            for row, peak in enumerate(self._peaks.tolist())
+            row: _failure(self.logits[row])
+            for row, peak in enumerate(self.peaks.tolist())
             if not math.isfinite(peak)
         }
 
     def log_prob(self, row: int, token: int) -> float:
         """The log-probability of any token, where the row's item asks for log-probabilities."""
-        return float(self._log_probs[row][token])
+        return float(self.log_probs[row][token])
 
     def details(self, row: int) -> TokenDetails:
         """The details that the row's item asks for, without the cumulative log-probability."""
         return details_of(
-            self._sequences[row],
+            self.sequences[row],
             self.token_ids[row],
-            self._log_probs.get(row),
-            self._logits[row : row + 1],
+            self.log_probs.get(row),
+            self.logits[row : row + 1],
         )
 
 
+@dataclass(frozen=True, slots=True)
 class Ranking:
     """Log-probabilities to rank beams by."""
 
-    def __init__(self, log_probs: Tensor, logits: Tensor, peaks: Tensor) -> None:
-        self.log_probs = log_probs
-        """[lanes, vocabulary] float64; -inf for banned tokens."""
-        self.logits = logits
-        """The model's own, [lanes, vocabulary]."""
-        self._peaks = peaks
+    log_probs: Tensor
+    """[lanes, vocabulary] float64; -inf for banned tokens."""
+    logits: Tensor
+    """The model's own, [lanes, vocabulary]."""
+    peaks: Tensor
 
     def read(self) -> dict[int, TrtmeshError]:
         """Waits for the device. Returns the rows that are not finite, and why. A row without an allowed token is no
         failure: other beams may continue."""
         return {
             row: _failure(self.logits[row])
-            for row, peak in enumerate(self._peaks.tolist())
+            for row, peak in enumerate(self.peaks.tolist())
             if not math.isfinite(peak) and peak != -math.inf
         }
 

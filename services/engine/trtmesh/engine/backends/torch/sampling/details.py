@@ -17,7 +17,6 @@ from trtmesh.engine.backends.torch.sampling.draws import Filters
 from trtmesh.v1 import generation_pb2 as pb
 
 DTYPES = {
-    pb.DATA_TYPE_UNSPECIFIED: torch.float32,
     pb.DATA_TYPE_FP32: torch.float32,
     pb.DATA_TYPE_FP16: torch.float16,
     pb.DATA_TYPE_BF16: torch.bfloat16,

@@ -14,14 +14,10 @@ NOTHING = Prefix([], 0)
 class Prefixes:
     """Finds and publishes blocks. A token whose logits are needed is always computed."""
 
-    def __init__(
-        self, pool: BlockPool, rules: SchedulingRules, *, reuse: bool, partial_reuse: bool
-    ) -> None:
+    def __init__(self, pool: BlockPool, rules: SchedulingRules) -> None:
         self._pool = pool
         self._rules = rules
         self._size = rules.tokens_per_block
-        self._reuse = reuse
-        self._partial_reuse = partial_reuse
 
     def find(self, sequence: Sequence) -> Prefix:
         """The longest beginning with KV, from the leader or from published blocks."""
@@ -69,7 +65,7 @@ class Prefixes:
                 self._pool.retain(hashes[number], retention)
 
     def _reuses(self, sequence: Sequence) -> bool:
-        return self._reuse and sequence.config.kv_cache.reuse
+        return self._rules.prefix_reuse and sequence.config.kv_cache.reuse
 
     def _published(self, sequence: Sequence) -> Prefix:
         if not self._reuses(sequence):
@@ -78,7 +74,7 @@ class Prefixes:
         hashes = self._hashes(sequence, last // size)
         blocks = self._match(hashes[: last // size])
         tokens = len(blocks) * size
-        if not self._partial_reuse:
+        if not self._rules.partial_reuse:
             return Prefix(blocks, tokens)
         parent = hashes[len(blocks) - 1] if blocks else sequence.root
         following = sequence.tokens[tokens : min(tokens + size, last)]

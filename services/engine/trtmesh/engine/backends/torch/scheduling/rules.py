@@ -19,6 +19,10 @@ class SchedulingRules:
     """Whether a sequence starts only when the pool can hold its longest form."""
     static_batch: bool = False
     """Whether a batch starts only after the end of the previous batch."""
+    prefix_reuse: bool = True
+    """Whether equal prefixes share blocks."""
+    partial_reuse: bool = True
+    """Whether the matching part of a block is copied."""
     window: int | None = None
     """Size of the sliding window, the token itself included; None for all tokens."""
 

@@ -27,9 +27,7 @@ from trtmesh.engine.backends.torch.scheduling.sequence import Chunk, Pairs, Sequ
 class Scheduler:
     """The waiting and running sequences of a backend, and their blocks."""
 
-    def __init__(
-        self, pool: BlockPool, tables: BlockTables, rules: SchedulingRules, prefixes: Prefixes
-    ) -> None:
+    def __init__(self, pool: BlockPool, tables: BlockTables, rules: SchedulingRules) -> None:
         self.pool = pool
         self.tables = tables
         self.running: list[Sequence] = []
@@ -40,7 +38,7 @@ class Scheduler:
         self.new_blocks = self.reused_blocks = 0
         self.paused_sequences = self.preemptions = 0
         self._rules = rules
-        self._prefixes = prefixes
+        self._prefixes = Prefixes(pool, rules)
         self._by_key: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(self.lives)
         # Counted as waiting, but not in the queue.
