@@ -117,6 +117,10 @@ class SequenceEnd:
     queue_seconds: float = 0.0
 
 
+TopLogProbs = list[tuple[int, float]]
+"""Ids and log-probabilities, most likely first."""
+
+
 @dataclass(slots=True)
 class TokenDetails:
     """Optional data of a sequence's tokens in one step, parallel to the tokens."""
@@ -124,7 +128,7 @@ class TokenDetails:
     key: int
     log_probs: list[float] = field(default_factory=list)
     cumulative_log_prob: float | None = None
-    top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
+    top_log_probs: list[TopLogProbs] = field(default_factory=list)
     generation_logits: Tensor | None = None
 
 
@@ -138,7 +142,7 @@ class PromptDetails:
     key: int
     token_offset: int = 0
     log_probs: list[float] = field(default_factory=list)
-    top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
+    top_log_probs: list[TopLogProbs] = field(default_factory=list)
     context_logits: Tensor | None = None
 
 

@@ -7,6 +7,17 @@ from collections.abc import Sequence
 from trtmesh.chassis.vocabulary import Stopping
 from trtmesh.v1 import generation_pb2 as pb
 
+FIELDS = frozenset(
+    {
+        "stopping.max_tokens",
+        "stopping.min_tokens",
+        "stopping.end_id",
+        "stopping.ignore_end_id",
+        "stopping.stop_token_ids",
+    }
+)
+"""The fields that an EndRule applies, supported by every backend."""
+
 End = tuple[int, tuple[int, ...]]
 """A FinishReason and the ids that ended the sequence."""
 

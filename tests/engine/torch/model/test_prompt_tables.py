@@ -305,7 +305,7 @@ async def test_item_is_stopped_while_its_table_is_read(values: dict[str, Any], l
                 assert stream.end
                 assert stream.end.reason == pb.FINISH_REASON_STOPPED
             # No steps are made in vain for what cannot start.
-            assert not engine.backend._loaded.engine.has_work
+            assert not engine.backend._loaded.engine.scheduler.has_work
             gate.set()
             for stream in await engine.ended(waiting):
                 assert stream.end

@@ -32,12 +32,6 @@ log = logging.getLogger(__name__)
 FAREWELL_SECONDS = 1.0
 """Time for streams to send waiting events at shutdown."""
 
-ROLES = {
-    "mixed": epb.WORKER_ROLE_MIXED,
-    "prefill": epb.WORKER_ROLE_PREFILL,
-    "decode": epb.WORKER_ROLE_DECODE,
-}
-
 
 class EngineService(engine_pb2_grpc.EngineServiceServicer):
     """Implements chassis.service.Service and EngineService around one backend."""
@@ -73,9 +67,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             settings=self._settings,
             backend=self._backend,
             info=info,
-            description=describe(
-                info, name, ROLES[self._settings.role], self._settings.load_interval_seconds
-            ),
+            description=describe(info, name, self._settings),
             streams=self._streams,
             metrics=self.metrics,
         )
@@ -97,7 +89,10 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         if self._engine:
             self._engine.drain(0.0)
             farewell = Draining(f"worker {self._engine.name} stops; use another worker")
-            await self._end_sessions(farewell)
+            for stream in self._streams:
+                stream.finish(farewell)
+            if self._sessions:
+                await asyncio.wait(self._sessions, timeout=FAREWELL_SECONDS)
         await self._backend.close()
 
     async def GetEngine(
@@ -153,7 +148,8 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         self.metrics.stats = stats
         self.metrics.told_busy_seconds = load.busy_seconds
         self._streams.tell_load(load)
-        self.metrics.unacknowledged_steps = sum(s.unacknowledged_steps for s in self._streams)
+        unacknowledged = (stream.outbox.unacknowledged_steps for stream in self._streams)
+        self.metrics.unacknowledged_steps = sum(unacknowledged)
 
     def _on_failure(self, error: BaseException) -> None:
         """Callback of the backend, on any thread."""
@@ -170,12 +166,6 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             for stream in self._streams:
                 stream.fail(lost)
         self._runtime.fail(error)
-
-    async def _end_sessions(self, farewell: TrtmeshError) -> None:
-        for stream in self._streams:
-            stream.finish(farewell)
-        if self._sessions:
-            await asyncio.wait(self._sessions, timeout=FAREWELL_SECONDS)
 
 
 def _unique_name() -> str:

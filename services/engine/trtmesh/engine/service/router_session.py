@@ -81,10 +81,6 @@ class RouterSession:
     def busy(self) -> bool:
         return bool(self._live) or (self._open and self.outbox.holds_steps)
 
-    @property
-    def unacknowledged_steps(self) -> int:
-        return self.outbox.unacknowledged_steps
-
     def execute(self, command: epb.EngineCommand) -> None:
         """Executes a command. Raises the error that must end the stream."""
         match command.WhichOneof("command"):

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.engine.backend import SequenceEnd, StepOutput
+from trtmesh.engine.service.event_outbox import EventOutbox
 from trtmesh.engine.service.kv_mirror import KvMirror
 from trtmesh.engine.service.metrics import EngineMetrics
 from trtmesh.engine.service.step_part import StepPart
@@ -29,13 +30,11 @@ OPTIONAL_DATA = ("details", "prompts", "starts")
 class Stream(Protocol):
     """One router's stream."""
 
+    outbox: EventOutbox
+
     @property
     def busy(self) -> bool:
         """Whether it has live sequences or waiting output."""
-
-    @property
-    def unacknowledged_steps(self) -> int:
-        """Steps sent and not acknowledged."""
 
     def take_step(self, part: StepPart) -> None:
         """Takes the tokens of a step."""

@@ -21,6 +21,7 @@ from trtmesh.engine.backend import (
     TokenDetails,
 )
 from trtmesh.engine.service.step_part import StepPart
+from trtmesh.engine.settings import EngineSettings
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -33,20 +34,15 @@ _INFO_FIELDS = [
 ]
 
 
-def describe(
-    info: BackendInfo,
-    worker: str,
-    role: epb.WorkerRole.ValueType,
-    load_interval_seconds: float,
-) -> epb.GetEngineResponse:
+def describe(info: BackendInfo, worker: str, settings: EngineSettings) -> epb.GetEngineResponse:
     """Describes the worker."""
     same = {name: getattr(info, name) for name in _INFO_FIELDS}
     same["supported_fields"] = sorted(info.supported_fields)
     return epb.GetEngineResponse(
         worker=worker,
-        role=role,
+        role=epb.WorkerRole.Value(f"WORKER_ROLE_{settings.role.upper()}"),
         schema_revision=SCHEMA_REVISION,
-        load_interval_ms=max(1, round(load_interval_seconds * 1000)),
+        load_interval_ms=max(1, round(settings.load_interval_seconds * 1000)),
         **same,
         **asdict(info.capabilities),
     )

@@ -15,6 +15,7 @@ from collections.abc import Sequence as SequenceOf
 from hashlib import blake2b
 
 from trtmesh.chassis.errors import BackendFailed, PromptTooLong, QueueFull
+from trtmesh.engine import stopping
 from trtmesh.engine.admission import admit, check_queue
 from trtmesh.engine.backend import (
     BackendInfo,
@@ -33,13 +34,8 @@ from trtmesh.v1 import generation_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-SUPPORTED_FIELDS = frozenset(
+SUPPORTED_FIELDS = stopping.FIELDS | frozenset(
     {
-        "stopping.max_tokens",
-        "stopping.min_tokens",
-        "stopping.end_id",
-        "stopping.ignore_end_id",
-        "stopping.stop_token_ids",
         "sampling.num_return_sequences",
         *(f"sampling.{name}" for name in (*PENALTIES, *DRAWS)),
         "output.perf_metrics",

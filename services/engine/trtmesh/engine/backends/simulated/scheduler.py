@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from itertools import count
 
 from trtmesh.chassis.errors import BackendFailed
-from trtmesh.engine.backend import StepOutput
+from trtmesh.engine.backend import SequenceEnd, SequenceStart, StepOutput
 from trtmesh.engine.backends.simulated.block_pool import BlockPool
 from trtmesh.engine.backends.simulated.sequence import Sequence
 from trtmesh.engine.backends.simulated.settings import SimulatedSettings
-from trtmesh.engine.kv_blocks import KvEventLog
+from trtmesh.engine.kv_blocks import KvEventLog, blocks_needed
 from trtmesh.engine.ledger import Ledger
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -131,7 +131,8 @@ class Scheduler:
         # The last token is always computed, for its logits.
         hashes = sequence.names(sequence.submitted_tokens - 1)
         shared = hashes[: self.pool.match(hashes)]
-        private = sequence.blocks_at_most - len(shared)
+        most = blocks_needed(sequence.rule.limit, sequence.tokens_per_block)
+        private = most - len(shared)
         if not self.pool.can_acquire(shared, private):
             return False
         self._kv_events.removed(self.pool.acquire(shared, private))
@@ -155,7 +156,8 @@ class Scheduler:
                 error = BackendFailed("the item failed because simulated.fail_item says so")
                 self._end(sequence, pb.FINISH_REASON_ERROR, error=error)
             elif sequence.wants_metrics:
-                self._ledger.output.starts.append(sequence.start())
+                start = SequenceStart(sequence.key, sequence.times.metrics_at_start())
+                self._ledger.output.starts.append(start)
 
     def _end(
         self,
@@ -177,7 +179,19 @@ class Scheduler:
         if not sequence.times.scheduled_ns:
             self.waiting_sequences -= 1
         sequence.ended = True
-        self._ledger.end(sequence.end(reason, generated, stop_token_ids, error))
+        reused = sequence.times.reused_blocks * sequence.tokens_per_block
+        end = SequenceEnd(
+            key=sequence.key,
+            reason=reason,
+            prompt_tokens=sequence.rule.prompt_tokens,
+            cached_prompt_tokens=min(reused, sequence.rule.prompt_tokens),
+            generated_tokens=generated,
+            stop_token_ids=stop_token_ids,
+            error=error,
+            perf_metrics=sequence.times.perf_metrics() if sequence.wants_metrics else None,
+            queue_seconds=sequence.times.queue_seconds,
+        )
+        self._ledger.end(end)
 
     def _share(self, sequence: Sequence, tokens: int) -> None:
         """Makes the full blocks of the sequence's first `tokens` tokens reusable."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from trtmesh.chassis.block_hashes import root_hash
-from trtmesh.chassis.errors import TrtmeshError
-from trtmesh.engine.backend import SequenceEnd, SequenceStart, Submission
+from trtmesh.engine.backend import Submission
 from trtmesh.engine.backends.simulated.tokens import CHUNK, TokenSource, stream_key
-from trtmesh.engine.kv_blocks import blocks_needed, extend_names
+from trtmesh.engine.kv_blocks import extend_names
 from trtmesh.engine.stopping import End, EndRule
 from trtmesh.engine.times import SequenceTimes
 
@@ -59,16 +58,6 @@ class Sequence:
         self.wants_metrics = item.config.output.perf_metrics
         self.times = SequenceTimes()
 
-    @property
-    def blocks_at_most(self) -> int:
-        """Blocks of its longest form."""
-        return blocks_needed(self.rule.limit, self.tokens_per_block)
-
-    @property
-    def cached_prompt_tokens(self) -> int:
-        reused = self.times.reused_blocks * self.tokens_per_block
-        return min(reused, self.rule.prompt_tokens)
-
     def names(self, tokens: int) -> list[int]:
         """Names of the full blocks of its first `tokens` tokens; none without reuse."""
         if not self.reuse:
@@ -100,26 +89,3 @@ class Sequence:
             other if token in rule.end_ids and rule.bans_end_ids(at) else token
             for at, token in enumerate(run, length)
         ]
-
-    def end(
-        self,
-        reason: int,
-        generated: int,
-        stop_token_ids: tuple[int, ...] = (),
-        error: TrtmeshError | None = None,
-    ) -> SequenceEnd:
-        return SequenceEnd(
-            key=self.key,
-            reason=reason,
-            prompt_tokens=self.rule.prompt_tokens,
-            cached_prompt_tokens=self.cached_prompt_tokens,
-            generated_tokens=generated,
-            stop_token_ids=stop_token_ids,
-            error=error,
-            perf_metrics=self.times.perf_metrics() if self.wants_metrics else None,
-            queue_seconds=self.times.queue_seconds,
-        )
-
-    def start(self) -> SequenceStart:
-        """The metrics of the first token."""
-        return SequenceStart(self.key, self.times.metrics_at_start())

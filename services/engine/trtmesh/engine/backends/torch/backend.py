@@ -183,7 +183,7 @@ class TorchBackend:
 
     def _serve(self, engine: Engine) -> None:
         while True:
-            commands, closing = self._take_commands(idle=not engine.has_work)
+            commands, closing = self._take_commands(idle=not engine.scheduler.has_work)
             for command in commands:
                 command(engine)
             if closing:
@@ -191,7 +191,7 @@ class TorchBackend:
             self._deliver_if_any(engine.take_ends())
             if closing:
                 return
-            if engine.has_work:
+            if engine.scheduler.has_work:
                 self._deliver(engine.collect(engine.launch()))
 
     def _take_commands(self, *, idle: bool) -> tuple[list[Command], bool]:

@@ -51,10 +51,6 @@ class Engine:
         # By the keys of the sequences.
         self._decodings: dict[int, Decoding[Any]] = {}
 
-    @property
-    def has_work(self) -> bool:
-        return self.scheduler.has_work
-
     def add(self, keys: SequenceOf[int], sequences: SequenceOf[Sequence]) -> None:
         """Takes an item. A sequence that another worker generated to its end ends at once."""
         for decoding in _decodings(keys, sequences):

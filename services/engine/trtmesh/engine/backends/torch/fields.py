@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-SUPPORTED_FIELDS = frozenset(
+from trtmesh.engine import stopping
+
+SUPPORTED_FIELDS = stopping.FIELDS | frozenset(
     {
-        "stopping.max_tokens",
-        "stopping.min_tokens",
-        "stopping.end_id",
-        "stopping.ignore_end_id",
-        "stopping.stop_token_ids",
         "stopping.bad_token_ids",
         "sampling.temperature",
         "sampling.top_k",

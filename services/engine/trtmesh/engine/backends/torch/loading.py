@@ -18,21 +18,14 @@ from trtmesh.engine.backends.torch.fields import supported_fields
 from trtmesh.engine.backends.torch.memory.blocks import BlockPool, BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.model.model import Model, load_model
-from trtmesh.engine.backends.torch.model.prompt_tables import DTYPES as WIRE_DTYPES
-from trtmesh.engine.backends.torch.model.prompt_tables import PromptTables
+from trtmesh.engine.backends.torch.model.prompt_tables import DTYPES, PromptTables
 from trtmesh.engine.backends.torch.model.rope import freeze_rope
 from trtmesh.engine.backends.torch.model.weights import model_fingerprint, weight_files
 from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
 from trtmesh.engine.backends.torch.scheduling.scheduler import Scheduler
 from trtmesh.engine.backends.torch.settings import TorchSettings
 
-DTYPES = {
-    "auto": None,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-DATA_TYPES = {dtype: data_type for data_type, dtype in WIRE_DTYPES.items()}
+DATA_TYPES = {dtype: data_type for data_type, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +44,7 @@ def load_engine(model_dir: Path, settings: TorchSettings) -> Loaded:
     take_threads(settings.threads)
     device = _device(settings)
     files = weight_files(model_dir)
-    dtype = DTYPES[settings.dtype] or device.default_dtype
+    dtype = device.default_dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
     model = load_model(model_dir, dtype, device.name, device.fit)
     dtype = model.dtype
     sizes = size(settings, model, device)

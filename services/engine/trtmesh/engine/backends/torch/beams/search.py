@@ -20,21 +20,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trtmesh.chassis import vocabulary
+from trtmesh.engine.backend import TopLogProbs
 from trtmesh.engine.stopping import End
 from trtmesh.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Top = list[tuple[int, float]]
-"""Ids and log-probabilities, most likely first."""
-
 
 @dataclass(frozen=True, slots=True)
 class Extras:
     """Optional data of a token."""
 
-    top: Top
+    top: TopLogProbs
     """The most likely alternatives."""
     logits: vocabulary.Tensor | None = None
     """The model's own, [1, vocabulary]."""

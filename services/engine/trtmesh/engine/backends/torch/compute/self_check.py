@@ -34,6 +34,9 @@ EXACT = 1e-3
 ROUNDED = 0.2
 """The same for half precision, as root mean square."""
 
+Parts = SequenceOf[SequenceOf[int]]
+"""The sizes of each prompt's chunks."""
+
 
 def check_model(model: Model, device: Device) -> None:
     """Raises ModelUnusable where paged chunks with a batch mate differ from the model's own full forward."""
@@ -73,12 +76,7 @@ def _ends(chunks: SequenceOf[int]) -> list[int]:
     return [sum(chunks[: count + 1]) - 1 for count in range(len(chunks))]
 
 
-def _own(
-    model: Model,
-    prompts: list[list[int]],
-    chunks: SequenceOf[SequenceOf[int]],
-    device: Device,
-) -> Tensor:
+def _own(model: Model, prompts: list[list[int]], chunks: Parts, device: Device) -> Tensor:
     """Logits at the chunk ends [ends of all prompts, vocabulary], by the model's own attention."""
     model.module.set_attn_implementation("eager")
     attention.attach(model.module, None)
@@ -95,12 +93,7 @@ def _own(
     return torch.cat(rows)
 
 
-def _paged(
-    model: Model,
-    prompts: list[list[int]],
-    chunks: SequenceOf[SequenceOf[int]],
-    device: Device,
-) -> Tensor:
+def _paged(model: Model, prompts: list[list[int]], chunks: Parts, device: Device) -> Tensor:
     """The same by the engine: both sequences step by step in one batch, with interleaved blocks."""
     width = -(-max(len(prompt) for prompt in prompts) // TOKENS_PER_BLOCK)
     tables = BlockTables(len(prompts), width)

@@ -182,12 +182,8 @@ class PromptTables:
         self.embedding = embedding
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
-        self._held_bytes = 0
+        self.held_bytes = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prompt-tables")
-
-    @property
-    def held_bytes(self) -> int:
-        return self._held_bytes
 
     def read(self, request_id: str, asked: PromptTuning, holders: int, done: Done) -> Lease:
         """Queues a checked table; `holders` sequences will hold the result.
@@ -202,12 +198,12 @@ class PromptTables:
                 field="prompt_tuning.embedding_table",
             )
         with self._lock:
-            if self._held_bytes + size > self._most_bytes:
+            if self.held_bytes + size > self._most_bytes:
                 raise QueueFull(
-                    f"the prompt tables of other items take {self._held_bytes} bytes of at most {self._most_bytes}"
+                    f"the prompt tables of other items take {self.held_bytes} bytes of at most {self._most_bytes}"
                     " (prompt_tables_bytes); try again later or elsewhere"
                 )
-            self._held_bytes += size
+            self.held_bytes += size
         # The read itself is a holder too.
         lease = Lease(size, holders + 1, self._free)
         self._thread.submit(self._read, request_id, asked, lease, done)
@@ -236,4 +232,4 @@ class PromptTables:
 
     def _free(self, size: int) -> None:
         with self._lock:
-            self._held_bytes -= size
+            self.held_bytes -= size

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from trtmesh.engine.backends.torch.sampling.continuation import Continuation, Occurrences
+from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.token_rules import Ids
 
 Row = tuple[int, Continuation]
@@ -52,7 +52,9 @@ def _penalise(rows: SequenceOf[Row], flat: Tensor, size: int) -> None:
     frequency * count for generated tokens."""
     places, factors, minus = [], [], []
     for row, sequence in rows:
-        sampling, occurrences = sequence.token_rules.sampling, _occurrences(sequence)
+        sampling = sequence.token_rules.sampling
+        occurrences = sequence.history and sequence.history.occurrences
+        assert occurrences
         ids, counts = occurrences.ids, occurrences.counts
         # Ids of a prompt table have no logits.
         own = ids < size
@@ -68,13 +70,6 @@ def _penalise(rows: SequenceOf[Row], flat: Tensor, size: int) -> None:
     values = flat[where]
     values = torch.where(values > 0, values / factor, values * factor)
     flat[where] = values - _tensor(np.concatenate(minus), flat)
-
-
-def _occurrences(sequence: Continuation) -> Occurrences:
-    history = sequence.history
-    assert history is not None
-    assert history.occurrences is not None
-    return history.occurrences
 
 
 def _ban(rows: SequenceOf[Row], flat: Tensor, size: int) -> None:

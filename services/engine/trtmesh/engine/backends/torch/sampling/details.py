@@ -11,7 +11,7 @@ from collections.abc import Sequence as SequenceOf
 import torch
 from torch import Tensor
 from trtmesh.chassis.vocabulary import Tensor as TensorValue
-from trtmesh.engine.backend import TokenDetails
+from trtmesh.engine.backend import TokenDetails, TopLogProbs
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.draws import Filters
 from trtmesh.v1 import generation_pb2 as pb
@@ -21,8 +21,6 @@ DTYPES = {
     pb.DATA_TYPE_FP16: torch.float16,
     pb.DATA_TYPE_BF16: torch.bfloat16,
 }
-
-TopLogProbs = list[tuple[int, float]]
 
 
 def details_of(
