@@ -305,7 +305,7 @@ def test_events_tell_what_can_be_reused_wherever_it_lies() -> None:
             if isinstance(event, BlocksStored)
             for each in event.block_hashes
         ]
-        assert sorted(stored) == sorted(engine.pool.published.hashes)
+        assert sorted(stored) == sorted(engine.pool.published._by_hash)
     assert len(mirror) > 6
 
 

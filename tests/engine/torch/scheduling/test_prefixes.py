@@ -107,7 +107,7 @@ async def test_events_add_up_to_what_is_reusable(llama: Path) -> None:
             if isinstance(event, BlocksStored)
             for block in event.block_hashes
         ]
-        assert sorted(stored) == sorted(pool.published.hashes)
+        assert sorted(stored) == sorted(pool.published._by_hash)
         assert 0 < len(stored) <= pool.total_blocks
 
 

@@ -225,7 +225,7 @@ def test_cancelled_waiting_sequences_are_dropped_from_a_stuck_queue() -> None:
         cancelled = engine.sequence([3, number], 3)
         engine.add(cancelled)
         engine.scheduler.remove(cancelled)
-        longest = max(longest, len(engine.scheduler._waiting))
+        longest = max(longest, len(engine.scheduler._waiting._heap))
     assert longest <= 3 * len(stuck) + REMOVED_ENTRIES + 3
     engine.run()
     assert [each.tokens for each in stuck] == [continued([2, n], 3) for n in range(4)]

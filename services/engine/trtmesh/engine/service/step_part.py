@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from typing import TypeVar
@@ -34,7 +34,8 @@ class StepPart:
         """Bytes of its logits."""
         if not (self.details or self.prompts):
             return 0
-        return sum(map(_detail_bytes, self.details)) + sum(map(_prompt_bytes, self.prompts))
+        generated = sum(_bytes(each.generation_logits) for each in self.details)
+        return generated + sum(_bytes(each.context_logits) for each in self.prompts)
 
 
 def split(part: StepPart, most_bytes: int) -> list[StepPart]:
@@ -43,10 +44,10 @@ def split(part: StepPart, most_bytes: int) -> list[StepPart]:
         return [part]
     parts = [
         StepPart(part.step_count, prompts=run)
-        for run in _runs(part.prompts, map(_prompt_bytes, part.prompts), most_bytes)
+        for run in _runs(part.prompts, lambda each: _bytes(each.context_logits), most_bytes)
     ]
     rows = [piece for row in _rows_of(part) for piece in row.pieces(most_bytes)]
-    runs = _runs(rows, (row.tensor_bytes for row in rows), most_bytes)
+    runs = _runs(rows, lambda row: row.tensor_bytes, most_bytes)
     parts += [_part_of(part.step_count, run) for run in runs]
     # No later than the tokens.
     parts[0].starts = part.starts
@@ -64,7 +65,7 @@ class _Row:
 
     @property
     def tensor_bytes(self) -> int:
-        return _detail_bytes(self.details) if self.details else 0
+        return _bytes(self.details.generation_logits) if self.details else 0
 
     def pieces(self, most_bytes: int) -> list[_Row]:
         """Splits the row into pieces of at most `most_bytes` of logits, or of one token."""
@@ -102,11 +103,12 @@ def _part_of(step_count: int, rows: Sequence[_Row]) -> StepPart:
     )
 
 
-def _runs(values: Iterable[T], sizes: Iterable[int], most: int) -> Iterator[list[T]]:
+def _runs(values: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
     """Groups `values` into runs of at most `most` in total size, or of one larger value."""
     run: list[T] = []
     total = 0
-    for value, size in zip(values, sizes, strict=True):
+    for value in values:
+        size = size_of(value)
         if run and total + size > most:
             yield run
             run, total = [], 0
@@ -116,12 +118,8 @@ def _runs(values: Iterable[T], sizes: Iterable[int], most: int) -> Iterator[list
         yield run
 
 
-def _detail_bytes(details: TokenDetails) -> int:
-    return len(details.generation_logits.data) if details.generation_logits else 0
-
-
-def _prompt_bytes(prompt: PromptDetails) -> int:
-    return len(prompt.context_logits.data) if prompt.context_logits else 0
+def _bytes(tensor: Tensor | None) -> int:
+    return len(tensor.data) if tensor else 0
 
 
 def merge(parts: Sequence[StepPart]) -> StepPart:

@@ -64,7 +64,7 @@ def load_engine(model_dir: Path, settings: TorchSettings) -> Loaded:
             settings.max_sequences_per_item, settings.max_batch_size + settings.max_queue_size
         ),
         max_queue_size=settings.max_queue_size,
-        max_prompt_tokens=settings.longest_prompt,
+        max_prompt_tokens=None if settings.chunked_context else settings.max_step_tokens,
         max_logits_bytes=settings.max_logits_bytes,
         tokens_per_block=settings.tokens_per_block,
         total_blocks=sizes.blocks,

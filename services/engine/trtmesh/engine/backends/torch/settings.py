@@ -94,8 +94,3 @@ class TorchSettings(Settings):
     def never_pause(self) -> bool:
         """Whether a started sequence runs to its end."""
         return self.batching_type == "V1" or self.batch_scheduler_policy == "guaranteed_no_evict"
-
-    @property
-    def longest_prompt(self) -> int | None:
-        """Most tokens of a prompt; None where a prompt may take several steps."""
-        return None if self.chunked_context else self.max_step_tokens

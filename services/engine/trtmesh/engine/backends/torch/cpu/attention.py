@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
-from trtmesh.engine.backends.torch.cpu.decode_copies import DecodeCopies
-from trtmesh.engine.backends.torch.cpu.grouping import Group, Grouping
+from trtmesh.engine.backends.torch.cpu.grouping import DecodeCopies, Group, Grouping
 from trtmesh.engine.backends.torch.memory.blocks import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.model.attention import Rule, StepTokens

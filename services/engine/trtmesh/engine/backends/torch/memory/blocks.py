@@ -256,13 +256,6 @@ class Published:
     def __contains__(self, block: int) -> bool:
         return block in self._by_block
 
-    def __len__(self) -> int:
-        return len(self._by_hash)
-
-    @property
-    def hashes(self) -> list[int]:
-        return list(self._by_hash)
-
     def find(self, block_hash: int) -> int | None:
         """The block published under a hash."""
         entry = self._by_hash.get(block_hash)

@@ -62,10 +62,6 @@ class Embedding:
     def hidden_size(self) -> int:
         return int(self._weight.shape[1])
 
-    @property
-    def row_bytes(self) -> int:
-        return self.hidden_size * self._weight.itemsize
-
     def check(self, asked: PromptTuning, prompt_tokens: int) -> None:
         """Checks everything but the values of a table. Raises InvalidField."""
         if asked.extra_ids and len(asked.extra_ids) != prompt_tokens:
@@ -98,7 +94,8 @@ class Embedding:
     def bytes_of(self, asked: PromptTuning) -> int:
         """Memory for a checked table, as received and as the layers take it."""
         tensor = asked.embedding_table
-        return len(tensor.data) + table_rows(asked) * self.row_bytes if tensor else 0
+        row_bytes = self.hidden_size * self._weight.itemsize
+        return len(tensor.data) + table_rows(asked) * row_bytes if tensor else 0
 
     def read(self, asked: PromptTuning) -> PromptTable:
         """Reads a checked table, at about 64 MiB a second. Raises InvalidField."""

@@ -344,9 +344,6 @@ class WaitingQueue:
         self._lives = lives
         self._heap: list[tuple[tuple[int, int], Sequence]] = []
 
-    def __len__(self) -> int:
-        return len(self._heap)
-
     def push(self, sequence: Sequence) -> None:
         heapq.heappush(self._heap, (sequence.rank, sequence))
 

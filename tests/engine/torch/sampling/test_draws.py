@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from trtmesh.engine.draws import uniforms
+from trtmesh.engine.backends.torch.sampling.draws import uniforms
 
 WORD = st.integers(0, 2**64 - 1)
 SMALL = st.integers(0, 2**32 - 1)
