@@ -54,7 +54,7 @@ def test_snapshot_lists_parents_before_children(seed: int, steps: int) -> None:
             told[block] = parent
             parent = block
     assert told == parents
-    assert len(mirror) == len(parents)
+    assert len(mirror._blocks) == len(parents)
 
 
 def test_clearing_empties_the_snapshot() -> None:

@@ -6,12 +6,7 @@ import logging
 from collections.abc import Callable
 
 import grpc
-from trtmesh.chassis.errors import (
-    InvalidField,
-    InvalidRequest,
-    SchemaMismatch,
-    TokenizerMismatch,
-)
+from trtmesh.chassis.errors import InvalidField, InvalidRequest, SchemaMismatch, TokenizerMismatch
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.engine.service.loaded_engine import LoadedEngine

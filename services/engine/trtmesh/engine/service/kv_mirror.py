@@ -26,9 +26,6 @@ class KvMirror:
         self.next_sequence = 0
         self._blocks: dict[int, _Block] = {}
 
-    def __len__(self) -> int:
-        return len(self._blocks)
-
     def record(self, events: Sequence[KvEvent]) -> int:
         """Applies events; returns the sequence number of the first."""
         first = self.next_sequence

@@ -6,11 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    Metric,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from trtmesh.chassis.metrics import Histogram
 from trtmesh.engine.backend import BackendStats, SequenceEnd, StepOutput

@@ -210,7 +210,10 @@ class Scheduler:
 
 
 class Batch:
-    """Gives every member one token per step and visits a member only at the end of its run."""
+    """The generating sequences in parallel lists: a step costs a few list operations and no Python loop.
+
+    Every member gets one token per step and is visited only at the end of its run.
+    """
 
     def __init__(self) -> None:
         self.members: list[Sequence] = []

@@ -1,4 +1,4 @@
-"""Groups the sequences of a step for attention, and provides the workspace for their keys and values.
+"""Groups the sequences of a step for attention, and provides their keys and values: gathered, or copied earlier.
 
 In the flat batch, sequences with one token (decode) come first, sorted by length, then the chunks. Decoding sequences
 are cut into groups of similar lengths, small enough for the CPU's caches; a group costs one gather of rows and one
@@ -24,6 +24,10 @@ SMALL_GROUP_BYTES = 512 * 1024
 """Up to this size a further group costs more than padding."""
 PADDING = 1.25
 """Most keys gathered per key needed, in larger groups."""
+ROOM_TOKENS = 64
+"""Tokens by which sequences can grow before their copies are made anew."""
+
+Partition = Callable[[Rows], list[tuple[int, int]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,14 +205,13 @@ class Grouping:
             )
 
 
-ROOM_TOKENS = 64
-"""Tokens by which sequences can grow before their copies are made anew."""
-
-Partition = Callable[[Rows], list[tuple[int, int]]]
-
-
 class DecodeCopies:
-    """The copies of one cache, in at most `most_bytes` of memory."""
+    """Contiguous copies of the keys and values of decoding sequences, in at most `most_bytes` of memory.
+
+    Gathering blocks reads and writes all keys and values of a sequence for one new token. Where the same sequences
+    decode again, their blocks are gathered once, and later steps only add the new tokens. A sequence that joins or
+    leaves ends this until the batch has stayed the same for a step.
+    """
 
     def __init__(
         self, cache: KvCache, tables: BlockTables, dtype: torch.dtype, most_bytes: int

@@ -29,6 +29,8 @@ from trtmesh.engine.backends.torch.memory.eviction import (
 from trtmesh.engine.kv_blocks import KvEventLog
 
 NULL_BLOCK = 0
+CANDIDATES = 64
+"""Most blocks compared token by token for partial reuse; the newest are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,10 +232,6 @@ class BlockPool:
         return place
 
 
-CANDIDATES = 64
-"""Most blocks compared token by token for partial reuse; the newest are."""
-
-
 @dataclass(slots=True)
 class _Entry:
     block: int
@@ -244,7 +242,7 @@ class _Entry:
 
 
 class Published:
-    """A one-to-one map of hashes and blocks."""
+    """A one-to-one map of hashes and blocks, and the events about it."""
 
     def __init__(self, *, events: bool = True) -> None:
         self.events = KvEventLog(enabled=events)
@@ -309,7 +307,9 @@ class Published:
 
 
 class BlockTables:
-    """`rows` is [max_batch_size, blocks of the longest sequence], padded with NULL_BLOCK.
+    """The blocks of all sequences in the batch as one array, so that a step gathers rows instead of walking lists.
+
+    `rows` is [max_batch_size, blocks of the longest sequence], padded with NULL_BLOCK.
 
     `versions` [max_batch_size] changes when a row goes to another sequence or takes over the KV of another.
     """

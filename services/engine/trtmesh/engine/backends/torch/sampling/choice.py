@@ -136,7 +136,10 @@ Row = tuple[int, Continuation]
 
 
 def adjusted(sequences: SequenceOf[Continuation], logits: Tensor) -> Tensor:
-    """`logits` [sequences, vocabulary] as changed by the rules of the sequences; a copy unless unchanged."""
+    """`logits` [sequences, vocabulary] after bias, penalties and bans; a copy unless unchanged.
+
+    Each kind is one operation over the entries of all rows, numbered in the flat view of the logits.
+    """
     rows = [
         (row, sequence)
         for row, sequence in enumerate(sequences)

@@ -1,4 +1,4 @@
-"""Tokens that are being continued, as the choice of the next one sees them: no KV, no blocks, no schedule."""
+"""Tokens that are being continued, as the choice of the next token sees them: no KV, no blocks, no schedule."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ from numpy.typing import NDArray
 from trtmesh.chassis.vocabulary import Sampling
 from trtmesh.engine.backends.torch.sampling.token_rules import Ids, TokenRules
 from trtmesh.engine.stopping import EndRule
+
+TOP_P_MIN = 1e-6
+"""Default lower bound of a decaying top_p, as in TensorRT-LLM."""
+
+HASH_MODULUS = 2**61 - 1
+HASH_BASE = 0x1B873593CC9E2D51
+"""Any number below the modulus and far above all ids."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,16 +64,11 @@ class Continuation:
         return self.cumulative_log_prob
 
 
-TOP_P_MIN = 1e-6
-"""Default lower bound of a decaying top_p, as in TensorRT-LLM."""
-
-HASH_MODULUS = 2**61 - 1
-HASH_BASE = 0x1B873593CC9E2D51
-"""Any number below the modulus and far above all ids."""
-
-
 class History:
-    """The memory that the rules of a sequence need."""
+    """Counts over earlier tokens, as the rules of a sequence need them.
+
+    They are pure functions of the tokens, whatever worker generated them and in however many runs.
+    """
 
     def __init__(self, rules: TokenRules, prompt_tokens: int) -> None:
         sampling = rules.sampling

@@ -1,6 +1,5 @@
 """Draws one token per row.
 
-Each filter is a lower bound for logits, so equal logits pass or fail together.
 The cumulative distribution is added up in the order of ids, independently of the batch. Rows with a small top_k draw
 among their candidates alone: the same token for a fraction of the work, because filtered tokens have no weight.
 
@@ -89,11 +88,7 @@ def _part(
 
 
 def _draw_many(
-    configs: list[Sampling],
-    top_p: list[float],
-    logits: Tensor,
-    numbers: Tensor,
-    filters: Filters,
+    configs: list[Sampling], top_p: list[float], logits: Tensor, numbers: Tensor, filters: Filters
 ) -> Tensor:
     weights = filters.weights(configs, logits, top_p)
     return _inverted(weights.cumsum_(dim=1), numbers)[:, 0]
@@ -162,7 +157,7 @@ def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class Filters:
-    """temperature, then top_k, top_p and min_p."""
+    """temperature, then top_k, top_p and min_p, each a lower bound for logits: equal logits pass or fail together."""
 
     def __init__(self, descending: Descending) -> None:
         self._descending = descending

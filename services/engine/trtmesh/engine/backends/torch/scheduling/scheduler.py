@@ -23,6 +23,9 @@ from trtmesh.engine.backends.torch.scheduling.prefixes import Prefixes
 from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
 from trtmesh.engine.backends.torch.scheduling.sequence import Chunk, Pairs, Sequence
 
+REMOVED_ENTRIES = 64
+"""Entries of removed sequences to keep beyond twice as many as there are waiting sequences."""
+
 
 class Scheduler:
     """The waiting and running sequences of a backend, and their blocks."""
@@ -331,10 +334,6 @@ class Scheduler:
 def _missing(sequence: Sequence) -> Iterator[Sequence]:
     """Mates that wait."""
     return (each for each in sequence.mates if each.slot < 0)
-
-
-REMOVED_ENTRIES = 64
-"""Entries of removed sequences to keep beyond twice as many as there are waiting sequences."""
 
 
 class WaitingQueue:

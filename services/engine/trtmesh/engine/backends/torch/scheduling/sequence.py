@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING
 from trtmesh.chassis.block_hashes import ROOT_HASH, root_hash
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.vocabulary import GenerationConfig
-from trtmesh.engine.backend import (
-    SequenceEnd,
-    SequenceStart,
-    StepOutput,
-    Submission,
-    TokenDetails,
-)
+from trtmesh.engine.backend import SequenceEnd, SequenceStart, StepOutput, Submission, TokenDetails
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
 from trtmesh.engine.stopping import EndRule
@@ -166,10 +160,7 @@ class Chunk:
 
 
 def sequences_of(
-    item: Submission,
-    keys: Iterable[int],
-    rule: EndRule,
-    token_rules: TokenRules,
+    item: Submission, keys: Iterable[int], rule: EndRule, token_rules: TokenRules
 ) -> list[Sequence]:
     """The sequences of an item, named `keys`; the first computes the prompt for all."""
     sequences: list[Sequence] = []
