@@ -1,4 +1,4 @@
-"""Any backend, started for a test: what comes of an item, with everything that was asked about it."""
+"""Runs items on any backend and collects all their results."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ SECONDS = 60.0
 
 
 def config_of(options: Mapping[str, Any]) -> GenerationConfig:
-    """As the engine gets it, from the SDK's keywords."""
+    """A config as the engine receives it, from the SDK's keywords."""
     return parse_config(build_config(None, options))
 
 
 @dataclass
 class Outcome:
-    """All that was delivered about one sequence."""
+    """All deliveries about one sequence."""
 
     token_ids: list[int] = field(default_factory=list)
     details: list[TokenDetails] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Outcome:
     end: SequenceEnd | None = None
 
     def summary(self) -> tuple[object, ...]:
-        """What a client could see of it, without names and times."""
+        """The output as a client sees it, without names and times."""
         assert self.end is not None
         assert self.end.error is None, self.end.error
         details = [
@@ -83,7 +83,7 @@ class Lab:
 
     def deliver(self, output: StepOutput) -> None:
         self._loop.call_soon_threadsafe(self._take, output)
-        # What delivers on the loop's own thread finds it set.
+        # A delivery on the loop's own thread finds the event set.
         self.gate.passed()
 
     def fail(self, error: BaseException) -> None:
@@ -94,7 +94,7 @@ class Lab:
         for key, offset, count in zip(
             output.keys, output.token_offsets, output.token_counts, strict=True
         ):
-            # A beam may come anew from its beginning.
+            # A changed beam is sent again from the beginning.
             tokens = self.outcomes[key].token_ids
             tokens[offset:] = output.token_ids[start : start + count]
             start += count

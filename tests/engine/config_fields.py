@@ -1,4 +1,4 @@
-"""Every field of GenerationConfig, and a config that sets one of them."""
+"""Every field of GenerationConfig, and a config that sets only this field."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from trtmesh.v1 import generation_pb2 as pb
 
 LEAF_MESSAGES = {"Tensor", "TokenIds", "Image", "TokenRangeRetention"}
 
-# Fields whose value must satisfy more than its type.
+# Values with limits beyond their type.
 VALUES: dict[str, Any] = {
     "lookahead.window_size": 3,
     "stopping.min_tokens": 1,
-    # True is their default and so asks for nothing.
+    # True is the default and asks for nothing.
     "encoder_decoder.decoder_prompt.add_special_tokens": False,
     "kv_cache.reuse": False,
     "output.exclude_prompt": False,
@@ -22,7 +22,7 @@ VALUES: dict[str, Any] = {
     "output.stream": False,
     "output.text": False,
 }
-# Set together, because each alone is refused for the lack of the others.
+# Set together: each alone is refused.
 COMPANIONS: dict[str, dict[str, Any]] = {
     "lookahead.window_size": {"lookahead.ngram_size": 2, "lookahead.verification_set_size": 2},
     "lookahead.ngram_size": {"lookahead.window_size": 2, "lookahead.verification_set_size": 2},
@@ -52,7 +52,7 @@ def tensor() -> pb.Tensor:
 
 
 def sample(path: str, field: FieldDescriptor) -> Any:
-    """A value inside the field's limits that differs from every default."""
+    """A value within the field's limits, different from every default."""
     if path in VALUES:
         return VALUES[path]
     if field.message_type is not None:
@@ -92,6 +92,6 @@ def config_with(path: str) -> tuple[pb.GenerationConfig, set[str]]:
     put(config, path, sample(path, LEAVES[path]))
     for companion, value in COMPANIONS.get(path, {}).items():
         put(config, companion, value)
-    # What the router always sends.
+    # The router always sends these.
     config.sampling.seed = 5
     return config, {path, SEED, *COMPANIONS.get(path, {})}

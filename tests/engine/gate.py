@@ -1,4 +1,4 @@
-"""Where the deliveries of a backend pass, so that a test can hold it."""
+"""A gate for the deliveries of a backend, so that a test can hold the backend."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 SECONDS = 60.0
-"""How long a delivery waits at most: a test that fails inside must not leave a thread behind."""
+"""Longest wait of a delivery: a test that fails inside the block must not leave a thread behind."""
 
 
 class Gate:
-    """Open, but while a test holds it."""
+    """Open unless a test holds the gate."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -19,9 +19,8 @@ class Gate:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """A block in which a backend gets no further than its next delivery. It may await where a backend delivers on a
-        thread of its own; one that delivers on the event loop's would wait there for the block, and the block for it.
-        """
+        """Stops the backend at the next delivery. The block may await only if the backend delivers on its own thread; a
+        backend on the event loop would deadlock."""
         self._open.clear()
         try:
             yield
@@ -29,5 +28,5 @@ class Gate:
             self._open.set()
 
     def passed(self) -> None:
-        """Returns when it is open."""
+        """Waits until the gate is open."""
         self._open.wait(SECONDS)

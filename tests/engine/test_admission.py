@@ -1,4 +1,4 @@
-"""Admission against the limits of a backend, without one."""
+"""Admission against the limits of a backend, tested without a backend."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Every field that a real backend claims changes what comes of an item; every other one is refused by name.
+"""Every supported field of a real backend changes the result of an item; every other field is refused by name.
 
-`TORCH` and `SIMULATED` say for each field what is asked without it, what it adds, and where that shows. A field that
-is claimed and has no entry fails the test.
+`TORCH` and `SIMULATED` hold, by field, the config without the field, the field's value, and the place of the effect. A
+supported field without an entry fails the test.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ See = Callable[[Lab, Options], Awaitable[object]]
 
 
 async def everything(on: Lab, options: Options) -> object:
-    """All that comes back of one item."""
+    """All deliveries for one item."""
     return [outcome.summary() for outcome in await on.run(PROMPT, config_of(options))]
 
 
 async def reused(on: Lab, options: Options) -> object:
-    """Prompt tokens that are reused after the same prompt came without the field."""
+    """Reused prompt tokens, after the same prompt ran without the field."""
     await on.run(PROMPT, config_of({"max_tokens": 1}))
     (outcome,) = await on.run(PROMPT, config_of(options))
     assert outcome.end is not None
@@ -49,7 +49,7 @@ async def reused(on: Lab, options: Options) -> object:
 
 
 async def survives(on: Lab, options: Options) -> object:
-    """How much of an item is still there after others needed the room."""
+    """Cached tokens of an item after other items needed the room."""
     (outcome,) = await on.run(PROMPT, config_of(options))
     # Durations of these tests are shorter.
     await asyncio.sleep(0.01)
@@ -62,7 +62,7 @@ async def survives(on: Lab, options: Options) -> object:
 
 
 async def order(on: Lab, options: Options) -> object:
-    """In which order items end of which one runs at a time."""
+    """The order in which items end, computed one at a time."""
     with on.gate.held():
         keys = on.submit(PROMPT, config_of({"max_tokens": 4, "ignore_end_id": True}))
         keys += on.submit(PROMPT, config_of({"max_tokens": 2}))
@@ -72,7 +72,7 @@ async def order(on: Lab, options: Options) -> object:
 
 
 async def accepted(on: Lab, options: Options) -> object:
-    """What comes of an id after the vocabulary."""
+    """The result of an id beyond the vocabulary."""
     try:
         outcomes = await on.run([*PROMPT, 321], config_of(options))
     except TrtmeshError as error:
@@ -82,7 +82,7 @@ async def accepted(on: Lab, options: Options) -> object:
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked without a field and with it, what shows the difference, and on what backend."""
+    """The config without and with a field, the effect to observe, and the backend."""
 
     before: Options
     added: Options
@@ -111,7 +111,7 @@ def table(seed: int, **values: Any) -> Options:
 
 
 def torch_cases(plain: Sequence[int]) -> dict[str, Case]:
-    """By field; `plain` are the tokens that come of the prompt by themselves."""
+    """By field; `plain` are the prompt's tokens without any field."""
     often = {"embedding_bias_token_ids": [[5]], "embedding_bias_weights": [9.0]}
     ending_beams = {
         **often,
@@ -201,7 +201,7 @@ def torch_cases(plain: Sequence[int]) -> dict[str, Case]:
 
 
 def simulated_cases() -> dict[str, Case]:
-    """By field. The end id comes often; tokens change with any field that would change a model's."""
+    """By field. The end id is frequent; tokens change with every field that would change a model's."""
     new = {"max_tokens": 300, "ignore_end_id": True}
     drawn = {**new, "temperature": 1.0, "seed": 5}
     some = {
@@ -297,7 +297,7 @@ async def test_the_tables_have_no_entry_of_what_is_not_claimed(plain: list[int])
 
 
 async def refuses(backend: Backend, supported: frozenset[str]) -> None:
-    """Every field that is not supported is refused by its name, through the service."""
+    """The service refuses every unsupported field by name."""
     unknown = [path for path in LEAVES if path not in supported]
     async with serving(backend) as engine, router_stream(engine.address) as stream:
         handle = 0

@@ -1,4 +1,4 @@
-"""The life of an engine process, started as a user starts it."""
+"""The life cycle of an engine process, started like a user starts the command."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PATIENCE_SECONDS = 60.0
 
 
 class HealthWatch:
-    """What a process reports of its health, change by change."""
+    """The health reports of a process, change by change."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
@@ -44,7 +44,7 @@ class HealthWatch:
 
 @asynccontextmanager
 async def health_watch(address: str, service: str = "") -> AsyncIterator[HealthWatch]:
-    """The stream of changes, which begins with the status of now."""
+    """The stream of changes, beginning with the present status."""
     async with grpc.aio.insecure_channel(address) as channel:
         call = health_pb2_grpc.HealthStub(channel).Watch(
             health_pb2.HealthCheckRequest(service=service), wait_for_ready=True
@@ -72,7 +72,7 @@ def metrics_of(process: ServiceProcess) -> dict[str, float]:
 async def test_drain_refuses_new_items_finishes_running_ones_and_exits_well() -> None:
     async with service_process("engine", *SIMULATED, "--simulated-step-ms", "5") as process:
         await until_health(process.address, SERVING)
-        # Nothing is acknowledged: a write into a stream that ends hides its status from this side.
+        # Without acknowledgements: a write into an ending stream would hide the status.
         async with router_stream(process.address, credit=1000, acknowledging=False) as stream:
             await stream.send(submit(1, 400))
             await stream.until(lambda: stream.steps)
@@ -143,7 +143,7 @@ async def test_a_broken_backend_ends_the_process() -> None:
     async with service_process(
         "engine", *SIMULATED, "--simulated-break-after-steps", "5"
     ) as process:
-        # Watched from before it breaks, because it does not live long afterwards.
+        # Watched early, because the process exits soon after the failure.
         async with (
             health_watch(process.address) as health,
             router_stream(process.address) as stream,
@@ -182,7 +182,7 @@ async def test_a_stall_is_reported_while_load_goes_on() -> None:
             seen = len(stream.loads)
             await stream.until(lambda: len(stream.loads) >= seen + 3)
             assert stream.loads[-1].running_sequences == 1
-            # A machine so slow that an earlier step took as long had that reported first.
+            # On a slow machine an earlier step may already have been reported.
             told = "progress: 0.2 s without a step after number 5"
             await eventually(lambda: told in process.stderr)
 
@@ -195,7 +195,7 @@ async def test_health_recovers_when_steps_go_on() -> None:
             router_stream(process.address) as stream,
         ):
             await health.until(SERVING)
-            # Enough steps for a watcher that is slow to see one after which it is well again for a while.
+            # Enough steps for a slow watcher to see a stall and the recovery.
             await stream.send(submit(1, 1000))
             await health.until(NOT_SERVING)
             await health.until(SERVING)
@@ -285,6 +285,6 @@ async def test_a_simulated_engine_never_imports_torch() -> None:
     async with service_process("engine", *SIMULATED) as process:
         await until_health(process.address, SERVING)
         maps = await asyncio.to_thread(Path(f"/proc/{process.pid}/maps").read_text)
-        # By name, for the folder that everything lies in may be called anything.
+        # By name: the folder around the files may have any name.
         files = {Path(line.split(maxsplit=5)[-1]).name for line in maps.splitlines()}
         assert [name for name in files if "torch" in name] == []

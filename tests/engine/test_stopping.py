@@ -1,4 +1,4 @@
-"""Where sequences end: by one token, and over a run of tokens at once."""
+"""Ends of sequences: token by token, and over a run of tokens at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What transformers makes of a prompt by beam search."""
+"""Beam search by transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STOPPING = {
     pb.EARLY_STOPPING_HEURISTIC: False,
     pb.EARLY_STOPPING_EXHAUSTIVE: "never",
 }
-"""What transformers calls the three."""
+"""transformers' names for the three."""
 
 Beams = list[tuple[list[int], float]]
 

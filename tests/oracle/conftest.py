@@ -1,4 +1,4 @@
-"""One tiny model for the oracles of single features."""
+"""A tiny model for the oracles of single features."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logits and log-probabilities are those of transformers' model, whatever the scheduler did on the way."""
+"""Logits and log-probabilities equal those of transformers' model under any schedule."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DTYPES: dict[int, torch.dtype] = {
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"max_step_tokens": 5, "tokens_per_block": 4},
-    # So small that sequences are paused and computed anew.
+    # Small enough for sequences to be paused and recomputed.
     {"kv_cache_tokens": 60, "tokens_per_block": 4, "max_step_tokens": 7},
 ]
 
@@ -91,7 +91,7 @@ async def test_everything_of_prompts_and_tokens(
         top_log_probs=2,
     )
     async with running(llama, **settings) as engine:
-        # The second time all of it could be reused.
+        # The second run could reuse the whole prompt.
         for _ in range(2):
             with engine.gate.held():
                 keys = [engine.submit(prompt, everything)[0] for prompt in PROMPTS]
@@ -171,7 +171,7 @@ async def test_an_item_tells_of_its_prompt_once(llama: Path) -> None:
         streams = await engine.ended(engine.submit(PROMPTS[1], config))
         told = [[len(p.log_probs) for p in stream.prompts] for stream in streams]
         assert told == [[len(PROMPTS[1]) - 1], [], []]
-        # A prompt of one token has nothing to tell.
+        # A prompt of one token has no log-probabilities.
         (stream,) = await engine.ended(
             engine.submit([5], configure(max_tokens=2, prompt_log_probs=True))
         )
@@ -179,7 +179,7 @@ async def test_an_item_tells_of_its_prompt_once(llama: Path) -> None:
 
 
 def normalized(tokens: Sequence[int], rows: torch.Tensor) -> list[float]:
-    """Log-probabilities among what temperature 1.5, top_k 8 and top_p 0.9 leave."""
+    """Log-probabilities among the tokens left by temperature 1.5, top_k 8 and top_p 0.9."""
     found = []
     for token, row in zip(tokens, rows, strict=True):
         scores = row[None].double()

@@ -1,4 +1,4 @@
-"""What a client of the whole mesh gets is what transformers' `generate` gives, with any number of companions."""
+"""Clients of the whole mesh get the tokens of transformers' `generate`, in any batch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def encode(folder: Path, text: str) -> list[int]:
 
 
 async def all_alone_and_at_once(mesh: Mesh, prompts: Sequence[str]) -> list[ItemResult]:
-    """Each prompt as a request of its own, all at the same time."""
+    """Sends each prompt as a request, all at the same time."""
     answers = await asyncio.gather(
         *(
             mesh.client.complete([prompt], max_tokens=NEW_TOKENS, ignore_end_id=True)
@@ -64,7 +64,7 @@ async def all_alone_and_at_once(mesh: Mesh, prompts: Sequence[str]) -> list[Item
 
 @pytest.mark.parametrize("name", ["llama", "demo"])
 async def test_ids_and_texts_equal_generate(name: str, tmp_path: Path) -> None:
-    """Other families differ in the engine alone, where tests/engine/torch/test_greedy.py has them all."""
+    """Other families differ only in the engine; tests/engine/torch/test_greedy.py covers them all."""
     folder = DEMO if name == "demo" else tiny_models.build(tmp_path / name, name)
     prompts = prompts_of(17)
     model = tiny_models.reference_model(folder)
@@ -118,7 +118,7 @@ async def sampled_streams_do_not_depend_on_companions(mesh: Mesh, prompts: Seque
 
 
 async def the_end_id_ends_a_stream(mesh: Mesh, prompt: str, ids: Sequence[int]) -> None:
-    """An id that is known to come, declared the end."""
+    """A frequent id, declared the end id."""
     end_id = ids[4]
     (item,) = await mesh.client.complete([prompt], max_tokens=NEW_TOKENS, end_id=end_id)
     assert list(item.token_ids) == list(ids[: ids.index(end_id) + 1])
@@ -131,7 +131,7 @@ async def the_end_id_ends_a_stream(mesh: Mesh, prompt: str, ids: Sequence[int]) 
 async def log_probs_are_parallel_to_the_tokens(
     mesh: Mesh, model: PreTrainedModel, prompt: Sequence[int], ids: Sequence[int]
 ) -> None:
-    """Each token's, as the model gives it after all tokens before, however tokens and texts were cut."""
+    """Each token's log-probability is the model's after all earlier tokens, however tokens and texts were cut."""
     with torch.inference_mode():
         logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
     expected = torch.log_softmax(logits.float(), -1)[range(len(ids)), list(ids)]

@@ -44,7 +44,7 @@ async def mesh(folder: Path) -> AsyncIterator[Mesh]:
 
 
 async def search(mesh: Mesh, **options: Any) -> ItemResult:
-    """A search of which every event is checked as it comes."""
+    """Runs a search and checks every event on arrival."""
     given = {"max_tokens": TOKENS, "ignore_end_id": True, "beam_width": WIDTH, **options}
     (item,) = await mesh.open([PROMPT], **given).result()
     assert item.error is None
@@ -76,7 +76,7 @@ async def test_beams(mesh: Mesh, model: PreTrainedModel, folder: Path, stream: b
 
 
 async def test_beams_are_told_again_when_they_change(mesh: Mesh) -> None:
-    # So many that the steps do not all come as one where the reader is slow.
+    # Enough tokens for several events despite a slow reader.
     options: dict[str, Any] = {"max_tokens": 300, "ignore_end_id": True, "beam_width": WIDTH}
     reader = mesh.open([PROMPT], **options)
     (item,) = await reader.result()
@@ -125,7 +125,7 @@ async def test_a_stopped_search_ends_all_its_beams(mesh: Mesh) -> None:
 async def test_the_command_prints_beams_once_they_are_final(
     mesh: Mesh, model: PreTrainedModel, folder: Path
 ) -> None:
-    """Into a pipe nothing can be taken back, so only what is final is printed."""
+    """A pipe cannot take text back, so only final text is printed."""
     theirs = expected(model, encode(folder, PROMPT), WIDTH, tokens=6, end_id=tiny_models.END_ID)
     flags = ("--router", mesh.router.address, "--max-tokens", "6", "--beam-width", str(WIDTH))
     result = await asyncio.to_thread(trtmesh, "generate", *flags, PROMPT)
@@ -141,7 +141,7 @@ async def test_the_command_prints_beams_once_they_are_final(
 
 
 async def test_sampled_sequences(mesh: Mesh) -> None:
-    """Each has draws of its own, and the same ones with or without the others."""
+    """Each sequence has independent draws, the same with or without the others."""
     options: dict[str, Any] = {"max_tokens": 16, "temperature": 1.0, "seed": 3}
     (item,) = await mesh.open([PROMPT], num_return_sequences=3, **options).result()
     streams = [sequence.token_ids for sequence in item.sequences]

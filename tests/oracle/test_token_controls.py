@@ -27,13 +27,13 @@ PROMPTS = tiny_models.prompts(4)
 
 @pytest.fixture(scope="module")
 def plain(llama: Path) -> list[list[int]]:
-    """What the model says where nothing controls it."""
+    """The model's output without controls."""
     model = tiny_models.reference_model(llama)
     return [tiny_models.greedy(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
 
 
 def bad_words(plain: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Words that would come: single ids, pairs, triples, two that overlap, two with a beginning in common."""
+    """Likely words: single ids, pairs and triples, two overlapping, two with a common beginning."""
     first, second = plain[1], plain[3]
     return (
         (first[0],),
@@ -49,7 +49,7 @@ BIAS = {11: 4.0, 40: -3.0, 200: 6.5, 201: float("-inf")}
 
 
 def oracle_cases(plain: Sequence[Sequence[int]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Our options and the arguments of `generate` that mean the same."""
+    """Our options and the equivalent arguments of `generate`."""
     words = bad_words(plain)
     dense = [BIAS.get(token, 0.0) for token in range(VOCABULARY)]
     sequence_bias = {(token,): value for token, value in BIAS.items()}
@@ -126,7 +126,7 @@ def decayed(top_p: float, decay: float, least: float, reset: int, tokens: Sequen
 
 
 async def test_top_p_decays_to_its_minimum_and_is_reset(llama: Path) -> None:
-    """The sampled tokens are those of the same draws over the distribution that transformers leaves of each step."""
+    """Sampled tokens equal the same draws over transformers' distribution of each step."""
     prompt, reset = PROMPTS[1], 5
     shape = {"top_p": 0.95, "top_p_decay": 0.7, "top_p_min": 0.3, "top_p_reset_id": reset}
     # The bias makes the reset id come now and then.
@@ -167,7 +167,7 @@ async def test_a_greedy_top_p_decay_changes_nothing(llama: Path) -> None:
 
 
 def interrupted_cases(plain: Sequence[Sequence[int]]) -> list[GenerationConfig]:
-    """Every feature that remembers something, and combinations."""
+    """Every feature with a memory, and combinations."""
     sampled = {"temperature": 2.0, "seed": 3}
     decay = {"top_p": 0.97, "top_p_decay": 0.9, "top_p_min": 0.4, "top_p_reset_id": 7}
     penalties = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.3}

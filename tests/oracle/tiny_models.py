@@ -59,7 +59,7 @@ CORPUS = (
 
 
 def build(folder: Path, family: str = "llama", *, seed: int = 0, **changes: Any) -> Path:
-    """Saves a model of `family` and a tokenizer into `folder`; `changes` go into its configuration."""
+    """Saves a model of `family` and a tokenizer in `folder`; `changes` override the configuration."""
     model_type, shape = FAMILIES[family]
     build_type(folder, model_type, seed=seed, **{**shape, **changes})
     return folder
@@ -91,7 +91,7 @@ def build_type(folder: Path, model_type: str, *, seed: int = 0, **values: Any) -
 
 
 def save_tokenizer(folder: Path) -> None:
-    """A byte-level BPE tokenizer, as GPT-2, Llama 3 and Qwen have it, with at most VOCABULARY_SIZE ids."""
+    """A byte-level BPE tokenizer like GPT-2's, Llama 3's and Qwen's, with at most VOCABULARY_SIZE ids."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -124,7 +124,7 @@ def reference_model(folder: Path) -> PreTrainedModel:
 
 
 def greedy(model: PreTrainedModel, prompt: list[int], count: int, **arguments: Any) -> list[int]:
-    """What `generate` makes of `prompt` alone: at most `count` ids, an end id included."""
+    """The ids of `generate` for `prompt` alone: at most `count`, an end id included."""
     ids = torch.tensor([prompt])
     generate: Any = model.generate
     arguments = {"eos_token_id": None, "pad_token_id": PAD_ID, **arguments}
@@ -143,7 +143,7 @@ def greedy(model: PreTrainedModel, prompt: list[int], count: int, **arguments: A
 def prompts(
     count: int, *, vocabulary_size: int = VOCABULARY_SIZE, seed: int = 1
 ) -> list[list[int]]:
-    """Prompts of 1 to 40 random ids, none of them special."""
+    """Prompts of 1 to 40 random ids without special ids."""
     generator = torch.Generator().manual_seed(seed)
     lengths = [1, 33, 5, 16, 17]
     lengths += torch.randint(1, 41, (max(0, count - 5),), generator=generator).tolist()

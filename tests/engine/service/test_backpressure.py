@@ -10,7 +10,7 @@ from trtmesh.engine.backends.simulated.settings import SimulatedSettings
 
 
 async def outputs(credit: int, acknowledge_after: range | None) -> dict[int, Received]:
-    """Eight sequences read with acknowledgements withheld at random; None acknowledges at once."""
+    """Eight sequences, read with randomly delayed acknowledgements; None acknowledges at once."""
     schedule = random.Random(5)
     backend = SimulatedBackend(SimulatedSettings(step_ms=0))
     async with (

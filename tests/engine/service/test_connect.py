@@ -317,7 +317,7 @@ class TestRefusedItems:
 
 
 class TestBrokenAgreement:
-    """What shows that router and worker no longer agree on the numbers ends the stream."""
+    """A disagreement about numbers between router and worker ends the stream."""
 
     async def test_a_handle_in_use(self) -> None:
         backend = simulated(step_ms=60_000)
@@ -386,7 +386,7 @@ class TestStopping:
 
     @pytest.mark.parametrize("way", ["cancel", "half_close", "disconnect"])
     async def test_a_stream_that_goes_frees_its_blocks(self, way: str) -> None:
-        # A step never ends here, so whatever is freed is not freed by a step.
+        # A step never ends here, so no step frees the blocks.
         backend = simulated(step_ms=3_600_000)
         async with serving(backend) as engine:
             async with router_stream(engine.address) as stream:
@@ -462,7 +462,7 @@ class TestEndsAndErrors:
         async with serving(backend) as engine, router_stream(engine.address, credit=1) as stream:
             stream.acknowledging = False
             await stream.send(submit(1, 100), submit(2, 100))
-            # The process' life is the chassis' matter; here it is asked to end.
+            # The chassis owns the life of the process; here the service is only asked to end.
             await engine.runtime.failure
             await stream.acknowledge(0)
             await engine.service.stop()

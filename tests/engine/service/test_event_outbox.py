@@ -1,4 +1,4 @@
-"""Credit, merging and what may not wait, without a socket."""
+"""Credit and merging, without a socket."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ ROW_BYTES = 8
 
 
 def with_logits(made: StepPart) -> StepPart:
-    """Every token with a row of logits that tells it, and a prompt before the first."""
+    """Gives every token a distinguishable row of logits, and a prompt before the first token."""
     ids = iter(made.token_ids)
     for handle, offset, count in zip(
         made.handles, made.token_offsets, made.token_counts, strict=True

@@ -1,4 +1,4 @@
-"""What an engine process counts."""
+"""Counters and histograms of an engine process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_ends_are_counted_by_reason() -> None:
     assert values['trtmesh_engine_errors_total{reason="QUEUE_FULL"}'] == 1
     assert values["trtmesh_engine_cached_prompt_tokens_total"] == 4
     assert values["trtmesh_engine_queue_seconds_count"] == 2
-    # An ended sequence no longer awaits its first token.
+    # An ended sequence no longer awaits a first token.
     metrics.stepped(StepOutput(1, [1], [0], [1], [5]), now=1.0)
     assert scrape(metrics)["trtmesh_engine_time_to_first_token_seconds_count"] == 0
 

@@ -1,4 +1,4 @@
-"""The simulated backend keeps the promises of Backend; its steps are driven by the test's own loop."""
+"""The simulated backend keeps the promises of Backend; the test's own loop drives the steps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PATIENCE_SECONDS = 60.0
 
 @dataclass
 class Run:
-    """A backend and all that it delivered."""
+    """A backend and all deliveries."""
 
     backend: SimulatedBackend
     outputs: list[StepOutput] = field(default_factory=list)
@@ -221,7 +221,7 @@ class TestBlocks:
         prompt = tuple(range(10))
         async with running(tokens_per_block=4) as run:
             first = await run.generate(item(1, prompt=prompt))
-            # 10 + 8 tokens, of which the last has no KV: 4 full blocks.
+            # 10 + 8 tokens, the last without KV: 4 full blocks.
             assert len(run.stored) == 4
             again = await run.generate(item(2, prompt=prompt))
             assert again == first

@@ -1,4 +1,4 @@
-"""One sequence of a simulated backend."""
+"""Runs of tokens of a simulated sequence."""
 
 from __future__ import annotations
 

@@ -30,5 +30,5 @@ def llama(model_dir: ModelDir) -> Path:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Known where this folder or a file of it is named; elsewhere the default holds."""
+    """Used where a test names this folder or one of the files; the default applies elsewhere."""
     parser.addoption("--combinations", type=int, help="rounds of test_any_combination")

@@ -1,4 +1,4 @@
-"""A torch backend that runs for a test, and what it delivered by sequence."""
+"""A running torch backend for tests, and the deliveries by sequence."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SECONDS = 60.0
 
 @dataclass
 class Stream:
-    """What one sequence got."""
+    """The deliveries for one sequence."""
 
     token_ids: list[int] = field(default_factory=list)
     first_offset: int | None = None
@@ -42,7 +42,7 @@ class Stream:
 
 
 class Harness:
-    """Submits, collects, and checks what every backend promises on the way."""
+    """Submits, collects, and checks the promises of every backend meanwhile."""
 
     def __init__(self, model_dir: Path, settings: TorchSettings) -> None:
         self.backend = TorchBackend(model_dir, settings)
@@ -110,14 +110,14 @@ class Harness:
         return [stream.token_ids for stream in await self.ended(keys)]
 
     async def until(self, condition: Any) -> None:
-        """Waits for something that a delivery makes true."""
+        """Waits for a condition that a delivery fulfils."""
         async with asyncio.timeout(SECONDS):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()
 
     def _deliver(self, output: StepOutput) -> None:
-        # On the engine's thread, so the counters are those of the delivery.
+        # On the engine's thread, so the counters belong to this delivery.
         stats = self.backend.stats() if hasattr(self.backend, "_loaded") else None
         self._loop.call_soon_threadsafe(self._take, output, stats)
         self.gate.passed()
@@ -173,7 +173,7 @@ class Harness:
 
 @asynccontextmanager
 async def running(model_dir: Path, **settings: Any) -> AsyncIterator[Harness]:
-    """A started backend; one thread, so that tests do not fight for cores."""
+    """A started backend; a single thread avoids contention between tests."""
     harness = Harness(model_dir, TorchSettings(**{"threads": 1, **settings}))
     await harness.start()
     try:

@@ -1,4 +1,4 @@
-"""An engine whose KV cache is a list of tokens: what attention would read is compared with what it should read."""
+"""An engine with a list of tokens as KV cache: compares what attention would read with the expected tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EMPTY = -1
 
 
 class PaperEngine:
-    """Steps a scheduler and its pool; the next token of a sequence is a function of all before it."""
+    """Steps a scheduler and a pool; the next token of a sequence is a function of all earlier tokens."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class PaperEngine:
             self.scheduler.add(sequence, self.steps)
 
     def step(self) -> list[Sequence]:
-        """One step; returns the sequences whose next token is known, without having appended it."""
+        """Runs a step; returns the sequences with a known next token, which is not appended yet."""
         chunks = self.scheduler.schedule()
         for move in self.pool.take_moves():
             self.content[move.target] = list(self.content[move.source])
@@ -99,13 +99,13 @@ class PaperEngine:
             assert self.steps > before
 
     def advance(self, sequence: Sequence) -> None:
-        """Appends the next token, and ends the sequence where that was the last."""
+        """Appends the next token, and ends the sequence after the last."""
         sequence.append(next_token(sequence.tokens), 0)
         if sequence.rule.end_after(sequence.tokens):
             self.scheduler.remove(sequence)
 
     def check_integrity(self) -> None:
-        """References, tables and counters agree with what the sequences hold."""
+        """References, tables and counters agree with the blocks of the sequences."""
         held: dict[int, int] = {}
         running = self.scheduler.running
         for sequence in running:
@@ -142,7 +142,7 @@ def next_token(tokens: SequenceOf[int]) -> int:
 
 
 def continued(tokens: SequenceOf[int], count: int) -> list[int]:
-    """What a sequence must be after `count` more tokens."""
+    """The expected tokens after `count` more."""
     result = list(tokens)
     for _ in range(count):
         result.append(next_token(result))

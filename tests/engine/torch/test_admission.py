@@ -1,4 +1,4 @@
-"""What cannot be taken is refused with one clear error, and the engine goes on."""
+"""Impossible items are refused with one clear error, and the engine continues."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def test_sequence_starting_during_submit_counts_once(llama: Path) -> None:
         with engine.gate.held():
             keys = [engine.submit([5], config)[0] for _ in range(5)]
             await engine.until(lambda: engine.streams[keys[0]].token_ids)
-            # As between two looks of this thread: they run, and what was seen to wait is not looked at again.
+            # The sequences start between two reads of this thread.
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(scheduler, "running", scheduler.running * 4)
                 patch.setattr(scheduler, "waiting_sequences", 4)
@@ -94,7 +94,7 @@ async def test_sequence_starting_during_submit_counts_once(llama: Path) -> None:
 
 
 async def test_item_counts_while_the_engine_takes_it(llama: Path) -> None:
-    """Else the queue could be overrun by what comes in that moment."""
+    """Otherwise items that arrive in this moment could exceed the queue."""
     async with running(llama) as engine:
         taking = engine.backend._loaded.engine
         add, seen = taking.add, list[int]()

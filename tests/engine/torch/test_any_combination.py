@@ -45,7 +45,7 @@ VOCABULARY = tiny_models.VOCABULARY_SIZE
 TABLE_ROWS = 6
 POOL_TOKENS = 208
 TINY_POOL_TOKENS = 112
-"""Room for the longest item of one sequence and for little more."""
+"""Room for the longest item of one sequence and little more."""
 TINY_POOL_BLOCK = 4
 LONGEST = 40
 MOST_NEW = 24
@@ -60,20 +60,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @dataclass
 class Item:
-    """What is asked, and what befalls it."""
+    """An item and the interruptions planned."""
 
     prompt: list[int]
     config: GenerationConfig
     batch_index: int
     cancelled_after: int | None = None
-    """Tokens of its first sequence after which it is cancelled."""
+    """The item is cancelled after this many tokens of the first sequence."""
     moves_after: list[int] = field(default_factory=list)
-    """Tokens after which its sequences are stopped and go on from there."""
+    """The sequences are stopped after this many tokens and continue from there."""
 
 
 @dataclass
 class Result:
-    """What a sequence came to."""
+    """The result of a sequence."""
 
     token_ids: list[int]
     log_probs: list[float]
@@ -87,7 +87,7 @@ class Result:
 
 
 class Maker:
-    """Makes the parts of a round from its number."""
+    """Makes a round from a number."""
 
     def __init__(self, number: int, common: Sequence[int]) -> None:
         self.dice = Random(number)
@@ -227,7 +227,7 @@ class Maker:
 
 @dataclass
 class Happened:
-    """What befell the rounds that were played."""
+    """Counters over the rounds played."""
 
     rounds: int = 0
     reused_blocks: int = 0
@@ -237,7 +237,7 @@ class Happened:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def happened() -> AsyncIterator[Happened]:
-    """Rounds in which nothing is reused, or nobody paused, would show little."""
+    """Rounds without reuse or pauses would prove little."""
     counts = Happened()
     yield counts
     if counts.rounds >= ROUNDS:
@@ -248,13 +248,13 @@ async def happened() -> AsyncIterator[Happened]:
 
 @asynccontextmanager
 async def lonely(model: Path) -> AsyncIterator[Harness]:
-    """Where items run alone."""
+    """The worker for items alone."""
     async with running(model, prefix_reuse=False, kv_cache_tokens=4096) as engine:
         yield engine
 
 
 async def frequent(engine: Harness) -> list[int]:
-    """Ids that come often, so that words of them are met."""
+    """Frequent ids, so that words of them occur."""
     outputs = await engine.run(tiny_models.prompts(6), configure(max_tokens=30, ignore_end_id=True))
     return sorted({token for tokens in outputs for token in tokens[::3]})[:24]
 
@@ -298,7 +298,7 @@ async def test_any_combination_equals_each_item_alone_under_preemption(
 
 
 def fits_the_tiny_pool(item: Item) -> bool:
-    """Whether a search finds room for all its beams; other sequences need no room together."""
+    """Whether the pool holds all beams of a search; other sequences need not fit together."""
     config, prompt = item.config, len(item.prompt)
     assert config.stopping.max_tokens
     shared = (prompt - 1) // TINY_POOL_BLOCK
@@ -309,13 +309,13 @@ def fits_the_tiny_pool(item: Item) -> bool:
 async def check(
     items: Sequence[Item], settings: dict[str, Any], model: Path, lonely: Harness
 ) -> BackendStats:
-    """Plays the items together; returns what the worker counted."""
+    """Plays the items together; returns the worker's counters."""
     alone = [await play_alone(lonely, item) for item in items]
     async with running(model, **settings) as engine:
         async with asyncio.timeout(120):
             with engine.gate.held():
                 playing = asyncio.gather(*(play(engine, item) for item in items))
-                # Each submits before it waits for anything.
+                # Each task submits before waiting.
                 await asyncio.sleep(0)
             results = await playing
         stats = engine.backend.stats()
@@ -345,7 +345,7 @@ async def play(engine: Harness, item: Item) -> list[Result]:
 
 
 async def move(engine: Harness, item: Item, sequence_index: int, key: int) -> Result:
-    """Lets a sequence go on as another worker would, from its tokens."""
+    """Continues a sequence as another worker would, from the tokens."""
     streams, tokens = [], list[int]()
     alone = replace(item.config, sampling=replace(item.config.sampling, num_return_sequences=1))
     for count in item.moves_after:
@@ -439,7 +439,7 @@ def compare(item: Item, found: list[Result], expected: list[Result]) -> None:
 
 
 def values(tops: list[list[tuple[int, float]]]) -> list[float]:
-    """Of alternatives that are equally likely either may be named, so their values are compared."""
+    """Equally likely alternatives may come in any order, so the values are compared."""
     return [value for top in tops for _, value in top]
 
 

@@ -1,4 +1,4 @@
-"""Stop, failure, migration, preemption: each sequence ends once, and its blocks are free by then."""
+"""Stop, failure, migration and preemption: each sequence ends once, with the blocks already free."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def test_close_ends_every_sequence(llama: Path) -> None:
             keys = [engine.submit([5], LONG)[0] for _ in range(4)]
             await engine.until(lambda: engine.streams[keys[0]].token_ids)
             closing = asyncio.create_task(engine.backend.close())
-            # It asks, and then waits for the thread.
+            # Asks, then waits for the thread.
             await asyncio.sleep(0)
         await closing
     for stream in await engine.ended(keys):
@@ -196,7 +196,7 @@ async def test_perf_metrics_are_in_order_and_only_on_request(llama: Path) -> Non
         assert metrics.first_token_time_ns < metrics.last_token_time_ns
         assert silent.start is None
         known = metrics.first_scheduled_time_ns, metrics.first_token_time_ns
-        # With the first token: the prompt's 10 tokens have KV, and there is no last one.
+        # With the first token: the prompt's 10 tokens have KV, and there is no last token.
         assert asking.start == PerfMetrics(
             metrics.arrival_time_ns,
             *known,
@@ -256,5 +256,5 @@ async def test_no_sequence_starves_in_a_tiny_pool(llama: Path) -> None:
         await engine.ended(keys)
         assert internals(engine).scheduler.preemptions > 0
         first_ends = [end.key for output in engine.outputs for end in output.ends]
-        # The oldest is never preempted, so it ends first.
+        # The oldest sequence is never preempted and ends first.
         assert first_ends[0] == keys[0]

@@ -187,7 +187,7 @@ async def test_inputs_that_fail_one_after_another_do_not_end_the_engine(llama: P
             assert await engine.run(PROMPTS[:1], SHORT) == expected
         assert engine.failures == []
         assert all_is_free(engine)
-        # The check that told them from a broken model left the null block as it must be.
+        # The check of the model has restored the null block.
         assert not engine.backend._loaded.cache.pool[0].any()
 
 
@@ -218,7 +218,7 @@ async def test_broken_model_ends_all_sequences_and_reports_once(
             for stream in await engine.ended(keys):
                 assert stream.end
                 assert stream.end.reason == pb.FINISH_REASON_ERROR
-                # Not BackendFailed, which would be the items' own fault: another worker may go on with them.
+                # Not BackendFailed, the items' own fault: another worker may continue them.
                 assert isinstance(stream.end.error, WorkerLost)
                 assert "the device is gone" in str(stream.end.error)
             await engine.until(lambda: engine.failures)

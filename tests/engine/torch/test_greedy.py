@@ -1,4 +1,4 @@
-"""Greedy ids equal those of `generate`, whatever else is computed at the same time."""
+"""Greedy ids equal those of `generate` in any batch."""
 
 from __future__ import annotations
 

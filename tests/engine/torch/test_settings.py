@@ -107,7 +107,7 @@ async def test_a_prompt_longer_than_a_step_is_refused_without_chunks(llama: Path
         with pytest.raises(PromptTooLong, match=r"9 tokens.* fit a step, which has 8"):
             engine.submit([5] * 9, CONFIG)
         (tokens,) = await engine.run([[5] * 8], CONFIG)
-        # What was generated elsewhere is no prompt.
+        # Tokens generated elsewhere are not prompt tokens.
         keys = engine.submit([5] * 8, CONFIG, emitted=tokens[:20])
         (rest,) = await engine.ended(keys)
         assert rest.token_ids == tokens[20:]
@@ -149,7 +149,7 @@ BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4
         ({"kv_cache_bytes": 100 * BYTES_PER_TOKEN, "kv_cache_tokens": 80}, 20),
         ({"kv_cache_bytes": 60 * BYTES_PER_TOKEN, "kv_cache_tokens": 80}, 15),
         ({"kv_cache_free_memory_fraction": 0.9, "kv_cache_tokens": 80}, 20),
-        # With no limit set, what the batch can need.
+        # Without a limit, as much as the batch can need.
         ({"max_batch_size": 2, "max_sequence_tokens": 64}, 32),
     ],
 )

@@ -26,7 +26,7 @@ async def test_soak_leaves_no_blocks_and_no_memory() -> None:
     figures = json.loads(output.splitlines()[-1])
     assert figures["wrong"] == []
     assert process.returncode == 0
-    # It went through what it is there for.
+    # The run covered all its scenarios.
     assert figures["stopped"] > 100
     assert figures["refused"] > 0
     assert figures["preemptions"] > 0

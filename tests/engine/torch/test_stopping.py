@@ -1,4 +1,4 @@
-"""Where sequences end."""
+"""Ends of generated sequences on the torch engine."""
 
 from __future__ import annotations
 

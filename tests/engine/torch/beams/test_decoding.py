@@ -43,14 +43,14 @@ def same(mine: Beams, theirs: Beams) -> None:
 
 
 def often(model: PreTrainedModel, prompt: SequenceOf[int]) -> list[int]:
-    """Ids that beams reach soon, declared ends."""
+    """Frequent ids of beams, declared end ids."""
     beams = expected(model, prompt, 4)
     return [beams[1][0][2], beams[0][0][5]]
 
 
 @pytest.mark.parametrize("early_stopping", STOPPING)
 async def test_beams_equal_generate_in_tokens_and_scores(early_stopping: int, llama: Path) -> None:
-    """All at once: ends that come soon, late and never, and every sign of the penalty."""
+    """Early, late and missing ends, and penalties of every sign, in one batch."""
     model = tiny_models.reference_model(llama)
     prompts = tiny_models.prompts(3)
     ends = [[prompts[0][-1]], often(model, prompts[1]), often(model, prompts[2])]
@@ -79,7 +79,7 @@ def beams(width: int, **values: Any) -> GenerationConfig:
 
 @pytest.mark.parametrize("family", ["gemma3", "mistral"])
 async def test_beams_equal_generate_in_a_mixed_batch(family: str, model_dir: ModelDir) -> None:
-    """In small steps, with companions of other kinds, one search ended before."""
+    """In small steps, beside other kinds of items; one search was stopped before."""
     model = tiny_models.reference_model(model_dir(family))
     prompts = tiny_models.prompts(4)
     sampled = configure(max_tokens=20, ignore_end_id=True, temperature=1.0, seed=5)
@@ -102,7 +102,7 @@ async def test_beams_equal_generate_in_a_mixed_batch(family: str, model_dir: Mod
 
 @pytest.mark.parametrize("reuse", [True, False])
 async def test_paused_beam_search_gives_the_same_beams(reuse: bool, llama: Path) -> None:
-    """A pool that holds one search whole and no other beside it; all that run are paused and computed anew."""
+    """The pool holds exactly one search, so all running searches are paused and recomputed."""
     model = tiny_models.reference_model(llama)
     prompts = tiny_models.prompts(5)[1:]
     config = beams(4, ignore_end_id=True, max_tokens=20)
@@ -137,7 +137,7 @@ def test_row_of_outdated_tokens_is_not_used() -> None:
     for lane in lanes:
         lane.slot, lane.num_computed = 1, 2
     assert not item.take(lanes[0], row, nothing)
-    # It is paused and starts again with a token more, as far as its row can know.
+    # The lane is paused and starts again with one more token.
     lanes[0].tokens.append(7)
     lanes[0].num_computed = 3
     assert not item.take(lanes[1], row, nothing)
@@ -186,7 +186,7 @@ def logits_of(stream: Stream) -> torch.Tensor:
 
 
 async def test_beam_logits_belong_to_the_tokens_and_come_once(llama: Path) -> None:
-    """Of each beam the model's own, whatever changes their ranks, though beams change places on the way."""
+    """Each beam gets the model's own log-probabilities, whatever ranks the beams, even if beams change places."""
     model, prompt = tiny_models.reference_model(llama), tiny_models.prompts(2)[1]
     asked: dict[str, Any] = {"generation_logits": True, "repetition_penalty": 1.3, "end_id": 5}
     async with running(llama) as engine:
@@ -249,7 +249,7 @@ async def test_beams_are_ranked_by_adjusted_logits(llama: Path) -> None:
 async def follows(
     engine: Harness, prompt: SequenceOf[int], stream: Stream, rules: dict[str, Any]
 ) -> None:
-    """Whether each log-probability is that of a draw under the same rules after the tokens before it."""
+    """Whether each log-probability equals a draw's under the same rules after the same tokens."""
     log_probs = [value for details in stream.details for value in details.log_probs]
     tokens = stream.token_ids
     for at, value in enumerate(log_probs):

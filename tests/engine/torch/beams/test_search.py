@@ -1,4 +1,4 @@
-"""The search itself, over made-up log-probabilities: its formulas, step by step."""
+"""The formulas of beam search, step by step, over made-up log-probabilities."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_diversity_favours_later_beams(seed: int, width: int, rate: float) -> No
         beams = [(tokens, total) for _, tokens, total in going_on[:width]]
         assert [tuple(beam.tokens) for beam in search.running] == [tokens for tokens, _ in beams]
         for beam, (_, total) in zip(search.running, beams, strict=True):
-            # The rate ranks; it is no part of the sum.
+            # The rate changes the rank, not the sum.
             assert beam.total == pytest.approx(total)
 
 
@@ -115,7 +115,7 @@ def test_diversity_favours_later_beams(seed: int, width: int, rate: float) -> No
     ],
 )
 def test_when_a_search_is_over(early_stopping: int, length_penalty: float, *, over: bool) -> None:
-    """Complete are sums of -3 after one token; the best that runs has -2.9 after two of at most 4."""
+    """Complete beams have sums of -3 after one token; the best running beam has -2.9 after two of at most 4."""
     search = BeamSearch(
         vocabulary.BeamSearch(2, length_penalty, early_stopping), most_tokens=4, ending_tokens=1
     )

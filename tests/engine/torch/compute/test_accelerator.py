@@ -20,7 +20,7 @@ CONFIGS = [
 
 
 class OnCpu(Accelerator):
-    """Without the calls that need CUDA."""
+    """The accelerator without the calls of CUDA."""
 
     pins_memory = False
 

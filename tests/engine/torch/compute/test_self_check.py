@@ -1,4 +1,4 @@
-"""Architectures: each is computed token for token as transformers computes it, or refused with the reason."""
+"""Every architecture equals transformers token for token, or is refused with a reason."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ GROUPS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     (OF_TWO_SIZES, LATENT),
 )
 SERVED = {model_type: values for names, values in GROUPS for model_type in names.split()}
-"""Configuration by model type, beside the shape that all share."""
+"""Configuration by model type, in addition to the common shape."""
 
 NEW_TOKENS = 6
 FREE = configure(max_tokens=NEW_TOKENS, ignore_end_id=True)
@@ -77,7 +77,7 @@ async def test_chunks_in_a_batch_equal_generate(model_type: str, tmp_path: Path)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "mixtral", "gpt2"])
 async def test_half_precision_runs(family: str, dtype: str, tmp_path: Path) -> None:
-    """That the logits are close is checked when a model is loaded; tokens of random models are not comparable."""
+    """Loading compares the logits; tokens of random models are not comparable."""
     folder = tiny_models.build(tmp_path, family)
     async with running(folder, dtype=dtype, kv_cache_tokens=512) as engine:
         assert not engine.info.capabilities.deterministic

@@ -1,4 +1,4 @@
-"""How many threads an operation takes: as the settings say, or else OMP_NUM_THREADS, or else one for each core."""
+"""Threads of a CPU operation: the setting, else OMP_NUM_THREADS, else one per physical core."""
 
 from __future__ import annotations
 

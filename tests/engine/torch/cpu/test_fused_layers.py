@@ -1,4 +1,4 @@
-"""Layers are replaced by ones of fewer operations where these compute the same, and nowhere else."""
+"""Fused layers replace only layers with equal results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = Cpu(weight_copies=True, decode_copy_bytes=0)
 FUSED = "llama mistral qwen2 qwen3 granite gemma"
 """Also with biases, a window, norms of heads, a scale of their own."""
 LEFT = "gpt2 gemma2 glm ministral3"
-"""Another layer, more in it, interleaved rotation under the known code, queries scaled by their position."""
+"""A different layer, an additional part, interleaved rotation under known code, and queries scaled by position."""
 
 
 PLAIN = "llama mistral qwen2 qwen3"
@@ -44,7 +44,7 @@ def test_known_layers_are_fused(model_type: str, dtype: torch.dtype, tmp_path: P
 
 @pytest.mark.parametrize("model_type", [*FUSED.split(), "gpt2"])
 def test_models_of_fused_layers_alone_are_plain(model_type: str, tmp_path: Path) -> None:
-    """Gemma multiplies its embeddings and granite its logits, so their own code stays around the layers."""
+    """Gemma scales the embeddings and granite the logits, so their own code stays around the layers."""
     model = load_model(build(tmp_path, model_type), torch.float32, CPU.name, CPU.fit)
     assert model.plain == (model_type in PLAIN.split())
 

@@ -1,4 +1,4 @@
-"""Norms are replaced by one of fewer operations where that computes the same, and nowhere else."""
+"""Fused norms replace only norms with equal results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZE = 48
 
 
 class WrongRMSNorm(LlamaRMSNorm):
-    """One that computes something else under the usual name."""
+    """Computes something different under the usual name."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         normed: torch.Tensor = super().forward(hidden_states) + 1
@@ -45,7 +45,7 @@ def test_equivalent_norms_are_fused() -> None:
         "layer": nn.LayerNorm,
     }
     for shape in ((1, 1, SIZE), (1, 37, SIZE), (1, 4, 3, SIZE)):
-        # The second is so small that epsilon matters.
+        # The second row is small enough for epsilon to matter.
         for given in (torch.randn(shape), torch.randn(shape) * 1e-3):
             for name in ("llama", "gemma"):
                 torch.testing.assert_close(fused[name](given), plain[name](given))

@@ -20,7 +20,7 @@ PLENTY = 2**30
 
 
 class Lab:
-    """Two sequences of random KV, in blocks that do not follow one another."""
+    """Two sequences of random KV, in scattered blocks."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, most_bytes: int = PLENTY) -> None:
         self.cache = KvCache(
@@ -35,7 +35,7 @@ class Lab:
         self.copies = DecodeCopies(self.cache, self.tables, torch.float32, most_bytes)
 
     def step(self, starts: list[int]) -> bool:
-        """Lets the sequences decode at `starts`; whether copies served them, which then hold the right things."""
+        """Decodes at `starts`; returns whether copies were used, after comparing their content."""
         positions = np.array(starts)
         copies = self.copies.follow(self.slots, positions, lambda blocks: [(0, len(blocks))])
         blocks = self.tables.rows[self.slots, positions // SIZE]
@@ -77,15 +77,15 @@ def test_copies_grow_beyond_their_room() -> None:
 def test_changed_batches_get_no_copies() -> None:
     lab = Lab()
     assert [lab.step([3, 5]), lab.step([4, 6])] == [False, True]
-    # One stayed where it was, so it is computed again.
+    # One sequence did not advance and is computed again.
     assert not lab.step([4, 7])
     assert lab.step([5, 8])
-    # A search gave the row what another sequence had computed.
+    # A search gave the row the KV of another sequence.
     slot = int(lab.slots[0])
     lab.tables.replace(slot, lab.tables.rows[slot][::-1].copy().tolist())
     assert not lab.step([6, 9])
     assert lab.step([7, 10])
-    # The row was given back and is somebody else's.
+    # The row was given back and has a new owner.
     lab.tables.give_back(slot)
     assert lab.tables.take() == slot
     lab.tables.put(slot, 0, range(1, BLOCKS, 2))
@@ -99,7 +99,7 @@ def test_copies_beyond_the_limit_are_not_made() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 async def test_copies_change_no_token(family: str, tmp_path: Path) -> None:
-    """Sequences join and end all the time, and a search exchanges the KV of its beams."""
+    """Sequences join and end continually, and a search exchanges the KV of the beams."""
     model = tiny_models.build(tmp_path, family)
     results = []
     for copies in (0, PLENTY):

@@ -1,4 +1,4 @@
-"""Linear layers in the layout that a CPU multiplies fastest compute what they computed before."""
+"""Linear layers in a CPU's fastest layout give the same results as before."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LARGE = SMALL_WEIGHT // 48 + 1
 
 
 class Own(nn.Linear):
-    """Somebody's linear layer that may compute anything."""
+    """A subclass of unknown behaviour."""
 
 
 def model(dtype: torch.dtype) -> nn.ModuleDict:
@@ -72,7 +72,7 @@ def test_widen_converts_everything_but_linears() -> None:
     wide = nn.ModuleDict(layers).to(torch.bfloat16)
     words = wide["words"].get_parameter("weight")
     widen(wide)
-    # Rows that are only copied stay as they are stored.
+    # Embedding rows, which are only copied, keep their type.
     assert wide["words"].get_parameter("weight") is words
     assert words.dtype == torch.bfloat16
     embedded = wide["words"](torch.tensor([1, 2]))
@@ -89,7 +89,7 @@ def test_linears_are_replaced_by_size_and_type() -> None:
         assert packed[name].weight.dtype == torch.float32
     torch.testing.assert_close(packed["plain"].weight, model(torch.float32)["plain"].weight)
     assert type(packed["large"]) is PackedLinear
-    # Code that multiplies with the weight itself is caught by the self-check.
+    # The self-check catches code that multiplies with the weight.
     assert packed["large"].weight.isnan().all()
     assert packed["large"].weight.shape == (LARGE, 48)
 

@@ -22,7 +22,7 @@ def published(pool: BlockPool, hashes: list[int]) -> list[int]:
 
 
 def match(pool: BlockPool, hashes: Iterable[int]) -> list[int]:
-    """The blocks under the first of `hashes`, up to the first that is not there."""
+    """The blocks of the leading published `hashes`."""
     blocks = (pool.published.find(block_hash) for block_hash in hashes)
     return [block for block in takewhile(lambda block: block is not None, blocks) if block]
 

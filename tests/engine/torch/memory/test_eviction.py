@@ -1,4 +1,4 @@
-"""What is given up first: retention, its end, and the blocks that go to the host instead."""
+"""The order of eviction: retention, expiry, and offloading to the host."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Clock:
 
 
 def order_of(*retentions: Retention, at: float = 0.0) -> list[int]:
-    """In which order numbers that came in with `retentions` go out at a time."""
+    """The order in which numbers added with `retentions` are evicted at a time."""
     clock = Clock()
     order = EvictionOrder(clock)
     for number, retention in enumerate(retentions):
@@ -57,7 +57,7 @@ def test_a_discarded_number_returns_with_what_it_is_given_then() -> None:
     assert order.discard(1) == Retention(90, seconds=2, expiry=2)
     order.add(1, Retention(90, seconds=9))
     order.add(2, Retention(50))
-    # The time of the first stay is over, that of the second is not.
+    # The first retention has expired, the second has not.
     clock.now = 3
     assert order.pop()[0] == 2
     order.add(2, Retention(50))
@@ -112,13 +112,13 @@ def test_eviction_order_equals_a_sorted_list(operations: list[tuple[str, int, in
 
 
 def retained(engine: PaperEngine, prompt: list[int], **wishes: Any) -> None:
-    """A sequence with these wishes for its blocks, run to its end."""
+    """Runs a sequence with these retention wishes to the end."""
     engine.add(engine.sequence(prompt, 6, configure(**wishes)))
     engine.run()
 
 
 def cached(engine: PaperEngine, tokens: list[int]) -> int:
-    """Tokens of a beginning that are cached."""
+    """Cached tokens of a beginning."""
     probe = engine.sequence([*tokens, 0], 1)
     return engine.scheduler._prefixes.find(probe).tokens
 
@@ -260,7 +260,7 @@ def test_evicted_blocks_move_to_the_host_and_back() -> None:
     assert cached(engine, FIRST) == 12
     assert engine.pool.used_host_blocks > 0
     before = engine.scheduler.computed_prompt_tokens
-    # The engine checks every token that is read.
+    # The engine checks every token read.
     retained(engine, [*FIRST, 1])
     assert engine.scheduler.computed_prompt_tokens - before == 1
 

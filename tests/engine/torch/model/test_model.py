@@ -1,4 +1,4 @@
-"""A model directory that cannot be served is refused with the reason; rotary embeddings are made safe."""
+"""Unusable model directories are refused with a reason; rotary embeddings are made independent of the batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trtmesh.engine.backends.torch.settings import TorchSettings
 
 
 async def refusal(folder: Path, **settings: Any) -> str:
-    """The message with which the backend refuses to start."""
+    """The message of the backend's refusal to start."""
     backend = TorchBackend(folder, TorchSettings(threads=1, **settings))
     with pytest.raises(ModelUnusable) as caught:
         await backend.start(lambda _: None, lambda _: None)
@@ -29,7 +29,7 @@ async def refusal(folder: Path, **settings: Any) -> str:
 
 @pytest.fixture
 def copy(llama: Path, tmp_path: Path) -> Path:
-    """A model that may be broken."""
+    """A model for tests to break."""
     return Path(shutil.copytree(llama, tmp_path / "model"))
 
 

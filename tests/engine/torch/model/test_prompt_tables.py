@@ -1,4 +1,4 @@
-"""Prompt tables against transformers: `generate` over `inputs_embeds` in which the rows stand for their ids."""
+"""Prompt tables compared with transformers' `generate` over `inputs_embeds`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def tuned(
 
 
 def expected(model: PreTrainedModel, prompt: Sequence[int], table: torch.Tensor) -> list[int]:
-    """What `generate` makes of the embeddings; the rows are scaled as the model scales its own."""
+    """The output of `generate` for these embeddings, with the rows scaled like the model's own."""
     untyped: Any = model
     module = untyped.get_input_embeddings()
     ids = torch.tensor([prompt])
@@ -85,7 +85,7 @@ def expected(model: PreTrainedModel, prompt: Sequence[int], table: torch.Tensor)
 
 
 def mixed_prompt(length: int, rows: int, seed: int) -> list[int]:
-    """Ids of the table before and among ordinary ones."""
+    """Ids of the table before and among ordinary ids."""
     generator = torch.Generator().manual_seed(seed)
     prompt = torch.randint(2, VOCABULARY, (length,), generator=generator).tolist()
     places = torch.randperm(length, generator=generator)[: length // 3].tolist()
@@ -158,7 +158,7 @@ async def test_item_with_a_table_continues_on_another_worker(llama: Path) -> Non
 
 
 async def test_penalties_see_the_vocabulary_alone(llama: Path) -> None:
-    """Ids beyond it have no logits: the row of a batch mate would be changed instead."""
+    """Ids beyond the vocabulary have no logits; the row of a batch mate would change instead."""
     config = configure(
         max_tokens=6, ignore_end_id=True, repetition_penalty=1.3, no_repeat_ngram_size=1
     )
@@ -233,7 +233,7 @@ async def test_malformed_prompt_tuning_is_refused(
 
 
 class Gate(threading.Event):
-    """Set, it lets tables be read."""
+    """Holds the reading of tables until set."""
 
     reached = 0
 
@@ -259,7 +259,7 @@ def held_up(engine: Harness) -> Iterator[Gate]:
 
 
 async def test_item_keeps_its_place_while_its_table_is_read(llama: Path) -> None:
-    """One place in the batch: what came after it goes before it only while it cannot start."""
+    """With one place in the batch, later items overtake only while the item cannot start."""
     table, prompt = random_table(4, 1), mixed_prompt(20, 4, 1)
     wanted = expected(tiny_models.reference_model(llama), prompt, table)
     async with running(llama, max_batch_size=1) as engine:
@@ -274,7 +274,7 @@ async def test_item_keeps_its_place_while_its_table_is_read(llama: Path) -> None
             engine.backend.stop(running_one, pb.FINISH_REASON_STOPPED)
             await engine.ended(later[0])
             assert not engine.streams[tuned_one[0]].token_ids
-            # Whatever came before it is over or running; it goes before what comes from now on.
+            # Earlier items are over or running; the item precedes all later items.
             filler = engine.submit([9], replace_max(GREEDY, 400))
             await engine.until(lambda: engine.streams[filler[0]].token_ids)
             last = engine.submit([7, 8], GREEDY)
@@ -294,7 +294,7 @@ def replace_max(config: GenerationConfig, max_tokens: int) -> GenerationConfig:
 
 @pytest.mark.parametrize("values", [{}, {"num_return_sequences": 3, "seed": 1}, {"beam_width": 3}])
 async def test_item_is_stopped_while_its_table_is_read(values: dict[str, Any], llama: Path) -> None:
-    """It ends at once, and nothing of it is left, whenever the table comes."""
+    """A stopped item ends at once and leaves nothing behind, whenever the table arrives."""
     config = tuned(tensor_of(random_table(4, 1)), configure(max_tokens=4, **values))
     async with running(llama) as engine:
         with held_up(engine) as gate:
@@ -304,13 +304,13 @@ async def test_item_is_stopped_while_its_table_is_read(values: dict[str, Any], l
             for stream in await engine.ended(stopped):
                 assert stream.end
                 assert stream.end.reason == pb.FINISH_REASON_STOPPED
-            # No steps are made in vain for what cannot start.
+            # Items that cannot start cause no empty steps.
             assert not engine.backend._loaded.engine.scheduler.has_work
             gate.set()
             for stream in await engine.ended(waiting):
                 assert stream.end
                 assert len(stream.token_ids) == stream.end.generated_tokens == 4
-            # Only what somebody still waited for when its turn came.
+            # Only tables with a waiting sequence were read.
             assert gate.reached == 2
         scheduler = engine.backend._loaded.engine.scheduler
         assert not scheduler.sequences

@@ -1,4 +1,4 @@
-"""Sampling: the distribution that is drawn from, the draws, penalties, log-probabilities."""
+"""Sampling: distribution, draws, penalties and log-probabilities."""
 
 from __future__ import annotations
 

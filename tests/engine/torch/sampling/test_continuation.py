@@ -1,4 +1,4 @@
-"""What the choice of a token remembers, against counting everything anew."""
+"""Incremental counts equal counts over all tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trtmesh.engine.backends.torch.sampling.continuation import Ngrams
 
 
 def repeating(tokens: list[int], size: int) -> set[int]:
-    """Ids that would complete an n-gram that occurred before."""
+    """Ids that would repeat an n-gram."""
     runs = [tuple(tokens[start : start + size]) for start in range(len(tokens) - size + 1)]
     last = tuple(tokens[len(tokens) - size + 1 :])
     return {run[-1] for run in runs if run[:-1] == last and len(last) == size - 1}
@@ -20,7 +20,7 @@ def repeating(tokens: list[int], size: int) -> set[int]:
 @pytest.mark.parametrize("ids", [2, 5, 40])
 def test_repeated_ngrams_are_found_as_the_tokens_grow(size: int, ids: int) -> None:
     dice = Random(size * ids)
-    # Ids of a prompt table are large, and 0 is one like any other.
+    # Ids of a prompt table are large, and 0 is an ordinary id.
     names = [0, *(dice.randrange(2**31) for _ in range(ids - 1))]
     tokens: list[int] = []
     ngrams = Ngrams(size)

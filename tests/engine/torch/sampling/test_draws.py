@@ -47,6 +47,6 @@ def test_draws_are_spread_evenly_and_do_not_follow_each_other() -> None:
 
 
 def test_the_formula_stays_as_it_is() -> None:
-    # Another formula would let a stream that migrates between releases change its tokens.
+    # Another formula would change the tokens of a stream that migrates between releases.
     draws = uniforms([0, 42, 2**64 - 1], [0, 1, 2], [0, 3, 4], [0, 5, 100])
     assert draws.tolist() == [0.1296456182997474, 0.7467140226343115, 0.7618581288129997]

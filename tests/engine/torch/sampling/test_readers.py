@@ -1,4 +1,4 @@
-"""A prompt whose log-probabilities are wanted, and that is paused before it is computed whole."""
+"""A prompt with log-probabilities, paused before the last chunk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ async def test_paused_reader_reads_each_position_once(llama: Path) -> None:
     read = configure(max_tokens=4, ignore_end_id=True, prompt_log_probs=True)
     async with running(llama, prefix_reuse=False) as engine:
         (alone,) = await engine.ended(engine.submit(second[:40], read))
-    # The first grows into the blocks of the second while that one's prompt goes on, a few tokens in each step.
+    # The first sequence grows into the blocks of the second while the second computes a few prompt tokens per step.
     pool = {"kv_cache_tokens": 52, "tokens_per_block": 4, "context_chunk_tokens": 4}
     async with running(llama, prefix_reuse=False, **pool) as engine:
         with engine.gate.held():

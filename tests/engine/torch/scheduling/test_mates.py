@@ -1,4 +1,4 @@
-"""Sequences that are admitted and paused only all together, such as the lanes of a beam search."""
+"""Sequences admitted and paused only together, such as the lanes of a beam search."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_mates_run_only_all_together(never_pause: bool, prompt_tokens: int) -> N
 
 
 def test_mates_that_await_each_other_make_room() -> None:
-    """Two groups that have each started with one and find no room for the other: one gives way."""
+    """Two groups have started one sequence each and lack room for the rest: one group gives way."""
     engine = PaperEngine(blocks=8, batch=8)
     first, second = mates(engine, [1] * 3, 10, 2), mates(engine, [2] * 3, 10, 2)
     steps = 0
@@ -76,7 +76,7 @@ def test_mates_that_await_each_other_make_room() -> None:
 
 
 def least_blocks(prompt_tokens: int, new_tokens: int, count: int) -> int:
-    """What a group of so many needs at its end: the full blocks of the prompt once, all others for each."""
+    """Blocks of a group at the end: the prompt's full blocks once, all others per sequence."""
     shared = (prompt_tokens - 1) // BLOCK
     # The last token's KV is never needed.
     return shared + count * (-(-(prompt_tokens + new_tokens - 1) // BLOCK) - shared)
@@ -87,7 +87,7 @@ def goes_on_together(group: list[Sequence]) -> bool:
 
 
 def step_together(engine: PaperEngine, group: list[Sequence]) -> None:
-    """A step, after which all of the group get a token, or none."""
+    """Runs a step; afterwards all sequences of the group get a token, or none does."""
     engine.step()
     if goes_on_together(group):
         for number, each in enumerate(group):
@@ -101,7 +101,7 @@ def step_together(engine: PaperEngine, group: list[Sequence]) -> None:
 def test_mates_that_have_the_pool_to_themselves_go_on(
     prompt_tokens: int, new_tokens: int, window: int | None, never_pause: bool
 ) -> None:
-    """In the fewest blocks for which they are admitted, with nothing kept of what was computed before."""
+    """In the smallest admissible pool, without cached blocks."""
     engine = PaperEngine(
         blocks=least_blocks(prompt_tokens, new_tokens, 3),
         step_tokens=64,
@@ -122,7 +122,7 @@ def test_mates_that_have_the_pool_to_themselves_go_on(
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("generated", range(6))
 def test_mates_that_were_paused_anywhere_start_again(window: int | None, generated: int) -> None:
-    """Parted from each other, and with no room but what they need at their end."""
+    """After the sequences have parted, with exactly the blocks needed at the end."""
     prompt_tokens, new_tokens = 13, 7
     engine = PaperEngine(
         blocks=least_blocks(prompt_tokens, new_tokens, 3),
@@ -146,7 +146,7 @@ def test_mates_that_were_paused_anywhere_start_again(window: int | None, generat
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 async def test_a_search_runs_in_the_fewest_blocks(family: str, model_dir: ModelDir) -> None:
-    """A prompt whose last token begins a block, and one whose window leaves a block behind with its last token."""
+    """The last prompt token begins a block, or moves the window past a block."""
     folder = model_dir(family)
     model = tiny_models.reference_model(folder)
     for prompt_tokens in (13, 15):
@@ -163,7 +163,7 @@ async def test_a_search_runs_in_the_fewest_blocks(family: str, model_dir: ModelD
 
 
 class Crowd:
-    """Groups of mates, items of several sequences and single ones, in a pool that each alone fits."""
+    """Groups of mates, items of several sequences and single sequences, in a pool with room for each alone."""
 
     def __init__(self, seed: int) -> None:
         self.dice = dice = Random(seed)

@@ -1,4 +1,4 @@
-"""Equal beginnings are computed once; the tokens stay what they were."""
+"""Equal beginnings are computed once, and the tokens stay the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FREE = configure(max_tokens=8, ignore_end_id=True)
 
 
 async def cached(engine: Harness, prompt: list[int], **config: object) -> int:
-    """Prompt tokens of a new item that were not computed again."""
+    """Reused prompt tokens of a new item."""
     values = {"max_tokens": 8, "ignore_end_id": True, **config}
     (stream,) = await engine.ended(engine.submit(prompt, configure(**values)))
     assert stream.end is not None
@@ -26,7 +26,7 @@ async def cached(engine: Harness, prompt: list[int], **config: object) -> int:
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
 async def test_a_warm_cache_changes_no_token(family: str, model_dir: Callable[[str], Path]) -> None:
     folder = model_dir(family)
-    # Also beginnings that end inside a block, and ones that differ inside it.
+    # Some beginnings end inside a block, some differ inside a block.
     prompts = [SHARED + tail for tail in ([], [5], [6, 7], [8] * 20)]
     prompts += [[*SHARED[:cut], 5] for cut in (6, 13, 20)]
     model = tiny_models.reference_model(folder)

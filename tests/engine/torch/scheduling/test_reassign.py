@@ -1,4 +1,4 @@
-"""Sequences that begin with the KV of another share its blocks and never see what the other writes afterwards."""
+"""Sequences that continue from another sequence's KV share the blocks and never see later writes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
 
 
 def started(engine: PaperEngine, tokens: list[int], new_tokens: int = 20) -> Sequence:
-    """A running sequence whose KV is computed, with one token generated."""
+    """A running sequence with computed KV and one generated token."""
     sequence = engine.sequence(tokens, new_tokens)
     engine.add(sequence)
     while sequence not in engine.step():
@@ -23,7 +23,7 @@ def started(engine: PaperEngine, tokens: list[int], new_tokens: int = 20) -> Seq
 
 
 def child_of(engine: PaperEngine, parent: Sequence, token: int, new_tokens: int = 20) -> Sequence:
-    """A sequence that begins with the KV of `parent` and has another last token."""
+    """A sequence with the KV of `parent` and a different last token."""
     child = engine.sequence(parent.tokens[: parent.prompt_tokens], new_tokens)
     child.tokens[:] = [*parent.tokens[:-1], token]
     child.leader = parent
@@ -67,7 +67,7 @@ def test_a_parent_that_ends_before_the_copy_harms_no_fork() -> None:
     parent = started(engine, [1, 2, 3], new_tokens=9)
     child = child_of(engine, parent, 90, new_tokens=9)
     engine.scheduler.remove(parent)
-    # Takes the block that is still to be copied from.
+    # Takes the source block of the pending copy.
     engine.add(engine.sequence([7] * 9, 3))
     engine.run()
     assert child.tokens == continued([1, 2, 3, 90], 8)
@@ -89,7 +89,7 @@ def test_sequences_are_reassigned_all_at_once() -> None:
             beam.tokens[:] = new
         if len(tokens[0]) > 12:
             break
-    # What an item is told of the blocks that it took is what the scheduler counts.
+    # The block counts of the item equal the scheduler's.
     assert engine.scheduler.new_blocks == sum(beam.times.new_blocks for beam in beams)
     for beam in beams:
         engine.scheduler.remove(beam)

@@ -1,4 +1,4 @@
-"""Who is computed when: capacity policies, chunks, batches, ranks; bounds are in steps."""
+"""Order of computation: capacity policies, chunks, batches and ranks, with bounds in steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trtmesh.engine.backends.torch.scheduling.sequence import Sequence
 
 
 def add_random(engine: PaperEngine, draw: random.Random, count: int) -> list[tuple[Any, list[int]]]:
-    """Sequences with beginnings in common, and what they must be in the end."""
+    """Sequences with common beginnings, and their expected tokens."""
     added = []
     for _ in range(count):
         shared = [draw.randrange(3)] * draw.randrange(9)
@@ -118,7 +118,7 @@ def test_static_batches_that_pause_are_refused() -> None:
 
 
 def chunks_of(engine: PaperEngine, sequence: Sequence) -> list[int]:
-    """Tokens of a sequence computed in each step until its first new token."""
+    """Computed tokens of a sequence in each step until the first new token."""
     engine.add(sequence)
     sizes = []
     while True:
@@ -171,7 +171,7 @@ def test_at_most_a_step_of_tokens_is_computed_besides_one_for_each() -> None:
 
 
 def test_a_long_prompt_starts_at_once_under_a_stream_of_short_requests() -> None:
-    """Nothing that comes later goes first: what a sequence waits for is what was there when it came."""
+    """Later sequences do not overtake: a sequence waits only for earlier sequences."""
     cases: list[dict[str, Any]] = [
         {},
         {"never_pause": True},
@@ -189,7 +189,7 @@ def test_a_long_prompt_starts_at_once_under_a_stream_of_short_requests() -> None
             for sequence in engine.step():
                 engine.advance(sequence)
             waited += 1
-        # 2 rounds of 3 steps for the 6 before it, 50 tokens at 8 a step shared with 3 others, 4 tokens.
+        # 2 rounds of 3 steps for the 6 earlier sequences, 50 tokens at 8 a step shared with 3 others, 4 tokens.
         assert waited <= 6 + 12 + 4
         assert long.tokens == continued(range(50), 4)
 
@@ -242,7 +242,7 @@ def test_blocks_are_counted_at_each_start_of_a_sequence_new_and_reused_ones() ->
     assert scheduler.preemptions
     assert sum(each.new_blocks for each in times) == scheduler.new_blocks
     assert sum(each.reused_blocks for each in times) == scheduler.reused_blocks
-    # The first start of each of the others finds 3 blocks there.
+    # The first start of each other sequence finds 3 blocks.
     assert scheduler.reused_blocks > 2 * 3
 
 
@@ -269,7 +269,7 @@ def test_blocks_out_of_a_sliding_window_are_free_for_others() -> None:
             engine.advance(each)
             if len(sequence.tokens) > 34:
                 most = max(most, engine.pool.used_blocks)
-    # 6 tokens touch 3 blocks at most; one goes only when the next is full.
+    # 6 tokens touch at most 3 blocks; a block is released when the next is full.
     assert 1 <= most <= 4
 
 
@@ -277,7 +277,7 @@ def test_a_beginning_is_reused_as_far_as_its_next_token_sees_it() -> None:
     engine = PaperEngine(blocks=12, window=6)
     engine.add(engine.sequence(range(32), 1))
     engine.run()
-    # Takes the 4 empty blocks and the 2 that have been idle longest, which are the first of the prompt.
+    # Takes the 4 empty blocks and the 2 least recently used, the first of the prompt.
     engine.add(engine.sequence(range(50, 73), 1))
     engine.run()
     again = engine.sequence(range(32), 6)

@@ -34,7 +34,7 @@ async def serve_stream(loaded: Callable[[], LoadedEngine], context: Context) -> 
             session.execute(command)
         await until_first_ends(_read(session, context), _write(session, engine, context))
     finally:
-        # Before any await, so that the blocks are free within a step.
+        # Before any await: the blocks are free within a step.
         session.close()
         log.info("router %s is gone", session.router)
 

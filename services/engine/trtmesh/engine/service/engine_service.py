@@ -101,7 +101,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         async with answering(context):
             return self._loaded().description
 
-    # Not a generator, as the stub has it: cancelling one leaves its cleanup to the garbage collector.
+    # Not a generator, unlike the stub: a cancelled generator leaves cleanup to the garbage collector.
     async def Connect(  # type: ignore[override]
         self, request_iterator: object, context: Context
     ) -> None:
@@ -169,10 +169,10 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
 
 
 def _unique_name() -> str:
-    """Unique name on one host, even for a restart with the same process id."""
+    """A name unique on a host, even after a restart with the same process id."""
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
 
 
 def _directory_name(settings: EngineSettings) -> str:
-    """Default name of a model: that of its directory, as in the tokenizer."""
+    """Default name of a model: the directory's name, as in the tokenizer."""
     return settings.model_dir.resolve().name if settings.model_dir else ""

@@ -12,7 +12,7 @@ from trtmesh.engine.service.wire import fill_step
 from trtmesh.v1 import engine_pb2 as epb
 
 MAX_PARTS = 64
-"""Most waiting parts; at this number they are merged for good, so that a stalled router costs little memory."""
+"""Most waiting parts; then they are merged for good, so that a stalled router costs little memory."""
 
 MOST_TENSOR_BYTES = 16 * 2**20
 """Most bytes of logits per message, unless the message limit is lower; small enough to overlap with the next step."""

@@ -19,7 +19,7 @@ class _Block:
 
 
 class KvMirror:
-    """Numbers KV events and applies them; holds at most one entry per block of the pool."""
+    """Numbers and applies KV events; holds at most one entry per block of the pool."""
 
     def __init__(self) -> None:
         self.epoch = secrets.randbits(63) | 1

@@ -1,5 +1,5 @@
-"""Metrics of an engine process: plain numbers, updated per step or sequence and converted when Prometheus scrapes, so
-that counting costs no time per token."""
+"""Metrics of an engine process: plain numbers, updated per step or sequence and converted when Prometheus scrapes.
+Counting costs no time per token."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Progress:
             return None
         if now - self._since < self._stall_seconds:
             return None
-        # The text stays the same during a stall, so that it is reported once.
+        # The text stays the same during a stall and is reported once.
         return (
             f"{self._stall_seconds:g} s without a step after number {stats.step_count}"
             " though sequences wait for one"

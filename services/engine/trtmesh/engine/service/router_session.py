@@ -113,7 +113,7 @@ class RouterSession:
     def take_end(self, handle: int, end: SequenceEnd) -> None:
         item = self._live.pop(handle, None)
         if item is None:
-            # After `fail` the backend may still end sequences that `fail` has ended.
+            # After `fail` the backend may still end the same sequences.
             level = logging.DEBUG if self._failed else logging.ERROR
             log.log(
                 level, "the backend ended handle %d of %s, which is not live", handle, self.router

@@ -31,7 +31,7 @@ class StepPart:
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of its logits."""
+        """Bytes of logits."""
         if not (self.details or self.prompts):
             return 0
         generated = sum(_bytes(each.generation_logits) for each in self.details)
@@ -39,7 +39,7 @@ class StepPart:
 
 
 def split(part: StepPart, most_bytes: int) -> list[StepPart]:
-    """Splits `part` into parts of at most `most_bytes` of logits; a single token or prompt run may exceed it."""
+    """Splits `part` into parts of at most `most_bytes` of logits; a single token or prompt run may exceed the limit."""
     if part.tensor_bytes <= most_bytes:
         return [part]
     parts = [

@@ -58,9 +58,9 @@ class Stream(Protocol):
 class Streams:
     """Splits steps by stream.
 
-    The key of a sequence is the number of its stream followed by the 32 bits of its handle, so splitting needs no
-    table. Numbers of streams are never reused. A stream stays registered until its last sequence has ended, even if
-    its RPC is over.
+    The key of a sequence is the stream's number followed by the 32 bits of the handle, so splitting needs no table.
+    Numbers of streams are never reused. A stream stays registered until the last sequence has ended, even after the end
+    of the RPC.
     """
 
     def __init__(self, metrics: EngineMetrics) -> None:
@@ -100,7 +100,7 @@ class Streams:
             await self._quiet.wait()
 
     def deliver(self, output: StepOutput) -> None:
-        """Takes a step from the backend, on any thread; its lists must not change afterwards.
+        """Takes a step from the backend, on any thread; the lists must not change afterwards.
 
         Steps delivered before the loop's next turn are split together.
         """

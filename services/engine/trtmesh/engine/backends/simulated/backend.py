@@ -140,7 +140,7 @@ class SimulatedBackend:
         if self._flush is None:
             self._flush = self._loop.call_soon(self._deliver_leftover)
         if self._timer is None and self._scheduler.present_sequences:
-            # In the next turn, so that items from one message start together.
+            # In the next turn, so that items of one message start together.
             self._step_ends_at = time.monotonic()
             self._timer = self._loop.call_soon(self._begin_step)
 
@@ -159,7 +159,7 @@ class SimulatedBackend:
         if settings.slow_after_steps and scheduler.step_count >= settings.slow_after_steps:
             seconds *= settings.slow_factor
         now = time.monotonic()
-        # A delay of more than a step is lost time; it is not made up in a burst.
+        # Delays beyond a step are lost, not made up in a burst.
         self._step_ends_at = max(self._step_ends_at, now - seconds) + seconds
         delay = self._step_ends_at - now
         if delay < 0.0005:

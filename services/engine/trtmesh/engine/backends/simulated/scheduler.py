@@ -128,7 +128,7 @@ class Scheduler:
                 return
 
     def _allocate(self, sequence: Sequence) -> bool:
-        # The last token is always computed, for its logits.
+        # The last token is always computed: its logits are needed.
         hashes = sequence.names(sequence.submitted_tokens - 1)
         shared = hashes[: self.pool.match(hashes)]
         most = blocks_needed(sequence.rule.limit, sequence.tokens_per_block)
@@ -228,7 +228,7 @@ class Batch:
     def join(self, sequence: Sequence, step: int) -> None:
         """Adds a sequence that generates from `step` on."""
         sequence.slot = len(self.members)
-        # The (virtual) step of its token 0.
+        # The (virtual) step of token 0.
         sequence.first_step = step - sequence.emitted_tokens
         self.members.append(sequence)
         self._keys.append(sequence.key)

@@ -69,7 +69,7 @@ class Sequence:
     def next_run(self) -> list[int]:
         """Generates at least one token; sets `ending` if the last token ends the sequence."""
         length = len(self.tokens)
-        # Each stream has its own phase, so that streams started together do not need a chunk in the same step.
+        # Each stream has a phase, so that streams started together need chunks in different steps.
         position = length - self.rule.prompt_tokens + self._stream[0] % CHUNK
         index, start = divmod(position, CHUNK)
         self.tokens += self._allowed(self._source.chunk(self._stream, index)[start:])

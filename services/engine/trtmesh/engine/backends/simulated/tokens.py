@@ -36,7 +36,7 @@ DRAWS = (
     "top_p_reset_id",
     "seed",
 )
-"""Sampling fields with an effect on streams that are not greedy."""
+"""Sampling fields with an effect on sampled streams only."""
 
 _penalties = attrgetter(*PENALTIES)
 _draws = attrgetter(*DRAWS)
@@ -52,7 +52,7 @@ class TokenSource:
     def __init__(self, first: int, last: int, end_id: int, end_probability: float) -> None:
         self._ids = range(first, last + 1)
         span = len(self._ids)
-        # One lookup per token, in a table small enough for the processor's cache.
+        # One lookup per token, in a table that fits the processor's cache.
         self._token_of_byte = [
             first + (byte % span if span < 256 else byte * span // 256) for byte in range(256)
         ]
