@@ -258,7 +258,7 @@ def plain(llama: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("path", sorted(TORCH_FIELDS))
-async def test_a_field_acts_on_the_torch_backend(path: str, llama: Path, plain: list[int]) -> None:
+async def test_field_acts_on_torch_backend(path: str, llama: Path, plain: list[int]) -> None:
     def start(**settings: Any) -> Backend:
         return torch_backend(llama, **settings)
 
@@ -268,13 +268,13 @@ async def test_a_field_acts_on_the_torch_backend(path: str, llama: Path, plain: 
 
 
 @pytest.mark.parametrize("path", sorted(SIMULATED_FIELDS))
-async def test_a_field_acts_on_the_simulated_backend(path: str) -> None:
+async def test_field_acts_on_simulated_backend(path: str) -> None:
     cases = simulated_cases()
     assert path in cases, f"say in simulated_cases what {path} changes"
     await check(path, cases[path], simulated_backend)
 
 
-async def test_what_is_seen_is_the_same_twice(llama: Path) -> None:
+async def test_observations_are_repeatable(llama: Path) -> None:
     """Else a difference would not be the field's."""
     details = {"log_probs": True, "generation_logits": True, "prompt_log_probs": True}
     for see, options in ((everything, {**DRAWN, **details}), (survives, NEW), (reused, ONE)):
@@ -291,7 +291,7 @@ async def test_what_is_seen_is_the_same_twice(llama: Path) -> None:
         assert seen[0] == seen[1]
 
 
-async def test_the_tables_have_no_entry_of_what_is_not_claimed(plain: list[int]) -> None:
+async def test_tables_list_supported_fields_only(plain: list[int]) -> None:
     assert set(torch_cases(plain)) == TORCH_FIELDS
     assert set(simulated_cases()) == SIMULATED_FIELDS
 
@@ -313,9 +313,9 @@ async def refuses(backend: Backend, supported: frozenset[str]) -> None:
             handle += sequences
 
 
-async def test_the_torch_backend_refuses_all_other_fields(llama: Path) -> None:
+async def test_torch_backend_refuses_other_fields(llama: Path) -> None:
     await refuses(TorchBackend(llama, TorchSettings(threads=1)), TORCH_FIELDS)
 
 
-async def test_the_simulated_backend_refuses_all_other_fields() -> None:
+async def test_simulated_backend_refuses_other_fields() -> None:
     await refuses(SimulatedBackend(SimulatedSettings()), SIMULATED_FIELDS)

@@ -69,7 +69,7 @@ def metrics_of(process: ServiceProcess) -> dict[str, float]:
     return {name: float(value) for name, value in values}
 
 
-async def test_drain_refuses_new_items_finishes_running_ones_and_exits_well() -> None:
+async def test_drain_refuses_new_items_and_finishes_running_items() -> None:
     async with service_process("engine", *SIMULATED, "--simulated-step-ms", "5") as process:
         await until_health(process.address, SERVING)
         # Without acknowledgements: a write into an ending stream would hide the status.
@@ -92,7 +92,7 @@ async def test_drain_refuses_new_items_finishes_running_ones_and_exits_well() ->
         assert "draining" in process.stderr
 
 
-async def test_when_the_grace_period_is_over_the_rest_is_cut_off() -> None:
+async def test_grace_period_ends_running_items() -> None:
     flags = ("--simulated-step-ms", "5", "--grace-seconds", "0.1")
     async with service_process("engine", *SIMULATED, *flags) as process:
         await until_health(process.address, SERVING)
@@ -105,7 +105,7 @@ async def test_when_the_grace_period_is_over_the_rest_is_cut_off() -> None:
         assert "grace" in process.stderr
 
 
-async def test_a_second_signal_ends_it_now() -> None:
+async def test_second_signal_ends_process_at_once() -> None:
     async with service_process("engine", *SIMULATED) as process:
         await until_health(process.address, SERVING)
         async with router_stream(process.address) as stream:
@@ -117,7 +117,7 @@ async def test_a_second_signal_ends_it_now() -> None:
             assert await process.wait() == 130
 
 
-async def test_a_signal_while_loading_ends_it_well() -> None:
+async def test_signal_while_loading_ends_process() -> None:
     async with service_process("engine", *SIMULATED, "--simulated-load-ms", "3600000") as process:
         await until_health(process.address, NOT_SERVING)
         async with grpc.aio.insecure_channel(process.address) as channel:
@@ -131,7 +131,7 @@ async def test_a_signal_while_loading_ends_it_well() -> None:
         assert await process.stop() == 0
 
 
-async def test_the_end_of_standard_input_stops_it() -> None:
+async def test_end_of_standard_input_stops_process() -> None:
     async with service_process("engine", *SIMULATED, "--stop-on-stdin-eof", "true") as process:
         await until_health(process.address, SERVING)
         process.close_stdin()
@@ -139,7 +139,7 @@ async def test_the_end_of_standard_input_stops_it() -> None:
         assert "parent process ended" in process.stderr
 
 
-async def test_a_broken_backend_ends_the_process() -> None:
+async def test_broken_backend_ends_process() -> None:
     async with service_process(
         "engine", *SIMULATED, "--simulated-break-after-steps", "5"
     ) as process:
@@ -160,7 +160,7 @@ async def test_a_broken_backend_ends_the_process() -> None:
         assert "simulated.break_after_steps" in process.stderr
 
 
-async def test_a_crash_breaks_the_stream() -> None:
+async def test_crash_breaks_stream() -> None:
     async with service_process(
         "engine", *SIMULATED, "--simulated-crash-after-steps", "5"
     ) as process:
@@ -171,7 +171,7 @@ async def test_a_crash_breaks_the_stream() -> None:
         assert await process.wait() == 70
 
 
-async def test_a_stall_is_reported_while_load_goes_on() -> None:
+async def test_stall_is_reported_while_load_continues() -> None:
     flags = ("--simulated-freeze-after-steps", "5", "--stall-seconds", "0.2")
     async with service_process("engine", *SIMULATED, *flags) as process:
         await until_health(process.address, SERVING)
@@ -187,7 +187,7 @@ async def test_a_stall_is_reported_while_load_goes_on() -> None:
             await eventually(lambda: told in process.stderr)
 
 
-async def test_health_recovers_when_steps_go_on() -> None:
+async def test_health_recovers_with_next_step() -> None:
     flags = ("--simulated-step-ms", "600", "--stall-seconds", "0.1")
     async with service_process("engine", *SIMULATED, *flags) as process:
         async with (
@@ -204,7 +204,7 @@ async def test_health_recovers_when_steps_go_on() -> None:
         assert await process.stop() == 0
 
 
-async def test_metrics_are_served_and_return_to_zero() -> None:
+async def test_metrics_return_to_zero() -> None:
     async with service_process("engine", *SIMULATED, "--metrics-port", "0") as process:
         await until_health(process.address, SERVING)
         async with router_stream(process.address) as stream:
@@ -227,7 +227,7 @@ async def test_metrics_are_served_and_return_to_zero() -> None:
 
 class TestThatCannotStart:
     @pytest.mark.parametrize("backend", [SIMULATED, TORCH], ids=["simulated", "torch"])
-    async def test_a_port_in_use(self, backend: tuple[str, ...]) -> None:
+    async def test_port_in_use_exits_with_3(self, backend: tuple[str, ...]) -> None:
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             taken.listen()
@@ -238,7 +238,7 @@ class TestThatCannotStart:
         assert "Traceback" not in ended.stderr
         assert ended.stdout == ""
 
-    async def test_a_metrics_port_in_use(self) -> None:
+    async def test_metrics_port_in_use_exits_with_3(self) -> None:
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             taken.listen()
@@ -264,7 +264,7 @@ class TestThatCannotStart:
             ),
         ],
     )
-    async def test_a_wrong_setting(
+    async def test_wrong_setting_exits_with_2(
         self, flags: tuple[str, ...], env: dict[str, str], words: tuple[str, ...]
     ) -> None:
         ended = await run_to_exit("engine", *SIMULATED, *flags, env=env)
@@ -275,13 +275,13 @@ class TestThatCannotStart:
             assert word in ended.stderr
 
 
-async def test_the_torch_backend_needs_a_model() -> None:
+async def test_torch_backend_needs_model_dir() -> None:
     ended = await run_to_exit("engine", "--backend", "torch")
     assert ended.status == 2
     assert "engine.model_dir" in ended.stderr
 
 
-async def test_a_simulated_engine_never_imports_torch() -> None:
+async def test_simulated_engine_never_imports_torch() -> None:
     async with service_process("engine", *SIMULATED) as process:
         await until_health(process.address, SERVING)
         maps = await asyncio.to_thread(Path(f"/proc/{process.pid}/maps").read_text)

@@ -57,7 +57,7 @@ def _kv_events_arrived(stream: RouterStream, count: int) -> bool:
 
 
 class TestOpening:
-    async def test_welcome_describes_the_worker(self) -> None:
+    async def test_welcome_describes_worker(self) -> None:
         capabilities = Capabilities(
             deterministic=True,
             resumes_exactly=False,
@@ -98,7 +98,7 @@ class TestOpening:
             (hello(unacknowledged_steps=0), "INVALID_ARGUMENT", "INVALID_FIELD"),
         ],
     )
-    async def test_a_stream_that_does_not_fit_is_refused(
+    async def test_mismatched_hello_is_refused(
         self, first: epb.EngineCommand, code: str, reason: str
     ) -> None:
         backend = RecordingBackend(replace(INFO, tokenizer_fingerprint="own"))
@@ -109,12 +109,12 @@ class TestOpening:
             assert backend.items == []
             assert engine.service.metrics.open_streams == 0
 
-    async def test_a_router_without_tokenizer_is_welcome(self) -> None:
+    async def test_hello_without_tokenizer_is_accepted(self) -> None:
         backend = RecordingBackend(replace(INFO, tokenizer_fingerprint="own"))
         async with serving(backend) as engine, router_stream(engine.address):
             pass
 
-    async def test_adapters_are_told_on_opening(self) -> None:
+    async def test_welcome_is_followed_by_adapters(self) -> None:
         backend = RecordingBackend(
             adapters=[HeldAdapter(Adapter(7, "french", "v1"), on_device=False)]
         )
@@ -126,7 +126,7 @@ class TestOpening:
 
 
 class TestMultiplexing:
-    async def test_streams_with_equal_handles_do_not_meet(self) -> None:
+    async def test_equal_handles_of_two_streams_stay_apart(self) -> None:
         backend = simulated()
         async with (
             serving(backend) as engine,
@@ -147,7 +147,7 @@ class TestMultiplexing:
                     assert outputs[stream][handle].token_ids == expected[handle].token_ids
             assert_nothing_is_left(engine, backend)
 
-    async def test_a_steps_tokens_come_in_one_message_for_each_stream(self) -> None:
+    async def test_step_is_one_message_per_stream(self) -> None:
         backend = RecordingBackend()
         async with (
             serving(backend) as engine,
@@ -166,7 +166,7 @@ class TestMultiplexing:
             assert list(a.steps[0].token_counts) == [2, 2]
             assert list(b.steps[0].token_counts) == [2]
 
-    async def test_several_sequences_take_neighbouring_handles(self) -> None:
+    async def test_sequences_of_item_have_consecutive_handles(self) -> None:
         backend = simulated()
         config = pb.GenerationConfig()
         config.sampling.num_return_sequences = 3
@@ -177,7 +177,7 @@ class TestMultiplexing:
             outputs = await stream.ends([5, 6, 7])
             assert len({tuple(output.token_ids) for output in outputs.values()}) == 3
 
-    async def test_details_and_prompts_arrive_under_their_handles(self) -> None:
+    async def test_details_and_prompts_keep_their_handles(self) -> None:
         backend = RecordingBackend()
         async with serving(backend) as engine, router_stream(engine.address) as stream:
             await stream.send(submit(3))
@@ -199,7 +199,7 @@ class TestMultiplexing:
 
 
 class TestRefusedItems:
-    async def test_an_item_that_fails_leaves_the_others_alone(self) -> None:
+    async def test_failing_item_fails_alone(self) -> None:
         backend = simulated()
         config = pb.GenerationConfig()
         config.sampling.temperature = -1
@@ -226,9 +226,7 @@ class TestRefusedItems:
         ("refusal", "reason"),
         [(OutOfBlocks("no"), "OUT_OF_BLOCKS"), (ZeroDivisionError(), "BACKEND_FAILED")],
     )
-    async def test_every_sequence_of_a_refused_item_ends(
-        self, refusal: Exception, reason: str
-    ) -> None:
+    async def test_refused_item_ends_every_sequence(self, refusal: Exception, reason: str) -> None:
         fields = frozenset({"sampling.num_return_sequences", "stopping.max_tokens"})
         backend = RecordingBackend(replace(INFO, supported_fields=fields))
         backend.refusal = refusal
@@ -260,7 +258,7 @@ class TestRefusedItems:
             ),
         ],
     )
-    async def test_what_no_backend_could_take_is_refused(
+    async def test_invalid_submission_is_refused(
         self, command: epb.EngineCommand, words: str
     ) -> None:
         async with serving(simulated()) as engine, router_stream(engine.address) as stream:
@@ -269,7 +267,7 @@ class TestRefusedItems:
             assert end is not None
             assert words in end.error.message
 
-    async def test_beams_begin_at_the_prompt_and_have_their_own_limit(self) -> None:
+    async def test_beams_start_from_prompt_within_limit(self) -> None:
         fields = frozenset(
             {"beam_search.beam_width", "sampling.num_return_sequences", "stopping.max_tokens"}
         )
@@ -292,7 +290,7 @@ class TestRefusedItems:
             await stream.until(lambda: len(backend.items) == 2)
             assert [len(item.keys) for item in backend.items] == [3, 1]
 
-    async def test_the_number_of_handles_is_bounded(self) -> None:
+    async def test_handles_of_stream_are_bounded(self) -> None:
         backend = RecordingBackend()
         async with (
             serving(backend, max_handles_per_stream=2) as engine,
@@ -304,7 +302,7 @@ class TestRefusedItems:
             assert end.error.reason == "QUEUE_FULL"
             assert len(backend.items) == 2
 
-    async def test_refusals_that_nobody_reads_end_the_stream(self) -> None:
+    async def test_unread_refusals_end_stream(self) -> None:
         async with (
             serving(RecordingBackend(), max_handles_per_stream=2) as engine,
             router_stream(engine.address, credit=1, acknowledging=False) as stream,
@@ -319,7 +317,7 @@ class TestRefusedItems:
 class TestBrokenAgreement:
     """A disagreement about numbers between router and worker ends the stream."""
 
-    async def test_a_handle_in_use(self) -> None:
+    async def test_handle_in_use_ends_stream(self) -> None:
         backend = simulated(step_ms=60_000)
         async with serving(backend) as engine, router_stream(engine.address) as stream:
             await stream.send(submit(1), submit(1))
@@ -329,7 +327,7 @@ class TestBrokenAgreement:
             await eventually(lambda: engine.service.metrics.live_sequences == 0)
             assert_nothing_is_left(engine, backend)
 
-    async def test_a_handle_whose_end_was_not_sent(self) -> None:
+    async def test_handle_with_unsent_end_ends_stream(self) -> None:
         backend = RecordingBackend()
         async with (
             serving(backend) as engine,
@@ -362,14 +360,16 @@ class TestBrokenAgreement:
             (epb.EngineCommand(), "does not know"),
         ],
     )
-    async def test_other_disagreements(self, command: epb.EngineCommand, words: str) -> None:
+    async def test_protocol_violation_ends_stream(
+        self, command: epb.EngineCommand, words: str
+    ) -> None:
         async with serving(simulated()) as engine, router_stream(engine.address) as stream:
             await stream.send(command)
             assert words in (await stream.failure()).details
 
 
 class TestStopping:
-    async def test_stop_ends_with_the_reason_given(self) -> None:
+    async def test_stop_ends_sequence_with_given_reason(self) -> None:
         backend = simulated(step_ms=60_000)
         async with serving(backend) as engine, router_stream(engine.address) as stream:
             await stream.send(submit(1, 100), submit(2, 100), submit(3, 100))
@@ -385,7 +385,7 @@ class TestStopping:
             assert_nothing_is_left(engine, backend)
 
     @pytest.mark.parametrize("way", ["cancel", "half_close", "disconnect"])
-    async def test_a_stream_that_goes_frees_its_blocks(self, way: str) -> None:
+    async def test_lost_stream_frees_blocks(self, way: str) -> None:
         # A step never ends here, so no step frees the blocks.
         backend = simulated(step_ms=3_600_000)
         async with serving(backend) as engine:
@@ -405,7 +405,7 @@ class TestStopping:
             assert_nothing_is_left(engine, backend)
             assert list(engine.service._streams) == []
 
-    async def test_the_other_streams_go_on(self) -> None:
+    async def test_lost_stream_leaves_other_streams_running(self) -> None:
         backend = simulated(step_ms=1)
         async with serving(backend) as engine, router_stream(engine.address) as stream:
             async with router_stream(engine.address) as leaving:
@@ -445,7 +445,7 @@ class TestStopping:
 
 
 class TestEndsAndErrors:
-    async def test_an_error_of_one_item_names_the_worker(self) -> None:
+    async def test_item_error_names_worker(self) -> None:
         backend = RecordingBackend()
         async with serving(backend, worker="w") as engine, router_stream(engine.address) as stream:
             await stream.send(submit(1))
@@ -457,7 +457,7 @@ class TestEndsAndErrors:
             assert end is not None
             assert (end.error.message, end.error.worker) == ("broken", "w")
 
-    async def test_a_fatal_failure_ends_everything_as_for_a_lost_worker(self) -> None:
+    async def test_broken_backend_ends_sequences_with_worker_lost(self) -> None:
         backend = simulated(break_after_steps=3)
         async with serving(backend) as engine, router_stream(engine.address, credit=1) as stream:
             stream.acknowledging = False
@@ -475,7 +475,7 @@ class TestEndsAndErrors:
 
 
 class TestUnservedCommands:
-    async def test_each_is_answered(self) -> None:
+    async def test_unsupported_command_is_answered(self) -> None:
         async with serving(simulated()) as engine, router_stream(engine.address) as stream:
             await stream.send(
                 epb.EngineCommand(
@@ -498,7 +498,7 @@ class TestUnservedCommands:
 
 
 class TestLoadAndKvEvents:
-    async def test_load_comes_without_acknowledgements_and_without_change(self) -> None:
+    async def test_load_needs_no_acknowledgement_and_no_change(self) -> None:
         backend = simulated()
         async with (
             serving(backend) as engine,
@@ -515,7 +515,7 @@ class TestLoadAndKvEvents:
             assert stream.loads[-1].generated_tokens == 50
             assert stream.loads[-1].busy_seconds > 0
 
-    async def test_kv_events_are_numbered_and_reach_every_stream(self) -> None:
+    async def test_kv_events_are_numbered_for_every_stream(self) -> None:
         backend = RecordingBackend()
         async with (
             serving(backend) as engine,
@@ -539,7 +539,7 @@ class TestLoadAndKvEvents:
                 assert list(first.block_hashes) == [11, 12]
                 assert (first.adapter_id, first.adapter_version) == (5, "v2")
 
-    async def test_a_snapshot_rebuilds_what_is_stored(self) -> None:
+    async def test_kv_snapshot_holds_stored_blocks(self) -> None:
         backend = simulated(tokens_per_block=4, total_blocks=32)
         async with serving(backend) as engine, router_stream(engine.address) as stream:
             for number in range(12):

@@ -72,7 +72,7 @@ steps = st.lists(
 
 @settings(deadline=None)
 @given(steps, st.integers(1, 3), st.data())
-def test_every_token_arrives_once_whatever_the_acknowledgements(
+def test_tokens_arrive_once_under_any_acknowledgements(
     history: list[dict[int, list[int]]], credit: int, data: st.DataObject
 ) -> None:
     outbox, reader = EventOutbox(credit, EngineMetrics()), Reader()
@@ -106,7 +106,7 @@ rewritings = st.lists(
 
 
 @given(rewritings, st.data())
-def test_a_rewritten_sequence_has_what_its_last_rewriting_left(
+def test_rewritten_sequence_keeps_latest_tokens(
     history: list[dict[int, tuple[int, list[int]]]], data: st.DataObject
 ) -> None:
     known: dict[int, list[int]] = {}
@@ -141,7 +141,7 @@ def test_a_rewritten_sequence_has_what_its_last_rewriting_left(
     assert found == known
 
 
-def test_a_stalled_router_costs_a_rewritten_sequence_little_more_than_once() -> None:
+def test_stalled_router_keeps_rewritten_sequence_about_once() -> None:
     outbox = EventOutbox(1, EngineMetrics())
     for step in range(500):
         ids = list(range(step, step + 10_000))
@@ -153,7 +153,7 @@ def test_a_stalled_router_costs_a_rewritten_sequence_little_more_than_once() -> 
     assert list(event.step.token_ids) == list(range(499, 10_499))
 
 
-def test_a_stable_batch_merges_as_a_changing_one_does() -> None:
+def test_stable_batch_merges_like_changing_batch() -> None:
     offsets: dict[int, int] = {}
     parts = [part(step, {7: [step], 8: [10 + step]}, offsets) for step in range(3)]
     parts[1].handles = list(parts[1].handles)
@@ -163,7 +163,7 @@ def test_a_stable_batch_merges_as_a_changing_one_does() -> None:
     assert merged.step_count == 2
 
 
-def test_details_merge_along_their_tokens() -> None:
+def test_details_merge_with_their_tokens() -> None:
     def with_details(step: int) -> StepPart:
         made = part(step, {7: [step]}, {7: step})
         logits = Tensor(1, (1, 2), bytes([step] * 8))
@@ -206,7 +206,7 @@ def test_only_steps_need_credit() -> None:
     assert response.events[0].step.ends[0].handle == 2
 
 
-def test_acknowledging_what_was_not_sent_is_refused() -> None:
+def test_acknowledgement_of_unsent_steps_is_refused() -> None:
     outbox = EventOutbox(1, EngineMetrics())
     with pytest.raises(
         InvalidField, match=r"acknowledge.received_steps is 1 but must be at most 0"
@@ -225,7 +225,7 @@ def test_lost_kv_events_leave_a_gap() -> None:
     assert len(response.events[0].kv_events.events) == 2
 
 
-def test_a_snapshot_replaces_the_events_that_wait() -> None:
+def test_kv_snapshot_replaces_waiting_events() -> None:
     outbox = EventOutbox(1, EngineMetrics())
     event = epb.KvEvent(cleared=epb.KvBlocksCleared())
     outbox.put_kv_events(9, 0, [event])
@@ -269,7 +269,7 @@ def bytes_of(step: epb.Step) -> int:
 
 @settings(deadline=None)
 @given(steps, st.integers(1, 10), st.data())
-def test_logits_are_cut_into_messages_and_none_is_lost(
+def test_logits_are_split_without_loss(
     history: list[dict[int, list[int]]], rows: int, data: st.DataObject
 ) -> None:
     most = rows * ROW_BYTES
@@ -314,7 +314,7 @@ def test_logits_are_cut_into_messages_and_none_is_lost(
     assert reader.ended == set(offsets)
 
 
-def test_a_part_without_logits_is_not_cut() -> None:
+def test_part_without_logits_is_not_split() -> None:
     whole = part(1, {1: [5, 6], 2: [7]}, {})
     (same,) = split(whole, 1)
     assert same is whole

@@ -155,7 +155,7 @@ class TestTokens:
             assert await other.generate(item(1, 200)) == first
             assert await run.generate(item(3, 200, prompt=(40, 41, 43))) != first
 
-    async def test_a_migrated_sequence_goes_on_bit_for_bit(self) -> None:
+    async def test_migrated_sequence_continues_bit_for_bit(self) -> None:
         async with (
             running(end_probability=0.02, end_id=99) as here,
             running(end_probability=0.02, end_id=99) as there,
@@ -179,30 +179,30 @@ class TestTokens:
                 assert other_end.generated_tokens == end.generated_tokens == len(whole)
                 assert other_end.prompt_tokens == end.prompt_tokens == 2
 
-    async def test_a_sequence_that_was_complete_ends_at_once(self) -> None:
+    async def test_complete_migrated_sequence_ends_at_once(self) -> None:
         async with running() as run:
             assert await run.generate(item(1, 3, emitted=(5, 6, 7))) == []
             assert run.ends[1].reason == pb.FINISH_REASON_LENGTH
             assert run.ends[1].generated_tokens == 3
 
-    async def test_migrated_sequence_with_its_end_id_ends_at_once(self) -> None:
+    async def test_migrated_sequence_with_end_id_ends_at_once(self) -> None:
         async with running(end_id=2) as run:
             assert await run.generate(item(1, 9, emitted=(5, 2))) == []
             assert run.ends[1].reason == pb.FINISH_REASON_END_ID
             assert run.ends[1].stop_token_ids == (2,)
 
-    async def test_sequences_of_an_item_differ_when_sampled(self) -> None:
+    async def test_sampled_sequences_of_item_differ(self) -> None:
         async with running() as run:
             await run.generate(item(keys=(1, 2), sampling=SAMPLED))
             await run.generate(item(keys=(3, 4)))
             assert run.tokens[1] != run.tokens[2]
             assert run.tokens[3] == run.tokens[4]
 
-    async def test_without_max_tokens_the_length_of_the_model_ends(self) -> None:
+    async def test_sequence_without_max_tokens_ends_at_model_length(self) -> None:
         async with running(max_sequence_tokens=100) as run:
             assert len(await run.generate(item(1, None))) == 97
 
-    async def test_stop_words_and_end_ids_end(self) -> None:
+    async def test_stop_words_and_end_ids_end_sequence(self) -> None:
         async with running(end_id=2) as run:
             plain = await run.generate(item(1, 100))
             word = tuple(plain[70:72])
@@ -217,7 +217,7 @@ class TestTokens:
 
 
 class TestBlocks:
-    async def test_prefixes_are_reused_and_told(self) -> None:
+    async def test_reused_prefix_is_reported(self) -> None:
         prompt = tuple(range(10))
         async with running(tokens_per_block=4) as run:
             first = await run.generate(item(1, prompt=prompt))
@@ -232,14 +232,14 @@ class TestBlocks:
             await run.generate(item(4, prompt=prompt, kv_cache=KvCache(salt="other")))
             assert run.ends[3].cached_prompt_tokens == run.ends[4].cached_prompt_tokens == 0
 
-    async def test_the_last_prompt_token_is_always_computed(self) -> None:
+    async def test_last_prompt_token_is_always_computed(self) -> None:
         prompt = tuple(range(8))
         async with running(tokens_per_block=4) as run:
             await run.generate(item(1, prompt=prompt))
             await run.generate(item(2, prompt=prompt))
             assert run.ends[2].cached_prompt_tokens == 4
 
-    async def test_a_full_pool_lets_items_wait_and_evicts(self) -> None:
+    async def test_full_pool_queues_items_and_evicts(self) -> None:
         async with running(tokens_per_block=4, total_blocks=6) as run:
             for key in range(1, 9):
                 run.backend.submit(item(key, 8, prompt=(key,) * 8))
@@ -249,14 +249,14 @@ class TestBlocks:
             # Each needs 4 of 6 blocks, so never two at a time.
             assert all(len(output.keys) <= 1 for output in run.outputs)
 
-    async def test_what_can_never_fit_is_refused(self) -> None:
+    async def test_item_beyond_pool_is_refused(self) -> None:
         async with running(tokens_per_block=4, total_blocks=6) as run:
             with pytest.raises(OutOfBlocks, match="needs 7 KV blocks, but the pool has 6"):
                 run.backend.submit(item(1, 23))
 
 
 class TestScheduling:
-    async def test_priority_goes_first_then_arrival(self) -> None:
+    async def test_queue_orders_by_priority_then_arrival(self) -> None:
         async with running(max_batch_size=1) as run:
             for key, priority in ((1, 0), (2, 0), (3, 5), (4, 5)):
                 run.backend.submit(item(key, 2, priority=priority))
@@ -264,20 +264,20 @@ class TestScheduling:
                 await run.end(key)
             assert list(run.ends) == [3, 4, 1, 2]
 
-    async def test_a_long_prompt_takes_several_steps(self) -> None:
+    async def test_long_prompt_takes_several_steps(self) -> None:
         async with running(prefill_tokens_per_step=10) as run:
             await run.generate(item(1, 1, prompt=(7,) * 35))
             assert run.backend.stats().step_count == 4
             assert run.backend.stats().computed_prompt_tokens == 35
 
-    async def test_the_queue_is_bounded(self) -> None:
+    async def test_queue_is_bounded(self) -> None:
         async with running(max_batch_size=1, max_queue_size=2) as run:
             for key in range(3):
                 run.backend.submit(item(key))
             with pytest.raises(QueueFull, match="3 sequences wait and at most 2 may"):
                 run.backend.submit(item(9))
 
-    async def test_stop_frees_between_steps(self) -> None:
+    async def test_stop_frees_blocks_between_steps(self) -> None:
         async with running(step_ms=3_600_000, max_batch_size=2) as run:
             for key in range(4):
                 run.backend.submit(item(key, 100))
@@ -290,7 +290,7 @@ class TestScheduling:
                 assert (await run.end(key)).reason == pb.FINISH_REASON_STOPPED
             run.backend.stop([0], pb.FINISH_REASON_STOPPED)
 
-    async def test_stopping_some_leaves_the_others_as_they_were(self) -> None:
+    async def test_stop_leaves_other_sequences_unchanged(self) -> None:
         async with running() as run:
             expected = {key: await run.generate(item(key, 200, prompt=(key,))) for key in range(9)}
         async with running() as run:
@@ -305,7 +305,7 @@ class TestScheduling:
                 assert run.ends[key].generated_tokens == len(run.tokens[key])
             assert [len(run.tokens[key]) for key in (1, 2, 3, 5, 6, 7)] == [200] * 6
 
-    async def test_perf_metrics_come_where_asked_for(self) -> None:
+    async def test_perf_metrics_are_delivered_on_request(self) -> None:
         async with running(tokens_per_block=4) as run:
             await run.generate(item(1, prompt=(5,) * 8))
             await run.generate(item(2, prompt=(5,) * 8, perf_metrics=True))
@@ -336,7 +336,7 @@ class TestRefusals:
             (item(stopping=Stopping(end_id=32000)), InvalidField, "stopping.end_id"),
         ],
     )
-    async def test_wrong_items(
+    async def test_invalid_item_is_refused(
         self, wrong: Submission, error: type[TrtmeshError], words: str
     ) -> None:
         async with running(max_sequence_tokens=100) as run:
@@ -345,7 +345,7 @@ class TestRefusals:
 
 
 class TestFaults:
-    async def test_an_item_fails_alone(self) -> None:
+    async def test_fail_item_fails_alone(self) -> None:
         async with running(fail_item=2) as run:
             for key in (1, 2, 3):
                 run.backend.submit(item(key, 50))
@@ -355,13 +355,13 @@ class TestFaults:
             assert run.ends[2].reason == pb.FINISH_REASON_ERROR
             assert run.ends[2].error is not None
 
-    async def test_items_are_refused(self) -> None:
+    async def test_refuse_after_items_refuses_with_queue_full(self) -> None:
         async with running(refuse_after_items=1) as run:
             run.backend.submit(item(1))
             with pytest.raises(QueueFull):
                 run.backend.submit(item(2))
 
-    async def test_a_broken_backend_says_so_once(self) -> None:
+    async def test_broken_backend_reports_failure_once(self) -> None:
         async with running(break_after_steps=5) as run:
             run.backend.submit(item(1, 50))
             await run.until(lambda: run.failures)
@@ -369,7 +369,7 @@ class TestFaults:
         assert len(run.failures) == 1
         assert run.ends[1].reason == pb.FINISH_REASON_CANCELLED
 
-    async def test_a_frozen_backend_lives_and_does_nothing(self) -> None:
+    async def test_frozen_backend_stays_alive_without_steps(self) -> None:
         async with running(freeze_after_steps=5) as run:
             run.backend.submit(item(1, 50))
             await run.until(lambda: run.backend.stats().step_count == 5)
