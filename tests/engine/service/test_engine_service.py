@@ -21,7 +21,7 @@ from trtmesh.v1 import engine_pb2_grpc
 from trtmesh.v1 import generation_pb2 as pb
 
 SIMULATED = ("--backend", "simulated", "--load-interval-seconds", "0.01")
-TORCH = ("--model-dir", str(Path(__file__).parents[2] / "models" / "demo"))
+TORCH = ("--model-dir", str(Path(__file__).parents[3] / "models" / "demo"))
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 PATIENCE_SECONDS = 60.0

@@ -1,0 +1,24 @@
+"""Timestamps and block counts of a sequence."""
+
+from __future__ import annotations
+
+from trtmesh.engine.backend import PerfMetrics
+from trtmesh.engine.times import SequenceTimes
+
+
+def test_queue_time_ends_with_scheduling() -> None:
+    times = SequenceTimes(arrival_ns=1_000_000_000)
+    assert times.queue_seconds > 1
+    times.scheduled_ns = 3_500_000_000
+    assert times.queue_seconds == 2.5
+
+
+def test_queue_time_is_never_negative() -> None:
+    assert SequenceTimes(arrival_ns=20, scheduled_ns=10).queue_seconds == 0
+
+
+def test_metrics_at_start_leave_out_last_token() -> None:
+    times = SequenceTimes(1, 2, 3, 4, new_blocks=5, reused_blocks=6)
+    metrics = PerfMetrics(1, 2, 3, 4, 5, 6, 5)
+    assert times.perf_metrics() == metrics
+    assert times.metrics_at_start() == PerfMetrics(1, 2, 3, 0, 5, 6, 5)
