@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import typer
 from trtmesh.cli.demo import demo
+from trtmesh.cli.fleet import policy, status, workers
 from trtmesh.cli.generate import generate
 from trtmesh.cli.import_triton import import_triton
-from trtmesh.cli.policy import policy
 from trtmesh.cli.replay import replay
 from trtmesh.cli.requests import explain, requests
-from trtmesh.cli.status import status
 from trtmesh.cli.top import top
 from trtmesh.cli.triton_infer import triton
 from trtmesh.cli.up import up
-from trtmesh.cli.workers import workers
 
 app = typer.Typer(
     name="trtmesh",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from trtmesh.chassis.http2.frames import (
     END_HEADERS,
@@ -36,20 +37,18 @@ _EMPTY_HEADER_TABLE = b"\x20"
 """Dynamic table size update to 0 at the start of a header block (RFC 7541, sections 4.2 and 6.3)."""
 
 
+@dataclass(slots=True, eq=False)
 class SendStream:
     """The sending half of a stream."""
 
-    __slots__ = ("drained", "stream_id", "trailing", "unsent", "window")
-
-    def __init__(self, stream_id: int, window: int) -> None:
-        self.stream_id = stream_id
-        self.window = window
-        self.unsent = bytearray()
-        """Data that waits for a window or for the transport."""
-        self.trailing: bytes | None = None
-        """Frames that end the stream, sent after `unsent`."""
-        self.drained: asyncio.Future[None] | None = None
-        """Done when `unsent` is empty; None without a waiter."""
+    stream_id: int
+    window: int
+    unsent: bytearray = field(default_factory=bytearray)
+    """Data that waits for a window or for the transport."""
+    trailing: bytes | None = None
+    """Frames that end the stream, sent after `unsent`."""
+    drained: asyncio.Future[None] | None = None
+    """Done when `unsent` is empty; None without a waiter."""
 
     def wake_drained(self) -> None:
         if self.drained is not None:

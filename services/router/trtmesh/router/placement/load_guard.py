@@ -11,6 +11,7 @@ so an item counts once, whether or not in the report.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.router.placement.breaker import Breaker
@@ -26,30 +27,18 @@ PRESSURE_SECONDS, MOST_PRESSURE = 0.15, 0.99
 _NO_REPORT = Report(0.0)
 
 
+@dataclass(slots=True, eq=False)
 class Booking:
     """Load of an item's sequences on a worker, from before the dispatch until the last sequence leaves."""
 
-    __slots__ = (
-        "_booked_at",
-        "_guard",
-        "_idle_before",
-        "_waiting",
-        "prompt_tokens",
-        "sequences",
-        "when_computed",
-    )
-
-    def __init__(
-        self, guard: LoadGuard, prompt_tokens: int, sequences: int, now: float, *, idle_before: bool
-    ) -> None:
-        self._guard = guard
-        self._booked_at = now
-        self._idle_before = idle_before
-        self._waiting = True
-        self.when_computed: Callable[[], None] | None = None
-        """Called once the prompt is computed, or cannot be computed here any more."""
-        self.prompt_tokens = prompt_tokens
-        self.sequences = sequences
+    _guard: LoadGuard
+    prompt_tokens: int
+    sequences: int
+    _booked_at: float
+    _idle_before: bool
+    _waiting: bool = True
+    when_computed: Callable[[], None] | None = None
+    """Called once the prompt is computed, or cannot be computed here any more."""
 
     @property
     def waiting(self) -> bool:
@@ -140,7 +129,7 @@ class LoadGuard:
 
     def book(self, prompt_tokens: int, sequences: int, now: float) -> Booking:
         """Books an item with `prompt_tokens` to compute."""
-        booking = Booking(self, prompt_tokens, sequences, now, idle_before=not self.sequences)
+        booking = Booking(self, prompt_tokens, sequences, now, not self.sequences)
         self.bookings += 1
         self.booked_sequences += sequences
         self.booked_prompt_tokens += prompt_tokens

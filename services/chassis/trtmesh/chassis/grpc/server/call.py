@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -177,25 +176,34 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         if self._ended:
             return
         self._started = True
-        with _Deadline(self, self._deadline):
-            try:
-                await self._handle()
-                self._end(self._code, self._details)
-            except grpc.aio.AbortError as error:
-                self._end(grpc.StatusCode.UNKNOWN, str(error))
-            except BadMessage as error:
-                self._end(error.status, str(error))
-            except asyncio.CancelledError:
-                self._end(grpc.StatusCode.CANCELLED, "the handler was cancelled")
-            except Exception as error:
-                # A defect must reach the client as a status, not as a broken connection.
-                if self._code is grpc.StatusCode.OK:
-                    with request_id_bound(request_id_of(self)):
-                        log.exception("unexpected error in a call")
-                    self.set_code(grpc.StatusCode.UNKNOWN)
-                    self.set_details(f"{type(error).__name__}: {error}")
-                self._end(self._code, self._details)
+        timer = self._start_deadline()
+        try:
+            await self._handle()
+            self._end(self._code, self._details)
+        except grpc.aio.AbortError as error:
+            self._end(grpc.StatusCode.UNKNOWN, str(error))
+        except BadMessage as error:
+            self._end(error.status, str(error))
+        except asyncio.CancelledError:
+            self._end(grpc.StatusCode.CANCELLED, "the handler was cancelled")
+        except Exception as error:
+            # A defect must reach the client as a status, not as a broken connection.
+            if self._code is grpc.StatusCode.OK:
+                with request_id_bound(request_id_of(self)):
+                    log.exception("unexpected error in a call")
+                self.set_code(grpc.StatusCode.UNKNOWN)
+                self.set_details(f"{type(error).__name__}: {error}")
+            self._end(self._code, self._details)
+        finally:
+            if timer is not None:
+                timer.cancel()
         await self._linger()
+
+    def _start_deadline(self) -> asyncio.TimerHandle | None:
+        if self._deadline is None:
+            return None
+        late = grpc.StatusCode.DEADLINE_EXCEEDED
+        return self._loop.call_at(self._deadline, self.end_with, late, "Deadline Exceeded")
 
     async def _handle(self) -> None:
         handler = self._handler
@@ -265,27 +273,6 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
                 await self._writer.drain(self.stream)
         except TimeoutError:
             self._writer.reset_stream(self.stream, ErrorCode.CANCEL)
-
-
-@dataclass(slots=True)
-class _Deadline:
-    """Ends a call at its deadline."""
-
-    _call: ServerCall
-    _deadline: float | None
-    _timer: asyncio.TimerHandle | None = None
-
-    def __enter__(self) -> None:
-        if self._deadline is not None:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_at(self._deadline, self._expire)
-
-    def __exit__(self, *_: object) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _expire(self) -> None:
-        self._call.end_with(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 
 
 def _function_of(handler: Handler) -> Callable[[Any, ServerCall], Any]:

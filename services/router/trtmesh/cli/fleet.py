@@ -1,19 +1,22 @@
-"""`trtmesh workers`: shows and changes the fleet of a router."""
+"""`trtmesh status`, `trtmesh workers` and `trtmesh policy`: show and change the fleet of a router."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import aclosing
 from datetime import datetime
 from typing import Annotated
 
 import typer
+from trtmesh.chassis.errors import InvalidField
 from trtmesh.cli.admin_command import Context, admin_command
-from trtmesh.cli.completion import complete_worker
-from trtmesh.cli.output import printable, put, put_json, say
-from trtmesh.cli.session import FAILED, OK
-from trtmesh.cli.tables import print_tables, worker_state, workers_table
+from trtmesh.cli.completion import complete_policy, complete_worker
+from trtmesh.cli.output import printable, put, put_json, say, say_error
+from trtmesh.cli.session import FAILED, OK, USAGE
+from trtmesh.cli.tables import print_tables, tokenizers_table, worker_state, workers_table
 from trtmesh.v1 import router_admin_pb2 as pb
 
+policy = typer.Typer(name="policy", help="The placement policy of a router.", no_args_is_help=True)
 workers = typer.Typer(name="workers", help="The workers of a router.", no_args_is_help=True)
 
 WorkerArgument = Annotated[
@@ -23,6 +26,24 @@ WorkerArgument = Annotated[
         autocompletion=complete_worker,
     ),
 ]
+
+
+@admin_command
+async def status(context: Context) -> int:
+    """Show the router's workers and tokenizers.
+
+    Exit status: 0 a worker and a tokenizer are ready, 1 otherwise or no answer, 2 wrong usage.
+    """
+    router, seen = context.admin.address, await context.admin.list_workers()
+    if context.as_json:
+        put_json(seen)
+    else:
+        put(f"router {router}: policy {seen.policy}, {seen.live_requests} live requests")
+        print_tables(workers_table(seen.workers), tokenizers_table(seen.tokenizers))
+    if _anything_ready(seen.workers) and _anything_ready(seen.tokenizers):
+        return OK
+    say(f"router {router} cannot serve: it needs a ready worker and a ready tokenizer")
+    return FAILED
 
 
 @workers.command("list")
@@ -126,6 +147,10 @@ async def remove(context: Context, worker: WorkerArgument) -> int:
     return OK
 
 
+def _anything_ready(peers: Iterable[pb.Worker] | Iterable[pb.TokenizerReplica]) -> bool:
+    return any(peer.state == pb.WORKER_STATE_READY for peer in peers)
+
+
 def _show(
     context: Context,
     response: pb.AddWorkerResponse | pb.DrainWorkerResponse | pb.ResumeWorkerResponse,
@@ -137,3 +162,40 @@ def _show(
         name = f"{worker.worker} at {worker.address}" if worker.worker else worker.address
         problem = f": {worker.problem}" if worker.problem else ""
         put(printable(f"worker {name} is {worker_state(worker)}{problem}"))
+
+
+@policy.command("get")
+@admin_command
+async def get_policy(context: Context) -> int:
+    """Print all policies and mark the current one."""
+    response = await context.admin.get_policy()
+    if context.as_json:
+        put_json(response)
+    else:
+        for name in response.available:
+            put(f"{'*' if name == response.policy else ' '} {name}")
+    return OK
+
+
+@policy.command("set")
+@admin_command
+async def set_policy(
+    context: Context,
+    policy: Annotated[
+        str, typer.Argument(help="One of `policy get`.", autocompletion=complete_policy)
+    ],
+) -> int:
+    """Change the policy until the router ends.
+
+    Exit status: 0 changed, 1 the call failed, 2 unknown policy or other wrong usage.
+    """
+    try:
+        response = await context.admin.set_policy(policy)
+    except InvalidField as error:
+        say_error(f"{error.reason}: {error}")
+        return USAGE
+    if context.as_json:
+        put_json(response)
+    else:
+        put(f"policy {policy}, {response.previous} until now")
+    return OK
