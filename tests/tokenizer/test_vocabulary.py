@@ -23,7 +23,7 @@ def own_model_dir(model_dir: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", list(ZOO))
 def test_vocabulary_of_every_family_loads(model_dirs: dict[str, Path], name: str) -> None:
     vocabulary = load_vocabulary(model_dirs[name])
-    assert vocabulary.decoding.name == ZOO[name][1]
+    assert vocabulary.detokenizer.name == ZOO[name][1]
     assert vocabulary.model == name
     assert vocabulary.size == vocabulary.tokenizer.get_vocab_size()
 
@@ -91,7 +91,7 @@ def test_older_files_are_converted(tmp_path: Path) -> None:
     vocabulary = load_vocabulary(tmp_path)
     assert (vocabulary.kind, vocabulary.size, vocabulary.pad_id) == ("WordPiece", len(tokens), 0)
     ids = vocabulary.tokenizer.encode("hellos world!").ids
-    state = vocabulary.decoding.open(skip_special_tokens=True)
+    state = vocabulary.detokenizer.open(skip_special_tokens=True)
     assert "".join(map(state.push, ids)) + state.flush() == "hellos world!"
 
 
@@ -110,9 +110,9 @@ def test_sentencepiece_model_is_converted(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     vocabulary = load_vocabulary(tmp_path)
     assert (vocabulary.kind, vocabulary.bos_id, vocabulary.eos_id) == ("BPE", 1, 2)
-    assert vocabulary.decoding.name == "pieces"
+    assert vocabulary.detokenizer.name == "pieces"
     ids = vocabulary.tokenizer.encode(CORPUS[6]).ids
-    state = vocabulary.decoding.open(skip_special_tokens=True)
+    state = vocabulary.detokenizer.open(skip_special_tokens=True)
     assert "".join(map(state.push, ids)) + state.flush() == CORPUS[6]
 
 

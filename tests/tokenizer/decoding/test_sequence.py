@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from tokenizer.tokenizers_zoo import CORPUS, ZOO, ids_of
 from tokenizers import Tokenizer
 from trtmesh.chassis.errors import InvalidRequest, TokenOutOfVocabulary
-from trtmesh.tokenizer.decoding.base import Decoding
-from trtmesh.tokenizer.decoding.choice import choose_decoding
 from trtmesh.tokenizer.decoding.sequence import DecodeSequence, Stop
-from trtmesh.tokenizer.stop_texts import StopMatcher, StopTexts
+from trtmesh.tokenizer.decoding.stop_texts import StopMatcher, StopTexts
+from trtmesh.tokenizer.detokenizers.base import Detokenizer
+from trtmesh.tokenizer.detokenizers.choice import choose_detokenizer
 
-Family = tuple[Tokenizer, Decoding]
+Family = tuple[Tokenizer, Detokenizer]
 FAMILIES = ("byte_level_bpe", "llama2_bpe", "unigram_byte_fallback", "word_piece")
 PROPERTY = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -26,16 +26,16 @@ STOPS = ["e", " the", "quick b", "�", "界", "\n\n", "ö", "##"]
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> Family:
     tokenizer = ZOO[request.param][0]()
-    return tokenizer, choose_decoding(tokenizer)
+    return tokenizer, choose_detokenizer(tokenizer)
 
 
 def open_sequence(
     family: Family, stop_texts: list[str], *, skip: bool = True, include: bool = False
 ) -> DecodeSequence:
-    tokenizer, decoding = family
+    tokenizer, detokenizer = family
     matcher = StopMatcher(StopTexts(stop_texts), include_stop_text=include) if stop_texts else None
     return DecodeSequence(
-        decoding.open(skip_special_tokens=skip), matcher, tokenizer.get_vocab_size()
+        detokenizer.open(skip_special_tokens=skip), matcher, tokenizer.get_vocab_size()
     )
 
 
@@ -123,7 +123,7 @@ def test_stop_text_in_delivered_tokens_ends_the_next_push(family: Family) -> Non
 def test_stop_text_ends_in_the_flushed_text() -> None:
     tokenizer = ZOO["byte_level_bpe"][0]()
     ids = ids_of(tokenizer, "a", "ð", "Ł")
-    sequence = open_sequence((tokenizer, choose_decoding(tokenizer)), ["a�"])
+    sequence = open_sequence((tokenizer, choose_detokenizer(tokenizer)), ["a�"])
     assert sequence.push(ids[:1]) == ("", None)
     assert sequence.finish(ids[1:]) == ("", Stop(0, 2))
 

@@ -53,7 +53,7 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
             vocabulary.model,
             vocabulary.kind,
             vocabulary.size,
-            vocabulary.decoding.name,
+            vocabulary.detokenizer.name,
             vocabulary.fingerprint,
         )
 

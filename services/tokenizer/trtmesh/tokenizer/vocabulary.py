@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.chassis.fingerprint import VOCABULARY_FILES, tokenizer_fingerprint
 from trtmesh.tokenizer.conversion import convert
-from trtmesh.tokenizer.decoding.base import Decoding
-from trtmesh.tokenizer.decoding.choice import choose_decoding
+from trtmesh.tokenizer.detokenizers.base import Detokenizer
+from trtmesh.tokenizer.detokenizers.choice import choose_detokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
@@ -35,7 +35,7 @@ class Vocabulary:
     special_ids: tuple[int, ...]
     chat_template: str | None
     tokenizer: Tokenizer
-    decoding: Decoding
+    detokenizer: Detokenizer
 
 
 def load_vocabulary(model_dir: Path) -> Vocabulary:
@@ -61,7 +61,7 @@ def load_vocabulary(model_dir: Path) -> Vocabulary:
         special_ids=tuple(sorted(i for i, token in added.items() if token.special)),
         chat_template=_chat_template(model_dir, configs[0]),
         tokenizer=tokenizer,
-        decoding=choose_decoding(tokenizer),
+        detokenizer=choose_detokenizer(tokenizer),
     )
 
 

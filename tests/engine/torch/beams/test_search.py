@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from trtmesh.chassis import vocabulary
-from trtmesh.engine.backends.torch.beams.search import BeamSearch, Hypothesis
+from trtmesh.engine.backends.torch.beams.search import Beams, Hypothesis
 from trtmesh.engine.stopping import End
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -36,8 +36,8 @@ class World:
     def total(self, tokens: tuple[int, ...]) -> float:
         return sum(float(self.row(list(tokens[:at]))[token]) for at, token in enumerate(tokens))
 
-    def search(self, asked: vocabulary.BeamSearch) -> BeamSearch:
-        search = BeamSearch(asked, most_tokens=LENGTH, ending_tokens=1)
+    def search(self, asked: vocabulary.BeamSearch) -> Beams:
+        search = Beams(asked, most_tokens=LENGTH, ending_tokens=1)
         while not search.over:
             rows = torch.stack([self.row(beam.tokens) for beam in search.running])
             search.advance(rows, end_after)
@@ -80,9 +80,7 @@ def test_a_search_as_wide_as_the_world_finds_the_best(seed: int, length_penalty:
 def test_diversity_favours_later_beams(seed: int, width: int, rate: float) -> None:
     """TensorRT-LLM's rule: candidates are ranked by sum + rate * number of the beam they continue."""
     world = World(seed)
-    search = BeamSearch(
-        vocabulary.BeamSearch(width, 1.0, 0, rate), most_tokens=LENGTH, ending_tokens=1
-    )
+    search = Beams(vocabulary.BeamSearch(width, 1.0, 0, rate), most_tokens=LENGTH, ending_tokens=1)
     beams: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
     while not search.over:
         candidates = sorted(
@@ -116,7 +114,7 @@ def test_diversity_favours_later_beams(seed: int, width: int, rate: float) -> No
 )
 def test_when_a_search_is_over(early_stopping: int, length_penalty: float, *, over: bool) -> None:
     """Complete beams have sums of -3 after one token; the best running beam has -2.9 after two of at most 4."""
-    search = BeamSearch(
+    search = Beams(
         vocabulary.BeamSearch(2, length_penalty, early_stopping), most_tokens=4, ending_tokens=1
     )
     end = (pb.FINISH_REASON_END_ID, (END,))

@@ -123,7 +123,7 @@ async def test_weights_that_are_not_numbers(copy: Path) -> None:
 async def test_the_self_check_finds_a_layer_that_sees_too_little(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trtmesh.engine.backends.torch.cpu import grouping
+    from trtmesh.engine.backends.torch.compute import grouping
 
     right = grouping.Grouping._chunk_group
 

@@ -1,1 +1,1 @@
-"""Incremental decoding: token ids in, text out, identical to `Tokenizer.decode` of the whole sequence."""
+"""The sequences of a stream: their tokens become text that ends at a stop text."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trtmesh.chassis.errors import InvalidRequest, TokenOutOfVocabulary
-from trtmesh.tokenizer.decoding.base import TextDecoder
-from trtmesh.tokenizer.stop_texts import StopMatcher
+from trtmesh.tokenizer.decoding.stop_texts import StopMatcher
+from trtmesh.tokenizer.detokenizers.base import TextDecoder
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from trtmesh.chassis.errors import (
 )
 from trtmesh.chassis.logs import request_id_bound
 from trtmesh.tokenizer.decoding.sequence import DecodeSequence
+from trtmesh.tokenizer.decoding.stop_texts import StopMatcher, StopTexts
 from trtmesh.tokenizer.metrics import TokenizerMetrics
-from trtmesh.tokenizer.stop_texts import StopMatcher, StopTexts
 from trtmesh.tokenizer.vocabulary import Vocabulary
 from trtmesh.tokenizer.workload import Workload
 from trtmesh.v1 import tokenizer_pb2 as pb
@@ -107,7 +107,7 @@ class DecodeStates:
             stop_texts = self._shared_stop_texts(tuple(command.stop_texts))
             matcher = StopMatcher(stop_texts, include_stop_text=command.include_stop_text)
         sequence = self._sequences[handle] = DecodeSequence(
-            self._vocabulary.decoding.open(skip_special_tokens=command.skip_special_tokens),
+            self._vocabulary.detokenizer.open(skip_special_tokens=command.skip_special_tokens),
             matcher,
             self._vocabulary.size,
             command.request_id,

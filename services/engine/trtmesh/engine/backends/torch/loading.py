@@ -9,7 +9,7 @@ import torch
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.chassis.fingerprint import tokenizer_fingerprint
 from trtmesh.engine.backend import BackendInfo, Capabilities
-from trtmesh.engine.backends.torch.compute.accelerator import Accelerator
+from trtmesh.engine.backends.torch.accelerator import Accelerator
 from trtmesh.engine.backends.torch.compute.device import Device
 from trtmesh.engine.backends.torch.compute.self_check import check_model
 from trtmesh.engine.backends.torch.cpu.device import Cpu, take_threads

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from trtmesh.chassis.errors import InvalidRequest, TrtmeshError
 from trtmesh.chassis.vocabulary import Tensor as TensorValue
 from trtmesh.engine.backend import SequenceEnd, SequenceStart, StepOutput, TokenDetails
-from trtmesh.engine.backends.torch.beams.search import BeamSearch, Extras, Hypothesis
+from trtmesh.engine.backends.torch.beams.search import Beams, Extras, Hypothesis
 from trtmesh.engine.backends.torch.decoding import Decoding
 from trtmesh.engine.backends.torch.sampling.details import most_likely, tensor_of
 from trtmesh.engine.backends.torch.sampling.token_rules import BANS
@@ -50,7 +50,7 @@ class BeamDecoding(Decoding["Ranking"]):
         """`keys` name the sequences that come back; `lanes` are new, and the first has the first key."""
         super().__init__(keys, lanes)
         self.first = first = lanes[0]
-        self._search = BeamSearch(
+        self._search = Beams(
             first.config.beam_search,
             most_tokens=first.rule.limit - first.prompt_tokens,
             ending_tokens=first.rule.ending_tokens,

@@ -68,7 +68,7 @@ EndAfter = Callable[[Hypothesis, int], End | None]
 """The end of a hypothesis with one more token; None to continue."""
 
 
-class BeamSearch:
+class Beams:
     """The beams of an item."""
 
     def __init__(

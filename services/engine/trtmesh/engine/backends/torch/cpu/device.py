@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from trtmesh.chassis.cores import physical_cores
 from trtmesh.engine.backends.torch.compute.device import Compute, Device
+from trtmesh.engine.backends.torch.compute.paged_attention import PagedAttention
 from trtmesh.engine.backends.torch.compute.runner import Runner
-from trtmesh.engine.backends.torch.cpu.attention import PagedAttention, fused_is_faster
 from trtmesh.engine.backends.torch.cpu.fusing import fuse_layers, fuse_norms, is_plain
 from trtmesh.engine.backends.torch.cpu.linears import lacks_instructions, pack_linears, widen
 from trtmesh.engine.backends.torch.memory.blocks import BlockTables
@@ -21,6 +21,8 @@ from trtmesh.engine.backends.torch.model.model import Fitted, Model
 from trtmesh.engine.backends.torch.sampling.choice import Chooser
 
 CACHE_BYTES = 2**30
+MANY_HEADS = 16
+FEW_QUERIES = 16
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -78,6 +80,15 @@ def free_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
     if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
         available = min(available, int(limit.read_text()) - int(used.read_text()))
     return max(0, available)
+
+
+def fused_is_faster(queries: Tensor) -> bool:
+    """The fused kernel computes head after head, which is slow for many heads with few queries each. Batched
+    products beat it there, but only in float32."""
+    sequences, kv_heads, rows, _ = queries.shape
+    if queries.dtype != torch.float32:
+        return True
+    return sequences * kv_heads < MANY_HEADS or rows > FEW_QUERIES
 
 
 def highest(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from trtmesh.engine.backends.torch.compute.device import Compute, Device
+from trtmesh.engine.backends.torch.compute.paged_attention import PagedAttention
 from trtmesh.engine.backends.torch.compute.runner import Runner
-from trtmesh.engine.backends.torch.cpu.attention import PagedAttention
 from trtmesh.engine.backends.torch.memory.blocks import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.model.model import Fitted, Model

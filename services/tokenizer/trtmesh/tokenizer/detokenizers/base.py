@@ -25,7 +25,7 @@ class TextDecoder(Protocol):
         """Returns the rest of the text. Called once, last."""
 
 
-class Decoding(Protocol):
+class Detokenizer(Protocol):
     """Decodes the ids of a tokenizer; shared by all sequences."""
 
     name: str

@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine.torch.harness import configure, running
 from oracle import tiny_models
-from trtmesh.engine.backends.torch.cpu.grouping import ROOM_TOKENS, DecodeCopies
+from trtmesh.engine.backends.torch.compute.grouping import ROOM_TOKENS, DecodeCopies
 from trtmesh.engine.backends.torch.memory.blocks import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache, KvShape
 

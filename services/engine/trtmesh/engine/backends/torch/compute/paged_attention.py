@@ -7,14 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
-from trtmesh.engine.backends.torch.cpu.grouping import DecodeCopies, Group, Grouping
+from trtmesh.engine.backends.torch.compute.grouping import DecodeCopies, Group, Grouping
 from trtmesh.engine.backends.torch.memory.blocks import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.model.attention import Rule, StepTokens
-
-MANY_HEADS = 16
-FEW_QUERIES = 16
-
 
 UsesFused = Callable[[Tensor], bool]
 """Whether to use PyTorch's fused kernel for packed queries."""
@@ -125,15 +121,6 @@ class PagedAttention:
         per_token = tensor[0].transpose(0, 1)
         missing = self.cache.shape.head_dim - tensor.shape[-1]
         return pad(per_token, (0, missing)) if missing else per_token
-
-
-def fused_is_faster(queries: Tensor) -> bool:
-    """On a CPU the fused kernel computes head after head, which is slow for many heads with few queries each. Batched
-    products beat it there, but only in float32."""
-    sequences, kv_heads, rows, _ = queries.shape
-    if queries.dtype != torch.float32:
-        return True
-    return sequences * kv_heads < MANY_HEADS or rows > FEW_QUERIES
 
 
 def _explicit(

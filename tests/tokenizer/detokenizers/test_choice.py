@@ -16,13 +16,13 @@ from tokenizer.tokenizers_zoo import (
     unigram_metaspace,
 )
 from tokenizers import Tokenizer, decoders, models
-from trtmesh.tokenizer.decoding import choice as decoder_module
-from trtmesh.tokenizer.decoding.base import REPLACEMENT, Decoding
-from trtmesh.tokenizer.decoding.byte_level import ByteLevelDecoding
-from trtmesh.tokenizer.decoding.choice import agrees, choose_decoding
-from trtmesh.tokenizer.decoding.pieces import PieceDecoding
+from trtmesh.tokenizer.detokenizers import choice as decoder_module
+from trtmesh.tokenizer.detokenizers.base import REPLACEMENT, Detokenizer
+from trtmesh.tokenizer.detokenizers.byte_level import ByteLevelDetokenizer
+from trtmesh.tokenizer.detokenizers.choice import agrees, choose_detokenizer
+from trtmesh.tokenizer.detokenizers.pieces import PieceDetokenizer
 
-Family = tuple[Tokenizer, Decoding]
+Family = tuple[Tokenizer, Detokenizer]
 
 SAME_FAMILY_EACH_TIME = settings(
     max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -33,9 +33,9 @@ SAME_FAMILY_EACH_TIME = settings(
 def family(request: pytest.FixtureRequest) -> Family:
     build, decoding_name = ZOO[request.param]
     tokenizer = build()
-    decoding = choose_decoding(tokenizer)
-    assert decoding.name == decoding_name
-    return tokenizer, decoding
+    detokenizer = choose_detokenizer(tokenizer)
+    assert detokenizer.name == decoding_name
+    return tokenizer, detokenizer
 
 
 def draw_ids(data: st.DataObject, tokenizer: Tokenizer) -> list[int]:
@@ -45,8 +45,8 @@ def draw_ids(data: st.DataObject, tokenizer: Tokenizer) -> list[int]:
     return data.draw(st.lists(ids, max_size=60))
 
 
-def texts_of(decoding: Decoding, ids: list[int], *, skip: bool) -> list[str]:
-    state = decoding.open(skip_special_tokens=skip)
+def texts_of(detokenizer: Detokenizer, ids: list[int], *, skip: bool) -> list[str]:
+    state = detokenizer.open(skip_special_tokens=skip)
     return [*map(state.push, ids), state.flush()]
 
 
@@ -55,56 +55,56 @@ def texts_of(decoding: Decoding, ids: list[int], *, skip: bool) -> list[str]:
 def test_random_ids_decode_like_the_library(
     family: Family, data: st.DataObject, skip: bool
 ) -> None:
-    tokenizer, decoding = family
+    tokenizer, detokenizer = family
     ids = draw_ids(data, tokenizer)
     whole = tokenizer.decode(ids, skip_special_tokens=skip)
-    assert "".join(texts_of(decoding, ids, skip=skip)) == whole
+    assert "".join(texts_of(detokenizer, ids, skip=skip)) == whole
 
 
 @SAME_FAMILY_EACH_TIME
 @given(text=st.text(max_size=60), skip=st.booleans())
 def test_random_texts_decode_like_the_library(family: Family, text: str, skip: bool) -> None:
-    tokenizer, decoding = family
+    tokenizer, detokenizer = family
     ids = tokenizer.encode(text).ids
     whole = tokenizer.decode(ids, skip_special_tokens=skip)
-    assert "".join(texts_of(decoding, ids, skip=skip)) == whole
+    assert "".join(texts_of(detokenizer, ids, skip=skip)) == whole
 
 
 @pytest.mark.parametrize("text", CORPUS)
 def test_incomplete_character_is_held_back(family: Family, text: str) -> None:
-    tokenizer, decoding = family
+    tokenizer, detokenizer = family
     ids = tokenizer.encode(text, add_special_tokens=False).ids
-    assert not any(REPLACEMENT in delta for delta in texts_of(decoding, ids, skip=True))
+    assert not any(REPLACEMENT in delta for delta in texts_of(detokenizer, ids, skip=True))
 
 
 def test_byte_level_streams_character_by_character() -> None:
     tokenizer = byte_level_bpe()
     ids = ids_of(tokenizer, "ð", "Ł", "ĺ", "Ģ", "a")
-    assert texts_of(choose_decoding(tokenizer), ids, skip=True) == ["", "", "", "😀", "a", ""]
+    assert texts_of(choose_detokenizer(tokenizer), ids, skip=True) == ["", "", "", "😀", "a", ""]
 
 
 def test_flush_of_an_incomplete_character_equals_the_library() -> None:
     tokenizer = byte_level_bpe()
     ids = ids_of(tokenizer, "a", "ð", "Ł")
-    assert texts_of(choose_decoding(tokenizer), ids, skip=True) == ["a", "", "", REPLACEMENT]
+    assert texts_of(choose_detokenizer(tokenizer), ids, skip=True) == ["a", "", "", REPLACEMENT]
     tokenizer = llama2_bpe()
     ids = ids_of(tokenizer, "a", "<0xF0>", "<0x9F>")
-    assert texts_of(choose_decoding(tokenizer), ids, skip=True) == ["a", "", "", 2 * REPLACEMENT]
+    assert texts_of(choose_detokenizer(tokenizer), ids, skip=True) == ["a", "", "", 2 * REPLACEMENT]
 
 
 def test_byte_run_is_valid_as_a_whole_or_not_at_all() -> None:
     tokenizer = llama2_bpe()
     tokens = ["<0xC3>", "<0xA9>", "<0xC3>", "<0xC3>", "<0x41>", "▁b"]
     ids = ids_of(tokenizer, *tokens)
-    deltas = texts_of(choose_decoding(tokenizer), ids, skip=True)
+    deltas = texts_of(choose_detokenizer(tokenizer), ids, skip=True)
     assert deltas == ["", "", "", 4 * REPLACEMENT, REPLACEMENT, " b", ""]
 
 
 def test_skipped_token_does_not_split_a_character() -> None:
     tokenizer = llama2_bpe()
     ids = ids_of(tokenizer, "<0xC3>", "</s>", "<0xA9>", "b")
-    assert "".join(texts_of(choose_decoding(tokenizer), ids, skip=True)) == "éb"
-    kept = "".join(texts_of(choose_decoding(tokenizer), ids, skip=False))
+    assert "".join(texts_of(choose_detokenizer(tokenizer), ids, skip=True)) == "éb"
+    kept = "".join(texts_of(choose_detokenizer(tokenizer), ids, skip=False))
     assert kept == f"{REPLACEMENT}</s>{REPLACEMENT}b"
 
 
@@ -112,14 +112,14 @@ def test_id_in_a_gap_has_no_text() -> None:
     tokenizer = Tokenizer(models.WordLevel({"▁a": 0, "▁b": 3}, unk_token="▁a"))
     tokenizer.decoder = decoders.Metaspace()
     ids = [1, 0, 2, 3]
-    deltas = texts_of(choose_decoding(tokenizer), ids, skip=False)
+    deltas = texts_of(choose_detokenizer(tokenizer), ids, skip=False)
     assert deltas == ["", "a", "", " b", ""]
     assert tokenizer.decode(ids) == "a b"
 
 
 def test_state_does_not_grow() -> None:
     tokenizer = byte_level_bpe()
-    state = ByteLevelDecoding(tokenizer).open(skip_special_tokens=True)
+    state = ByteLevelDetokenizer(tokenizer).open(skip_special_tokens=True)
     ids = tokenizer.encode("🙂é" * 200).ids
     assert all(len(state._rest) <= 3 for token_id in ids if state.push(token_id) is not None)
 
@@ -127,20 +127,20 @@ def test_state_does_not_grow() -> None:
 def test_family_that_disagrees_is_skipped(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Wrong(PieceDecoding):
+    class Wrong(PieceDetokenizer):
         def _later_piece(self, token: str | None) -> str:
             return f"{token}!"
 
-    monkeypatch.setattr(decoder_module, "_FAMILIES", (Wrong, ByteLevelDecoding))
+    monkeypatch.setattr(decoder_module, "_FAMILIES", (Wrong, ByteLevelDetokenizer))
     with caplog.at_level(logging.WARNING):
-        assert choose_decoding(unigram_metaspace()).name == "whole"
+        assert choose_detokenizer(unigram_metaspace()).name == "whole"
     assert "pieces decoding does not reproduce" in caplog.text
 
 
 def test_unknown_decoder_falls_back_to_slower_families() -> None:
     tokenizer = unigram_metaspace()
     tokenizer.decoder = decoders.CTC()
-    assert ByteLevelDecoding.of(tokenizer) is None
-    assert PieceDecoding.of(tokenizer) is None
-    decoding = choose_decoding(tokenizer)
-    assert agrees(decoding, tokenizer)
+    assert ByteLevelDetokenizer.of(tokenizer) is None
+    assert PieceDetokenizer.of(tokenizer) is None
+    detokenizer = choose_detokenizer(tokenizer)
+    assert agrees(detokenizer, tokenizer)

@@ -16,7 +16,12 @@ from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from trtmesh.tokenizer.decoding.base import REPLACEMENT, decoder_steps, special_tokens, tokens_by_id
+from trtmesh.tokenizer.detokenizers.base import (
+    REPLACEMENT,
+    decoder_steps,
+    special_tokens,
+    tokens_by_id,
+)
 
 Step = dict[str, Any]
 Piece = str | int | None
@@ -79,7 +84,7 @@ def _build_decoder(steps: list[Step]) -> Callable[[list[str]], str]:
     return decode
 
 
-class PieceDecoding:
+class PieceDetokenizer:
     """The piece of every token after the first; pieces of first tokens are computed on demand."""
 
     name = "pieces"
@@ -97,7 +102,7 @@ class PieceDecoding:
         ]
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> PieceDecoding | None:
+    def of(cls, tokenizer: Tokenizer) -> PieceDetokenizer | None:
         """None for other decoders."""
         shape = Shape.of(decoder_steps(tokenizer))
         return None if shape is None else cls(tokenizer, shape)
@@ -138,7 +143,7 @@ class PieceDecoder:
 
     __slots__ = ("_family", "_fresh", "_pieces", "_plain", "_run", "_strip_left", "_untouched")
 
-    def __init__(self, family: PieceDecoding, pieces: list[Piece]) -> None:
+    def __init__(self, family: PieceDetokenizer, pieces: list[Piece]) -> None:
         self._family = family
         self._pieces = pieces
         self._run: ByteRun | None = None

@@ -9,7 +9,7 @@ import torch
 from engine.torch.harness import configure, running
 from oracle import tiny_models
 from trtmesh.engine.backends.torch import loading
-from trtmesh.engine.backends.torch.compute.accelerator import Accelerator
+from trtmesh.engine.backends.torch.accelerator import Accelerator
 
 CONFIGS = [
     configure(max_tokens=12, ignore_end_id=True),

@@ -6,10 +6,10 @@ from codecs import utf_8_decode
 from dataclasses import dataclass
 
 from tokenizers import Tokenizer
-from trtmesh.tokenizer.decoding.base import decoder_steps, special_tokens, tokens_by_id
+from trtmesh.tokenizer.detokenizers.base import decoder_steps, special_tokens, tokens_by_id
 
 
-class ByteLevelDecoding:
+class ByteLevelDetokenizer:
     """The bytes of every token, and the text of tokens with whole characters."""
 
     name = "byte_level"
@@ -27,7 +27,7 @@ class ByteLevelDecoding:
         self._skipped_texts = [_whole_text(data) for data in self._skipped]
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> ByteLevelDecoding | None:
+    def of(cls, tokenizer: Tokenizer) -> ByteLevelDetokenizer | None:
         """None for other decoders."""
         kinds = [step["type"] for step in decoder_steps(tokenizer)]
         return cls(tokenizer) if kinds in (["ByteLevel"], ["ByteLevel", "Fuse"]) else None

@@ -1,4 +1,4 @@
-"""Chooses the fastest decoding that reproduces the library."""
+"""Chooses the fastest detokenizer that reproduces the library."""
 
 from __future__ import annotations
 
@@ -7,43 +7,45 @@ import random
 from collections.abc import Iterator
 
 from tokenizers import Tokenizer
-from trtmesh.tokenizer.decoding.base import Decoding, tokens_by_id
-from trtmesh.tokenizer.decoding.byte_level import ByteLevelDecoding
-from trtmesh.tokenizer.decoding.pieces import PieceDecoding
-from trtmesh.tokenizer.decoding.windowed import WholeDecoding, WindowedDecoding
+from trtmesh.tokenizer.detokenizers.base import Detokenizer, tokens_by_id
+from trtmesh.tokenizer.detokenizers.byte_level import ByteLevelDetokenizer
+from trtmesh.tokenizer.detokenizers.pieces import PieceDetokenizer
+from trtmesh.tokenizer.detokenizers.windowed import WholeDetokenizer, WindowedDetokenizer
 
 log = logging.getLogger(__name__)
 
-_FAMILIES = (ByteLevelDecoding, PieceDecoding, WindowedDecoding)
+_FAMILIES = (ByteLevelDetokenizer, PieceDetokenizer, WindowedDetokenizer)
 _CHECKED_SEQUENCES = 200
 _LONGEST_CHECKED = 32
 
 
-def choose_decoding(tokenizer: Tokenizer) -> Decoding:
-    """The first family that fits the tokenizer's decoder and passes `agrees`; else `WholeDecoding`."""
+def choose_detokenizer(tokenizer: Tokenizer) -> Detokenizer:
+    """The first family that fits the tokenizer's decoder and passes `agrees`; else `WholeDetokenizer`."""
     for family in _FAMILIES:
-        decoding = family.of(tokenizer)
-        if decoding is None:
+        detokenizer = family.of(tokenizer)
+        if detokenizer is None:
             continue
-        if agrees(decoding, tokenizer):
-            return decoding
-        log.warning("%s decoding does not reproduce this tokenizer's decoder", decoding.name)
+        if agrees(detokenizer, tokenizer):
+            return detokenizer
+        log.warning("%s decoding does not reproduce this tokenizer's decoder", detokenizer.name)
     log.warning("this tokenizer cannot be decoded token by token: text is delivered at the end")
-    return WholeDecoding(tokenizer)
+    return WholeDetokenizer(tokenizer)
 
 
-def agrees(decoding: Decoding, tokenizer: Tokenizer) -> bool:
-    """Whether `decoding` reproduces the library on random sequences, the same for every load."""
+def agrees(detokenizer: Detokenizer, tokenizer: Tokenizer) -> bool:
+    """Whether `detokenizer` reproduces the library on random sequences, the same for every load."""
     return all(
-        _decode_by_token(decoding, token_ids, skip_special_tokens=skip)
+        _decode_by_token(detokenizer, token_ids, skip_special_tokens=skip)
         == tokenizer.decode(token_ids, skip_special_tokens=skip)
         for token_ids in _random_sequences(tokens_by_id(tokenizer))
         for skip in (False, True)
     )
 
 
-def _decode_by_token(decoding: Decoding, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-    decoder = decoding.open(skip_special_tokens=skip_special_tokens)
+def _decode_by_token(
+    detokenizer: Detokenizer, token_ids: list[int], *, skip_special_tokens: bool
+) -> str:
+    decoder = detokenizer.open(skip_special_tokens=skip_special_tokens)
     return "".join([*map(decoder.push, token_ids), decoder.flush()])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
-from trtmesh.tokenizer.decoding.base import REPLACEMENT, special_tokens, tokens_by_id
+from trtmesh.tokenizer.detokenizers.base import REPLACEMENT, special_tokens, tokens_by_id
 
 KEPT_TOKENS = 8
 """Preceding tokens decoded again with a new token, because they may affect the new text."""
@@ -14,7 +14,7 @@ MOST_TOKENS = 64
 """Longest wait for the end of a character, in tokens; then U+FFFD is delivered."""
 
 
-class WindowedDecoding:
+class WindowedDetokenizer:
     """Decodes the last tokens with and without the new token; the difference is the new text.
 
     Correct for decoders with a lookback of a few tokens.
@@ -30,7 +30,7 @@ class WindowedDecoding:
         self._specials = frozenset(i for i, token in enumerate(tokens) if token in specials)
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> WindowedDecoding:
+    def of(cls, tokenizer: Tokenizer) -> WindowedDetokenizer:
         return cls(tokenizer)
 
     def open(self, *, skip_special_tokens: bool) -> WindowedDecoder:
@@ -46,7 +46,7 @@ class WindowedDecoding:
 class WindowedDecoder:
     """Keeps the last ids and the part of their text already delivered."""
 
-    _family: WindowedDecoding
+    _family: WindowedDetokenizer
     _hidden: frozenset[int]
     _ids: list[int] = field(default_factory=list)
     _shown: str = ""
@@ -71,7 +71,7 @@ class WindowedDecoder:
 
 
 @dataclass(slots=True)
-class WholeDecoding:
+class WholeDetokenizer:
     """Delivers all text at the end. Correct for every decoder, but nothing is streamed."""
 
     _tokenizer: Tokenizer
