@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from trtmesh.chassis.errors import InvalidField
 from trtmesh.client import GenerationConfig, LoraConfig, Options
 from trtmesh.client.options import FLAT_GROUPS, GROUP_OF, build_config, build_items
 from trtmesh.v1 import generation_pb2 as pb
@@ -76,3 +77,13 @@ def test_unknown_keyword_or_type_is_a_type_error(
 def test_bare_text_is_refused_as_prompts() -> None:
     with pytest.raises(TypeError, match=r"write \[text\]"):
         build_items("hello")
+
+
+def test_text_outside_unicode_is_refused_by_field() -> None:
+    with pytest.raises(InvalidField) as refused:
+        build_items(["fine", "half \ud83d"])
+    error = refused.value
+    assert (error.field, error.value, error.batch_index) == ("prompt.text", r"'\ud83d'", 1)
+    with pytest.raises(InvalidField) as refused:
+        build_config(None, Options(stop_texts=["\udcff"]))
+    assert refused.value.field == "stopping.stop_texts"

@@ -11,7 +11,6 @@ from e2e.mesh import DEMO_VOCABULARY, Mesh, decode, eventually, scrape
 from trtmesh.chassis.errors import (
     AlreadyExists,
     InvalidField,
-    InvalidRequest,
     ModelNotFound,
     PromptEmpty,
     PromptTooLong,
@@ -82,61 +81,77 @@ def check_metrics(
     assert gained("generated_tokens_per_item_sum") == gained("tokens_out_total") == generated_tokens
 
 
-BROKEN: dict[str, tuple[PromptLike, type[TrtmeshError], str]] = {
-    "empty text": ("", PromptEmpty, "no tokens"),
-    "no ids": ([], PromptEmpty, "no tokens"),
-    "over-long": ([9] * 9000, PromptTooLong, "8192"),
-    "outside the vocabulary": ([9, DEMO_VOCABULARY], TokenOutOfVocabulary, str(DEMO_VOCABULARY)),
+BROKEN: dict[str, tuple[PromptLike, TrtmeshError]] = {
+    "empty text": ("", PromptEmpty()),
+    "no ids": ([], PromptEmpty()),
+    "over-long": ([9] * 9000, PromptTooLong(field="prompt", value="9000", limit="below 8192")),
+    "outside the vocabulary": (
+        [9, DEMO_VOCABULARY],
+        TokenOutOfVocabulary(
+            field="prompt.token_ids",
+            value=str(DEMO_VOCABULARY),
+            limit=f"below {DEMO_VOCABULARY}",
+        ),
+    ),
     "unsupported field": (
         GenerateItem(
             prompt=Prompt(text="x"),
             config=GenerationConfig(prompt_tuning=PromptTuningConfig(vocabulary_size=3)),
         ),
-        UnsupportedField,
-        "prompt_tuning.vocabulary_size",
+        UnsupportedField(field="prompt_tuning.vocabulary_size"),
     ),
     "more sequences than the engine has": (
         GenerateItem(
             prompt=Prompt(text="x"), config=build_config(None, {"num_return_sequences": 200})
         ),
-        InvalidField,
-        "sampling.num_return_sequences is 200",
+        InvalidField.of("sampling.num_return_sequences", 200, "at most 16, the worker's limit"),
     ),
 }
 
 
 @pytest.mark.parametrize("kind", BROKEN)
 async def test_broken_item_fails_alone(mesh: Mesh, kind: str) -> None:
-    prompt, error, words = BROKEN[kind]
+    prompt, expected_error = BROKEN[kind]
     good: list[PromptLike] = ["good one", "good two"]
     expected = await mesh.client.complete(good, max_tokens=TOKENS)
     items = await mesh.open([good[0], prompt, good[1]], max_tokens=TOKENS).result()
-    assert type(items[1].error) is error
-    assert words in items[1].error.message
+    assert type(items[1].error) is type(expected_error)
+    assert _data(items[1].error) == _data(expected_error)
     assert not items[1].token_ids
     for item, whole in zip((items[0], items[2]), expected, strict=True):
         assert (item.error, item.token_ids, item.text) == (None, whole.token_ids, whole.text)
     await mesh.idle()
 
 
+def _data(error: TrtmeshError) -> tuple[object, ...]:
+    return error.fields, error.value, error.limit, error.batch_index
+
+
 async def test_invalid_request_fails_whole(mesh: Mesh) -> None:
-    with pytest.raises(ModelNotFound, match=r"'other'.*demo"):
+    with pytest.raises(ModelNotFound) as unknown:
         await mesh.client.complete(["x"], model="other", max_tokens=1)
-    with pytest.raises(InvalidRequest, match=r"items\[1\]: prompt has neither text nor token_ids"):
+    assert _data(unknown.value) == (("model",), "'other'", "one of demo", None)
+    with pytest.raises(InvalidField) as refused:
         await mesh.client.complete(["x", Prompt()], max_tokens=1)
-    with pytest.raises(InvalidField, match=r"sampling.top_p is 2.0"):
+    assert _data(refused.value) == (("prompt",), "", "", 1)
+    with pytest.raises(InvalidField) as refused:
         await mesh.client.complete(["x"], top_p=2.0)
-    with pytest.raises(InvalidField, match="items has 0 prompts"):
+    assert (refused.value.field, refused.value.value) == ("sampling.top_p", "2.0")
+    with pytest.raises(InvalidField) as refused:
         await mesh.client.complete([], max_tokens=1)
-    with pytest.raises(InvalidField, match=r"request_id .* has 257 characters"):
+    assert (refused.value.field, refused.value.value) == ("items", "0")
+    with pytest.raises(InvalidField) as refused:
         await mesh.client.complete(["x"], request_id="x" * 257, max_tokens=1)
+    assert refused.value.field == "request_id"
+    assert refused.value.limit == "printable and have at most 256 characters"
 
 
 async def test_request_id_is_unique_among_live_requests(mesh: Mesh) -> None:
     reader = mesh.open(["x"], request_id="twice", max_tokens=MOST_TOKENS)
     await reader.tokens_here(1)
-    with pytest.raises(AlreadyExists, match="twice"):
+    with pytest.raises(AlreadyExists) as refused:
         await mesh.client.complete(["y"], request_id="twice", max_tokens=1)
+    assert refused.value.field == "request_id"
     assert await mesh.client.stop("twice") == 1
     assert (await reader.result())[0].reason is FinishReason.STOPPED
     (item,) = await mesh.client.complete(["y"], request_id="twice", max_tokens=1)

@@ -40,9 +40,9 @@ def tokens(count: int) -> GenerationConfig:
     [
         (item(0), PromptEmpty, ""),
         (item(1, emitted=1), PromptEmpty, ""),
-        (item(64), PromptTooLong, ""),
-        (item([5, 50]), TokenOutOfVocabulary, ""),
-        (item([5, -1]), TokenOutOfVocabulary, ""),
+        (item(64), PromptTooLong, "prompt"),
+        (item([5, 50]), TokenOutOfVocabulary, "prompt.token_ids"),
+        (item([5, -1]), TokenOutOfVocabulary, "prompt.token_ids"),
         (item(40, tokens(10)), OutOfBlocks, ""),
         (
             item(1, GenerationConfig(stopping=Stopping(end_id=50))),

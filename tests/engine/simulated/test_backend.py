@@ -251,8 +251,9 @@ class TestBlocks:
 
     async def test_item_beyond_pool_is_refused(self) -> None:
         async with running(tokens_per_block=4, total_blocks=6) as run:
-            with pytest.raises(OutOfBlocks, match="needs 7 KV blocks, but the pool has 6"):
+            with pytest.raises(OutOfBlocks) as refused:
                 run.backend.submit(item(1, 23))
+            assert (refused.value.value, refused.value.limit) == ("7", "at most 6")
 
 
 class TestScheduling:
@@ -326,22 +327,23 @@ class TestScheduling:
 
 class TestRefusals:
     @pytest.mark.parametrize(
-        ("wrong", "error", "words"),
+        ("wrong", "kind", "field", "value"),
         [
-            (item(prompt=()), PromptEmpty, "no tokens"),
-            (item(prompt=(), emitted=(5,)), PromptEmpty, "no tokens"),
-            (item(max_tokens=98), PromptTooLong, "3 tokens"),
-            (item(max_tokens=None, prompt=(5,) * 100), PromptTooLong, "at most 100"),
-            (item(prompt=(5, 32000)), TokenOutOfVocabulary, "32000"),
-            (item(stopping=Stopping(end_id=32000)), InvalidField, "stopping.end_id"),
+            (item(prompt=()), PromptEmpty, "", ""),
+            (item(prompt=(), emitted=(5,)), PromptEmpty, "", ""),
+            (item(max_tokens=98), PromptTooLong, "stopping.max_tokens", "98"),
+            (item(max_tokens=None, prompt=(5,) * 100), PromptTooLong, "prompt", "100"),
+            (item(prompt=(5, 32000)), TokenOutOfVocabulary, "prompt.token_ids", "32000"),
+            (item(stopping=Stopping(end_id=32000)), InvalidField, "stopping.end_id", "32000"),
         ],
     )
     async def test_invalid_item_is_refused(
-        self, wrong: Submission, error: type[TrtmeshError], words: str
+        self, wrong: Submission, kind: type[TrtmeshError], field: str, value: str
     ) -> None:
         async with running(max_sequence_tokens=100) as run:
-            with pytest.raises(error, match=words):
+            with pytest.raises(kind) as refused:
                 run.backend.submit(wrong)
+        assert (refused.value.field, refused.value.value) == (field, value)
 
 
 class TestFaults:

@@ -124,8 +124,11 @@ async def test_ambiguous_name_is_refused() -> None:
         await until_states(client, [READY, READY], [])
         admin = client.admin
         for call in (admin.drain_worker, admin.resume_worker, admin.remove_worker):
-            with pytest.raises(InvalidField, match=", ".join(sorted(addresses))):
+            with pytest.raises(InvalidField) as refused:
                 await call("same")
+            error = refused.value
+            assert (error.field, error.value) == ("worker", "'same'")
+            assert error.limit == f"one of {', '.join(sorted(addresses))}"
         await until_states(client, [READY, READY], [])
         await admin.drain_worker(addresses[0])
         await until_states(client, [DRAINING, READY], [])
@@ -137,9 +140,10 @@ async def test_ambiguous_name_is_refused() -> None:
 @pytest.mark.parametrize("address", ["file:/etc/passwd", "file:x:1", "nowhere", ""])
 async def test_only_an_address_is_added(address: str) -> None:
     async with serving_router([]) as client:
-        with pytest.raises(InvalidField, match=r"is not host:port") as refused:
+        with pytest.raises(InvalidField) as refused:
             await client.admin.add_worker(address)
-        assert "file:PATH" not in refused.value.message
+        assert (refused.value.field, refused.value.value) == ("address", repr(address))
+        assert refused.value.limit == "host:port, with an IPv6 host in brackets"
         await until_states(client, [], [])
 
 
@@ -148,8 +152,9 @@ async def test_removed_worker_returns_only_by_an_add() -> None:
         admin = on.client.admin
         await admin.drain_worker("one", finish_seconds=0)
         await admin.remove_worker("one")
-        with pytest.raises(NotFound, match=f"add {on.one_address} to take it back"):
+        with pytest.raises(NotFound) as unknown:
             await admin.resume_worker("one")
+        assert (unknown.value.field, unknown.value.value) == ("worker", "'one'")
         await until_states(on.client, [DRAINING], [])
         added = await admin.add_worker(on.one_address)
         assert added.worker.state == READY
@@ -164,10 +169,10 @@ async def test_error_without_workers_names_cause_and_remedy(model: str) -> None:
         await until_states(client, [READY], [])
         await client.admin.remove_worker("one")
         await until_states(client, [], [])
-        with pytest.raises(NoWorker, match=r"or all were removed; add one with `trtmesh workers"):
+        with pytest.raises(NoWorker, match="trtmesh workers add"):
             await client.complete([[5]], model=model, text=False)
         await client.admin.add_worker("127.0.0.1:1")
-        with pytest.raises(NoWorker, match=r"was ever ready \(127\.0\.0\.1:1: .*; try again"):
+        with pytest.raises(NoWorker, match=r"127\.0\.0\.1:1: "):
             await client.complete([[5]], model=model, text=False)
 
 

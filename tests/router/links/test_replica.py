@@ -26,7 +26,6 @@ async def test_worker_with_another_tokenizer_is_refused() -> None:
         (item,) = await on.ask("text", max_tokens=1)
         assert item.error
         assert item.error.reason == "NO_WORKER"
-        assert "f2" in item.error.message
 
 
 async def test_refusal_by_the_worker_is_shown_in_the_worker_s_words() -> None:
@@ -34,7 +33,7 @@ async def test_refusal_by_the_worker_is_shown_in_the_worker_s_words() -> None:
     engine.refusal = "router r has tokenizer f1 and worker w f2"
     async with scene(engine, workers=admin_pb.WORKER_STATE_REFUSED) as on:
         (worker,) = (await on.client.status()).workers
-        assert "tokenizer f1 and worker w f2" in worker.problem
+        assert engine.refusal in worker.problem
 
 
 async def test_draining_worker_finishes_without_new_items() -> None:

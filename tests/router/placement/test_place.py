@@ -63,14 +63,15 @@ def test_no_worker_error_names_every_worker_and_problem() -> None:
         place("least_loaded", fleet, QUERY)
     assert "a: it is draining; b: serves model other" in told.value.message
     assert told.value.retry_after_ms
-    with pytest.raises(NoWorker, match="none is known"):
+    with pytest.raises(NoWorker):
         place("least_loaded", [], QUERY)
 
 
 def test_unsupported_field_is_named() -> None:
     fleet = [worker("a", supported_fields=frozenset({"priority"}))]
-    with pytest.raises(UnsupportedField, match=r"sampling\.top_k"):
+    with pytest.raises(UnsupportedField) as refused:
         place("least_loaded", fleet, QUERY)
+    assert refused.value.fields == ("sampling.top_k",)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -79,8 +80,10 @@ def test_long_prompt_needs_a_worker_with_enough_length(policy: str) -> None:
     for prompt_tokens, able in ((99, {"short", "long"}), (100, {"long"}), (999, {"long"})):
         decision = place(policy, fleet, query(prompt_tokens=prompt_tokens))
         assert decision.chosen.worker in able
-    with pytest.raises(PromptTooLong, match=r"1000 tokens, but .* at most 1000"):
+    with pytest.raises(PromptTooLong) as refused:
         place(policy, fleet, query(prompt_tokens=1000))
+    error = refused.value
+    assert (error.field, error.value, error.limit) == ("prompt", "1000", "below 1000")
 
 
 def query(**changes: Any) -> PlacementQuery:
@@ -105,7 +108,7 @@ def test_excluded_worker_is_never_chosen(policy: str) -> None:
     decision = place(policy, fleet, query(exclude={"a:1": "it just failed"}))
     assert decision.chosen.worker == "b"
     assert list(decision.excluded_by) == ["it just failed", ""]
-    with pytest.raises(NoWorker, match="a: it just failed"):
+    with pytest.raises(NoWorker):
         place(policy, fleet[:1], query(exclude={"a:1": "it just failed"}))
 
 

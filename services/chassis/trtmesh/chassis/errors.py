@@ -169,6 +169,7 @@ class QueueFull(Unavailable):
         return cls(
             f"Exceeds maximum queue size: {holds}. Maximum queue size of {most} has been reached, please try again"
             " later",
+            limit=f"at most {most}",
             retry_after_ms=retry_after_ms,
         )
 

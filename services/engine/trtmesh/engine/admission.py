@@ -63,14 +63,20 @@ def _check_prompt(prompt_tokens: int, info: BackendInfo) -> None:
         raise PromptEmpty("the prompt has no tokens; send at least one")
     if prompt_tokens >= info.max_sequence_tokens:
         raise PromptTooLong(
-            f"the prompt has {prompt_tokens} tokens, but with at least one new token a sequence has at most"
-            f" {info.max_sequence_tokens}; shorten the prompt"
+            f"has {prompt_tokens} tokens, but with at least one new token a sequence has at most"
+            f" {info.max_sequence_tokens}; shorten it",
+            field="prompt",
+            value=str(prompt_tokens),
+            limit=f"below {info.max_sequence_tokens}",
         )
     longest = info.max_prompt_tokens
     if longest is not None and prompt_tokens > longest:
         raise PromptTooLong(
-            f"the prompt has {prompt_tokens} tokens, but without chunked context it must fit a step, which has"
-            f" {longest}; shorten it, or raise the worker's max_step_tokens or set its chunked_context"
+            f"has {prompt_tokens} tokens, but without chunked context it must fit a step, which has {longest}; shorten"
+            " it, or raise the worker's max_step_tokens or set its chunked_context",
+            field="prompt",
+            value=str(prompt_tokens),
+            limit=f"at most {longest}",
         )
 
 
@@ -121,7 +127,10 @@ def _check_prompt_ids(item: Submission, vocabulary_size: int) -> None:
     if rows:
         sizes = f"{bound}, the vocabulary size and the {rows} rows of the embedding table"
     raise TokenOutOfVocabulary(
-        f"token id {token} at position {position} of the prompt is not below {sizes}"
+        f"has id {token} at position {position} but ids must be below {sizes}",
+        field="prompt.token_ids",
+        value=str(token),
+        limit=f"below {bound}",
     )
 
 
@@ -177,23 +186,30 @@ def _limit(item: Submission, info: BackendInfo) -> int:
     else:
         limit = wanted = min(longest, prompt_tokens + max_tokens)
     if wanted > capacity:
-        blocks = f"needs {blocks_needed(wanted, info.tokens_per_block)} KV blocks"
-        if beams > 1:
-            blocks = f"in each of {beams} beams needs more KV blocks"
+        shared = _shared_blocks(prompt_tokens, beams, info)
+        needed = shared + beams * (blocks_needed(wanted, info.tokens_per_block) - shared)
+        new = f"{wanted - prompt_tokens} new ones" + (
+            f" in each of {beams} beams" if beams > 1 else ""
+        )
         raise OutOfBlocks(
-            f"a sequence of {prompt_tokens} prompt tokens and {wanted - prompt_tokens} new ones {blocks}, but the"
-            f" pool has {info.total_blocks}"
+            f"a sequence of {prompt_tokens} prompt tokens and {new} needs {needed} KV blocks, but the pool has"
+            f" {info.total_blocks}",
+            value=str(needed),
+            limit=f"at most {info.total_blocks}",
         )
     return limit
 
 
 def _capacity(prompt_tokens: int, beams: int, info: BackendInfo) -> int:
     """Most tokens of each beam with the pool to the item alone; without beam search, of each sequence."""
-    size = info.tokens_per_block
-    # Beams share the prompt's full blocks except the last, which each beam computes for its logits.
-    shared = (prompt_tokens - 1) // size if beams > 1 else 0
+    shared = _shared_blocks(prompt_tokens, beams, info)
     # The last token's KV is never needed, so full blocks hold one token more.
-    return (shared + (info.total_blocks - shared) // beams) * size + 1
+    return (shared + (info.total_blocks - shared) // beams) * info.tokens_per_block + 1
+
+
+def _shared_blocks(prompt_tokens: int, beams: int, info: BackendInfo) -> int:
+    """Beams share the prompt's full blocks except the last, which each beam computes for its logits."""
+    return (prompt_tokens - 1) // info.tokens_per_block if beams > 1 else 0
 
 
 def _check_logits(item: Submission, limit: int, info: BackendInfo) -> None:

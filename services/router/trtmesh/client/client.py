@@ -10,10 +10,10 @@ from typing import Any, Self, Unpack
 
 import grpc
 from trtmesh.chassis.channels import GREETING_SECONDS
-from trtmesh.chassis.errors import DeadlineExceeded, InvalidField, StreamIncomplete, Unavailable
+from trtmesh.chassis.errors import DeadlineExceeded, StreamIncomplete, Unavailable
 from trtmesh.client.channel import CONNECT_SECONDS, ServerChannel, typed_errors
 from trtmesh.client.events import Event, events_of
-from trtmesh.client.options import Options, PromptLike, build_config, build_items
+from trtmesh.client.options import Options, PromptLike, build_config, build_items, encodable
 from trtmesh.client.results import ItemResult, Results
 from trtmesh.client.resumption import Progress
 from trtmesh.client.stopping import Stopped, stop_anywhere
@@ -101,15 +101,13 @@ class Client:
         the generator cancels the call, so leave an `async for` early only inside `contextlib.aclosing`: a `break` alone
         leaves the closing to the garbage collector. Raises StreamIncomplete if a prompt has no terminal event.
         """
-        try:
-            request = router_pb2.GenerateRequest(
-                request_id=request_id or uuid.uuid4().hex,
-                model=model,
-                items=build_items(prompts),
-                config=build_config(config, options),
-            )
-        except UnicodeEncodeError as error:
-            raise InvalidField(f"the request has text outside Unicode: {error}") from error
+        request = router_pb2.GenerateRequest(
+            items=build_items(prompts), config=build_config(config, options)
+        )
+        with encodable("request_id"):
+            request.request_id = request_id or uuid.uuid4().hex
+        with encodable("model"):
+            request.model = model
         progress = Progress(request)
         try:
             events = self._events(progress, timeout_seconds)

@@ -6,10 +6,12 @@ Every field of `GenerationConfig` has a keyword. Those of the common groups are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypedDict
 
 from google.protobuf.message import Message
+from trtmesh.chassis.errors import InvalidField
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2
 
@@ -109,7 +111,8 @@ def build_config(
         if name not in GROUP_OF:
             raise TypeError(f"{name!r} is no option of generate; Options lists them")
         group = GROUP_OF[name]
-        _assign(getattr(config, group) if group else config, name, value)
+        with encodable(f"{group}.{name}" if group else name):
+            _assign(getattr(config, group) if group else config, name, value)
     return config
 
 
@@ -132,16 +135,31 @@ def build_items(prompts: Sequence[PromptLike]) -> list[router_pb2.GenerateItem]:
     """One item per prompt. Raises TypeError for a bare text instead of a list."""
     if isinstance(prompts, str):
         raise TypeError("prompts is a text but must be a list of prompts; write [text]")
-    return [_item(prompt) for prompt in prompts]
+    return [_item(batch_index, prompt) for batch_index, prompt in enumerate(prompts)]
 
 
-def _item(prompt: PromptLike) -> router_pb2.GenerateItem:
+def _item(batch_index: int, prompt: PromptLike) -> router_pb2.GenerateItem:
     match prompt:
         case router_pb2.GenerateItem():
             return prompt
         case pb.Prompt():
             return router_pb2.GenerateItem(prompt=prompt)
         case str():
-            return router_pb2.GenerateItem(prompt=pb.Prompt(text=prompt))
+            with encodable("prompt.text", batch_index):
+                return router_pb2.GenerateItem(prompt=pb.Prompt(text=prompt))
         case _:
             return router_pb2.GenerateItem(prompt=pb.Prompt(token_ids=pb.TokenIds(ids=prompt)))
+
+
+@contextmanager
+def encodable(field: str, batch_index: int | None = None) -> Iterator[None]:
+    """Raises InvalidField for a text with a surrogate, which UTF-8 cannot encode."""
+    try:
+        yield
+    except UnicodeEncodeError as error:
+        raise InvalidField(
+            f"has text outside Unicode: {error}",
+            field=field,
+            value=repr(error.object[error.start : error.end]),
+            batch_index=batch_index,
+        ) from error

@@ -175,60 +175,77 @@ async def test_penalties_see_the_vocabulary_alone(llama: Path) -> None:
 async def test_an_id_of_the_table_has_no_probability(llama: Path) -> None:
     config = configure(max_tokens=1, prompt_log_probs=True)
     async with running(llama) as engine:
-        with pytest.raises(InvalidField, match="prompt_log_probs"):
+        with pytest.raises(InvalidField) as refused:
             engine.submit([5, VOCABULARY], tuned(tensor_of(random_table(1, 0)), config))
+        assert refused.value.field == "output.prompt_log_probs"
         await engine.ended(engine.submit([5, 6], tuned(tensor_of(random_table(1, 0)), config)))
 
 
-REFUSALS: list[tuple[list[int], PromptTuning, type[TrtmeshError], str]] = [
+REFUSALS: list[tuple[list[int], PromptTuning, TrtmeshError]] = [
     (
         [VOCABULARY],
         PromptTuning(),
-        TokenOutOfVocabulary,
-        r"320 at position 0 .* vocabulary size, 320",
+        TokenOutOfVocabulary(field="prompt.token_ids", value="320", limit="below 320"),
     ),
     (
         [5, VOCABULARY + 2],
         PromptTuning(tensor_of(random_table(2, 0))),
-        TokenOutOfVocabulary,
-        r"322 at position 1 .* not below 322.*2 rows of the embedding table",
+        TokenOutOfVocabulary(field="prompt.token_ids", value="322", limit="below 322"),
     ),
     (
         [VOCABULARY + 1],
         PromptTuning(tensor_of(random_table(2, 0)), vocabulary_size=1),
-        TokenOutOfVocabulary,
-        r"not below 321",
+        TokenOutOfVocabulary(field="prompt.token_ids", value="321", limit="below 321"),
     ),
     (
         [VOCABULARY],
         PromptTuning(tensor_of(random_table(2, 0)), vocabulary_size=3),
-        InvalidField,
-        r"prompt_tuning\.vocabulary_size is 3 .*\[1, 2\]",
+        InvalidField.of("prompt_tuning.vocabulary_size", 3, "in [1, 2]"),
     ),
     (
         [5],
         PromptTuning(Tensor(pb.DATA_TYPE_FP32, (2, 5), bytes(40))),
-        InvalidField,
-        r"prompt_tuning\.embedding_table\.shape is \[2, 5\] .*\[rows, 64\]",
+        InvalidField.of(
+            "prompt_tuning.embedding_table.shape",
+            [2, 5],
+            "[rows, 64], the size of the model's embeddings",
+        ),
     ),
     (
         [5],
         PromptTuning(Tensor(pb.DATA_TYPE_INT32, (1, 64), bytes(256))),
-        InvalidField,
-        r"embedding_table\.data_type is .DATA_TYPE_INT32",
+        InvalidField.of(
+            "prompt_tuning.embedding_table.data_type",
+            "DATA_TYPE_INT32",
+            "one of DATA_TYPE_FP32, DATA_TYPE_FP16, DATA_TYPE_BF16",
+        ),
     ),
-    ([5, 6], PromptTuning(extra_ids=(1,)), InvalidField, "extra_ids has 1 ids .* 2 tokens"),
-    ([5], PromptTuning(vocabulary_size=1), InvalidField, "vocabulary_size is set without"),
+    (
+        [5, 6],
+        PromptTuning(extra_ids=(1,)),
+        InvalidField(field="prompt_tuning.extra_ids", value="1", limit="0 or 2"),
+    ),
+    (
+        [5],
+        PromptTuning(vocabulary_size=1),
+        InvalidField(field="prompt_tuning.vocabulary_size"),
+    ),
 ]
 
 
-@pytest.mark.parametrize(("prompt", "asked", "kind", "words"), REFUSALS)
+@pytest.mark.parametrize(("prompt", "asked", "expected"), REFUSALS)
 async def test_malformed_prompt_tuning_is_refused(
-    prompt: list[int], asked: PromptTuning, kind: type[TrtmeshError], words: str, llama: Path
+    prompt: list[int], asked: PromptTuning, expected: TrtmeshError, llama: Path
 ) -> None:
     async with running(llama) as engine:
-        with pytest.raises(kind, match=words):
+        with pytest.raises(type(expected)) as refused:
             engine.submit(prompt, replace(GREEDY, prompt_tuning=asked))
+        error = refused.value
+        assert (error.fields, error.value, error.limit) == (
+            expected.fields,
+            expected.value,
+            expected.limit,
+        )
         assert len((await engine.run([[5]], GREEDY))[0]) == TOKENS
 
 
@@ -347,7 +364,7 @@ async def test_table_with_non_finite_values_ends_the_item(
         for stream in await engine.ended(keys):
             assert stream.end
             assert isinstance(stream.end.error, InvalidField)
-            assert "embedding_table holds values that are not finite" in stream.end.error.message
+            assert stream.end.error.field == "prompt_tuning.embedding_table"
         assert len((await engine.run([[5]], GREEDY))[0]) == TOKENS
         await no_table_is_held(engine)
 
@@ -372,13 +389,16 @@ async def test_the_tables_of_all_items_have_bounded_memory(llama: Path) -> None:
     config = tuned(tensor_of(random_table(4, 1)))
     size = 2 * 4 * HIDDEN * 4
     async with running(llama, prompt_tables_bytes=2 * size + 1) as engine:
-        with pytest.raises(InvalidField, match=r"takes 4608 bytes.*at most 4097.*prompt_tables_b"):
+        with pytest.raises(InvalidField) as refused:
             engine.submit([VOCABULARY], tuned(tensor_of(random_table(9, 1))))
+        assert refused.value.field == "prompt_tuning.embedding_table"
+        assert (refused.value.value, refused.value.limit) == ("4608", "at most 4097 bytes")
         for _ in range(3):
             with held_up(engine):
                 keys = [engine.submit([VOCABULARY], config)[0] for _ in range(2)]
-                with pytest.raises(QueueFull, match=r"take 4096 bytes .* at most 4097"):
+                with pytest.raises(QueueFull) as full:
                     engine.submit([VOCABULARY], config)
+                assert (full.value.value, full.value.limit) == ("4096", "at most 4097 bytes")
             tables: Any = engine.backend._loaded.tables
             await engine.ended(keys)
             assert tables.held_bytes == 0

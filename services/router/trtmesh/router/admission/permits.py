@@ -92,6 +92,8 @@ class ModelQueue:
                 f" {limits.max_running_items} run (admission.max_running_items) and {limits.max_queued_items} wait"
                 " (admission.max_queued_items); split the request",
                 field="items",
+                value=str(items),
+                limit=f"at most {most}",
             )
         if self.items - freed + items > most:
             raise QueueFull.of(
@@ -126,6 +128,7 @@ class ModelQueue:
             raise QueueTimeout(
                 f"the item waited {self._limits.queue_seconds:g} s (admission.queue_seconds) for one of"
                 f" {self._limits.max_running_items} places of model {self._model}; try again later",
+                limit=f"{self._limits.queue_seconds:g}",
                 retry_after_ms=self.retry_after_ms(self.queued),
             )
 
@@ -193,6 +196,8 @@ class Admission:
                 f"has {items} prompts but the router takes at most {self.limits.max_items}"
                 " (admission.max_items) at once; split the request",
                 field="items",
+                value=str(items),
+                limit=f"at most {self.limits.max_items}",
             )
         if self.live_items - freed + items > self.limits.max_items:
             raise QueueFull.of(

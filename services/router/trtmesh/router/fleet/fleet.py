@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from trtmesh.chassis.errors import InvalidField, NoWorker, PromptTooLong, UnsupportedField
+from trtmesh.chassis.errors import InvalidField, TrtmeshError
 from trtmesh.chassis.vocabulary import Adapter, Lora
 from trtmesh.router.fleet.facts import Identity
 from trtmesh.router.fleet.plan import Leg, Plan
@@ -134,7 +134,7 @@ class Fleet:
         fleet, now = self.snapshot(), asyncio.get_running_loop().time()
         try:
             place(self.policy, fleet, self._completed(query, blocks, fleet, now))
-        except (NoWorker, PromptTooLong, UnsupportedField):
+        except TrtmeshError:
             return False
         return True
 

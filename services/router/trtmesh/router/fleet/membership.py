@@ -58,12 +58,19 @@ class Membership:
         found = [worker for worker in workers.values() if worker.engine.worker == name]
         if not found:
             known = ", ".join(sorted(worker.name for worker in workers.values())) or "none"
-            raise NotFound(f"worker {name!r} is not known; workers are: {known}")
+            raise NotFound(
+                f"{name!r} is not known; workers are: {known}",
+                field="worker",
+                value=repr(name),
+                limit=f"one of {known}",
+            )
         if len(found) > 1:
             addresses = ", ".join(sorted(worker.address for worker in found))
             raise InvalidField(
                 f"{name!r} is the name of several workers; name one by address: {addresses}",
                 field="worker",
+                value=repr(name),
+                limit=f"one of {addresses}",
             )
         return found[0]
 
@@ -90,7 +97,8 @@ class Membership:
         try:
             Address.parse(address)
         except ValueError as error:
-            raise InvalidField(f"{error}; an IPv6 host is in brackets", field="address") from error
+            limit = "host:port, with an IPv6 host in brackets"
+            raise InvalidField.of("address", address, limit) from error
         return self.join(address)
 
     def remove(self, name: str) -> int:
@@ -127,7 +135,9 @@ class Membership:
         worker = self.find(name)
         if worker.leaving:
             raise NotFound(
-                f"worker {name!r} leaves: it was removed, or its address is gone; add {worker.address} to take it back"
+                f"{name!r} leaves: it was removed, or its address is gone; add {worker.address} to take it back",
+                field="worker",
+                value=repr(name),
             )
         worker.drained = False
         worker.evict("")

@@ -159,7 +159,10 @@ class Worker(Replica):
         if size > most:
             raise InvalidRequest(
                 f"the item takes {size} bytes on its way to worker {self.name} but may have at most {most}"
-                " (max_message_bytes); send a shorter prompt or less data"
+                " (max_message_bytes); send a shorter prompt or less data",
+                value=str(size),
+                limit=f"at most {most} bytes",
+                worker=self.name,
             )
         command.handle = self._assignments.assign(runs, booking)
         self._outbox.add(size).submit.CopyFrom(command)

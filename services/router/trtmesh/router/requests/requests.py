@@ -119,10 +119,17 @@ class Requests:
             raise NoWorker(self._mesh.fleet.why_no_models(), retry_after_ms=1000)
         known = ", ".join(sorted(models))
         if name:
-            raise ModelNotFound(f"model {name!r} is not served here; models are: {known}")
+            raise ModelNotFound(
+                f"{name!r} is not served here; models are: {known}",
+                field="model",
+                value=repr(name),
+                limit=f"one of {known}",
+            )
         if len(models) == 1:
             return next(iter(models))
-        raise ModelNotFound(f"the request names no model but several are served: {known}")
+        raise ModelNotFound(
+            f"is empty but several are served: {known}", field="model", limit=f"one of {known}"
+        )
 
     async def drain(self) -> None:
         """Refuses new requests and waits until none is live."""

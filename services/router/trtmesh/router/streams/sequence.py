@@ -222,7 +222,9 @@ class SequenceRun(DecodedSequence):
             self.fail(
                 StreamIncomplete(
                     f"the worker sent token {token_offset} of sequence {self.sequence_index} but"
-                    f" {len(self.token_ids)} was next"
+                    f" {len(self.token_ids)} was next",
+                    value=str(token_offset),
+                    limit=f"{len(self.token_ids)}",
                 )
             )
             return

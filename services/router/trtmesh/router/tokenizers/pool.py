@@ -312,12 +312,14 @@ def _least_busy(tokenizers: Iterable[Tokenizer]) -> Tokenizer:
 def _too_many_losses(job: EncodeJob) -> TokenizerLost:
     return TokenizerLost(
         f"{job.losses} tokenizers were lost while they encoded the {job.command.ByteSize()} bytes of this item"
-        " (retries.max_attempts); send a shorter text, or check max_message_bytes of tokenizers and routers"
+        " (retries.max_attempts); send a shorter text, or check max_message_bytes of tokenizers and routers",
+        value=str(job.losses),
     )
 
 
 def _undecodable(sequence: DecodedSequence) -> TokenizerLost:
     return TokenizerLost(
         f"{sequence.decoder_losses} tokenizers in a row were lost with sequence {sequence.sequence_index} before one"
-        f" decoded token {sequence.decoded} (retries.max_attempts); see their logs"
+        f" decoded token {sequence.decoded} (retries.max_attempts); see their logs",
+        value=str(sequence.decoder_losses),
     )

@@ -81,14 +81,14 @@ def parse_request(
     """Raises InvalidRequest with the field and, for an item, the batch_index."""
     request_id = message.request_id or metadata_request_id or secrets.token_hex(8)
     if len(request_id) > MAX_REQUEST_ID_LENGTH or not request_id.isprintable():
-        raise InvalidField(
-            f"{request_id[:MAX_REQUEST_ID_LENGTH]!r} has {len(request_id)} characters but must be printable and have at"
-            f" most {MAX_REQUEST_ID_LENGTH}",
-            field="request_id",
-        )
+        limit = f"printable and have at most {MAX_REQUEST_ID_LENGTH} characters"
+        raise InvalidField.of("request_id", request_id, limit)
     if not 1 <= len(message.items) <= max_items:
         raise InvalidField(
-            f"has {len(message.items)} prompts but must have 1 to {max_items}", field="items"
+            f"has {len(message.items)} prompts but must have 1 to {max_items}",
+            field="items",
+            value=str(len(message.items)),
+            limit=f"1 to {max_items}",
         )
     shared = parse_config(message.config)
     items = tuple(

@@ -86,16 +86,27 @@ def _forget_cut_beams(
 
 def _parse(name: str, offset: router_pb.SequenceOffset, item: ItemRequest) -> ReceivedSequence:
     if offset.finished and not offset.reason:
-        raise InvalidField("is not set but the sequence is finished", field=f"{name}.reason")
+        raise InvalidField(
+            "is not set but the sequence is finished",
+            field=f"{name}.reason",
+            limit_field=f"{name}.finished",
+        )
     if offset.reason and not offset.finished:
-        raise InvalidField("is set but `finished` is not; set both or none", field=f"{name}.reason")
+        raise InvalidField(
+            "is set but the sequence is not finished; leave it out",
+            field=f"{name}.reason",
+            limit_field=f"{name}.finished",
+        )
     if offset.reason not in pb.FinishReason.values():
         raise InvalidField.of(f"{name}.reason", offset.reason, "a FinishReason of this release")
     most = item.config.stopping.max_tokens
     if most is not None and len(offset.token_ids) > most:
         raise InvalidField(
-            f"has {len(offset.token_ids)} tokens but must have at most {most}, the item's max_tokens",
+            f"has {len(offset.token_ids)} tokens but the item may generate at most {most}",
             field=f"{name}.token_ids",
+            value=str(len(offset.token_ids)),
+            limit=f"at most {most}",
+            limit_field="stopping.max_tokens",
         )
     if offset.token_ids and not offset.finished:
         _check_resumable(name, offset, item)
@@ -112,14 +123,25 @@ def _check_resumable(name: str, offset: router_pb.SequenceOffset, item: ItemRequ
     config = item.config
     if config.sampling.seed is None and not config.sampling.greedy:
         raise InvalidField(
-            "has sampled tokens but the item has no sampling.seed; set the seed that `accepted` reported",
-            field=name,
+            "has sampled tokens but the item has no seed; set the one reported at its start",
+            field=f"{name}.token_ids",
+            limit_field="sampling.seed",
         )
     if config.beam_search.beam_width > 1:
-        raise InvalidField("is a beam, which restarts; send no token_ids of it", field=name)
+        raise InvalidField(
+            "has tokens of a beam, which restarts; send none",
+            field=f"{name}.token_ids",
+            limit_field="beam_search.beam_width",
+        )
     if not config.output.stream:
-        raise InvalidField("is not streamed; send token_ids only once it is finished", field=name)
+        raise InvalidField(
+            "has tokens of an unfinished sequence that is not streamed; send them once it is finished",
+            field=f"{name}.token_ids",
+            limit_field="output.stream",
+        )
     if config.output.log_probs and not offset.HasField("cumulative_log_prob"):
         raise InvalidField(
-            "is not set but the item requests log_probs", field=f"{name}.cumulative_log_prob"
+            "is not set but the item requests log-probabilities",
+            field=f"{name}.cumulative_log_prob",
+            limit_field="output.log_probs",
         )

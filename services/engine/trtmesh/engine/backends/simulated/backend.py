@@ -128,6 +128,7 @@ class SimulatedBackend:
                 f" most {longest}; shorten the prompt or ask for fewer tokens",
                 field="stopping.max_tokens",
                 value=str(asked),
+                limit=f"at most {max(0, longest - item.prompt_tokens)}",
             )
         refuse_after = self._settings.refuse_after_items
         if refuse_after is not None and self._items >= refuse_after:

@@ -69,6 +69,8 @@ class Embedding:
                 f"has {len(asked.extra_ids)} ids but must have one for each of the {prompt_tokens} tokens of the"
                 " prompt, or none",
                 field="prompt_tuning.extra_ids",
+                value=str(len(asked.extra_ids)),
+                limit=f"0 or {prompt_tokens}",
             )
         tensor = asked.embedding_table
         if tensor is None:
@@ -193,12 +195,16 @@ class PromptTables:
                 f"takes {size} bytes, as received and as computed with, but must take at most {self._most_bytes}"
                 " (prompt_tables_bytes); send fewer rows",
                 field="prompt_tuning.embedding_table",
+                value=str(size),
+                limit=f"at most {self._most_bytes} bytes",
             )
         with self._lock:
             if self.held_bytes + size > self._most_bytes:
                 raise QueueFull(
                     f"the prompt tables of other items take {self.held_bytes} bytes of at most {self._most_bytes}"
-                    " (prompt_tables_bytes); try again later or elsewhere"
+                    " (prompt_tables_bytes); try again later or elsewhere",
+                    value=str(self.held_bytes),
+                    limit=f"at most {self._most_bytes} bytes",
                 )
             self.held_bytes += size
         # The read itself is a holder too.

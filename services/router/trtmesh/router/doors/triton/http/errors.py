@@ -74,9 +74,10 @@ def error_headers(error: TrtmeshError) -> dict[str, str]:
 
 
 def _as_json(error: web.HTTPException) -> web.Response:
-    """aiohttp's own errors, such as 404 and 405, in Triton's form."""
-    text = error.text
-    told = error.reason if text is None or text.startswith(f"{error.status}:") else text
+    """An HTTP error without a row in the table, in Triton's form."""
+    # aiohttp's router raises these two, whose text repeats the status.
+    routing = isinstance(error, (web.HTTPNotFound, web.HTTPMethodNotAllowed))
+    told = error.reason if routing else error.text
     response = json_response({"error": told}, error.status)
     if hdrs.ALLOW in error.headers:
         response.headers[hdrs.ALLOW] = error.headers[hdrs.ALLOW]
