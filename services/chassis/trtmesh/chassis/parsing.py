@@ -65,6 +65,9 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "priority": (-1_000_000, 1_000_000),
 }
 
+RETURNED = "sampling.num_return_sequences"
+BIAS_LISTS = ("texts", "token_ids", "weights")
+
 MAX_WORDS = 256
 MAX_WORD_LENGTH = 4096
 MAX_TOKEN_RANGES = 256
@@ -253,7 +256,7 @@ def _check_tensor(path: str, tensor: v.Tensor) -> None:
 
 
 def _check_combinations(config: v.GenerationConfig) -> None:
-    stopping, sampling = config.stopping, config.sampling
+    stopping = config.stopping
     characters = sum(map(len, stopping.stop_texts))
     if characters > MAX_STOP_TEXT_CHARACTERS:
         raise InvalidField(
@@ -265,46 +268,35 @@ def _check_combinations(config: v.GenerationConfig) -> None:
         limit = "DATA_TYPE_FP32, DATA_TYPE_FP16 or DATA_TYPE_BF16"
         raise InvalidField.of("output.logits_data_type", name, limit)
     if stopping.ignore_end_id and stopping.end_id is not None:
-        raise InvalidField(
-            "exclude each other; set one of them",
-            fields=("stopping.end_id", "stopping.ignore_end_id"),
-        )
-    if stopping.max_tokens is not None and stopping.min_tokens > stopping.max_tokens:
-        raise InvalidField.of(
-            "stopping.min_tokens",
-            stopping.min_tokens,
-            f"at most {stopping.max_tokens}",
-            "stopping.max_tokens",
-        )
-    texts, lists = len(sampling.embedding_bias_texts), len(sampling.embedding_bias_token_ids)
-    if texts + lists != len(sampling.embedding_bias_weights):
-        raise InvalidField(
-            f"have {texts}, {lists} and {len(sampling.embedding_bias_weights)} entries, but texts and token_ids"
-            " together must be as many as weights",
-            fields=(
-                "sampling.embedding_bias_texts",
-                "sampling.embedding_bias_token_ids",
-                "sampling.embedding_bias_weights",
-            ),
-        )
-    if config.beam_search.beam_width > 1 and sampling.num_return_sequences > (
-        config.beam_search.beam_width
-    ):
-        raise InvalidField.of(
-            "sampling.num_return_sequences",
-            sampling.num_return_sequences,
-            f"at most {config.beam_search.beam_width}",
-            "beam_search.beam_width",
-        )
-    if sampling.best_of is not None and sampling.best_of < sampling.num_return_sequences:
-        raise InvalidField.of(
-            "sampling.best_of",
-            sampling.best_of,
-            f"at least {sampling.num_return_sequences}",
-            "sampling.num_return_sequences",
-        )
+        fields = ("stopping.end_id", "stopping.ignore_end_id")
+        raise InvalidField("exclude each other; set one of them", fields=fields)
     window = config.lookahead
     if window and None in (window.window_size, window.ngram_size, window.verification_set_size):
+        needed = "needs window_size, ngram_size and verification_set_size"
+        raise InvalidField(needed, field="lookahead")
+    _check_counts(config)
+    _check_bias(config.sampling)
+
+
+def _check_counts(config: v.GenerationConfig) -> None:
+    stopping, sampling, width = config.stopping, config.sampling, config.beam_search.beam_width
+    most_returned = width if width > 1 else None
+    for field, value, most, source in (
+        ("stopping.min_tokens", stopping.min_tokens, stopping.max_tokens, "stopping.max_tokens"),
+        (RETURNED, sampling.num_return_sequences, most_returned, "beam_search.beam_width"),
+    ):
+        if most is not None and value > most:
+            raise InvalidField.of(field, value, f"at most {most}", source)
+    if sampling.best_of is not None and sampling.best_of < sampling.num_return_sequences:
+        limit = f"at least {sampling.num_return_sequences}"
+        raise InvalidField.of("sampling.best_of", sampling.best_of, limit, RETURNED)
+
+
+def _check_bias(sampling: v.Sampling) -> None:
+    texts, lists = len(sampling.embedding_bias_texts), len(sampling.embedding_bias_token_ids)
+    weights = len(sampling.embedding_bias_weights)
+    if texts + lists != weights:
         raise InvalidField(
-            "needs window_size, ngram_size and verification_set_size", field="lookahead"
+            f"have {texts}, {lists} and {weights} entries, but texts and token_ids together must be as many as weights",
+            fields=tuple(f"sampling.embedding_bias_{kind}" for kind in BIAS_LISTS),
         )
