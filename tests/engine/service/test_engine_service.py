@@ -281,6 +281,13 @@ async def test_torch_backend_needs_model_dir() -> None:
     assert "engine.model_dir" in ended.stderr
 
 
+async def test_role_that_the_backend_lacks_is_refused() -> None:
+    ended = await run_to_exit("engine", "--backend", "simulated", "--role", "prefill")
+    assert ended.status == 2
+    assert "prefill" in ended.stderr
+    assert "simulated" in ended.stderr
+
+
 async def test_simulated_engine_never_imports_torch() -> None:
     async with service_process("engine", *SIMULATED) as process:
         await until_health(process.address, SERVING)

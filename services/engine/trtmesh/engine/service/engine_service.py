@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import grpc
-from trtmesh.chassis.errors import Draining, TrtmeshError, Unavailable, WorkerLost
+from trtmesh.chassis.errors import Draining, SettingsError, TrtmeshError, Unavailable, WorkerLost
 from trtmesh.chassis.rpc import answering
 from trtmesh.chassis.service import Runtime
 from trtmesh.engine.backend import Backend, BackendStats
@@ -22,7 +22,7 @@ from trtmesh.engine.service.loaded_engine import LoadedEngine
 from trtmesh.engine.service.metrics import EngineMetrics
 from trtmesh.engine.service.progress import Progress
 from trtmesh.engine.service.streams import Streams
-from trtmesh.engine.service.wire import describe
+from trtmesh.engine.service.wire import describe, role_of
 from trtmesh.engine.settings import EngineSettings
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import engine_pb2_grpc
@@ -58,6 +58,10 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
     async def start(self) -> None:
         await self._runtime.health.unwell("model", "loading")
         info = await self._backend.start(self._streams.deliver, self._on_failure)
+        if role_of(self._settings) not in info.capabilities.roles:
+            raise SettingsError(
+                f"engine.role is {self._settings.role} but the {info.backend} backend does not support this role"
+            )
         info = replace(
             info, model=self._settings.model or _directory_name(self._settings) or info.model
         )

@@ -34,13 +34,17 @@ _INFO_FIELDS = [
 ]
 
 
+def role_of(settings: EngineSettings) -> epb.WorkerRole.ValueType:
+    return epb.WorkerRole.Value(f"WORKER_ROLE_{settings.role.upper()}")
+
+
 def describe(info: BackendInfo, worker: str, settings: EngineSettings) -> epb.GetEngineResponse:
     """Describes the worker."""
     same = {name: getattr(info, name) for name in _INFO_FIELDS}
     same["supported_fields"] = sorted(info.supported_fields)
     return epb.GetEngineResponse(
         worker=worker,
-        role=epb.WorkerRole.Value(f"WORKER_ROLE_{settings.role.upper()}"),
+        role=role_of(settings),
         schema_revision=SCHEMA_REVISION,
         load_interval_ms=max(1, round(settings.load_interval_seconds * 1000)),
         **same,

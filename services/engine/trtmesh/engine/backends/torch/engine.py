@@ -1,10 +1,22 @@
-"""The steps of a loaded model: schedule, launch, collect, advance. Everything runs on the engine's thread."""
+"""The steps of a loaded model: schedule, launch, collect, advance. Everything runs on the engine's thread.
+
+A device may compute a step while the previous step is read: further steps may be launched before the first is
+collected. Rules for the caller and the device:
+
+* Steps are collected in the order of their launches, and the device computes them in this order.
+* A sequence is in flight from the launch of its next token, or of prompt logits, until its step is collected. Meanwhile
+  it is neither scheduled nor preempted, so its blocks and its row of the block table stay.
+* A launch computes the sequences that are not in flight, and further chunks of their prompts. It computes nothing where
+  room is lacking that only a sequence in flight could give.
+* A sequence in flight may be stopped or fail. Its token is dropped, and its blocks are free for later steps at once.
+* The tokens do not depend on how many steps are launched ahead.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -36,6 +48,14 @@ class Launched:
     choices: list[tuple[list[Sequence], Choice]] = field(default_factory=list)
     """One per strategy, more after a fault."""
     failures: list[Failure] = field(default_factory=list)
+
+    @property
+    def awaited(self) -> Iterator[Sequence]:
+        """The sequences that are in flight with this step."""
+        for forward in self.forwards:
+            yield from (chunk.sequence for chunk in forward.completing)
+            yield from (chunk.sequence for chunk, _ in forward.given)
+        yield from (sequence for sequence, _ in self.failures)
 
 
 class Engine:
@@ -106,6 +126,8 @@ class Engine:
         self._forward(chunks, step)
         for forward in step.forwards:
             self._choose(forward, step)
+        for sequence in step.awaited:
+            sequence.in_flight = True
         return step
 
     def collect(self, step: Launched) -> StepOutput:
@@ -172,6 +194,7 @@ class Engine:
         """Reads the logits of submitted tokens."""
         for chunk, logits in forward.given:
             sequence, reader = chunk.sequence, chunk.sequence.reader
+            sequence.in_flight = chunk.completes
             if reader is None or not self.scheduler.lives(sequence):
                 continue
             try:
@@ -184,6 +207,7 @@ class Engine:
     def _advance(self, sequences: list[Sequence], choice: Choice, output: StepOutput) -> None:
         failures, now = choice.read(), time.time_ns()
         for row, sequence in enumerate(sequences):
+            sequence.in_flight = False
             if not self.scheduler.lives(sequence):
                 continue
             if row in failures:

@@ -99,12 +99,13 @@ class BeamDecoding(Decoding["Ranking"]):
         return False
 
     def _is_there(self, lane: Sequence) -> bool:
-        """Whether the lane has a row for the present tokens; a paused lane computes the row again."""
+        """Whether the lane has a row for the present tokens; a lane that was paused computes the row again."""
         row = self._rows.get(lane.key)
         return (
             row is not None
             and row.tokens == len(lane.tokens) == lane.num_computed
             and lane.slot >= 0
+            and not lane.in_flight
         )
 
     def _advance_search(self, now_ns: int) -> None:

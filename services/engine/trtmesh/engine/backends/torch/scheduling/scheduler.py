@@ -133,11 +133,13 @@ class Scheduler:
         self._release(sequence)
 
     def schedule(self) -> list[Chunk]:
-        """The chunks of the next step, in rank order, of every running sequence with uncomputed tokens."""
-        self._grow()
+        """The chunks of the next step, in rank order, of every running sequence with uncomputed tokens. None where
+        they depend on sequences in flight."""
+        if not self._grow():
+            return []
         self._admit()
         chunks = self._chunks()
-        while not chunks and self.running:
+        while not chunks and self.running and not any(each.in_flight for each in self.running):
             # All wait for mates without room. The lowest rank fits alone and is reached in the end.
             self._preempt(self.running[-1])
             self._admit()
@@ -151,7 +153,7 @@ class Scheduler:
             lacking = len(sequence.tokens) - sequence.num_computed
             # Most sequences lack one token, and every sequence gets at least one.
             count = lacking if lacking < 2 else self._rules.chunk(lacking, left, first=not chunks)
-            if count:
+            if count and not sequence.in_flight:
                 left -= count
                 chunks.append(Chunk(sequence, sequence.num_computed, count))
         return chunks
@@ -183,8 +185,9 @@ class Scheduler:
         else:
             self._unready[sequence.key] = sequence
 
-    def _grow(self) -> None:
-        """Gives each running sequence the block for its next token, the lowest rank first."""
+    def _grow(self) -> bool:
+        """Gives each running sequence the block for its next token, the lowest rank first. Returns False where that
+        would preempt a sequence in flight."""
         size = self._rules.tokens_per_block
         position = 0
         while position < len(self.running):
@@ -193,10 +196,13 @@ class Scheduler:
                 position += 1
             elif self.pool.can_allocate(1):
                 self._append(sequence, self.pool.allocate(1))
+            elif any(each.in_flight for each in self.running[-1].mates or self.running[-1:]):
+                return False
             else:
                 self._preempt(self.running[-1])
                 # Its mates, paused with it, may have been anywhere.
                 position = 0
+        return True
 
     def _admit(self) -> None:
         closed = self._rules.static_batch and bool(self.running)

@@ -61,6 +61,8 @@ class Sequence(Continuation):
     """Fixed place in every order: the lowest starts first and is preempted last."""
     paused: bool = False
     """Whether the sequence has started and lost its blocks."""
+    in_flight: bool = False
+    """Whether a launched step has yet to deliver a token or logits: the sequence is neither scheduled nor preempted."""
     cached_prompt_tokens: int = 0
     reader: Reader | None = None
     """Still needs logits of submitted tokens."""
