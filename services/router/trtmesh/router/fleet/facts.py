@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Self
 
 from trtmesh.chassis.vocabulary import Adapter
@@ -13,7 +14,7 @@ from trtmesh.router.placement.rates import Report
 from trtmesh.router.values.request import with_texts
 from trtmesh.v1 import engine_pb2 as pb
 
-PHASES_OF_ROLE = {
+PHASES_OF_ROLE: dict[int, set[Capability]] = {
     pb.WORKER_ROLE_PREFILL: {Capability.PREFILL},
     pb.WORKER_ROLE_DECODE: {Capability.DECODE},
 }
@@ -59,12 +60,15 @@ class Facts:
 
 
 def capabilities_of(engine: pb.GetEngineResponse) -> frozenset[Capability]:
-    found = set(PHASES_OF_ROLE.get(engine.role, WHOLE))
-    if engine.resumes_exactly:
-        found.add(Capability.EXACT_RESUMPTION)
-    if engine.stops_single_sequences:
-        found.add(Capability.SINGLE_STOPS)
-    return frozenset(found)
+    return _capabilities(engine.role, engine.resumes_exactly, engine.stops_single_sequences)
+
+
+@cache
+def _capabilities(role: int, resumes_exactly: bool, single_stops: bool) -> frozenset[Capability]:  # noqa: FBT001 - a key
+    """Equal capabilities as one object, which placements compare by identity."""
+    own = {Capability.EXACT_RESUMPTION: resumes_exactly, Capability.SINGLE_STOPS: single_stops}
+    phases = PHASES_OF_ROLE.get(role, WHOLE)
+    return frozenset(phases | {capability for capability, there in own.items() if there})
 
 
 def held_adapters(

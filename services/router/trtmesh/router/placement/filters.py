@@ -20,24 +20,22 @@ def exclusions(fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> list[s
     """
     model, tokens, fields, out = query.model, query.prompt_tokens, query.fields, query.exclude
     needs = query.needs
+    # Most workers share one frozenset: comparing sets for each of them would be a tenth of a decision.
+    able = fleet[0].capabilities if fleet and needs <= fleet[0].capabilities else None
     excluded = [
         # Inline, because a call would double the cost and nearly every worker is fit.
         ""
         if not w.problem
         and w.model == model
         and tokens < w.max_sequence_tokens
-        and needs <= w.capabilities
+        and (w.capabilities is able or needs <= w.capabilities)
         and fields <= w.supported_fields
         and w.address not in out
+        and not w.breaker_open
         else _excluded_by(w, query)
         for w in fleet
     ]
-    if (
-        query.wants
-        or query.avoid
-        or query.prefer
-        or True in [worker.breaker_open for worker in fleet]
-    ):
+    if query.wants or query.avoid or query.prefer or BREAKER_OPEN in excluded:
         _pass_over(fleet, query, excluded)
     return excluded
 
@@ -60,21 +58,23 @@ def missing(needs: AbstractSet[Capability], capabilities: AbstractSet[Capability
 
 
 def _excluded_by(worker: WorkerSnapshot, query: PlacementQuery) -> str:
+    """What is wrong with a worker; BREAKER_OPEN if nothing else is, for `_pass_over` to judge."""
     if why := unfit(worker, query):
         return why
     if query.prompt_tokens >= worker.max_sequence_tokens:
         return f"takes prompts of fewer than {worker.max_sequence_tokens} tokens"
-    return f"does not support {', '.join(sorted(query.fields - worker.supported_fields))}"
+    if lacking := query.fields - worker.supported_fields:
+        return f"does not support {', '.join(sorted(lacking))}"
+    return BREAKER_OPEN
 
 
 def _pass_over(fleet: Sequence[WorkerSnapshot], query: PlacementQuery, excluded: list[str]) -> None:
     """Keeps the candidates with the weakest objection; notes the objection in `excluded` for the others."""
-    eligible = [index for index, why in enumerate(excluded) if not why]
+    eligible = [index for index, why in enumerate(excluded) if why in ("", BREAKER_OPEN)]
     against = [_against(fleet[index], query) for index in eligible]
     least = min(against, default=_NOTHING)[0]
     for index, (weight, why) in zip(eligible, against, strict=True):
-        if weight > least:
-            excluded[index] = why
+        excluded[index] = why if weight > least else ""
 
 
 _NOTHING = (0, "")
