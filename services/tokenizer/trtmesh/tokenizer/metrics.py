@@ -27,9 +27,7 @@ class TokenizerMetrics:
             "replayed_tokens", "Tokens of sequences taken over from a lost tokenizer."
         )
         self.encode_queue_seconds = by_lane(
-            "encode_queue_seconds",
-            "Time from queueing an encode to its thread.",
-            LATENCY_BUCKETS,
+            "encode_queue_seconds", "Time from queueing an encode to its thread.", LATENCY_BUCKETS
         )
         self.encode_batch_size = by_lane("encode_batch_size", "Encodes per batch.", _BATCH_BUCKETS)
         self.open_decode_states = Gauge(

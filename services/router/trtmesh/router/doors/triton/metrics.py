@@ -321,10 +321,7 @@ class Sample(NamedTuple):
 
 
 def family(
-    name: str,
-    text: str,
-    kind: Literal["counter", "gauge", "histogram"],
-    samples: Iterable[Sample],
+    name: str, text: str, kind: Literal["counter", "gauge", "histogram"], samples: Iterable[Sample]
 ) -> str:
     """A family in Prometheus' text format; '' without samples."""
     lines = [

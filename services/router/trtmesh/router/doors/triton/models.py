@@ -5,11 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from tritonclient.grpc import model_config_pb2, service_pb2
-from trtmesh.router.doors.triton.settings import (
-    DEFAULT_STEPS,
-    TritonModelSettings,
-    TritonSettings,
-)
+from trtmesh.router.doors.triton.settings import DEFAULT_STEPS, TritonModelSettings, TritonSettings
 from trtmesh.router.doors.triton.templates.catalogue import FIVE_MODELS, TEMPLATES
 from trtmesh.router.doors.triton.templates.template import Model
 from trtmesh.router.doors.triton.tensors import TensorSpec

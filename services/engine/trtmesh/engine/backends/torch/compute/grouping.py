@@ -197,11 +197,7 @@ class Grouping:
             )
             keys, values = wide.view(2, sequences, shape.kv_heads, -1, shape.head_dim)
             groups[number] = replace(
-                group,
-                gathered=gathered,
-                widened=wide if widens else None,
-                keys=keys,
-                values=values,
+                group, gathered=gathered, widened=wide if widens else None, keys=keys, values=values
             )
 
 

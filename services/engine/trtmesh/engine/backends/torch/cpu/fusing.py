@@ -167,11 +167,7 @@ def _fused_attention(own: Any, trial: _Trial, rotation: Rotation) -> nn.Module |
         fused = FusedAttention(own, expected.rule, rotation)
         attach(fused, got)
         fused_output, _ = fused(hidden_states=hidden, **trial.named)
-    pairs = (
-        (output, fused_output),
-        (expected.queries, got.queries),
-        (expected.kv, got.kv),
-    )
+    pairs = ((output, fused_output), (expected.queries, got.queries), (expected.kv, got.kv))
     if all(_close(*pair) for pair in pairs):
         return fused
     for name, layer in weights.items():

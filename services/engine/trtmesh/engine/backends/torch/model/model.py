@@ -60,10 +60,7 @@ class Model:
             else:
                 inputs = {"input_ids": token_ids[None]}
             logits = self.module(
-                **inputs,
-                position_ids=positions[None],
-                use_cache=False,
-                logits_to_keep=rows,
+                **inputs, position_ids=positions[None], use_cache=False, logits_to_keep=rows
             ).logits[0]
         return logits[:, : self.vocabulary_size].float()
 

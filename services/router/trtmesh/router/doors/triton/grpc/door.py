@@ -11,12 +11,7 @@ from typing import Any
 import grpc
 from google.protobuf.message_factory import GetMessageClass
 from tritonclient.grpc import service_pb2 as kserve
-from trtmesh.chassis.errors import (
-    InternalError,
-    SlowClient,
-    TrtmeshError,
-    UnsupportedCall,
-)
+from trtmesh.chassis.errors import InternalError, SlowClient, TrtmeshError, UnsupportedCall
 from trtmesh.chassis.logs import request_id_bound
 from trtmesh.chassis.rpc import answering
 from trtmesh.chassis.tasks import until_first_ends

@@ -9,12 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import hdrs, web
 from trtmesh.chassis.error_wire import REASON_METADATA_KEY
-from trtmesh.chassis.errors import (
-    InternalError,
-    SlowClient,
-    TrtmeshError,
-    Unavailable,
-)
+from trtmesh.chassis.errors import InternalError, SlowClient, TrtmeshError, Unavailable
 from trtmesh.chassis.logs import request_id_bound
 from trtmesh.chassis.rpc import REQUEST_ID_METADATA_KEY
 from trtmesh.router.doors.triton.http.bodies import json_response
