@@ -264,9 +264,9 @@ async def test_resume_of_an_inexact_stream_is_refused(mesh: Mesh) -> None:
     offset = router_pb2.SequenceOffset
     for asked, received, field in (
         (request(""), [], "request.request_id"),
-        (request(sampling=drawn), [some], "received[0]"),
-        (request(beam_search=beams), [some], "received[0]"),
-        (request(output=held), [some], "received[0]"),
+        (request(sampling=drawn), [some], "received[0].token_ids"),
+        (request(beam_search=beams), [some], "received[0].token_ids"),
+        (request(output=held), [some], "received[0].token_ids"),
         (request(output=sums), [some], "received[0].cumulative_log_prob"),
         (request(), [offset(batch_index=1)], "received[0].batch_index"),
         (request(), [offset(sequence_index=1)], "received[0].sequence_index"),
