@@ -65,7 +65,9 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         info = replace(
             info, model=self._settings.model or _directory_name(self._settings) or info.model
         )
-        name = self._settings.worker or _unique_name()
+        # The suffix tells a restarted worker of the same process id from its predecessor.
+        unique = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+        name = self._settings.worker or unique
         self._engine = LoadedEngine(
             name=name,
             settings=self._settings,
@@ -170,11 +172,6 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             for stream in self._streams:
                 stream.fail(lost)
         self._runtime.fail(error)
-
-
-def _unique_name() -> str:
-    """A name unique on a host, even after a restart with the same process id."""
-    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
 
 
 def _directory_name(settings: EngineSettings) -> str:

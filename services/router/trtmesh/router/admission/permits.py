@@ -51,8 +51,8 @@ class Permit:
         """Waits until the item may run. Raises QueueTimeout."""
         await self.queue.wait(self, priority)
 
-    def give_back(self) -> None:
-        """The item is over."""
+    def give_back(self, *_: object) -> None:
+        """Frees the place of an item that ended; also the done callback of its task."""
         if self.valid:
             self.valid = False
             self.queue.leave(self)

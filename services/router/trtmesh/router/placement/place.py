@@ -27,9 +27,14 @@ def place(policy: str, fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -
 
 def check_fields(fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> None:
     """Raises UnsupportedField if the model has usable workers and none of them supports the query's fields."""
-    fit = [worker for worker in fleet if not unfit(worker, query)]
-    if fit and not any(query.fields <= worker.supported_fields for worker in fit):
-        raise _unsupported(fit, query)
+    lacking = []
+    for worker in fleet:
+        if not unfit(worker, query):
+            if query.fields <= worker.supported_fields:
+                return
+            lacking.append(worker)
+    if lacking:
+        raise _unsupported(lacking, query)
 
 
 def _unsupported(fit: Sequence[WorkerSnapshot], query: PlacementQuery) -> UnsupportedField:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
-from functools import partial
 
 from trtmesh.chassis.errors import (
     AlreadyExists,
@@ -15,7 +14,6 @@ from trtmesh.chassis.errors import (
     TrtmeshError,
     Unavailable,
 )
-from trtmesh.router.admission import Permit
 from trtmesh.router.admission.rate_limit import ANONYMOUS
 from trtmesh.router.requests.context import Mesh
 from trtmesh.router.requests.live_request import Admitted, LiveRequest
@@ -89,7 +87,7 @@ class Requests:
         tasks = [asyncio.create_task(live.run(item)) for item in live.items]
         for task, permit in zip(tasks, admitted.permits, strict=True):
             # A callback, because a task cancelled before the first step runs no code.
-            task.add_done_callback(partial(_give_back, permit))
+            task.add_done_callback(permit.give_back)
         try:
             yield live
         finally:
@@ -191,8 +189,3 @@ class Requests:
                 self._mesh.recorder.note_refused(request, model, error)
             raise
         return Admitted(model, permits, api_key, bucket)
-
-
-def _give_back(permit: Permit, task: asyncio.Task[None]) -> None:
-    del task
-    permit.give_back()
