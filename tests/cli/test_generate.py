@@ -60,12 +60,13 @@ def test_json_lines_tell_the_whole_story(router: str) -> None:
         assert own[-1]["reason"] == "length"
 
 
-def test_prompts_come_from_standard_input(router: str) -> None:
-    flags = ("--router", router, "--max-tokens", "2", "--json")
+@pytest.mark.parametrize(("flags", "items"), [((), 1), (("--lines",), 2)])
+def test_prompts_come_from_standard_input(router: str, flags: tuple[str, ...], items: int) -> None:
+    flags = (*flags, "--router", router, "--max-tokens", "2", "--json")
     result = trtmesh("generate", *flags, "-", stdin="one\n\ntwo\n")
     assert result.returncode == 0, result.stderr
     events = map(json.loads, result.stdout.splitlines())
-    assert sum(event["event"] == "item_finished" for event in events) == 2
+    assert sum(event["event"] == "item_finished" for event in events) == items
 
 
 def test_router_address_comes_from_the_environment(router: str) -> None:
@@ -108,7 +109,7 @@ def test_refused_request_is_one_line_and_status_1(router: str) -> None:
 
 def test_failed_item_is_status_1_and_siblings_complete(router: str) -> None:
     """Only the second prompt exceeds the model's length."""
-    flags = ("--router", router, "--max-tokens", "4", "--json")
+    flags = ("--router", router, "--max-tokens", "4", "--json", "--lines")
     result = trtmesh("generate", *flags, "-", stdin="one\n" + "word " * 60000 + "\n")
     assert result.returncode == 1
     events = [json.loads(line) for line in result.stdout.splitlines()]
@@ -145,10 +146,30 @@ def test_no_router_is_said_in_one_line() -> None:
         ("--config", '{"nonsense": 1}', "one"),
         ("--nonsense", "one"),
         ("-",),
+        ("@/nowhere/prompt.txt",),
     ],
 )
 def test_wrong_usage_is_status_2(arguments: tuple[str, ...]) -> None:
     assert trtmesh("generate", *arguments).returncode == 2
+
+
+@pytest.mark.parametrize("command", [("generate",), ("triton", "infer")])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--max-tokens", "-1"),
+        ("--max-tokens", "0"),
+        ("--top-k", "-1"),
+        ("--seed", "-1"),
+        ("--beam-width", "0"),
+    ],
+)
+def test_number_outside_its_range_names_the_option(
+    command: tuple[str, ...], option: str, value: str
+) -> None:
+    result = trtmesh(*command, option, value, "one")
+    assert result.returncode == 2
+    assert option in result.stderr
 
 
 def test_closed_pipe_prints_no_traceback(router: str) -> None:

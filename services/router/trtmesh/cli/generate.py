@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -14,10 +13,13 @@ from google.protobuf import json_format
 from rich.console import Console
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.cli.output import say_error
+from trtmesh.cli.prompts import PROMPTS_HELP, LinesOption, read_prompts
 from trtmesh.cli.session import FAILED, OK, connected, run
 from trtmesh.cli.streams import Printer, choose_printer
 from trtmesh.client import DEFAULT_ADDRESS, Accepted, Client, GenerationConfig, ItemFailed
 from trtmesh.client.options import build_config
+
+UINT32 = 2**32 - 1
 
 RouterOption = Annotated[
     str, typer.Option(envvar="TRTMESH_ROUTER", help="Router to talk to, host:port.")
@@ -25,28 +27,39 @@ RouterOption = Annotated[
 
 
 def generate(
-    prompts: Annotated[
-        list[str], typer.Argument(help="Prompts; `-` reads one per line of standard input.")
-    ],
+    prompts: Annotated[list[str], typer.Argument(help=PROMPTS_HELP)],
     router: RouterOption = DEFAULT_ADDRESS,
     model: Annotated[str, typer.Option(help="Model; unset means the only one.")] = "",
     max_tokens: Annotated[
-        int | None, typer.Option(help="Most new tokens; unset means up to the model's length.")
+        int | None,
+        typer.Option(
+            min=1, max=UINT32, help="Most new tokens; unset means up to the model's length."
+        ),
     ] = None,
-    min_tokens: Annotated[int | None, typer.Option(help="Fewest new tokens.")] = None,
+    min_tokens: Annotated[
+        int | None, typer.Option(min=0, max=UINT32, help="Fewest new tokens.")
+    ] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Keep the k most likely tokens.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=0, max=UINT32, help="Keep the k most likely tokens.")
+    ] = None,
     top_p: Annotated[float | None, typer.Option(help="Keep tokens up to this probability.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the draws.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**64 - 1, help="Seed of the draws.")
+    ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends a sequence; repeatable.")
     ] = None,
-    end_id: Annotated[int | None, typer.Option(help="Token id that ends a sequence.")] = None,
+    end_id: Annotated[
+        int | None, typer.Option(min=0, max=UINT32, help="Token id that ends a sequence.")
+    ] = None,
     sequences: Annotated[
-        int | None, typer.Option(min=1, help="Sequences per prompt; with beams, the best ones.")
+        int | None,
+        typer.Option(min=1, max=UINT32, help="Sequences per prompt; with beams, the best ones."),
     ] = None,
     beam_width: Annotated[
-        int | None, typer.Option(min=1, help="Beams; all are returned without --sequences.")
+        int | None,
+        typer.Option(min=1, max=UINT32, help="Beams; all are returned without --sequences."),
     ] = None,
     config: Annotated[
         str, typer.Option(help="A GenerationConfig as JSON, for fields without an option.")
@@ -59,6 +72,7 @@ def generate(
         int | None, typer.Option(min=0, help="Stop the request this long after its acceptance.")
     ] = None,
     *,
+    lines: LinesOption = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object per event.")] = False,
 ) -> None:
     """Stream completions of PROMPTS.
@@ -77,7 +91,7 @@ def generate(
         "num_return_sequences": sequences,
         "beam_width": beam_width,
     }
-    texts = _read_prompts(prompts)
+    texts = read_prompts(prompts, lines=lines)
     asked = _build_config(config, {name: v for name, v in given.items() if v is not None})
     printer = choose_printer(
         as_json_lines=json, items=len(texts), sequences=_sequences(asked), console=Console()
@@ -146,25 +160,6 @@ async def _stop_later(client: Client, request_id: str, seconds: float) -> None:
         await client.stop(request_id)
     except TrtmeshError as error:
         say_error(f"cannot stop {request_id}: {error.reason}: {error}")
-
-
-def _read_prompts(arguments: Sequence[str]) -> list[str]:
-    prompts = []
-    for argument in arguments:
-        if argument == "-":
-            prompts += [line for line in _read_stdin().splitlines() if line.strip()]
-        else:
-            prompts.append(argument)
-    if not prompts:
-        raise typer.BadParameter("standard input has no prompt")
-    return prompts
-
-
-def _read_stdin() -> str:
-    try:
-        return sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise typer.BadParameter(f"standard input is not text: {error}") from error
 
 
 def _sequences(config: GenerationConfig) -> int:

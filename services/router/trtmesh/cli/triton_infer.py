@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from trtmesh.chassis.errors import InvalidRequest, Unavailable
 from trtmesh.cli.output import say_error
+from trtmesh.cli.prompts import PROMPTS_HELP, LinesOption, read_prompts
 from trtmesh.cli.session import FAILED, OK, USAGE, run
 from trtmesh.cli.triton_client import TritonConnection
 from trtmesh.cli.triton_printer import TritonPrinter
@@ -27,6 +28,7 @@ def _group() -> None:
     """Client of Triton models."""
 
 
+INT32 = 2**31 - 1
 STOP_ANSWER = "Request cancelled by client"
 
 
@@ -47,7 +49,7 @@ class Ask:
 
 @triton.command("infer")
 def infer(
-    prompts: Annotated[list[str] | None, typer.Argument(help="Texts to continue.")] = None,
+    prompts: Annotated[list[str] | None, typer.Argument(help=PROMPTS_HELP)] = None,
     ids: Annotated[
         list[str] | None, typer.Option(help="Token ids to continue, as '1 2 3'; repeatable.")
     ] = None,
@@ -55,7 +57,7 @@ def infer(
         str, typer.Option(envvar="TRTMESH_ROUTER", help="Server of the KServe protocol, host:port.")
     ] = "127.0.0.1:8001",
     model: Annotated[str, typer.Option(help="Model; tensorrt_llm takes ids.")] = "",
-    max_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=1, max=INT32, help="Most new tokens.")] = 16,
     stream: Annotated[
         bool | None,
         typer.Option(
@@ -63,12 +65,20 @@ def infer(
             help="Print tokens as they arrive; default for decoupled models.",
         ),
     ] = None,
-    beam_width: Annotated[int | None, typer.Option(help="Beams of a search.")] = None,
-    sequences: Annotated[int | None, typer.Option(help="Sequences of each prompt.")] = None,
+    beam_width: Annotated[
+        int | None, typer.Option(min=1, max=INT32, help="Beams of a search.")
+    ] = None,
+    sequences: Annotated[
+        int | None, typer.Option(min=1, max=INT32, help="Sequences of each prompt.")
+    ] = None,
     temperature: Annotated[float | None, typer.Option(help="Needs --top-k or --top-p too.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Keep the k most likely tokens.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=0, max=INT32, help="Keep the k most likely tokens.")
+    ] = None,
     top_p: Annotated[float | None, typer.Option(help="Keep tokens up to this probability.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the draws.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**64 - 1, help="Seed of the draws.")
+    ] = None,
     end_id: Annotated[int | None, typer.Option(help="Token id to end a sequence at.")] = None,
     stop_word: Annotated[
         list[str] | None, typer.Option(help="Text to end a sequence at; repeatable.")
@@ -86,6 +96,7 @@ def infer(
         float | None, typer.Option(min=0, help="Deadline of the call in seconds.")
     ] = None,
     *,
+    lines: LinesOption = False,
     exclude_input: Annotated[
         bool, typer.Option("--exclude-input", help="Leave the prompt out of a whole answer.")
     ] = False,
@@ -113,7 +124,8 @@ def infer(
 
     Exit status: 0 every request completed, 1 one failed, 2 wrong usage, 130 Ctrl-C.
     """
-    asked: list[Prompt] = [*(prompts or ()), *map(_read_ids, ids or ())]
+    texts = read_prompts(prompts or (), lines=lines)
+    asked: list[Prompt] = [*texts, *map(_read_ids, ids or ())]
     if not asked:
         raise typer.BadParameter("give prompts, or token ids with --ids")
     values = {
@@ -135,7 +147,7 @@ def infer(
     }
     options = {name: value for name, value in values.items() if value is not None}
     ask = Ask(
-        model=model or ("tensorrt_llm" if ids and not prompts else "ensemble"),
+        model=model or ("tensorrt_llm" if ids and not texts else "ensemble"),
         prompts=asked,
         options=options | dict(map(_read_input, given or ())),
         request_id=request_id or uuid.uuid4().hex,
