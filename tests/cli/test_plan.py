@@ -93,6 +93,35 @@ def test_engines_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told.environment == {"OMP_NUM_THREADS": "7"}
 
 
+def test_each_model_has_an_engine_on_each_of_its_devices(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    devices = {"one": ("cuda:0", "cuda:2"), "two": ("cpu",)}
+    settings = MeshSettings(model=one, models=(str(two),), devices=devices)
+    flags = [flags_of(engine.arguments) for engine in Plan(settings, None).engines()]
+    assert [(each["--model-dir"], each["--torch-device"]) for each in flags] == [
+        (str(one), "cuda:0"), (str(one), "cuda:2"), (str(two), "cpu"),
+    ]  # fmt: skip
+    partly = MeshSettings(model=one, models=(str(two),), devices={"two": ("cuda:1",)}, engines=2)
+    flags = [flags_of(engine.arguments) for engine in Plan(partly, None).engines()]
+    assert [each.get("--torch-device") for each in flags] == [None, None, "cuda:1"]
+    with pytest.raises(SettingsError, match=r"mesh\.devices names 'three'.* one, two"):
+        Plan(settings.model_copy(update={"devices": {"three": ("cpu",)}}), None)
+    with pytest.raises(SettingsError, match=r"mesh\.engines has no effect"):
+        Plan(MeshSettings(model=one, devices={"one": ("cpu",)}, engines=2), None)
+
+
+def test_devices_are_json_in_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = '{"one": "cuda:0,cuda:1", "two": ["cpu"]}'
+    expected = {"one": ("cuda:0", "cuda:1"), "two": ("cpu",)}
+    assert load_mesh_settings({"devices": given}).devices == expected
+    monkeypatch.setenv("TRTMESH_MESH_DEVICES", given)
+    assert load_mesh_settings({}).devices == expected
+    with pytest.raises(SettingsError, match="devices"):
+        load_mesh_settings({"devices": "cuda:0"})
+
+
 def test_missing_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelUnusable, match="nowhere"):
         Plan(MeshSettings(model=tmp_path / "nowhere"), None)

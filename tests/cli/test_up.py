@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from cli.commands import FREE_PORTS, STOP_SECONDS, TRTMESH, Stack, running, running_stack, trtmesh
+from e2e.mesh import DEMO
 
 SLOW_LOAD = {"TRTMESH_ENGINE_SIMULATED_LOAD_MS": "600000"}
 
@@ -325,3 +326,18 @@ def test_standard_input_without_an_end_is_refused(tmp_path: Path) -> None:
         result = subprocess.run(command, stdin=stdin, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert "stop_on_stdin_eof" in result.stderr
+
+
+@pytest.mark.parametrize("device", ["cuda:64", "gpu0", "meta"])
+def test_absent_device_is_one_error_before_the_model_loads(device: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in DEMO.iterdir():
+        if file.suffix != ".safetensors":
+            (model / file.name).symlink_to(file)
+    devices = json.dumps({"model": [device]})
+    flags = ("--backend", "torch", "--model", str(model), "--devices", devices)
+    result = trtmesh("up", "--port", "0", *flags)
+    assert result.returncode == 2
+    assert f"engine.torch.device is '{device}' but" in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr

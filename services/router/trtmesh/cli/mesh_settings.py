@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 import typer
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from trtmesh.chassis.settings import (
     CommaList,
     OptionalPort,
@@ -23,6 +24,15 @@ from trtmesh.chassis.settings import (
 from trtmesh.router.placement.settings import PolicyName
 
 Replicas = Annotated[int, Field(ge=1, le=64)]
+
+
+def _parse_json(value: object) -> object:
+    """Parses a text; passes anything else through."""
+    return json.loads(value) if isinstance(value, str) else value
+
+
+Devices = Annotated[CommaList, Field(min_length=1, max_length=64)]
+DevicesByModel = Annotated[Mapping[str, Devices], BeforeValidator(_parse_json)]
 
 
 class MeshSettings(ServiceSettings):
@@ -51,7 +61,10 @@ class MeshSettings(ServiceSettings):
     backend: Literal["torch", "simulated"] | None = None
     """Backend of the engines; unset leaves it to `engine.backend`."""
     engines: Replicas = 1
-    """Engines per model."""
+    """Engines per model without `devices`."""
+    devices: DevicesByModel = Field(default_factory=dict)
+    """Devices by the name of a model's directory; each runs one engine of the model. Engines of other models run on
+    `engine.torch.device`. JSON in a flag or a variable."""
     tokenizers: Replicas = 1
     """Tokenizers per model."""
     routers: Replicas = 1

@@ -106,7 +106,8 @@ class Plan:
         sections = read_config_file(Path(config_file)) if config_file else {}
         self._given = ServiceSettingsGiven(sections, os.environ)
         self._given.refuse_overruled()
-        self._models = _model_flags(settings, self._given)
+        self._models = _served_models(settings, self._given)
+        _check_devices(settings, self._models)
 
     def tokenizers(self) -> list[ProcessPlan]:
         settings = self._settings
@@ -114,15 +115,18 @@ class Plan:
             ProcessPlan(
                 name=f"tokenizer-{index}",
                 service="tokenizer",
-                arguments=(*self._common(LOOPBACK), *model),
+                arguments=(*self._common(LOOPBACK), *model.flags),
                 ports=self._ports(_following(settings.tokenizer_port, index)),
             )
-            for index, model in self._replicas(settings.tokenizers)
+            for index, model in enumerate(
+                model for model in self._models for _ in range(settings.tokenizers)
+            )
         ]
 
     def engines(self) -> list[ProcessPlan]:
         settings = self._settings
-        threads = max(1, physical_cores() // (settings.engines * len(self._models)))
+        places = [place for model in self._models for place in self._places(model)]
+        threads = max(1, physical_cores() // len(places))
         backend = ("--backend", settings.backend) if settings.backend else ()
         return [
             ProcessPlan(
@@ -130,7 +134,7 @@ class Plan:
                 service="engine",
                 arguments=(
                     *self._common(LOOPBACK),
-                    *model,
+                    *place,
                     *backend,
                     *("--worker", f"engine-{index}"),
                 ),
@@ -138,7 +142,7 @@ class Plan:
                 # Engines that each take all cores slow each other down; an existing value wins.
                 environment={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))},
             )
-            for index, model in self._replicas(settings.engines)
+            for index, place in enumerate(places)
         ]
 
     def routers(self, tokenizers: Iterable[str], engines: Iterable[str]) -> list[ProcessPlan]:
@@ -166,9 +170,12 @@ class Plan:
         """The ports of a tokenizer or engine."""
         return {"port": port, "metrics_port": None if self._settings.metrics_port is None else 0}
 
-    def _replicas(self, count: int) -> Iterator[tuple[int, tuple[str, ...]]]:
-        """Yields index and model of `count` replicas per model."""
-        return enumerate(model for model in self._models for _ in range(count))
+    def _places(self, model: ServedModel) -> list[tuple[str, ...]]:
+        """The model and device flags of each engine of a model."""
+        devices = self._settings.devices.get(model.name)
+        if devices is None:
+            return [model.flags] * self._settings.engines
+        return [(*model.flags, "--torch-device", device) for device in devices]
 
     def _common(self, host: str) -> tuple[str, ...]:
         settings = self._settings
@@ -186,8 +193,17 @@ def _following(first: int, index: int) -> int:
     return first + index if first else 0
 
 
-def _model_flags(settings: MeshSettings, given: ServiceSettingsGiven) -> list[tuple[str, ...]]:
-    """Model flags of tokenizers and engines; none if file or environment name a model for both."""
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model of the stack."""
+
+    name: str
+    """The name of its directory."""
+    flags: tuple[str, ...]
+    """Flags of tokenizers and engines; none if file or environment name the model for both."""
+
+
+def _served_models(settings: MeshSettings, given: ServiceSettingsGiven) -> list[ServedModel]:
     services = ("tokenizer", "engine")
     own = [s for s in services if any(given.sources(s, "model_dir"))]
     models = [*filter(None, [settings.model]), *map(Path, settings.models)]
@@ -197,12 +213,27 @@ def _model_flags(settings: MeshSettings, given: ServiceSettingsGiven) -> list[tu
             f"{own[0]}.model_dir is set but {other}.model_dir is not; set mesh.model, or both"
         )
     if not models and own:
-        return [()]
+        directory = Path(str(given.value("engine", "model_dir")))
+        return [ServedModel(directory.resolve().name, ())]
     models = models or [demo_model()]
     for model in models:
         if not model.is_dir():
             raise ModelUnusable(f"mesh.model is {str(model)!r}, which is no directory")
-    return [("--model-dir", str(model)) for model in models]
+    return [ServedModel(model.resolve().name, ("--model-dir", str(model))) for model in models]
+
+
+def _check_devices(settings: MeshSettings, models: Iterable[ServedModel]) -> None:
+    """Raises SettingsError where `devices` or `engines` would have no effect."""
+    names = {model.name for model in models}
+    if unknown := set(settings.devices) - names:
+        raise SettingsError(
+            f"mesh.devices names {', '.join(map(repr, sorted(unknown)))}, but the models of the stack are:"
+            f" {', '.join(sorted(names))}"
+        )
+    if settings.asks_for("engines") and names == set(settings.devices):
+        raise SettingsError(
+            "mesh.engines has no effect: mesh.devices lists a device for each engine of every model"
+        )
 
 
 def demo_model() -> Path:

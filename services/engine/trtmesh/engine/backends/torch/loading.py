@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from trtmesh.chassis.errors import ModelUnusable
+from trtmesh.chassis.errors import ModelUnusable, SettingsError
 from trtmesh.chassis.fingerprint import tokenizer_fingerprint
 from trtmesh.engine.backend import BackendInfo, Capabilities
 from trtmesh.engine.backends.torch.accelerator import Accelerator
@@ -40,7 +40,7 @@ class Loaded:
 
 
 def load_engine(model_dir: Path, settings: TorchSettings) -> Loaded:
-    """Raises ModelUnusable with the reason."""
+    """Raises ModelUnusable with the reason, or SettingsError for an absent device."""
     take_threads(settings.threads)
     device = _device(settings)
     files = weight_files(model_dir)
@@ -80,11 +80,29 @@ def load_engine(model_dir: Path, settings: TorchSettings) -> Loaded:
 
 
 def _device(settings: TorchSettings) -> Device:
-    name = torch.device(settings.device)
+    name = _present(settings.device)
     if name.type == "cpu":
         copies = settings.decode_copy_bytes
         return Cpu(weight_copies=settings.weight_copies, decode_copy_bytes=copies)
     return Accelerator(name)
+
+
+def _present(text: str) -> torch.device:
+    """Raises SettingsError for a device that this machine lacks."""
+    try:
+        name = torch.device(text)
+        known = name.type in ("cpu", "cuda")
+    except RuntimeError:
+        known = False
+    if not known:
+        raise SettingsError(f"engine.torch.device is {text!r} but must be cpu, cuda or cuda:NUMBER")
+    count = torch.cuda.device_count()
+    if name.type == "cuda" and (name.index or 0) >= count:
+        why = "" if torch.version.cuda else ", being built without CUDA"
+        raise SettingsError(
+            f"engine.torch.device is {text!r} but PyTorch finds {count} CUDA devices here{why}"
+        )
+    return name
 
 
 def _capabilities(dtype: torch.dtype) -> Capabilities:
