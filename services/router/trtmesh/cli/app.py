@@ -14,7 +14,7 @@ from trtmesh.cli.output import put
 from trtmesh.cli.replay import replay
 from trtmesh.cli.requests import explain, requests
 from trtmesh.cli.top import top
-from trtmesh.cli.triton_infer import triton
+from trtmesh.cli.triton.infer import triton
 from trtmesh.cli.up import up
 
 app = typer.Typer(

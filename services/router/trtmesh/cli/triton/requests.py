@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trtmesh.chassis.errors import InvalidRequest
-from trtmesh.cli.triton_tensors import encode_rows
+from trtmesh.cli.triton.tensors import encode_rows
 
 NAMES: Mapping[str, Sequence[str]] = {
     "max_tokens": ("max_tokens", "request_output_len", "sampling_param_max_tokens"),

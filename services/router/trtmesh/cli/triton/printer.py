@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trtmesh.cli.output import printable, put, say_error
-from trtmesh.cli.triton_tensors import Tensor
+from trtmesh.cli.triton.tensors import Tensor
 
 SHOWN = 8
 """Elements shown of each end of a tensor."""

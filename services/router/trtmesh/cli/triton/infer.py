@@ -15,10 +15,10 @@ from trtmesh.chassis.errors import InvalidRequest, Unavailable
 from trtmesh.cli.output import say_error
 from trtmesh.cli.prompts import PROMPTS_HELP, LinesOption, read_prompts
 from trtmesh.cli.session import FAILED, OK, USAGE, run
-from trtmesh.cli.triton_client import TritonConnection
-from trtmesh.cli.triton_printer import TritonPrinter
-from trtmesh.cli.triton_requests import Prompt, TritonModel, make_request, make_stop
-from trtmesh.cli.triton_tensors import decode_outputs
+from trtmesh.cli.triton.client import TritonConnection
+from trtmesh.cli.triton.printer import TritonPrinter
+from trtmesh.cli.triton.requests import Prompt, TritonModel, make_request, make_stop
+from trtmesh.cli.triton.tensors import decode_outputs
 
 triton = typer.Typer(name="triton", help="Client of Triton models.", no_args_is_help=True)
 
