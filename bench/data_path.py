@@ -120,7 +120,7 @@ def percentile(values: list[float], percent: int) -> float:
 
 async def measure(step_ms: float, streams: int, max_tokens: int, runs: int) -> Figures:
     """Returns the run with the median CPU of the services, after a warm-up run."""
-    with stack("--simulated-step-ms", str(step_ms)) as mesh:
+    with stack("--simulated-timing-step-ms", str(step_ms)) as mesh:
         await run_once(mesh, min(streams, 64), 64)
         results = [await run_once(mesh, streams, max_tokens) for _ in range(runs)]
     median = by_cpu(results)

@@ -61,10 +61,19 @@ class Bench:
         self._remotes[name].open(kind, *arguments, **named)
         return self._remotes[name]
 
-    def trtmesh(self, model: str, dtype: str, batch: int, tokens: int, **settings: Any) -> Remote:
+    def trtmesh(
+        self,
+        model: str,
+        dtype: str,
+        batch: int,
+        tokens: int,
+        *,
+        prefix_reuse: bool = False,
+        **settings: Any,
+    ) -> Remote:
         return self.remote(
             "trtmesh", "Trtmesh", self.model_dir(model), dtype, self.arguments.threads,
-            **{"prefix_reuse": False, "kv_cache_tokens": batch * (tokens + 16), **settings},
+            kv_cache={"prefix_reuse": prefix_reuse, "tokens": batch * (tokens + 16)}, **settings,
         )  # fmt: skip
 
     def end(self) -> None:
@@ -91,9 +100,9 @@ class Bench:
         folder, threads = self.model_dir(model), self.arguments.threads
         tokens = LONG_PROMPT_TOKENS + self.arguments.tokens
         # Large steps start the last sequence before the first has ended.
-        settings = {"max_step_tokens": 4 * LONG_PROMPT_TOKENS}
+        batching = {"max_step_tokens": 4 * LONG_PROMPT_TOKENS}
         engines = {
-            "trtmesh_1024": self.trtmesh(model, dtype, batch, tokens, **settings),
+            "trtmesh_1024": self.trtmesh(model, dtype, batch, tokens, batching=batching),
             "generate_1024": self.remote("generate", "Generate", folder, dtype, threads),
         }
         self._compare(engines, model, dtype, batch, LONG_PROMPT_TOKENS)

@@ -31,8 +31,13 @@ MAX_TOKENS = 50
 # A block is longer than any sequence here, so a used block is a live sequence.
 COMMON = ("--metrics-port", "0", "--load-interval-seconds", "0.002")
 BACKENDS = {
-    "simulated": ("--simulated-tokens-per-block", "4096", "--simulated-step-ms", "10"),
-    "torch": ("--torch-tokens-per-block", "64", "--model-dir", str(MODEL_DIR)),
+    "simulated": (
+        "--simulated-kv-cache-tokens-per-block",
+        "4096",
+        "--simulated-timing-step-ms",
+        "10",
+    ),
+    "torch": ("--torch-kv-cache-tokens-per-block", "64", "--model-dir", str(MODEL_DIR)),
 }
 
 

@@ -53,9 +53,9 @@ Figures = dict[str, Any]
 def fleet(step_ms: float) -> Iterator[str]:
     """Runs the workers and yields the router's --engines."""
     children: list[subprocess.Popen[str]] = []
-    flags = ["--simulated-step-ms", str(step_ms), "--load-interval-seconds", "0.25"]
-    flags += ["--simulated-tokens-per-block", str(BLOCK_TOKENS)]
-    flags += ["--simulated-prefill-tokens-per-second", str(PREFILL_RATE)]
+    flags = ["--simulated-timing-step-ms", str(step_ms), "--load-interval-seconds", "0.25"]
+    flags += ["--simulated-kv-cache-tokens-per-block", str(BLOCK_TOKENS)]
+    flags += ["--simulated-timing-prefill-tokens-per-second", str(PREFILL_RATE)]
     script = str(Path(__file__).with_name("_simulated_fleet.py"))
     try:
         line = _first_line(children, "fleet", [script, str(WORKERS), *flags])

@@ -59,13 +59,11 @@ CONTAINER_LIMIT = BLOCKS + HOST_BLOCKS + BATCH + QUEUE + 128
 GROWTH_BYTES = 16 * 2**20
 SETTINGS = {
     "threads": 1,
-    "kv_cache_tokens": TOKENS_PER_BLOCK * BLOCKS,
+    "kv_cache": {"tokens": TOKENS_PER_BLOCK * BLOCKS, "tokens_per_block": TOKENS_PER_BLOCK},
     # 512 bytes a token: float32 keys and values of two layers with two heads of 16.
-    "host_cache_bytes": 512 * TOKENS_PER_BLOCK * HOST_BLOCKS,
-    "tokens_per_block": TOKENS_PER_BLOCK,
-    "max_batch_size": BATCH,
-    "max_queue_size": QUEUE,
-    "max_step_tokens": 64,
+    "host_cache": {"bytes": 512 * TOKENS_PER_BLOCK * HOST_BLOCKS},
+    "limits": {"max_batch_size": BATCH, "max_queue_size": QUEUE},
+    "batching": {"max_step_tokens": 64},
 }
 
 

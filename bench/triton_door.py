@@ -167,7 +167,7 @@ def median(results: list[Figures]) -> Figures:
 
 async def main(arguments: argparse.Namespace) -> None:
     results = {}
-    with stack("--simulated-step-ms", str(STEP_MS)) as mesh:
+    with stack("--simulated-timing-step-ms", str(STEP_MS)) as mesh:
         await run_once(mesh, NativeDoor(32), 32, 32)
         for model in MODELS:
             await run_once(mesh, TritonDoor(model, 32), 32, 32)

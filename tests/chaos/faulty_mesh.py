@@ -29,7 +29,7 @@ BUSY = {
 
 READY = ("trtmesh_router_ready_workers", "trtmesh_router_ready_tokenizers")
 
-ENGINE = (*SIMULATED, *WIDE_TOKENS, "--simulated-end-probability", "0.001")
+ENGINE = (*SIMULATED, *WIDE_TOKENS, "--simulated-vocabulary-end-probability", "0.001")
 
 ROUTER = (
     # Every lost process comes back.

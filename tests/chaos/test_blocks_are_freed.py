@@ -29,7 +29,7 @@ are 10 steps of 4 ms, and the polling interval is 3. The rest allows for client,
 24 were measured."""
 
 # Any sequence here fits a block, so the blocks in use count live sequences.
-ENGINE = (*SIMULATED, "--simulated-tokens-per-block", "4096")
+ENGINE = (*SIMULATED, "--simulated-kv-cache-tokens-per-block", "4096")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

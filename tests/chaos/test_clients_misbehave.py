@@ -25,8 +25,8 @@ from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2, router_pb2_grpc
 
 HASTY_CLIENT = Path(__file__).with_name("hasty_client.py")
-FLAT_OUT = (*SIMULATED, "--simulated-step-ms", "0", "--simulated-max-sequence-tokens", "100000000",
-            "--simulated-total-blocks", "10000000")  # fmt: skip
+FLAT_OUT = (*SIMULATED, "--simulated-timing-step-ms", "0", "--simulated-limits-max-sequence-tokens", "100000000",
+            "--simulated-kv-cache-total-blocks", "10000000")  # fmt: skip
 
 FIXED_WINDOW = [("grpc.http2.bdp_probe", 0)]
 """Channel options for a fixed flow-control window of 64 KiB. Otherwise it grows with the estimated bandwidth, on some

@@ -25,7 +25,12 @@ STREAMS = 12
 TOKENS = 300
 
 # Single bytes: a character needs several tokens, so a migrating sequence may carry half of one.
-BYTES = ("--simulated-first-token-id", "8", "--simulated-last-token-id", "263")
+BYTES = (
+    "--simulated-vocabulary-first-token-id",
+    "8",
+    "--simulated-vocabulary-last-token-id",
+    "263",
+)
 ENGINE = (*SIMULATED, *BYTES)
 
 PROMPTS = [f"stream {number}" for number in range(STREAMS)]

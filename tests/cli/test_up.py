@@ -15,7 +15,7 @@ import pytest
 from cli.commands import FREE_PORTS, STOP_SECONDS, TRTMESH, Stack, running, running_stack, trtmesh
 from e2e.mesh import DEMO
 
-SLOW_LOAD = {"TRTMESH_ENGINE_SIMULATED_LOAD_MS": "600000"}
+SLOW_LOAD = {"TRTMESH_ENGINE_SIMULATED_TIMING_LOAD_MS": "600000"}
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import pytest_asyncio
 from compat.triton import Triton
 from e2e.mesh import SIMULATED, WIDE_TOKENS, Mesh, running_mesh
 
-FLAGS = (*SIMULATED, *WIDE_TOKENS, "--simulated-max-sequence-tokens", "8192")
+FLAGS = (*SIMULATED, *WIDE_TOKENS, "--simulated-limits-max-sequence-tokens", "8192")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

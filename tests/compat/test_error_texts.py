@@ -124,7 +124,7 @@ async def test_row_refused_by_the_worker_leaves_the_others(triton: Triton, model
 
 async def test_stacked_response_fails_with_its_failed_row() -> None:
     """The error has the executor's words."""
-    flags = (*FLAGS, "--simulated-fail-item", "2")
+    flags = (*FLAGS, "--simulated-faults-fail-item", "2")
     async with (
         running_mesh(engine_flags=flags, router_flags=("--triton-decoupled", "")) as mesh,
         Triton(mesh.router.address) as triton,
@@ -135,7 +135,7 @@ async def test_stacked_response_fails_with_its_failed_row() -> None:
         assert int(row) in range(3)
         assert words == (
             "Executor failed process requestId mine due to the following error: the item failed because"
-            " simulated.fail_item says so"
+            " simulated.faults.fail_item says so"
         )
         assert (await triton.infer("ensemble", rows(**THREE))).outputs["text_output"].size == 3
 

@@ -205,7 +205,7 @@ async def test_full_engine_queue_is_reported_in_tritons_words(tmp_path: Path) ->
     """Overload scripts look for these words."""
     directory = five_models(tmp_path / "models", {"max_queue_size": "1"})
     flags = ("--port", "0", "--backend", "torch", "--model", str(DEMO))
-    env = {"TRTMESH_ENGINE_TORCH_MAX_BATCH_SIZE": "1"}
+    env = {"TRTMESH_ENGINE_TORCH_LIMITS_MAX_BATCH_SIZE": "1"}
     with (
         running_stack(*flags, "--triton-model-repo", str(directory), env=env) as stack,
         SyncStream(stack.wait_ready()) as stream,

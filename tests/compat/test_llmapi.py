@@ -25,7 +25,7 @@ MODELS = {
     "streaming": {"template": "llmapi", "decoupled": True},
     "deltas": {"template": "llmapi", "decoupled": True, "accumulate_tokens": False},
 }
-FLAGS = (*SIMULATED, *WIDE_TOKENS, "--simulated-max-sequence-tokens", "8192")
+FLAGS = (*SIMULATED, *WIDE_TOKENS, "--simulated-limits-max-sequence-tokens", "8192")
 PROMPT = "def fibonacci(n):"
 
 

@@ -24,7 +24,7 @@ GENERATE = "/trtmesh.v1.MeshService/Generate"
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def mesh() -> AsyncIterator[Mesh]:
-    flags = (*SIMULATED, "--simulated-step-ms", "2")
+    flags = (*SIMULATED, "--simulated-timing-step-ms", "2")
     async with running_mesh(engine_flags=flags, router_flags=PATIENT) as mesh:
         yield mesh
 

@@ -11,6 +11,6 @@ from e2e.mesh import PATIENT, SIMULATED, WIDE_TOKENS, Mesh, running_mesh
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def mesh() -> AsyncIterator[Mesh]:
     """A tokenizer, and two engines whose tokens span the demo vocabulary."""
-    flags = (*SIMULATED, *WIDE_TOKENS, "--simulated-max-sequence-tokens", "8192")
+    flags = (*SIMULATED, *WIDE_TOKENS, "--simulated-limits-max-sequence-tokens", "8192")
     async with running_mesh(engines=2, engine_flags=flags, router_flags=PATIENT) as mesh:
         yield mesh

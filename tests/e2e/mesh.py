@@ -39,11 +39,16 @@ DEMO_VOCABULARY = 6144
 SIMULATED = (
     *("--backend", "simulated", "--model", "demo"),
     *("--simulated-vocabulary-size", str(DEMO_VOCABULARY)),
-    *("--simulated-step-ms", "4", "--load-interval-seconds", "0.02"),
+    *("--simulated-timing-step-ms", "4", "--load-interval-seconds", "0.02"),
 )
 """Engine flags: simulates the demo model."""
 
-WIDE_TOKENS = ("--simulated-first-token-id", "8", "--simulated-last-token-id", "6143")
+WIDE_TOKENS = (
+    "--simulated-vocabulary-first-token-id",
+    "8",
+    "--simulated-vocabulary-last-token-id",
+    "6143",
+)
 """Engine flags: token ids span the demo vocabulary, parts of characters included."""
 
 ENDLESS = 20_000

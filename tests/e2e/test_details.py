@@ -34,8 +34,8 @@ async def torch_mesh(folder: Path) -> AsyncIterator[Mesh]:
     flags = (
         *("--model-dir", str(folder), "--torch-dtype", "float32", "--torch-threads", "1"),
         # Several steps a prompt, few rows a message.
-        *("--torch-kv-cache-tokens", "2048", "--torch-max-step-tokens", "8"),
-        *("--torch-max-logits-bytes", "300000", "--max-message-bytes", "65536"),
+        *("--torch-kv-cache-tokens", "2048", "--torch-batching-max-step-tokens", "8"),
+        *("--torch-limits-max-logits-bytes", "300000", "--max-message-bytes", "65536"),
     )
     async with running_mesh(engine_flags=flags, model_dir=folder) as mesh:
         yield mesh

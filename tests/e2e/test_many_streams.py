@@ -18,7 +18,7 @@ TOKENS = 40
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def mesh() -> AsyncIterator[Mesh]:
-    async with running_mesh(engine_flags=(*SIMULATED, "--simulated-step-ms", "50")) as mesh:
+    async with running_mesh(engine_flags=(*SIMULATED, "--simulated-timing-step-ms", "50")) as mesh:
         yield mesh
 
 

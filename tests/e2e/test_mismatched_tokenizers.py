@@ -21,7 +21,7 @@ OTHER = "a-fingerprint-of-other-files"
 async def test_engine_of_another_tokenizer_is_refused() -> None:
     async def start(mesh: Mesh) -> None:
         tokenizer = await mesh.start_tokenizer()
-        await mesh.start_engine(*SIMULATED, "--simulated-tokenizer-fingerprint", OTHER)
+        await mesh.start_engine(*SIMULATED, "--simulated-vocabulary-tokenizer-fingerprint", OTHER)
         # The router delays hellos for a known tokenizer, but not while the tokenizer loads.
         await until_loaded(tokenizer)
         await mesh.start_router()

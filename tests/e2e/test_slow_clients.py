@@ -13,8 +13,8 @@ from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2, router_pb2_grpc
 
 TOKENS = 60_000
-FLAT_OUT = (*SIMULATED, "--simulated-step-ms", "0", "--simulated-max-sequence-tokens", "1000000",
-            "--simulated-total-blocks", "100000")  # fmt: skip
+FLAT_OUT = (*SIMULATED, "--simulated-timing-step-ms", "0", "--simulated-limits-max-sequence-tokens", "1000000",
+            "--simulated-kv-cache-total-blocks", "100000")  # fmt: skip
 SMALL_WINDOW = [("grpc.http2.lookahead_bytes", 0), ("grpc.http2.bdp_probe", 0)]
 
 Call = grpc.aio.UnaryStreamCall[router_pb2.GenerateRequest, router_pb2.GenerateResponse]

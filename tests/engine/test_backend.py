@@ -16,6 +16,7 @@ import pytest
 import torch
 from engine.backend_lab import Lab, config_of, lab
 from engine.config_fields import LEAVES, config_with
+from engine.short_names import by_short_names
 from engine_streams import router_stream, serving, submit
 from oracle import tiny_models
 from trtmesh.chassis.errors import TrtmeshError
@@ -238,13 +239,14 @@ async def check(path: str, case: Case, start: Callable[..., Backend]) -> None:
 
 def torch_backend(model_dir: Path, **settings: Any) -> Backend:
     return TorchBackend(
-        model_dir, TorchSettings(threads=1, **{"tokens_per_block": BLOCK, **settings})
+        model_dir,
+        by_short_names(TorchSettings, threads=1, **{"tokens_per_block": BLOCK, **settings}),
     )
 
 
 def simulated_backend(**settings: Any) -> Backend:
     given = {"step_ms": 0, "tokens_per_block": BLOCK, "end_id": 50, "end_probability": 0.05}
-    return SimulatedBackend(SimulatedSettings(**{**given, **settings}))
+    return SimulatedBackend(by_short_names(SimulatedSettings, **{**given, **settings}))
 
 
 @pytest.fixture(scope="module")

@@ -195,8 +195,10 @@ async def test_cancelled_encode_makes_room_in_a_full_queue() -> None:
         cancelled, last = encoder.submit(plain("cancelled")), encoder.submit(plain("last"))
         cancelled.cancel()
         newcomer = encoder.submit(plain("new"))
-        with pytest.raises(QueueFull):
+        with pytest.raises(QueueFull) as full:
             _ = encoder.submit(plain("one more"))
+        assert (full.value.value, full.value.limit) == ("2", "at most 2")
+        assert full.value.limit_field == "encoding.max_queued"
         gate.set()
         await asyncio.gather(first, last, newcomer)
     assert tokenizer.batches == [["g"], ["last", "new"]]

@@ -282,6 +282,9 @@ async def test_handles_beyond_the_limit_fail(model_dir: Path) -> None:
         await link.send(open_decode(1), open_decode(2), open_decode(3))
         decoded = await link.decode(decode({1: [5], 2: [5], 3: [5]}))
         assert reasons(decoded) == {3: "QUEUE_FULL"}
+        error = decoded.failures[0].error
+        assert (error.value, error.limit) == ("2", "at most 2")
+        assert error.limit_field == "stream.max_decode_states"
         await link.send(close_decode(1, 3), open_decode(3))
         assert not (await link.decode(decode({3: [5]}))).failures
 

@@ -95,17 +95,17 @@ def test_import_reports_the_outcome_of_every_value(tmp_path: Path) -> None:
     }
     assert conversion.sections["mesh"] == {"model": str(DEMO)}
     assert conversion.sections["engine"]["torch"] == {
-        "batching_type": "inflight_fused_batching",
+        "batching": {
+            "type": "inflight_fused_batching",
+            "policy": "guaranteed_no_evict",
+            "chunked_context": True,
+        },
         "device": "cuda:1",
         "decoding_mode": "top_k_top_p",
-        "batch_scheduler_policy": "guaranteed_no_evict",
-        "kv_cache_tokens": 8192,
-        "kv_cache_free_memory_fraction": 0.8,
-        "host_cache_bytes": 1048576,
-        "prefix_reuse": False,
-        "chunked_context": True,
+        "kv_cache": {"tokens": 8192, "free_memory_fraction": 0.8, "prefix_reuse": False},
+        "host_cache": {"bytes": 1048576},
         "normalize_log_probs": True,
-        "max_queue_size": 7,
+        "limits": {"max_queue_size": 7},
     }
     core = "tensorrt_llm"
     assert finding(conversion, core, "parameters.sink_token_length")[0] is Outcome.UNSUPPORTED
@@ -135,7 +135,7 @@ def test_imported_settings_are_valid(tmp_path: Path) -> None:
     router = load_settings(RouterSettings, ["--config", str(file), "--engines", "e:1"], {})
     assert router.triton.models["ensemble"].max_batch_size == 16
     engine = load_settings(EngineSettings, ["--config", str(file)], {})
-    assert (engine.torch.kv_cache_tokens, engine.torch.device) == (8192, "cuda:0")
+    assert (engine.torch.kv_cache.tokens, engine.torch.device) == (8192, "cuda:0")
 
 
 def test_placeholders_count_as_unset(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_conflicting_engine_settings_are_reported(tmp_path: Path) -> None:
     what = "parameters.max_tokens_in_paged_kv_cache"
     outcome, words = finding(conversion, "tensorrt_llm_b", what)
     assert outcome is Outcome.UNSUPPORTED
-    assert "engine.torch.kv_cache_tokens is 8192 for model 'tensorrt_llm'" in words
+    assert "engine.torch.kv_cache.tokens is 8192 for model 'tensorrt_llm'" in words
 
 
 def test_differing_tokenizer_is_reported(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_instance_counts_and_devices_are_carried_over(tmp_path: Path) -> None:
 
 def test_beam_width_raises_the_sequence_limit(tmp_path: Path) -> None:
     conversion = convert(five_models(tmp_path / "models", {"max_beam_width": "40"}))
-    assert conversion.sections["engine"]["torch"]["max_sequences_per_item"] == 40
+    assert conversion.sections["engine"]["torch"]["limits"] == {"max_sequences_per_item": 40}
 
 
 def test_disaggregated_model_is_imported(tmp_path: Path) -> None:
@@ -336,10 +336,9 @@ def test_llmapi_arguments_are_imported(tmp_path: Path) -> None:
     )
     conversion = convert(directory)
     assert conversion.sections["engine"]["torch"] == {
-        "max_batch_size": 8,
-        "prefix_reuse": True,
-        "kv_cache_tokens": 4096,
-        "batch_scheduler_policy": "max_utilization",
+        "limits": {"max_batch_size": 8},
+        "kv_cache": {"prefix_reuse": True, "tokens": 4096},
+        "batching": {"policy": "max_utilization"},
     }
     for name in ("moe_config", "logits_post_processors"):
         outcome, _ = finding(conversion, "tensorrt_llm", f"model.yaml: {name}")

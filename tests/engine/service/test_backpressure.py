@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from engine.short_names import by_short_names
 from engine_streams import Received, RouterStream, router_stream, serving, submit
 from trtmesh.engine.backends.simulated.backend import SimulatedBackend
 from trtmesh.engine.backends.simulated.settings import SimulatedSettings
@@ -12,7 +13,7 @@ from trtmesh.engine.backends.simulated.settings import SimulatedSettings
 async def outputs(credit: int, acknowledge_after: range | None) -> dict[int, Received]:
     """Eight sequences, read with randomly delayed acknowledgements; None acknowledges at once."""
     schedule = random.Random(5)
-    backend = SimulatedBackend(SimulatedSettings(step_ms=0))
+    backend = SimulatedBackend(by_short_names(SimulatedSettings, step_ms=0))
     async with (
         serving(backend) as engine,
         router_stream(engine.address, credit=credit) as stream,
@@ -47,7 +48,7 @@ async def test_withheld_acknowledgements_lose_and_repeat_nothing() -> None:
 
 
 async def test_a_slow_router_does_not_delay_another() -> None:
-    backend = SimulatedBackend(SimulatedSettings(step_ms=1))
+    backend = SimulatedBackend(by_short_names(SimulatedSettings, step_ms=1))
     async with (
         serving(backend) as engine,
         router_stream(engine.address, credit=1, acknowledging=False) as stalled,

@@ -7,6 +7,7 @@ from functools import partial
 
 import grpc
 import pytest
+from engine.short_names import by_short_names
 from engine_streams import (
     RouterStream,
     RunningEngine,
@@ -49,7 +50,7 @@ def assert_nothing_is_left(engine: RunningEngine, backend: SimulatedBackend) -> 
 
 
 def simulated(**settings: object) -> SimulatedBackend:
-    return SimulatedBackend(SimulatedSettings.model_validate({"step_ms": 0} | settings))
+    return SimulatedBackend(by_short_names(SimulatedSettings, **({"step_ms": 0} | settings)))
 
 
 def _kv_events_arrived(stream: RouterStream, count: int) -> bool:
@@ -299,7 +300,9 @@ class TestRefusedItems:
             await stream.send(submit(1), submit(2), submit(3))
             end = (await stream.end(3)).end
             assert end is not None
-            assert end.error.reason == "QUEUE_FULL"
+            error = end.error
+            assert (error.reason, error.limit_field) == ("QUEUE_FULL", "max_handles_per_stream")
+            assert (error.value, error.limit) == ("3", "at most 2")
             assert len(backend.items) == 2
 
     async def test_unread_refusals_end_stream(self) -> None:

@@ -70,7 +70,7 @@ def metrics_of(process: ServiceProcess) -> dict[str, float]:
 
 
 async def test_drain_refuses_new_items_and_finishes_running_items() -> None:
-    async with service_process("engine", *SIMULATED, "--simulated-step-ms", "5") as process:
+    async with service_process("engine", *SIMULATED, "--simulated-timing-step-ms", "5") as process:
         await until_health(process.address, SERVING)
         # Without acknowledgements: a write into an ending stream would hide the status.
         async with router_stream(process.address, credit=1000, acknowledging=False) as stream:
@@ -93,7 +93,7 @@ async def test_drain_refuses_new_items_and_finishes_running_items() -> None:
 
 
 async def test_grace_period_ends_running_items() -> None:
-    flags = ("--simulated-step-ms", "5", "--grace-seconds", "0.1")
+    flags = ("--simulated-timing-step-ms", "5", "--grace-seconds", "0.1")
     async with service_process("engine", *SIMULATED, *flags) as process:
         await until_health(process.address, SERVING)
         async with router_stream(process.address) as stream:
@@ -118,7 +118,9 @@ async def test_second_signal_ends_process_at_once() -> None:
 
 
 async def test_signal_while_loading_ends_process() -> None:
-    async with service_process("engine", *SIMULATED, "--simulated-load-ms", "3600000") as process:
+    async with service_process(
+        "engine", *SIMULATED, "--simulated-timing-load-ms", "3600000"
+    ) as process:
         await until_health(process.address, NOT_SERVING)
         async with grpc.aio.insecure_channel(process.address) as channel:
             stub = engine_pb2_grpc.EngineServiceStub(channel)
@@ -141,7 +143,7 @@ async def test_end_of_standard_input_stops_process() -> None:
 
 async def test_broken_backend_ends_process() -> None:
     async with service_process(
-        "engine", *SIMULATED, "--simulated-break-after-steps", "5"
+        "engine", *SIMULATED, "--simulated-faults-break-after-steps", "5"
     ) as process:
         # Watched early, because the process exits soon after the failure.
         async with (
@@ -157,12 +159,12 @@ async def test_broken_backend_ends_process() -> None:
                 assert len(received.token_ids) == 5
             await noticing
         assert await process.wait() == 1
-        assert "simulated.break_after_steps" in process.stderr
+        assert "simulated.faults.break_after_steps" in process.stderr
 
 
 async def test_crash_breaks_stream() -> None:
     async with service_process(
-        "engine", *SIMULATED, "--simulated-crash-after-steps", "5"
+        "engine", *SIMULATED, "--simulated-faults-crash-after-steps", "5"
     ) as process:
         await until_health(process.address, SERVING)
         async with router_stream(process.address) as stream:
@@ -172,7 +174,7 @@ async def test_crash_breaks_stream() -> None:
 
 
 async def test_stall_is_reported_while_load_continues() -> None:
-    flags = ("--simulated-freeze-after-steps", "5", "--stall-seconds", "0.2")
+    flags = ("--simulated-faults-freeze-after-steps", "5", "--stall-seconds", "0.2")
     async with service_process("engine", *SIMULATED, *flags) as process:
         await until_health(process.address, SERVING)
         async with router_stream(process.address) as stream:
@@ -188,7 +190,7 @@ async def test_stall_is_reported_while_load_continues() -> None:
 
 
 async def test_health_recovers_with_next_step() -> None:
-    flags = ("--simulated-step-ms", "600", "--stall-seconds", "0.1")
+    flags = ("--simulated-timing-step-ms", "600", "--stall-seconds", "0.1")
     async with service_process("engine", *SIMULATED, *flags) as process:
         async with (
             health_watch(process.address) as health,
@@ -250,15 +252,24 @@ class TestThatCannotStart:
     @pytest.mark.parametrize(
         ("flags", "env", "words"),
         [
-            (("--simulated-step-ms", "fast"), {}, ("flag --simulated-step-ms", "'fast'")),
-            (("--simulated-stepms", "5"), {}, ("--simulated-stepms", "--help")),
+            (
+                ("--simulated-timing-step-ms", "fast"),
+                {},
+                ("flag --simulated-timing-step-ms", "'fast'"),
+            ),
+            (("--simulated-timing-stepms", "5"), {}, ("--simulated-timing-stepms", "--help")),
             (
                 (),
                 {"TRTMESH_ENGINE_STALL_SECONDS": "0"},
                 ("environment variable TRTMESH_ENGINE_STALL_SECONDS", "'0'", "greater than 0"),
             ),
             (
-                ("--simulated-first-token-id", "9", "--simulated-last-token-id", "3"),
+                (
+                    "--simulated-vocabulary-first-token-id",
+                    "9",
+                    "--simulated-vocabulary-last-token-id",
+                    "3",
+                ),
                 {},
                 ("first_token_id 9", "last_token_id 3"),
             ),

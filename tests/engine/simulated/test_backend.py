@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from engine.short_names import by_short_names
 from trtmesh.chassis.errors import (
     InvalidField,
     OutOfBlocks,
@@ -100,7 +101,7 @@ class Run:
 
 @asynccontextmanager
 async def running(**values: object) -> AsyncIterator[Run]:
-    backend = SimulatedBackend(SimulatedSettings.model_validate({"step_ms": 0} | values))
+    backend = SimulatedBackend(by_short_names(SimulatedSettings, **({"step_ms": 0} | values)))
     run = Run(backend)
     await backend.start(run.deliver, run.fail)
     try:

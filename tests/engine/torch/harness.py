@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.gate import Gate
+from engine.short_names import by_short_names
 from trtmesh.chassis.vocabulary import GenerationConfig, Output, Sampling, Stopping
 from trtmesh.engine.backend import (
     Backend,
@@ -174,7 +175,7 @@ class Harness:
 @asynccontextmanager
 async def running(model_dir: Path, **settings: Any) -> AsyncIterator[Harness]:
     """A started backend; a single thread avoids contention between tests."""
-    harness = Harness(model_dir, TorchSettings(**{"threads": 1, **settings}))
+    harness = Harness(model_dir, by_short_names(TorchSettings, **{"threads": 1, **settings}))
     await harness.start()
     try:
         yield harness

@@ -113,11 +113,11 @@ class Maker:
             "prefix_reuse": dice.random() < 0.8,
             "partial_reuse": dice.random() < 0.7,
             "host_cache_bytes": dice.choice([0, 2**20]),
-            "batch_scheduler_policy": dice.choice([None, None, "guaranteed_no_evict"]),
+            "batching_policy": dice.choice([None, None, "guaranteed_no_evict"]),
             "context_chunk_tokens": dice.choice([0, 0, 3]),
         }
         if dice.random() < 0.15:
-            settings |= {"batching_type": "V1", "batch_scheduler_policy": None}
+            settings |= {"batching_type": "V1", "batching_policy": None}
         return settings
 
     def item(self, batch_index: int) -> Item:
@@ -285,7 +285,7 @@ async def test_any_combination_equals_each_item_alone_under_preemption(
             "max_step_tokens": 64,
             "max_batch_size": 64,
             "batching_type": "inflight_fused_batching",
-            "batch_scheduler_policy": "max_utilization",
+            "batching_policy": "max_utilization",
         }
         made = (maker.item(index) for index in repeat(0))
         items = [

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine.short_names import by_short_names
 from engine.torch.harness import configure
 from oracle import tiny_models
 from trtmesh.chassis.vocabulary import GenerationConfig
@@ -36,7 +37,7 @@ class Driver:
 
     def __init__(self, model_dir: Path, ahead: int, **settings: Any) -> None:
         settings = {"threads": 1, "tokens_per_block": 4, "max_step_tokens": 16, **settings}
-        self.loaded = load_engine(model_dir, TorchSettings(**settings))
+        self.loaded = load_engine(model_dir, by_short_names(TorchSettings, **settings))
         self.engine = self.loaded.engine
         self.ahead = ahead
         self.tokens: dict[int, list[int]] = {}

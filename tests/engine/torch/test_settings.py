@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine.short_names import by_short_names
 from engine.torch.harness import Harness, configure, running
 from oracle import tiny_models
 from pydantic import ValidationError
@@ -34,10 +35,10 @@ def expected(model_dir: Any) -> list[list[int]]:
     ("settings", "pauses"),
     [
         ({}, True),
-        ({"batch_scheduler_policy": "max_utilization"}, True),
-        ({"batch_scheduler_policy": "max_utilization", "prefix_reuse": False}, True),
-        ({"batch_scheduler_policy": "max_utilization", "host_cache_bytes": 2**20}, True),
-        ({"batch_scheduler_policy": "guaranteed_no_evict"}, False),
+        ({"batching_policy": "max_utilization"}, True),
+        ({"batching_policy": "max_utilization", "prefix_reuse": False}, True),
+        ({"batching_policy": "max_utilization", "host_cache_bytes": 2**20}, True),
+        ({"batching_policy": "guaranteed_no_evict"}, False),
         ({"batching_type": "V1"}, False),
         ({"context_chunk_tokens": 2}, True),
         ({"chunked_context": False, "max_step_tokens": 16}, True),
@@ -116,7 +117,7 @@ async def test_a_prompt_longer_than_a_step_is_refused_without_chunks(llama: Path
 
 async def test_kv_events_setting_turns_events_off(llama: Path) -> None:
     for told in (True, False):
-        async with running(llama, **TINY, kv_events=told) as engine:
+        async with running(llama, **TINY, kv_cache_events=told) as engine:
             await engine.run(PROMPTS, CONFIG)
             assert any(output.kv_events for output in engine.outputs) == told
 
@@ -124,18 +125,18 @@ async def test_kv_events_setting_turns_events_off(llama: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"batching_type": "V1", "batch_scheduler_policy": "max_utilization"}, "V1 never pauses"),
-        ({"batching_type": "inflight"}, "batching_type"),
-        ({"batch_scheduler_policy": "static_batch"}, "batch_scheduler_policy"),
+        ({"batching_type": "V1", "batching_policy": "max_utilization"}, "V1 never pauses"),
+        ({"batching_type": "inflight"}, r"batching\.type"),
+        ({"batching_policy": "static_batch"}, r"batching\.policy"),
         ({"chunked_context": False, "context_chunk_tokens": 4}, "chunked_context is off"),
-        ({"kv_cache_free_memory_fraction": 1.0}, "kv_cache_free_memory_fraction"),
+        ({"kv_cache_free_memory_fraction": 1.0}, r"kv_cache\.free_memory_fraction"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(
     settings: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ValidationError, match=words):
-        TorchSettings(**settings)
+        by_short_names(TorchSettings, **settings)
 
 
 # The tiny llama has 2 layers, 2 KV heads of 16 and 4 bytes a number.
@@ -173,8 +174,8 @@ async def test_a_fraction_of_the_free_memory_sizes_the_pool(
 
 
 async def test_a_pool_without_a_block_is_refused(llama: Path) -> None:
-    backend = TorchBackend(llama, TorchSettings(threads=1, kv_cache_bytes=1))
-    with pytest.raises(ModelUnusable, match=r"0 tokens holds no block of 16.*kv_cache_bytes"):
+    backend = TorchBackend(llama, by_short_names(TorchSettings, threads=1, kv_cache_bytes=1))
+    with pytest.raises(ModelUnusable, match=r"0 tokens holds no block of 16.*kv_cache\.bytes"):
         await backend.start(lambda _: None, lambda _: None)
     await backend.close()
 

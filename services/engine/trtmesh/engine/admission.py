@@ -44,7 +44,7 @@ def check_queue(item: Submission, info: BackendInfo, present: int, running: int)
         waiting = max(0, present - running)
         raise QueueFull.of(
             most,
-            f"{waiting} sequences wait and at most {most} may (max_queue_size) beyond those with a place in the"
+            f"{waiting} sequences wait and at most {most} may (limits.max_queue_size) beyond those with a place in the"
             " batch",
         )
 
@@ -73,7 +73,7 @@ def _check_prompt(prompt_tokens: int, info: BackendInfo) -> None:
     if longest is not None and prompt_tokens > longest:
         raise PromptTooLong(
             f"has {prompt_tokens} tokens, but without chunked context it must fit a step, which has {longest}; shorten"
-            " it, or raise the worker's max_step_tokens or set its chunked_context",
+            " it, or raise the worker's batching.max_step_tokens or set its batching.chunked_context",
             field="prompt",
             value=str(prompt_tokens),
             limit=f"at most {longest}",
@@ -229,7 +229,7 @@ def _check_logits(item: Submission, limit: int, info: BackendInfo) -> None:
         if rows * row_bytes > most:
             raise InvalidField(
                 f"of {rows} tokens over {info.vocabulary_size} ids takes {rows * row_bytes} bytes but must take at"
-                f" most {most} (max_logits_bytes); {remedy} or for a smaller data type",
+                f" most {most} (limits.max_logits_bytes); {remedy} or for a smaller data type",
                 field=field,
                 value=str(rows * row_bytes),
                 limit=f"at most {most} bytes",

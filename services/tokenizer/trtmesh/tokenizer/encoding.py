@@ -92,17 +92,17 @@ class Encoder:
         self._settings = settings
         few = settings.max_queued_long
         lanes = (
-            (0, "short", settings.threads, settings.max_queued),
-            (settings.long_text_bytes, "long", 1, few),
-            (settings.long_text_bytes * HUGE_TO_LONG, "huge", 1, few),
+            (0, "short", settings.threads, settings.max_queued, "max_queued"),
+            (settings.long_text_bytes, "long", 1, few, "max_queued_long"),
+            (settings.long_text_bytes * HUGE_TO_LONG, "huge", 1, few, "max_queued_long"),
         )
         self._lanes = [
             _Lane(
-                _LaneLimits(smallest, name, threads, most_waiting, settings.max_batch_bytes),
+                _LaneLimits(*lane, settings.max_batch_bytes),
                 lambda requests: encode_batch(tokenizer, requests),
                 metrics,
             )
-            for smallest, name, threads, most_waiting in lanes
+            for lane in lanes
         ]
 
     def submit(self, request: EncodeRequest) -> asyncio.Future[Outcome]:
@@ -142,6 +142,7 @@ class _LaneLimits:
     name: str
     threads: int
     most_waiting: int
+    most_waiting_setting: str
     most_batch_bytes: int
 
 
@@ -174,8 +175,12 @@ class _Lane:
         if len(self._queue) >= limits.most_waiting:
             self._queue = deque(one for one in self._queue if not one.outcome.cancelled())
         if len(self._queue) >= limits.most_waiting:
+            setting = f"encoding.{limits.most_waiting_setting}"
             raise QueueFull(
-                f"{limits.most_waiting} encodes of {limits.name} texts are queued, the most allowed"
+                f"{len(self._queue)} encodes of {limits.name} texts are queued, the most allowed ({setting})",
+                value=str(len(self._queue)),
+                limit=f"at most {limits.most_waiting}",
+                limit_field=setting,
             )
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[Outcome] = loop.create_future()

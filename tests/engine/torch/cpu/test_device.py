@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from e2e.mesh import DEMO
+from engine.short_names import by_short_names
 from trtmesh.chassis.cores import physical_cores
 from trtmesh.engine.backends.torch.loading import load_engine
 from trtmesh.engine.backends.torch.settings import TorchSettings
@@ -41,7 +42,7 @@ def test_threads_follow_setting_variable_and_cores(
 def test_engine_takes_the_threads_of_its_settings() -> None:
     before = torch.get_num_threads()
     try:
-        load_engine(DEMO, TorchSettings(threads=before + 1, kv_cache_tokens=4096))
+        load_engine(DEMO, by_short_names(TorchSettings, threads=before + 1, kv_cache_tokens=4096))
         assert torch.get_num_threads() == before + 1
     finally:
         torch.set_num_threads(before)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine.short_names import by_short_names
 from engine.torch.harness import configure, running
 from oracle import tiny_models
 from safetensors.torch import load_file, save_file
@@ -21,7 +22,7 @@ from trtmesh.engine.backends.torch.settings import TorchSettings
 
 async def refusal(folder: Path, **settings: Any) -> str:
     """The message of the backend's refusal to start."""
-    backend = TorchBackend(folder, TorchSettings(threads=1, **settings))
+    backend = TorchBackend(folder, by_short_names(TorchSettings, threads=1, **settings))
     with pytest.raises(ModelUnusable) as caught:
         await backend.start(lambda _: None, lambda _: None)
     return str(caught.value)
@@ -138,7 +139,7 @@ async def test_the_self_check_finds_a_layer_that_sees_too_little(
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"max_sequence_tokens": 1000}, "max_sequence_tokens is 1000 but the model has 512"),
+        ({"max_sequence_tokens": 1000}, "limits.max_sequence_tokens is 1000 but the model has 512"),
         ({"kv_cache_tokens": 3}, "holds no block of 16"),
     ],
 )

@@ -388,7 +388,7 @@ async def test_the_tables_of_all_items_have_bounded_memory(llama: Path) -> None:
     """Two fit; the tables of ended items no longer count."""
     config = tuned(tensor_of(random_table(4, 1)))
     size = 2 * 4 * HIDDEN * 4
-    async with running(llama, prompt_tables_bytes=2 * size + 1) as engine:
+    async with running(llama, max_prompt_table_bytes=2 * size + 1) as engine:
         with pytest.raises(InvalidField) as refused:
             engine.submit([VOCABULARY], tuned(tensor_of(random_table(9, 1))))
         assert refused.value.field == "prompt_tuning.embedding_table"

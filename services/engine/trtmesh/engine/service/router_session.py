@@ -216,10 +216,14 @@ class RouterSession:
 
     def _check_room(self, sequences: int) -> None:
         limit = self._engine.settings.max_handles_per_stream
-        if len(self._live) + len(self.outbox.ending) + sequences > limit:
+        live, ending = len(self._live), len(self.outbox.ending)
+        if live + ending + sequences > limit:
             raise QueueFull(
-                f"the stream has {len(self._live)} sequences and {len(self.outbox.ending)} unread ends of at most"
-                f" {limit}; try again later or elsewhere"
+                f"the stream has {live} sequences and {ending} unread ends of at most {limit} (max_handles_per_stream);"
+                " try again later or elsewhere",
+                value=str(live + ending + sequences),
+                limit=f"at most {limit}",
+                limit_field="max_handles_per_stream",
             )
 
     def _refuse(self, handles: range, command: epb.SubmitCommand, error: TrtmeshError) -> None:

@@ -221,7 +221,7 @@ def _convert_queue_policy(
         subject = Subject(model.name, name, _shown(value))
         match field.name:
             case "max_queue_size" if recipe.has_queue:
-                draft.carry(subject, (*TORCH, "max_queue_size"), value)
+                draft.carry(subject, (*TORCH, "limits", "max_queue_size"), value)
             case "default_timeout_microseconds" if recipe.has_queue:
                 draft.carry(subject, ("router", "admission", "queue_seconds"), value / 1e6)
             case "max_queue_size":

@@ -70,7 +70,7 @@ NO_VISION_TOWER = "it configures a vision encoder, and the mesh has none"
 def cache_fraction(subject: Subject, draft: Draft) -> None:
     share = fraction(subject)
     if str(draft.get((*TORCH, "device"))).startswith("cuda"):
-        draft.carry(subject, (*TORCH, "kv_cache_free_memory_fraction"), share)
+        draft.carry(subject, (*TORCH, "kv_cache", "free_memory_fraction"), share)
     else:
         draft.replace(
             subject,
@@ -85,7 +85,7 @@ def _batching(subject: Subject, draft: Draft) -> None:
             f"Invalid gpt_model_type: model '{subject.model}': {subject.what} is {subject.value!r} but must be one of"
             f" {', '.join(BATCHING)}"
         )
-    draft.carry(subject, (*TORCH, "batching_type"), BATCHING[subject.value])
+    draft.carry(subject, (*TORCH, "batching", "type"), BATCHING[subject.value])
 
 
 def _special_tokens(subject: Subject, draft: Draft) -> None:
@@ -122,24 +122,24 @@ def _decoding(subject: Subject, draft: Draft) -> None:
 
 def _scheduler_policy(subject: Subject, draft: Draft) -> None:
     policy = POLICY(subject)
-    if policy == "max_utilization" and draft.get((*TORCH, "batching_type")) == "V1":
+    if policy == "max_utilization" and draft.get((*TORCH, "batching", "type")) == "V1":
         draft.refuse(subject, "V1 never pauses a sequence")
     else:
-        draft.carry(subject, (*TORCH, "batch_scheduler_policy"), policy)
+        draft.carry(subject, (*TORCH, "batching", "policy"), policy)
 
 
 def _beam_width(subject: Subject, draft: Draft) -> None:
     width = whole(subject)
     own("max_beam_width", whole)(subject, draft)
-    sequences = (*TORCH, "max_sequences_per_item")
+    sequences = (*TORCH, "limits", "max_sequences_per_item")
     if width > (draft.get(sequences) or 16):
         draft.put(sequences, width)
 
 
 def _scheduler(subject: Subject, draft: Draft) -> None:
     policy = SCHEDULER(subject)
-    name = "batching_type" if policy == "V1" else "batch_scheduler_policy"
-    draft.carry(subject, (*TORCH, name), policy)
+    name = "type" if policy == "V1" else "policy"
+    draft.carry(subject, (*TORCH, "batching", name), policy)
 
 
 CORE_PARAMETERS: Mapping[str, Rule] = {
@@ -152,12 +152,12 @@ CORE_PARAMETERS: Mapping[str, Rule] = {
     "max_beam_width": _beam_width,
     "decoding_mode": _decoding,
     "batch_scheduler_policy": _scheduler_policy,
-    "max_tokens_in_paged_kv_cache": engine("kv_cache_tokens", whole),
+    "max_tokens_in_paged_kv_cache": engine("kv_cache.tokens", whole),
     "kv_cache_free_gpu_mem_fraction": cache_fraction,
-    "kv_cache_host_memory_bytes": engine("host_cache_bytes", whole),
+    "kv_cache_host_memory_bytes": engine("host_cache.bytes", whole),
     "kv_cache_onboard_blocks": only(truth, value=True, text=BROUGHT_BACK),
-    "enable_kv_cache_reuse": engine("prefix_reuse", truth),
-    "enable_chunked_context": engine("chunked_context", truth),
+    "enable_kv_cache_reuse": engine("kv_cache.prefix_reuse", truth),
+    "enable_chunked_context": engine("batching.chunked_context", truth),
     "max_attention_window_size": unsupported(
         "the windows are those of the model's own config.json; a cyclic cache over a model trained without changes"
         " its answers"
@@ -245,18 +245,18 @@ ARGUMENTS: Mapping[str, Rule] = {
     "pipeline_parallel_size": only(whole, value=1, text=ONE_DEVICE),
     "context_parallel_size": only(whole, value=1, text=ONE_DEVICE),
     "gpus_per_node": only(whole, value=1, text=ONE_DEVICE),
-    "max_batch_size": engine("max_batch_size", whole),
-    "max_num_tokens": engine("max_step_tokens", whole),
-    "max_seq_len": engine("max_sequence_tokens", whole),
-    "enable_chunked_prefill": engine("chunked_context", truth),
+    "max_batch_size": engine("limits.max_batch_size", whole),
+    "max_num_tokens": engine("batching.max_step_tokens", whole),
+    "max_seq_len": engine("limits.max_sequence_tokens", whole),
+    "enable_chunked_prefill": engine("batching.chunked_context", truth),
     "scheduler_config.capacity_scheduler_policy": _scheduler,
-    "kv_cache_config.enable_block_reuse": engine("prefix_reuse", truth),
-    "kv_cache_config.enable_partial_reuse": engine("partial_reuse", truth),
-    "kv_cache_config.max_tokens": engine("kv_cache_tokens", whole),
+    "kv_cache_config.enable_block_reuse": engine("kv_cache.prefix_reuse", truth),
+    "kv_cache_config.enable_partial_reuse": engine("kv_cache.partial_reuse", truth),
+    "kv_cache_config.max_tokens": engine("kv_cache.tokens", whole),
     "kv_cache_config.free_gpu_memory_fraction": cache_fraction,
-    "kv_cache_config.host_cache_size": engine("host_cache_bytes", whole),
-    "kv_cache_config.secondary_offload_min_priority": engine("host_cache_min_priority", whole),
-    "kv_cache_config.tokens_per_block": engine("tokens_per_block", whole),
+    "kv_cache_config.host_cache_size": engine("host_cache.bytes", whole),
+    "kv_cache_config.secondary_offload_min_priority": engine("host_cache.min_priority", whole),
+    "kv_cache_config.tokens_per_block": engine("kv_cache.tokens_per_block", whole),
     "kv_cache_config.event_buffer_max_size": replaced("changes of the cache are always told"),
     "kv_cache_config.onboard_blocks": only(truth, value=True, text=BROUGHT_BACK),
     "enable_iter_perf_stats": replaced(ALWAYS_COUNTED),

@@ -55,7 +55,7 @@ def engine(name: str, read: Callable[[Subject], Any]) -> Rule:
     """A setting of the embedded engine."""
 
     def rule(subject: Subject, draft: Draft) -> None:
-        draft.carry(subject, (*TORCH, name), read(subject))
+        draft.carry(subject, (*TORCH, *name.split(".")), read(subject))
 
     return rule
 

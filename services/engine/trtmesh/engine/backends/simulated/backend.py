@@ -58,11 +58,9 @@ class SimulatedBackend:
         self._settings = settings
         self._info = _info(settings)
         self._scheduler = Scheduler(settings)
+        ids = settings.vocabulary
         self._source = TokenSource(
-            settings.first_token_id,
-            settings.last_token_id,
-            settings.end_id,
-            settings.end_probability,
+            ids.first_token_id, ids.last_token_id, ids.end_id, ids.end_probability
         )
         self._items = 0
         self._step_ends_at = 0.0
@@ -73,18 +71,18 @@ class SimulatedBackend:
     async def start(self, deliver: Deliver, fail: Fail) -> BackendInfo:
         self._deliver, self._fail = deliver, fail
         self._loop = asyncio.get_running_loop()
-        await asyncio.sleep(self._settings.load_ms / 1000)
+        await asyncio.sleep(self._settings.timing.load_ms / 1000)
         return self._info
 
     def submit(self, item: Submission) -> None:
-        scheduler, settings = self._scheduler, self._settings
+        scheduler, block_size = self._scheduler, self._info.tokens_per_block
         rule = admit(item, self._info)
         self._check(item)
         check_queue(item, self._info, scheduler.present_sequences, scheduler.running_sequences)
         self._items += 1
         for index in range(len(item.keys)):
-            sequence = Sequence(item, index, rule, self._source, settings.tokens_per_block)
-            sequence.fails = self._items == settings.fail_item
+            sequence = Sequence(item, index, rule, self._source, block_size)
+            sequence.fails = self._items == self._settings.faults.fail_item
             scheduler.add(sequence)
         self._go_on()
 
@@ -121,7 +119,7 @@ class SimulatedBackend:
 
     def _check(self, item: Submission) -> None:
         """Refuses items beyond the limits of this backend alone."""
-        asked, longest = item.config.stopping.max_tokens or 1, self._settings.max_sequence_tokens
+        asked, longest = item.config.stopping.max_tokens or 1, self._info.max_sequence_tokens
         if item.prompt_tokens + asked > longest:
             raise PromptTooLong(
                 f"asks for {asked} new tokens after a prompt of {item.prompt_tokens} tokens, but a sequence has at"
@@ -130,9 +128,9 @@ class SimulatedBackend:
                 value=str(asked),
                 limit=f"at most {max(0, longest - item.prompt_tokens)}",
             )
-        refuse_after = self._settings.refuse_after_items
+        refuse_after = self._settings.faults.refuse_after_items
         if refuse_after is not None and self._items >= refuse_after:
-            raise QueueFull("the queue is full because simulated.refuse_after_items says so")
+            raise QueueFull("the queue is full because simulated.faults.refuse_after_items says so")
 
     def _go_on(self) -> None:
         """Starts stepping if there is work; delivers ends between steps in the next turn."""
@@ -152,13 +150,13 @@ class SimulatedBackend:
             self._deliver(output)
 
     def _begin_step(self) -> None:
-        settings, scheduler = self._settings, self._scheduler
+        timing, faults, scheduler = self._settings.timing, self._settings.faults, self._scheduler
         prompt_tokens = scheduler.begin()
-        seconds = (settings.step_ms + settings.step_ms_per_sequence * len(scheduler.batch)) / 1000
-        if settings.prefill_tokens_per_second:
-            seconds += prompt_tokens / settings.prefill_tokens_per_second
-        if settings.slow_after_steps and scheduler.step_count >= settings.slow_after_steps:
-            seconds *= settings.slow_factor
+        seconds = (timing.step_ms + timing.step_ms_per_sequence * len(scheduler.batch)) / 1000
+        if timing.prefill_tokens_per_second:
+            seconds += prompt_tokens / timing.prefill_tokens_per_second
+        if faults.slow_after_steps and scheduler.step_count >= faults.slow_after_steps:
+            seconds *= faults.slow_factor
         now = time.monotonic()
         # Delays beyond a step are lost, not made up in a burst.
         self._step_ends_at = max(self._step_ends_at, now - seconds) + seconds
@@ -178,38 +176,41 @@ class SimulatedBackend:
 
     def _strike(self) -> bool:
         """Executes the fault of this step, if any; returns whether stepping is over."""
-        settings, step = self._settings, self._scheduler.step_count
-        if step == settings.crash_after_steps:
-            log.critical("dying because simulated.crash_after_steps says so")
+        faults, step = self._settings.faults, self._scheduler.step_count
+        if step == faults.crash_after_steps:
+            log.critical("dying because simulated.faults.crash_after_steps says so")
             os._exit(CRASH_EXIT_STATUS)
-        if step == settings.freeze_after_steps:
-            log.error("freezing because simulated.freeze_after_steps says so")
+        if step == faults.freeze_after_steps:
+            log.error("freezing because simulated.faults.freeze_after_steps says so")
             self._frozen = True
-        if step == settings.break_after_steps:
+        if step == faults.break_after_steps:
             self._frozen = True
             self._fail(
-                BackendFailed("the backend broke because simulated.break_after_steps says so")
+                BackendFailed(
+                    "the backend broke because simulated.faults.break_after_steps says so"
+                )
             )
         return self._frozen
 
 
 def _info(settings: SimulatedSettings) -> BackendInfo:
-    content = repr((settings.first_token_id, settings.last_token_id, settings.end_id))
-    content += repr((settings.end_probability, settings.vocabulary_size))
+    ids, limits, cache = settings.vocabulary, settings.limits, settings.kv_cache
+    content = repr((ids.first_token_id, ids.last_token_id, ids.end_id))
+    content += repr((ids.end_probability, ids.size))
     return BackendInfo(
         backend="simulated",
         model="simulated",
         model_fingerprint="simulated-" + blake2b(content.encode(), digest_size=8).hexdigest(),
-        tokenizer_fingerprint=settings.tokenizer_fingerprint,
-        vocabulary_size=settings.vocabulary_size,
-        max_sequence_tokens=settings.max_sequence_tokens,
-        max_batch_size=settings.max_batch_size,
-        max_sequences_per_item=settings.max_sequences_per_item,
-        max_queue_size=settings.max_queue_size,
-        tokens_per_block=settings.tokens_per_block,
-        total_blocks=settings.total_blocks,
+        tokenizer_fingerprint=ids.tokenizer_fingerprint,
+        vocabulary_size=ids.size,
+        max_sequence_tokens=limits.max_sequence_tokens,
+        max_batch_size=limits.max_batch_size,
+        max_sequences_per_item=limits.max_sequences_per_item,
+        max_queue_size=limits.max_queue_size,
+        tokens_per_block=cache.tokens_per_block,
+        total_blocks=cache.total_blocks,
         supported_fields=SUPPORTED_FIELDS,
         capabilities=CAPABILITIES,
-        end_ids=(settings.end_id,),
+        end_ids=(ids.end_id,),
         data_type=pb.DATA_TYPE_FP32,
     )

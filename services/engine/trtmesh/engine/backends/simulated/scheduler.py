@@ -26,7 +26,7 @@ class Scheduler:
     """Every sequence of a simulated worker: waiting, then in prefill, then in the batch."""
 
     def __init__(self, settings: SimulatedSettings) -> None:
-        self.pool = BlockPool(settings.total_blocks)
+        self.pool = BlockPool(settings.kv_cache.total_blocks)
         self.batch = Batch()
         self.step_count = 0
         self.waiting_sequences = 0
@@ -34,8 +34,8 @@ class Scheduler:
         self.computed_prompt_tokens = 0
         self.reused_prompt_tokens = 0
         self.generated_tokens = 0
-        self._max_batch_size = settings.max_batch_size
-        self._prefill_tokens_per_step = settings.prefill_tokens_per_step
+        self._max_batch_size = settings.limits.max_batch_size
+        self._prefill_tokens_per_step = settings.timing.prefill_tokens_per_step
         self._waiting: list[tuple[int, int, Sequence]] = []
         self._arrivals = count()
         self._prefilling: deque[Sequence] = deque()
@@ -153,7 +153,7 @@ class Scheduler:
             sequence.times.first_token_ns = time.time_ns()
             self._share(sequence, sequence.submitted_tokens)
             if sequence.fails:
-                error = BackendFailed("the item failed because simulated.fail_item says so")
+                error = BackendFailed("the item failed because simulated.faults.fail_item says so")
                 self._end(sequence, pb.FINISH_REASON_ERROR, error=error)
             elif sequence.wants_metrics:
                 start = SequenceStart(sequence.key, sequence.times.metrics_at_start())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 from trtmesh.chassis.settings import Settings
@@ -12,8 +12,8 @@ Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
-class SimulatedSettings(Settings):
-    """Speed, capacity, tokens and faults of a backend without a model."""
+class TimingSettings(Settings):
+    """Speed of loading, prefill and decode."""
 
     step_ms: Milliseconds = 10.0
     """Time of a step in milliseconds; 0 runs as fast as the event loop allows."""
@@ -26,20 +26,33 @@ class SimulatedSettings(Settings):
     load_ms: Milliseconds = 0.0
     """Time to load the model, in milliseconds."""
 
+
+class KvCacheSettings(Settings):
+    """Size of the KV cache."""
+
     total_blocks: Count = 16384
     """KV blocks in the pool."""
     tokens_per_block: Annotated[int, Field(ge=1, le=4096)] = 32
     """Tokens of a KV block."""
+
+
+class LimitSettings(Settings):
+    """Sequences computed and waiting, and the size of an item."""
+
     max_batch_size: Annotated[int, Field(ge=1, le=65536)] = 1024
     """Most sequences computed at once."""
     max_queue_size: Annotated[int, Field(ge=0, le=2**31 - 1)] = 4096
-    """Most sequences waiting beyond those with a place in the batch."""
+    """Most sequences waiting in addition to the free places of the batch."""
     max_sequence_tokens: Count = 32768
     """Most tokens of a sequence, prompt included."""
     max_sequences_per_item: Annotated[int, Field(ge=1, le=256)] = 16
     """Most sequences of one item."""
 
-    vocabulary_size: Count = 32000
+
+class VocabularySettings(Settings):
+    """Ids of prompts and of generated tokens."""
+
+    size: Count = 32000
     """Ids below this may be prompt tokens."""
     first_token_id: TokenId = 32
     """Lowest generated id."""
@@ -51,6 +64,21 @@ class SimulatedSettings(Settings):
     """Share of positions that hold the end id."""
     tokenizer_fingerprint: str = ""
     """Reported fingerprint of the tokenizer; empty reports none."""
+
+    @model_validator(mode="after")
+    def _ids_are_in_the_vocabulary(self) -> Self:
+        if not self.first_token_id <= self.last_token_id < self.size:
+            raise ValueError(
+                f"first_token_id {self.first_token_id} must be at most last_token_id {self.last_token_id}, which must"
+                f" be below size {self.size}"
+            )
+        if self.end_id >= self.size:
+            raise ValueError(f"end_id {self.end_id} must be below size {self.size}")
+        return self
+
+
+class FaultSettings(Settings):
+    """Faults, for tests of the mesh."""
 
     crash_after_steps: Count | None = None
     """The process dies silently after this many steps."""
@@ -67,15 +95,12 @@ class SimulatedSettings(Settings):
     refuse_after_items: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     """After this many admitted items, further items are refused with QUEUE_FULL."""
 
-    @model_validator(mode="after")
-    def _ids_are_in_the_vocabulary(self) -> SimulatedSettings:
-        if not self.first_token_id <= self.last_token_id < self.vocabulary_size:
-            raise ValueError(
-                f"simulated.first_token_id {self.first_token_id} must be at most last_token_id"
-                f" {self.last_token_id}, which must be below vocabulary_size {self.vocabulary_size}"
-            )
-        if self.end_id >= self.vocabulary_size:
-            raise ValueError(
-                f"simulated.end_id {self.end_id} must be below vocabulary_size {self.vocabulary_size}"
-            )
-        return self
+
+class SimulatedSettings(Settings):
+    """A backend without a model."""
+
+    timing: TimingSettings = TimingSettings()
+    kv_cache: KvCacheSettings = KvCacheSettings()
+    limits: LimitSettings = LimitSettings()
+    vocabulary: VocabularySettings = VocabularySettings()
+    faults: FaultSettings = FaultSettings()

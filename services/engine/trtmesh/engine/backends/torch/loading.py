@@ -23,7 +23,7 @@ from trtmesh.engine.backends.torch.model.rope import freeze_rope
 from trtmesh.engine.backends.torch.model.weights import model_fingerprint, weight_files
 from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
 from trtmesh.engine.backends.torch.scheduling.scheduler import Scheduler
-from trtmesh.engine.backends.torch.settings import TorchSettings
+from trtmesh.engine.backends.torch.settings import KvCacheSettings, TorchSettings
 
 DATA_TYPES = {dtype: data_type for data_type, dtype in DTYPES.items()}
 
@@ -50,7 +50,8 @@ def load_engine(model_dir: Path, settings: TorchSettings) -> Loaded:
     sizes = size(settings, model, device)
     freeze_rope(model.module, sizes.max_sequence_tokens)
     check_model(model, device)
-    cache = _cache(settings, model, sizes, device)
+    cache = _cache(settings.kv_cache, model, sizes, device)
+    limits, batching = settings.limits, settings.batching
     info = BackendInfo(
         backend="torch",
         model=model_dir.resolve().name,
@@ -58,31 +59,31 @@ def load_engine(model_dir: Path, settings: TorchSettings) -> Loaded:
         tokenizer_fingerprint=_tokenizer_fingerprint(model_dir),
         vocabulary_size=model.vocabulary_size,
         max_sequence_tokens=sizes.max_sequence_tokens,
-        max_batch_size=settings.max_batch_size,
+        max_batch_size=limits.max_batch_size,
         # A larger item than batch and queue together would be refused as retryable and never fit.
         max_sequences_per_item=min(
-            settings.max_sequences_per_item, settings.max_batch_size + settings.max_queue_size
+            limits.max_sequences_per_item, limits.max_batch_size + limits.max_queue_size
         ),
-        max_queue_size=settings.max_queue_size,
-        max_prompt_tokens=None if settings.chunked_context else settings.max_step_tokens,
-        max_logits_bytes=settings.max_logits_bytes,
-        tokens_per_block=settings.tokens_per_block,
+        max_queue_size=limits.max_queue_size,
+        max_prompt_tokens=None if batching.chunked_context else batching.max_step_tokens,
+        max_logits_bytes=limits.max_logits_bytes,
+        tokens_per_block=settings.kv_cache.tokens_per_block,
         total_blocks=sizes.blocks,
         supported_fields=supported_fields(settings.decoding_mode),
         capabilities=_capabilities(dtype),
         end_ids=model.end_ids,
         data_type=DATA_TYPES[dtype],
-        static_batching=settings.batching_type == "V1",
+        static_batching=batching.is_static,
     )
     engine = _engine(settings, model, sizes, device, cache)
-    tables = PromptTables(model.embedding, settings.prompt_tables_bytes)
+    tables = PromptTables(model.embedding, limits.max_prompt_table_bytes)
     return Loaded(engine, info, device, cache, tables)
 
 
 def _device(settings: TorchSettings) -> Device:
     name = _present(settings.device)
     if name.type == "cpu":
-        copies = settings.decode_copy_bytes
+        copies = settings.kv_cache.decode_copy_bytes
         return Cpu(weight_copies=settings.weight_copies, decode_copy_bytes=copies)
     return Accelerator(name)
 
@@ -111,7 +112,7 @@ def _capabilities(dtype: torch.dtype) -> Capabilities:
     return Capabilities(deterministic=exact, resumes_exactly=exact, stops_single_sequences=True)
 
 
-def _cache(settings: TorchSettings, model: Model, sizes: Sizes, device: Device) -> KvCache:
+def _cache(settings: KvCacheSettings, model: Model, sizes: Sizes, device: Device) -> KvCache:
     return KvCache(
         model.kv_shape,
         blocks=sizes.blocks,
@@ -126,28 +127,28 @@ def _cache(settings: TorchSettings, model: Model, sizes: Sizes, device: Device) 
 def _engine(
     settings: TorchSettings, model: Model, sizes: Sizes, device: Device, cache: KvCache
 ) -> Engine:
-    blocks_per_sequence = -(-sizes.max_sequence_tokens // settings.tokens_per_block)
-    tables = BlockTables(settings.max_batch_size, blocks_per_sequence)
+    blocks_per_sequence = -(-sizes.max_sequence_tokens // settings.kv_cache.tokens_per_block)
+    tables = BlockTables(settings.limits.max_batch_size, blocks_per_sequence)
     pool = BlockPool(
         sizes.blocks,
         host_blocks=sizes.host_blocks,
-        offload_min_priority=settings.host_cache_min_priority,
-        events=settings.kv_events,
+        offload_min_priority=settings.host_cache.min_priority,
+        events=settings.kv_cache.events,
     )
     scheduler = Scheduler(pool, tables, _rules(settings, model))
     return Engine(device.compute(model, cache, tables), scheduler)
 
 
 def _rules(settings: TorchSettings, model: Model) -> SchedulingRules:
-    chunk = settings.context_chunk_tokens or settings.max_step_tokens
+    cache, batching = settings.kv_cache, settings.batching
     return SchedulingRules(
-        settings.tokens_per_block,
-        settings.max_step_tokens,
-        chunk_tokens=chunk if settings.chunked_context else None,
-        never_pause=settings.never_pause,
-        static_batch=settings.batching_type == "V1",
-        prefix_reuse=settings.prefix_reuse,
-        partial_reuse=settings.partial_reuse,
+        cache.tokens_per_block,
+        batching.max_step_tokens,
+        chunk_tokens=batching.chunk_tokens,
+        never_pause=batching.never_pauses,
+        static_batch=batching.is_static,
+        prefix_reuse=cache.prefix_reuse,
+        partial_reuse=cache.partial_reuse,
         window=model.window,
     )
 
@@ -170,37 +171,35 @@ class Sizes:
 
 def size(settings: TorchSettings, model: Model, device: Device) -> Sizes:
     """Raises ModelUnusable where the settings do not fit the model."""
-    longest = settings.max_sequence_tokens or model.max_positions
+    most, tokens_per_block = settings.limits.max_sequence_tokens, settings.kv_cache.tokens_per_block
+    longest = most or model.max_positions
     if longest > model.max_positions:
         raise ModelUnusable(
-            f"max_sequence_tokens is {longest} but the model has {model.max_positions} positions"
+            f"limits.max_sequence_tokens is {longest} but the model has {model.max_positions} positions"
         )
     token_bytes = model.kv_shape.bytes_per_token(model.dtype)
     tokens = _tokens(settings, token_bytes, longest, device)
-    blocks = tokens // settings.tokens_per_block
+    blocks = tokens // tokens_per_block
     if not blocks:
         raise ModelUnusable(
-            f"a KV cache of {tokens} tokens holds no block of {settings.tokens_per_block}; raise kv_cache_tokens,"
-            " kv_cache_bytes or kv_cache_free_memory_fraction, whichever is set"
+            f"a KV cache of {tokens} tokens holds no block of {tokens_per_block}; raise kv_cache.tokens,"
+            " kv_cache.bytes or kv_cache.free_memory_fraction, whichever is set"
         )
-    if not settings.max_sequence_tokens:
-        longest = min(longest, blocks * settings.tokens_per_block)
-    return Sizes(
-        blocks, settings.host_cache_bytes // (token_bytes * settings.tokens_per_block), longest
-    )
+    if not most:
+        longest = min(longest, blocks * tokens_per_block)
+    return Sizes(blocks, settings.host_cache.bytes // (token_bytes * tokens_per_block), longest)
 
 
 def _tokens(settings: TorchSettings, bytes_per_token: int, longest: int, device: Device) -> int:
     """Tokens of the pool: the lowest limit that is set, or the device's default."""
-    limits = []
-    if settings.kv_cache_tokens:
-        limits.append(settings.kv_cache_tokens)
-    if settings.kv_cache_bytes:
-        limits.append(settings.kv_cache_bytes // bytes_per_token)
-    fraction = settings.kv_cache_free_memory_fraction
-    if fraction:
-        limits.append(int(fraction * device.free_memory()) // bytes_per_token)
+    cache, limits = settings.kv_cache, []
+    if cache.tokens:
+        limits.append(cache.tokens)
+    if cache.bytes:
+        limits.append(cache.bytes // bytes_per_token)
+    if cache.free_memory_fraction:
+        limits.append(int(cache.free_memory_fraction * device.free_memory()) // bytes_per_token)
     if limits:
         return min(limits)
-    most = settings.max_batch_size * longest
+    most = settings.limits.max_batch_size * longest
     return min(device.default_cache_bytes() // bytes_per_token, most)

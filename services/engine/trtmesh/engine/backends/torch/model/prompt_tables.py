@@ -193,7 +193,7 @@ class PromptTables:
         if size > self._most_bytes:
             raise InvalidField(
                 f"takes {size} bytes, as received and as computed with, but must take at most {self._most_bytes}"
-                " (prompt_tables_bytes); send fewer rows",
+                " (limits.max_prompt_table_bytes); send fewer rows",
                 field="prompt_tuning.embedding_table",
                 value=str(size),
                 limit=f"at most {self._most_bytes} bytes",
@@ -202,9 +202,10 @@ class PromptTables:
             if self.held_bytes + size > self._most_bytes:
                 raise QueueFull(
                     f"the prompt tables of other items take {self.held_bytes} bytes of at most {self._most_bytes}"
-                    " (prompt_tables_bytes); try again later or elsewhere",
+                    " (limits.max_prompt_table_bytes); try again later or elsewhere",
                     value=str(self.held_bytes),
                     limit=f"at most {self._most_bytes} bytes",
+                    limit_field="limits.max_prompt_table_bytes",
                 )
             self.held_bytes += size
         # The read itself is a holder too.
