@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from compat.conftest import FLAGS
-from compat.plain_http import PlainHttp
 from compat.triton import Triton
-from e2e.mesh import Mesh, running_mesh
+from e2e.mesh import running_mesh
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -145,12 +144,3 @@ async def test_core_model_requires_its_two_outputs(triton: Triton, missing: str)
     left = {"output_ids", "sequence_length", "cum_log_probs"} - {missing}
     (response,) = await triton.stream("tensorrt_llm", TOKENS, outputs=sorted(left))
     assert response.error == f"{missing} tensor must be present in list of output tensors"
-
-
-async def test_http_infer_refuses_decoupled_models(mesh: Mesh) -> None:
-    async with PlainHttp(mesh.router.http_address) as http:
-        reply = await http.post("/v2/models/ensemble/infer", {"inputs": []})
-    assert (reply.status, reply.json) == (
-        501,
-        {"error": "HTTP end point doesn't support models with decoupled transaction policy"},
-    )

@@ -103,10 +103,6 @@ async def test_preprocessing_and_postprocessing(http: PlainHttp) -> None:
     assert reply.json["OUTPUT"] == PROMPT
 
 
-NOT_ONE = (
-    "generate expects model to produce exactly 1 response, use generate stream for model that generates various"
-    " number of responses"
-)
 GOOD = {"text_input": "x", "max_tokens": 3}
 REFUSED: list[tuple[str, Any, int, str]] = [
     ("nothing", GOOD, 404, "Request for unknown model: 'nothing' is not found"),
@@ -143,17 +139,6 @@ async def test_invalid_generate_body_is_refused(
     assert (reply.status, reply.content_type) == (status, "application/json"), reply.body
     assert list(reply.json) == ["error"]
     assert message in reply.json["error"]
-
-
-@pytest.mark.parametrize(
-    "more", [{"stream": True}, {"text_input": ["x", "y"], "max_tokens": [3, 4]}]
-)
-async def test_generate_refuses_several_responses(
-    mesh: Mesh, http: PlainHttp, more: dict[str, Any]
-) -> None:
-    reply = await http.post(GENERATE.format("ensemble"), LONG | more)
-    assert (reply.status, reply.json) == (500, {"error": NOT_ONE})
-    await mesh.idle()
 
 
 async def test_rows_of_a_batch_in_one_stream(mesh: Mesh, http: PlainHttp) -> None:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 MODELS = {
     "tensorrt_llm": {"template": "llmapi"},
-    "streaming": {"template": "llmapi", "decoupled": True},
+    "whole": {"template": "llmapi", "decoupled": False},
     "deltas": {"template": "llmapi", "decoupled": True, "accumulate_tokens": False},
 }
 FLAGS = (*SIMULATED, *WIDE_TOKENS, "--simulated-limits-max-sequence-tokens", "8192")
@@ -76,12 +76,12 @@ async def test_default_max_tokens_is_that_of_the_library(mesh: Mesh, triton: Tri
 async def test_texts_accumulate(mesh: Mesh, triton: Triton) -> None:
     whole = await native_text(mesh)
     more = {"return_finish_reason": flag()}
-    responses = await triton.stream("streaming", ASK | STREAM | more)
+    responses = await triton.stream("tensorrt_llm", ASK | STREAM | more)
     texts = [response.text for response in responses]
     assert texts[-1] == whole
     assert all(whole.startswith(each) for each in texts)
     long = {"sampling_param_max_tokens": one(8000)}
-    text, longer = await triton.growing("streaming", ASK | STREAM | long)
+    text, longer = await triton.growing("tensorrt_llm", ASK | STREAM | long)
     assert longer.startswith(text)
     reasons = [response.outputs["finish_reason"].tolist() for response in responses]
     assert reasons == [[b"None"]] * (len(responses) - 1) + [[b"length"]]
@@ -89,7 +89,7 @@ async def test_texts_accumulate(mesh: Mesh, triton: Triton) -> None:
     deltas = await triton.stream("deltas", ASK | STREAM)
     assert "".join(response.text for response in deltas) == whole
     with pytest.raises(InferenceServerException, match="only supported in decoupled mode"):
-        await triton.infer("tensorrt_llm", ASK | STREAM)
+        await triton.infer("whole", ASK | STREAM)
 
 
 async def test_llmapi_details_on_request(mesh: Mesh, triton: Triton) -> None:
@@ -155,9 +155,11 @@ async def test_a_stop_request_is_answered_as_cancelled(mesh: Mesh, triton: Trito
 async def test_stopped_request_ends_with_its_text_so_far(mesh: Mesh, triton: Triton) -> None:
     ask = {"text_input": text(PROMPT), "sampling_param_max_tokens": one(8000)}
     with SyncStream(mesh.router.address) as stream:
-        stream.send("streaming", ask | STREAM | {"return_finish_reason": flag()}, request_id="long")
+        stream.send(
+            "tensorrt_llm", ask | STREAM | {"return_finish_reason": flag()}, request_id="long"
+        )
         assert (await asyncio.to_thread(stream.next)).outputs
-        stream.send("streaming", STOP, request_id="long")
+        stream.send("tensorrt_llm", STOP, request_id="long")
         responses = await asyncio.to_thread(stream.half_close)
     errors = [response for response in responses if response.error]
     assert [error.error for error in errors] == ["Request cancelled by client"]
@@ -215,7 +217,7 @@ async def test_llmapi_over_http(mesh: Mesh) -> None:
         reply = await http.post("/v2/models/tensorrt_llm/generate", body)
         told = {"model_name": "tensorrt_llm", "model_version": "1", "text_output": PROMPT + whole}
         assert (reply.status, reply.json) == (200, told)
-        streaming = "/v2/models/streaming/generate_stream"
+        streaming = "/v2/models/tensorrt_llm/generate_stream"
         reply = await http.post(streaming, body | {"streaming": True})
         assert reply.events[-1]["text_output"] == whole
         stop = {"text_input": "", "stop": True, "id": "name"}

@@ -20,7 +20,11 @@ from trtmesh.router.settings import RouterSettings
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 MODELS = {
-    "chat": {"template": "ensemble", "steps": ["chat_pre", "chat_core", "chat_post"]},
+    "chat": {
+        "template": "ensemble",
+        "strict_transaction_policy": True,
+        "steps": ["chat_pre", "chat_core", "chat_post"],
+    },
     "chat_whole": {
         "template": "ensemble",
         "decoupled": False,

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from compat.triton import Response, SyncStream, Triton, joined, request
 from e2e.mesh import Mesh
-from tritonclient.utils import InferenceServerException
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -77,15 +76,6 @@ async def test_failed_request_leaves_the_stream_running(mesh: Mesh, triton: Trit
     assert any("Request for unknown model: 'nothing' is not found" in text for text in errors)
     assert any("missing required input(s) ['text_input']" in text for text in errors)
     assert joined(responses) == await native_text(mesh, "good")
-
-
-async def test_a_decoupled_model_has_no_unary_call(triton: Triton) -> None:
-    with pytest.raises(InferenceServerException) as caught:
-        await triton.infer("ensemble", {"text_input": "x", "max_tokens": 3})
-    assert caught.value.status() == "StatusCode.UNIMPLEMENTED"
-    assert caught.value.message() == (
-        "ModelInfer RPC doesn't support models with decoupled transaction policy"
-    )
 
 
 def rows(*texts: str) -> np.ndarray:

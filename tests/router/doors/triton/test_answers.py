@@ -110,7 +110,7 @@ def test_item_cancelled_by_a_worker_fails_with_deadline_exceeded(decoupled: bool
     call = streaming_call(MODELS["ensemble"])
     template = template_of(call.model)
     request = template.request(call, "", 1)
-    call = replace(call, model=replace(call.model, decoupled=decoupled))
+    call = replace(call, decoupled=decoupled)
     reason = pb.FINISH_REASON_CANCELLED
     news: list[Waiting] = [
         WaitingTokens(0, 0, 0, [7], ["a"], None, 4),

@@ -15,7 +15,7 @@ MODELS = triton_models(TritonSettings())
 
 
 def call(model: str, *, rows: int = 1, sent: Mapping[str, Any] | None = None) -> Call:
-    return Call(MODELS[model], "", sent or {}, rows, frozenset(), {})
+    return Call(MODELS[model], "", sent or {}, rows, True, frozenset(), {})
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ class Answers:
 
     def take(self) -> list[Answer]:
         """The responses due now; the last of the request is final."""
-        if not self._call.model.decoupled:
+        if not self._call.decoupled:
             return self._stacked()
         tell = self._tell_fresh if self._call.streaming else self._tell_whole
         answers: list[Answer] = []

@@ -39,8 +39,8 @@ ONE_FOR_ALL_ROWS = frozenset(
 """Inputs that shape the responses: all rows of a request must agree on them."""
 
 
-def read_call(model: Model, request: Any) -> Call:
-    """Reads a ModelInferRequest. Raises InvalidRequest."""
+def read_call(model: Model, request: Any, *, unary: bool = False) -> Call:
+    """Reads a ModelInferRequest; `unary` limits it to one response. Raises InvalidRequest."""
     inputs, batch_size = _read_inputs(request, model)
     _check_alike(inputs, batch_size)
     call = Call(
@@ -48,6 +48,7 @@ def read_call(model: Model, request: Any) -> Call:
         request.id,
         inputs,
         batch_size,
+        model.decoupled and not unary,
         _requested_outputs(model, request.outputs),
         {name: _parameter(parameter) for name, parameter in request.parameters.items()},
     )

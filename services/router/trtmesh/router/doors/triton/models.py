@@ -34,6 +34,9 @@ def _settle(name: str, own: TritonModelSettings, door: TritonSettings) -> Model:
         outputs={spec.name: spec for spec in template.all_outputs(logits_data_type)},
         mesh_model=_own(own.model, door.model),
         decoupled=template.decoupled and _own(own.decoupled, own.template in door.decoupled),
+        strict_transaction_policy=_own(
+            own.strict_transaction_policy, door.strict_transaction_policy
+        ),
         max_batch_size=_own(own.max_batch_size, door.max_batch_size) if template.batched else 0,
         max_beam_width=own.max_beam_width,
         exclude_input_in_output=_own(own.exclude_input_in_output, door.exclude_input_in_output),

@@ -77,10 +77,12 @@ class TritonServer:
             raise ModelNotFound(f"Request for unknown model: {unknown} is not found")
         return model
 
-    def read(self, request: Any, speech: Speech, model: Model | None = None) -> Call:
+    def read(
+        self, request: Any, speech: Speech, model: Model | None = None, *, unary: bool = False
+    ) -> Call:
         """Reads a ModelInferRequest, for `speech` too. Raises ModelNotFound or InvalidRequest."""
         model = model or self.find_model(request.model_name, request.model_version)
-        call = speech.call = read_call(model, request)
+        call = speech.call = read_call(model, request, unary=unary)
         return call
 
     def is_model_ready(self, name: str, version: str) -> bool:

@@ -41,7 +41,9 @@ class TritonModelSettings(Settings):
     model: str | None = None
     """Serving model of the mesh."""
     decoupled: bool | None = None
-    """Whether responses come as a stream."""
+    """Whether a stream gets several responses to a request."""
+    strict_transaction_policy: bool | None = None
+    """Whether a decoupled model refuses unary calls, as in Triton."""
     max_batch_size: MaxBatchSize | None = None
     """Most rows of a request; `llmapi` has no batch dimension."""
     max_beam_width: Annotated[int, Field(ge=1, le=65536)] | None = None
@@ -78,7 +80,7 @@ TritonModels = Annotated[Mapping[ModelName, TritonModelSettings], BeforeValidato
 
 
 DecoupledTemplate = Literal[
-    "ensemble", "tensorrt_llm", "tensorrt_llm_bls", "disaggregated_serving_bls"
+    "ensemble", "tensorrt_llm", "tensorrt_llm_bls", "disaggregated_serving_bls", "llmapi"
 ]
 
 
@@ -95,7 +97,9 @@ class TritonSettings(Settings):
     decoupled: Annotated[tuple[DecoupledTemplate, ...], BeforeValidator(split_commas)] = get_args(
         DecoupledTemplate
     )
-    """Templates whose models stream responses; the others give one response to each request."""
+    """Templates whose models give a stream several responses to a request; the others give one."""
+    strict_transaction_policy: bool = False
+    """Whether decoupled models refuse unary calls, as in Triton; otherwise a unary call gets one whole response."""
     max_batch_size: MaxBatchSize = 128
     """Most rows of a request."""
     exclude_input_in_output: bool = False

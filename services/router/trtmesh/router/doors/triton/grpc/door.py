@@ -73,11 +73,11 @@ class TritonDoor:
         speech = Speech()
         async with answering(context, request.id, speech):
             model = self._server.find_model(request.model_name, request.model_version)
-            if model.decoupled:
+            if model.refuses_unary_calls:
                 raise UnsupportedCall(
                     "ModelInfer RPC doesn't support models with decoupled transaction policy"
                 )
-            call = self._server.read(request, speech, model)
+            call = self._server.read(request, speech, model, unary=True)
             async with self._server.serve(call, caller_of(context)) as answers:
                 (answer,) = [answer async for answer in answers]
                 if answer.error is not None:

@@ -35,13 +35,13 @@ class Inference:
     async def infer(self, request: web.Request) -> web.Response:
         """A single response, as JSON and binary tensors."""
         model = self._model_of(request)
-        if model.decoupled:
+        if model.refuses_unary_calls:
             raise UnsupportedCall(
                 "HTTP end point doesn't support models with decoupled transaction policy"
             )
         body = await read_body(request, self._receive_seconds)
         asked, binary = read_infer(model, body, request.headers.get(HEADER_LENGTH))
-        outputs = await self._only_response(request, model, asked)
+        outputs = await self._only_response(request, model, asked, unary=True)
         data, header_length = write_infer(model, asked.id, outputs, binary)
         response = web.Response(body=data, content_type="application/json")
         if header_length is not None:
@@ -55,7 +55,8 @@ class Inference:
         """A single response, as plain JSON."""
         model = self._model_of(request)
         asked = read_generate(model, await read_json(request, self._receive_seconds))
-        outputs = await self._only_response(request, model, asked)
+        unary = not model.refuses_unary_calls
+        outputs = await self._only_response(request, model, asked, unary=unary)
         return json_response(generate_response(model, asked.id, outputs))
 
     async def generate_stream(self, request: web.Request) -> web.StreamResponse:
@@ -80,10 +81,10 @@ class Inference:
         return await events.end()
 
     async def _only_response(
-        self, request: web.Request, model: Model, asked: Any
+        self, request: web.Request, model: Model, asked: Any, *, unary: bool
     ) -> Sequence[Output]:
         """The outputs of the only response. Raises TrtmeshError."""
-        call = self._server.read(asked, request[SPEECH], model)
+        call = self._server.read(asked, request[SPEECH], model, unary=unary)
         async with self._server.serve(call, _caller_of(request)) as answers:
             return await _only_outputs(answers)
 

@@ -75,10 +75,9 @@ class GenerationTemplate(Template, ABC):
 
     def check(self, call: Call) -> None:
         """Raises InternalError, like upstream, for inputs in conflict."""
-        if call.streaming and not call.model.decoupled:
-            raise InternalError(
-                "Streaming is only supported if model is deployed using decoupled mode."
-            )
+        call.check_streaming(
+            "Streaming is only supported if model is deployed using decoupled mode."
+        )
 
     def settle(self, item: router_pb.GenerateItem, call: Call) -> None:
         """Sets what follows from several inputs, from none, or from the model."""

@@ -38,8 +38,7 @@ class LlmApiTemplate(GenerationTemplate):
     """The refusals and defaults of upstream's Python model."""
 
     def check(self, call: Call) -> None:
-        if call.streaming and not call.model.decoupled:
-            raise InternalError("Streaming is only supported in decoupled mode.")
+        call.check_streaming("Streaming is only supported in decoupled mode.")
         given = {"lora_id", "lora_name", "lora_path"} & call.inputs.keys()
         # The path may be left out: adapters are known by id and name.
         if given and not given >= {"lora_id", "lora_name"}:

@@ -101,12 +101,12 @@ class DetailedOutputs:
     def __init__(self, call: Call, request: GenerationRequest, *, text: bool) -> None:
         output = request.items[0].config.output
         self._text = text
-        self._batch_index = call.batch_size > 1 and call.model.decoupled
+        self._batch_index = call.batch_size > 1 and call.decoupled
         config = request.items[0].config
         self._sequence_index = (
             config.sampling.num_return_sequences > 1
             and config.beam_search.beam_width == 1
-            and call.model.decoupled
+            and call.decoupled
         )
         self._log_probs = output.log_probs
         self._context_logits = output.context_logits

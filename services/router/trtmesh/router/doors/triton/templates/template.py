@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.chassis.errors import InternalError, InvalidRequest, TrtmeshError
 from trtmesh.router.doors.triton.settings import LogitsDataType, TemplateName
 from trtmesh.router.doors.triton.templates.tensor_table import InputSpec
 from trtmesh.router.doors.triton.tensors import InputTensor, TensorSpec
@@ -74,6 +74,9 @@ class Model:
     mesh_model: str
     """The serving model of the mesh; '' if the mesh has only one."""
     decoupled: bool
+    """Whether a stream gets several responses to a request."""
+    strict_transaction_policy: bool
+    """Whether it then refuses unary calls."""
     max_batch_size: int
     """0 where tensors have no batch dimension."""
     max_beam_width: int | None
@@ -85,6 +88,10 @@ class Model:
     skip_special_tokens: bool
     steps: tuple[str, ...]
     """Models for which its requests count too."""
+
+    @property
+    def refuses_unary_calls(self) -> bool:
+        return self.decoupled and self.strict_transaction_policy
 
     @property
     def is_ensemble(self) -> bool:
@@ -104,6 +111,8 @@ class Call:
     request_id: str
     inputs: Mapping[str, InputTensor]
     batch_size: int
+    decoupled: bool
+    """Whether it may have several responses: of a decoupled model, and not a unary call."""
     requested: frozenset[str]
     """Outputs asked for; empty asks for all."""
     parameters: Mapping[str, Any]
@@ -124,6 +133,20 @@ class Call:
     @property
     def streaming(self) -> bool:
         return self.flag("stream") or self.flag("streaming")
+
+    def check_streaming(self, of_whole_model: str) -> None:
+        """Raises the error of a streaming request with only one response: `of_whole_model`, Triton's sentence about a
+        model without decoupling, or InvalidRequest about a unary call."""
+        if not self.streaming or self.decoupled:
+            return
+        if not self.model.decoupled:
+            raise InternalError(of_whole_model)
+        raise InvalidRequest(
+            "is true but a unary call has one response; use ModelStreamInfer or generate_stream, or leave it out",
+            field="stream" if self.flag("stream") else "streaming",
+            value="True",
+            limit="False",
+        )
 
     @property
     def timeout_seconds(self) -> float | None:
