@@ -9,33 +9,56 @@ from pathlib import Path
 from grpc_tools import protoc
 
 ROOT = Path(__file__).parent
-SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("trtmesh/v1/*.proto"))
 # Typed messages and stubs come from mypy-protobuf; only files that declare a service have a gRPC stub.
-PLUGINS = ("protoc-gen-mypy", "protoc-gen-mypy_grpc")
+MESSAGES = {"python": "", "mypy": "protoc-gen-mypy"}
+SERVICES = {"grpc_python": "", "mypy_grpc": "protoc-gen-mypy_grpc"}
+OUTPUTS = {"trtmesh/v1": MESSAGES | SERVICES, "trtmesh/kserve": MESSAGES}
+"""protoc's outputs by package, each with its plugin."""
 GENERATED = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py", "*_pb2_grpc.pyi")
+DEFAULT_POOL = "_descriptor_pool.Default()"
 
 
 def generate(target: Path) -> None:
     """Writes every stub below `target`."""
+    for package, outputs in OUTPUTS.items():
+        _run_protoc(package, outputs, target)
+    for stub in (target / "trtmesh/kserve").glob("*_pb2.py"):
+        _use_own_pool(stub)
+
+
+def _run_protoc(package: str, outputs: dict[str, str], target: Path) -> None:
     # protoc looks for plugins on PATH, where this environment's programs need not be.
     programs = Path(sys.executable).parent
     arguments = [
         f"-I{ROOT}",
-        *(f"--plugin={name}={programs / name}" for name in PLUGINS),
-        f"--python_out={target}",
-        f"--grpc_python_out={target}",
-        f"--mypy_out={target}",
-        f"--mypy_grpc_out={target}",
-        *SOURCES,
+        *(f"--plugin={name}={programs / name}" for name in outputs.values() if name),
+        *(f"--{name}_out={target}" for name in outputs),
+        *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(f"{package}/*.proto")),
     ]
     if protoc.main(["protoc", *arguments]) != 0:
         raise SystemExit("protoc failed")
 
 
+def _use_own_pool(stub: Path) -> None:
+    """Registers the messages of a stub in the pool of its package, beside any others of the same names."""
+    code = stub.read_text(encoding="utf-8")
+    if code.count(DEFAULT_POOL) != 1:
+        raise SystemExit(f"{stub} does not register its file as expected")
+    code = code.replace(
+        "from google.protobuf import descriptor_pool as _descriptor_pool",
+        "from trtmesh.kserve import pool as _pool",
+    )
+    stub.write_text(code.replace(DEFAULT_POOL, "_pool.POOL"), encoding="utf-8")
+
+
 def stubs(root: Path) -> dict[str, bytes]:
     """The generated files below `root` by relative path."""
-    package = root / "trtmesh" / "v1"
-    return {path.name: path.read_bytes() for pattern in GENERATED for path in package.glob(pattern)}
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes()
+        for package in OUTPUTS
+        for pattern in GENERATED
+        for path in (root / package).glob(pattern)
+    }
 
 
 def main() -> None:

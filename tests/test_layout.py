@@ -23,12 +23,13 @@ PACKAGES = {
 }
 MAY_IMPORT = {
     "v1": set(),
+    "kserve": set(),
     "chassis": {"v1"},
     "tokenizer": {"v1", "chassis"},
     "engine": {"v1", "chassis"},
-    "router": {"v1", "chassis"},
+    "router": {"v1", "kserve", "chassis"},
     "client": {"v1", "chassis"},
-    "cli": {"v1", "chassis", "client", "router"},
+    "cli": {"v1", "kserve", "chassis", "client", "router"},
 }
 
 ROOMS = {
@@ -97,7 +98,7 @@ ROOMS = {
 MODULES = {
     "trtmesh." + ".".join(file.relative_to(package.parent).with_suffix("").parts): file
     for name, package in PACKAGES.items()
-    if name != "v1"
+    if name not in ("v1", "kserve")
     for file in package.rglob("*.py")
     if file.name != "__init__.py"
 }

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import grpc
 import numpy as np
 import pytest
 from compat.triton import Triton
-from e2e.mesh import eventually
+from e2e.mesh import Mesh, eventually
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -28,6 +31,20 @@ async def test_server_is_live_and_ready(triton: Triton) -> None:
     metadata = await client.get_server_metadata()
     assert metadata.name == "trtmesh"
     assert "statistics" in metadata.extensions
+
+
+async def test_reflection_describes_the_service(mesh: Mesh) -> None:
+    """As grpcurl asks before a call."""
+    ask = reflection_pb2.ServerReflectionRequest(
+        file_containing_symbol="inference.GRPCInferenceService"
+    )
+    async with grpc.aio.insecure_channel(mesh.router.address) as channel:
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([ask]))
+        answer = (await call.read()).file_descriptor_response
+    files = [FileDescriptorProto.FromString(data) for data in answer.file_descriptor_proto]
+    (service,) = [service for file in files for service in file.service]
+    assert {"ModelInfer", "ModelStreamInfer"} <= {method.name for method in service.method}
+    assert "ModelConfig" in {message.name for file in files for message in file.message_type}
 
 
 @pytest.mark.parametrize("model", MODELS)

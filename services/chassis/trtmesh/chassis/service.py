@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import grpc
 import uvloop
+from google.protobuf import descriptor_pool
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry, Gauge
 from trtmesh.chassis.addresses import listen
@@ -63,6 +64,8 @@ class Runtime:
     health: Health = field(init=False)
     more_metrics: Callable[[], str] = str
     """Additional metrics in Prometheus' text format; called in the endpoint's thread."""
+    descriptors: descriptor_pool.DescriptorPool = field(default_factory=descriptor_pool.Default)
+    """Descriptors of the services, for reflection."""
     addresses: dict[str, str] = field(default_factory=dict)
     """Additional addresses, by the name for the announcement."""
     failure: asyncio.Future[BaseException] = field(
@@ -142,7 +145,7 @@ class _Process:
         await runtime.health.register(server)
         service.register(server)
         names = (*service.service_names, "grpc.health.v1.Health", reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
+        reflection.enable_server_reflection(names, server, runtime.descriptors)
         settings = self._settings
         address = listen(server, settings.host, settings.port)
         await server.start()

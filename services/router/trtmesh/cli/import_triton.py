@@ -88,7 +88,7 @@ def imported_repository(flags: Flags) -> Iterator[Flags]:
 
 
 def _convert(repository: Path, models: Mapping[str, Path], device: str = "") -> Conversion:
-    # The messages of a model repository come with numpy, which other commands start without.
+    # The models of the Triton door take a tenth of a second to import.
     from trtmesh.cli.triton_import import convert_repository
 
     return convert_repository(repository, models, device)

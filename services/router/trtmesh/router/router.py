@@ -10,7 +10,9 @@ from contextlib import suppress
 from contextvars import Context
 
 import grpc
+from trtmesh.chassis.reflection import reflection_pool
 from trtmesh.chassis.service import Runtime
+from trtmesh.kserve import grpc_service_pb2
 from trtmesh.router.admission import Admission, RateLimiter
 from trtmesh.router.doors.admin.door import AdminDoor
 from trtmesh.router.doors.admin.service import RouterAdminService
@@ -30,7 +32,7 @@ from trtmesh.router.settings import RouterSettings
 from trtmesh.router.streams.turns import Turns
 from trtmesh.router.tokenizers.pool import TokenizerPool
 from trtmesh.router.tokenizers.tokenizer import Tokenizer
-from trtmesh.v1 import router_pb2_grpc
+from trtmesh.v1 import router_pb2, router_pb2_grpc
 
 WATCH_SECONDS = 0.1
 """Interval between updates of health and looks for slow clients."""
@@ -47,6 +49,7 @@ class Router:
         names = ("trtmesh.v1.MeshService",)
         triton = (SERVICE_NAME,) if settings.triton.enabled else ()
         self.service_names: Sequence[str] = (*names, *triton)
+        runtime.descriptors = reflection_pool(router_pb2.DESCRIPTOR, grpc_service_pb2.DESCRIPTOR)
         self._name = f"{socket.gethostname()}-{os.getpid()}"
         self._metrics = RouterMetrics()
         self._turns = Turns()

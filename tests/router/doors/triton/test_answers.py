@@ -6,8 +6,8 @@ import random
 from dataclasses import replace
 
 import pytest
-from tritonclient.grpc import service_pb2 as kserve
 from trtmesh.chassis.errors import DeadlineExceeded, InternalError, TrtmeshError
+from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.doors.triton.answers import Answers, PlainText
 from trtmesh.router.doors.triton.calls import read_call
 from trtmesh.router.doors.triton.grpc.responses import ResponseWriter

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from compat.triton import asked
-from tritonclient.grpc import service_pb2 as kserve
 from trtmesh.chassis.errors import InvalidRequest
+from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.doors.triton.calls import read_call
 from trtmesh.router.doors.triton.models import triton_models
 from trtmesh.router.doors.triton.settings import TritonSettings

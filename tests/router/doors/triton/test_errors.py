@@ -19,9 +19,9 @@ from router.scripted import (
     until_states,
 )
 from router.scripted_fleet import refusal
-from tritonclient.grpc import service_pb2 as kserve
 from trtmesh.chassis.error_wire import from_status
 from trtmesh.chassis.errors import BackendFailed, OutOfBlocks, TrtmeshError
+from trtmesh.kserve import grpc_service_pb2 as kserve
 
 SERVICE = "/inference.GRPCInferenceService/"
 INPUTS = {"input_ids": [5], "input_lengths": [1], "request_output_len": [3]}

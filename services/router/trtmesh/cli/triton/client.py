@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 from trtmesh.client.channel import ServerChannel, typed_errors
+from trtmesh.kserve import grpc_service_pb2
 
 SERVICE = "/inference.GRPCInferenceService/"
 
@@ -16,28 +17,23 @@ class TritonConnection(ServerChannel):
 
     async def model_config(self, model: str) -> Any:
         """The ModelConfig of a model."""
-        # The messages come with numpy, which other commands start without.
-        from tritonclient.grpc import service_pb2
-
         call = self.channel.unary_unary(
             f"{SERVICE}ModelConfig",
-            request_serializer=service_pb2.ModelConfigRequest.SerializeToString,
-            response_deserializer=service_pb2.ModelConfigResponse.FromString,
+            request_serializer=grpc_service_pb2.ModelConfigRequest.SerializeToString,
+            response_deserializer=grpc_service_pb2.ModelConfigResponse.FromString,
         )
         with typed_errors():
-            response: Any = await call(service_pb2.ModelConfigRequest(name=model))
+            response: Any = await call(grpc_service_pb2.ModelConfigRequest(name=model))
         return response.config
 
     async def stream(
         self, requests: AsyncIterator[Any], timeout_seconds: float | None
     ) -> AsyncIterator[Any]:
         """Each ModelStreamInferResponse, until all requests are over. Leaving early cancels the requests."""
-        from tritonclient.grpc import service_pb2
-
         open_stream: grpc.aio.StreamStreamMultiCallable[Any, Any] = self.channel.stream_stream(
             f"{SERVICE}ModelStreamInfer",
-            request_serializer=service_pb2.ModelInferRequest.SerializeToString,
-            response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
+            request_serializer=grpc_service_pb2.ModelInferRequest.SerializeToString,
+            response_deserializer=grpc_service_pb2.ModelStreamInferResponse.FromString,
         )
         call = open_stream(requests, timeout=timeout_seconds)
         try:

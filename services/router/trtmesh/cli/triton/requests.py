@@ -8,6 +8,7 @@ from typing import Any
 
 from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.cli.triton.tensors import encode_rows
+from trtmesh.kserve import grpc_service_pb2, model_config_pb2
 
 NAMES: Mapping[str, Sequence[str]] = {
     "max_tokens": ("max_tokens", "request_output_len", "sampling_param_max_tokens"),
@@ -44,8 +45,6 @@ class TritonModel:
     @classmethod
     def of(cls, config: Any) -> TritonModel:
         """From a ModelConfig."""
-        from tritonclient.grpc import model_config_pb2
-
         names = model_config_pb2.DataType
         types = {i.name: names.Name(i.data_type).removeprefix("TYPE_") for i in config.input}
         # Triton's llmapi model always accumulates, without a parameter.
@@ -110,9 +109,7 @@ def make_stop(model: TritonModel, request_id: str) -> Any:
 
 
 def _message(model: TritonModel, request_id: str, inputs: Mapping[str, Sequence[Any]]) -> Any:
-    from tritonclient.grpc import service_pb2
-
-    request = service_pb2.ModelInferRequest(model_name=model.name, id=request_id)
+    request = grpc_service_pb2.ModelInferRequest(model_name=model.name, id=request_id)
     request.parameters["triton_enable_empty_final_response"].bool_param = True
     for name, rows in inputs.items():
         data_type = model.inputs[name]

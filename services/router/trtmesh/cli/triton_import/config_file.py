@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from google.protobuf import text_format
-from tritonclient.grpc import model_config_pb2
 from trtmesh.chassis.errors import SettingsError
+from trtmesh.kserve import model_config_pb2
 
 MAX_FILE_BYTES = 2**20
 """Largest accepted configuration."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from google.protobuf import text_format
-from tritonclient.grpc import model_config_pb2
 from trtmesh.cli.triton_import.findings import Draft, Subject
 from trtmesh.cli.triton_import.parameters import (
     NO_ADAPTERS,
@@ -21,6 +20,7 @@ from trtmesh.cli.triton_import.parameters import (
 from trtmesh.cli.triton_import.recipes import Recipe, RepositoryModel
 from trtmesh.cli.triton_import.repository import VERSION
 from trtmesh.cli.triton_import.rules import TORCH
+from trtmesh.kserve import model_config_pb2
 from trtmesh.router.doors.triton.tensors import TensorSpec
 
 LOGITS = ("context_logits", "generation_logits")

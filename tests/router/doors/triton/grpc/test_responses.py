@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 
 import pytest
-from tritonclient.grpc import service_pb2 as kserve
+from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.doors.triton.grpc.responses import ResponseWriter
 from trtmesh.router.doors.triton.tensors import Output, text_data
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from compat.triton import asked
-from tritonclient.grpc import model_config_pb2
-from tritonclient.grpc import service_pb2 as kserve
+from trtmesh.kserve import grpc_service_pb2 as kserve
+from trtmesh.kserve import model_config_pb2
 from trtmesh.router.doors.triton.calls import read_call
 from trtmesh.router.doors.triton.models import describe_config, triton_models
 from trtmesh.router.doors.triton.settings import TritonSettings
@@ -128,8 +128,8 @@ def parse(table: str) -> Tensors:
 def test_model_declares_the_tensors_of_the_contract(model: str) -> None:
     config = describe_config(triton_models(TritonSettings())[model])
 
-    def named(data_type: int) -> str:
-        name = str(model_config_pb2.DataType.Name(data_type))
+    def named(data_type: model_config_pb2.DataType.ValueType) -> str:
+        name = model_config_pb2.DataType.Name(data_type)
         return name.removeprefix("TYPE_").replace("STRING", "BYTES")
 
     given: Tensors = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from tritonclient.grpc import model_config_pb2, service_pb2
+from trtmesh.kserve import grpc_service_pb2, model_config_pb2
 from trtmesh.router.doors.triton.settings import DEFAULT_STEPS, TritonModelSettings, TritonSettings
 from trtmesh.router.doors.triton.templates.catalogue import FIVE_MODELS, TEMPLATES
 from trtmesh.router.doors.triton.templates.template import Model
@@ -54,9 +54,9 @@ def _own(own: T | None, default: T) -> T:
     return default if own is None else own
 
 
-def describe_metadata(model: Model) -> service_pb2.ModelMetadataResponse:
+def describe_metadata(model: Model) -> grpc_service_pb2.ModelMetadataResponse:
     """The answer of ModelMetadata."""
-    response = service_pb2.ModelMetadataResponse(
+    response = grpc_service_pb2.ModelMetadataResponse(
         name=model.name, versions=[MODEL_VERSION], platform=model.template.backend or "ensemble"
     )
     for specs, listed in (

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from importlib.metadata import version
 from typing import Any
 
-from tritonclient.grpc import service_pb2 as kserve
 from trtmesh.chassis.errors import (
     InvalidRequest,
     ModelNotFound,
@@ -16,6 +15,7 @@ from trtmesh.chassis.errors import (
     UnsupportedCall,
     UnsupportedField,
 )
+from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.doors.generation import Caller
 from trtmesh.router.doors.triton.answers import Answer
 from trtmesh.router.doors.triton.calls import read_call

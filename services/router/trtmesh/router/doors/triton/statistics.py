@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from tritonclient.grpc import service_pb2
 from trtmesh.chassis.errors import Blame, TrtmeshError
+from trtmesh.kserve import grpc_service_pb2
 from trtmesh.router.doors.triton.answers import Answers, PlainText
 from trtmesh.router.doors.triton.models import MODEL_VERSION
 from trtmesh.router.doors.triton.templates.template import Call, Model, Share, Spent
@@ -170,10 +170,10 @@ class Statistics:
             for model in (counting.call.model, *counting.steps)
         )
 
-    def describe(self, model: Model) -> service_pb2.ModelStatistics:
+    def describe(self, model: Model) -> grpc_service_pb2.ModelStatistics:
         """The counts of one model. All computation is inference: input and output are not measured apart."""
         counts = self._counts.get(model.name, Counts())
-        answer = service_pb2.ModelStatistics(
+        answer = grpc_service_pb2.ModelStatistics(
             name=model.name,
             version=MODEL_VERSION,
             last_inference=counts.last_ms,

@@ -10,11 +10,11 @@ from typing import Any
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
-from tritonclient.grpc import service_pb2 as kserve
 from trtmesh.chassis.errors import InternalError, SlowClient, TrtmeshError, UnsupportedCall
 from trtmesh.chassis.logs import request_id_bound
 from trtmesh.chassis.rpc import answering
 from trtmesh.chassis.tasks import until_first_ends
+from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.doors.generation import caller_of, metadata_of
 from trtmesh.router.doors.triton.grpc.responses import ResponseWriter
 from trtmesh.router.doors.triton.server import Speech, TritonServer

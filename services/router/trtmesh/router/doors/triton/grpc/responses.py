@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tritonclient.grpc import service_pb2 as kserve
+from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.doors.triton.models import MODEL_VERSION
 from trtmesh.router.doors.triton.tensors import Output
 

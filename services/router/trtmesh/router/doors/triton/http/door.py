@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 from aiohttp import web
 from pydantic import Field
-from tritonclient.grpc import service_pb2 as kserve
 from trtmesh.chassis.addresses import bind
 from trtmesh.chassis.errors import InvalidRequest, UnsupportedCall
 from trtmesh.chassis.settings import OptionalPort, Settings
+from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.doors.triton.http.bodies import as_json, json_response, read_json
 from trtmesh.router.doors.triton.http.errors import answering
 from trtmesh.router.doors.triton.http.inference import Inference

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tritonclient.grpc import service_pb2 as kserve
 from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.chassis.logs import rebind_request_id
+from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.doors.triton.http.bodies import parse_json, to_json
 from trtmesh.router.doors.triton.http.json_tensors import flatten, raw_data, values
 from trtmesh.router.doors.triton.models import MODEL_VERSION
