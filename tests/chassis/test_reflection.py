@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 from trtmesh.chassis.reflection import reflection_pool
 from trtmesh.kserve import grpc_service_pb2
 from trtmesh.v1 import engine_pb2, router_pb2
@@ -7,7 +9,8 @@ from trtmesh.v1 import engine_pb2, router_pb2
 
 def test_pool_joins_files_with_their_imports() -> None:
     # Both files import generation.proto; the third is in a pool of its own.
-    pool = reflection_pool(
+    # types-protobuf has no types for lookups.
+    pool: Any = reflection_pool(
         router_pb2.DESCRIPTOR, engine_pb2.DESCRIPTOR, grpc_service_pb2.DESCRIPTOR
     )
     for service in (
