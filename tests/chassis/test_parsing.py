@@ -111,11 +111,6 @@ def test_enum_numbers_without_a_name_are_refused(path: str, name: str) -> None:
             "",
         ),
         (
-            pb.GenerationConfig(stopping=pb.StoppingConfig(min_tokens=5, max_tokens=4)),
-            ("stopping.min_tokens",),
-            "at most 4",
-        ),
-        (
             pb.GenerationConfig(sampling=pb.SamplingConfig(embedding_bias_texts=["a"])),
             (
                 "sampling.embedding_bias_texts",

@@ -175,8 +175,8 @@ async def test_random_endings_leave_nothing_behind(mesh: Mesh, triton: Triton) -
         assert (await triton.stream("ensemble", short))[-1].final
 
     async def fail() -> None:
-        (response,) = await triton.stream("tensorrt_llm", ENDLESS | {"request_output_len": 9000})
-        assert "9000" in response.error
+        (response,) = await triton.stream("tensorrt_llm", ENDLESS | {"end_id": 60_000})
+        assert "60000" in response.error
 
     async def time_out() -> None:
         timeout = random_.randrange(1, 80_000)

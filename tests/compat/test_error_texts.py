@@ -39,8 +39,7 @@ CASES: list[tuple[str, Mapping[str, Any], str]] = [
     ),
     ("tensorrt_llm", {"runtime_top_p": 3.0}, "runtime_top_p is 3.0 but must be in [0, 1]"),
     ("ensemble", {"top_p": 3.0}, "top_p is 3.0 but must be in [0, 1]"),
-    ("ensemble", {"min_tokens": 9}, "min_tokens is 9 but must be at most 5 (max_tokens)"),
-    ("tensorrt_llm", {"min_tokens": 9}, "is 9 but must be at most 5 (request_output_len)"),
+    ("ensemble", {"top_p": 3.0, "beam_width": 2}, "top_p is 3.0 but must be in [0, 1]"),
     ("tensorrt_llm", {"end_id": 60_000}, "end_id is 60000 but must be"),
     ("tensorrt_llm", RANGES, "retention_token_range_priorities is 200 but must be in [0, 100]"),
     ("tensorrt_llm_bls", {"image_bytes_input": PICTURE}, "image_bytes_input " + NO_WORKER),
@@ -108,15 +107,14 @@ async def test_error_of_a_row_names_the_row(
 
 @pytest.mark.parametrize("model", ["tensorrt_llm", "tensorrt_llm_bls"])
 async def test_row_refused_by_the_worker_leaves_the_others(triton: Triton, model: str) -> None:
-    tensors = rows(**(THREE | {"max_tokens": [3, 9000, 3]}))
+    end_ids = [1, 60_000, 1]
+    tensors = rows(**THREE, end_id=end_ids)
     if model == "tensorrt_llm":
         columns = {"input_ids": [5, 6, 7], "input_lengths": [1, 1, 1]}
-        tensors = rows(**columns, request_output_len=[3, 9000, 3])
+        tensors = rows(**columns, request_output_len=[3, 3, 3], end_id=end_ids)
     responses = await triton.stream(model, tensors)
     (error,) = [response.error for response in responses if response.error]
-    assert error.startswith("row 1: ")
-    asked = "request_output_len" if model == "tensorrt_llm" else "max_tokens"
-    assert f"{asked} asks for 9000 new tokens" in error
+    assert error.startswith("row 1: end_id is 60000 but must be")
     whole = [response.number["batch_index"] for response in responses if response.outputs]
     assert sorted(whole) == [0, 2]
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -405,4 +406,37 @@ async def test_request_parameters_reach_the_backend(
     config = await seen_config(triton, backend, "tensorrt_llm", {}, **more)
     assert config.handoff is not None
     assert config.handoff.phase == pb.GENERATION_PHASE_CONTEXT_ONLY
-    assert config.priority == 1_000_000 - 3
+    assert config.priority == 16 - 3
+
+
+async def test_priorities_keep_their_order(triton: Triton, backend: RecordingBackend) -> None:
+    """The lower the earlier; 0 is unset."""
+    given = [1, 2, 3, 15, 16, 17, 1000, 10**6, 10**6 + 1, 2**31, 2**31 + 16]
+    seen = [
+        (await seen_config(triton, backend, "tensorrt_llm", {}, priority=each)).priority
+        for each in given
+    ]
+    assert all(early > late for early, late in pairwise(seen))
+    unset = (await seen_config(triton, backend, "tensorrt_llm", {}, priority=0)).priority
+    assert unset == seen[given.index(16)] == 0
+
+
+async def test_draws_of_beams_are_dropped(triton: Triton, backend: RecordingBackend) -> None:
+    """The executor accepts them and ranks beams without them."""
+    draws = {
+        "runtime_top_k": 5,
+        "runtime_top_p": 0.5,
+        "runtime_top_p_min": 0.1,
+        "runtime_top_p_decay": 0.9,
+        "runtime_top_p_reset_ids": 3,
+    }
+    plain = await seen_config(triton, backend, "tensorrt_llm", BEAMS)
+    config = await seen_config(triton, backend, "tensorrt_llm", {**BEAMS, **draws})
+    assert config.fields_set == plain.fields_set
+    config = await seen_config(triton, backend, "ensemble", {**BEAMS, "top_k": 5, "top_p": 0.5})
+    assert (config.sampling.top_k, config.sampling.top_p) == (None, None)
+
+
+async def test_min_tokens_may_exceed_max_tokens(triton: Triton, backend: RecordingBackend) -> None:
+    stopping = (await seen_config(triton, backend, "ensemble", {"min_tokens": 9})).stopping
+    assert (stopping.min_tokens, stopping.max_tokens) == (9, 5)

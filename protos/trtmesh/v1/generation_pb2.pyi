@@ -399,7 +399,9 @@ class StoppingConfig(google.protobuf.message.Message):
     max_tokens: builtins.int
     """Most new tokens of each sequence, at least 1. Unset means as many as the model's length allows."""
     min_tokens: builtins.int
-    """Fewest new tokens before an end id, or before the last token of a stop_token_ids sequence."""
+    """Fewest new tokens before an end id, or before the last token of a stop_token_ids sequence. max_tokens ends a
+    sequence even before.
+    """
     end_id: builtins.int
     """Token id of the end of a sequence. Unset means the model's end ids."""
     ignore_end_id: builtins.bool

@@ -199,9 +199,11 @@ class TestTokens:
             assert run.tokens[1] != run.tokens[2]
             assert run.tokens[3] == run.tokens[4]
 
-    async def test_sequence_without_max_tokens_ends_at_model_length(self) -> None:
+    @pytest.mark.parametrize("max_tokens", [None, 98, 2**31 - 1])
+    async def test_sequence_ends_at_model_length(self, max_tokens: int | None) -> None:
         async with running(max_sequence_tokens=100) as run:
-            assert len(await run.generate(item(1, None))) == 97
+            assert len(await run.generate(item(1, max_tokens))) == 97
+            assert run.ends[1].reason == pb.FINISH_REASON_LENGTH
 
     async def test_stop_words_and_end_ids_end_sequence(self) -> None:
         async with running(end_id=2) as run:
@@ -332,7 +334,6 @@ class TestRefusals:
         [
             (item(prompt=()), PromptEmpty, "", ""),
             (item(prompt=(), emitted=(5,)), PromptEmpty, "", ""),
-            (item(max_tokens=98), PromptTooLong, "stopping.max_tokens", "98"),
             (item(max_tokens=None, prompt=(5,) * 100), PromptTooLong, "prompt", "100"),
             (item(prompt=(5, 32000)), TokenOutOfVocabulary, "prompt.token_ids", "32000"),
             (item(stopping=Stopping(end_id=32000)), InvalidField, "stopping.end_id", "32000"),

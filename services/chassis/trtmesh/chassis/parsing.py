@@ -62,7 +62,6 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "draft.acceptance_threshold": (0, 1),
     "kv_cache.token_ranges.priority": (0, 100),
     "kv_cache.decode_priority": (0, 100),
-    "priority": (-1_000_000, 1_000_000),
 }
 
 RETURNED = "sampling.num_return_sequences"
@@ -279,14 +278,10 @@ def _check_combinations(config: v.GenerationConfig) -> None:
 
 
 def _check_counts(config: v.GenerationConfig) -> None:
-    stopping, sampling, width = config.stopping, config.sampling, config.beam_search.beam_width
-    most_returned = width if width > 1 else None
-    for field, value, most, source in (
-        ("stopping.min_tokens", stopping.min_tokens, stopping.max_tokens, "stopping.max_tokens"),
-        (RETURNED, sampling.num_return_sequences, most_returned, "beam_search.beam_width"),
-    ):
-        if most is not None and value > most:
-            raise InvalidField.of(field, value, f"at most {most}", source)
+    sampling, width = config.sampling, config.beam_search.beam_width
+    if 1 < width < sampling.num_return_sequences:
+        returned = sampling.num_return_sequences
+        raise InvalidField.of(RETURNED, returned, f"at most {width}", "beam_search.beam_width")
     if sampling.best_of is not None and sampling.best_of < sampling.num_return_sequences:
         limit = f"at least {sampling.num_return_sequences}"
         raise InvalidField.of("sampling.best_of", sampling.best_of, limit, RETURNED)

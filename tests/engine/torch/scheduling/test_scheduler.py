@@ -196,7 +196,7 @@ def test_a_long_prompt_starts_at_once_under_a_stream_of_short_requests() -> None
 
 @pytest.mark.parametrize(
     ("low_priority", "high_priority", "bound"),
-    [(0, 1, 256), (0, 16, 16 * 256), (0, 10**6, 16 * 256), (-(10**6), 10**6, 32 * 256)],
+    [(0, 1, 256), (0, 16, 16 * 256), (0, 2**20, 32 * 256), (-(2**31), 2**31 - 1, 86 * 256)],
 )
 def test_a_stream_of_higher_priority_delays_by_a_bound(
     low_priority: int, high_priority: int, bound: int
@@ -257,6 +257,36 @@ def test_priority_goes_before_arrival() -> None:
     engine.add(low, high)
     engine.run()
     assert high.times.scheduled_ns < low.times.scheduled_ns
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 1), (0, 15), (14, 15), (-1, 0), (-17, -16), (-85, -84), (-1000, -500)]
+)
+def test_a_later_high_priority_starts_before_an_earlier_low_one(low: int, high: int) -> None:
+    engine = PaperEngine(blocks=64, batch=1)
+    first = engine.sequence([7], 6)
+    early, late = (
+        engine.sequence([number], 2, configure(priority=priority))
+        for number, priority in enumerate((low, high))
+    )
+    for added in (first, early, late):
+        engine.add(added)
+        for sequence in engine.step():
+            engine.advance(sequence)
+    engine.run()
+    assert first.times.scheduled_ns < late.times.scheduled_ns < early.times.scheduled_ns
+
+
+PRIORITIES = st.integers(-(2**31), 2**31 - 1)
+
+
+@given(PRIORITIES, PRIORITIES | st.integers(-64, 64))
+def test_ranks_of_one_step_are_ordered_by_priority(one: int, other: int) -> None:
+    engine = PaperEngine(blocks=16)
+    sequences = [engine.sequence([1], 1, configure(priority=each)) for each in (one, other)]
+    engine.add(*sequences)
+    expected = sequences if one >= other else sequences[::-1]
+    assert sorted(sequences, key=lambda each: each.rank) == expected
 
 
 def test_blocks_out_of_a_sliding_window_are_free_for_others() -> None:

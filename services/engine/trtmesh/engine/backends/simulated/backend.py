@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence as SequenceOf
 from hashlib import blake2b
 
-from trtmesh.chassis.errors import BackendFailed, PromptTooLong, QueueFull
+from trtmesh.chassis.errors import BackendFailed, QueueFull
 from trtmesh.engine import stopping
 from trtmesh.engine.admission import admit, check_queue
 from trtmesh.engine.backend import (
@@ -77,7 +77,7 @@ class SimulatedBackend:
     def submit(self, item: Submission) -> None:
         scheduler, block_size = self._scheduler, self._info.tokens_per_block
         rule = admit(item, self._info)
-        self._check(item)
+        self._check_refusal()
         check_queue(item, self._info, scheduler.present_sequences, scheduler.running_sequences)
         self._items += 1
         for index in range(len(item.keys)):
@@ -117,17 +117,7 @@ class SimulatedBackend:
         self._scheduler.stop_all(pb.FINISH_REASON_CANCELLED)
         self._deliver_leftover()
 
-    def _check(self, item: Submission) -> None:
-        """Refuses items beyond the limits of this backend alone."""
-        asked, longest = item.config.stopping.max_tokens or 1, self._info.max_sequence_tokens
-        if item.prompt_tokens + asked > longest:
-            raise PromptTooLong(
-                f"asks for {asked} new tokens after a prompt of {item.prompt_tokens} tokens, but a sequence has at"
-                f" most {longest}; shorten the prompt or ask for fewer tokens",
-                field="stopping.max_tokens",
-                value=str(asked),
-                limit=f"at most {max(0, longest - item.prompt_tokens)}",
-            )
+    def _check_refusal(self) -> None:
         refuse_after = self._settings.faults.refuse_after_items
         if refuse_after is not None and self._items >= refuse_after:
             raise QueueFull("the queue is full because simulated.faults.refuse_after_items says so")

@@ -21,7 +21,7 @@ from copy import copy
 from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, BlockPool, BlockTables, Prefix
 from trtmesh.engine.backends.torch.scheduling.prefixes import Prefixes
 from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
-from trtmesh.engine.backends.torch.scheduling.sequence import Chunk, Pairs, Sequence
+from trtmesh.engine.backends.torch.scheduling.sequence import Chunk, Pairs, Rank, Sequence
 
 REMOVED_ENTRIES = 64
 """Entries of removed sequences to keep beyond twice as many as there are waiting sequences."""
@@ -174,7 +174,7 @@ class Scheduler:
 
     def _enter(self, sequence: Sequence, rank: int) -> None:
         self._arrivals += 1
-        sequence.rank = (rank, self._arrivals)
+        sequence.rank = (rank, -sequence.config.priority, self._arrivals)
         self._by_key[sequence.key] = sequence
         self.pending_prompt_tokens += sequence.pending_prompt_tokens
 
@@ -347,7 +347,7 @@ class WaitingQueue:
 
     def __init__(self, lives: Callable[[Sequence], bool]) -> None:
         self._lives = lives
-        self._heap: list[tuple[tuple[int, int], Sequence]] = []
+        self._heap: list[tuple[Rank, Sequence]] = []
 
     def push(self, sequence: Sequence) -> None:
         heapq.heappush(self._heap, (sequence.rank, sequence))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
@@ -22,8 +23,13 @@ if TYPE_CHECKING:
 
 PRIORITY_STEPS = 256
 """Steps of waiting that one point of priority is worth."""
-MOST_PRIORITY = 16
-"""Priorities beyond this, in either direction, are capped; otherwise the lowest priority could starve."""
+WHOLE_POINTS = 16
+"""Priorities up to this, in either direction, are worth a point each; beyond, each doubling is worth a point. So no
+order is lost, and the lowest priority does not starve."""
+
+Rank = tuple[int, int, int]
+"""Fixed place in every order: the lowest starts first and is preempted last. The step of arrival less the head start,
+then the priority, highest first, then the arrival."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -57,8 +63,7 @@ class Sequence(Continuation):
     """Leading blocks offered for reuse."""
     slot: int = -1
     """Row of the block table; -1 outside the batch."""
-    rank: tuple[int, int] = (0, 0)
-    """Fixed place in every order: the lowest starts first and is preempted last."""
+    rank: Rank = (0, 0, 0)
     paused: bool = False
     """Whether the sequence has started and lost its blocks."""
     in_flight: bool = False
@@ -88,7 +93,10 @@ class Sequence(Continuation):
     @property
     def head_start(self) -> int:
         """Steps by which the priority advances the rank."""
-        return max(-MOST_PRIORITY, min(MOST_PRIORITY, self.config.priority)) * PRIORITY_STEPS
+        priority = self.config.priority
+        doublings = math.log2(max(WHOLE_POINTS, abs(priority)) / WHOLE_POINTS)
+        points = min(WHOLE_POINTS, abs(priority)) + doublings
+        return round(math.copysign(points * PRIORITY_STEPS, priority))
 
     @property
     def most_reusable(self) -> int:

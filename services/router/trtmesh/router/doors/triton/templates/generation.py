@@ -14,6 +14,7 @@ from trtmesh.chassis.errors import (
     PromptTooLong,
     TrtmeshError,
 )
+from trtmesh.chassis.parsing import parse_config
 from trtmesh.router.doors.triton.settings import LogitsDataType
 from trtmesh.router.doors.triton.templates.outputs import DetailedOutputs, OutputBuilder
 from trtmesh.router.doors.triton.templates.template import Call, Template
@@ -28,8 +29,10 @@ PHASES = {
     "context_only": pb.GENERATION_PHASE_CONTEXT_ONLY,
     "generation_only": pb.GENERATION_PHASE_GENERATION_ONLY,
 }
-FIRST_PRIORITY = 1_000_000
-"""The mesh's priority of Triton's priority 0. Triton serves lower numbers first; 0 is its default."""
+DEFAULT_PRIORITY = 16
+"""Triton's priority that equals an unset one, the mesh's 0. Triton serves lower numbers first; 0 is its unset."""
+LOWEST_PRIORITY = -(2**31)
+DRAW_FIELDS = ("top_k", "top_p", "top_p_min", "top_p_decay", "top_p_reset_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,17 +167,28 @@ def _settle_beams(config: pb.GenerationConfig, max_beam_width: int | None) -> No
         raise InternalError(
             f"Requested beam width {width} is larger than configured max beam width {max_beam_width}"
         )
-    if width <= 1 and config.HasField("beam_search"):
+    if width > 1:
+        _drop_draws(config)
+    elif config.HasField("beam_search"):
         if config.beam_search.HasField("beam_width") and width < 1:
             raise InvalidRequest(field="beam_search.beam_width", value="0", limit="at least 1")
         # Nothing else of beam search applies to a single beam.
         config.ClearField("beam_search")
 
 
+def _drop_draws(config: pb.GenerationConfig) -> None:
+    """Removes valid fields of draws: a beam search draws nothing, and the executor accepts them."""
+    sampling: Any = config.sampling
+    if any(map(sampling.HasField, DRAW_FIELDS)):
+        parse_config(config)
+        for field in DRAW_FIELDS:
+            sampling.ClearField(field)
+
+
 def _apply_parameters(config: pb.GenerationConfig, parameters: Mapping[str, Any]) -> None:
     priority = parameters.get("priority", 0)
     if isinstance(priority, int) and priority > 0:
-        config.priority = max(1, FIRST_PRIORITY - priority)
+        config.priority = max(LOWEST_PRIORITY, DEFAULT_PRIORITY - priority)
     phase = parameters.get("request_type")
     if phase is None:
         return
