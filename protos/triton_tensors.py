@@ -43,7 +43,7 @@ def _table(rows: dict[str, str], known: dict[str, dict[str, str]]) -> Iterator[s
             lacking = ", ".join(f"`{tensor}`" for tensor in others if tensor not in rows)
             yield from _wrapped(f"Those of `{name}` without {lacking}.")
             return
-    yield "| Tensor | Field | Note |\n|---|---|---|\n"
+    yield "| Tensor | Field | Note | Releases |\n|---|---|---|---|\n"
     yield from rows.values()
 
 
@@ -61,7 +61,10 @@ def _row(spec: TensorSpec) -> str:
     source = spec.source
     if not source and isinstance(spec, InputSpec) and spec.put is not None:
         source = ", ".join(f"`{_message(path)}.{path}`" for path in spec.put.fields)
-    return f"| `{spec.name}` | {source} | {spec.note} |\n"
+    note = spec.note
+    if not note and isinstance(spec, InputSpec) and spec.same_as:
+        note = f"another name of `{spec.same_as}`"
+    return f"| `{spec.name}` | {source} | {note} | {spec.history.text} |\n"
 
 
 def _message(path: str) -> str:

@@ -22,12 +22,14 @@ from tokenizers import Tokenizer
 from trtmesh.chassis.vocabulary import GenerationConfig, Image, Tensor, TokenRangeRetention
 from trtmesh.router.doors.triton.models import triton_models
 from trtmesh.router.doors.triton.settings import TritonSettings
+from trtmesh.router.doors.triton.templates.catalogue import TEMPLATES
 from trtmesh.v1 import generation_pb2 as pb
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 F16 = np.ones((1, 2, 3), np.float16)
 PIXELS = np.arange(12, dtype=np.float16).reshape(1, 1, 3, 2, 2)
+PICTURE = np.zeros((1, 3, 224, 224), np.float16)
 BYTES = np.arange(12, dtype=np.uint8).reshape(1, 1, 2, 2, 3)
 
 
@@ -76,8 +78,12 @@ SHARED = {
     "frequency_penalty": Case(0.25, "sampling.frequency_penalty", 0.25),
     "early_stopping": Case(2, "beam_search.early_stopping", 3, BEAMS),
     "min_tokens": Case(1, "stopping.min_tokens", 1),
+    "min_length": Case(np.array([[1]], np.uint32), "stopping.min_tokens", 1),
     "seed": Case(2**63 + 1, "sampling.seed", 2**63 + 1),
+    "random_seed": Case(np.array([[9]], np.uint64), "sampling.seed", 9),
     "return_log_probs": Case(True, "output.log_probs", True),
+    "output_log_probs": Case(True, "output.log_probs", True),
+    "return_kv_cache_reuse_stats": Case(True, "output.perf_metrics", True),
     "return_context_logits": Case(True, "output.context_logits", True),
     "return_generation_logits": Case(True, "output.generation_logits", True),
     "return_perf_metrics": Case(True, "output.perf_metrics", True),
@@ -112,6 +118,11 @@ TEXT = SHARED | {
     ),
     "embedding_bias_weights": Case(
         0.5, "sampling.embedding_bias_weights", (0.5,), {"embedding_bias_words": ["x"]}
+    ),
+}
+ENSEMBLE = TEXT | {
+    "image_input": Case(
+        PICTURE, "multimodal.images", (Image(pixels=tensor(PICTURE, pb.DATA_TYPE_FP16)),)
     ),
 }
 BLS = TEXT | {
@@ -170,7 +181,6 @@ TOKENS = SHARED | {
     "runtime_top_p_reset_ids": Case(6, "sampling.top_p_reset_id", 6),
     "prompt_ignore_length": Case(1, "sampling.prompt_ignore_length", 1),
     "no_repeat_ngram_size": Case(3, "sampling.no_repeat_ngram_size", 3),
-    "return_kv_cache_reuse_stats": Case(True, "output.perf_metrics", True),
     "prompt_table_extra_ids": Case(u64(8, 9, 0), "prompt_tuning.extra_ids", (8, 9)),
     "cross_attention_mask": Case(
         np.ones((1, 2, 2), np.bool_),
@@ -222,6 +232,11 @@ DISAGGREGATED = {
     )
     and not name.startswith("lookahead_")
 }
+GPT = {
+    name: case
+    for name, case in TOKENS.items()
+    if name in {spec.name for spec in TEMPLATES["gpt"].inputs}
+}
 LLMAPI = {
     "image_url": Case(
         np.array(["https://a/b.png"], np.object_),
@@ -272,14 +287,16 @@ NOT_FOR_BACKENDS = {
     "input_lengths": "seen as the prompt's ids",
 }
 MODELS = {
-    "ensemble": TEXT,
+    "ensemble": ENSEMBLE,
     "tensorrt_llm_bls": BLS,
     "tensorrt_llm": TOKENS,
     "disaggregated_serving_bls": DISAGGREGATED,
+    "gpt": GPT,
     "llmapi": LLMAPI,
 }
 CASES = [(model, name, case) for model, cases in MODELS.items() for name, case in cases.items()]
 CONFIGURED = {model: {"template": model, "decoupled": True} for model in MODELS}
+"""`gpt` answers once all the same."""
 TRITON = triton_models(TritonSettings.model_validate({"models": CONFIGURED}))
 
 
@@ -331,6 +348,8 @@ async def seen_config(
         needed = {"text_input": np.array(["a prompt"], np.object_)}
     elif "input_ids" in TRITON[model].inputs:
         needed = {"input_ids": i32(1, 2), "input_lengths": 2, "request_output_len": 5}
+    if model == "gpt":
+        needed |= {"end_id": 9, "pad_id": 9}
     declared = TRITON[model].inputs
     known = {name: value for name, value in tensors.items() if name in declared}
     before = len(backend.items)

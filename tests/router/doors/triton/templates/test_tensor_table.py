@@ -59,7 +59,7 @@ lookahead_verification_set_size INT32 1
 UNDECLARED = """
 no_repeat_ngram_size INT32 1   multimodal_embedding FP16 -1,-1
 multimodal_hashes INT32 -1,-1  multimodal_item_runs INT32 -1,-1
-return_kv_cache_reuse_stats BOOL 1                            runtime_top_k_min FP32 1
+runtime_top_k_min FP32 1
 """
 """Read by Triton's C++ backend without a declaration in config.pbtxt."""
 

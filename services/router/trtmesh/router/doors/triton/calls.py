@@ -16,6 +16,7 @@ CONTENTS_FIELDS = {
     "BOOL": "bool_contents",
     "UINT8": "uint_contents",
     "INT32": "int_contents",
+    "UINT32": "uint_contents",
     "INT64": "int64_contents",
     "UINT64": "uint64_contents",
     "FP32": "fp32_contents",
@@ -34,6 +35,7 @@ ONE_FOR_ALL_ROWS = frozenset(
         *("stop", "stream", "streaming", "beam_width", "num_return_sequences", "return_log_probs"),
         *("return_context_logits", "return_generation_logits", "return_perf_metrics"),
         *("return_kv_cache_reuse_stats", "return_num_input_tokens", "return_num_output_tokens"),
+        "output_log_probs",
     }
 )
 """Inputs that shape the responses: all rows of a request must agree on them."""
@@ -43,6 +45,7 @@ def read_call(model: Model, request: Any, *, unary: bool = False) -> Call:
     """Reads a ModelInferRequest; `unary` limits it to one response. Raises InvalidRequest."""
     inputs, batch_size = _read_inputs(request, model)
     _check_alike(inputs, batch_size)
+    _check_names(inputs, model)
     call = Call(
         model,
         request.id,
@@ -66,6 +69,17 @@ def _check_alike(inputs: Mapping[str, InputTensor], batch_size: int) -> None:
             raise InvalidRequest(
                 "differs between the rows of the batch, which must agree on it; send a request for each value",
                 field=name,
+            )
+
+
+def _check_names(inputs: Mapping[str, InputTensor], model: Model) -> None:
+    """Names that releases gave to one input must agree."""
+    for name, tensor in inputs.items():
+        other = inputs.get(model.inputs[name].same_as)
+        if other is not None and list(tensor.elements) != list(other.elements):
+            raise InvalidRequest(
+                "are two names of one input but differ; send one of them",
+                fields=(other.name, tensor.name),
             )
 
 
@@ -123,7 +137,7 @@ def _read_inputs(request: Any, model: Model) -> tuple[dict[str, InputTensor], in
 
 
 def _check_complete(names: Iterable[str], model: Model) -> None:
-    required = [spec.name for spec in model.inputs.values() if not spec.optional]
+    required = [spec.name for spec in model.inputs.values() if spec.required]
     missing = sorted(set(required).difference(names))
     if missing:
         got = sorted(names)
@@ -150,15 +164,19 @@ def _check(given: Any, spec: InputSpec, model: Model) -> None:
             " send its contents"
         )
     expected, shape = (*model.batch_dims, *spec.dims), tuple(given.shape)
-    fits = len(shape) == len(expected) and all(
-        got == want or (want == -1 and got >= 0) for got, want in zip(shape, expected, strict=True)
-    )
+    fits = any(_fits(shape, (*model.batch_dims, *dims)) for dims in (spec.dims, *spec.former_dims))
     batched = model.max_batch_size > 0
     if not fits or (batched and shape[0] < 1):
         raise InvalidRequest(
             f"unexpected shape for input '{spec.name}' for model '{model.name}'. Expected"
             f" {_dims(expected)}, got {_dims(shape)}." + (BATCH_DIMENSION_NOTE if batched else "")
         )
+
+
+def _fits(shape: Sequence[int], expected: Sequence[int]) -> bool:
+    return len(shape) == len(expected) and all(
+        got == want or (want == -1 and got >= 0) for got, want in zip(shape, expected, strict=True)
+    )
 
 
 def _dims(dims: Sequence[int]) -> str:

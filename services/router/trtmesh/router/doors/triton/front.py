@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import grpc
 from trtmesh.chassis.service import Runtime
+from trtmesh.router.doors.triton.engines import Engines
 from trtmesh.router.doors.triton.generations import Generations
 from trtmesh.router.doors.triton.grpc.door import TritonDoor
 from trtmesh.router.doors.triton.http.door import HttpDoor, HttpSettings
-from trtmesh.router.doors.triton.metrics import EngineFigures, engine_figures
 from trtmesh.router.doors.triton.server import TritonServer
 from trtmesh.router.doors.triton.settings import TritonSettings
-from trtmesh.router.doors.triton.templates.template import Model
 from trtmesh.router.doors.triton.templates.texts import Texts
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.metrics import RouterMetrics
@@ -34,16 +33,16 @@ class TritonFront:
         metrics: RouterMetrics,
     ) -> None:
         self._runtime = runtime
-        self._fleet = fleet
         texts = Texts(tokenizers, requests.served_model)
-        generations = Generations(requests, texts, metrics, self._longest_prompt)
+        engines = Engines(fleet)
+        generations = Generations(requests, texts, metrics, engines)
         server = TritonServer(
             settings, generations, texts, is_ready=lambda: not runtime.health.problems
         )
         self._door = TritonDoor(server)
         serves_http = http.port is not None
         self._http = HttpDoor(server, http, host, max_message_bytes) if serves_http else None
-        runtime.more_metrics = server.metrics(self._engine_figures).text
+        runtime.more_metrics = server.metrics(engines.figures).text
 
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the gRPC methods and takes the address for HTTP. Raises StartupError."""
@@ -58,15 +57,3 @@ class TritonFront:
     async def close(self) -> None:
         if self._http is not None:
             await self._http.close()
-
-    def _longest_prompt(self) -> int:
-        """Most tokens of a prompt that leaves room for a new token."""
-        workers = self._fleet.workers.values()
-        return max((w.engine.max_sequence_tokens for w in workers), default=1) - 1
-
-    def _engine_figures(self, model: Model) -> EngineFigures:
-        """Figures of a model's workers. Runs on the thread of the metrics endpoint."""
-        workers = [worker for worker in [*self._fleet.workers.values()] if worker.engine.model]
-        names = {worker.engine.model for worker in workers}
-        served = model.mesh_model or (names.pop() if len(names) == 1 else "")
-        return engine_figures(worker for worker in workers if worker.engine.model == served)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
@@ -12,11 +12,13 @@ from trtmesh.chassis.errors import DeadlineExceeded, TrtmeshError
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.doors.generation import Caller, counted
 from trtmesh.router.doors.triton.answers import Answer, Answers, PlainText
+from trtmesh.router.doors.triton.engines import Engines
 from trtmesh.router.doors.triton.statistics import Counting
 from trtmesh.router.doors.triton.templates.generation import GenerationTemplate, ItemFailure
 from trtmesh.router.doors.triton.templates.outputs import RowOutput, SequenceOutput
 from trtmesh.router.doors.triton.templates.template import Call, Model
 from trtmesh.router.doors.triton.templates.texts import Texts
+from trtmesh.router.doors.triton.token_ids import fit_to_engines
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.live_request import LiveRequest
 from trtmesh.router.requests.requests import Requests
@@ -34,12 +36,12 @@ class Generations:
         requests: Requests,
         texts: Texts,
         metrics: RouterMetrics,
-        longest_prompt: Callable[[], int],
+        engines: Engines,
     ) -> None:
         self._requests = requests
         self._texts = texts
         self._metrics = metrics
-        self._longest_prompt = longest_prompt
+        self._engines = engines
         self._named: dict[str, LiveRequest] = {}
 
     def stop(self, call: Call, template: GenerationTemplate) -> None:
@@ -55,7 +57,7 @@ class Generations:
         self, counting: Counting, template: GenerationTemplate, caller: Caller
     ) -> AsyncIterator[AsyncIterator[Answer]]:
         """The answers of a call, while inside. Raises TrtmeshError."""
-        call = counting.call
+        call = fit_to_engines(counting.call, self._engines)
         with counted(self._metrics) as generation:
             name, max_items = self._mesh_name(call.request_id), self._requests.max_items_per_request
             request = template.request(call, name, max_items)
@@ -72,7 +74,7 @@ class Generations:
         self, call: Call, template: GenerationTemplate, request: GenerationRequest
     ) -> Answers | PlainText:
         def item_error(failed: router_pb.ItemFailed) -> TrtmeshError:
-            usage, longest = failed.usage, self._longest_prompt()
+            usage, longest = failed.usage, self._engines.longest_prompt()
             error = from_proto(failed.error)
             failure = ItemFailure(error, request.request_id, usage.prompt_tokens, longest)
             return template.failed(call, failure)

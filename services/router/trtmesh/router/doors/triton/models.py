@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 from trtmesh.kserve import grpc_service_pb2, model_config_pb2
-from trtmesh.router.doors.triton.settings import DEFAULT_STEPS, TritonModelSettings, TritonSettings
+from trtmesh.router.doors.triton.releases import Declaration
+from trtmesh.router.doors.triton.settings import (
+    DEFAULT_STEPS,
+    NEWEST_RELEASE,
+    TritonModelSettings,
+    TritonSettings,
+)
 from trtmesh.router.doors.triton.templates.catalogue import FIVE_MODELS, TEMPLATES
 from trtmesh.router.doors.triton.templates.template import Model
 from trtmesh.router.doors.triton.tensors import TensorSpec
@@ -13,6 +20,7 @@ from trtmesh.router.doors.triton.tensors import TensorSpec
 MODEL_VERSION = "1"
 
 T = TypeVar("T")
+S = TypeVar("S", bound=TensorSpec)
 
 
 def triton_models(settings: TritonSettings) -> dict[str, Model]:
@@ -37,6 +45,7 @@ def _settle(name: str, own: TritonModelSettings, door: TritonSettings) -> Model:
         strict_transaction_policy=_own(
             own.strict_transaction_policy, door.strict_transaction_policy
         ),
+        release=_own(own.release, door.release) if template.dated else NEWEST_RELEASE,
         max_batch_size=_own(own.max_batch_size, door.max_batch_size) if template.batched else 0,
         max_beam_width=own.max_beam_width,
         exclude_input_in_output=_own(own.exclude_input_in_output, door.exclude_input_in_output),
@@ -46,6 +55,7 @@ def _settle(name: str, own: TritonModelSettings, door: TritonSettings) -> Model:
         logits_data_type=logits_data_type,
         add_special_tokens=_own(own.add_special_tokens, door.add_special_tokens),
         skip_special_tokens=_own(own.skip_special_tokens, door.skip_special_tokens),
+        wrap_token_ids=_own(own.wrap_token_ids, door.wrap_token_ids),
         steps=own.steps or DEFAULT_STEPS.get(own.template, ()),
     )
 
@@ -63,10 +73,17 @@ def describe_metadata(model: Model) -> grpc_service_pb2.ModelMetadataResponse:
         (model.inputs.values(), response.inputs),
         (model.outputs.values(), response.outputs),
     ):
-        for spec in specs:
-            shape = (*model.batch_dims, *spec.dims)
-            listed.add(name=spec.name, datatype=spec.data_type, shape=shape)
+        for spec, declared in _declared(specs, model):
+            shape = (*model.batch_dims, *declared.dims)
+            listed.add(name=spec.name, datatype=declared.data_types[0], shape=shape)
     return response
+
+
+def _declared(specs: Iterable[S], model: Model) -> Iterator[tuple[S, Declaration]]:
+    """The tensors of the model's release, in the order of the table."""
+    for spec in specs:
+        if (declared := spec.history.at(model.release)) is not None:
+            yield spec, declared
 
 
 def describe_config(model: Model) -> model_config_pb2.ModelConfig:
@@ -79,19 +96,19 @@ def describe_config(model: Model) -> model_config_pb2.ModelConfig:
     )
     config.version_policy.latest.num_versions = 1
     config.model_transaction_policy.decoupled = model.decoupled
-    for spec in model.inputs.values():
+    for spec, declared in _declared(model.inputs.values(), model):
         given = config.input.add(
             name=spec.name,
-            data_type=_config_type(spec),
-            dims=spec.dims,
-            optional=spec.optional,
+            data_type=_config_type(declared),
+            dims=declared.dims,
+            optional=not declared.required,
             allow_ragged_batch=spec.ragged and not model.is_ensemble,
         )
         if spec.scalar and model.template.reshapes_scalars:
             # To the empty shape.
             given.reshape.SetInParent()
-    for output in model.outputs.values():
-        config.output.add(name=output.name, data_type=_config_type(output), dims=output.dims)
+    for output, declared in _declared(model.outputs.values(), model):
+        config.output.add(name=output.name, data_type=_config_type(declared), dims=declared.dims)
     if model.is_ensemble:
         for step in model.steps:
             config.ensemble_scheduling.step.add(model_name=step, model_version=-1)
@@ -100,6 +117,7 @@ def describe_config(model: Model) -> model_config_pb2.ModelConfig:
     return config
 
 
-def _config_type(spec: TensorSpec) -> int:
-    name = "STRING" if spec.data_type == "BYTES" else spec.data_type
+def _config_type(declared: Declaration) -> int:
+    data_type = declared.data_types[0]
+    name = "STRING" if data_type == "BYTES" else data_type
     return int(model_config_pb2.DataType.Value(f"TYPE_{name}"))

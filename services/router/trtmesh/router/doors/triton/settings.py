@@ -17,8 +17,9 @@ TemplateName = Literal[
     "postprocessing",
     "disaggregated_serving_bls",
     "llmapi",
+    "gpt",
 ]
-"""Templates of TensorRT-LLM's Triton backend, by their names there; `llmapi` is the other model called
+"""Templates of TensorRT-LLM's Triton backend, by their names there; `llmapi` and `gpt` are the other models called
 `tensorrt_llm`."""
 
 DEFAULT_STEPS: Mapping[TemplateName, tuple[str, ...]] = {
@@ -27,6 +28,33 @@ DEFAULT_STEPS: Mapping[TemplateName, tuple[str, ...]] = {
     "disaggregated_serving_bls": ("tensorrt_llm",),
 }
 """Default steps of ensembles and BLS."""
+
+Release = Literal[
+    "v0.5.0",
+    "v0.6.0",
+    "v0.6.1",
+    "v0.7.0",
+    "v0.7.1",
+    "v0.7.2",
+    "v0.8.0",
+    "v0.9.0",
+    "v0.10.0",
+    "v0.11.0",
+    "v0.12.0",
+    "v0.13.0",
+    "v0.14.0",
+    "v0.15.0",
+    "v0.16.0",
+    "v0.17.0",
+    "v0.18.0",
+    "v0.18.2",
+    "v0.19.0",
+    "2025-05",
+    "2026-05",
+]
+"""Releases of TensorRT-LLM's Triton backend, then its tree at the move to TensorRT-LLM and before the removal of the
+models."""
+NEWEST_RELEASE: Release = "2026-05"
 
 LogitsDataType = Literal["FP32", "FP16", "BF16"]
 MaxBatchSize = Annotated[int, Field(ge=1, le=65536)]
@@ -44,6 +72,8 @@ class TritonModelSettings(Settings):
     """Whether a stream gets several responses to a request."""
     strict_transaction_policy: bool | None = None
     """Whether a decoupled model refuses unary calls, as in Triton."""
+    release: Release | None = None
+    """Release with the names, types and dims that the model's configuration declares."""
     max_batch_size: MaxBatchSize | None = None
     """Most rows of a request; `llmapi` has no batch dimension."""
     max_beam_width: Annotated[int, Field(ge=1, le=65536)] | None = None
@@ -58,6 +88,8 @@ class TritonModelSettings(Settings):
     """Whether prompts are encoded with the tokenizer's special tokens."""
     skip_special_tokens: bool | None = None
     """Whether texts leave special tokens out."""
+    wrap_token_ids: bool | None = None
+    """Whether prompt ids outside of the vocabulary are taken modulo its size."""
     steps: tuple[str, ...] = ()
     """Models for which requests count too: an ensemble's steps, or the models behind a BLS."""
 
@@ -100,6 +132,9 @@ class TritonSettings(Settings):
     """Templates whose models give a stream several responses to a request; the others give one."""
     strict_transaction_policy: bool = False
     """Whether decoupled models refuse unary calls, as in Triton; otherwise a unary call gets one whole response."""
+    release: Release = NEWEST_RELEASE
+    """Release with the names, types and dims that the models' configurations declare; requests of every release are
+    served."""
     max_batch_size: MaxBatchSize = 128
     """Most rows of a request."""
     exclude_input_in_output: bool = False
@@ -110,5 +145,7 @@ class TritonSettings(Settings):
     """Element type of logits outputs."""
     add_special_tokens: bool = True
     """Whether prompts are encoded with the special tokens that the tokenizer adds."""
+    wrap_token_ids: bool = False
+    """Whether prompt ids outside of the vocabulary are taken modulo its size, for benchmarks with random ids."""
     skip_special_tokens: bool = True
     """Whether texts leave special tokens out."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from trtmesh.chassis.errors import InvalidRequest
+from trtmesh.router.doors.triton.releases import History
 from trtmesh.v1 import generation_pb2 as pb
 
 Shape = tuple[int, ...]
@@ -17,6 +18,7 @@ ELEMENT_CODES = {
     "BOOL": "b",
     "UINT8": "B",
     "INT32": "i",
+    "UINT32": "I",
     "INT64": "q",
     "UINT64": "Q",
     "FP32": "f",
@@ -39,18 +41,25 @@ MESH_DATA_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor as a model declares it: `dims` without the batch dimension, -1 for any extent.
+    """A tensor of a template: its declarations by release, `dims` without the batch dimension, -1 for any extent.
 
-    A tensor of several `data_types` is declared with the first and accepted in any.
+    A tensor is accepted in the data types and dims of all releases.
     """
 
     name: str
-    data_types: tuple[str, ...]
-    dims: Shape
+    history: History
     source: str = ""
     """Markdown of the contract's table: the message fields, or why there are none."""
     note: str = ""
     """Markdown of the contract's table."""
+    data_types: tuple[str, ...] = field(init=False)
+    dims: Shape = field(init=False)
+    former_dims: tuple[Shape, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "data_types", self.history.data_types)
+        object.__setattr__(self, "dims", self.history.newest.dims)
+        object.__setattr__(self, "former_dims", self.history.former_dims)
 
     @property
     def data_type(self) -> str:
@@ -114,6 +123,12 @@ class Output(NamedTuple):
         cls, name: str, data_type: str, shape: Shape, numbers: Sequence[float]
     ) -> Output:
         return cls(name, data_type, shape, array(ELEMENT_CODES[data_type], numbers).tobytes())
+
+    @classmethod
+    def of_input(cls, name: str, given: InputTensor) -> Output:
+        """An input that passes through; not of BYTES."""
+        assert isinstance(given.elements, array)
+        return cls(name, given.data_type, given.shape, given.elements.tobytes())
 
     @classmethod
     def of_rows(cls, name: str, data_type: str, numbers: Sequence[float]) -> Output:

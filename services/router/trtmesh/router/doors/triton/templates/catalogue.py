@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from trtmesh.router.doors.triton.settings import TemplateName
 from trtmesh.router.doors.triton.templates.ensemble import ENSEMBLE, TENSORRT_LLM_BLS
+from trtmesh.router.doors.triton.templates.gpt import GPT
 from trtmesh.router.doors.triton.templates.llmapi import LLMAPI
 from trtmesh.router.doors.triton.templates.template import Template
 from trtmesh.router.doors.triton.templates.tensorrt_llm import (
@@ -18,5 +19,5 @@ FIVE_MODELS = (ENSEMBLE, TENSORRT_LLM_BLS, TENSORRT_LLM, PREPROCESSING, POSTPROC
 """Served under their own names where no models are configured."""
 
 TEMPLATES: Mapping[TemplateName, Template] = {
-    template.name: template for template in (*FIVE_MODELS, DISAGGREGATED_SERVING_BLS, LLMAPI)
+    template.name: template for template in (*FIVE_MODELS, DISAGGREGATED_SERVING_BLS, LLMAPI, GPT)
 }

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from trtmesh.chassis.errors import InternalError, TrtmeshError, UnsupportedField
 from trtmesh.router.doors.triton.templates.generation import ExecutorTemplate, ItemFailure, quoting
 from trtmesh.router.doors.triton.templates.template import Call
-from trtmesh.router.doors.triton.templates.tensor_table import BLS_INPUTS, TEXT_INPUTS, TEXT_OUTPUT
+from trtmesh.router.doors.triton.templates.tensor_table import (
+    BLS_INPUTS,
+    ENSEMBLE_INPUTS,
+    TEXT_OUTPUT,
+)
 
 VISION_INPUTS = frozenset(
     {"image_input", "image_bytes_input", "image_url_input", "video_bytes_input"}
@@ -46,7 +50,7 @@ class BlsTemplate(ExecutorTemplate):
 
 
 ENSEMBLE = ExecutorTemplate(
-    name="ensemble", backend="", inputs=TEXT_INPUTS, outputs=(TEXT_OUTPUT,), text=True
+    name="ensemble", backend="", inputs=ENSEMBLE_INPUTS, outputs=(TEXT_OUTPUT,), text=True
 )
 TENSORRT_LLM_BLS = BlsTemplate(
     name="tensorrt_llm_bls",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from trtmesh.chassis.errors import (
     InternalError,
     InvalidRequest,
     PromptTooLong,
+    TokenOutOfVocabulary,
     TrtmeshError,
 )
 from trtmesh.chassis.parsing import parse_config
@@ -110,6 +112,8 @@ class GenerationTemplate(Template, ABC):
         if isinstance(failure.error, PromptTooLong):
             words = f"Prompt length ({failure.prompt_tokens}) exceeds maximum input length ({failure.longest_prompt})"
             return quoting(call, words, failure.error)
+        if isinstance(failure.error, TokenOutOfVocabulary) and not call.model.wrap_token_ids:
+            return _naming_the_setting(failure.error)
         return failure.error
 
 
@@ -142,6 +146,12 @@ class ExecutorTemplate(GenerationTemplate):
             )
             return quoting(call, words, failure.error, BackendFailed)
         return super().failed(call, failure)
+
+
+def _naming_the_setting(error: TokenOutOfVocabulary) -> TokenOutOfVocabulary:
+    named = copy.copy(error)
+    named.problem += "; the setting triton.wrap_token_ids takes such ids modulo its size"
+    return named
 
 
 def quoting(

@@ -117,6 +117,7 @@ LLMAPI = LlmApiTemplate(
     text=True,
     is_core=True,
     batched=False,
+    dated=False,
     accumulates=True,
     parameters=("accumulate_tokens",),
 )

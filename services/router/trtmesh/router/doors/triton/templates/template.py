@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from trtmesh.chassis.errors import InternalError, InvalidRequest, TrtmeshError
-from trtmesh.router.doors.triton.settings import LogitsDataType, TemplateName
+from trtmesh.router.doors.triton.settings import LogitsDataType, Release, TemplateName
 from trtmesh.router.doors.triton.templates.tensor_table import InputSpec
 from trtmesh.router.doors.triton.tensors import InputTensor, TensorSpec
 
@@ -43,6 +43,8 @@ class Template:
     """Whether it generates itself: ensembles and BLS ask another model."""
     batched: bool = True
     """Whether tensors have a batch dimension."""
+    dated: bool = True
+    """Whether the configuration follows the release of a model; else it is always the newest."""
     reshapes_scalars: bool = False
     """Whether ModelConfig drops the last dimension of scalar inputs."""
     final_alone: bool = False
@@ -77,6 +79,8 @@ class Model:
     """Whether a stream gets several responses to a request."""
     strict_transaction_policy: bool
     """Whether it then refuses unary calls."""
+    release: Release
+    """The release of its configuration."""
     max_batch_size: int
     """0 where tensors have no batch dimension."""
     max_beam_width: int | None
@@ -86,6 +90,8 @@ class Model:
     logits_data_type: LogitsDataType
     add_special_tokens: bool
     skip_special_tokens: bool
+    wrap_token_ids: bool
+    """Whether prompt ids are taken modulo the size of the vocabulary."""
     steps: tuple[str, ...]
     """Models for which its requests count too."""
 
@@ -174,8 +180,11 @@ class Call:
         return field
 
     def _tensors_by_field(self) -> dict[str, str]:
-        """Prefers a tensor of this call where several set one field."""
-        sent_last = sorted(self.model.inputs.values(), key=lambda spec: spec.name in self.inputs)
+        """Prefers a tensor of this call, else the newest name, where several set one field."""
+        sent_last = sorted(
+            self.model.inputs.values(),
+            key=lambda spec: (spec.name in self.inputs, not spec.same_as),
+        )
         return {"handoff.phase": "parameter 'request_type'"} | {
             field: spec.name for spec in sent_last if spec.put for field in spec.put.fields
         }

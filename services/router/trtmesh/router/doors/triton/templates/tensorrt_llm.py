@@ -80,5 +80,6 @@ DISAGGREGATED_SERVING_BLS = DisaggregatedTemplate(
     inputs=DISAGGREGATED_INPUTS,
     outputs=TOKEN_OUTPUTS,
     text=False,
+    dated=False,
     final_alone=True,
 )

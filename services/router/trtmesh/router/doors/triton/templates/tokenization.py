@@ -11,9 +11,11 @@ from itertools import repeat
 from typing import Any
 
 from trtmesh.chassis.errors import InvalidRequest, UnsupportedField
+from trtmesh.router.doors.triton.templates.outputs import PAD_ID
 from trtmesh.router.doors.triton.templates.put import PAD_OFFSET
 from trtmesh.router.doors.triton.templates.template import Call, Share, Spent, Template
 from trtmesh.router.doors.triton.templates.tensor_table import (
+    PASSED_INPUTS,
     POSTPROCESSING_INPUTS,
     POSTPROCESSING_OUTPUTS,
     PREPROCESSING_INPUTS,
@@ -71,7 +73,7 @@ class PreprocessingTemplate(TokenizerTemplate):
         )
         queries = [row.query for row in rows]
         decoder_queries = [row.decoder_query or [pad_ids[i]] for i, row in enumerate(rows)]
-        lengths = _given(call, "REQUEST_OUTPUT_LEN", 0)
+        lengths = call.inputs["REQUEST_OUTPUT_LEN"]
         extra_ids = _extra_ids(call, max(map(len, queries)))
         outputs = [
             _padded("INPUT_ID", "INT32", queries, pad_ids),
@@ -81,11 +83,13 @@ class PreprocessingTemplate(TokenizerTemplate):
             _words(call, "BAD_WORDS", [row.bad_words for row in rows]),
             _words(call, "STOP_WORDS", [row.stop_words for row in rows]),
             _padded("EMBEDDING_BIAS", "FP32", [row.bias for row in rows]),
-            Output.of_rows("REQUEST_OUTPUT_LEN", "INT32", lengths),
+            Output.of_input("REQUEST_OUTPUT_LEN", lengths),
             Output.of_rows("OUT_END_ID", "INT32", end_ids),
             Output.of_rows("OUT_PAD_ID", "INT32", pad_ids),
             _padded("OUT_PROMPT_TABLE_EXTRA_IDS", "UINT64", extra_ids),
         ]
+        if (table := call.inputs.get("PROMPT_EMBEDDING_TABLE")) is not None:
+            outputs.append(Output.of_input("OUT_PROMPT_EMBEDDING_TABLE", table))
         return [output for output in outputs if call.wants(output.name)]
 
 
@@ -94,26 +98,15 @@ class PostprocessingTemplate(TokenizerTemplate):
     """Decodes all rows and beams into a flat list."""
 
     async def outputs_of(self, call: Call, texts: Texts) -> list[Output]:
-        tokens, lengths = call.inputs["TOKENS_BATCH"], call.inputs["SEQUENCE_LENGTH"]
-        if tokens.shape[:2] != lengths.shape:
-            raise InvalidRequest(
-                f"has shape {list(lengths.shape)} but TOKENS_BATCH has {list(tokens.shape)}; give one length for each"
-                " row and beam",
-                field="SEQUENCE_LENGTH",
-            )
-        longest = tokens.shape[2]
-        sequences: list[Sequence[int]] = []
-        for index in range(len(lengths.elements)):
-            length: int = lengths.scalar(index)
-            ids: Any = tokens.elements[index * longest :][: min(length, longest)]
-            if length < 0 or (len(ids) and min(ids) < 0):
-                raise InvalidRequest(
-                    f"have a length or an id below 0 in sequence {index}",
-                    fields=("TOKENS_BATCH", "SEQUENCE_LENGTH"),
-                )
-            sequences.append(ids)
+        sequences = _sequences(call)
         decoded = await asyncio.gather(*(texts.decode(call.model, ids) for ids in sequences))
-        return [Output.of_texts("OUTPUT", decoded)]
+        outputs = [Output.of_texts("OUTPUT", decoded)]
+        outputs += [
+            Output.of_input(f"OUT_{spec.name}", call.inputs[spec.name])
+            for spec in PASSED_INPUTS
+            if spec.name in call.inputs
+        ]
+        return [output for output in outputs if call.wants(output.name)]
 
 
 PREPROCESSING = PreprocessingTemplate(
@@ -122,6 +115,41 @@ PREPROCESSING = PreprocessingTemplate(
 POSTPROCESSING = PostprocessingTemplate(
     name="postprocessing", inputs=POSTPROCESSING_INPUTS, outputs=POSTPROCESSING_OUTPUTS
 )
+
+
+def _sequences(call: Call) -> list[Sequence[int]]:
+    """The ids of all rows and beams, without padding. Raises InvalidRequest."""
+    tokens, given = call.inputs["TOKENS_BATCH"], call.inputs.get("SEQUENCE_LENGTH")
+    rows, beams, longest = tokens.shape
+    sequences: list[Any] = [
+        tokens.elements[index * longest : (index + 1) * longest] for index in range(rows * beams)
+    ]
+    if given is None:
+        lengths = [_unpadded_length(sequence) for sequence in sequences]
+    elif given.shape == (rows, beams):
+        lengths = [given.scalar(index) for index in range(rows * beams)]
+    else:
+        raise InvalidRequest(
+            f"has shape {list(given.shape)} but TOKENS_BATCH has {list(tokens.shape)}; give one length for each"
+            " row and beam",
+            field="SEQUENCE_LENGTH",
+        )
+    for index, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
+        del sequence[max(length, 0) :]
+        if length < 0 or min(sequence, default=0) < 0:
+            raise InvalidRequest(
+                f"have a length or an id below 0 in sequence {index}",
+                fields=("TOKENS_BATCH", "SEQUENCE_LENGTH"),
+            )
+    return sequences
+
+
+def _unpadded_length(ids: Sequence[int]) -> int:
+    """The length without the padding of `output_ids`."""
+    length = len(ids)
+    while length and ids[length - 1] == PAD_ID:
+        length -= 1
+    return length
 
 
 def _check_no_vision(call: Call) -> None:

@@ -1,0 +1,41 @@
+"""The engines of a Triton model, as far as its requests depend on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trtmesh.router.doors.triton.metrics import EngineFigures, engine_figures
+from trtmesh.router.doors.triton.templates.template import Model
+from trtmesh.router.fleet.fleet import Fleet
+from trtmesh.router.fleet.worker import Worker
+
+
+class Engines:
+    """Reads the fleet."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def of(self, model: Model) -> Sequence[Worker]:
+        """The workers of a model; none where several models could be meant."""
+        workers = [worker for worker in [*self._fleet.workers.values()] if worker.engine.model]
+        names = {worker.engine.model for worker in workers}
+        served = model.mesh_model or (names.pop() if len(names) == 1 else "")
+        return [worker for worker in workers if worker.engine.model == served]
+
+    def longest_prompt(self) -> int:
+        """Most tokens of a prompt that leaves room for a new token."""
+        workers = self._fleet.workers.values()
+        return max((w.engine.max_sequence_tokens for w in workers), default=1) - 1
+
+    def vocabulary_size(self, model: Model) -> int:
+        """0 while no engine of the model is known."""
+        return max((worker.engine.vocabulary_size for worker in self.of(model)), default=0)
+
+    def support(self, model: Model, field: str) -> bool:
+        """Whether an engine of the model supports a field."""
+        return any(field in worker.facts.supported_fields for worker in self.of(model))
+
+    def figures(self, model: Model) -> EngineFigures:
+        """Figures of a model's workers. Runs on the thread of the metrics endpoint."""
+        return engine_figures(self.of(model))
