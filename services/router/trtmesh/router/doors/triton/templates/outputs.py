@@ -128,6 +128,8 @@ class DetailedOutputs:
             )
         )
         self._requested = call.requested
+        self._empty = _Matrix(call.model.logits_data_type, 0, 0, b"")
+        """Stands for the logits of a response without new tokens."""
 
     @property
     def only_new_text(self) -> bool:
@@ -149,10 +151,10 @@ class DetailedOutputs:
             yield Output.of_numbers("cum_log_probs", "FP32", (len(block), beams), sums)
             yield _log_probs(block)
         if self._context_logits:
-            yield _stack("context_logits", [_joined(row.context_logits) for row in rows])
+            yield self._stack("context_logits", [_joined(row.context_logits) for row in rows])
         if self._generation_logits:
             sequences = [sequence for _, row in block for sequence in row]
-            logits = _stack("generation_logits", [_joined(s.logits) for s in sequences])
+            logits = self._stack("generation_logits", [_joined(s.logits) for s in sequences])
             shape = (len(rows), len(sequences) // len(rows), *logits.shape[1:])
             yield Output(logits.name, logits.data_type, shape, logits.data)
         if self._batch_index:
@@ -171,6 +173,15 @@ class DetailedOutputs:
         state = block[0][1][0].handoff_state
         if state:
             yield Output("context_phase_params", "UINT8", (1, len(state)), state)
+
+    def _stack(self, name: str, matrices: Sequence[_Matrix]) -> Output:
+        """[matrices, rows, columns], filled up with zeros; without rows, type and columns of earlier responses."""
+        longest = max(matrix.rows for matrix in matrices)
+        known = next((matrix for matrix in matrices if matrix.rows), self._empty)
+        self._empty = _Matrix(known.data_type, 0, known.columns, b"")
+        size = len(known.data) // known.rows if known.rows else 0
+        data = b"".join(matrix.data.ljust(longest * size, b"\0") for matrix in matrices)
+        return Output(name, known.data_type, (len(matrices), longest, known.columns), data)
 
 
 def _text(block: Block) -> Output:
@@ -215,12 +226,3 @@ def _joined(parts: Sequence[pb.Tensor]) -> _Matrix:
         parts[0].shape[1],
         b"".join(part.data for part in parts),
     )
-
-
-def _stack(name: str, matrices: Sequence[_Matrix]) -> Output:
-    """[matrices, rows, columns], filled up with zeros."""
-    longest = max(matrix.rows for matrix in matrices)
-    known = next((matrix for matrix in matrices if matrix.rows), _Matrix("FP32", 0, 0, b""))
-    size = len(known.data) // known.rows if known.rows else 0
-    data = b"".join(matrix.data.ljust(longest * size, b"\0") for matrix in matrices)
-    return Output(name, known.data_type, (len(matrices), longest, known.columns), data)
