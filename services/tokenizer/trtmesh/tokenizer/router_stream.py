@@ -127,7 +127,9 @@ class RouterStream:
                 )
             self._shared.workload.begin()
             try:
-                encode = self._shared.encoder.submit(_request_of(command))
+                text = command.text if command.HasField("text") else None
+                request = EncodeRequest(text, command.add_special_tokens, tuple(command.words))
+                encode = self._shared.encoder.submit(request)
             except TrtmeshError:
                 self._shared.workload.end()
                 raise
@@ -168,8 +170,3 @@ class RouterStream:
         for encode in self._encodes.values():
             encode.cancel()
         self._states.close_all()
-
-
-def _request_of(command: pb.EncodeCommand) -> EncodeRequest:
-    text = command.text if command.HasField("text") else None
-    return EncodeRequest(text, command.add_special_tokens, tuple(command.words))

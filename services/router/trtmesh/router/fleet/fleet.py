@@ -42,6 +42,8 @@ class Fleet:
         self.workers: dict[str, Worker] = {}
         self._snapshots: dict[str, WorkerSnapshot] = {}
         self._snapshot: tuple[WorkerSnapshot, ...] = ()
+        self._served: frozenset[tuple[str, int]] | None = None
+        """Models and block sizes of the snapshots; None once either changed."""
         self._touched: set[str] = set()
         """Addresses, because a worker may be replaced at its address between two placements."""
         self.decisions = DecisionLog(settings.explained_decisions)
@@ -59,9 +61,7 @@ class Fleet:
 
     def models(self) -> frozenset[str]:
         """Models of all known workers, even lost ones."""
-        return frozenset(
-            worker.engine.model for worker in self.workers.values() if worker.engine.model
-        )
+        return frozenset(model for model, _ in self._models_and_block_sizes() if model)
 
     def why_no_models(self) -> str:
         """Why no model is known, with advice."""
@@ -101,14 +101,21 @@ class Fleet:
         """Every worker at this moment. Only workers touched since the last call are read again."""
         if self._touched:
             for address in self._touched:
-                if (worker := self.workers.get(address)) is None:
-                    self._snapshots.pop(address, None)
-                else:
-                    typical = self._typical.get(worker.engine.model, UNKNOWN)
-                    self._snapshots[address] = worker.snapshot(typical)
+                self._read(address)
             self._touched.clear()
             self._snapshot = tuple(self._snapshots.values())
         return self._snapshot
+
+    def _read(self, address: str) -> None:
+        former = self._snapshots.get(address)
+        if (worker := self.workers.get(address)) is None:
+            self._snapshots.pop(address, None)
+            self._served = None
+            return
+        snapshot = worker.snapshot(self._typical.get(worker.engine.model, UNKNOWN))
+        self._snapshots[address] = snapshot
+        if former is None or former.served != snapshot.served:
+            self._served = None
 
     def check_fields(self, model: str, fields: frozenset[str]) -> None:
         """Raises UnsupportedField if the model has usable workers and none supports all of `fields`."""
@@ -133,7 +140,7 @@ class Fleet:
         """Whether a worker would take an item now."""
         fleet, now = self.snapshot(), asyncio.get_running_loop().time()
         try:
-            place(self.policy, fleet, self._completed(query, blocks, fleet, now))
+            place(self.policy, fleet, self._completed(query, blocks, now))
         except TrtmeshError:
             return False
         return True
@@ -151,7 +158,7 @@ class Fleet:
 
     def block_hashes(self, model: str, blocks: PromptBlocks) -> list[int]:
         """Names of a prompt's blocks on the model's workers; empty if the policy ignores prefixes."""
-        return blocks.hashes(min(self._block_sizes(model, self.snapshot()), default=0))
+        return blocks.hashes(min(self._block_sizes(model), default=0))
 
     def has_blocks(self, hashes: Sequence[int]) -> bool:
         """Whether any worker holds all the blocks."""
@@ -165,7 +172,7 @@ class Fleet:
         if phases is not WHOLE:
             query = replace(query, needs=query.needs - WHOLE | phases)
         fleet = self.snapshot()
-        decision = place(self.policy, fleet, self._completed(query, blocks, fleet, now))
+        decision = place(self.policy, fleet, self._completed(query, blocks, now))
         worker = self.workers[decision.chosen.address]
         self._turn += 1
         worker.last_turn = self._turn
@@ -178,17 +185,11 @@ class Fleet:
         self._metrics.placed[self.policy, worker.name] += 1
         return Leg(worker, booking, phases, decision)
 
-    def _completed(
-        self,
-        query: PlacementQuery,
-        blocks: PromptBlocks,
-        fleet: Sequence[WorkerSnapshot],
-        now: float,
-    ) -> PlacementQuery:
+    def _completed(self, query: PlacementQuery, blocks: PromptBlocks, now: float) -> PlacementQuery:
         """The query with the fleet's knowledge added."""
         typical = self._typical.get(query.model, UNKNOWN)
         new_tokens = min(typical.new_tokens, query.max_tokens or typical.new_tokens)
-        sizes = self._block_sizes(query.model, fleet)
+        sizes = self._block_sizes(query.model)
         return replace(
             query,
             cached_tokens=self._cached_tokens(query, blocks, sizes, now),
@@ -197,11 +198,17 @@ class Fleet:
             draw=random.getrandbits(32),
         )
 
-    def _block_sizes(self, model: str, fleet: Sequence[WorkerSnapshot]) -> set[int]:
+    def _block_sizes(self, model: str) -> set[int]:
         """Block sizes of the model's workers with KV events; empty if the policy ignores prefixes."""
         if not POLICIES[self.policy].looks_at_prefixes:
             return set()
-        return {worker.tokens_per_block for worker in fleet if worker.model == model} - {0}
+        return {size for name, size in self._models_and_block_sizes() if size and name == model}
+
+    def _models_and_block_sizes(self) -> frozenset[tuple[str, int]]:
+        fleet = self.snapshot()
+        if self._served is None:
+            self._served = frozenset(worker.served for worker in fleet)
+        return self._served
 
     def _cached_tokens(
         self, query: PlacementQuery, blocks: PromptBlocks, sizes: set[int], now: float

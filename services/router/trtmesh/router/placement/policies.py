@@ -75,10 +75,6 @@ def _sample(eligible: Indexes, draw: int) -> Indexes:
     return [eligible[first], eligible[second + (second >= first)]]
 
 
-def _pair(eligible: Indexes, fleet: Fleet, query: PlacementQuery) -> Indexes:
-    return _sample(eligible, query.draw)
-
-
 def _longest_prefix(eligible: Indexes, fleet: Fleet, query: PlacementQuery) -> Indexes:
     cached = query.cached_tokens
     if not cached:
@@ -117,7 +113,9 @@ def _lowest_or_rendezvous(fleet: Fleet, costs: list[float], query: PlacementQuer
 POLICIES: dict[str, Policy] = {
     "round_robin": Policy(_equal, _all, _lowest),
     "least_loaded": Policy(_sequences, _all, _lowest),
-    "power_of_two": Policy(predicted_seconds, _pair, _lowest),
+    "power_of_two": Policy(
+        predicted_seconds, lambda eligible, _, query: _sample(eligible, query.draw), _lowest
+    ),
     "prefix_aware": Policy(
         predicted_seconds, _longest_prefix, _lowest_or_rendezvous, looks_at_prefixes=True
     ),

@@ -61,6 +61,11 @@ class WorkerSnapshot(NamedTuple):
     """Progress of the slow start, from 0 to 1."""
     breaker_open: bool = False
 
+    @property
+    def served(self) -> tuple[str, int]:
+        """The model and its block size."""
+        return self.model, self.tokens_per_block
+
 
 @dataclass(frozen=True, slots=True)
 class PlacementQuery:

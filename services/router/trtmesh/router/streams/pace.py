@@ -35,10 +35,6 @@ class ClientLimits(Settings):
         return Credit(self.buffer_tokens, self.buffer_bytes)
 
 
-def _ignore(*_: object) -> None:
-    """Replaces the callbacks after the end of a request."""
-
-
 @dataclass(slots=True)
 class Pace:
     """Watches the client of a request. Calls `_change` when `paused` changes, and `_end` at most once."""
@@ -74,7 +70,7 @@ class Pace:
     def close(self) -> None:
         """The request is over: counts merged tokens and drops the callbacks."""
         self._ended = True
-        self._change = self._end = _ignore
+        self._change = self._end = lambda *_: None
         self._metrics.merged_tokens += self._client.merged_tokens
         if self._client.merged_tokens:
             self._metrics.slow_clients["coalesced"] += 1
