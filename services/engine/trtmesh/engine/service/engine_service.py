@@ -62,12 +62,13 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             raise SettingsError(
                 f"engine.role is {self._settings.role} but the {info.backend} backend does not support this role"
             )
-        info = replace(
-            info, model=self._settings.model or _directory_name(self._settings) or info.model
-        )
+        # The default is the directory's name, as in the tokenizer.
+        directory = self._settings.model_dir.resolve().name if self._settings.model_dir else ""
+        info = replace(info, model=self._settings.model or directory or info.model)
         # The suffix tells a restarted worker of the same process id from its predecessor.
-        unique = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
-        name = self._settings.worker or unique
+        name = (
+            self._settings.worker or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+        )
         self._engine = LoadedEngine(
             name=name,
             settings=self._settings,
@@ -172,8 +173,3 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             for stream in self._streams:
                 stream.fail(lost)
         self._runtime.fail(error)
-
-
-def _directory_name(settings: EngineSettings) -> str:
-    """Default name of a model: the directory's name, as in the tokenizer."""
-    return settings.model_dir.resolve().name if settings.model_dir else ""

@@ -70,7 +70,8 @@ class Pace:
     def close(self) -> None:
         """The request is over: counts merged tokens and drops the callbacks."""
         self._ended = True
-        self._change = self._end = lambda *_: None
+        self._change = lambda: None
+        self._end = lambda _: None
         self._metrics.merged_tokens += self._client.merged_tokens
         if self._client.merged_tokens:
             self._metrics.slow_clients["coalesced"] += 1
