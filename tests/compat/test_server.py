@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+from typing import Any
+
 import grpc
 import numpy as np
 import pytest
+from compat.plain_http import PlainHttp
 from compat.triton import Triton
 from e2e.mesh import Mesh, eventually
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tritonclient.utils import InferenceServerException
+from trtmesh.kserve import grpc_service_pb2 as kserve
+from trtmesh.router.doors.triton.grpc.door import DESCRIPTIONS, UNSUPPORTED
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -103,6 +109,50 @@ async def test_log_and_trace_settings(triton: Triton) -> None:
     assert list(trace.settings["trace_level"].value) == ["OFF"]
     with pytest.raises(InferenceServerException, match="does not trace"):
         await client.update_trace_settings(settings={"trace_level": "TENSOR"})
+
+
+NO_SHARED_MEMORY = "this server does not serve shared memory; send tensors in the request"
+NO_MODEL_CONTROL = (
+    "this server does not serve loading and unloading of models; the router's setting triton.models names the served"
+    " models"
+)
+REFUSED: list[tuple[str, tuple[Any, ...], str, str, str]] = [
+    ("get_system_shared_memory_status", (), "GET", "systemsharedmemory/status", NO_SHARED_MEMORY),
+    ("register_system_shared_memory", ("r", "/k", 8), "POST",
+     "systemsharedmemory/region/r/register", NO_SHARED_MEMORY),
+    ("unregister_system_shared_memory", (), "POST", "systemsharedmemory/unregister",
+     NO_SHARED_MEMORY),
+    ("get_cuda_shared_memory_status", (), "GET", "cudasharedmemory/status", NO_SHARED_MEMORY),
+    ("register_cuda_shared_memory", ("r", base64.b64encode(b"h"), 0, 8), "POST",
+     "cudasharedmemory/region/r/register", NO_SHARED_MEMORY),
+    ("unregister_cuda_shared_memory", (), "POST", "cudasharedmemory/unregister", NO_SHARED_MEMORY),
+    ("load_model", ("ensemble",), "POST", "repository/models/ensemble/load", NO_MODEL_CONTROL),
+    ("unload_model", ("ensemble",), "POST", "repository/models/ensemble/unload", NO_MODEL_CONTROL),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "arguments", "verb", "path", "sentence"), REFUSED)
+async def test_unsupported_feature_is_refused_alike_by_both_doors(
+    mesh: Mesh,
+    triton: Triton,
+    method: str,
+    arguments: tuple[Any, ...],
+    verb: str,
+    path: str,
+    sentence: str,
+) -> None:
+    with pytest.raises(InferenceServerException) as caught:
+        await getattr(triton.client, method)(*arguments)
+    assert caught.value.status() == "StatusCode.UNIMPLEMENTED"
+    assert caught.value.message() == sentence
+    async with PlainHttp(mesh.router.http_address) as http:
+        reply = await http.call(verb, f"/v2/{path}")
+    assert (reply.status, reply.json) == (501, {"error": sentence})
+
+
+async def test_every_method_of_the_service_has_an_answer() -> None:
+    methods = kserve.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
+    assert set(methods) == {"ModelInfer", "ModelStreamInfer", *DESCRIPTIONS, *UNSUPPORTED}
 
 
 async def test_unknown_model_is_not_found(triton: Triton) -> None:

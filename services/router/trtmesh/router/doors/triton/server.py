@@ -35,6 +35,15 @@ from trtmesh.router.doors.triton.templates.texts import Texts
 from trtmesh.router.doors.triton.templates.tokenization import TokenizerTemplate
 
 VERBOSE = "log_verbose_level"
+SHARED_MEMORY = "shared memory; send tensors in the request"
+MODEL_CONTROL = (
+    "loading and unloading of models; the router's setting triton.models names the served models"
+)
+
+
+def unsupported(feature: str) -> UnsupportedCall:
+    """The error of a call for a feature of Triton without a counterpart here."""
+    return UnsupportedCall(f"this server does not serve {feature}")
 
 
 class Speech:

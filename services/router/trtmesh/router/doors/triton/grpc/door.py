@@ -17,7 +17,13 @@ from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.doors.generation import caller_of, metadata_of
 from trtmesh.router.doors.triton.grpc.responses import ResponseWriter
-from trtmesh.router.doors.triton.server import Speech, TritonServer
+from trtmesh.router.doors.triton.server import (
+    MODEL_CONTROL,
+    SHARED_MEMORY,
+    Speech,
+    TritonServer,
+    unsupported,
+)
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +53,18 @@ DESCRIPTIONS: Mapping[str, Describe] = {
 }
 """The methods that answer from the state of the server."""
 
+UNSUPPORTED: Mapping[str, str] = {
+    "SystemSharedMemoryStatus": SHARED_MEMORY,
+    "SystemSharedMemoryRegister": SHARED_MEMORY,
+    "SystemSharedMemoryUnregister": SHARED_MEMORY,
+    "CudaSharedMemoryStatus": SHARED_MEMORY,
+    "CudaSharedMemoryRegister": SHARED_MEMORY,
+    "CudaSharedMemoryUnregister": SHARED_MEMORY,
+    "RepositoryModelLoad": MODEL_CONTROL,
+    "RepositoryModelUnload": MODEL_CONTROL,
+}
+"""The methods that are refused, with the missing feature."""
+
 
 class TritonDoor:
     """Serves the Triton models."""
@@ -55,9 +73,10 @@ class TritonDoor:
         self._server = server
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Adds the methods served here; all others answer UNIMPLEMENTED."""
+        """Adds all methods of the service."""
         serve: dict[str, Any] = {"ModelInfer": self.infer, "ModelStreamInfer": self.stream_infer}
         serve |= {name: partial(self._describe, method) for name, method in DESCRIPTIONS.items()}
+        serve |= {name: partial(self._refuse, feature) for name, feature in UNSUPPORTED.items()}
         methods = kserve.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
         handlers = {name: _handler(methods[name], handler) for name, handler in serve.items()}
         server.add_generic_rpc_handlers(
@@ -67,6 +86,10 @@ class TritonDoor:
     async def _describe(self, describe: Describe, request: Any, context: _Context) -> Any:
         async with answering(context):
             return describe(self._server, request)
+
+    async def _refuse(self, feature: str, _: Any, context: _Context) -> None:
+        async with answering(context):
+            raise unsupported(feature)
 
     async def infer(self, request: Any, context: _Context) -> bytes:
         """One request, one response."""

@@ -11,13 +11,18 @@ from typing import Annotated, Any
 from aiohttp import web
 from pydantic import Field
 from trtmesh.chassis.addresses import bind
-from trtmesh.chassis.errors import InvalidRequest, UnsupportedCall
+from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.chassis.settings import OptionalPort, Settings
 from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.doors.triton.http.bodies import as_json, json_response, read_json
 from trtmesh.router.doors.triton.http.errors import answering
 from trtmesh.router.doors.triton.http.inference import Inference
-from trtmesh.router.doors.triton.server import TritonServer
+from trtmesh.router.doors.triton.server import (
+    MODEL_CONTROL,
+    SHARED_MEMORY,
+    TritonServer,
+    unsupported,
+)
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +40,10 @@ WAITING_CONNECTIONS = 1024
 """Backlog of the listening socket."""
 MODEL = "/v2/models/{model}"
 VERSION = "/versions/{version:[0-9]+}"
-ELSEWHERE = {
-    "/v2/systemsharedmemory{rest:.*}": "shared memory",
-    "/v2/cudasharedmemory{rest:.*}": "shared memory",
-    "/v2/repository/models/{rest:.*}": "loading and unloading of models",
+UNSUPPORTED = {
+    "/v2/systemsharedmemory{rest:.*}": SHARED_MEMORY,
+    "/v2/cudasharedmemory{rest:.*}": SHARED_MEMORY,
+    "/v2/repository/models/{rest:.*}": MODEL_CONTROL,
 }
 """Features of Triton without a counterpart here."""
 
@@ -111,8 +116,8 @@ class HttpDoor:
             post(model + "/infer", inference.infer)
             post(model + "/generate", inference.generate)
             post(model + "/generate_stream", inference.generate_stream)
-        for path, what in ELSEWHERE.items():
-            app.router.add_route("*", path, _unsupported(what))
+        for path, feature in UNSUPPORTED.items():
+            app.router.add_route("*", path, _refuse(feature))
 
     async def _live(self, request: web.Request) -> web.Response:
         return web.Response()
@@ -170,9 +175,9 @@ def _yes_or_no(yes: bool) -> web.Response:  # noqa: FBT001 - its only subject
     return web.Response(status=HTTPStatus.OK if yes else HTTPStatus.BAD_REQUEST)
 
 
-def _unsupported(what: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+def _refuse(feature: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
     async def refuse(_: web.Request) -> web.StreamResponse:
-        raise UnsupportedCall(f"this server does not serve {what}")
+        raise unsupported(feature)
 
     return refuse
 
