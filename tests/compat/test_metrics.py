@@ -96,10 +96,13 @@ IDLE = {
 
 
 async def test_idle_mesh_has_all_engine_samples(mesh: Mesh) -> None:
-    """First in this file: whoever served nothing is not told of."""
+    """First in this file: default models have no samples before their first request."""
     await mesh.idle()
     found = await samples(mesh)
     assert not [key for key in found if key.startswith("nv_inference_")]
+    lines = await scrape(mesh)
+    for name in (*COUNTERS, "request_failure", "pending_request_count"):
+        assert any(line.startswith(f"# HELP nv_inference_{name} ") for line in lines)
     of_engines = {key: value for key, value in found.items() if key.startswith("nv_trt_llm_")}
     assert of_engines.keys() == IDLE.keys()
     for key, value in of_engines.items():
@@ -153,14 +156,21 @@ async def test_ensemble_requests_count_for_its_steps(mesh: Mesh, triton: Triton)
         for reason in REASONS:
             key = inference(model, "request_failure", reason)
             assert found[key] == before.get(key, "0")
-        for name in ("compute_input_duration_us", "compute_output_duration_us"):
-            assert found[inference(model, name)] == "0"
-    whole = grown("ensemble", "request_duration_us")
-    parts = [grown(model, "request_duration_us") for model in OF_ENSEMBLE[1:]]
-    assert 0 < sum(parts) <= whole
-    core = {name: grown("tensorrt_llm", name) for name in COUNTERS}
-    assert 0 < core["compute_infer_duration_us"] <= core["request_duration_us"]
-    assert core["queue_duration_us"] + core["compute_infer_duration_us"] <= whole
+    spent = {
+        model: {name: grown(model, name) for name in COUNTERS if name.endswith("_us")}
+        for model in OF_ENSEMBLE
+    }
+    totals = {model: own.pop("request_duration_us") for model, own in spent.items()}
+    # Each sample is rounded down to whole microseconds.
+    for model in OF_ENSEMBLE[1:]:
+        assert abs(totals[model] - sum(spent[model].values())) <= len(COUNTERS)
+        assert spent[model]["compute_infer_duration_us"] > 0
+    ensemble = spent.pop("ensemble")
+    assert abs(totals["ensemble"] - sum(totals[model] for model in spent)) <= len(COUNTERS)
+    for phase in ("compute_input", "compute_infer", "compute_output"):
+        of_steps = sum(own[f"{phase}_duration_us"] for own in spent.values())
+        assert ensemble[f"{phase}_duration_us"] > 0
+        assert abs(ensemble[f"{phase}_duration_us"] - of_steps) <= len(spent)
     assert "tensorrt_llm_bls" not in str(found)
 
 

@@ -9,6 +9,7 @@ from datetime import datetime
 
 import pytest
 from trtmesh.router.doors.triton.metrics import (
+    COUNTERS,
     EngineFigures,
     Sample,
     TritonMetrics,
@@ -18,7 +19,7 @@ from trtmesh.router.doors.triton.metrics import (
 )
 from trtmesh.router.doors.triton.models import triton_models
 from trtmesh.router.doors.triton.settings import TritonSettings
-from trtmesh.router.doors.triton.statistics import Statistics
+from trtmesh.router.doors.triton.statistics import FAILURE_REASONS, Statistics
 from trtmesh.v1 import engine_pb2 as engine_pb
 
 BUSY = EngineFigures(
@@ -83,7 +84,7 @@ def test_verbose_log_equals_the_samples(
     """Each reading logs the samples of a model as a JSON object."""
     models = {"m": triton_models(TritonSettings())["tensorrt_llm"]}
     figures = replace(BUSY, static_batching=static_batching)
-    metrics = TritonMetrics(models, Statistics(models), lambda _: figures)
+    metrics = TritonMetrics(models, Statistics(models), lambda _: figures, ())
     with caplog.at_level(logging.INFO, "trtmesh"):
         metrics.text()
     assert not caplog.messages
@@ -127,4 +128,24 @@ def test_whole_numbers_have_no_decimal_point(value: float, text: str) -> None:
 def test_label_values_are_escaped() -> None:
     text = family("f", "F.", "gauge", [Sample({"model": 'a"b\\c\nd'}, 1)])
     assert text.splitlines()[-1] == r'f{model="a\"b\\c\nd"} 1'
-    assert family("f", "F.", "gauge", []) == ""
+
+
+def test_family_without_samples_has_its_help() -> None:
+    assert family("f", "F.", "gauge", []) == "# HELP f F.\n# TYPE f gauge\n"
+
+
+def test_help_texts_are_tritons() -> None:
+    lines = TritonMetrics({}, Statistics({}), lambda _: BUSY, ()).text().splitlines()
+    helps = dict(line.removeprefix("# HELP nv_inference_").split(" ", 1) for line in lines[::2])
+    assert helps["request_success"] == "Number of successful inference requests, all batch sizes"
+    assert helps["compute_output_duration_us"] == (
+        "Cumulative inference compute output duration in microseconds (does not include cached requests)"
+    )
+
+
+def test_listed_models_have_samples_before_their_first_request() -> None:
+    models = triton_models(TritonSettings())
+    metrics = TritonMetrics(models, Statistics(models), lambda _: BUSY, ["ensemble"])
+    own = [line for line in metrics.text().splitlines() if line.startswith("nv_inference_")]
+    assert len(own) == len(COUNTERS) + len(FAILURE_REASONS) + 1
+    assert all('model="ensemble"' in line and line.endswith(" 0") for line in own)

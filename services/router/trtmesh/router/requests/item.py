@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 from trtmesh.chassis.errors import NoWorker, TrtmeshError
@@ -49,6 +50,8 @@ class ItemRun:
         self.encode_seconds = 0.0
         self.queue_seconds: float | None = None
         """From the request's arrival to the first dispatch; None before."""
+        self.over_ns = 0
+        """Monotonic time of a complete item's end."""
         self.stage = "admit"
         self.worker = ""
 
@@ -122,6 +125,7 @@ class ItemRun:
             raise self._error
 
     def _finish(self) -> None:
+        self.over_ns = time.monotonic_ns()
         self._events.finished(self._runs, self.usage())
         tokens = self.generated_tokens / len(self._runs)
         self._mesh.fleet.learn_new_tokens(self._context.model, tokens)
@@ -171,6 +175,11 @@ class ItemRun:
     @property
     def generated_tokens(self) -> int:
         return sum(len(run.token_ids) for run in self._runs)
+
+    @property
+    def generated_ns(self) -> int:
+        """Monotonic time of the last end of a sequence on a worker; `over_ns` if none ended there."""
+        return max((run.ended_ns for run in self._runs), default=0) or self.over_ns
 
     def usage(self) -> pb.Usage:
         cached = [run.end.cached_prompt_tokens for run in self._runs if run.end is not None]

@@ -135,6 +135,7 @@ class SequenceRun(DecodedSequence):
         "assignment",
         "charge",
         "end",
+        "ended_ns",
         "error",
         "moved",
         "owner",
@@ -169,6 +170,8 @@ class SequenceRun(DecodedSequence):
         """Address of the worker, or after the end of the last worker; '' between two workers."""
         self.moved = False
         self.end: End | None = None
+        self.ended_ns = 0
+        """Monotonic time of the end; 0 before."""
         self.stop_text: str | None = None
         self.reason: pb.FinishReason.ValueType = pb.FINISH_REASON_UNSPECIFIED
         self.error: TrtmeshError | None = None
@@ -260,6 +263,7 @@ class SequenceRun(DecodedSequence):
         if self.moved and end.perf_metrics is not None:
             end = replace(end, perf_metrics=self.times.corrected(end.perf_metrics))
         self.end = end
+        self.ended_ns = time.monotonic_ns()
         self.error = end.error
         if self.decoder is None or self.stop_text is not None:
             self._settle()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -43,6 +44,7 @@ ONE_FOR_ALL_ROWS = frozenset(
 
 def read_call(model: Model, request: Any, *, unary: bool = False) -> Call:
     """Reads a ModelInferRequest; `unary` limits it to one response. Raises InvalidRequest."""
+    arrived_ns = time.monotonic_ns()
     inputs, batch_size = _read_inputs(request, model)
     _check_alike(inputs, batch_size)
     _check_names(inputs, model)
@@ -54,6 +56,7 @@ def read_call(model: Model, request: Any, *, unary: bool = False) -> Call:
         model.decoupled and not unary,
         _requested_outputs(model, request.outputs),
         {name: _parameter(parameter) for name, parameter in request.parameters.items()},
+        arrived_ns,
     )
     if not call.stops:
         _check_complete(inputs, model)

@@ -26,26 +26,37 @@ log = logging.getLogger(__name__)
 
 Number = int | float
 
+WITH_CACHED = "(includes cached requests)"
+WITHOUT_CACHED = "(does not include cached requests)"
 COUNTERS: Mapping[str, tuple[str, Callable[[Counts], int]]] = {
-    "request_success": ("Number of successful inference requests", lambda c: c.succeeded),
-    "count": ("Number of inferences performed, each row of a batch one", lambda c: c.rows),
-    "exec_count": ("Number of model executions performed", lambda c: c.succeeded),
+    "request_success": (
+        "Number of successful inference requests, all batch sizes",
+        lambda c: c.succeeded,
+    ),
+    "count": (f"Number of inferences performed {WITHOUT_CACHED}", lambda c: c.rows),
+    "exec_count": (f"Number of model executions performed {WITHOUT_CACHED}", lambda c: c.succeeded),
     "request_duration_us": (
-        "Cumulative inference request duration in microseconds",
+        f"Cumulative inference request duration in microseconds {WITH_CACHED}",
         lambda c: c.success_ns // 1000,
     ),
     "queue_duration_us": (
-        "Cumulative inference queuing duration in microseconds",
+        f"Cumulative inference queuing duration in microseconds {WITH_CACHED}",
         lambda c: c.queue_ns // 1000,
     ),
-    "compute_input_duration_us": ("Part of compute_infer here", lambda _: 0),
-    "compute_infer_duration_us": (
-        "Cumulative compute inference duration in microseconds",
-        lambda c: c.compute_ns // 1000,
+    "compute_input_duration_us": (
+        f"Cumulative compute input duration in microseconds {WITHOUT_CACHED}",
+        lambda c: c.input_ns // 1000,
     ),
-    "compute_output_duration_us": ("Part of compute_infer here", lambda _: 0),
+    "compute_infer_duration_us": (
+        f"Cumulative compute inference duration in microseconds {WITHOUT_CACHED}",
+        lambda c: c.infer_ns // 1000,
+    ),
+    "compute_output_duration_us": (
+        f"Cumulative inference compute output duration in microseconds {WITHOUT_CACHED}",
+        lambda c: c.output_ns // 1000,
+    ),
 }
-"""Families nv_inference_*: help text and value."""
+"""Families nv_inference_*: Triton's help text, and the value."""
 
 
 class TritonMetrics:
@@ -56,10 +67,12 @@ class TritonMetrics:
         models: Mapping[str, Model],
         statistics: Statistics,
         figures_of: Callable[[Model], EngineFigures],
+        listed: Iterable[str],
     ) -> None:
         self._cores = [model for model in models.values() if model.template.is_core]
         self._statistics = statistics
         self._figures_of = figures_of
+        self._listed = [*listed]
 
     def text(self) -> str:
         """All families in Prometheus' text format; at debug level the figures of engines are logged too."""
@@ -71,15 +84,20 @@ class TritonMetrics:
         return "".join((*self._of_requests(), *engines, *self._of_lengths()))
 
     def _of_requests(self) -> Iterator[str]:
-        """Families of models with requests. Triton lists all loaded models, but here every model is always loaded."""
+        """Families of listed models, and of others with requests.
+
+        Scripts of Triton's users expect equal counts of all models in the metrics, hence only models of the operator's
+        choice are listed from the start: requests to `ensemble` leave the other defaults out.
+        """
         pending = self._statistics.pending()
-        counts = {name: Counts() for name in pending} | self._statistics.counts()
+        known = dict.fromkeys((*self._listed, *pending))
+        counts = {name: Counts() for name in known} | self._statistics.counts()
         for name, (text, value) in COUNTERS.items():
             samples = [Sample(labels_of(model), value(own)) for model, own in counts.items()]
             yield family(f"nv_inference_{name}", text, "counter", samples)
         yield family(
             "nv_inference_request_failure",
-            "Number of failed inference requests",
+            "Number of failed inference requests, all batch sizes",
             "counter",
             [
                 Sample(labels_of(model, reason=reason), own.failed[reason])
@@ -296,7 +314,8 @@ def engine_families(figures: Mapping[str, EngineFigures]) -> Iterator[str]:
             if each.is_about(own)
             for word, _, read in each.figures
         ]
-        yield family(each.name, each.text, each.kind, samples)
+        if samples:
+            yield family(each.name, each.text, each.kind, samples)
 
 
 def verbose_line(figures: EngineFigures) -> str:
@@ -323,12 +342,10 @@ class Sample(NamedTuple):
 def family(
     name: str, text: str, kind: Literal["counter", "gauge", "histogram"], samples: Iterable[Sample]
 ) -> str:
-    """A family in Prometheus' text format; '' without samples."""
+    """A family in Prometheus' text format."""
     lines = [
         f"{name}{suffix}{_labels(labels)} {number(value)}" for labels, value, suffix in samples
     ]
-    if not lines:
-        return ""
     return "\n".join((f"# HELP {name} {text}", f"# TYPE {name} {kind}", *lines, ""))
 
 

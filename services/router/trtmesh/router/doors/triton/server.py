@@ -67,14 +67,15 @@ class TritonServer:
         is_ready: Callable[[], bool],
     ) -> None:
         self._models = triton_models(settings)
+        self._configured = [*settings.models]
         self._generations = generations
         self._texts = texts
         self._statistics = Statistics(self._models)
         self.is_ready = is_ready
 
     def metrics(self, figures_of: Callable[[Model], EngineFigures]) -> TritonMetrics:
-        """The metrics of these models."""
-        return TritonMetrics(self._models, self._statistics, figures_of)
+        """The metrics of these models; those of the settings are listed before their first request."""
+        return TritonMetrics(self._models, self._statistics, figures_of, self._configured)
 
     def find_model(self, name: str, version: str) -> Model:
         """The model of a name. Raises ModelNotFound in Triton's words."""

@@ -37,16 +37,20 @@ class Counts:
     success_ns: int = 0
     failure_ns: int = 0
     queue_ns: int = 0
-    compute_ns: int = 0
+    input_ns: int = 0
+    infer_ns: int = 0
+    output_ns: int = 0
     rows: int = 0
     last_ms: int = 0
 
-    def succeed(self, rows: int, share: Share) -> None:
+    def succeed(self, rows: int, total: int, share: Share) -> None:
         self.succeeded += 1
         self.rows += rows
-        self.success_ns += share.total
-        self.compute_ns += share.computed
+        self.success_ns += total
         self.queue_ns += share.queued
+        self.input_ns += share.input
+        self.infer_ns += share.infer
+        self.output_ns += share.output
         self.last_ms = time.time_ns() // 1_000_000
 
     def fail(self, reason: str, ns: int) -> None:
@@ -89,10 +93,14 @@ class Counting:
         """Error of the first failed row."""
         self._encode_ns = self._queue_ns = 0
         """Encoding time of the first row, and the rest of the row's wait."""
+        self._decode_ns = 0
+        """Decoding time of the last row after its generation."""
+        self._over_ns = 0
+        """End of the last row; 0 without rows."""
         self.lengths: list[tuple[int, int]] = []
         """Tokens of prompt and output of each row."""
         self._live: LiveRequest | None = None
-        self._began_ns = time.monotonic_ns()
+        self._read_ns = time.monotonic_ns() - call.arrived_ns
 
     @contextmanager
     def generating(self, live: LiveRequest, answers: Answers | PlainText) -> Iterator[None]:
@@ -111,10 +119,19 @@ class Counting:
         self._encode_ns = int(first.encode_seconds * 1e9)
         waited = (first.queue_seconds or 0.0) - first.encode_seconds
         self._queue_ns = max(0, int(waited * 1e9))
+        last = max(items, key=lambda item: item.over_ns)
+        self._over_ns, self._decode_ns = last.over_ns, last.over_ns - last.generated_ns
 
     @property
+    def elapsed_ns(self) -> int:
+        return time.monotonic_ns() - self.call.arrived_ns
+
     def spent(self) -> Spent:
-        return Spent(time.monotonic_ns() - self._began_ns, self._encode_ns, self._queue_ns)
+        """The phases until now."""
+        elapsed = self.elapsed_ns
+        writing = self.call.arrived_ns + elapsed - self._over_ns if self._over_ns else 0
+        known = Spent(self._read_ns, self._encode_ns, self._queue_ns, 0, self._decode_ns, writing)
+        return known._replace(generating=max(0, elapsed - known.total))
 
     @property
     def pending(self) -> bool:
@@ -171,7 +188,7 @@ class Statistics:
         )
 
     def describe(self, model: Model) -> grpc_service_pb2.ModelStatistics:
-        """The counts of one model. All computation is inference: input and output are not measured apart."""
+        """The counts of one model."""
         counts = self._counts.get(model.name, Counts())
         answer = grpc_service_pb2.ModelStatistics(
             name=model.name,
@@ -181,12 +198,15 @@ class Statistics:
             execution_count=counts.succeeded,
         )
         stats = answer.inference_stats
-        stats.success.count, stats.success.ns = counts.succeeded, counts.success_ns
         stats.fail.count, stats.fail.ns = counts.failed.total(), counts.failure_ns
-        stats.queue.count, stats.queue.ns = counts.succeeded, counts.queue_ns
-        stats.compute_infer.count, stats.compute_infer.ns = counts.succeeded, counts.compute_ns
-        for part in (stats.compute_input, stats.compute_output):
-            part.count = counts.succeeded
+        for duration, ns in (
+            (stats.success, counts.success_ns),
+            (stats.queue, counts.queue_ns),
+            (stats.compute_input, counts.input_ns),
+            (stats.compute_infer, counts.infer_ns),
+            (stats.compute_output, counts.output_ns),
+        ):
+            duration.count, duration.ns = counts.succeeded, ns
         return answer
 
     def _steps_of(self, model: Model) -> Sequence[Model]:
@@ -196,12 +216,11 @@ class Statistics:
         return self._counts.setdefault(model.name, Counts())
 
     def _succeed(self, counting: Counting) -> None:
-        call, spent, template = counting.call, counting.spent, counting.call.model.template
-        computed = 0 if call.model.is_ensemble else spent.total - spent.queued
-        own = Share(spent.total, computed, spent.queued if template.is_core else 0)
-        self._of(call.model).succeed(call.batch_size, own)
+        call, spent = counting.call, counting.spent()
+        self._of(call.model).succeed(call.batch_size, spent.total, _own_share(call.model, spent))
         for step in counting.steps:
-            self._of(step).succeed(call.batch_size, step.template.share(spent))
+            share = step.template.share(spent)
+            self._of(step).succeed(call.batch_size, share.total, share)
         if counting.lengths and counting.core is not None:
             lengths = self.lengths.setdefault(counting.core.name, TokenLengths())
             for prompt_tokens, generated_tokens in counting.lengths:
@@ -209,12 +228,20 @@ class Statistics:
                 lengths.outputs.observe(generated_tokens)
 
     def _fail(self, counting: Counting, error: BaseException) -> None:
-        reason, ns = failure_reason(error), counting.spent.total
+        reason, ns = failure_reason(error), counting.elapsed_ns
         failed = [counting.call.model]
         if counting.core is not None and counting.core is not counting.call.model:
             failed.append(counting.core)
         for model in failed:
             self._of(model).fail(reason, ns)
+
+
+def _own_share(model: Model, spent: Spent) -> Share:
+    """The time counted for the requested model: of an ensemble the sum of its steps, queueing apart, as in Triton."""
+    queued = spent.queued if model.template.is_core else 0
+    waits = 0 if model.is_ensemble else spent.queued - queued
+    infer = spent.encoding + spent.generating + spent.decoding + waits
+    return Share(queued, spent.reading, infer, spent.writing)
 
 
 def failure_reason(error: BaseException) -> str:

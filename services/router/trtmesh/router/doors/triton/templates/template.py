@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from trtmesh.chassis.errors import InternalError, InvalidRequest, TrtmeshError
@@ -13,19 +14,34 @@ from trtmesh.router.doors.triton.tensors import InputTensor, TensorSpec
 
 
 class Spent(NamedTuple):
-    """Nanoseconds of a request to an ensemble or BLS."""
+    """Nanoseconds of a request, one phase after the other."""
 
-    total: int
-    encoding: int
-    queued: int
+    reading: int
+    """Until the inputs were read."""
+    encoding: int = 0
+    queued: int = 0
+    generating: int = 0
+    decoding: int = 0
+    """From the engine's end to the last text; earlier texts are decoded beside generation."""
+    writing: int = 0
+    """From the last text to the end of the last response."""
+
+    @property
+    def total(self) -> int:
+        return sum(self)
 
 
 class Share(NamedTuple):
-    """Nanoseconds counted for one of its steps."""
+    """Nanoseconds counted for a model, by Triton's phases."""
 
-    total: int = 0
-    computed: int = 0
     queued: int = 0
+    input: int = 0
+    infer: int = 0
+    output: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +77,7 @@ class Template:
         """Raises InvalidRequest if the requested outputs lack a mandatory output."""
 
     def share(self, spent: Spent) -> Share:
-        """The time counted for this step: none for decoding, because it overlaps generation."""
+        """The time counted for this model as a step of another."""
         return Share()
 
 
@@ -122,6 +138,7 @@ class Call:
     requested: frozenset[str]
     """Outputs asked for; empty asks for all."""
     parameters: Mapping[str, Any]
+    arrived_ns: int = field(default_factory=time.monotonic_ns)
 
     def wants(self, output: str) -> bool:
         return not self.requested or output in self.requested

@@ -44,8 +44,7 @@ class TokenTemplate(ExecutorTemplate):
             item.config.stopping.ignore_end_id = True
 
     def share(self, spent: Spent) -> Share:
-        rest = max(0, spent.total - spent.encoding)
-        return Share(rest, max(0, rest - spent.queued), spent.queued)
+        return Share(queued=spent.queued, infer=spent.generating)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,7 +56,7 @@ class PreprocessingTemplate(TokenizerTemplate):
     """Makes the inputs of the core model."""
 
     def share(self, spent: Spent) -> Share:
-        return Share(spent.encoding, spent.encoding)
+        return Share(input=spent.reading, infer=spent.encoding)
 
     async def outputs_of(self, call: Call, texts: Texts) -> list[Output]:
         _check_no_vision(call)
@@ -96,6 +96,9 @@ class PreprocessingTemplate(TokenizerTemplate):
 @dataclass(frozen=True, kw_only=True)
 class PostprocessingTemplate(TokenizerTemplate):
     """Decodes all rows and beams into a flat list."""
+
+    def share(self, spent: Spent) -> Share:
+        return Share(infer=spent.decoding, output=spent.writing)
 
     async def outputs_of(self, call: Call, texts: Texts) -> list[Output]:
         sequences = _sequences(call)
