@@ -23,6 +23,18 @@ FILLED = {
     "max_queue_delay_microseconds": "0",
 }
 """Everything else stays `${...}`."""
+DISAGGREGATED_SERVING = """backend: "python" max_batch_size: 16
+    model_transaction_policy { decoupled: true }
+    input { name: "input_ids" data_type: TYPE_INT32 dims: [ -1 ] allow_ragged_batch: true }
+    input { name: "input_lengths" data_type: TYPE_INT32 dims: [ 1 ] }
+    input { name: "request_output_len" data_type: TYPE_INT32 dims: [ 1 ] }
+    input { name: "streaming" data_type: TYPE_BOOL dims: [ 1 ] optional: true }
+    output { name: "output_ids" data_type: TYPE_INT32 dims: [ -1, -1 ] }
+    output { name: "sequence_length" data_type: TYPE_INT32 dims: [ -1 ] }
+    instance_group { count: 8 kind: KIND_CPU }
+    parameters { key: "context_model_name" value { string_value: "context" } }
+    parameters { key: "generation_model_name" value { string_value: "generation" } }
+"""
 
 
 def five_models(directory: Path, values: Mapping[str, str] | None = None, suffix: str = "") -> Path:
@@ -36,6 +48,25 @@ def five_models(directory: Path, values: Mapping[str, str] | None = None, suffix
         for key, value in filled.items():
             text = text.replace(f"${{{key}}}", value)
         config.write_text(re.sub(r'(name: "(?:tensorrt|pre|post|ens)\w*)"', rf'\1{suffix}"', text))
+    return directory
+
+
+def disaggregated(directory: Path) -> Path:
+    """The five models but BLS, set up as the manual of disaggregated serving says."""
+    five_models(directory)
+    core = directory / "tensorrt_llm"
+    for gpu, half in enumerate(("context", "generation")):
+        shutil.copytree(core, directory / half)
+        replace(directory, half, 'name: "tensorrt_llm"', f'name: "{half}"')
+        replace(directory, half, "${gpu_device_ids}", str(gpu))
+        with (directory / half / "config.pbtxt").open("a") as file:
+            rank = f'value {{ string_value: "{gpu + 1}" }}'
+            file.write(f'parameters {{ key: "participant_ids" {rank} }}\n')
+    shutil.rmtree(core)
+    shutil.rmtree(directory / "tensorrt_llm_bls")
+    replace(directory, "ensemble", '"tensorrt_llm"', '"disaggregated_serving_bls"')
+    (directory / "disaggregated_serving_bls").mkdir()
+    (directory / "disaggregated_serving_bls" / "config.pbtxt").write_text(DISAGGREGATED_SERVING)
     return directory
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,35 +13,17 @@ from typing import Any
 import pytest
 import yaml
 from cli.commands import trtmesh
+from cli.triton_import.importing import convert, copy_of_demo, finding
 from compat.repository import five_models, llmapi, replace
 from compat.test_every_input import MODELS as CASES
 from e2e.mesh import DEMO
 from trtmesh.chassis.errors import ModelUnusable, SettingsError
 from trtmesh.chassis.settings import load_settings
-from trtmesh.cli.triton_import import Conversion, Outcome, convert_repository
+from trtmesh.cli.triton_import import Outcome
 from trtmesh.cli.triton_import.fields import refusal
 from trtmesh.engine.backends.torch.fields import SUPPORTED_FIELDS
 from trtmesh.engine.settings import EngineSettings
 from trtmesh.router.settings import RouterSettings
-
-
-def convert(directory: Path, *models: str, device: str = "") -> Conversion:
-    parts = (text.rpartition("=") for text in models)
-    return convert_repository(directory, {name: Path(path) for name, _, path in parts}, device)
-
-
-def finding(conversion: Conversion, model: str, what: str) -> tuple[Outcome, str]:
-    """The outcome of a value, with the reason."""
-    (found,) = [f for f in conversion.findings if (f.model, f.what) == (model, what)]
-    return found.outcome, found.text
-
-
-def copy_of_demo(directory: Path) -> Path:
-    """A copy of the demo model under another name."""
-    directory.mkdir(parents=True)
-    for file in DEMO.iterdir():
-        (directory / file.name).symlink_to(file)
-    return directory
 
 
 def test_import_reports_the_outcome_of_every_value(tmp_path: Path) -> None:
@@ -93,14 +76,13 @@ def test_import_reports_the_outcome_of_every_value(tmp_path: Path) -> None:
             "skip_special_tokens": False,
         },
     }
-    assert conversion.sections["mesh"] == {"model": str(DEMO)}
+    assert conversion.sections["mesh"] == {"model": str(DEMO), "devices": {"demo": ["cuda:1"]}}
     assert conversion.sections["engine"]["torch"] == {
         "batching": {
             "type": "inflight_fused_batching",
             "policy": "guaranteed_no_evict",
             "chunked_context": True,
         },
-        "device": "cuda:1",
         "decoding_mode": "top_k_top_p",
         "kv_cache": {"tokens": 8192, "free_memory_fraction": 0.8, "prefix_reuse": False},
         "host_cache": {"bytes": 1048576},
@@ -236,8 +218,11 @@ def test_several_engines_need_separate_directories(tmp_path: Path) -> None:
     nothing = {"tokenizer_dir": "${tokenizer_dir}"}
     directory = five_models(tmp_path / "models", nothing)
     five_models(directory, nothing | {"engine_dir": "/engines/other"}, suffix="_b")
-    with pytest.raises(ModelUnusable, match=r"names /engines/llama.* --model tensorrt_llm=DIR"):
-        convert(directory)
+    without = convert(directory)
+    assert (without.served, without.sections) == ([], {})
+    assert re.search(
+        r"names /engines/llama.* --model tensorrt_llm=DIR", without.unserved["tensorrt_llm"]
+    )
     with pytest.raises(
         SettingsError, match=r"several engines: tensorrt_llm .*llama.*tensorrt_llm_b"
     ):
@@ -283,17 +268,6 @@ def test_differing_tokenizer_is_reported(tmp_path: Path) -> None:
     outcome, words = finding(conversion, "preprocessing", "parameters.tokenizer_dir")
     assert outcome is Outcome.UNSUPPORTED
     assert "differs and is used" in words
-
-
-def test_instance_counts_and_devices_are_carried_over(tmp_path: Path) -> None:
-    directory = five_models(tmp_path / "models", {"gpu_device_ids": "0;1"})
-    replace(directory, "tensorrt_llm", "count: 1", "count: 2")
-    conversion = convert(directory)
-    assert conversion.sections["mesh"]["engines"] == 2
-    assert (
-        finding(conversion, "tensorrt_llm", "parameters.gpu_device_ids")[0] is Outcome.UNSUPPORTED
-    )
-    assert "device" not in conversion.sections["engine"]["torch"]
 
 
 def test_beam_width_raises_the_sequence_limit(tmp_path: Path) -> None:

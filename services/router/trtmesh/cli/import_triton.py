@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import yaml
 from trtmesh.chassis.config_file import read_config_file
-from trtmesh.chassis.errors import SettingsError, StartupError
+from trtmesh.chassis.errors import ModelUnusable, SettingsError, StartupError
 from trtmesh.cli.mesh_settings import Flags, config_file_of, load_mesh_settings
 from trtmesh.cli.output import printable, put, say, say_error
 from trtmesh.cli.session import FAILED, OK
@@ -35,8 +35,16 @@ def import_triton(
         ),
     ] = None,
     device: Annotated[
-        str, typer.Option(help="Device of the engines, such as cuda:0; default gpu_device_ids.")
+        str,
+        typer.Option(help="Device of all engines, such as cuda:0; default gpu_device_ids of each."),
     ] = "",
+    fill: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY:VALUE,...",
+            help="Values for placeholders ${KEY} of the configurations, as fill_template.py takes them; repeatable.",
+        ),
+    ] = None,
     output: Annotated[Path, typer.Option(help="File to write; `-` is standard output.")] = Path(
         "mesh.yaml"
     ),
@@ -51,19 +59,21 @@ def import_triton(
     Reports on every value: carried over, replaced by something better, unsupported and why, or unset.
     Nothing of the repository is executed. Then: trtmesh up --config mesh.yaml
 
-    Exit status: 0 every model is served, 1 some are not, 2 wrong usage or an unreadable repository, 4 no usable model.
+    Exit status: 0 every model is served, 1 some are not, 2 wrong usage or an unreadable repository, 4 none is served.
     """
+    tell = say if str(output) == STANDARD_OUTPUT else put
     try:
-        conversion = _convert(repository, _model_directories(model or ()), device)
-        _write(output, conversion, f"trtmesh import-triton {repository}", replace=force)
+        conversion = _convert(repository, _model_directories(model or ()), device, fill)
+        if conversion.served:
+            _write(output, conversion, f"trtmesh import-triton {repository}", replace=force)
+        if json:
+            _tell_json(conversion, output, tell)
+        else:
+            _tell_text(conversion, tell)
+        _check_served(conversion)
     except StartupError as error:
         say_error(str(error))
         raise typer.Exit(error.exit_status) from error
-    tell = say if str(output) == STANDARD_OUTPUT else put
-    if json:
-        _tell_json(conversion, output, tell)
-    else:
-        _tell_text(conversion, tell)
     if not json and tell is put:
         tell(f"wrote {output}: trtmesh up --config {output}")
     raise typer.Exit(FAILED if conversion.unserved else OK)
@@ -79,6 +89,7 @@ def imported_repository(flags: Flags) -> Iterator[Flags]:
     given = {} if settings.model is None else {"": settings.model}
     conversion = _convert(settings.triton_model_repo, given)
     _tell_text(conversion, say)
+    _check_served(conversion)
     config = config_file_of(flags)
     own = read_config_file(Path(config)) if config else {}
     with TemporaryDirectory(prefix="trtmesh-") as directory:
@@ -87,11 +98,21 @@ def imported_repository(flags: Flags) -> Iterator[Flags]:
         yield {**flags, "config": str(file)}
 
 
-def _convert(repository: Path, models: Mapping[str, Path], device: str = "") -> Conversion:
+def _convert(
+    repository: Path,
+    models: Mapping[str, Path],
+    device: str = "",
+    fill: Sequence[str] | None = None,
+) -> Conversion:
     # The models of the Triton door take a tenth of a second to import.
-    from trtmesh.cli.triton_import import convert_repository
+    from trtmesh.cli.triton_import import convert_repository, parse_values
 
-    return convert_repository(repository, models, device)
+    return convert_repository(repository, models, device, parse_values(fill) if fill else None)
+
+
+def _check_served(conversion: Conversion) -> None:
+    if not conversion.served:
+        raise ModelUnusable("no model of the repository is served; the list has the reasons")
 
 
 def _model_directories(texts: Sequence[str]) -> dict[str, Path]:
@@ -150,6 +171,9 @@ def _tell_text(conversion: Conversion, tell: Callable[[str], None]) -> None:
         if unset:
             names = ", ".join(dict.fromkeys(finding.what for finding in unset))
             tell(f"  {unset[0].outcome.value:<12}  {printable(names)}")
+    if conversion.unfilled:
+        keys = ", ".join(conversion.unfilled)
+        tell(printable(f"placeholders without a value (--fill KEY:VALUE,...): {keys}"))
 
 
 def _as_line(finding: Finding) -> str:
@@ -162,5 +186,10 @@ def _tell_json(conversion: Conversion, output: Path, tell: Callable[[str], None]
         fields = {name: getattr(finding, name) for name in ("model", "what", "value", "text")}
         outcome = finding.outcome.name.lower()
         tell(json_module.dumps({"event": "value", "outcome": outcome, **fields}))
-    end = {"served": list(conversion.served), "unserved": dict(conversion.unserved)}
-    tell(json_module.dumps({"event": "written", "file": str(output), **end}))
+    end = {
+        "served": list(conversion.served),
+        "unserved": dict(conversion.unserved),
+        "unfilled": list(conversion.unfilled),
+    }
+    file = str(output) if conversion.served else None
+    tell(json_module.dumps({"event": "written", "file": file, **end}))

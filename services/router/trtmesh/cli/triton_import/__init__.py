@@ -4,6 +4,7 @@ Nothing of a repository is executed: configurations are parsed, other files only
 """
 
 from trtmesh.cli.triton_import.conversion import Conversion, convert_repository
+from trtmesh.cli.triton_import.filling import parse_values
 from trtmesh.cli.triton_import.findings import Finding, Outcome
 
-__all__ = ["Conversion", "Finding", "Outcome", "convert_repository"]
+__all__ = ["Conversion", "Finding", "Outcome", "convert_repository", "parse_values"]

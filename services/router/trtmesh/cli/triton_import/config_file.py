@@ -48,9 +48,9 @@ def read_limited(file: Path) -> str:
         raise SettingsError(f"cannot read {file}: {error}") from error
 
 
-def read_config(file: Path) -> tuple[Any, Sequence[UnfilledValue]]:
-    """The ModelConfig of a file, and its unset values. Raises SettingsError with file and line."""
-    text, unfilled = _blank_unfilled(read_limited(file))
+def parse_config(text: str, file: Path) -> tuple[Any, Sequence[UnfilledValue]]:
+    """The ModelConfig in the text of a file, and its unset values. Raises SettingsError with file and line."""
+    text, unfilled = _blank_unfilled(text)
     config = model_config_pb2.ModelConfig()
     try:
         text_format.Parse(text, config)

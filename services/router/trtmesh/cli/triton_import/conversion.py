@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtmesh.chassis.errors import SettingsError
-from trtmesh.chassis.fingerprint import tokenizer_fingerprint
 from trtmesh.cli.triton_import.config_file import is_unset
+from trtmesh.cli.triton_import.devices import PARAMETER, convert_devices, place_engines
 from trtmesh.cli.triton_import.fields import convert_fields
 from trtmesh.cli.triton_import.findings import Draft, Finding, Subject
 from trtmesh.cli.triton_import.parameters import ARGUMENTS, OF_THE_LIBRARY, arguments_of
-from trtmesh.cli.triton_import.recipes import ENGINE_PARAMETERS, Recipe, RepositoryModel
+from trtmesh.cli.triton_import.recipes import Recipe, RepositoryModel
 from trtmesh.cli.triton_import.repository import ENGINE_ARGUMENTS, Repository
-from trtmesh.cli.triton_import.rules import MODELS, TORCH, unsupported
+from trtmesh.cli.triton_import.rules import MODELS, TORCH, Default, unsupported
 from trtmesh.cli.triton_import.weights import Weights, find_weights
 
 
@@ -24,24 +23,32 @@ class Conversion:
     """The configuration, and a finding for every value of the repository."""
 
     sections: Mapping[str, Any]
-    """Sections of a configuration file."""
+    """Sections of a configuration file; empty if no model is served."""
     findings: Sequence[Finding]
     served: Sequence[str]
     unserved: Mapping[str, str]
     """Models without a counterpart in the mesh, with the reason."""
+    unfilled: Sequence[str]
+    """Placeholders without a value."""
 
 
 def convert_repository(
-    directory: Path, model_directories: Mapping[str, Path], device: str = ""
+    directory: Path,
+    model_directories: Mapping[str, Path],
+    device: str = "",
+    values: Mapping[str, str] | None = None,
 ) -> Conversion:
     """Reads a repository. `model_directories` has the weights by core model, '' for all; `device` is a device in
-    PyTorch's words. Raises SettingsError or ModelUnusable."""
-    repository = Repository(directory)
+    PyTorch's words; `values` fill the templates. Raises SettingsError or ModelUnusable."""
+    repository = Repository(directory, values)
     weights = find_weights(repository, model_directories)
     problems = {m.name: _problem(m, repository, weights) for m in repository}
     unserved = {name: reason for name, reason in problems.items() if reason}
+    served = [model for model in repository if model.name not in unserved]
     draft = Draft()
-    _put_weights(weights, device, draft)
+    if served:
+        _put_weights(weights, device, draft)
+        place_engines([model for model in served if model.is_core], weights, draft)
     for model in repository:
         if model.name in unserved:
             template = "unknown" if model.recipe is None else model.recipe.template.name
@@ -49,11 +56,10 @@ def convert_repository(
             draft.refuse(subject, unserved[model.name])
         elif model.recipe is not None:
             _convert_model(model, model.recipe, repository, weights, draft)
-    for model in repository:
-        if model.name not in unserved:
-            _inherit(model, repository, draft)
-    served = [model.name for model in repository if model.name not in unserved]
-    return Conversion(draft.sections, draft.findings, served, unserved)
+    for model in served:
+        _inherit(model, repository, draft)
+    names = [model.name for model in served]
+    return Conversion(draft.sections, draft.findings, names, unserved, repository.unfilled)
 
 
 def _problem(model: RepositoryModel, repository: Repository, weights: Weights) -> str:
@@ -88,9 +94,10 @@ def _convert_model(
     if len(weights.distinct) > 1:
         draft.put((*model.path, "model"), directory.name)
     _convert_steps(model, recipe, draft)
+    convert_devices(model, directory, draft)
     _convert_parameters(model, recipe, directory, draft)
     for name, value in arguments_of(model.engine_arguments or {}):
-        subject = Subject(model.name, f"{ENGINE_ARGUMENTS}: {name}", value)
+        subject = Subject(model.name, f"{ENGINE_ARGUMENTS}: {name}", value, directory)
         if is_unset(value):
             draft.leave(subject)
         else:
@@ -112,42 +119,36 @@ def _convert_parameters(
     model: RepositoryModel, recipe: Recipe, directory: Path, draft: Draft
 ) -> None:
     """Converts parameters in the order of the rules, because some depend on others; parameters without a rule last."""
-    rules, parameters = recipe.parameters, model.parameters
+    rules = recipe.parameters
+    parameters = {name: each for name, each in model.parameters.items() if name != PARAMETER}
     known = [name for name in rules if name in parameters]
     for name in (*known, *(name for name in parameters if name not in rules)):
-        subject = Subject(model.name, f"parameters.{name}", parameters[name])
-        if is_unset(subject.value):
-            draft.leave(subject)
-        elif name in ENGINE_PARAMETERS:
-            draft.replace(subject, f"the engine reads the Hugging Face model in {directory}")
-        elif name == "tokenizer_dir" and name not in rules:
-            _convert_tokenizer(subject, directory, draft)
-        else:
+        subject = Subject(model.name, f"parameters.{name}", parameters[name], directory)
+        if not is_unset(subject.value):
             rules.get(name, unsupported("no model of TensorRT-LLM's has it"))(subject, draft)
+        elif name not in recipe.defaults:
+            draft.leave(subject)
+    for name, default in recipe.defaults.items():
+        if is_unset(value := parameters.get(name, "")):
+            _apply_default(Subject(model.name, f"parameters.{name}", value), default, draft)
 
 
-def _convert_tokenizer(subject: Subject, directory: Path, draft: Draft) -> None:
-    """Compares the tokenizer with the one beside the weights, which the mesh uses."""
-    own = Path(subject.value)
-    try:
-        differs = own.is_dir() and tokenizer_fingerprint(own) != tokenizer_fingerprint(directory)
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"cannot compare {own} with {directory}: {error}") from error
-    if differs:
-        draft.refuse(
-            subject,
-            f"the tokenizer beside the weights, in {directory}, differs and is used; copy these files there if they are"
-            " right",
-        )
+def _apply_default(subject: Subject, default: Default, draft: Draft) -> None:
+    if draft.get(default.path) is None:
+        draft.put(default.path, default.value)
+        draft.leave(subject, f"it is {str(default.value).lower()}, Triton's default")
     else:
-        draft.replace(subject, f"the tokenizer in {directory}, beside the weights")
+        draft.leave(subject, f"{'.'.join(default.path)} is {draft.get(default.path)}")
 
 
 def _inherit(model: RepositoryModel, repository: Repository, draft: Draft) -> None:
-    """Copies settings of the steps to an ensemble or BLS."""
+    """Copies settings of the steps to an ensemble or BLS, those of their own steps first."""
     for name in model.steps:
         step = repository.models.get(name)
-        for setting in step.recipe.inherited if step and step.recipe else ():
+        if step is None or step.recipe is None:
+            continue
+        _inherit(step, repository, draft)
+        for setting in step.recipe.inherited:
             path = (*model.path, setting)
             value = draft.get((*MODELS, name, setting))
             if value is not None and draft.get(path) is None:

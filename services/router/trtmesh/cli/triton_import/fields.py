@@ -29,7 +29,7 @@ SHOWN = 60
 
 LOOKED_AT = frozenset(
     {"name", "backend", "platform", "parameters", "ensemble_scheduling", "max_batch_size"}
-    | {"model_transaction_policy"}
+    | {"model_transaction_policy", "instance_group"}
 )
 """Fields converted elsewhere."""
 OTHER_FIELDS: Mapping[str, str] = {
@@ -183,21 +183,6 @@ def _data_type(tensor: Any) -> str:
     return "BYTES" if name == "STRING" else str(name)
 
 
-def _convert_instances(model: RepositoryModel, _: Recipe, draft: Draft) -> None:
-    count = sum(group.count or 1 for group in model.config.instance_group)
-    subject = Subject(model.name, "instance_group", f"count {count}")
-    if model.is_core and count > 1:
-        draft.carry(subject, ("mesh", "engines"), count)
-    elif model.is_core:
-        draft.replace(
-            subject,
-            "mesh.engines says how many engines there are, one unless it is set; on the CPU unless --device or"
-            " gpu_device_ids names a GPU",
-        )
-    else:
-        draft.replace(subject, "one router serves any number of requests at once")
-
-
 def _convert_batching(model: RepositoryModel, recipe: Recipe, draft: Draft) -> None:
     batching = model.config.dynamic_batching
 
@@ -243,7 +228,6 @@ def _convert_versions(model: RepositoryModel, _: Recipe, draft: Draft) -> None:
 CONVERTED: Mapping[str, Callable[[RepositoryModel, Recipe, Draft], None]] = {
     "input": _convert_inputs,
     "output": _convert_outputs,
-    "instance_group": _convert_instances,
     "dynamic_batching": _convert_batching,
     "version_policy": _convert_versions,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 
@@ -38,6 +39,8 @@ class Subject:
     model: str
     what: str
     value: str
+    weights: Path = Path()
+    """Directory of the Hugging Face model that serves it, for parameters and arguments."""
 
 
 @dataclass(slots=True)
@@ -81,6 +84,15 @@ class Draft:
         for name in path[:-1]:
             node = node.setdefault(name, {})
         node[path[-1]] = value
+
+    @property
+    def runs_on_gpus(self) -> bool:
+        """Whether every engine has a GPU."""
+        if device := self.get(("engine", "torch", "device")):
+            return str(device).startswith("cuda")
+        mesh = self.sections.get("mesh", {})
+        devices = mesh.get("devices", {})
+        return all(Path(each).name in devices for each in (mesh["model"], *mesh.get("models", ())))
 
     def get(self, path: Sequence[str]) -> Any:
         """The value of a setting, or None."""

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from trtmesh.chassis.errors import SettingsError
+from trtmesh.chassis.fingerprint import tokenizer_fingerprint
 from trtmesh.cli.triton_import.findings import Draft, Subject
+from trtmesh.cli.triton_import.hf_model import Lengths
 from trtmesh.cli.triton_import.rules import (
     FALSE,
     MODELS,
     TORCH,
     TRUE,
+    Default,
     Rule,
     engine,
-    fraction,
     one_of,
     only,
     own,
+    positive,
     replaced,
+    share,
     truth,
     unsupported,
     whole,
+    wrong,
 )
 
 BATCHING = {
@@ -43,6 +49,7 @@ NO_SPECULATION = (
     "the embedded engine does not speculate; every other request is served the same, token by token"
 )
 NO_ENCODER = "the embedded engine runs decoder-only models"
+NO_SPEECH = "the mesh generates text from text and takes no speech"
 NO_PICTURES = "the mesh takes no images and no video; requests with them are refused by name"
 NO_GRAMMARS = "the embedded engine does no guided decoding; requests for it are refused by name"
 KERNELS = (
@@ -67,14 +74,16 @@ ITS_OWN_FILES = "the model's own files are read: see mesh.model"
 NO_VISION_TOWER = "it configures a vision encoder, and the mesh has none"
 
 
-def cache_fraction(subject: Subject, draft: Draft) -> None:
-    share = fraction(subject)
-    if str(draft.get((*TORCH, "device"))).startswith("cuda"):
-        draft.carry(subject, (*TORCH, "kv_cache", "free_memory_fraction"), share)
+def _cache_fraction(subject: Subject, draft: Draft) -> None:
+    if draft.runs_on_gpus:
+        draft.carry(
+            subject, (*TORCH, "kv_cache", "free_memory_fraction"), min(share(subject), 0.99)
+        )
     else:
         draft.replace(
             subject,
-            "no GPU was named, and on a CPU the cache takes 1 GiB; with --device cuda:0 the fraction is carried over",
+            "not all engines have a GPU, and on a CPU the cache takes 1 GiB; with --device cuda:0 the fraction is"
+            " carried over",
         )
 
 
@@ -98,21 +107,6 @@ def _special_tokens(subject: Subject, draft: Draft) -> None:
         draft.refuse(subject, "it is neither true nor false and counts as true, as in Triton")
 
 
-def _devices(subject: Subject, draft: Draft) -> None:
-    """GPUs of an instance are separated by commas, instances by semicolons."""
-    instances = [part.split(",") for part in subject.value.split(";") if part.strip()]
-    if draft.get((*TORCH, "device")):
-        draft.replace(subject, f"--device says {draft.get((*TORCH, 'device'))}")
-    elif len(instances) == 1 and len(instances[0]) == 1:
-        draft.carry(subject, (*TORCH, "device"), f"cuda:{instances[0][0].strip()}")
-    else:
-        draft.refuse(
-            subject,
-            "an embedded engine runs on one GPU, the same for all engines of a stack; start further ones by themselves"
-            " and list them in router.engines",
-        )
-
-
 def _decoding(subject: Subject, draft: Draft) -> None:
     if subject.value in SPECULATIVE:
         draft.refuse(subject, NO_SPECULATION)
@@ -129,8 +123,8 @@ def _scheduler_policy(subject: Subject, draft: Draft) -> None:
 
 
 def _beam_width(subject: Subject, draft: Draft) -> None:
-    width = whole(subject)
-    own("max_beam_width", whole)(subject, draft)
+    width = positive(subject)
+    own("max_beam_width", positive)(subject, draft)
     sequences = (*TORCH, "limits", "max_sequences_per_item")
     if width > (draft.get(sequences) or 16):
         draft.put(sequences, width)
@@ -142,27 +136,72 @@ def _scheduler(subject: Subject, draft: Draft) -> None:
     draft.carry(subject, (*TORCH, "batching", name), policy)
 
 
+def _windows(subject: Subject, draft: Draft) -> None:
+    """A window for all layers, or one for each."""
+    try:
+        windows = [int(text) for text in subject.value.strip("[] ").split(",")]
+    except ValueError:
+        raise wrong(subject, "whole numbers separated by commas") from None
+    lengths = Lengths.of(subject.weights)
+    if all(window == lengths.window for window in windows):
+        draft.replace(subject, "the model's own config.json has this window")
+    elif lengths.longest is not None and min(windows) >= lengths.longest:
+        draft.replace(
+            subject, f"it changes nothing: no sequence has more than {lengths.longest} tokens"
+        )
+    else:
+        draft.refuse(
+            subject,
+            f"the windows are those of the model's own config.json; sequences of more than {min(windows)} tokens attend"
+            " to more here, as the model was trained",
+        )
+
+
+def _engine_files(subject: Subject, draft: Draft) -> None:
+    draft.replace(subject, f"the engine reads the Hugging Face model in {subject.weights}")
+
+
+def _tokenizer(subject: Subject, draft: Draft) -> None:
+    """Compares the tokenizer with the one beside the weights, which the mesh uses."""
+    own, weights = Path(subject.value), subject.weights
+    try:
+        differs = own.is_dir() and tokenizer_fingerprint(own) != tokenizer_fingerprint(weights)
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"cannot compare {own} with {weights}: {error}") from error
+    if differs:
+        draft.refuse(
+            subject,
+            f"the tokenizer beside the weights, in {weights}, differs and is used; copy these files there if they are"
+            " right",
+        )
+    else:
+        draft.replace(subject, f"the tokenizer in {weights}, beside the weights")
+
+
 CORE_PARAMETERS: Mapping[str, Rule] = {
-    # Later parameters depend on the first four.
+    # Later parameters depend on the first two.
     "gpt_model_type": _batching,
     "batching_strategy": _batching,
-    "gpu_device_ids": _devices,
+    "gpt_model_path": _engine_files,
+    "engine_dir": _engine_files,
     "encoder_model_path": unsupported(NO_ENCODER),
     "cross_kv_cache_fraction": unsupported(NO_ENCODER),
     "max_beam_width": _beam_width,
     "decoding_mode": _decoding,
     "batch_scheduler_policy": _scheduler_policy,
-    "max_tokens_in_paged_kv_cache": engine("kv_cache.tokens", whole),
-    "kv_cache_free_gpu_mem_fraction": cache_fraction,
+    "max_tokens_in_paged_kv_cache": engine("kv_cache.tokens", positive),
+    "kv_cache_free_gpu_mem_fraction": _cache_fraction,
     "kv_cache_host_memory_bytes": engine("host_cache.bytes", whole),
     "kv_cache_onboard_blocks": only(truth, value=True, text=BROUGHT_BACK),
     "enable_kv_cache_reuse": engine("kv_cache.prefix_reuse", truth),
     "enable_chunked_context": engine("batching.chunked_context", truth),
-    "max_attention_window_size": unsupported(
-        "the windows are those of the model's own config.json; a cyclic cache over a model trained without changes"
-        " its answers"
+    # Names of v0.5 to v0.7; the window has its present name since v0.7.
+    "max_num_sequences": engine("limits.max_batch_size", positive),
+    "max_kv_cache_length": _windows,
+    "max_attention_window_size": _windows,
+    "sink_token_length": only(
+        whole, value=0, text="the model attends as it was trained, without sinks"
     ),
-    "sink_token_length": unsupported("the model attends as it was trained, without sinks"),
     "exclude_input_in_output": own("exclude_input_in_output", truth),
     "normalize_log_probs": engine("normalize_log_probs", truth),
     "cancellation_check_period_ms": replaced(AT_ONCE),
@@ -189,7 +228,7 @@ CORE_PARAMETERS: Mapping[str, Rule] = {
     "speculative_decoding_fast_logits": only(
         truth, value=False, text="there are no drafts", reason=NO_SPECULATION
     ),
-    "gpu_weights_percent": only(fraction, value=1.0, text=RESIDENT),
+    "gpu_weights_percent": only(share, value=1.0, text=RESIDENT),
     "enable_context_fmha_fp32_acc": replaced(KERNELS),
     "multi_block_mode": replaced(KERNELS),
     "cuda_graph_mode": replaced(KERNELS),
@@ -203,11 +242,19 @@ CORE_PARAMETERS: Mapping[str, Rule] = {
     "FORCE_CPU_ONLY_INPUT_TENSORS": replaced("inputs never lie on a device"),
 }
 
+CORE_DEFAULTS: Mapping[str, Default] = {
+    "normalize_log_probs": Default((*TORCH, "normalize_log_probs"), value=True),
+}
+
 TEXT_PARAMETERS: Mapping[str, Rule] = {
+    "gpt_model_path": _engine_files,
+    "engine_dir": _engine_files,
+    "tokenizer_dir": _tokenizer,
     "tokenizer_type": replaced(TOKENIZER_FILES),
     "add_special_tokens": _special_tokens,
     "skip_special_tokens": _special_tokens,
     "multimodal_model_path": unsupported(NO_VISION_TOWER),
+    "visual_model_path": unsupported(NO_VISION_TOWER),
     "max_num_images": unsupported(NO_VISION_TOWER),
     "hf_model_path": replaced(ITS_OWN_FILES),
 }
@@ -226,8 +273,6 @@ DISAGGREGATED_PARAMETERS: Mapping[str, Rule] = {
     "generation_model_name": replaced(f"{ONE_ENGINE}; requests count for this model too"),
 }
 
-LLMAPI_PARAMETERS: Mapping[str, Rule] = {"gpu_device_ids": _devices}
-
 ARGUMENTS: Mapping[str, Rule] = {
     "triton_config.max_batch_size": only(whole, value=0, text=ONE_PROMPT),
     "triton_config.decoupled": own("decoupled", truth),
@@ -245,18 +290,19 @@ ARGUMENTS: Mapping[str, Rule] = {
     "pipeline_parallel_size": only(whole, value=1, text=ONE_DEVICE),
     "context_parallel_size": only(whole, value=1, text=ONE_DEVICE),
     "gpus_per_node": only(whole, value=1, text=ONE_DEVICE),
-    "max_batch_size": engine("limits.max_batch_size", whole),
-    "max_num_tokens": engine("batching.max_step_tokens", whole),
+    "max_batch_size": engine("limits.max_batch_size", positive),
+    "max_num_tokens": engine("batching.max_step_tokens", positive),
     "max_seq_len": engine("limits.max_sequence_tokens", whole),
     "enable_chunked_prefill": engine("batching.chunked_context", truth),
     "scheduler_config.capacity_scheduler_policy": _scheduler,
     "kv_cache_config.enable_block_reuse": engine("kv_cache.prefix_reuse", truth),
     "kv_cache_config.enable_partial_reuse": engine("kv_cache.partial_reuse", truth),
-    "kv_cache_config.max_tokens": engine("kv_cache.tokens", whole),
-    "kv_cache_config.free_gpu_memory_fraction": cache_fraction,
+    "kv_cache_config.max_tokens": engine("kv_cache.tokens", positive),
+    "kv_cache_config.free_gpu_memory_fraction": _cache_fraction,
     "kv_cache_config.host_cache_size": engine("host_cache.bytes", whole),
     "kv_cache_config.secondary_offload_min_priority": engine("host_cache.min_priority", whole),
-    "kv_cache_config.tokens_per_block": engine("kv_cache.tokens_per_block", whole),
+    "kv_cache_config.tokens_per_block": engine("kv_cache.tokens_per_block", positive),
+    "kv_cache_config.max_attention_window": _windows,
     "kv_cache_config.event_buffer_max_size": replaced("changes of the cache are always told"),
     "kv_cache_config.onboard_blocks": only(truth, value=True, text=BROUGHT_BACK),
     "enable_iter_perf_stats": replaced(ALWAYS_COUNTED),

@@ -10,17 +10,22 @@ from typing import Any
 from trtmesh.cli.triton_import.config_file import UnfilledValue, is_unset
 from trtmesh.cli.triton_import.parameters import (
     BLS_PARAMETERS,
+    CORE_DEFAULTS,
     CORE_PARAMETERS,
     DISAGGREGATED_PARAMETERS,
-    LLMAPI_PARAMETERS,
+    NO_PICTURES,
+    NO_SPEECH,
     TEXT_PARAMETERS,
 )
-from trtmesh.cli.triton_import.rules import MODELS, Rule
+from trtmesh.cli.triton_import.rules import MODELS, Default, Rule
 from trtmesh.router.doors.triton.templates.catalogue import TEMPLATES
 from trtmesh.router.doors.triton.templates.template import Template
 from trtmesh.router.doors.triton.templates.tokenization import TokenizerTemplate
 
 ENGINE_PARAMETERS = ("gpt_model_path", "engine_dir")
+BACKENDS = ("tensorrtllm", "inflight_batcher_llm")
+"""Names of the C++ backend; before v0.7 it was the second."""
+CORE_INPUTS = frozenset({"input_ids", "input_lengths", "request_output_len"})
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,10 @@ class RepositoryModel:
     @cached_property
     def inputs(self) -> frozenset[str]:
         return frozenset(given.name for given in self.config.input)
+
+    @cached_property
+    def outputs(self) -> frozenset[str]:
+        return frozenset(each.name for each in self.config.output)
 
     @cached_property
     def parameters(self) -> Mapping[str, str]:
@@ -70,6 +79,17 @@ class RepositoryModel:
 def _is_ensemble(model: RepositoryModel) -> bool:
     has_scheduling: bool = model.config.HasField("ensemble_scheduling")
     return has_scheduling or model.config.platform == "ensemble"
+
+
+def _asks_halves(model: RepositoryModel) -> bool:
+    return bool({"context_model_name", "generation_model_name"} & set(model.parameters))
+
+
+def _is_core(model: RepositoryModel) -> bool:
+    """The backend is C++, Python or a placeholder."""
+    return model.config.backend in BACKENDS or (
+        model.inputs >= CORE_INPUTS and not _asks_halves(model)
+    )
 
 
 def _no_steps(_: RepositoryModel) -> list[str]:
@@ -108,6 +128,8 @@ class Recipe:
     recognises: Callable[[RepositoryModel], bool]
     """Asked in the order of RECIPES: directories may have any name."""
     parameters: Mapping[str, Rule] = field(default_factory=dict)
+    defaults: Mapping[str, Default] = field(default_factory=dict)
+    """Triton's defaults of unset parameters, where the mesh has others."""
     steps: Callable[[RepositoryModel], list[str]] = _no_steps
     """The names of the models called by a model."""
     steps_field: str = ""
@@ -115,7 +137,7 @@ class Recipe:
     counts_last_step: bool = False
     """Whether requests count for the last step alone."""
     step_recipes: Sequence[str] = ()
-    """The only templates allowed as steps; empty allows all."""
+    """The templates allowed as steps."""
     provided_steps: Sequence[str] = ()
     """Steps provided by the mesh if the repository lacks them."""
     says_decoupled: bool = False
@@ -128,21 +150,25 @@ class Recipe:
     """Settings that an ensemble or BLS inherits from this step."""
 
 
+TEXT_STEPS = ("preprocessing", "tensorrt_llm", "disaggregated_serving_bls", "postprocessing")
+INHERITED = ("decoupled", "exclude_input_in_output", "max_beam_width")
+
 RECIPES = (
     Recipe(
         template=TEMPLATES["ensemble"],
         recognises=_is_ensemble,
         steps=_ensemble_steps,
         steps_field="ensemble_scheduling",
-        step_recipes=("preprocessing", "tensorrt_llm", "postprocessing"),
+        step_recipes=TEXT_STEPS,
     ),
     Recipe(
         template=TEMPLATES["tensorrt_llm"],
-        recognises=lambda model: model.config.backend == "tensorrtllm",
+        recognises=_is_core,
         parameters=CORE_PARAMETERS,
+        defaults=CORE_DEFAULTS,
         says_decoupled=True,
         has_queue=True,
-        inherited=("decoupled", "exclude_input_in_output", "max_beam_width"),
+        inherited=INHERITED,
     ),
     Recipe(
         template=TEMPLATES["preprocessing"],
@@ -158,11 +184,11 @@ RECIPES = (
     ),
     Recipe(
         template=TEMPLATES["disaggregated_serving_bls"],
-        recognises=lambda model: (
-            "context_model_name" in model.parameters or "generation_model_name" in model.parameters
-        ),
+        recognises=_asks_halves,
         parameters=DISAGGREGATED_PARAMETERS,
         steps=_halves,
+        step_recipes=("tensorrt_llm",),
+        inherited=INHERITED,
         # One engine serves both halves; clients get the output of the last half.
         counts_last_step=True,
         says_decoupled=True,
@@ -176,7 +202,6 @@ RECIPES = (
                 or any(name.startswith("sampling_param_") for name in model.inputs)
             )
         ),
-        parameters=LLMAPI_PARAMETERS,
         engine=_model_of_arguments,
     ),
     Recipe(
@@ -184,7 +209,17 @@ RECIPES = (
         recognises=lambda model: "text_input" in model.inputs,
         parameters=BLS_PARAMETERS,
         steps=_bls_steps,
+        step_recipes=TEXT_STEPS,
         provided_steps=("preprocessing", "postprocessing"),
         says_decoupled=True,
     ),
 )
+
+
+def reason_unserved(model: RepositoryModel) -> str:
+    """Why a model without a recipe is not served."""
+    if "WAV" in model.inputs:
+        return NO_SPEECH
+    if {"OUT_PROMPT_EMBEDDING_TABLE", "ENCODER_INPUT_FEATURES"} & model.outputs:
+        return NO_PICTURES
+    return "it is not one of TensorRT-LLM's models, and no code of a repository is run"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from trtmesh.chassis.errors import SettingsError
@@ -10,6 +11,15 @@ from trtmesh.cli.triton_import.findings import Draft, Subject
 
 Rule = Callable[[Subject, Draft], None]
 """Converts a value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Default:
+    """Triton's value of an unset parameter, as a setting of the mesh."""
+
+    path: tuple[str, ...]
+    value: Any
+
 
 TRUE = frozenset({"true", "t", "yes", "y", "1"})
 FALSE = frozenset({"false", "f", "no", "n", "0"})
@@ -19,23 +29,38 @@ MODELS = ("router", "triton", "models")
 
 
 def whole(subject: Subject) -> int:
-    try:
-        return int(subject.value)
-    except ValueError:
-        raise _wrong(subject, "a whole number") from None
+    return _number(subject, 0, "a whole number of at least 0")
 
 
-def fraction(subject: Subject) -> float:
+def positive(subject: Subject) -> int:
+    return _number(subject, 1, "a whole number of at least 1")
+
+
+def _number(subject: Subject, least: int, limit: str) -> int:
     try:
-        return float(subject.value)
+        number = int(subject.value)
     except ValueError:
-        raise _wrong(subject, "a number") from None
+        raise wrong(subject, limit) from None
+    if number < least:
+        raise wrong(subject, limit)
+    return number
+
+
+def share(subject: Subject) -> float:
+    """A number from 0 to 1."""
+    try:
+        number = float(subject.value)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 1:
+        raise wrong(subject, "a number from 0 to 1")
+    return number
 
 
 def truth(subject: Subject) -> bool:
     word = subject.value.strip().lower()
     if word not in TRUE | FALSE:
-        raise _wrong(subject, "true or false")
+        raise wrong(subject, "true or false")
     return word in TRUE
 
 
@@ -45,7 +70,7 @@ def one_of(*same: str, **renamed: str) -> Callable[[Subject], str]:
 
     def read(subject: Subject) -> str:
         if subject.value not in words:
-            raise _wrong(subject, f"one of {', '.join(words)}")
+            raise wrong(subject, f"one of {', '.join(words)}")
         return words[subject.value]
 
     return read
@@ -95,7 +120,7 @@ def only(read: Callable[[Subject], Any], *, value: Any, text: str, reason: str =
     return rule
 
 
-def _wrong(subject: Subject, limit: str) -> SettingsError:
+def wrong(subject: Subject, limit: str) -> SettingsError:
     return SettingsError(
         f"model '{subject.model}': {subject.what} is {subject.value!r} but must be {limit}"
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trtmesh.chassis.errors import ModelUnusable, SettingsError
 from trtmesh.cli.triton_import.config_file import is_unset
+from trtmesh.cli.triton_import.hf_model import advice, has_weights, reason_unusable
+from trtmesh.cli.triton_import.parameters import NO_ENCODER
 from trtmesh.cli.triton_import.recipes import RepositoryModel
 from trtmesh.cli.triton_import.repository import Repository
 
@@ -29,7 +31,7 @@ class Weights:
 
 def find_weights(repository: Repository, given: Mapping[str, Path]) -> Weights:
     """The given directories, else the repository's own Hugging Face directories. Raises SettingsError for an unknown
-    model name, or ModelUnusable if nothing can be served."""
+    model name, or ModelUnusable for an unsuitable directory."""
     cores = [model for model in repository if model.is_core]
     unknown = set(given) - {EVERY} - {core.name for core in cores}
     if unknown:
@@ -43,13 +45,19 @@ def find_weights(repository: Repository, given: Mapping[str, Path]) -> Weights:
     directories: dict[str, Path] = {}
     needed: dict[str, str] = {}
     for core in cores:
-        found = given.get(core.name) or given.get(EVERY) or _named_directory(repository, core)
+        chosen = given.get(core.name) or given.get(EVERY)
+        found = chosen or _named_directory(repository, core)
         if found is None:
-            needed[core.name] = _needed(core)
+            needed[core.name] = _needed(repository, core)
+            continue
+        directory = found.resolve()
+        reason = reason_unusable(directory)
+        if reason and chosen:
+            raise ModelUnusable(f"{directory}, for model '{core.name}', {reason}")
+        if reason:
+            needed[core.name] = f"{directory} {reason}"
         else:
-            directories[core.name] = _checked(core, found)
-    if not directories:
-        raise ModelUnusable("; ".join(needed.values()) or "no model of the repository runs one")
+            directories[core.name] = directory
     _check_names(directories)
     return Weights(directories, needed)
 
@@ -77,36 +85,28 @@ def _source(core: RepositoryModel) -> str:
 
 def _named_directory(repository: Repository, core: RepositoryModel) -> Path | None:
     """The first Hugging Face directory named in the repository."""
+    return next(filter(has_weights, _directories(repository, core)), None)
+
+
+def _directories(repository: Repository, core: RepositoryModel) -> Iterator[Path]:
+    """The absolute paths that the repository names for a model or its tokenizers."""
     texts = [_source(core)]
     for model in repository.tokenizers_of(core):
         parameters = model.parameters
         texts += [parameters.get(name, "") for name in ("hf_model_path", "tokenizer_dir")]
-    for text in texts:
-        if not is_unset(text) and Path(text).is_absolute() and _has_weights(Path(text)):
-            return Path(text)
-    return None
+    return (Path(t) for t in texts if not is_unset(t) and Path(t).is_absolute())
 
 
-def _has_weights(directory: Path) -> bool:
-    return (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
-
-
-def _checked(core: RepositoryModel, directory: Path) -> Path:
-    directory = directory.resolve()
-    if not _has_weights(directory):
-        raise ModelUnusable(
-            f"{directory}, for model '{core.name}', has no config.json with *.safetensors: the embedded"
-            " engine reads Hugging Face models"
-        )
-    return directory
-
-
-def _needed(core: RepositoryModel) -> str:
+def _needed(repository: Repository, core: RepositoryModel) -> str:
+    if not is_unset(core.parameters.get("encoder_model_path", "")):
+        return NO_ENCODER
     source = _source(core)
     names = f"names {source}, which is" if source else "names"
+    hints = (advice(directory) for directory in _directories(repository, core))
     return (
         f"model '{core.name}' {names} no directory with a Hugging Face model (config.json and *.safetensors); give the"
         f" one that the engine was built from: --model DIR, or --model {core.name}=DIR"
+        f"{next(filter(None, hints), '')}"
     )
 
 

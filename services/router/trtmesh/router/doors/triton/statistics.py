@@ -210,7 +210,11 @@ class Statistics:
         return answer
 
     def _steps_of(self, model: Model) -> Sequence[Model]:
-        return [self._models[name] for name in model.steps if name in self._models]
+        """The steps of a model, and the models behind a step that is a BLS."""
+        names = dict.fromkeys(model.steps)
+        for step in (self._models[name] for name in model.steps if name in self._models):
+            names |= dict.fromkeys(step.steps)
+        return [self._models[name] for name in names if name in self._models]
 
     def _of(self, model: Model) -> Counts:
         return self._counts.setdefault(model.name, Counts())

@@ -1,0 +1,63 @@
+"""What a Hugging Face directory says about its model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trtmesh.chassis.errors import ModelUnusable
+
+LONGEST = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
+"""Names of the longest sequence, by family of models."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Lengths in tokens; None where config.json has none."""
+
+    longest: int | None
+    window: int | None
+
+    @classmethod
+    def of(cls, directory: Path) -> Lengths:
+        config = _config(directory)
+        text = config.get("text_config") or config
+        longest = next((text[name] for name in LONGEST if isinstance(text.get(name), int)), None)
+        window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
+        return cls(longest, window)
+
+
+def has_weights(directory: Path) -> bool:
+    return (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
+
+
+def reason_unusable(directory: Path) -> str:
+    """Why the embedded engine would refuse a directory; '' if it would not. Raises ModelUnusable for torn files."""
+    if not has_weights(directory):
+        return (
+            "has no config.json with *.safetensors: the embedded engine reads Hugging Face models"
+            + advice(directory)
+        )
+    if _config(directory).get("is_encoder_decoder"):
+        return "has an encoder-decoder model; the embedded engine runs decoder-only models"
+    return ""
+
+
+def advice(directory: Path) -> str:
+    """The end of a message about a directory without safetensors."""
+    pickles = (directory / "config.json").is_file() and any(directory.glob("*.bin"))
+    return f"; `trtmesh convert {directory}` makes them from its *.bin files" if pickles else ""
+
+
+def _config(directory: Path) -> Mapping[str, Any]:
+    file = directory / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelUnusable(f"cannot read {file}: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelUnusable(f"{file} is not a JSON object")
+    return config
