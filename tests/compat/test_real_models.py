@@ -301,6 +301,37 @@ async def test_perf_metrics(mesh: Mesh, triton: Triton) -> None:
         assert last[name] == getattr(again.perf_metrics, name)
 
 
+BLOCKS = ("kv_cache_alloc_new_blocks", "kv_cache_reused_blocks")
+
+
+async def test_perf_metrics_of_several_sequences(mesh: Mesh, triton: Triton) -> None:
+    """Each sequence has its own: the first computes the prompt's blocks and the others reuse them."""
+    sampled = {"num_return_sequences": 3, "top_k": 20, "seed": 1}
+    item = await native(mesh, "Some other prompt " * 4, perf_metrics=True, **sampled)
+    each = [s.finished.perf_metrics for s in item.sequences if s.finished]
+    blocks = [[getattr(metrics, name) for name in BLOCKS] for metrics in each]
+    assert blocks[0] != blocks[1] == blocks[2]
+    assert item.perf_metrics
+    assert [getattr(item.perf_metrics, name) for name in BLOCKS] == np.sum(blocks, 0).tolist()
+    request = ask(text_input="Yet another prompt" * 4, return_perf_metrics=True, **sampled)
+    for stream in (True, False):
+        prompt = f"Prompt of its own {stream}" * 4
+        responses = await triton.stream(
+            "ensemble", request | {"stream": stream, "text_input": prompt}
+        )
+        last = {response.number["sequence_index"]: response.number for response in responses}
+        assert all(last[index]["last_token_time_ns"] > 0 for index in range(3))
+        told = [[last[index][name] for name in BLOCKS] for index in range(3)]
+        assert told[0] != told[1] == told[2]
+    # A single response for all has the sums; both requests find the same blocks.
+    warm = await native(mesh, prompt, perf_metrics=True, **sampled)
+    whole = (await triton.infer("tensorrt_llm_bls", request | {"text_input": prompt})).number
+    assert warm.perf_metrics
+    assert {name: whole[name] for name in BLOCKS} == {
+        name: getattr(warm.perf_metrics, name) for name in BLOCKS
+    }
+
+
 async def test_ids_beyond_the_vocabulary_end_their_request_alone(triton: Triton) -> None:
     tensors = await core_tensors(triton)
     wrong = tensors | {"input_ids": [5, 30_000], "input_lengths": 2}

@@ -678,7 +678,9 @@ class OutputConfig(google.protobuf.message.Message):
     logits_data_type: Global___DataType.ValueType
     """Element type of returned logits: FP32, FP16 or BF16. Unset means FP32."""
     perf_metrics: builtins.bool
-    """Whether PerfMetrics are returned at the end of each item and, if streamed, at the start of each sequence."""
+    """Whether PerfMetrics are returned at the end of each sequence and item and, if streamed, at the start of each
+    sequence.
+    """
     stream: builtins.bool
     """False returns one event per sequence, at its end, instead of streaming tokens. Unset means true."""
     normalize_log_probs: builtins.bool
@@ -1190,7 +1192,7 @@ Global___Usage: typing_extensions.TypeAlias = Usage
 
 @typing.final
 class PerfMetrics(google.protobuf.message.Message):
-    """Times and KV figures of an item; times are nanoseconds of the worker's Unix clock."""
+    """Times and KV figures of a sequence or an item; times are nanoseconds of the worker's Unix clock."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from trtmesh.v1 import generation_pb2 as trtmesh_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17trtmesh/v1/router.proto\x12\ntrtmesh.v1\x1a\x1btrtmesh/v1/generation.proto\"`\n\x0cGenerateItem\x12\"\n\x06prompt\x18\x01 \x01(\x0b\x32\x12.trtmesh.v1.Prompt\x12,\n\x06\x63onfig\x18\x02 \x01(\x0b\x32\x1c.trtmesh.v1.GenerationConfig\"\x8b\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\'\n\x05items\x18\x03 \x03(\x0b\x32\x18.trtmesh.v1.GenerateItem\x12,\n\x06\x63onfig\x18\x04 \x01(\x0b\x32\x1c.trtmesh.v1.GenerationConfig\"B\n\x0fRequestAccepted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\"\\\n\x0bItemStarted\x12\x0c\n\x04seed\x18\x01 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\"s\n\x0fTokensGenerated\x12\x14\n\x0ctoken_offset\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12)\n\x07\x64\x65tails\x18\x04 \x01(\x0b\x32\x18.trtmesh.v1.TokenDetails\"@\n\x0fSequenceStarted\x12-\n\x0cperf_metrics\x18\x01 \x01(\x0b\x32\x17.trtmesh.v1.PerfMetrics\"\xfc\x01\n\x10SequenceFinished\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.trtmesh.v1.FinishReason\x12\x18\n\x10generated_tokens\x18\x02 \x01(\r\x12\x16\n\tstop_text\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12 \n\x13\x63umulative_log_prob\x18\x05 \x01(\x02H\x01\x88\x01\x01\x12\x1a\n\rhandoff_state\x18\x06 \x01(\x0cH\x02\x88\x01\x01\x42\x0c\n\n_stop_textB\x16\n\x14_cumulative_log_probB\x10\n\x0e_handoff_state\"\x89\x01\n\x0cItemFinished\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.trtmesh.v1.FinishReason\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.trtmesh.v1.Usage\x12-\n\x0cperf_metrics\x18\x03 \x01(\x0b\x32\x17.trtmesh.v1.PerfMetrics\"P\n\nItemFailed\x12 \n\x05\x65rror\x18\x01 \x01(\x0b\x32\x11.trtmesh.v1.Error\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.trtmesh.v1.Usage\"\xe1\x03\n\rGenerateEvent\x12\x13\n\x0b\x62\x61tch_index\x18\x01 \x01(\r\x12\x16\n\x0esequence_index\x18\x02 \x01(\r\x12/\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\x0b\x32\x1b.trtmesh.v1.RequestAcceptedH\x00\x12/\n\x0citem_started\x18\x04 \x01(\x0b\x32\x17.trtmesh.v1.ItemStartedH\x00\x12\x33\n\x0eprompt_details\x18\x05 \x01(\x0b\x32\x19.trtmesh.v1.PromptDetailsH\x00\x12-\n\x06tokens\x18\x06 \x01(\x0b\x32\x1b.trtmesh.v1.TokensGeneratedH\x00\x12\x39\n\x11sequence_finished\x18\x07 \x01(\x0b\x32\x1c.trtmesh.v1.SequenceFinishedH\x00\x12\x31\n\ritem_finished\x18\x08 \x01(\x0b\x32\x18.trtmesh.v1.ItemFinishedH\x00\x12-\n\x0bitem_failed\x18\t \x01(\x0b\x32\x16.trtmesh.v1.ItemFailedH\x00\x12\x37\n\x10sequence_started\x18\n \x01(\x0b\x32\x1b.trtmesh.v1.SequenceStartedH\x00\x42\x07\n\x05\x65vent\"=\n\x10GenerateResponse\x12)\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x19.trtmesh.v1.GenerateEvent\"8\n\x0bStopRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rbatch_indexes\x18\x02 \x03(\r\"%\n\x0cStopResponse\x12\x15\n\rstopped_items\x18\x01 \x01(\r\"\xc6\x01\n\x0eSequenceOffset\x12\x13\n\x0b\x62\x61tch_index\x18\x01 \x01(\r\x12\x16\n\x0esequence_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08\x66inished\x18\x04 \x01(\x08\x12(\n\x06reason\x18\x05 \x01(\x0e\x32\x18.trtmesh.v1.FinishReason\x12 \n\x13\x63umulative_log_prob\x18\x06 \x01(\x02H\x00\x88\x01\x01\x42\x16\n\x14_cumulative_log_prob\"\x83\x01\n\rResumeRequest\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.trtmesh.v1.GenerateRequest\x12,\n\x08received\x18\x02 \x03(\x0b\x32\x1a.trtmesh.v1.SequenceOffset\x12\x16\n\x0e\x66inished_items\x18\x03 \x03(\r\";\n\x0eResumeResponse\x12)\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x19.trtmesh.v1.GenerateEvent2\xd4\x01\n\x0bMeshService\x12G\n\x08Generate\x12\x1b.trtmesh.v1.GenerateRequest\x1a\x1c.trtmesh.v1.GenerateResponse0\x01\x12\x39\n\x04Stop\x12\x17.trtmesh.v1.StopRequest\x1a\x18.trtmesh.v1.StopResponse\x12\x41\n\x06Resume\x12\x19.trtmesh.v1.ResumeRequest\x1a\x1a.trtmesh.v1.ResumeResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17trtmesh/v1/router.proto\x12\ntrtmesh.v1\x1a\x1btrtmesh/v1/generation.proto\"`\n\x0cGenerateItem\x12\"\n\x06prompt\x18\x01 \x01(\x0b\x32\x12.trtmesh.v1.Prompt\x12,\n\x06\x63onfig\x18\x02 \x01(\x0b\x32\x1c.trtmesh.v1.GenerationConfig\"\x8b\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\'\n\x05items\x18\x03 \x03(\x0b\x32\x18.trtmesh.v1.GenerateItem\x12,\n\x06\x63onfig\x18\x04 \x01(\x0b\x32\x1c.trtmesh.v1.GenerationConfig\"B\n\x0fRequestAccepted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\"\\\n\x0bItemStarted\x12\x0c\n\x04seed\x18\x01 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\"s\n\x0fTokensGenerated\x12\x14\n\x0ctoken_offset\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12)\n\x07\x64\x65tails\x18\x04 \x01(\x0b\x32\x18.trtmesh.v1.TokenDetails\"@\n\x0fSequenceStarted\x12-\n\x0cperf_metrics\x18\x01 \x01(\x0b\x32\x17.trtmesh.v1.PerfMetrics\"\xab\x02\n\x10SequenceFinished\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.trtmesh.v1.FinishReason\x12\x18\n\x10generated_tokens\x18\x02 \x01(\r\x12\x16\n\tstop_text\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12 \n\x13\x63umulative_log_prob\x18\x05 \x01(\x02H\x01\x88\x01\x01\x12\x1a\n\rhandoff_state\x18\x06 \x01(\x0cH\x02\x88\x01\x01\x12-\n\x0cperf_metrics\x18\x07 \x01(\x0b\x32\x17.trtmesh.v1.PerfMetricsB\x0c\n\n_stop_textB\x16\n\x14_cumulative_log_probB\x10\n\x0e_handoff_state\"\x89\x01\n\x0cItemFinished\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.trtmesh.v1.FinishReason\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.trtmesh.v1.Usage\x12-\n\x0cperf_metrics\x18\x03 \x01(\x0b\x32\x17.trtmesh.v1.PerfMetrics\"P\n\nItemFailed\x12 \n\x05\x65rror\x18\x01 \x01(\x0b\x32\x11.trtmesh.v1.Error\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.trtmesh.v1.Usage\"\xe1\x03\n\rGenerateEvent\x12\x13\n\x0b\x62\x61tch_index\x18\x01 \x01(\r\x12\x16\n\x0esequence_index\x18\x02 \x01(\r\x12/\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\x0b\x32\x1b.trtmesh.v1.RequestAcceptedH\x00\x12/\n\x0citem_started\x18\x04 \x01(\x0b\x32\x17.trtmesh.v1.ItemStartedH\x00\x12\x33\n\x0eprompt_details\x18\x05 \x01(\x0b\x32\x19.trtmesh.v1.PromptDetailsH\x00\x12-\n\x06tokens\x18\x06 \x01(\x0b\x32\x1b.trtmesh.v1.TokensGeneratedH\x00\x12\x39\n\x11sequence_finished\x18\x07 \x01(\x0b\x32\x1c.trtmesh.v1.SequenceFinishedH\x00\x12\x31\n\ritem_finished\x18\x08 \x01(\x0b\x32\x18.trtmesh.v1.ItemFinishedH\x00\x12-\n\x0bitem_failed\x18\t \x01(\x0b\x32\x16.trtmesh.v1.ItemFailedH\x00\x12\x37\n\x10sequence_started\x18\n \x01(\x0b\x32\x1b.trtmesh.v1.SequenceStartedH\x00\x42\x07\n\x05\x65vent\"=\n\x10GenerateResponse\x12)\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x19.trtmesh.v1.GenerateEvent\"8\n\x0bStopRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rbatch_indexes\x18\x02 \x03(\r\"%\n\x0cStopResponse\x12\x15\n\rstopped_items\x18\x01 \x01(\r\"\xc6\x01\n\x0eSequenceOffset\x12\x13\n\x0b\x62\x61tch_index\x18\x01 \x01(\r\x12\x16\n\x0esequence_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08\x66inished\x18\x04 \x01(\x08\x12(\n\x06reason\x18\x05 \x01(\x0e\x32\x18.trtmesh.v1.FinishReason\x12 \n\x13\x63umulative_log_prob\x18\x06 \x01(\x02H\x00\x88\x01\x01\x42\x16\n\x14_cumulative_log_prob\"\x83\x01\n\rResumeRequest\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.trtmesh.v1.GenerateRequest\x12,\n\x08received\x18\x02 \x03(\x0b\x32\x1a.trtmesh.v1.SequenceOffset\x12\x16\n\x0e\x66inished_items\x18\x03 \x03(\r\";\n\x0eResumeResponse\x12)\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x19.trtmesh.v1.GenerateEvent2\xd4\x01\n\x0bMeshService\x12G\n\x08Generate\x12\x1b.trtmesh.v1.GenerateRequest\x1a\x1c.trtmesh.v1.GenerateResponse0\x01\x12\x39\n\x04Stop\x12\x17.trtmesh.v1.StopRequest\x1a\x18.trtmesh.v1.StopResponse\x12\x41\n\x06Resume\x12\x19.trtmesh.v1.ResumeRequest\x1a\x1a.trtmesh.v1.ResumeResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,25 +45,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SEQUENCESTARTED']._serialized_start=587
   _globals['_SEQUENCESTARTED']._serialized_end=651
   _globals['_SEQUENCEFINISHED']._serialized_start=654
-  _globals['_SEQUENCEFINISHED']._serialized_end=906
-  _globals['_ITEMFINISHED']._serialized_start=909
-  _globals['_ITEMFINISHED']._serialized_end=1046
-  _globals['_ITEMFAILED']._serialized_start=1048
-  _globals['_ITEMFAILED']._serialized_end=1128
-  _globals['_GENERATEEVENT']._serialized_start=1131
-  _globals['_GENERATEEVENT']._serialized_end=1612
-  _globals['_GENERATERESPONSE']._serialized_start=1614
-  _globals['_GENERATERESPONSE']._serialized_end=1675
-  _globals['_STOPREQUEST']._serialized_start=1677
-  _globals['_STOPREQUEST']._serialized_end=1733
-  _globals['_STOPRESPONSE']._serialized_start=1735
-  _globals['_STOPRESPONSE']._serialized_end=1772
-  _globals['_SEQUENCEOFFSET']._serialized_start=1775
-  _globals['_SEQUENCEOFFSET']._serialized_end=1973
-  _globals['_RESUMEREQUEST']._serialized_start=1976
-  _globals['_RESUMEREQUEST']._serialized_end=2107
-  _globals['_RESUMERESPONSE']._serialized_start=2109
-  _globals['_RESUMERESPONSE']._serialized_end=2168
-  _globals['_MESHSERVICE']._serialized_start=2171
-  _globals['_MESHSERVICE']._serialized_end=2383
+  _globals['_SEQUENCEFINISHED']._serialized_end=953
+  _globals['_ITEMFINISHED']._serialized_start=956
+  _globals['_ITEMFINISHED']._serialized_end=1093
+  _globals['_ITEMFAILED']._serialized_start=1095
+  _globals['_ITEMFAILED']._serialized_end=1175
+  _globals['_GENERATEEVENT']._serialized_start=1178
+  _globals['_GENERATEEVENT']._serialized_end=1659
+  _globals['_GENERATERESPONSE']._serialized_start=1661
+  _globals['_GENERATERESPONSE']._serialized_end=1722
+  _globals['_STOPREQUEST']._serialized_start=1724
+  _globals['_STOPREQUEST']._serialized_end=1780
+  _globals['_STOPRESPONSE']._serialized_start=1782
+  _globals['_STOPRESPONSE']._serialized_end=1819
+  _globals['_SEQUENCEOFFSET']._serialized_start=1822
+  _globals['_SEQUENCEOFFSET']._serialized_end=2020
+  _globals['_RESUMEREQUEST']._serialized_start=2023
+  _globals['_RESUMEREQUEST']._serialized_end=2154
+  _globals['_RESUMERESPONSE']._serialized_start=2156
+  _globals['_RESUMERESPONSE']._serialized_end=2215
+  _globals['_MESHSERVICE']._serialized_start=2218
+  _globals['_MESHSERVICE']._serialized_end=2430
 # @@protoc_insertion_point(module_scope)

@@ -185,7 +185,7 @@ class SequenceStarted(google.protobuf.message.Message):
     PERF_METRICS_FIELD_NUMBER: builtins.int
     @property
     def perf_metrics(self) -> trtmesh.v1.generation_pb2.PerfMetrics:
-        """Times and KV figures so far; `last_token_time_ns` is 0. ItemFinished has the final figures."""
+        """Times and KV figures so far; `last_token_time_ns` is 0. SequenceFinished has the final figures."""
 
     def __init__(
         self,
@@ -209,6 +209,7 @@ class SequenceFinished(google.protobuf.message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
     CUMULATIVE_LOG_PROB_FIELD_NUMBER: builtins.int
     HANDOFF_STATE_FIELD_NUMBER: builtins.int
+    PERF_METRICS_FIELD_NUMBER: builtins.int
     reason: trtmesh.v1.generation_pb2.FinishReason.ValueType
     """The reason of the end."""
     generated_tokens: builtins.int
@@ -225,6 +226,10 @@ class SequenceFinished(google.protobuf.message.Message):
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The matched stop sequence or end id, if any."""
 
+    @property
+    def perf_metrics(self) -> trtmesh.v1.generation_pb2.PerfMetrics:
+        """Times and KV figures of the sequence, if requested; those of the search for a beam."""
+
     def __init__(
         self,
         *,
@@ -234,9 +239,10 @@ class SequenceFinished(google.protobuf.message.Message):
         stop_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         cumulative_log_prob: builtins.float | None = ...,
         handoff_state: builtins.bytes | None = ...,
+        perf_metrics: trtmesh.v1.generation_pb2.PerfMetrics | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "_handoff_state", b"_handoff_state", "_stop_text", b"_stop_text", "cumulative_log_prob", b"cumulative_log_prob", "handoff_state", b"handoff_state", "stop_text", b"stop_text"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "_handoff_state", b"_handoff_state", "_stop_text", b"_stop_text", "cumulative_log_prob", b"cumulative_log_prob", "generated_tokens", b"generated_tokens", "handoff_state", b"handoff_state", "reason", b"reason", "stop_text", b"stop_text", "stop_token_ids", b"stop_token_ids"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "_handoff_state", b"_handoff_state", "_stop_text", b"_stop_text", "cumulative_log_prob", b"cumulative_log_prob", "handoff_state", b"handoff_state", "perf_metrics", b"perf_metrics", "stop_text", b"stop_text"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "_handoff_state", b"_handoff_state", "_stop_text", b"_stop_text", "cumulative_log_prob", b"cumulative_log_prob", "generated_tokens", b"generated_tokens", "handoff_state", b"handoff_state", "perf_metrics", b"perf_metrics", "reason", b"reason", "stop_text", b"stop_text", "stop_token_ids", b"stop_token_ids"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob"]) -> typing.Literal["cumulative_log_prob"] | None: ...
     @typing.overload
@@ -263,7 +269,7 @@ class ItemFinished(google.protobuf.message.Message):
 
     @property
     def perf_metrics(self) -> trtmesh.v1.generation_pb2.PerfMetrics:
-        """Times and KV figures, if requested."""
+        """Times and KV figures of all sequences together, if requested: the first times and the last, and sums."""
 
     def __init__(
         self,

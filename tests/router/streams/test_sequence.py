@@ -172,7 +172,8 @@ async def perform(
 ) -> None:
     client = ClientStream(router_pb.GenerateEvent(), Turns())
     owner = OneItem()
-    options = {"stream": stream} | ({"stop_texts": ["s"]} if stop_id is not None else {})
+    options: dict[str, Any] = {"stream": stream, "log_probs": True}
+    options |= {"stop_texts": ["s"]} if stop_id is not None else {}
     run = make_run(client, owner, **options)
     worker = OneWorker()
     stops = worker.stops
@@ -202,7 +203,7 @@ async def perform(
             if isinstance(part, End):
                 run.on_end(part)
             else:
-                run.on_tokens(*part)
+                run.on_tokens(*part, log_probs_of(token_ids, *part))
         elif moment == "decoder":
             decoder.answer()
         elif moment == "move":
@@ -216,10 +217,17 @@ async def perform(
     ids, text, events = await received(client)
     assert ids == run.token_ids == token_ids[:count]
     assert text == letters(token_ids[: count - 1] if found else token_ids)
+    assert (run.cumulative_log_prob or 0.0) == sum(token_ids[:count])
     assert (run.stop_text is not None) == found
     assert set(stops) <= {pb.FINISH_REASON_STOP_WORD}
     assert (run.error is None) == (found or not failed)
     assert stream or events <= 1
+
+
+def log_probs_of(token_ids: list[int], offset: int, part: list[int]) -> pb.TokenDetails:
+    """Each token's log-probability is its id."""
+    total = sum(token_ids[: offset + len(part)])
+    return pb.TokenDetails(log_probs=part, cumulative_log_prob=total)
 
 
 def worker_script(
@@ -232,8 +240,9 @@ def worker_script(
         if part := token_ids[start : start + count]:
             script.append((start - back, token_ids[start - back : start] + part))
         start += len(part)
-    failure = End(pb.FINISH_REASON_ERROR, BackendFailed("no", worker="w"))
-    script.append(failure if failed else End(pb.FINISH_REASON_LENGTH))
+    error = BackendFailed("no", worker="w") if failed else None
+    reason = pb.FINISH_REASON_ERROR if failed else pb.FINISH_REASON_LENGTH
+    script.append(End(reason, error, cumulative_log_prob=sum(token_ids)))
     return script
 
 

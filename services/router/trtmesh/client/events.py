@@ -107,6 +107,7 @@ class SequenceFinished(_OfSequence):
     stop_token_ids: tuple[int, ...]
     cumulative_log_prob: float | None
     handoff_state: bytes | None = None
+    perf_metrics: pb.PerfMetrics | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +192,7 @@ def _sequence_finished(
         tuple(message.stop_token_ids),
         message.cumulative_log_prob if has("cumulative_log_prob") else None,
         message.handoff_state if has("handoff_state") else None,
+        message.perf_metrics if has("perf_metrics") else None,
     )
 
 

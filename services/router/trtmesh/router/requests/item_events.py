@@ -9,6 +9,7 @@ from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.errors import InternalError, TrtmeshError
 from trtmesh.chassis.logs import request_id_bound
 from trtmesh.router.requests.context import RequestContext
+from trtmesh.router.requests.perf_metrics import combined
 from trtmesh.router.streams.sequence import SequenceRun
 from trtmesh.router.values.request import ItemRequest
 from trtmesh.v1 import generation_pb2 as pb
@@ -48,12 +49,15 @@ class ItemEvents:
         finished = router_pb.SequenceFinished(
             reason=run.reason, generated_tokens=len(run.token_ids), stop_text=run.stop_text
         )
-        if run.end is not None and run.stop_text is None:
-            finished.stop_token_ids.extend(run.end.stop_token_ids)
+        if (log_prob := run.cumulative_log_prob) is not None:
+            finished.cumulative_log_prob = log_prob
+        if run.end is not None:
+            if run.stop_text is None:
+                finished.stop_token_ids.extend(run.end.stop_token_ids)
             if run.end.handoff_state is not None:
                 finished.handoff_state = run.end.handoff_state
-            if (log_prob := run.cumulative_log_prob) is not None:
-                finished.cumulative_log_prob = log_prob
+            if run.end.perf_metrics is not None:
+                finished.perf_metrics.CopyFrom(run.end.perf_metrics)
         event = router_pb.GenerateEvent(
             sequence_index=run.sequence_index, sequence_finished=finished
         )
@@ -61,11 +65,7 @@ class ItemEvents:
 
     def finished(self, runs: Sequence[SequenceRun], usage: pb.Usage) -> None:
         """All sequences ended."""
-        perf_metrics = None
-        for run in runs:
-            if run.end is not None and run.end.perf_metrics is not None:
-                perf_metrics = run.end.perf_metrics
-        self._put_finished(runs[-1].reason, usage, perf_metrics)
+        self._put_finished(runs[-1].reason, usage, _metrics_of(runs))
         self._metrics.generated_tokens.observe(usage.generated_tokens)
 
     def cut_off(
@@ -109,3 +109,13 @@ class ItemEvents:
     def _put(self, event: router_pb.GenerateEvent) -> None:
         event.batch_index = self._item.batch_index
         self._client.put(event)
+
+
+def _metrics_of(runs: Sequence[SequenceRun]) -> pb.PerfMetrics | None:
+    """The metrics of all sequences together. Beams share the metrics of their search."""
+    each = [
+        run.end.perf_metrics
+        for run in runs
+        if run.end is not None and run.end.perf_metrics is not None
+    ]
+    return combined(each[:1] if runs[0].is_beam else each)

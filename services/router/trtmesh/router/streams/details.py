@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TypeVar
 
 from trtmesh.v1 import generation_pb2 as pb
@@ -14,12 +15,19 @@ class TokenDetailBuffer:
 
     def __init__(self) -> None:
         self._log_probs: list[float] = []
-        self._cumulative: list[float | None] = []
+        self._sums: list[float] = []
+        """Sums of the sequence's log-probabilities up to each token."""
         self._top: list[pb.TopLogProbs] = []
         self._rows: list[bytes] = []
         self._row_shape: tuple[int, list[int]] = (0, [])
-        self.cumulative_log_prob = 0.0
-        """Sum of the log-probabilities so far, unknown to a resuming worker."""
+        self._sum = 0.0
+        """Sum at the last token added, unknown to a resuming worker."""
+        self.told_sum: float | None = None
+        """Sum at the last token taken; None without log-probabilities."""
+
+    def resume_from(self, told_sum: float) -> None:
+        """Continues after tokens with this sum."""
+        self._sum = self.told_sum = told_sum
 
     def add(self, details: pb.TokenDetails, known: int = 0) -> None:
         """Appends the data of the next tokens, skipping the first `known` of them."""
@@ -27,13 +35,11 @@ class TokenDetailBuffer:
         self._log_probs.extend(log_probs)
         self._top.extend(details.top_log_probs[known:])
         if log_probs:
+            sums = list(accumulate(log_probs, initial=self._sum))[1:]
             if details.HasField("cumulative_log_prob"):
-                self.cumulative_log_prob = details.cumulative_log_prob
-            else:
-                self.cumulative_log_prob += sum(log_probs)
-            # The sum belongs to the last token.
-            self._cumulative.extend([None] * (len(log_probs) - 1))
-            self._cumulative.append(self.cumulative_log_prob)
+                sums[-1] = details.cumulative_log_prob
+            self._sums += sums
+            self._sum = sums[-1]
         if details.HasField("generation_logits"):
             logits = details.generation_logits
             rows = logits.shape[0]
@@ -56,9 +62,8 @@ class TokenDetailBuffer:
         details = pb.TokenDetails(
             log_probs=_pop(self._log_probs, count), top_log_probs=_pop(self._top, count)
         )
-        sums = [total for total in _pop(self._cumulative, count) if total is not None]
-        if sums:
-            details.cumulative_log_prob = sums[-1]
+        if sums := _pop(self._sums, count):
+            details.cumulative_log_prob = self.told_sum = sums[-1]
         rows = _pop(self._rows, count)
         if rows:
             data_type, shape = self._row_shape

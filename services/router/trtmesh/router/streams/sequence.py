@@ -202,10 +202,11 @@ class SequenceRun(DecodedSequence):
 
     @property
     def cumulative_log_prob(self) -> float | None:
-        """Sum of the log-probabilities, from the worker or, after a move, from this router."""
-        if self.end is not None and self.end.cumulative_log_prob is not None:
-            return self.end.cumulative_log_prob
-        return self._output.cumulative_log_prob if self.moved else None
+        """Sum of the log-probabilities: from the worker, or from this router after a move or a stop text, beyond which
+        the worker may have generated."""
+        if self.moved or self.stop_text is not None:
+            return self._output.cumulative_log_prob
+        return self.end.cumulative_log_prob if self.end is not None else None
 
     def on_tokens(
         self, token_offset: int, token_ids: list[int], details: pb.TokenDetails | None = None

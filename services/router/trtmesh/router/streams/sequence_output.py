@@ -37,12 +37,12 @@ class SequenceOutput:
         """Continues from the last token the client received from another router."""
         self._prompt_told = bool(received.token_ids)
         if self._details is not None and received.cumulative_log_prob is not None:
-            self._details.cumulative_log_prob = received.cumulative_log_prob
+            self._details.resume_from(received.cumulative_log_prob)
 
     @property
     def cumulative_log_prob(self) -> float | None:
-        """Sum of the log-probabilities so far; None if not requested."""
-        return self._details.cumulative_log_prob if self._details else None
+        """Sum of the log-probabilities of the tokens put; None if not requested."""
+        return self._details.told_sum if self._details else None
 
     def add_details(self, details: pb.TokenDetails, known: int) -> None:
         """Keeps the data of tokens at the decoder, skipping the first `known` of them."""

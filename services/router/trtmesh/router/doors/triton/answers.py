@@ -66,7 +66,6 @@ class Answers:
         ]
         first = request.items[0].config
         self._beams = first.beam_search.beam_width > 1
-        self._perf_metrics = first.output.perf_metrics
         if call.streaming and call.model.accumulate_tokens and self._beams:
             raise InternalError("Accumulation of tokens is only implemented for beam width = 1")
         self._with_prompt = {
@@ -106,7 +105,8 @@ class Answers:
                 if event.prompt_details.HasField("context_logits"):
                     row.context_logits.append(event.prompt_details.context_logits)
             case "sequence_started":
-                row.perf_metrics = event.sequence_started.perf_metrics
+                metrics = event.sequence_started.perf_metrics
+                row.sequences[event.sequence_index].perf_metrics = metrics
             case "sequence_finished":
                 finished = event.sequence_finished
                 sequence = row.sequences[event.sequence_index]
@@ -116,6 +116,11 @@ class Answers:
                     sequence.stop_text = finished.stop_text
                 if finished.HasField("cumulative_log_prob"):
                     sequence.cumulative_log_prob = finished.cumulative_log_prob
+                if finished.HasField("perf_metrics"):
+                    sequence.perf_metrics = finished.perf_metrics
+                    # The end needs a response even without new tokens.
+                    sequence.fresh = True
+                    self._touched.setdefault(row.index, None)
             case "item_finished":
                 if event.item_finished.HasField("perf_metrics"):
                     row.perf_metrics = event.item_finished.perf_metrics
@@ -144,10 +149,12 @@ class Answers:
         """The responses due now; the last of the request is final."""
         if not self._call.decoupled:
             return self._stacked()
-        tell = self._tell_fresh if self._call.streaming else self._tell_whole
         answers: list[Answer] = []
         for index, error in self._touched.items():
-            answers += tell(self.rows[index], over=index in self._newly_over and error is None)
+            if self._call.streaming:
+                answers += self._tell_fresh(self.rows[index])
+            elif index in self._newly_over and error is None:
+                answers += self._tell_whole(self.rows[index])
             if error is not None:
                 answers.append(Answer(error=error))
         self._touched.clear()
@@ -179,20 +186,15 @@ class Answers:
         block = [(row, row.sequences) for row in self.rows]
         return [Answer(self._builder.build(block), final=True)]
 
-    def _tell_whole(self, row: RowOutput, *, over: bool) -> list[Answer]:
+    def _tell_whole(self, row: RowOutput) -> list[Answer]:
         """A whole row at its end: beams together, other sequences apart."""
-        if not over:
-            return []
         if self._beams:
             return [self._answer([(row, row.sequences)])]
         return [self._answer([(row, [sequence])]) for sequence in row.sequences]
 
-    def _tell_fresh(self, row: RowOutput, *, over: bool) -> list[Answer]:
+    def _tell_fresh(self, row: RowOutput) -> list[Answer]:
         """The news of a row, or all beams, because any beam may be rewritten."""
         fresh = [sequence for sequence in row.sequences if sequence.fresh]
-        if over and self._perf_metrics:
-            # Metrics are complete only at the end, so the end needs a response even without new tokens.
-            fresh = fresh or row.sequences[-1:]
         if fresh and self._beams:
             answers = [self._answer([(row, row.sequences)])]
         else:

@@ -10,8 +10,8 @@ from trtmesh.router.doors.triton.templates.generation import GenerationTemplate
 from trtmesh.router.doors.triton.templates.outputs import (
     Block,
     OutputBuilder,
-    RowOutput,
     SequenceOutput,
+    metrics_of,
 )
 from trtmesh.router.doors.triton.templates.template import Call
 from trtmesh.router.doors.triton.templates.tensor_table import LLMAPI_INPUTS, LLMAPI_OUTPUTS
@@ -73,7 +73,7 @@ class LlmApiOutputs:
         outputs = [Output.of_texts("text_output", ["".join(s.texts) for s in sequences])]
         outputs += self._reasons(sequences)
         if self._perf_metrics:
-            outputs += _perf_metrics(row)
+            outputs += _perf_metrics(metrics_of(row, sequences))
         return [output for output in outputs if self._call.wants(output.name)]
 
     def _reasons(self, sequences: Sequence[SequenceOutput]) -> Iterable[Output]:
@@ -87,8 +87,7 @@ class LlmApiOutputs:
             yield Output.of_numbers("cumulative_logprob", "FP32", (len(sums),), sums)
 
 
-def _perf_metrics(row: RowOutput) -> Iterable[Output]:
-    metrics = row.perf_metrics
+def _perf_metrics(metrics: pb.PerfMetrics) -> Iterable[Output]:
     reused, computed = metrics.kv_cache_reused_blocks, metrics.kv_cache_alloc_new_blocks
     hit_rate = reused / (reused + computed) if reused + computed else 0.0
     for name, data_type, number in (

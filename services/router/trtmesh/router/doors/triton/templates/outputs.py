@@ -38,6 +38,8 @@ class SequenceOutput:
     finish_reason: int = pb.FINISH_REASON_UNSPECIFIED
     stop_text: str | None = None
     """The stop text that ended the text, maybe before the end of the ids."""
+    perf_metrics: pb.PerfMetrics = field(default_factory=pb.PerfMetrics)
+    """So far; complete at the end."""
 
     def add(self, tokens: WaitingTokens) -> None:
         """Adds new tokens, or a rewritten beam as a whole."""
@@ -76,6 +78,7 @@ class RowOutput:
     prompt_tokens: int = 0
     context_logits: list[pb.Tensor] = field(default_factory=list)
     perf_metrics: pb.PerfMetrics = field(default_factory=pb.PerfMetrics)
+    """Of all sequences together, at the end."""
 
 
 Block = Sequence[tuple[RowOutput, Sequence[SequenceOutput]]]
@@ -162,8 +165,9 @@ class DetailedOutputs:
         if self._sequence_index:
             yield Output.of_rows("sequence_index", "INT32", [row[0].index for _, row in block])
         if self._perf_metrics:
+            metrics = [metrics_of(row, sequences) for row, sequences in block]
             for spec in PERF_OUTPUTS:
-                values = [getattr(row.perf_metrics, spec.name) for row in rows]
+                values = [getattr(each, spec.name) for each in metrics]
                 yield Output.of_rows(spec.name, spec.data_type, values)
         if self._input_tokens:
             yield Output.of_rows("num_input_tokens", "INT32", [row.prompt_tokens for row in rows])
@@ -182,6 +186,13 @@ class DetailedOutputs:
         size = len(known.data) // known.rows if known.rows else 0
         data = b"".join(matrix.data.ljust(longest * size, b"\0") for matrix in matrices)
         return Output(name, known.data_type, (len(matrices), longest, known.columns), data)
+
+
+def metrics_of(row: RowOutput, sequences: Sequence[SequenceOutput]) -> pb.PerfMetrics:
+    """The metrics of a response for `sequences`: of the one, or of the row once it is over."""
+    if len(sequences) > 1 and row.perf_metrics.arrival_time_ns:
+        return row.perf_metrics
+    return sequences[0].perf_metrics
 
 
 def _text(block: Block) -> Output:
