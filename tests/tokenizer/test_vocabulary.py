@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -114,6 +115,22 @@ def test_sentencepiece_model_is_converted(tmp_path: Path) -> None:
     ids = vocabulary.tokenizer.encode(CORPUS[6]).ids
     state = vocabulary.detokenizer.open(skip_special_tokens=True)
     assert "".join(map(state.push, ids)) + state.flush() == CORPUS[6]
+
+
+@pytest.mark.slow
+def test_unusable_sentencepiece_is_the_reason_of_a_failed_conversion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "path" / "sentencepiece"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    stub = package / "sentencepiece_model_pb2.py"
+    stub.write_text("raise RuntimeError('its stubs are newer than protobuf')")
+    monkeypatch.setenv("PYTHONPATH", str(package.parent), prepend=os.pathsep)
+    (tmp_path / "tokenizer.model").touch()
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    with pytest.raises(ModelUnusable, match="RuntimeError: its stubs are newer than protobuf"):
+        load_vocabulary(tmp_path)
 
 
 @pytest.mark.slow

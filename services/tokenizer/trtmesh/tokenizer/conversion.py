@@ -36,6 +36,9 @@ def convert(model_dir: Path) -> Tokenizer:
 
 
 def _main(model_dir: str, output: str) -> None:
+    if any(Path(model_dir).glob("*.model")):
+        # Its stubs need a protobuf as new as their own; transformers would name another library as missing.
+        from sentencepiece import sentencepiece_model_pb2  # noqa: F401
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(
