@@ -11,7 +11,9 @@ import pytest
 import pytest_asyncio
 from compat.plain_http import PlainHttp
 from compat.test_streams import native_text
+from compat.triton import Triton
 from e2e.mesh import Mesh, eventually, scrape
+from tritonclient.utils import InferenceServerException
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -103,22 +105,56 @@ async def test_preprocessing_and_postprocessing(http: PlainHttp) -> None:
     assert reply.json["OUTPUT"] == PROMPT
 
 
+NOT_SIGNED = "attempt to access JSON non-signed-integer as signed-integer for input 'max_tokens'"
 GOOD = {"text_input": "x", "max_tokens": 3}
 REFUSED: list[tuple[str, Any, int, str]] = [
     ("nothing", GOOD, 404, "Request for unknown model: 'nothing' is not found"),
     ("ensemble/versions/2", GOOD, 404, "Request for unknown model: 'ensemble' version 2 is not found"),
     ("ensemble", {"max_tokens": 3}, 400, "missing required input(s) ['text_input']"),
-    ("ensemble", GOOD | {"max_tokens": "3"}, 400, "Unable to parse 'data': input 'max_tokens'"),
-    ("ensemble", GOOD | {"max_tokens": True}, 400, "'max_tokens' of type INT32 must hold integers"),
+    ("ensemble", GOOD | {"max_tokens": "3"}, 400, "Unable to parse 'data': " + NOT_SIGNED),
+    ("ensemble", GOOD | {"max_tokens": True}, 400, "Unable to parse 'data': " + NOT_SIGNED),
+    ("ensemble", GOOD | {"max_tokens": 3.0}, 400, "Unable to parse 'data': " + NOT_SIGNED),
+    ("ensemble", GOOD | {"seed": "7"}, 400,
+     "attempt to access JSON non-unsigned-integer as unsigned-integer for input 'seed'"),
+    ("ensemble", GOOD | {"top_p": "0.5"}, 400,
+     "Unable to parse 'data': attempt to access JSON non-number as double for input 'top_p'"),
+    ("ensemble", GOOD | {"top_p": None}, 400, "attempt to access JSON non-number as double"),
+    ("ensemble", GOOD | {"stop_words": {"a": "b"}}, 400, "Unable to parse JSON bytes array: "),
     ("ensemble", GOOD | {"max_tokens": 2**40}, 400, "'max_tokens' holds a value outside of INT32"),
     ("ensemble", GOOD | {"max_tokens": 0}, 400, "max_tokens must be a single value > 0"),
-    ("ensemble", GOOD | {"text_input": 7}, 400, "'text_input' of type BYTES must hold strings"),
-    ("ensemble", GOOD | {"stream": 1}, 400, "'stream' of type BOOL must hold true or false"),
+    ("ensemble", GOOD | {"text_input": 7}, 400,
+     "Unable to parse JSON bytes array: attempt to access JSON non-string as string for input"),
+    ("ensemble", GOOD | {"stream": 1}, 400,
+     "Unable to parse 'data': attempt to access JSON non-boolean as boolean for input 'stream'"),
     ("ensemble", GOOD | {"text_input": ["x", "y"]}, 400, "batch size does not match other inputs"),
     ("ensemble", GOOD | {"priority": [1]}, 400, "parameter 'priority' has invalid type. It should be"),
     ("ensemble", GOOD | {"triton_x": 1}, 400, "parameter keys starting with 'triton_' are reserved"),
-    ("ensemble", GOOD | {"id": 7}, 400, "Unable to parse 'id'"),
-    ("ensemble", GOOD | {"parameters": 7}, 400, "Expected JSON object for keyword: 'parameters'"),
+    ("ensemble", GOOD | {"id": 7}, 400,
+     "Unable to parse 'id': attempt to access JSON non-string as string"),
+    ("ensemble", GOOD | {"parameters": 7}, 400,
+     "Expected JSON object for keyword: 'parameters': attempt to access JSON non-object as object"),
+    ("ensemble", GOOD | {"any": {}}, 400, "parameter 'any' has invalid type. It should be either"),
+    ("ensemble", GOOD | {"timeout": "soon"}, 400,
+     "parameter 'timeout' is 'soon' but must be an integer, at least 0"),
+    ("ensemble", GOOD | {"priority": -1}, 400,
+     "parameter 'priority' is -1 but must be an integer, at least 0"),
+    ("ensemble", GOOD | {f"own{n}": n for n in range(257)}, 400,
+     "parameter 'own256': a request must have at most 256 parameters"),
+    ("ensemble", GOOD | {"temprature": 0.5}, 400,
+     "temprature is no input of model 'ensemble'; did you mean temperature?"),
+    ("ensemble", GOOD | {"parameters": {"runtime_top_k": 5}}, 400, "did you mean top_k?"),
+    ("ensemble", GOOD | {"lora_path": "/x"}, 400,
+     "lora_path is an input of other models, without effect in model 'ensemble'; leave it out"),
+    ("ensemble", b'{"text_input": "x", "max_tokens": 3, "max_tokens": 4}', 400,
+     "input 'max_tokens' already exists in request"),
+    ("ensemble", GOOD | {"parameters": {"max_tokens": 3}}, 400,
+     "input 'max_tokens' already exists in request"),
+    ("ensemble", b'{"text_input": "x", "max_tokens": 3, "own": 1, "own": 1}', 400,
+     "parameter 'own' already exists in request"),
+    ("ensemble", GOOD | {"own": 1, "parameters": {"own": 1}}, 400,
+     "parameter 'own' already exists in request"),
+    ("ensemble", b'{"text_input": "\\ud83d", "max_tokens": 3}', 400,
+     "failed to parse the request JSON buffer: "),
     ("ensemble", b"{", 400, "failed to parse the request JSON buffer"),
     ("ensemble", b"[]", 400, "failed to parse the request JSON buffer: it is not a JSON object"),
     ("ensemble", b"[" * 100_000, 400, "failed to parse the request JSON buffer"),
@@ -139,6 +175,59 @@ async def test_invalid_generate_body_is_refused(
     assert (reply.status, reply.content_type) == (status, "application/json"), reply.body
     assert list(reply.json) == ["error"]
     assert message in reply.json["error"]
+
+
+async def test_unknown_keys_are_counted_and_logged_once(mesh: Mesh, http: PlainHttp) -> None:
+    name = "x" * 70
+    for _ in range(3):
+        body = GOOD | {"user": "a", "parameters": {name: 1.5}}
+        assert (await http.post(GENERATE.format("ensemble"), body)).status == 200
+    for parameter in ("user", name[:64]):
+        told = await scrape(mesh.router, parameter=parameter)
+        assert told["trtmesh_router_unknown_parameters_total"] == 3
+        line = f"request parameter '{parameter}' has no effect in model 'ensemble'"
+        assert mesh.router.stderr.count(line) == 1
+
+
+async def test_parameters_of_the_other_calls_are_counted_too(
+    mesh: Mesh, triton: Triton, http: PlainHttp
+) -> None:
+    await triton.infer("ensemble", GOOD, parameters={"Streaming": True})
+    inputs = [
+        {"name": "text_input", "datatype": "BYTES", "shape": [1, 1], "data": ["x"]},
+        {"name": "max_tokens", "datatype": "INT32", "shape": [1, 1], "data": [3]},
+    ]
+    body = {"inputs": inputs, "parameters": {"Streaming": True, "binary_data_output": False}}
+    assert (await http.post("/v2/models/ensemble/infer", body)).status == 200
+    told = await scrape(mesh.router, parameter="Streaming")
+    assert told["trtmesh_router_unknown_parameters_total"] == 2
+    assert not await scrape(mesh.router, parameter="binary_data_output")
+
+
+async def test_parameters_with_an_effect_are_not_counted(mesh: Mesh, http: PlainHttp) -> None:
+    known = {"priority": 1, "timeout": 60_000_000, "request_type": "context_and_generation"}
+    assert (await http.post(GENERATE.format("ensemble"), GOOD | known)).status == 200
+    assert not [name for name in known if await scrape(mesh.router, parameter=name)]
+    pre = {"QUERY": "x", "REQUEST_OUTPUT_LEN": 1, "priority": 1}
+    assert (await http.post(GENERATE.format("preprocessing"), pre)).status == 200
+    told = await scrape(mesh.router, parameter="priority")
+    assert told["trtmesh_router_unknown_parameters_total"] == 1
+
+
+async def test_setting_refuses_unknown_parameters(mesh: Mesh) -> None:
+    peers = ("--engines", mesh.engines[0].address, "--tokenizers", mesh.tokenizers[0].address)
+    strict = ("--triton-refuse-unknown-parameters", "true")
+    router = await mesh.start("router", "--port", "0", *peers, *strict)
+    sentence = "parameter 'user' has no effect in model 'ensemble' and the setting"
+    async with PlainHttp(router.http_address) as http, Triton(router.address) as triton:
+        await eventually(lambda: _is_ready(http))
+        for endpoint in (GENERATE, STREAM):
+            reply = await http.post(endpoint.format("ensemble"), GOOD | {"user": "a"})
+            assert (reply.status, sentence in reply.json["error"]) == (400, True)
+        with pytest.raises(InferenceServerException, match=sentence):
+            await triton.infer("ensemble", GOOD, parameters={"user": "a"})
+        assert (await http.post(GENERATE.format("ensemble"), GOOD | {"timeout": 0})).status == 200
+    await router.stop()
 
 
 async def test_rows_of_a_batch_in_one_stream(mesh: Mesh, http: PlainHttp) -> None:

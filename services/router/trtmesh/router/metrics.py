@@ -18,6 +18,9 @@ PLACEMENT_BUCKETS = tuple(step / 1e5 for step in (*range(1, 11), 15, 20, 30, 50,
 MOST_REFUSED = 1000
 """Most label sets of refusals; further keys are counted together."""
 
+MOST_PARAMETERS = 64
+"""Most names of unknown parameters; further names are counted together."""
+
 Gauges = Callable[[], dict[str, tuple[str, float]]]
 
 
@@ -51,6 +54,7 @@ class RouterMetrics(Collector):
         self.requests: Counter[str] = Counter()
         self.slow_clients: Counter[str] = Counter()
         self.refused: Counter[tuple[str, str]] = Counter()
+        self.unknown_parameters: Counter[str] = Counter()
         self.finished: Counter[int] = Counter()
         self.failed: Counter[str] = Counter()
         self.placed: Counter[tuple[str, str]] = Counter()
@@ -64,6 +68,12 @@ class RouterMetrics(Collector):
         if (reason, api_key) not in self.refused and len(self.refused) >= MOST_REFUSED:
             api_key = "others"
         self.refused[reason, api_key] += 1
+
+    def note_unknown_parameter(self, name: str) -> None:
+        """Counts a request parameter without effect."""
+        counted = self.unknown_parameters
+        known = name in counted or len(counted) < MOST_PARAMETERS
+        counted[name if known else "others"] += 1
 
     def collect(self) -> Iterator[Metric]:
         """Called in Prometheus' own thread."""
@@ -96,6 +106,8 @@ class RouterMetrics(Collector):
         yield _labelled("requests", "Requests by outcome.", ("outcome",), self.requests)
         yield _labelled("slow_clients", slow, ("action",), self.slow_clients)
         yield _labelled("requests_refused", refused, by_key, self.refused)
+        unknown = "Request parameters of Triton calls without effect, by name."
+        yield _labelled("unknown_parameters", unknown, ("parameter",), self.unknown_parameters)
         yield _labelled("items_failed", "Items that failed, by reason.", ("reason",), self.failed)
         yield _labelled("items_placed", "Placements.", ("policy", "worker"), self.placed)
         yield _labelled("moved_sequences", moved, ("cause",), self.moved)

@@ -8,6 +8,7 @@ from trtmesh.router.doors.triton.engines import Engines
 from trtmesh.router.doors.triton.generations import Generations
 from trtmesh.router.doors.triton.grpc.door import TritonDoor
 from trtmesh.router.doors.triton.http.door import HttpDoor, HttpSettings
+from trtmesh.router.doors.triton.parameters import Parameters
 from trtmesh.router.doors.triton.server import TritonServer
 from trtmesh.router.doors.triton.settings import TritonSettings
 from trtmesh.router.doors.triton.templates.texts import Texts
@@ -36,8 +37,9 @@ class TritonFront:
         texts = Texts(tokenizers, requests.served_model)
         engines = Engines(fleet)
         generations = Generations(requests, texts, metrics, engines)
+        parameters = Parameters(metrics, refuse_unknown=settings.refuse_unknown_parameters)
         server = TritonServer(
-            settings, generations, texts, is_ready=lambda: not runtime.health.problems
+            settings, generations, texts, parameters, is_ready=lambda: not runtime.health.problems
         )
         self._door = TritonDoor(server)
         serves_http = http.port is not None

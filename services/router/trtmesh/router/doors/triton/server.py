@@ -27,6 +27,7 @@ from trtmesh.router.doors.triton.models import (
     describe_metadata,
     triton_models,
 )
+from trtmesh.router.doors.triton.parameters import Parameters
 from trtmesh.router.doors.triton.settings import TritonSettings
 from trtmesh.router.doors.triton.statistics import Counting, Statistics
 from trtmesh.router.doors.triton.templates.generation import GenerationTemplate
@@ -64,12 +65,14 @@ class TritonServer:
         settings: TritonSettings,
         generations: Generations,
         texts: Texts,
+        parameters: Parameters,
         is_ready: Callable[[], bool],
     ) -> None:
         self._models = triton_models(settings)
         self._configured = [*settings.models]
         self._generations = generations
         self._texts = texts
+        self._parameters = parameters
         self._statistics = Statistics(self._models)
         self.is_ready = is_ready
 
@@ -93,6 +96,7 @@ class TritonServer:
         """Reads a ModelInferRequest, for `speech` too. Raises ModelNotFound or InvalidRequest."""
         model = model or self.find_model(request.model_name, request.model_version)
         call = speech.call = read_call(model, request, unary=unary)
+        self._parameters.check(call)
         return call
 
     def is_model_ready(self, name: str, version: str) -> bool:

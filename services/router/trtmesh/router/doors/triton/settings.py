@@ -132,6 +132,8 @@ class TritonSettings(Settings):
     """Templates whose models give a stream several responses to a request; the others give one."""
     strict_transaction_policy: bool = False
     """Whether decoupled models refuse unary calls, as in Triton; otherwise a unary call gets one whole response."""
+    refuse_unknown_parameters: bool = False
+    """Whether a request parameter without effect is refused; otherwise it is counted, and logged once."""
     release: Release = NEWEST_RELEASE
     """Release with the names, types and dims that the models' configurations declare; requests of every release are
     served."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import zlib
+from collections import Counter
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -13,6 +16,8 @@ from google.protobuf.descriptor import FieldDescriptor
 from trtmesh.chassis.errors import InvalidRequest, UnsupportedCall
 
 COMPRESSED = ("gzip", "deflate")
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+"""An escape that is part of a surrogate pair, or of none."""
 
 
 async def read_body(request: web.Request, receive_seconds: float) -> bytes:
@@ -68,10 +73,25 @@ async def read_json(request: web.Request, receive_seconds: float) -> dict[str, A
     return parse_json(body) if body else {}
 
 
-def parse_json(body: bytes) -> dict[str, Any]:
-    """A JSON object. Raises InvalidRequest."""
+def _said_twice(key: str) -> str:
+    return f"failed to parse the request JSON buffer: key '{key}' already exists in its object"
+
+
+def parse_json(body: bytes, said_twice: Callable[[str], str] = _said_twice) -> dict[str, Any]:
+    """A JSON object; `said_twice` makes the sentence about a repeated key. Raises InvalidRequest."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        members = dict(pairs)
+        if len(members) < len(pairs):
+            seen = Counter(key for key, _ in pairs)
+            raise InvalidRequest(said_twice(max(seen, key=seen.__getitem__)))
+        return members
+
     try:
-        parsed = json.loads(body)
+        parsed = json.loads(body, object_pairs_hook=unique)
+        if SURROGATE.search(body):
+            # Python's parser accepts half of a pair, which no encoder takes.
+            json.dumps(parsed, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"failed to parse the request JSON buffer: {error}") from error
     if not isinstance(parsed, dict):

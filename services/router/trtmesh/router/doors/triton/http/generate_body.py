@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from trtmesh.chassis.errors import InvalidRequest
+from trtmesh.router.doors.triton.http.bodies import parse_json
 from trtmesh.router.doors.triton.http.infer_body import (
     begin_request,
     response_parameters,
     set_parameter,
 )
 from trtmesh.router.doors.triton.http.json_tensors import BINARY_ONLY, flatten, raw_data, values
+from trtmesh.router.doors.triton.http.near_misses import refuse_near_miss
 from trtmesh.router.doors.triton.models import MODEL_VERSION
 from trtmesh.router.doors.triton.templates.template import Model
 from trtmesh.router.doors.triton.tensors import Output, TensorSpec
@@ -21,13 +24,16 @@ NESTED = "parameters"
 """An object under this key is merged into the top level."""
 
 
-def read_generate(model: Model, message: Mapping[str, Any]) -> Any:
+def read_generate(model: Model, body: bytes) -> Any:
     """Makes a ModelInferRequest. Raises InvalidRequest."""
+    message = parse_json(body, partial(_said_twice, model)) if body else {}
     request = begin_request(model, message)
     _read_keys(request, model, {k: v for k, v in message.items() if k not in ("id", NESTED)})
     nested = message.get(NESTED, {})
     if not isinstance(nested, dict):
-        raise InvalidRequest(f"Expected JSON object for keyword: '{NESTED}'")
+        raise InvalidRequest(
+            f"Expected JSON object for keyword: '{NESTED}': attempt to access JSON non-object as object"
+        )
     _read_keys(request, model, nested)
     return request
 
@@ -48,9 +54,17 @@ def _read_keys(request: Any, model: Model, message: Mapping[str, Any]) -> None:
     for key, value in message.items():
         spec = model.inputs.get(key)
         if spec is None:
+            refuse_near_miss(model, key)
+            if key in request.parameters:
+                raise InvalidRequest(_said_twice(model, key))
             set_parameter(request, key, value)
         else:
             _add_input(request, spec, flatten(value), model.batch_dims)
+
+
+def _said_twice(model: Model, key: str) -> str:
+    kind = "input" if key in model.inputs else "parameter"
+    return f"{kind} '{key}' already exists in request"
 
 
 def _add_input(

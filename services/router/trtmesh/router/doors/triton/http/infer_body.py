@@ -18,6 +18,8 @@ from trtmesh.router.doors.triton.tensors import Output
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 RESERVED_PREFIX = "triton_"
+MOST_PARAMETERS = 256
+"""Most parameters of a request."""
 BINARY_SIZE = "binary_data_size"
 
 
@@ -47,7 +49,7 @@ def read_infer(model: Model, body: bytes, header_length: str | None) -> tuple[An
     binary = BinaryOutputs()
     for name, value in _objects(message, "parameters").items():
         if name == "binary_data_output":
-            binary.default = value is True
+            binary.default = _flag(name, value)
         else:
             set_parameter(request, name, value)
     rest = memoryview(body)[length:]
@@ -104,6 +106,10 @@ def set_parameter(request: Any, name: str, value: Any) -> None:
             f"parameter '{name}': parameter keys starting with '{RESERVED_PREFIX}' are reserved for Triton usage and"
             " should not be specified."
         )
+    if name not in request.parameters and len(request.parameters) == MOST_PARAMETERS:
+        raise InvalidRequest(
+            f"parameter '{name}': a request must have at most {MOST_PARAMETERS} parameters"
+        )
     if not _put(request.parameters[name], value):
         raise InvalidRequest(
             f"parameter '{name}' has invalid type. It should be either 'int', 'bool', 'double', or 'string'."
@@ -130,7 +136,9 @@ def text_of(message: Mapping[str, Any], key: str, default: str | None = None) ->
     """A text of a JSON object. Raises InvalidRequest."""
     value = message.get(key, default)
     if not isinstance(value, str):
-        raise InvalidRequest(f"Unable to parse '{key}': it must be a string")
+        raise InvalidRequest(
+            f"Unable to parse '{key}': attempt to access JSON non-string as string"
+        )
     return value
 
 
@@ -205,22 +213,32 @@ def _read_output(request: Any, wanted: Any, binary: BinaryOutputs) -> None:
     output = request.outputs.add(name=text_of(wanted, "name"))
     for key, value in _objects(wanted, "parameters").items():
         if key == "binary_data":
-            binary.named[output.name] = value is True
+            binary.named[output.name] = _flag(key, value)
         elif not _put(output.parameters[key], value):
             raise InvalidRequest(f"parameter '{key}' of output '{output.name}' has invalid type.")
     # Naming an output without the parameter asks for JSON, regardless of the default.
     binary.named.setdefault(output.name, False)
 
 
+def _flag(key: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidRequest(
+            f"Unable to parse '{key}': attempt to access JSON non-boolean as boolean"
+        )
+    return value
+
+
 def _objects(message: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = message.get(key, {})
     if not isinstance(value, dict):
-        raise InvalidRequest(f"Unable to parse '{key}': it must be a JSON object")
+        raise InvalidRequest(
+            f"Unable to parse '{key}': attempt to access JSON non-object as object"
+        )
     return value
 
 
 def _list(message: Mapping[str, Any], key: str) -> Sequence[Any]:
     value = message.get(key, [])
     if not isinstance(value, list):
-        raise InvalidRequest(f"Unable to parse '{key}': it must be a list")
+        raise InvalidRequest(f"Unable to parse '{key}': attempt to access JSON non-array as array")
     return value

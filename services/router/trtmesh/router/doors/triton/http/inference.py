@@ -11,7 +11,7 @@ from trtmesh.chassis.errors import InternalError, SlowClient, TrtmeshError, Unsu
 from trtmesh.router.admission import key_name
 from trtmesh.router.doors.generation import Caller
 from trtmesh.router.doors.triton.answers import Answer
-from trtmesh.router.doors.triton.http.bodies import json_response, read_body, read_json, to_json
+from trtmesh.router.doors.triton.http.bodies import json_response, read_body, to_json
 from trtmesh.router.doors.triton.http.errors import SPEECH, error_headers
 from trtmesh.router.doors.triton.http.generate_body import generate_response, read_generate
 from trtmesh.router.doors.triton.http.infer_body import HEADER_LENGTH, read_infer, write_infer
@@ -54,7 +54,7 @@ class Inference:
     async def generate(self, request: web.Request) -> web.Response:
         """A single response, as plain JSON."""
         model = self._model_of(request)
-        asked = read_generate(model, await read_json(request, self._receive_seconds))
+        asked = read_generate(model, await read_body(request, self._receive_seconds))
         unary = not model.refuses_unary_calls
         outputs = await self._only_response(request, model, asked, unary=unary)
         return json_response(generate_response(model, asked.id, outputs))
@@ -62,7 +62,7 @@ class Inference:
     async def generate_stream(self, request: web.Request) -> web.StreamResponse:
         """Responses as server-sent events."""
         model = self._model_of(request)
-        asked = read_generate(model, await read_json(request, self._receive_seconds))
+        asked = read_generate(model, await read_body(request, self._receive_seconds))
         events = _EventStream(request)
         try:
             call = self._server.read(asked, request[SPEECH], model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trtmesh.chassis.errors import InvalidRequest
@@ -11,6 +11,15 @@ from trtmesh.router.doors.triton.tensors import ELEMENT_CODES, Output, split_ele
 
 BINARY_ONLY = ("FP16", "BF16")
 """Types without a JSON form."""
+INTEGERS = (frozenset[type]({int}), "non-signed-integer", "signed-integer")
+UNSIGNED = (frozenset[type]({int}), "non-unsigned-integer", "unsigned-integer")
+JSON_KINDS: Mapping[str, tuple[frozenset[type], str, str]] = {
+    "BYTES": (frozenset({str}), "non-string", "string"),
+    "BOOL": (frozenset({bool}), "non-boolean", "boolean"),
+    "FP32": (frozenset({int, float}), "non-number", "double"),
+    **dict.fromkeys(("UINT8", "UINT32", "UINT64"), UNSIGNED),
+}
+"""The JSON types of a data type's elements, and Triton's words for others and for them; all else are INTEGERS."""
 
 
 def flatten(data: Any) -> list[Any]:
@@ -32,20 +41,14 @@ def raw_data(name: str, data_type: str, elements: Sequence[Any]) -> bytes:
         raise InvalidRequest(
             f"receiving {data_type} data via JSON is not supported. Please use the binary data format for input {name}"
         )
-    kinds = set(map(type, elements))
+    code = ELEMENT_CODES.get(data_type, "")
+    if not code and data_type != "BYTES":
+        raise InvalidRequest(f"invalid datatype '{data_type}' for input {name}")
+    _check_kinds(name, data_type, set(map(type, elements)))
     if data_type == "BYTES":
-        _expect(name, data_type, kinds, {str}, "strings")
         return text_data(elements)
     if data_type == "BOOL":
-        _expect(name, data_type, kinds, {bool}, "true or false")
         return bytes(elements)
-    code = ELEMENT_CODES.get(data_type)
-    if code is None:
-        raise InvalidRequest(f"invalid datatype '{data_type}' for input {name}")
-    real = data_type == "FP32"
-    _expect(
-        name, data_type, kinds, {int, float} if real else {int}, "numbers" if real else "integers"
-    )
     try:
         return array(code, elements).tobytes()
     except OverflowError as error:
@@ -54,10 +57,13 @@ def raw_data(name: str, data_type: str, elements: Sequence[Any]) -> bytes:
         ) from error
 
 
-def _expect(name: str, data_type: str, kinds: set[type], allowed: set[type], words: str) -> None:
+def _check_kinds(name: str, data_type: str, kinds: set[type]) -> None:
+    """Raises InvalidRequest, in the words of Triton's JSON parser, for elements of another JSON type."""
+    allowed, wrong, right = JSON_KINDS.get(data_type, INTEGERS)
     if not kinds <= allowed:
+        data = "JSON bytes array" if data_type == "BYTES" else "'data'"
         raise InvalidRequest(
-            f"Unable to parse 'data': input '{name}' of type {data_type} must hold {words}"
+            f"Unable to parse {data}: attempt to access JSON {wrong} as {right} for input '{name}'"
         )
 
 

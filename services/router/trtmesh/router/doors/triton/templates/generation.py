@@ -53,6 +53,7 @@ class GenerationTemplate(Template, ABC):
 
     text: bool
     """Whether text goes in and out, not token ids."""
+    request_parameters: frozenset[str] = frozenset({"priority", "timeout", "request_type"})
 
     @abstractmethod
     def output_builder(self, call: Call, request: GenerationRequest) -> OutputBuilder:
@@ -196,8 +197,7 @@ def _drop_draws(config: pb.GenerationConfig) -> None:
 
 
 def _apply_parameters(config: pb.GenerationConfig, parameters: Mapping[str, Any]) -> None:
-    priority = parameters.get("priority", 0)
-    if isinstance(priority, int) and priority > 0:
+    if priority := parameters.get("priority", 0):
         config.priority = max(LOWEST_PRIORITY, DEFAULT_PRIORITY - priority)
     phase = parameters.get("request_type")
     if phase is None:

@@ -69,6 +69,8 @@ class Template:
     """Whether texts accumulate where a model does not say; None takes the door's setting."""
     parameters: tuple[str, ...] = ()
     """The settings of a model that are parameters of ModelConfig."""
+    request_parameters: frozenset[str] = frozenset()
+    """The parameters of a request with an effect."""
 
     def all_outputs(self, logits_data_type: LogitsDataType = "FP32") -> tuple[TensorSpec, ...]:
         return self.outputs
@@ -173,8 +175,8 @@ class Call:
 
     @property
     def timeout_seconds(self) -> float | None:
-        microseconds = self.parameters.get("timeout", 0)
-        return microseconds / 1e6 if isinstance(microseconds, int) and microseconds > 0 else None
+        microseconds: int = self.parameters.get("timeout", 0)
+        return microseconds / 1e6 if microseconds else None
 
     def sentence(self, error: TrtmeshError) -> str:
         """An error in the client's words: its tensors and, in a batch, the row."""

@@ -1,0 +1,46 @@
+"""Request parameters without effect are counted and logged within bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tritonclient.grpc import service_pb2 as kserve
+from trtmesh.chassis.errors import InvalidRequest
+from trtmesh.router.doors.triton.calls import read_call
+from trtmesh.router.doors.triton.models import triton_models
+from trtmesh.router.doors.triton.parameters import MOST_LOGGED, Parameters
+from trtmesh.router.doors.triton.settings import TritonSettings
+from trtmesh.router.doors.triton.templates.template import Call
+from trtmesh.router.metrics import MOST_PARAMETERS, RouterMetrics
+
+MODELS = triton_models(TritonSettings())
+
+
+def call(parameters: Mapping[str, Any]) -> Call:
+    sent = kserve.ModelInferRequest(model_name="ensemble")
+    sent.inputs.add(name="stop", datatype="BOOL", shape=(1, 1)).contents.bool_contents.append(True)
+    return replace(read_call(MODELS["ensemble"], sent), parameters=parameters)
+
+
+def test_names_are_counted_and_logged_within_bounds(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = RouterMetrics()
+    parameters = Parameters(metrics, refuse_unknown=False)
+    for _ in range(2):
+        for number in range(2 * MOST_LOGGED):
+            parameters.check(call({f"own{number}": 1}))
+    counted = metrics.unknown_parameters
+    assert len(counted) == MOST_PARAMETERS + 1
+    assert counted["own0"] == 2
+    assert counted["others"] == 2 * (2 * MOST_LOGGED - MOST_PARAMETERS)
+    assert len(caplog.records) == MOST_LOGGED
+
+
+@pytest.mark.parametrize("name", ["priority", "timeout"])
+@pytest.mark.parametrize("value", [-1, 1.5, True, "1"])
+def test_value_of_a_known_parameter_is_checked(name: str, value: object) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        Parameters(RouterMetrics(), refuse_unknown=False).check(call({name: value}))
+    assert (caught.value.field, caught.value.value) == (f"parameter '{name}'", repr(value))
