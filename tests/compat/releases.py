@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 FACTS: Mapping[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 MODELS = tuple(FACTS)
 RELEASES: Sequence[str] = FACTS["ensemble"]["releases"]
@@ -65,3 +67,47 @@ def tensors(model: str, kind: str, release: str) -> Mapping[str, Tensor]:
 
 def _index(release: str) -> int:
     return RELEASES.index(release)
+
+
+NUMPY: Mapping[str, Any] = {
+    "BOOL": np.bool_,
+    "UINT8": np.uint8,
+    "INT32": np.int32,
+    "UINT32": np.uint32,
+    "INT64": np.int64,
+    "UINT64": np.uint64,
+    "FP16": np.float16,
+    "FP32": np.float32,
+    "BYTES": np.object_,
+}
+
+
+def row_of(tensor: Tensor, value: Any) -> Any:
+    """A batch of one row, in the data type and the shape that a release's client sends."""
+    data_type = NUMPY[tensor.data_type or OPEN_TYPES[tensor.name]]
+    row = np.array(
+        [value] if tensor.is_scalar and not isinstance(value, list) else value, data_type
+    )
+    declared = (1,) if tensor.is_scalar else tensor.dims
+    assert row.ndim == len(declared), (tensor, row.shape)
+    assert all(want in (-1, got) for got, want in zip(row.shape, declared, strict=True)), tensor
+    return row[np.newaxis]
+
+
+OPEN_TYPES = {
+    "context_logits": "FP32",
+    "generation_logits": "FP32",
+    "draft_logits": "FP32",
+    "encoder_input_features": "FP16",
+}
+"""Types that the templates leave open, by upstream's default."""
+
+
+def typed(model: str, release: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """A request in a release's types. An input of another release has that release's."""
+    request = {}
+    for name, value in values.items():
+        known = [tensors(model, "inputs", each).get(name) for each in (release, *RELEASES[::-1])]
+        found = next(each for each in known if each is not None)
+        request[name] = row_of(found, value)
+    return request

@@ -46,19 +46,10 @@ def declared(tensors: Any) -> Tensors:
 
 def known(model: str, kind: str, release: str) -> Tensors:
     return {
-        t.name: (t.data_type or STANDARD[t.name], t.dims, t.required)
+        t.name: (t.data_type or facts.OPEN_TYPES[t.name], t.dims, t.required)
         for t in facts.tensors(model, kind, release).values()
         if t.name not in VISION_OUTPUTS
     }
-
-
-STANDARD = {
-    "context_logits": "FP32",
-    "generation_logits": "FP32",
-    "draft_logits": "FP32",
-    "encoder_input_features": "FP16",
-}
-"""Types of tensors that the templates leave open, by upstream's default."""
 
 
 @pytest.mark.parametrize(("model", "release"), EVERY)

@@ -199,11 +199,14 @@ class Call:
         return field
 
     def _tensors_by_field(self) -> dict[str, str]:
-        """Prefers a tensor of this call, else the newest name, where several set one field."""
-        sent_last = sorted(
+        """Prefers a tensor of this call, then the newest name, then the first, where several set one field."""
+        best_first = sorted(
             self.model.inputs.values(),
-            key=lambda spec: (spec.name in self.inputs, not spec.same_as),
+            key=lambda spec: (spec.name not in self.inputs, bool(spec.same_as)),
         )
         return {"handoff.phase": "parameter 'request_type'"} | {
-            field: spec.name for spec in sent_last if spec.put for field in spec.put.fields
+            field: spec.name
+            for spec in reversed(best_first)
+            if spec.put
+            for field in spec.put.fields
         }
