@@ -92,7 +92,10 @@ def test_documented_program_runs(stack: Stack, program: str) -> None:
 @pytest.mark.parametrize(
     "line", [line for line in commands_of("docs/triton.md") if line.startswith("triton infer ")]
 )
-def test_documented_http_request_is_answered(stack: Stack, line: str) -> None:
+def test_documented_request_is_answered(
+    stack: Stack, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     words = shlex.split(line, comments=True)
     result = trtmesh(*words, env={"TRTMESH_ROUTER": stack.wait_ready()})
     assert (result.returncode, result.stderr) == (0, "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from pathlib import Path
 
 import pytest
 from cli.commands import running, trtmesh
@@ -23,6 +24,12 @@ def native(router: str, prompt: str, tokens: int) -> str:
     flags = ("--router", router, "--max-tokens", str(tokens), "--json")
     events = map(json.loads, trtmesh("generate", *flags, prompt).stdout.splitlines())
     return "".join(event["text"] for event in events if event["event"] == "tokens")
+
+
+def native_ids(router: str, prompt: str, tokens: int) -> list[int]:
+    flags = ("--router", router, "--max-tokens", str(tokens), "--json")
+    events = map(json.loads, trtmesh("generate", *flags, prompt).stdout.splitlines())
+    return [each for e in events if e["event"] == "tokens" for each in e["token_ids"]]
 
 
 def test_single_prompt_is_bare_text(router: str) -> None:
@@ -95,6 +102,64 @@ def test_ctrl_c_ends_the_request(router: str, admin: str) -> None:
         pass
 
 
+def test_texts_for_a_model_of_ids_are_encoded_by_the_server(router: str) -> None:
+    flags = ("--model", "tensorrt_llm", "--max-tokens", "4", "--no-stream", "--exclude-input")
+    told = map(json.loads, texts(router, *flags, "--json", "one", "three words long"))
+    rows = {line["request"]: line["outputs"]["output_ids"]["data"][0] for line in told}
+    assert rows == {
+        i: [native_ids(router, p, 4)] for i, p in enumerate(("one", "three words long"))
+    }
+
+
+def test_saved_outputs_are_as_expected_in_every_mode(router: str, tmp_path: Path) -> None:
+    for name, model in (("a.json", "ensemble"), ("a.csv", "tensorrt_llm")):
+        flags = ("--model", model, "--max-tokens", "8", "one", "two")
+        file = str(tmp_path / name)
+        texts(router, *flags, "--save-output", file)
+        for mode in (("--stream",), ("--no-stream",), ("--batch",), ("--json",)):
+            texts(router, *flags, *mode, "--check-output", file)
+
+
+def test_other_outputs_than_expected_fail(router: str, tmp_path: Path) -> None:
+    file = tmp_path / "ids.csv"
+    ids = native_ids(router, "one", 8)
+    file.write_text(",".join(map(str, [*ids[:7], ids[7] + 1])) + "\n")
+    flags = ("triton", "infer", "--url", router, "--max-tokens", "8", "--check-output", str(file))
+    for match, status in (("1", 1), ("0.875", 0), ("0.9", 1)):
+        result = trtmesh(*flags, "--model", "tensorrt_llm", "--match", match, "one")
+        assert result.returncode == status, result.stderr
+    assert "output 0 matches by 0.875" in result.stderr
+    assert trtmesh(*flags, "one").returncode == 1
+
+
+def test_requested_outputs_come_alone(router: str) -> None:
+    flags = ("--model", "tensorrt_llm", "--max-tokens", "4", "--json", "one")
+    asked = ("--requested-outputs", "output_ids,sequence_length")
+    for line in texts(router, *flags, *asked):
+        assert set(json.loads(line)["outputs"]) <= {"output_ids", "sequence_length"}
+
+
+def test_missing_requested_output_fails(router: str) -> None:
+    flags = ("--requested-outputs", "text_output, batch_index", "--max-tokens", "4", "one")
+    result = trtmesh("triton", "infer", "--url", router, *flags)
+    assert result.returncode == 1
+    assert "batch_index, text_output were requested, but text_output came" in result.stderr
+
+
+def test_cancelled_call_keeps_the_output(router: str, admin: str) -> None:
+    flags = (*LONG, "--stop-after-ms", "300", "--stop-via-request-cancel")
+    text, whole = "\n".join(texts(router, *flags, "one")), native(router, "one", 40)
+    assert text[: len(whole)] == whole[: len(text)]
+    while live_requests(admin):
+        pass
+
+
+@pytest.mark.parametrize("compression", ["gzip", "deflate"])
+def test_requests_may_be_compressed(router: str, compression: str) -> None:
+    lines = texts(router, "--compression", compression, "--max-tokens", "8", "one")
+    assert "\n".join(lines) == native(router, "one", 8)
+
+
 def test_failed_request_leaves_the_others(router: str) -> None:
     result = trtmesh("triton", "infer", "--url", router, "--max-tokens", "4", "one", "")
     assert result.returncode == 1
@@ -107,11 +172,16 @@ def test_failed_request_leaves_the_others(router: str) -> None:
     [
         ((), 2, "give prompts"),
         (("--ids", "a"), 2, "must be numbers"),
+        (("--stop-via-request-cancel", "one"), 2, "--stop-after-ms"),
+        (("--check-output", "/nowhere.csv", "one"), 2, "/nowhere.csv"),
+        (("--root-certificates", "/nowhere.pem", "one"), 2, "/nowhere.pem"),
+        (("--prompt-table-id", "7", "--vocab-size", "9", "one"), 2, "needs token ids"),
         (("--input", "x", "one"), 2, "must be NAME=JSON"),
         (("--input", "top_k=[", "one"), 2, "--input top_k"),
         (("--input", "nothing=1", "one"), 2, "has no input for nothing"),
         (("--input", 'top_k="a"', "one"), 2, "cannot be sent as INT32"),
-        (("--model", "tensorrt_llm", "one"), 2, "takes token ids: --ids"),
+        (("--model", "preprocessing", "one"), 2, "takes texts"),
+        (("--model", "tensorrt_llm", "--preprocessing", "no", "one"), 1, "unknown model: 'no'"),
         (("--ids", "5", "--model", "ensemble"), 2, "takes texts"),
         (("--model", "nothing", "one"), 1, "Request for unknown model: 'nothing' is not found"),
         (("--log-probs", "one"), 1, "return_log_probs not supported"),

@@ -26,10 +26,13 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, Any]]:
 
 
 def open_channel(
-    address: str, max_message_bytes: int, connect_seconds: float = GREETING_SECONDS
+    address: str,
+    max_message_bytes: int,
+    connect_seconds: float = GREETING_SECONDS,
+    credentials: grpc.ChannelCredentials | None = None,
 ) -> grpc.aio.Channel:
-    """A channel with a separate connection; the caller closes the channel. Reconnects every second; each attempt takes
-    at most `connect_seconds`."""
+    """A channel with a separate connection, over TLS with `credentials`; the caller closes the channel. Reconnects
+    every second; each attempt takes at most `connect_seconds`."""
     options = [
         *channel_options(max_message_bytes),
         ("grpc.use_local_subchannel_pool", 1),
@@ -38,4 +41,6 @@ def open_channel(
         ("grpc.max_reconnect_backoff_ms", 1_000),
         ("grpc.enable_retries", 0),
     ]
+    if credentials:
+        return grpc.aio.secure_channel(address, credentials, options=options)
     return grpc.aio.insecure_channel(address, options=options)

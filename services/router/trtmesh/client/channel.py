@@ -25,14 +25,18 @@ class ServerChannel:
         *,
         max_message_bytes: int = 64 * 2**20,
         connect_seconds: float = CONNECT_SECONDS,
+        credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
         self.address = address
         self._max_message_bytes = max_message_bytes
         self._connect_seconds = connect_seconds
+        self._credentials = credentials
         self._channel: grpc.aio.Channel | None = None
 
     async def __aenter__(self) -> Self:
-        self._channel = open_channel(self.address, self._max_message_bytes, self._connect_seconds)
+        self._channel = open_channel(
+            self.address, self._max_message_bytes, self._connect_seconds, self._credentials
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:

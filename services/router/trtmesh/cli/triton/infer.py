@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import json as json_module
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,10 +13,13 @@ from trtmesh.chassis.errors import InvalidRequest, Unavailable
 from trtmesh.cli.output import say_error
 from trtmesh.cli.prompts import PROMPTS_HELP, LinesOption, read_prompts
 from trtmesh.cli.session import FAILED, OK, USAGE, run
-from trtmesh.cli.triton.client import TritonConnection
-from trtmesh.cli.triton.printer import TritonPrinter
-from trtmesh.cli.triton.requests import Prompt, TritonModel, make_request, make_stop
-from trtmesh.cli.triton.tensors import decode_outputs
+from trtmesh.cli.triton.client import Compression, Security, TritonConnection
+from trtmesh.cli.triton.conversation import Conversation, Ending
+from trtmesh.cli.triton.encoding import encode
+from trtmesh.cli.triton.expected import Expected, write_outputs
+from trtmesh.cli.triton.requests import Inputs, Prompt, TableId, TritonModel
+from trtmesh.cli.triton.results import Results
+from trtmesh.cli.triton.values import read_array, read_ids, read_input
 
 triton = typer.Typer(name="triton", help="Client of Triton models.", no_args_is_help=True)
 
@@ -29,34 +30,46 @@ def _group() -> None:
 
 
 INT32 = 2**31 - 1
-STOP_ANSWER = "Request cancelled by client"
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
     """The parsed command line."""
 
+    url: str
+    security: Security | None
+    compression: Compression
     model: str
+    preprocessing: str
     prompts: Sequence[Prompt]
-    options: Mapping[str, Any]
+    inputs: Inputs
     request_id: str
     stream: bool | None
     batch: bool
-    timeout_seconds: float | None
-    stop_after_seconds: float | None
+    ending: Ending
     as_json: bool
+    expected: Expected | None
+    save_output: Path | None
 
 
 @triton.command("infer")
 def infer(
     prompts: Annotated[list[str] | None, typer.Argument(help=PROMPTS_HELP)] = None,
     ids: Annotated[
-        list[str] | None, typer.Option(help="Token ids to continue, as '1 2 3'; repeatable.")
+        list[str] | None,
+        typer.Option(
+            help="Token ids to continue: '1 2 3', or @FILE.csv, a prompt a row; repeatable."
+        ),
     ] = None,
     url: Annotated[
         str, typer.Option(envvar="TRTMESH_ROUTER", help="Server of the KServe protocol, host:port.")
     ] = "127.0.0.1:8001",
-    model: Annotated[str, typer.Option(help="Model; tensorrt_llm takes ids.")] = "",
+    model: Annotated[
+        str, typer.Option(help="Model; default ensemble, and tensorrt_llm for --ids.")
+    ] = "",
+    preprocessing: Annotated[
+        str, typer.Option(help="Model that encodes texts for a model of token ids.")
+    ] = "preprocessing",
     max_tokens: Annotated[int, typer.Option(min=1, max=INT32, help="Most new tokens.")] = 16,
     stream: Annotated[
         bool | None,
@@ -86,7 +99,44 @@ def infer(
     bad_word: Annotated[list[str] | None, typer.Option(help="Text to exclude; repeatable.")] = None,
     given: Annotated[
         list[str] | None,
-        typer.Option("--input", metavar="NAME=JSON", help="Any other input; repeatable."),
+        typer.Option(
+            "--input",
+            metavar="NAME=JSON",
+            help="Any other input; NAME=@FILE reads a .npy, .csv or .json file; repeatable.",
+        ),
+    ] = None,
+    prompt_table: Annotated[
+        Path | None,
+        typer.Option(help="Prompt embedding table, .npy: [rows, size] or [tasks, rows, size]."),
+    ] = None,
+    prompt_task: Annotated[int, typer.Option(min=0, help="Task of a table with several.")] = 0,
+    prompt_table_id: Annotated[
+        int | None,
+        typer.Option(min=1, max=2**64 - 1, help="Identity of the table; its prompts share KV."),
+    ] = None,
+    vocab_size: Annotated[
+        int, typer.Option(min=0, help="First token id that addresses the table.")
+    ] = 0,
+    requested_outputs: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Exactly these outputs, separated by commas; default all; repeatable.",
+        ),
+    ] = None,
+    check_output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Expected outputs, a sequence or a prompt each: .csv with rows of token ids, or .json with"
+            " texts or lists of ids; either may begin with the prompt."
+        ),
+    ] = None,
+    match: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="Least share of equal tokens or characters."),
+    ] = 1.0,
+    save_output: Annotated[
+        Path | None, typer.Option(help="Write the outputs as a file for --check-output.")
     ] = None,
     request_id: Annotated[str, typer.Option(help="Id of the request; default random.")] = "",
     stop_after_ms: Annotated[
@@ -95,7 +145,27 @@ def infer(
     timeout: Annotated[
         float | None, typer.Option(min=0, help="Deadline of the call in seconds.")
     ] = None,
+    root_certificates: Annotated[
+        Path | None, typer.Option(help="PEM file to check the server by; turns on TLS.")
+    ] = None,
+    private_key: Annotated[
+        Path | None, typer.Option(help="PEM file with the client's key, for TLS.")
+    ] = None,
+    certificate_chain: Annotated[
+        Path | None, typer.Option(help="PEM file with the client's certificates, for TLS.")
+    ] = None,
+    compression: Annotated[
+        Compression, typer.Option(help="Compression of the requests.")
+    ] = Compression.NONE,
     *,
+    tls: Annotated[bool, typer.Option("--tls", help="Connect over TLS.")] = False,
+    stop_via_request_cancel: Annotated[
+        bool,
+        typer.Option(
+            "--stop-via-request-cancel",
+            help="Cancel the call after --stop-after-ms instead of sending stop requests.",
+        ),
+    ] = False,
     lines: LinesOption = False,
     exclude_input: Annotated[
         bool, typer.Option("--exclude-input", help="Leave the prompt out of a whole answer.")
@@ -124,10 +194,13 @@ def infer(
 
     Exit status: 0 every request completed, 1 one failed, 2 wrong usage, 130 Ctrl-C.
     """
-    texts = read_prompts(prompts or (), lines=lines)
-    asked: list[Prompt] = [*texts, *map(_read_ids, ids or ())]
+    asked: list[Prompt] = [*read_prompts(prompts or (), lines=lines)]
+    model = model or ("ensemble" if asked else "tensorrt_llm")
+    asked += [row for each in ids or () for row in read_ids(each)]
     if not asked:
         raise typer.BadParameter("give prompts, or token ids with --ids")
+    if stop_via_request_cancel and stop_after_ms is None:
+        raise typer.BadParameter("--stop-via-request-cancel needs --stop-after-ms")
     values = {
         "max_tokens": max_tokens,
         "beam_width": beam_width,
@@ -146,123 +219,94 @@ def infer(
         "perf_metrics": perf_metrics or None,
     }
     options = {name: value for name, value in values.items() if value is not None}
+    options |= {**_table(prompt_table, prompt_task), **dict(map(read_input, given or ()))}
+    table = TableId(prompt_table_id, vocab_size) if prompt_table_id else None
+    names = [name for each in requested_outputs or () for name in each.replace(",", " ").split()]
+    security = Security.read(root_certificates, private_key, certificate_chain)
     ask = Ask(
-        model=model or ("tensorrt_llm" if ids and not texts else "ensemble"),
+        url=url,
+        security=security if tls or root_certificates or private_key else None,
+        compression=compression,
+        model=model,
+        preprocessing=preprocessing,
         prompts=asked,
-        options=options | dict(map(_read_input, given or ())),
+        inputs=Inputs(options, table, names),
         request_id=request_id or uuid.uuid4().hex,
         stream=stream,
         batch=batch,
-        timeout_seconds=timeout,
-        stop_after_seconds=None if stop_after_ms is None else stop_after_ms / 1000,
+        ending=Ending(
+            timeout,
+            None if stop_after_ms is None else stop_after_ms / 1000,
+            stop_via_request_cancel,
+        ),
         as_json=json,
+        expected=Expected.read(check_output, match) if check_output else None,
+        save_output=save_output,
     )
-    run(_infer(url, ask))
+    run(_infer(ask))
 
 
-async def _infer(url: str, ask: Ask) -> int:
-    async with TritonConnection(url) as connection:
+def _table(file: Path | None, task: int) -> Mapping[str, Any]:
+    """The inputs of a prompt table. Raises BadParameter."""
+    if file is None:
+        return {}
+    table = read_array(file)
+    try:
+        rows = table[task] if len(table.shape) == 3 else table
+    except IndexError as error:
+        raise typer.BadParameter(f"--prompt-task {task}: {error}") from error
+    if len(rows.shape) != 2:
+        raise typer.BadParameter(f"{str(file)!r} is {list(table.shape)}, not [rows, size]")
+    return {"prompt_embedding_table": rows, "prompt_vocab_size": rows.shape[0]}
+
+
+async def _infer(ask: Ask) -> int:
+    async with TritonConnection(ask.url, ask.security, ask.compression) as connection:
         try:
             model = TritonModel.of(await connection.model_config(ask.model))
         except Unavailable as error:
-            raise Unavailable(f"server {url}: {error}; --url names another") from error
+            raise Unavailable(f"server {ask.url}: {error}; --url names another") from error
         try:
-            conversation = _Conversation(model, ask)
+            if model.takes_ids:
+                ask = await _with_ids(connection, ask)
+            conversation = _conversation(model, ask)
         except InvalidRequest as error:
             # Nothing was sent: the command line does not fit the model.
             say_error(str(error))
             return USAGE
-        return await conversation.hold(connection)
+        status = await conversation.hold(connection)
+        return status or _judge(ask, conversation.results)
 
 
-class _Conversation:
-    """All requests of the command, on one stream. Raises InvalidRequest."""
-
-    def __init__(self, model: TritonModel, ask: Ask) -> None:
-        self._ask = ask
-        streams = model.decoupled if ask.stream is None else ask.stream
-        options = dict(ask.options) | ({"stream": True} if streams else {})
-        groups = [ask.prompts] if ask.batch else [[prompt] for prompt in ask.prompts]
-        names = [ask.request_id + (f"-{i}" if len(groups) > 1 else "") for i in range(len(groups))]
-        self._requests = [
-            make_request(model, name, group, options)
-            for name, group in zip(names, groups, strict=True)
-        ]
-        stops = ask.stop_after_seconds is not None
-        self._stops = {name: make_stop(model, name) for name in names} if stops else {}
-        self._stopped: set[str] = set()
-        self._indexes = {name: index for index, name in enumerate(names)}
-        self._answers_due = dict.fromkeys(names, 1)
-        """Final responses still due by name; a stop shares the name of its request."""
-        self._all_over = asyncio.Event()
-        self._failed = False
-        self._printer = TritonPrinter(
-            [len(group) for group in groups], accumulates=model.accumulates, as_json=ask.as_json
-        )
-
-    async def hold(self, connection: TritonConnection) -> int:
-        """Sends everything and prints until the server ends the stream; returns the exit status."""
-        responses = connection.stream(self._sending(), self._ask.timeout_seconds)
-        try:
-            async with aclosing(responses):  # type: ignore[type-var]  # an asynchronous generator
-                async for response in responses:
-                    self._take(response)
-        finally:
-            self._printer.close()
-        return FAILED if self._failed else OK
-
-    async def _sending(self) -> AsyncIterator[Any]:
-        """The requests, later the stops of unfinished requests; then half-closes."""
-        for request in self._requests:
-            yield request
-        if self._stops:
-            try:
-                async with asyncio.timeout(self._ask.stop_after_seconds):
-                    await self._all_over.wait()
-            except TimeoutError:
-                for name in [*self._answers_due]:
-                    self._answers_due[name] += 1
-                    self._stopped.add(name)
-                    yield self._stops[name]
-
-    def _take(self, message: Any) -> None:
-        response = message.infer_response
-        name, index = response.id, self._indexes.get(response.id, 0)
-        final = response.parameters["triton_final_response"].bool_param
-        if message.error_message:
-            # How the llmapi model says that it did what a stop asked.
-            if not (message.error_message == STOP_ANSWER and name in self._stopped):
-                self._failed = True
-                self._printer.fail(index, message.error_message)
-        elif response.outputs:
-            self._printer.show(index, decode_outputs(response), final=final)
-        if final or message.error_message:
-            self._on_end(name, index)
-
-    def _on_end(self, name: str, index: int) -> None:
-        self._answers_due[name] = self._answers_due.get(name, 1) - 1
-        if self._answers_due[name] <= 0:
-            del self._answers_due[name]
-            self._printer.end(index)
-        if not self._answers_due:
-            self._all_over.set()
+async def _with_ids(connection: TritonConnection, ask: Ask) -> Ask:
+    """The command with texts as token ids, and their tokenizer's end id unless one is given."""
+    texts = [prompt for prompt in ask.prompts if isinstance(prompt, str)]
+    if not texts:
+        return ask
+    encoding = TritonModel.of(await connection.model_config(ask.preprocessing))
+    encoded = await encode(connection, encoding, texts)
+    rows = iter(encoded.rows)
+    prompts = [next(rows) if isinstance(prompt, str) else prompt for prompt in ask.prompts]
+    options = {**encoded.defaults, **ask.inputs.options}
+    return replace(ask, prompts=prompts, inputs=replace(ask.inputs, options=options))
 
 
-def _read_ids(text: str) -> list[int]:
-    try:
-        ids = [int(part) for part in text.replace(",", " ").split()]
-    except ValueError:
-        ids = []
-    if not ids:
-        raise typer.BadParameter(f"--ids {text!r} must be numbers, as '1 2 3'")
-    return ids
+def _conversation(model: TritonModel, ask: Ask) -> Conversation:
+    streams = model.decoupled if ask.stream is None else ask.stream
+    options = {**ask.inputs.options, **({"stream": True} if streams else {})}
+    groups = [ask.prompts] if ask.batch else [[prompt] for prompt in ask.prompts]
+    inputs = replace(ask.inputs, options=options)
+    return Conversation(model, groups, ask.request_id, inputs, ask.ending, as_json=ask.as_json)
 
 
-def _read_input(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    try:
-        if name and equals:
-            return name, json_module.loads(value)
-    except json_module.JSONDecodeError as error:
-        raise typer.BadParameter(f"--input {name}: {error}") from error
-    raise typer.BadParameter(f"--input {text!r} must be NAME=JSON")
+def _judge(ask: Ask, results: Results) -> int:
+    """Saves and checks the outputs; returns the exit status."""
+    outputs = [*results.sequences()]
+    if ask.save_output:
+        write_outputs(ask.save_output, outputs)
+    if ask.expected is None:
+        return OK
+    differences = ask.expected.differences(ask.prompts, outputs)
+    for difference in differences:
+        say_error(difference)
+    return FAILED if differences else OK

@@ -6,16 +6,20 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from trtmesh.chassis.errors import InvalidRequest
 
 CODES: Mapping[str, str] = {
     "BOOL": "?",
     "UINT8": "B",
+    "UINT16": "H",
+    "UINT32": "I",
+    "UINT64": "Q",
+    "INT8": "b",
+    "INT16": "h",
     "INT32": "i",
     "INT64": "q",
-    "UINT64": "Q",
     "FP16": "e",
     "FP32": "f",
     "FP64": "d",
@@ -37,24 +41,58 @@ class Tensor:
         return _nested(list(self.elements), self.shape)
 
 
+@dataclass(frozen=True, slots=True)
+class Array:
+    """An array of numbers, row-major and little-endian."""
+
+    data_type: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    @staticmethod
+    def size_of(data_type: str) -> int:
+        """Bytes of an element."""
+        return 2 if data_type == "BF16" else struct.calcsize(f"<{CODES[data_type]}")
+
+    def __getitem__(self, index: int) -> Self:
+        """The part at an index of the first axis. Raises IndexError."""
+        if not self.shape or not 0 <= index < self.shape[0]:
+            raise IndexError(f"{list(self.shape)} has no part {index}")
+        size = len(self.data) // self.shape[0]
+        part = self.data[index * size : (index + 1) * size]
+        return type(self)(self.data_type, self.shape[1:], part)
+
+    def encoded(self, data_type: str) -> bytes:
+        """The elements as another type. Raises InvalidRequest."""
+        if data_type == self.data_type:
+            return self.data
+        return _encode(data_type, _decode(self.data_type, self.data))
+
+
 def encode_rows(data_type: str, rows: Sequence[Any]) -> tuple[tuple[int, ...], bytes]:
     """Shape and data of a tensor with equally shaped rows. Raises InvalidRequest."""
     shape = (len(rows), *_shape_of(rows[0]))
     if any(_shape_of(row) != shape[1:] for row in rows):
         raise InvalidRequest("the rows of a tensor must have one shape")
-    elements = [element for row in rows for element in _flat(row)]
+    if isinstance(rows[0], Array):
+        return shape, b"".join(row.encoded(data_type) for row in rows)
+    return shape, _encode(data_type, [element for row in rows for element in _flat(row)])
+
+
+def _encode(data_type: str, elements: Sequence[Any]) -> bytes:
     if data_type == "BYTES":
         texts = [str(element).encode() for element in elements]
-        return shape, b"".join(struct.pack("<I", len(text)) + text for text in texts)
+        return b"".join(struct.pack("<I", len(text)) + text for text in texts)
     if data_type == "BF16":
         # The upper half of a float.
-        return shape, b"".join(struct.pack("<f", element)[2:] for element in elements)
+        return b"".join(struct.pack("<f", element)[2:] for element in elements)
     if data_type not in CODES:
         raise InvalidRequest(f"this command sends no tensors of type {data_type}")
     try:
-        return shape, struct.pack(f"<{len(elements)}{CODES[data_type]}", *elements)
+        return struct.pack(f"<{len(elements)}{CODES[data_type]}", *elements)
     except (struct.error, OverflowError) as error:
-        raise InvalidRequest(f"{elements} cannot be sent as {data_type}: {error}") from error
+        shown = f"{str(list(elements[:8])).removesuffix(']')}{', ...' * (len(elements) > 8)}]"
+        raise InvalidRequest(f"{shown} cannot be sent as {data_type}: {error}") from error
 
 
 def decode_outputs(response: Any) -> list[Tensor]:
@@ -81,6 +119,8 @@ def _decode(data_type: str, data: bytes) -> Sequence[Any]:
 
 
 def _shape_of(value: Any) -> tuple[int, ...]:
+    if isinstance(value, Array):
+        return value.shape
     if not isinstance(value, list):
         return ()
     return (len(value), *(_shape_of(value[0]) if value else ()))
