@@ -123,6 +123,7 @@ class SubmitCommand(google.protobuf.message.Message):
     SEQUENCE_INDEX_FIELD_NUMBER: builtins.int
     CONFIG_FIELD_NUMBER: builtins.int
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
+    DRAW_INDEX_FIELD_NUMBER: builtins.int
     handle: builtins.int
     """Handle of the item's first sequence, assigned by the router; the other sequences have the next numbers. Reusable
     after SequenceEnd.
@@ -139,6 +140,8 @@ class SubmitCommand(google.protobuf.message.Message):
     """The sequence_index of the first handle; not 0 if only some sequences of an item migrate."""
     timeout_ms: builtins.int
     """The client's deadline in milliseconds from now; unset means none."""
+    draw_index: builtins.int
+    """The batch_index of the draws, if another: items with equal seeds and equal numbers here draw alike."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The prompt, followed by `emitted_tokens` tokens generated elsewhere."""
@@ -158,9 +161,13 @@ class SubmitCommand(google.protobuf.message.Message):
         sequence_index: builtins.int = ...,
         config: trtmesh.v1.generation_pb2.GenerationConfig | None = ...,
         timeout_ms: builtins.int | None = ...,
+        draw_index: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_timeout_ms", b"_timeout_ms", "config", b"config", "timeout_ms", b"timeout_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_timeout_ms", b"_timeout_ms", "batch_index", b"batch_index", "config", b"config", "emitted_tokens", b"emitted_tokens", "handle", b"handle", "request_id", b"request_id", "sequence_index", b"sequence_index", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_draw_index", b"_draw_index", "_timeout_ms", b"_timeout_ms", "config", b"config", "draw_index", b"draw_index", "timeout_ms", b"timeout_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_draw_index", b"_draw_index", "_timeout_ms", b"_timeout_ms", "batch_index", b"batch_index", "config", b"config", "draw_index", b"draw_index", "emitted_tokens", b"emitted_tokens", "handle", b"handle", "request_id", b"request_id", "sequence_index", b"sequence_index", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_draw_index", b"_draw_index"]) -> typing.Literal["draw_index"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_timeout_ms", b"_timeout_ms"]) -> typing.Literal["timeout_ms"] | None: ...
 
 Global___SubmitCommand: typing_extensions.TypeAlias = SubmitCommand

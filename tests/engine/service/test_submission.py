@@ -53,6 +53,17 @@ def _sequences(config: pb.GenerationConfig) -> int:
     return max(1, config.sampling.num_return_sequences, config.beam_search.beam_width)
 
 
+@pytest.mark.parametrize(("draw_index", "drawn"), [(None, 5), (0, 0)])
+async def test_draw_index_replaces_the_batch_index_of_draws(
+    draw_index: int | None, drawn: int
+) -> None:
+    backend = RecordingBackend(INFO)
+    async with serving(backend) as engine, router_stream(engine.address) as stream:
+        await stream.send(submit(1, batch_index=5, draw_index=draw_index))
+        await stream.until(lambda: backend.items)
+        assert backend.items[0].batch_index == drawn
+
+
 @pytest.mark.parametrize("claimed", [SUPPORTED_FIELDS, TORCH_FIELDS])
 def test_a_backend_claims_only_fields_that_exist(claimed: frozenset[str]) -> None:
     assert set(LEAVES) >= claimed

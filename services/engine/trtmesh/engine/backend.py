@@ -67,6 +67,7 @@ class Submission:
     keys: tuple[int, ...]
     request_id: str
     batch_index: int
+    """Position in the request, or the number that the draws of the item use in its place."""
     sequence_index: int
     token_ids: Sequence[int]
     emitted_tokens: int

@@ -32,10 +32,11 @@ def parse_submit(
     who = f"the {engine.info.backend} backend of worker {engine.name}"
     refuse_unsupported(config, engine.info.supported_fields, who)
     _check(command, config, engine)
+    own_draws = command.HasField("draw_index")
     return Submission(
         keys=keys,
         request_id=command.request_id,
-        batch_index=command.batch_index,
+        batch_index=command.draw_index if own_draws else command.batch_index,
         sequence_index=command.sequence_index,
         token_ids=list(command.token_ids),
         emitted_tokens=command.emitted_tokens,

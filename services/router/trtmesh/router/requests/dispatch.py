@@ -46,6 +46,7 @@ def _submits(
         batch_index=item.batch_index,
         timeout_ms=context.remaining_ms(),
         config=config,
+        draw_index=item.draw_index,
     )
     if _starts(item, runs):
         command.token_ids.extend(prompt)

@@ -42,7 +42,9 @@ class LiveRequest:
         client_limits: ClientLimits,
     ) -> None:
         now = asyncio.get_running_loop().time()
-        seed = secrets.randbits(64)
+        seed = request.default_seed
+        if seed is None:
+            seed = secrets.randbits(64)
         accepted = router_pb.RequestAccepted(
             request_id=request.request_id, model=admitted.model, seed=seed
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trtmesh.chassis.errors import InvalidField, TrtmeshError
 from trtmesh.chassis.parsing import parse_config, parse_prompt
@@ -49,6 +49,8 @@ class ItemRequest:
     prompt: Prompt
     config: GenerationConfig
     message: pb.GenerationConfig
+    draw_index: int | None = None
+    """The batch_index of the draws, if another."""
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -73,6 +75,18 @@ class GenerationRequest:
     request_id: str
     model: str
     items: tuple[ItemRequest, ...]
+    default_seed: int | None = None
+    """Seed of items without a seed; None draws one."""
+
+    def drawing_by_seed(self, default_seed: int | None) -> GenerationRequest:
+        """The request with draws that depend on the seed alone, where a seed is known, and not on the item."""
+        items = tuple(
+            item
+            if item.config.sampling.seed is None and default_seed is None
+            else replace(item, draw_index=0)
+            for item in self.items
+        )
+        return replace(self, items=items, default_seed=default_seed)
 
 
 def parse_request(

@@ -55,6 +55,7 @@ def _settle(name: str, own: TritonModelSettings, door: TritonSettings) -> Model:
         logits_data_type=logits_data_type,
         add_special_tokens=_own(own.add_special_tokens, door.add_special_tokens),
         skip_special_tokens=_own(own.skip_special_tokens, door.skip_special_tokens),
+        default_seed=door.default_seed,
         wrap_token_ids=_own(own.wrap_token_ids, door.wrap_token_ids),
         steps=own.steps or DEFAULT_STEPS.get(own.template, ()),
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
-from trtmesh.chassis.settings import Settings, split_commas
+from trtmesh.chassis.settings import Settings, none_word, split_commas
 
 TemplateName = Literal[
     "ensemble",
@@ -147,6 +147,8 @@ class TritonSettings(Settings):
     """Element type of logits outputs."""
     add_special_tokens: bool = True
     """Whether prompts are encoded with the special tokens that the tokenizer adds."""
+    default_seed: Annotated[int | None, Field(ge=0, lt=2**64), BeforeValidator(none_word)] = 0
+    """Seed of requests without one, as in TensorRT-LLM; `none` draws one for each request. `llmapi` always draws."""
     wrap_token_ids: bool = False
     """Whether prompt ids outside of the vocabulary are taken modulo its size, for benchmarks with random ids."""
     skip_special_tokens: bool = True

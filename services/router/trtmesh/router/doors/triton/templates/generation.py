@@ -128,6 +128,11 @@ class ExecutorTemplate(GenerationTemplate):
     def output_builder(self, call: Call, request: GenerationRequest) -> OutputBuilder:
         return DetailedOutputs(call, request, text=self.text)
 
+    def request(self, call: Call, request_id: str, max_items: int) -> GenerationRequest:
+        # The executor's generators start from the seed alone, and from 0 without one.
+        request = super().request(call, request_id, max_items)
+        return request.drawing_by_seed(call.model.default_seed)
+
     def settle(self, item: router_pb.GenerateItem, call: Call) -> None:
         super().settle(item, call)
         sampling = item.config.sampling

@@ -108,6 +108,8 @@ class Model:
     logits_data_type: LogitsDataType
     add_special_tokens: bool
     skip_special_tokens: bool
+    default_seed: int | None
+    """Seed of requests without one; None draws a seed."""
     wrap_token_ids: bool
     """Whether prompt ids are taken modulo the size of the vocabulary."""
     steps: tuple[str, ...]
