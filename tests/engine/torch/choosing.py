@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 from trtmesh.chassis.vocabulary import GenerationConfig, Sampling
-from trtmesh.engine.backends.torch.cpu.device import descending, highest
+from trtmesh.engine.backends.torch.cpu.device import ORDERING
 from trtmesh.engine.backends.torch.sampling.choice import Chooser
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
-from trtmesh.engine.backends.torch.sampling.draws import Filters
+from trtmesh.engine.backends.torch.sampling.filters import Filters
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
 from trtmesh.engine.stopping import EndRule
 
-CHOOSER = Chooser(highest, descending)
+CHOOSER = Chooser(ORDERING)
 
 
 def continuation(
@@ -37,4 +37,4 @@ def filtered_weights(
     configs: Sequence[Sampling], logits: Tensor, top_p: Sequence[float] | None = None
 ) -> Tensor:
     own = [1.0 if config.top_p is None else config.top_p for config in configs]
-    return Filters(descending).weights(configs, logits, top_p or own)
+    return Filters(ORDERING).weights(configs, logits, top_p or own)

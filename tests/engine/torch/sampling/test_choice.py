@@ -6,7 +6,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from engine.torch.choosing import chosen, continuation, filtered_weights
@@ -20,8 +19,6 @@ from transformers import (
     TopPLogitsWarper,
 )
 from trtmesh.chassis.vocabulary import GenerationConfig, Sampling
-from trtmesh.engine.backends.torch.sampling import draws
-from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 
 NEW_TOKENS = 24
 SAMPLED = configure(max_tokens=NEW_TOKENS, ignore_end_id=True, temperature=1.5, top_p=0.95, seed=7)
@@ -65,59 +62,6 @@ def test_the_filtered_distribution_is_that_of_transformers(spread: float) -> Non
     for row, sampling in enumerate(CONFIGS):
         expected = warped(sampling, logits[row : row + 1].double()).softmax(dim=1)[0]
         torch.testing.assert_close(probabilities[row], expected)
-
-
-def sequence(position: int, sampling: Sampling) -> Continuation:
-    return continuation([0] * position, GenerationConfig(sampling=sampling), 1)
-
-
-def test_draws_follow_the_distribution() -> None:
-    draws = 4000
-    logits = torch.linspace(-2, 1, 12).expand(draws, -1).clone()
-    sampling = Sampling(temperature=0.8, top_k=10, seed=11)
-    sequences = [sequence(position + 1, sampling) for position in range(draws)]
-    counts = Counter(chosen(sequences, logits.clone()))
-    weights = filtered_weights([sampling], logits[:1])[0]
-    expected = (weights / weights.sum() * draws).numpy()
-    assert set(counts) == set(np.flatnonzero(expected).tolist())
-    chi_square = sum((counts[i] - e) ** 2 / e for i, e in enumerate(expected) if e)
-    # 9 degrees of freedom: 99.9 % lie below 27.9.
-    assert chi_square < 27.9
-
-
-def test_a_draw_among_candidates_is_that_of_the_whole_vocabulary(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """With ties, also at the k-th place, and with neighbours of other sizes."""
-    generator = torch.Generator().manual_seed(9)
-    logits = torch.randn(400, 300, generator=generator) * 3
-    logits[::2] = (logits[::2] * 2).round() / 2
-    logits[::5, :280] = -torch.inf
-    shapes: list[dict[str, Any]] = [
-        {"top_k": 2},
-        {"top_k": 20, "top_p": 0.9},
-        {"top_k": 50, "temperature": 2.0, "min_p": 0.02},
-        {"top_k": 7, "top_p": 0.5, "min_p": 0.3, "temperature": 0.7},
-        {"top_p": 0.8},
-    ]
-    rows = [
-        sequence(position + 1, Sampling(seed=3, **shapes[position % len(shapes)]))
-        for position in range(len(logits))
-    ]
-    few = chosen(rows, logits)
-    alone = [chosen([row], logits[at : at + 1])[0] for at, row in enumerate(rows)]
-    monkeypatch.setattr(draws, "MOST_CANDIDATES", 0)
-    assert few == alone == chosen(rows, logits)
-
-
-def test_rounding_in_the_last_bits_rarely_changes_a_draw() -> None:
-    generator = torch.Generator().manual_seed(5)
-    logits = torch.randn(500, 1000, generator=generator) * 3
-    noisy = logits * (1 + 1e-7 * torch.randn(logits.shape, generator=generator))
-    sampling = Sampling(temperature=1.0, top_k=50, top_p=0.9, seed=2)
-    sequences = [sequence(position + 1, sampling) for position in range(500)]
-    exact, rounded = (chosen(sequences, rows.clone()) for rows in (logits, noisy))
-    assert exact == rounded
 
 
 async def test_a_sampled_stream_is_the_same_alone_and_among_16_others(llama: Path) -> None:

@@ -1,52 +1,255 @@
-"""Draws are uniform and a function of their place alone."""
+"""Draws are the largest sums of logits and noise, and the noise is a function of its place alone."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
 import numpy as np
+import pytest
+import torch
+from engine.torch.choosing import chosen, continuation, filtered_weights
 from hypothesis import given
 from hypothesis import strategies as st
-from trtmesh.engine.backends.torch.sampling.draws import uniforms
+from numpy.typing import NDArray
+from torch import Tensor
+from trtmesh.chassis.vocabulary import GenerationConfig, Sampling
+from trtmesh.engine.backends.torch.accelerator import ORDERING as DEVICE_ORDERING
+from trtmesh.engine.backends.torch.sampling import filters
+from trtmesh.engine.backends.torch.sampling.choice import Chooser, adjusted
+from trtmesh.engine.backends.torch.sampling.continuation import Continuation
+from trtmesh.engine.backends.torch.sampling.draws import BLOCK, noise, places
 
 WORD = st.integers(0, 2**64 - 1)
 SMALL = st.integers(0, 2**32 - 1)
 
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.7},
+    {"temperature": 100.0, "top_p": 0.9},
+    {"top_k": 2},
+    {"top_k": 20, "top_p": 0.9},
+    {"top_k": 50, "temperature": 2.0, "min_p": 0.02},
+    {"top_k": 7, "top_p": 0.5, "min_p": 0.3, "temperature": 0.7},
+    {"top_p": 0.8},
+    {"min_p": 0.05},
+]
 
-@given(seed=WORD, batch=SMALL, sequence=SMALL, position=SMALL)
-def test_a_draw_lies_in_the_half_open_interval(
-    seed: int, batch: int, sequence: int, position: int
-) -> None:
-    (draw,) = uniforms([seed], [batch], [sequence], [position])
-    assert 0 <= draw < 1
+
+def sampling(**values: Any) -> Sampling:
+    return Sampling(**{"temperature": 1.0, "seed": 3, **values})
+
+
+def rows_of(
+    count: int, shapes: Sequence[dict[str, Any]], tokens: Sequence[int] = (0,)
+) -> list[Continuation]:
+    """The batch indexes 0, 1, 2, ... with the shapes in turn."""
+    configs = [GenerationConfig(sampling=sampling(**shape)) for shape in shapes]
+    rows = [continuation(tokens, configs[row % len(configs)], 1) for row in range(count)]
+    for batch_index, row in enumerate(rows):
+        row.batch_index = batch_index
+    return rows
+
+
+def logits_with_ties(rows: int, size: int) -> Tensor:
+    generator = torch.Generator().manual_seed(9)
+    logits = torch.randn(rows, size, generator=generator) * 3
+    logits[::2] = (logits[::2] * 2).round() / 2
+    logits[::5, : size - 20] = -torch.inf
+    return logits
+
+
+def noise_of(sequences: list[Continuation], size: int) -> Tensor:
+    """[sequences, size]"""
+    seeds = [each.token_rules.sampling.seed or 0 for each in sequences]
+    batch_indexes = [each.batch_index for each in sequences]
+    found = places(seeds, batch_indexes, [0] * len(seeds), [len(each.tokens) for each in sequences])
+    return torch.stack([torch.from_numpy(noise(place, range(size))) for place in found.tolist()])
+
+
+# Also with a vocabulary that is no multiple of a block, or smaller.
+@pytest.mark.parametrize("size", [300, 320, 20])
+def test_a_draw_is_the_token_with_the_largest_sum(size: int) -> None:
+    logits = logits_with_ties(400, size)
+    rows = rows_of(400, SHAPES)
+    configs = [row.token_rules.sampling for row in rows]
+    weights = filtered_weights(configs, logits).log()
+    assert chosen(rows, logits) == (weights + noise_of(rows, size)).argmax(dim=1).tolist()
+
+
+def test_a_device_that_is_not_waited_for_draws_the_same() -> None:
+    logits = logits_with_ties(400, 300)
+    rows = rows_of(400, SHAPES)
+    choice = Chooser(DEVICE_ORDERING).choose(rows, logits)
+    assert choice.read() == {}
+    assert choice.token_ids == chosen(rows, logits)
+
+
+def test_a_draw_does_not_depend_on_the_other_rows() -> None:
+    logits = logits_with_ties(100, 300)
+    rows = rows_of(100, SHAPES)
+    alone = [chosen([row], logits[at : at + 1])[0] for at, row in enumerate(rows)]
+    assert chosen(rows, logits) == alone
+
+
+def test_top_k_bounds_the_same_tokens_however_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = logits_with_ties(400, 300)
+    rows = rows_of(400, SHAPES)
+    few = chosen(rows, logits)
+    monkeypatch.setattr(filters, "FEW", 0)
+    assert chosen(rows, logits) == few
+
+
+def chi_square(counts: NDArray[Any], expected: NDArray[Any]) -> float:
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def most_by_chance(degrees: int) -> float:
+    """Exceeded by one chi-square in 10,000 (Wilson and Hilferty)."""
+    share = 2 / (9 * degrees)
+    return float(degrees * (1 - share + 3.72 * share**0.5) ** 3)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"temperature": 0.7},
+        {"temperature": 3.0},
+        {"top_k": 10},
+        {"top_p": 0.8},
+        {"min_p": 0.1},
+        {"temperature": 1.4, "top_k": 30, "top_p": 0.9, "min_p": 0.02},
+        {"repetition_penalty": 1.5, "presence_penalty": 0.4, "frequency_penalty": 0.3},
+    ],
+)
+def test_draws_follow_the_distribution(values: dict[str, Any]) -> None:
+    draws, size = 8000, 100
+    generator = torch.Generator().manual_seed(4)
+    one = torch.randn(1, size, generator=generator) * 1.5
+    rows = rows_of(draws, [values], [0, 1, 1, 7, 50])
+    rows[0].remember()
+    config = rows[0].token_rules.sampling
+    weights = filtered_weights([config], adjusted(rows[:1], one))[0]
+    expected = (weights / weights.sum() * draws).numpy()
+    counts = np.bincount(chosen(rows, one.expand(draws, -1)), minlength=size)
+    assert set(np.flatnonzero(counts)) <= set(np.flatnonzero(expected))
+    # Rare tokens together, for a chi-square needs some of each.
+    rare = expected < 10
+    counts = np.append(counts[~rare], counts[rare].sum() + 10)
+    expected = np.append(expected[~rare], expected[rare].sum() + 10)
+    assert chi_square(counts, expected) < most_by_chance(len(expected) - 1)
+
+
+def noise_at_positions(count: int, tokens: int) -> NDArray[np.float64]:
+    """[positions, tokens]"""
+    fives = np.full(count, 5, dtype=np.uint64)
+    found = places(fives, fives, fives, np.arange(count, dtype=np.uint64))
+    return np.stack([noise(place, range(tokens)) for place in found.tolist()])
+
+
+def test_noise_is_gumbels() -> None:
+    values = noise_at_positions(200, 1000)
+    uniform = np.exp(-np.exp(-values))
+    counts, _ = np.histogram(uniform, bins=100, range=(0, 1))
+    assert chi_square(counts, np.full(100, values.size / 100)) < most_by_chance(99)
+
+
+def test_noise_of_the_tokens_of_a_block_is_independent() -> None:
+    uniform = np.exp(-np.exp(-noise_at_positions(20_000, 2 * BLOCK)))
+    correlations = np.corrcoef(uniform, rowvar=False)[np.triu_indices(2 * BLOCK, 1)]
+    # Standard deviation 0.007.
+    assert np.abs(correlations).max() < 0.035
+    # Any of them is equally likely the largest.
+    counts = np.bincount(uniform[:, :BLOCK].argmax(axis=1), minlength=BLOCK)
+    assert chi_square(counts, np.full(BLOCK, len(uniform) / BLOCK)) < most_by_chance(BLOCK - 1)
+
+
+@pytest.mark.parametrize("column", range(4))
+def test_streams_next_to_each_other_are_independent(column: int) -> None:
+    """Neighbours by seed, batch index, sequence index and position."""
+    size, count = 8, 20_000
+    words = [np.full(count + 1, 5, dtype=np.uint64) for _ in range(4)]
+    words[column] = np.arange(count + 1, dtype=np.uint64)
+    found = places(*words).tolist()
+    tokens = np.array([noise(place, range(size)).argmax() for place in found])
+    pairs = np.bincount(tokens[:-1] * size + tokens[1:], minlength=size**2)
+    # Pairs of a stream and its neighbour are not independent of each other, but nearly.
+    assert chi_square(pairs, np.full(size**2, count / size**2)) < most_by_chance(size**2 - 1)
 
 
 @given(seed=WORD, batch=SMALL, sequence=SMALL, position=SMALL, others=st.integers(1, 16))
-def test_a_draw_does_not_depend_on_its_neighbours(
+def test_a_place_does_not_depend_on_its_neighbours(
     seed: int, batch: int, sequence: int, position: int, others: int
 ) -> None:
-    (alone,) = uniforms([seed], [batch], [sequence], [position])
+    (alone,) = places([seed], [batch], [sequence], [position])
     rest = list(range(others))
-    among = uniforms([*rest, seed], [*rest, batch], [*rest, sequence], [*rest, position])
+    among = places([*rest, seed], [*rest, batch], [*rest, sequence], [*rest, position])
     assert among[-1] == alone
 
 
+@given(place=st.integers(-(2**63), 2**63 - 1), token=SMALL)
+def test_noise_is_finite_and_bounded(place: int, token: int) -> None:
+    (value,) = noise(place, [token])
+    # -ln(36.8 / BLOCK + 36.8) and -ln(2**-53 / BLOCK)
+    assert -3.7 < value < 40.3
+
+
 def test_every_coordinate_counts_and_none_stands_for_another() -> None:
-    places = [(s, b, n, p) for s in (0, 1, 2) for b in (0, 1, 2) for n in (0, 1, 2) for p in (0, 1)]
-    draws = uniforms(*(list(column) for column in zip(*places, strict=True)))
-    assert len(set(draws.tolist())) == len(places)
+    words = list(product((0, 1, 2), (0, 1, 2), (0, 1, 2), (0, 1)))
+    found = places(*(list(column) for column in zip(*words, strict=True)))
+    assert len(set(found.tolist())) == len(words)
 
 
-def test_draws_are_spread_evenly_and_do_not_follow_each_other() -> None:
-    count = 100_000
-    zeros = np.zeros(count, dtype=np.uint64)
-    draws = uniforms(zeros + np.uint64(7), zeros, zeros, np.arange(count, dtype=np.uint64))
-    histogram, _ = np.histogram(draws, bins=100, range=(0, 1))
-    expected = count / 100
-    # 99 degrees of freedom: 99.9 % lie below 148.
-    assert ((histogram - expected) ** 2 / expected).sum() < 148
-    assert abs(np.corrcoef(draws[:-1], draws[1:])[0, 1]) < 0.01
+def test_noise_is_that_of_the_formula() -> None:
+    """In whole numbers of Python, as the module's page has it."""
+    golden, words = 0x9E3779B97F4A7C15, 2**64 - 1
+
+    def mix(x: int) -> int:
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & words
+        x = (x ^ x >> 27) * 0x94D049BB133111EB & words
+        return x ^ x >> 31
+
+    def hashed(place: int, word: int) -> int:
+        return mix((place ^ word) + golden & words)
+
+    def exponential(x: int) -> float:
+        return -math.log(((x >> 12) + 0.5) * 2**-52)
+
+    place = mix(2**64 - 5 + golden & words)
+    for word in (3, 1, 1000):
+        place = hashed(place, word)
+    tokens = [0, 1, 31, 32, 6143, *range(128_192, 128_256)]
+    expected = []
+    for token in tokens:
+        block = hashed(place, 2**32 + token // 32)
+        wait = exponential(block) / 32
+        if token % 32 != block % 32:
+            wait += exponential(hashed(place, token))
+        expected.append(-math.log(wait))
+    (found,) = places([2**64 - 5], [3], [1], [1000]).tolist()
+    assert found % 2**64 == place
+    assert noise(found, tokens).tolist() == pytest.approx(expected, abs=1e-13)
 
 
 def test_the_formula_stays_as_it_is() -> None:
     # Another formula would change the tokens of a stream that migrates between releases.
-    draws = uniforms([0, 42, 2**64 - 1], [0, 1, 2], [0, 3, 4], [0, 5, 100])
-    assert draws.tolist() == [0.1296456182997474, 0.7467140226343115, 0.7618581288129997]
+    found = places([0, 42, 2**64 - 1], [0, 1, 2], [0, 3, 4], [0, 5, 100]).tolist()
+    assert found == [2391539541053276776, -4672301601924243584, -4392942151020899332]
+    assert noise(found[1], [0, 1, 32, 128_255]).tolist() == pytest.approx(
+        [0.06100840458734586, -0.6216977363001834, 0.6236596338084189, 0.3827293375182251]
+    )
+
+
+def test_errors_of_rounding_rarely_change_a_draw() -> None:
+    """Inverting the cumulative distribution instead changes 127, 31 and 21 of these draws."""
+    draws, size, error = 5000, 1000, 1e-3
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(draws, size, generator=generator) * 3
+    noisy = logits + error * torch.randn(draws, size, generator=generator)
+    for shape in ({}, {"top_p": 0.9}, {"min_p": 0.02}):
+        rows = rows_of(draws, [shape])
+        exact, rounded = (np.array(chosen(rows, each)) for each in (logits, noisy))
+        assert (exact != rounded).sum() <= 3 * draws * error

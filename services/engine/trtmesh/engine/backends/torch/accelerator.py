@@ -12,6 +12,7 @@ from trtmesh.engine.backends.torch.memory.blocks import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.model.model import Fitted, Model
 from trtmesh.engine.backends.torch.sampling.choice import Chooser
+from trtmesh.engine.backends.torch.sampling.ordering import Ordering
 
 FRACTION = 0.9
 """Share of the free memory that the KV cache takes by default."""
@@ -30,7 +31,7 @@ class Accelerator(Device):
         attention = PagedAttention(
             cache, tables, model.compute_dtype, decode_copy_bytes=0, uses_fused=lambda _: True
         )
-        chooser = Chooser(_highest, _descending)
+        chooser = Chooser(ORDERING)
         return Runner(model, cache, tables, attention, chooser, torch.cuda.empty_cache)
 
     def free_memory(self) -> int:
@@ -50,3 +51,6 @@ def _highest(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def _descending(rows: Tensor) -> Tensor:
     return rows.sort(dim=1, descending=True).values
+
+
+ORDERING = Ordering(_highest, _descending, looks_ahead=False)

@@ -6,55 +6,63 @@ Everything is computed where the logits are; a choice is read later, when its st
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from trtmesh.chassis.errors import BackendFailed, InvalidRequest, TrtmeshError
 from trtmesh.engine.backend import TokenDetails
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.details import details_of, log_probs_of
-from trtmesh.engine.backends.torch.sampling.draws import Descending, Filters, draw
+from trtmesh.engine.backends.torch.sampling.draws import draw
+from trtmesh.engine.backends.torch.sampling.filters import Filters, column, given, indexes
+from trtmesh.engine.backends.torch.sampling.ordering import Ordering
 from trtmesh.engine.backends.torch.sampling.token_rules import BANS, Ids
-
-Highest = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""The highest value of each row [rows] and its index, the lowest among equals."""
 
 
 class Chooser:
-    """Chooses tokens, with the device's functions to find and sort the highest numbers."""
+    """Chooses tokens."""
 
-    def __init__(self, highest: Highest, descending: Descending) -> None:
-        self._highest = highest
-        self._filters = Filters(descending)
+    def __init__(self, ordering: Ordering) -> None:
+        self._ordering = ordering
+        self._filters = Filters(ordering)
 
     @torch.inference_mode()
     def choose(self, sequences: SequenceOf[Continuation], logits: Tensor) -> TokenChoice:
         """`logits` are [sequences, vocabulary] float32 and stay as they are."""
         changed = _changed(sequences, logits)
-        peaks, ids = self._highest(changed)
+        peaks, ids = self._ordering.highest(changed)
         drawing = [row for row, sequence in enumerate(sequences) if not sequence.token_rules.greedy]
-        if len(drawing) == len(sequences):
-            ids = draw(sequences, changed, self._filters)
-        elif drawing:
-            drawn = draw([sequences[row] for row in drawing], changed[drawing], self._filters)
-            ids[drawing] = drawn
+        if drawing:
+            self._draw(drawing, sequences, changed, peaks, ids)
         log_probs = log_probs_of(sequences, logits, changed, self._filters)
         return TokenChoice(sequences, logits, peaks, ids, log_probs)
+
+    def _draw(
+        self,
+        rows: list[int],
+        sequences: SequenceOf[Continuation],
+        logits: Tensor,
+        peaks: Tensor,
+        ids: Tensor,
+    ) -> None:
+        """Sets the `ids` of some rows."""
+        where, looks_ahead = indexes(rows, logits), self._ordering.looks_ahead
+        drawing = [sequences[row] for row in rows]
+        if len(rows) < len(sequences):
+            logits, peaks = logits[where], peaks[where]
+        drawn = draw(drawing, logits, peaks, self._filters, looks_ahead=looks_ahead)
+        ids.index_copy_(0, where, drawn)
 
     @torch.inference_mode()
     def rank(self, lanes: SequenceOf[Continuation], logits: Tensor) -> Ranking:
         """Log-probabilities after bias, penalties, bans and temperature."""
         changed = _changed(lanes, logits).double()
         temperatures = [lane.token_rules.sampling.temperature or 1.0 for lane in lanes]
-        changed = (
-            changed
-            / torch.tensor(temperatures, dtype=changed.dtype, device=changed.device)[:, None]
-        )
+        changed = changed / column(temperatures, changed)
         peaks = changed.amax(dim=1)
         forbidden = peaks == -math.inf
         log_probs = changed.log_softmax(dim=1).masked_fill_(forbidden[:, None], -math.inf)
@@ -163,7 +171,7 @@ def _add_bias(rows: SequenceOf[Row], flat: Tensor, size: int) -> None:
     places = np.concatenate([ids + row * size for row, (ids, _) in biases])
     weights = np.concatenate([weights for _, (_, weights) in biases])
     # No place occurs twice, so the order of the sum does not matter.
-    flat.index_add_(0, _tensor(places, flat), _tensor(weights, flat))
+    flat.index_add_(0, given(places, flat), given(weights, flat))
 
 
 def _penalise(rows: SequenceOf[Row], flat: Tensor, size: int) -> None:
@@ -184,11 +192,11 @@ def _penalise(rows: SequenceOf[Row], flat: Tensor, size: int) -> None:
         minus.append(penalty.astype(np.float32))
     if not rows:
         return
-    where = _tensor(np.concatenate(places), flat)
-    factor = _tensor(np.concatenate(factors), flat)
+    where = given(np.concatenate(places), flat)
+    factor = given(np.concatenate(factors), flat)
     values = flat[where]
     values = torch.where(values > 0, values / factor, values * factor)
-    flat[where] = values - _tensor(np.concatenate(minus), flat)
+    flat[where] = values - given(np.concatenate(minus), flat)
 
 
 def _ban(rows: SequenceOf[Row], flat: Tensor, size: int) -> None:
@@ -199,7 +207,7 @@ def _ban(rows: SequenceOf[Row], flat: Tensor, size: int) -> None:
         if len(ids)
     ]
     if places:
-        flat.index_fill_(0, _tensor(np.concatenate(places), flat), -math.inf)
+        flat.index_fill_(0, given(np.concatenate(places), flat), -math.inf)
 
 
 def _banned(sequence: Continuation) -> Iterator[Ids]:
@@ -212,7 +220,3 @@ def _banned(sequence: Continuation) -> Iterator[Ids]:
         yield np.array(rules.completing_ids(tokens), dtype=np.int64)
     if sequence.rule.bans_end_ids(len(tokens)):
         yield np.array(list(sequence.rule.end_ids), dtype=np.int64)
-
-
-def _tensor(values: NDArray[np.int64] | NDArray[np.float32], like: Tensor) -> Tensor:
-    return torch.from_numpy(values).to(like.device)

@@ -13,7 +13,7 @@ from torch import Tensor
 from trtmesh.chassis.vocabulary import Tensor as TensorValue
 from trtmesh.engine.backend import TokenDetails, TopLogProbs
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
-from trtmesh.engine.backends.torch.sampling.draws import Filters
+from trtmesh.engine.backends.torch.sampling.filters import Filters
 from trtmesh.v1 import generation_pb2 as pb
 
 DTYPES = {

@@ -1,0 +1,175 @@
+"""top_k, top_p and min_p, each a lowest logit to keep: equal logits pass or fail together.
+
+Rounding moves a bound by a token where two logits nearly agree at the k-th place, or a sum of probabilities and
+`top_p`. Such a move changes the draw only if that token wins it. With probabilities known to an error e, `top_p`
+changes about 2e of all draws; `top_k` and `min_p` change fewer, because the tokens at their bounds rarely win.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from trtmesh.chassis.vocabulary import Sampling
+from trtmesh.engine.backends.torch.sampling.ordering import Ordering
+
+FEW = 1024
+"""Highest top_k with which top_p is computed among the candidates alone."""
+LIKELY = 256
+"""Most likely tokens that top_p tries before it sorts the whole vocabulary."""
+
+
+class Filters:
+    """Finds the lowest logit that each row keeps."""
+
+    def __init__(self, ordering: Ordering) -> None:
+        self._ordering = ordering
+
+    def weights(
+        self, configs: SequenceOf[Sampling], logits: Tensor, top_p: SequenceOf[float]
+    ) -> Tensor:
+        """The weights [rows, vocabulary] float64; 0 for filtered tokens."""
+        peaks = logits.amax(dim=1, keepdim=True)
+        weights = _weights(configs, logits, peaks)
+        return weights.masked_fill_(logits < self.lowest(configs, logits, peaks, top_p), 0.0)
+
+    def lowest(
+        self, configs: SequenceOf[Sampling], logits: Tensor, peaks: Tensor, top_p: SequenceOf[float]
+    ) -> Tensor:
+        """The lowest logit to keep in each row, [rows, 1] float64.
+
+        `peaks` [rows, 1] are the highest of `logits` [rows, vocabulary]. `top_p` replaces the value of each config: it
+        may have decayed.
+        """
+        size = logits.shape[1]
+        top_k = [min(c.top_k or size, size) for c in configs]
+        few = {row for row, k in enumerate(top_k) if k < size and k <= FEW}
+        many = [
+            row
+            for row, (k, share) in enumerate(zip(top_k, top_p, strict=True))
+            if row not in few and (k < size or share < 1)
+        ]
+        min_p = [c.min_p or 0.0 for c in configs]
+        lowest = torch.full((len(configs), 1), -math.inf, dtype=torch.float64, device=logits.device)
+        for rows, bounds in ((sorted(few), self._among_few), (many, self._among_all)):
+            if rows:
+                part = _Part(configs, logits, peaks, top_p, rows)
+                lowest.index_copy_(0, part.rows, bounds(part))
+        if max(min_p):
+            floors = column(min_p, logits).log_() * temperatures(configs, logits) + peaks
+            lowest = torch.maximum(lowest, floors)
+        return lowest
+
+    def _among_few(self, part: _Part) -> Tensor:
+        """The bounds of top_k, and of top_p among the tokens that pass it."""
+        top_k = [c.top_k or 1 for c in part.configs]
+        values = part.logits.topk(max(top_k) + 1, dim=1).values
+        last = indexes([k - 1 for k in top_k], values)[:, None]
+        kth = values.gather(1, last)
+        if min(part.top_p) == 1:
+            return kth.double()
+        weights = part.weights_of(values).masked_fill_(values < kth, 0.0)
+        reached = weights.cumsum_(dim=1)
+        total = reached[:, -1:]
+        # Tokens that tie with the k-th pass too, though `values` may lack them.
+        if not self._ordering.looks_ahead or bool((values.gather(1, last + 1) == kth).any()):
+            ties = (part.logits == kth).sum(dim=1) - (values == kth).sum(dim=1)
+            total = total + ties[:, None] * part.weights_of(kth)
+        bounds = _first_reaching(values, reached, part.share * total)
+        return torch.where(part.share < 1, torch.maximum(bounds, kth), kth).double()
+
+    def _among_all(self, part: _Part) -> Tensor:
+        """The same with a high top_k, or none."""
+        size = part.logits.shape[1]
+        logits, kth = part.logits, None
+        top_k = [min(c.top_k or size, size) for c in part.configs]
+        if min(top_k) < size:
+            values = logits.topk(max(k for k in top_k if k < size), dim=1).values
+            last = indexes([min(k, values.shape[1]) - 1 for k in top_k], values)[:, None]
+            unlimited = column(top_k, values) == size
+            kth = values.gather(1, last).masked_fill_(unlimited, -math.inf)
+            if min(part.top_p) == 1:
+                return kth.double()
+            logits = logits.masked_fill(logits < kth, -math.inf)
+        # The end of a cumulative sum, because the rounding of a plain sum depends on the number of rows.
+        total = part.weights_of(logits).cumsum_(dim=1)[:, -1:]
+        bounds = self._reaching(part, logits, part.share * total)
+        bounds = bounds.masked_fill_(part.share >= 1, -math.inf)
+        return (bounds if kth is None else torch.maximum(bounds, kth)).double()
+
+    def _reaching(self, part: _Part, logits: Tensor, needed: Tensor) -> Tensor:
+        """The first of the falling `logits` at which their weights sum up to `needed`, [rows, 1]."""
+        if not self._ordering.looks_ahead:
+            return _bounds(part, self._ordering.descending(logits), needed)[0]
+        likely = logits.topk(min(LIKELY, logits.shape[1]), dim=1).values
+        bounds, reached = _bounds(part, likely, needed)
+        flat = (reached < needed)[:, 0].nonzero()[:, 0]
+        if len(flat):
+            rest = _Part(part.configs, part.logits, part.peaks, part.top_p, flat.tolist())
+            values = self._ordering.descending(logits[flat])
+            bounds[flat] = _bounds(rest, values, needed[flat])[0]
+        return bounds
+
+
+class _Part:
+    """Some rows with their configs."""
+
+    def __init__(
+        self,
+        configs: SequenceOf[Sampling],
+        logits: Tensor,
+        peaks: Tensor,
+        top_p: SequenceOf[float],
+        rows: list[int],
+    ) -> None:
+        self.rows = indexes(rows, logits)
+        self.configs = [configs[row] for row in rows]
+        self.top_p = [top_p[row] for row in rows]
+        every = len(rows) == len(configs)
+        self.logits = logits if every else logits[self.rows]
+        self.peaks = peaks if every else peaks[self.rows]
+        self.share = column(self.top_p, logits)
+
+    def weights_of(self, values: Tensor) -> Tensor:
+        """The weights of some logits [rows, any number]."""
+        return _weights(self.configs, values, self.peaks)
+
+
+def _weights(configs: SequenceOf[Sampling], values: Tensor, peaks: Tensor) -> Tensor:
+    return values.double().sub_(peaks).div_(temperatures(configs, values)).exp_()
+
+
+def _bounds(part: _Part, values: Tensor, needed: Tensor) -> tuple[Tensor, Tensor]:
+    """The first of the falling `values` at which their weights sum up to `needed`, and the sum of all weights."""
+    reached = part.weights_of(values).cumsum_(dim=1)
+    return _first_reaching(values, reached, needed), reached[:, -1:]
+
+
+def _first_reaching(values: Tensor, reached: Tensor, needed: Tensor) -> Tensor:
+    places = (reached < needed).sum(dim=1, keepdim=True).clamp_(max=values.shape[1] - 1)
+    return values.gather(1, places)
+
+
+def temperatures(configs: SequenceOf[Sampling], like: Tensor) -> Tensor:
+    return column([1.0 if c.temperature is None else c.temperature for c in configs], like)
+
+
+def column(values: SequenceOf[float], like: Tensor) -> Tensor:
+    """[rows, 1] float64 on the device of `like`, without waiting for it."""
+    return given(np.array(values, dtype=np.float64), like)[:, None]
+
+
+def indexes(values: SequenceOf[int], like: Tensor) -> Tensor:
+    """[rows] int64 on the device of `like`, without waiting for it."""
+    return given(np.array(values, dtype=np.int64), like)
+
+
+def given(
+    values: NDArray[np.float64] | NDArray[np.float32] | NDArray[np.int64], like: Tensor
+) -> Tensor:
+    """A copy on the device of `like`, which is not waited for."""
+    return torch.from_numpy(values).to(like.device, non_blocking=True)

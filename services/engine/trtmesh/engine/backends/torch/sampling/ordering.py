@@ -1,0 +1,20 @@
+"""How a device finds and sorts the highest numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Ordering:
+    """The functions of a device."""
+
+    highest: Callable[[Tensor], tuple[Tensor, Tensor]]
+    """The highest number of each row [rows] and its index, the lowest among equals."""
+    descending: Callable[[Tensor], Tensor]
+    """Sorts each row, highest first."""
+    looks_ahead: bool
+    """Whether intermediate results decide what is computed next, which saves work but waits for the device."""
