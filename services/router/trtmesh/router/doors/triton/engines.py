@@ -23,6 +23,13 @@ class Engines:
         served = model.mesh_model or (names.pop() if len(names) == 1 else "")
         return [worker for worker in workers if worker.engine.model == served]
 
+    def problem(self, model: Model) -> str:
+        """Why no engine takes requests of a model now, or ''."""
+        problems = {worker.name: worker.unusable for worker in self.of(model)}
+        if not all(problems.values()):
+            return ""
+        return "; ".join(f"{name}: {problem}" for name, problem in problems.items())
+
     def longest_prompt(self) -> int:
         """Most tokens of a prompt that leaves room for a new token."""
         workers = self._fleet.workers.values()

@@ -44,6 +44,14 @@ class Generations:
         self._engines = engines
         self._named: dict[str, LiveRequest] = {}
 
+    def problem(self, model: Model, template: GenerationTemplate) -> str:
+        """Why a model takes no requests now, or ''."""
+        try:
+            self._requests.served_model(model.mesh_model)
+        except TrtmeshError as error:
+            return error.message
+        return self._engines.problem(model) or (self._texts.problem(model) if template.text else "")
+
     def stop(self, call: Call, template: GenerationTemplate) -> None:
         """Ends a request of any model early, if the request is known and running."""
         if not call.request_id:

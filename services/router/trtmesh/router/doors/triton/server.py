@@ -100,7 +100,16 @@ class TritonServer:
         return call
 
     def is_model_ready(self, name: str, version: str) -> bool:
-        return name in self._models and version in ("", MODEL_VERSION) and self.is_ready()
+        model = self._models.get(name)
+        return model is not None and version in ("", MODEL_VERSION) and not self._problem(model)
+
+    def _problem(self, model: Model) -> str:
+        """Why a model takes no requests now, or ''."""
+        if not self.is_ready():
+            return "the server is not ready"
+        if isinstance(model.template, GenerationTemplate):
+            return self._generations.problem(model, model.template)
+        return self._texts.problem(model)
 
     def describe(self, extensions: tuple[str, ...]) -> Any:
         """A ServerMetadataResponse with the extensions of a door."""
@@ -126,10 +135,11 @@ class TritonServer:
     def repository_index(self, *, only_ready: bool) -> Any:
         """A RepositoryIndexResponse."""
         response = kserve.RepositoryIndexResponse()
-        if self.is_ready() or not only_ready:
-            state = "READY" if self.is_ready() else "UNAVAILABLE"
-            for name in self._models:
-                response.models.add(name=name, version=MODEL_VERSION, state=state)
+        for name, model in self._models.items():
+            reason = self._problem(model)
+            if not reason or not only_ready:
+                state = "UNAVAILABLE" if reason else "READY"
+                response.models.add(name=name, version=MODEL_VERSION, state=state, reason=reason)
         return response
 
     def change_trace_settings(self, asked: Mapping[str, Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.router.doors.triton.templates.template import Model
 from trtmesh.router.tokenizers.decoding import TextOptions
 from trtmesh.router.tokenizers.pool import TokenizerPool
@@ -16,6 +17,14 @@ class Texts:
     def __init__(self, tokenizers: TokenizerPool, served_model: Callable[[str], str]) -> None:
         self._tokenizers = tokenizers
         self._served_model = served_model
+
+    def problem(self, model: Model) -> str:
+        """Why a model has no tokenizer now, or ''."""
+        try:
+            self.describe(model)
+        except TrtmeshError as error:
+            return error.message
+        return ""
 
     def describe(self, model: Model) -> tokenizer_pb.GetTokenizerResponse:
         """Special ids and size of the tokenizer. Raises NoTokenizer."""
