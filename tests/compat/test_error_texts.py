@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from compat.conftest import FLAGS
+from compat.plain_http import PlainHttp
 from compat.triton import Triton
-from e2e.mesh import running_mesh
+from e2e.mesh import Mesh, running_mesh
+from tritonclient.utils import InferenceServerException
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -101,8 +103,29 @@ THREE: dict[str, list[Any]] = {"text_input": ["a", "b", "c"], "max_tokens": [3, 
 async def test_error_of_a_row_names_the_row(
     triton: Triton, more: dict[str, list[Any]], text: str
 ) -> None:
-    (response,) = await triton.stream("tensorrt_llm_bls", rows(**(THREE | more)))
-    assert response.error == text
+    tensors = rows(**(THREE | more))
+    responses = await triton.stream("tensorrt_llm_bls", tensors)
+    assert [response.error for response in responses if response.error] == [text]
+    others = {response.number["batch_index"] for response in responses if response.outputs}
+    assert others == ({0, 1, 2} - {int(text[4])} if text.startswith("row") else set())
+    # A single response has either the outputs or the error.
+    with pytest.raises(InferenceServerException) as refused:
+        await triton.infer("tensorrt_llm_bls", tensors)
+    assert refused.value.message() == text
+
+
+async def test_event_stream_with_a_bad_row_has_the_other_rows(mesh: Mesh) -> None:
+    """The good rows make the status."""
+    body = {"text_input": ["a", "b", "c"], "max_tokens": [0, 3, 3]}
+    path = "/v2/models/ensemble/generate_stream"
+    async with PlainHttp(mesh.router.http_address) as http:
+        reply = await http.post(path, body)
+        assert reply.status == 200
+        errors = [event["error"] for event in reply.events if "error" in event]
+        assert errors == ["row 0: max_tokens must be a single value > 0, not 0"]
+        assert sorted(e["batch_index"] for e in reply.events if "error" not in e) == [1, 2]
+        reply = await http.post(path, body | {"max_tokens": [0, 0, 0]})
+        assert reply.status == 400
 
 
 @pytest.mark.parametrize("model", ["tensorrt_llm", "tensorrt_llm_bls"])

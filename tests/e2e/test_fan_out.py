@@ -93,6 +93,11 @@ BROKEN: dict[str, tuple[PromptLike, TrtmeshError]] = {
             limit=f"below {DEMO_VOCABULARY}",
         ),
     ),
+    "no prompt": (Prompt(), InvalidField(field="prompt")),
+    "invalid field": (
+        GenerateItem(prompt=Prompt(text="x"), config=build_config(None, {"top_p": 2.0})),
+        InvalidField.of("sampling.top_p", 2.0, "in [0, 1]"),
+    ),
     "unsupported field": (
         GenerateItem(
             prompt=Prompt(text="x"),
@@ -132,8 +137,8 @@ async def test_invalid_request_fails_whole(mesh: Mesh) -> None:
         await mesh.client.complete(["x"], model="other", max_tokens=1)
     assert _data(unknown.value) == (("model",), "'other'", "one of demo", None)
     with pytest.raises(InvalidField) as refused:
-        await mesh.client.complete(["x", Prompt()], max_tokens=1)
-    assert _data(refused.value) == (("prompt",), "", "", 1)
+        await mesh.client.complete([Prompt(), Prompt()], max_tokens=1)
+    assert _data(refused.value) == (("prompt",), "", "", 0)
     with pytest.raises(InvalidField) as refused:
         await mesh.client.complete(["x"], top_p=2.0)
     assert (refused.value.field, refused.value.value) == ("sampling.top_p", "2.0")

@@ -68,7 +68,7 @@ class MeshServiceServicer(object):
         """Generates from one or many prompts. Every prompt is an item: items are admitted, placed, stopped and finished
         independently, and a failing item never ends its siblings. The stream ends after one terminal event
         (`item_finished` or `item_failed`) of every item. Only before the first event, the call fails as a whole, with
-        INVALID_ARGUMENT, NOT_FOUND, UNIMPLEMENTED or ALREADY_EXISTS (a live request has the same id).
+        INVALID_ARGUMENT (if no item is valid), NOT_FOUND, UNIMPLEMENTED or ALREADY_EXISTS (a live request has the same id).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -117,7 +117,7 @@ class MeshServiceStub(typing.Generic[_MeshServiceGenerateType, _MeshServiceStopT
     """Generates from one or many prompts. Every prompt is an item: items are admitted, placed, stopped and finished
     independently, and a failing item never ends its siblings. The stream ends after one terminal event
     (`item_finished` or `item_failed`) of every item. Only before the first event, the call fails as a whole, with
-    INVALID_ARGUMENT, NOT_FOUND, UNIMPLEMENTED or ALREADY_EXISTS (a live request has the same id).
+    INVALID_ARGUMENT (if no item is valid), NOT_FOUND, UNIMPLEMENTED or ALREADY_EXISTS (a live request has the same id).
     """
 
     Stop: _MeshServiceStopType
@@ -165,7 +165,7 @@ class MeshServiceServicer(metaclass=abc.ABCMeta):
         """Generates from one or many prompts. Every prompt is an item: items are admitted, placed, stopped and finished
         independently, and a failing item never ends its siblings. The stream ends after one terminal event
         (`item_finished` or `item_failed`) of every item. Only before the first event, the call fails as a whole, with
-        INVALID_ARGUMENT, NOT_FOUND, UNIMPLEMENTED or ALREADY_EXISTS (a live request has the same id).
+        INVALID_ARGUMENT (if no item is valid), NOT_FOUND, UNIMPLEMENTED or ALREADY_EXISTS (a live request has the same id).
         """
 
     @abc.abstractmethod

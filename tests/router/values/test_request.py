@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from trtmesh.chassis.errors import InvalidField, InvalidRequest
+from trtmesh.chassis.errors import InvalidField, InvalidRequest, QueueFull
 from trtmesh.client.options import build_config, build_items
 from trtmesh.router.values.request import ROUTER_FIELDS, parse_request, worker_config
 from trtmesh.v1 import generation_pb2 as pb
@@ -51,12 +51,24 @@ def test_item_config_replaces_the_shared_config() -> None:
     assert [first.batch_index, second.batch_index] == [0, 1]
 
 
-def test_error_names_the_item() -> None:
-    bad = router_pb.GenerateItem(
-        prompt=pb.Prompt(text="b"), config=build_config(None, {"top_p": 2.0})
-    )
-    with pytest.raises(InvalidRequest, match=r"items\[1\]: sampling\.top_p is 2"):
-        parse_request(message("a", bad), "", 9)
+def bad_item() -> router_pb.GenerateItem:
+    config = build_config(None, {"top_p": 2.0})
+    return router_pb.GenerateItem(prompt=pb.Prompt(text="b"), config=config)
+
+
+def test_invalid_item_is_refused_alone() -> None:
+    known = QueueFull("no room")
+    asked = parse_request(message(bad_item(), "a", "b", "c"), "", 9, {2: known})
+    assert [item.batch_index for item in asked.items] == [1, 3]
+    assert [each.batch_index for each in asked.refused] == [0, 2]
+    assert asked.refused[0].error.field == "sampling.top_p"
+    assert asked.refused[1].error is known
+    assert asked.size == 4
+
+
+def test_request_without_a_valid_item_is_refused_with_the_first_error() -> None:
+    with pytest.raises(InvalidRequest, match=r"items\[0\]: sampling\.top_p is 2"):
+        parse_request(message(bad_item(), bad_item()), "", 9)
 
 
 def test_every_field_of_the_router_exists_and_never_reaches_a_worker() -> None:

@@ -68,6 +68,17 @@ def test_impossible_offsets_are_refused(offset: router_pb.SequenceOffset, field:
     assert refused.value.field == f"received[0].{field}"
 
 
+def test_offset_of_an_invalid_item_is_refused() -> None:
+    request = router_pb.GenerateRequest(request_id="r", items=[router_pb.GenerateItem()])
+    request.items.add().prompt.token_ids.ids.append(1)
+    resume = router_pb.ResumeRequest(request=request, received=[router_pb.SequenceOffset()])
+    with pytest.raises(InvalidField) as refused:
+        parse_received(resume, parse_request(request, "", 10))
+    assert refused.value.field == "received[0].batch_index"
+    resume = router_pb.ResumeRequest(request=request, finished_items=[0])
+    assert parse_received(resume, parse_request(request, "", 10)).finished_items == {0}
+
+
 def test_repeated_sequence_is_refused() -> None:
     request = router_pb.GenerateRequest(request_id="r")
     request.items.add().prompt.token_ids.ids.append(1)

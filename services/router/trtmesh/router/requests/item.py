@@ -37,7 +37,7 @@ class ItemRun:
         self._mesh = context.mesh
         self._item = item
         self._permit = permit
-        self._events = ItemEvents(item, context)
+        self._events = ItemEvents(item.batch_index, context)
         self._placer = Placer(context, item)
         self._resumed = context.received.has(item.batch_index)
         self._stop_asked = False
@@ -244,7 +244,13 @@ class ItemRun:
         self._placer.dispatched(leg)
         if first:
             self.queue_seconds = self._context.age_seconds()
-            self._events.started(self.worker, seed, self._encoded.token_ids, self.queue_seconds)
+            self._events.started(
+                self.worker,
+                seed,
+                self._encoded.token_ids,
+                self.queue_seconds,
+                with_prompt=not self._item.config.output.exclude_prompt,
+            )
 
     def on_settled(self, run: SequenceRun) -> None:
         """Reports the end of a sequence; wakes the item after the last sequence or a failure."""

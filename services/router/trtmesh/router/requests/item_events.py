@@ -11,7 +11,6 @@ from trtmesh.chassis.logs import request_id_bound
 from trtmesh.router.requests.context import RequestContext
 from trtmesh.router.requests.perf_metrics import combined
 from trtmesh.router.streams.sequence import SequenceRun
-from trtmesh.router.values.request import ItemRequest
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
@@ -24,8 +23,8 @@ class ItemEvents:
     Losses are reported from the tasks of workers, so their log lines bind the request id here.
     """
 
-    def __init__(self, item: ItemRequest, context: RequestContext) -> None:
-        self._item = item
+    def __init__(self, batch_index: int, context: RequestContext) -> None:
+        self._batch_index = batch_index
         self._request_id = context.request_id
         self._client = context.client
         self._metrics = context.mesh.metrics
@@ -33,13 +32,19 @@ class ItemEvents:
         """Reason word of the failure."""
 
     def started(
-        self, worker: str, seed: int, token_ids: Sequence[int], queue_seconds: float
+        self,
+        worker: str,
+        seed: int,
+        token_ids: Sequence[int],
+        queue_seconds: float,
+        *,
+        with_prompt: bool,
     ) -> None:
         """The first worker took the item."""
         self._metrics.tokens_in += len(token_ids)
         self._metrics.queue.observe(queue_seconds)
         self._metrics.prompt_tokens.observe(len(token_ids))
-        echo = () if self._item.config.output.exclude_prompt else token_ids
+        echo = token_ids if with_prompt else ()
         started = router_pb.ItemStarted(
             seed=seed, prompt_tokens=len(token_ids), worker=worker, prompt_token_ids=echo
         )
@@ -82,11 +87,11 @@ class ItemEvents:
         self._metrics.moved[cause] += sequences
         if error is not None:
             with request_id_bound(self._request_id):
-                log.info("item %d moves (%s): %s", self._item.batch_index, cause, error.message)
+                log.info("item %d moves (%s): %s", self._batch_index, cause, error.message)
 
     def broke(self, defect: Exception, usage: pb.Usage) -> None:
         """The item met a defect of this software."""
-        log.error("unexpected error in item %d", self._item.batch_index, exc_info=defect)
+        log.error("unexpected error in item %d", self._batch_index, exc_info=defect)
         self.failed(InternalError(f"{type(defect).__name__}: {defect}"), usage)
 
     def failed(self, error: TrtmeshError, usage: pb.Usage) -> None:
@@ -94,7 +99,7 @@ class ItemEvents:
         failed = router_pb.ItemFailed(error=to_proto(error), usage=usage)
         self._put(router_pb.GenerateEvent(item_failed=failed))
         self._metrics.failed[error.reason] += 1
-        log.info("item %d failed: %s: %s", self._item.batch_index, error.reason, error.message)
+        log.info("item %d failed: %s: %s", self._batch_index, error.reason, error.message)
 
     def _put_finished(
         self,
@@ -107,7 +112,7 @@ class ItemEvents:
         self._metrics.finished[reason] += 1
 
     def _put(self, event: router_pb.GenerateEvent) -> None:
-        event.batch_index = self._item.batch_index
+        event.batch_index = self._batch_index
         self._client.put(event)
 
 

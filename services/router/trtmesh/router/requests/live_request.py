@@ -11,11 +11,13 @@ from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.router.admission import Bucket, Permit
 from trtmesh.router.requests.context import Mesh, RequestContext
 from trtmesh.router.requests.item import ItemRun
+from trtmesh.router.requests.item_events import ItemEvents
 from trtmesh.router.requests.siblings import Siblings
 from trtmesh.router.streams.client_stream import ClientStream
 from trtmesh.router.streams.pace import ClientLimits, Pace
 from trtmesh.router.values.request import GenerationRequest
 from trtmesh.router.values.resumption import Received
+from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
 
@@ -77,6 +79,9 @@ class LiveRequest:
             for item, permit in zip(received.rest_of(request), self.permits, strict=True)
         ]
         self._live_items = len(self.items)
+        for refused in request.refused:
+            if refused.batch_index not in received.finished_items:
+                ItemEvents(refused.batch_index, self.context).failed(refused.error, pb.Usage())
         if not self.items:
             self.client.close()
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from trtmesh.chassis.errors import InvalidField, TrtmeshError
 from trtmesh.chassis.parsing import parse_config, parse_prompt
@@ -13,6 +14,7 @@ from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
 MAX_REQUEST_ID_LENGTH = 256
+NONE_REFUSED: Mapping[int, TrtmeshError] = MappingProxyType({})
 
 ROUTER_FIELDS = frozenset(
     {
@@ -69,12 +71,21 @@ class ItemRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class RefusedItem:
+    """An invalid item; it fails alone."""
+
+    batch_index: int
+    error: TrtmeshError
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A valid request."""
+    """A request with at least one valid item."""
 
     request_id: str
     model: str
     items: tuple[ItemRequest, ...]
+    refused: tuple[RefusedItem, ...] = ()
     default_seed: int | None = None
     """Seed of items without a seed; None draws one."""
 
@@ -88,11 +99,20 @@ class GenerationRequest:
         )
         return replace(self, items=items, default_seed=default_seed)
 
+    @property
+    def size(self) -> int:
+        """Number of items, refused ones included."""
+        return len(self.items) + len(self.refused)
+
 
 def parse_request(
-    message: router_pb.GenerateRequest, metadata_request_id: str, max_items: int
+    message: router_pb.GenerateRequest,
+    metadata_request_id: str,
+    max_items: int,
+    refused: Mapping[int, TrtmeshError] = NONE_REFUSED,
 ) -> GenerationRequest:
-    """Raises InvalidRequest with the field and, for an item, the batch_index."""
+    """Parses a request; items of `refused` are known to be invalid. Raises InvalidRequest with the field and, without
+    any valid item, the first batch_index."""
     request_id = message.request_id or metadata_request_id or secrets.token_hex(8)
     if len(request_id) > MAX_REQUEST_ID_LENGTH or not request_id.isprintable():
         limit = f"printable and have at most {MAX_REQUEST_ID_LENGTH} characters"
@@ -105,11 +125,18 @@ def parse_request(
             limit=f"1 to {max_items}",
         )
     shared = parse_config(message.config)
-    items = tuple(
-        _parse_item(batch_index, item, message.config, shared)
-        for batch_index, item in enumerate(message.items)
-    )
-    return GenerationRequest(request_id, message.model, items)
+    errors = dict(refused)
+    items: list[ItemRequest] = []
+    for batch_index, item in enumerate(message.items):
+        if batch_index not in errors:
+            try:
+                items.append(_parse_item(batch_index, item, message.config, shared))
+            except TrtmeshError as error:
+                errors[batch_index] = error
+    if not items:
+        raise errors[0].of_item(0)
+    invalid = tuple(RefusedItem(index, error) for index, error in sorted(errors.items()))
+    return GenerationRequest(request_id, message.model, tuple(items), invalid)
 
 
 def _parse_item(
@@ -118,13 +145,10 @@ def _parse_item(
     shared_message: pb.GenerationConfig,
     shared: GenerationConfig,
 ) -> ItemRequest:
-    try:
-        prompt = parse_prompt(item.prompt)
-        if item.HasField("config"):
-            return ItemRequest(batch_index, prompt, parse_config(item.config), item.config)
-        return ItemRequest(batch_index, prompt, shared, shared_message)
-    except TrtmeshError as error:
-        raise error.of_item(batch_index) from error
+    prompt = parse_prompt(item.prompt)
+    if item.HasField("config"):
+        return ItemRequest(batch_index, prompt, parse_config(item.config), item.config)
+    return ItemRequest(batch_index, prompt, shared, shared_message)
 
 
 def worker_config(

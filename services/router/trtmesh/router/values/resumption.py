@@ -49,13 +49,14 @@ def parse_received(message: router_pb.ResumeRequest, request: GenerationRequest)
         raise InvalidField(
             "is empty but must name the request to resume", field="request.request_id"
         )
+    items = {item.batch_index: item for item in request.items}
     sequences = {}
     for number, offset in enumerate(message.received):
         name = f"received[{number}]"
-        if offset.batch_index >= len(request.items):
-            limit = f"below {len(request.items)}, the number of items"
+        item = items.get(offset.batch_index)
+        if item is None:
+            limit = f"below {request.size}, the number of items, and name a valid item"
             raise InvalidField.of(f"{name}.batch_index", offset.batch_index, limit)
-        item = request.items[offset.batch_index]
         if offset.sequence_index >= item.config.sequences:
             limit = f"below {item.config.sequences}, the sequences of the item"
             raise InvalidField.of(f"{name}.sequence_index", offset.sequence_index, limit)
@@ -63,22 +64,22 @@ def parse_received(message: router_pb.ResumeRequest, request: GenerationRequest)
         if key in sequences:
             raise InvalidField("repeats a sequence; send each one once", field=name)
         sequences[key] = _parse(name, offset, item)
-    for index, item in enumerate(request.items):
-        _forget_cut_beams(index, item, sequences)
+    for item in request.items:
+        _forget_cut_beams(item, sequences)
     for index in message.finished_items:
-        if index >= len(request.items):
-            limit = f"below {len(request.items)}, the number of items"
+        if index >= request.size:
+            limit = f"below {request.size}, the number of items"
             raise InvalidField.of("finished_items", index, limit)
     return Received(sequences, frozenset(message.finished_items))
 
 
 def _forget_cut_beams(
-    batch_index: int, item: ItemRequest, sequences: dict[tuple[int, int], ReceivedSequence]
+    item: ItemRequest, sequences: dict[tuple[int, int], ReceivedSequence]
 ) -> None:
     """Drops received beams unless all ended, since beams restart together."""
     if item.config.beam_search.beam_width == 1:
         return
-    keys = [(batch_index, index) for index in range(item.config.sequences)]
+    keys = [(item.batch_index, index) for index in range(item.config.sequences)]
     if not all(key in sequences and sequences[key].reason is not None for key in keys):
         for key in keys:
             sequences.pop(key, None)

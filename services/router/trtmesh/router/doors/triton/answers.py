@@ -60,17 +60,17 @@ class Answers:
         self._call = call
         self._item_error = item_error
         self._builder = builder
-        self.rows = [
-            RowOutput(index, [SequenceOutput(s) for s in range(item.config.sequences)])
-            for index, item in enumerate(request.items)
-        ]
+        self.rows = [RowOutput(index, []) for index in range(request.size)]
+        for item in request.items:
+            sequences = [SequenceOutput(index) for index in range(item.config.sequences)]
+            self.rows[item.batch_index].sequences = sequences
         first = request.items[0].config
         self._beams = first.beam_search.beam_width > 1
         if call.streaming and call.model.accumulate_tokens and self._beams:
             raise InternalError("Accumulation of tokens is only implemented for beam width = 1")
         self._with_prompt = {
-            index
-            for index, item in enumerate(request.items)
+            item.batch_index
+            for item in request.items
             if with_prompts and not item.config.output.exclude_prompt
         }
         """Rows whose text begins with the prompt."""
@@ -169,7 +169,7 @@ class Answers:
             return [*answers, Answer(final=True, only_end=True)]
         if not answers:
             # No news, but clients without empty responses must see the end.
-            row = self.rows[-1]
+            row = next(row for row in reversed(self.rows) if row.sequences)
             answers = [self._answer([(row, row.sequences if self._beams else row.sequences[-1:])])]
         *others, last = answers
         return [*others, Answer(last.outputs, last.error, final=True)]

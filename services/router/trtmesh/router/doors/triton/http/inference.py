@@ -94,29 +94,44 @@ class Inference:
 
 
 class _EventStream:
-    """A response of server-sent events; the first event sets the status."""
+    """A response of server-sent events. Any row with a response makes the status 200; errors before the first such
+    response wait, and without any the first error sets the status."""
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
         self._response: web.StreamResponse | None = None
+        self._errors: list[TrtmeshError] = []
 
     @property
     def begun(self) -> bool:
-        """Whether the status is sent."""
-        return self._response is not None
+        """Whether there is an event."""
+        return self._response is not None or bool(self._errors)
 
     async def send(self, message: dict[str, Any]) -> None:
         response = await self._begin(HTTPStatus.OK, {})
         await response.write(b"data: " + to_json(message) + b"\n\n")
+        await self._write_errors(response)
 
     async def fail(self, error: TrtmeshError) -> None:
-        response = await self._begin(error.row.http, error_headers(error))
-        await response.write(b"data: " + to_json({"error": self._request[SPEECH](error)}) + b"\n\n")
+        self._errors.append(error)
+        if self._response is not None:
+            await self._write_errors(self._response)
 
     async def end(self) -> web.StreamResponse:
-        response = await self._begin(HTTPStatus.OK, {})
+        if self._errors:
+            first = self._errors[0]
+            response = await self._begin(first.row.http, error_headers(first))
+        else:
+            response = await self._begin(HTTPStatus.OK, {})
+        await self._write_errors(response)
         await response.write_eof()
         return response
+
+    async def _write_errors(self, response: web.StreamResponse) -> None:
+        errors, self._errors = self._errors, []
+        for error in errors:
+            message = {"error": self._request[SPEECH](error)}
+            await response.write(b"data: " + to_json(message) + b"\n\n")
 
     async def _begin(self, status: int, headers: dict[str, str]) -> web.StreamResponse:
         if self._response is None:

@@ -68,6 +68,7 @@ class GenerationTemplate(Template, ABC):
             for name, spec in call.model.inputs.items()
             if spec.put is not None and name in call.inputs
         ]
+        refused: dict[int, TrtmeshError] = {}
         for row in range(call.batch_size):
             item = request.items.add()
             item.config.output.exclude_prompt = call.model.exclude_input_in_output
@@ -76,8 +77,13 @@ class GenerationTemplate(Template, ABC):
                     put(item, tensor, row)
                 self.settle(item, call)
             except TrtmeshError as error:
-                raise error.of_item(row) from error
-        return parse_request(request, request_id, max_items)
+                refused[row] = error
+        parsed = parse_request(request, request_id, max_items, refused)
+        if parsed.refused and not call.decoupled:
+            # The only response is an error; the other rows need not run.
+            first = parsed.refused[0]
+            raise first.error.of_item(first.batch_index)
+        return parsed
 
     def check(self, call: Call) -> None:
         """Raises InternalError, like upstream, for inputs in conflict."""

@@ -31,7 +31,7 @@ class InputSpec(TensorSpec):
         return self.history.required
 
 
-PERF_NOTE = "`SequenceStarted` has what is known with the first token, `ItemFinished` the whole"
+PERF_NOTE = "`SequenceStarted` has what is known with the first token, `SequenceFinished` the whole"
 EARLY_STOPPING_NOTE = "BOOL or INT32; 0, 1 and 2 are the values 1, 2 and 3"
 COUNTED_NOTE = "always counted; the tensor asks for the output"
 UNSET_NOTE = "-1 is unset"
