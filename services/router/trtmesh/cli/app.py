@@ -6,6 +6,7 @@ from importlib.metadata import version
 from typing import Annotated
 
 import typer
+from trtmesh.cli.convert import convert
 from trtmesh.cli.demo import demo
 from trtmesh.cli.fleet import policy, status, workers
 from trtmesh.cli.generate import generate
@@ -22,7 +23,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (up, import_triton, generate, status, top, explain, replay, demo):
+for command in (up, import_triton, convert, generate, status, top, explain, replay, demo):
     app.command()(command)
 for group in (workers, requests, policy, triton):
     app.add_typer(group)

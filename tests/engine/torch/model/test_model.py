@@ -50,7 +50,7 @@ async def test_directories_without_a_model_are_refused(copy: Path, tmp_path: Pat
 async def test_pickles_are_not_opened(copy: Path) -> None:
     (copy / "model.safetensors").unlink()
     (copy / "pytorch_model.bin").write_bytes(b"anything")
-    assert "pytorch_model.bin is a pickle" in await refusal(copy)
+    assert f"pytorch_model.bin: run trtmesh convert {copy}" in await refusal(copy)
 
 
 @pytest.mark.parametrize("damage", ["torn", "garbage", "empty"])

@@ -48,8 +48,8 @@ def reason_unusable(directory: Path) -> str:
 
 def advice(directory: Path) -> str:
     """The end of a message about a directory without safetensors."""
-    pickles = (directory / "config.json").is_file() and any(directory.glob("*.bin"))
-    return f"; `trtmesh convert {directory}` makes them from its *.bin files" if pickles else ""
+    pickles = (directory / "config.json").is_file() and any(directory.glob("pytorch_model*.bin"))
+    return f"; `trtmesh convert {directory}` makes them from pytorch_model.bin" if pickles else ""
 
 
 def _config(directory: Path) -> Mapping[str, Any]:

@@ -23,8 +23,8 @@ def weight_files(model_dir: Path) -> list[Path]:
         raise ModelUnusable(f"model directory {model_dir} has no config.json")
     files = sorted(model_dir.glob("*.safetensors"))
     if not files:
-        pickles = sorted(path.name for path in model_dir.glob("*.bin"))
-        hint = f"; {pickles[0]} is a pickle, which may run code, so convert it" if pickles else ""
+        pickles = sorted(path.name for path in model_dir.glob("pytorch_model*.bin"))
+        hint = f", but {pickles[0]}: run trtmesh convert {model_dir}" if pickles else ""
         raise ModelUnusable(f"model directory {model_dir} has no *.safetensors files{hint}")
     for file in files:
         _check(file)
