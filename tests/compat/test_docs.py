@@ -34,11 +34,13 @@ def test_import_prints_the_lines_of_the_page(tmp_path: Path) -> None:
 
 
 def test_models_of_the_page_are_valid() -> None:
-    (block,) = [block for language, block in BLOCKS if language == "yaml"]
-    settings = TritonSettings.model_validate(yaml.safe_load(block)["router"]["triton"])
-    models = triton_models(settings)
-    assert (models["chat"].decoupled, models["chat_whole"].max_batch_size) == (True, 8)
-    assert models["tensorrt_llm"].template.name == "llmapi"
+    blocks = [yaml.safe_load(block) for language, block in BLOCKS if language == "yaml"]
+    several, gpt = [
+        triton_models(TritonSettings.model_validate(block["router"]["triton"])) for block in blocks
+    ]
+    assert (several["chat"].decoupled, several["chat_whole"].max_batch_size) == (True, 8)
+    assert several["tensorrt_llm"].template.name == "llmapi"
+    assert gpt["tensorrt_llm"].template.name == "gpt"
 
 
 def test_vision_inputs_of_the_page_are_refused() -> None:

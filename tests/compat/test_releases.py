@@ -6,46 +6,31 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
-from compat.releases import FACTS, MODELS, RELEASES, releases_of, row_of, tensors, typed
+from compat import tiny_llama
+from compat.releases import FACTS, MODELS, NUMPY, RELEASES, releases_of, row_of, tensors, typed
+from compat.tiny_llama import END, PAD, TOKENIZER, VOCABULARY_SIZE, WIDTH
 from compat.triton import Response, Triton
 from e2e.mesh import Mesh, running_mesh
-from oracle import tiny_models
-from tokenizer.tokenizers_zoo import ids_of, llama2_bpe, save_model_dir
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PROMPT = "The quick brown fox"
 TOKENS = 12
-TOKENIZER = llama2_bpe()
-BEGIN, END, PAD = ids_of(TOKENIZER, "<s>", "</s>", "<pad>")
 IDS = [int(each) for each in TOKENIZER.encode(PROMPT).ids]
-VOCABULARY_SIZE = TOKENIZER.get_vocab_size()
-WIDTH = int(tiny_models.SHAPE["hidden_size"])
 PICTURE = np.zeros((3, 224, 224))
 PICTURES = np.zeros((1, 2, 2, 3))
 GENERATING = ("ensemble", "tensorrt_llm_bls", "tensorrt_llm")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
-    ids = {"bos_token_id": BEGIN, "eos_token_id": END, "pad_token_id": PAD}
-    tiny_models.build(folder, "llama", vocab_size=VOCABULARY_SIZE, **ids)
-    return save_model_dir(TOKENIZER, folder)
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def mesh(folder: Path) -> AsyncIterator[Mesh]:
-    flags = (
-        *("--model-dir", str(folder), "--torch-dtype", "float32", "--torch-threads", "1"),
-        *("--torch-kv-cache-tokens", "4096"),
-    )
+async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
+    folder = tiny_llama.build(tmp_path_factory.mktemp("llama"))
+    flags = tiny_llama.engine_flags(folder)
     async with running_mesh(engine_flags=flags, model_dir=folder) as mesh:
         yield mesh
 
@@ -554,8 +539,6 @@ async def test_output_of_a_generating_model(
 
 def row_dtype(data_type: str) -> Any:
     """The type that tritonclient reads; the templates' logits are FP32 by default."""
-    from compat.releases import NUMPY
-
     return np.dtype(NUMPY[data_type or "FP32"])
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Protocol
 
 from trtmesh.router.doors.triton.templates.template import Call
-from trtmesh.router.doors.triton.templates.tensor_table import PERF_OUTPUTS
+from trtmesh.router.doors.triton.templates.tensor_table import PERF_OUTPUTS, unasked_outputs
 from trtmesh.router.doors.triton.tensors import MESH_DATA_TYPES, Output, pad_rows
 from trtmesh.router.streams.client_stream import WaitingTokens
 from trtmesh.router.values.request import GenerationRequest
@@ -117,8 +118,17 @@ class DetailedOutputs:
         self._perf_metrics = output.perf_metrics
         self._input_tokens = call.flag("return_num_input_tokens")
         self._output_tokens = call.flag("return_num_output_tokens")
+        asked = {
+            "cum_log_probs": self._log_probs,
+            "output_log_probs": self._log_probs,
+            "context_logits": self._context_logits,
+            "generation_logits": self._generation_logits,
+        }
+        unasked = unasked_outputs(call.model.release)
+        self._zeros = [name for name, wanted in asked.items() if name in unasked and not wanted]
         self._more = any(
             (
+                self._zeros,
                 self._batch_index,
                 self._sequence_index,
                 self._log_probs,
@@ -174,6 +184,7 @@ class DetailedOutputs:
         if self._output_tokens:
             counts = [sum(s.generated for s in row) for _, row in block]
             yield Output.of_rows("num_output_tokens", "INT32", counts)
+        yield from (_zeros(name, block) for name in self._zeros)
         state = block[0][1][0].handoff_state
         if state:
             yield Output("context_phase_params", "UINT8", (1, len(state)), state)
@@ -215,6 +226,19 @@ def _log_probs(block: Block) -> Output:
     longest, log_probs = pad_rows(rows, repeat(PAD_LOG_PROB))
     shape = (len(block), len(rows) // len(block), longest)
     return Output.of_numbers("output_log_probs", "FP32", shape, log_probs)
+
+
+def _zeros(name: str, block: Block) -> Output:
+    """Stands for a detail that was not asked for: no log-probabilities of the tokens, and logits of one element."""
+    rows, beams = len(block), len(block[0][1])
+    longest = max(len(s.token_ids) for _, row in block for s in row)
+    shape = {
+        "cum_log_probs": (rows, beams),
+        "output_log_probs": (rows, beams, longest),
+        "context_logits": (rows, 1, 1),
+        "generation_logits": (rows, beams, 1, 1),
+    }[name]
+    return Output.of_numbers(name, "FP32", shape, [0.0] * math.prod(shape))
 
 
 @dataclass(frozen=True, slots=True)

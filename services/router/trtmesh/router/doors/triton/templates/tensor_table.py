@@ -7,8 +7,10 @@ of each output.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from trtmesh.router.doors.triton.releases import History
+from trtmesh.router.doors.triton.settings import Release
 from trtmesh.router.doors.triton.templates import put
 from trtmesh.router.doors.triton.templates.put import Put
 from trtmesh.router.doors.triton.tensors import TensorSpec
@@ -498,6 +500,16 @@ def detail_outputs(logits_data_type: str) -> tuple[TensorSpec, ...]:
         *PERF_OUTPUTS,
         _out("num_input_tokens", "2026-05 INT32", "`Usage.prompt_tokens`"),
         _out("num_output_tokens", "2026-05 INT32", GENERATED),
+    )
+
+
+@cache
+def unasked_outputs(release: Release) -> frozenset[str]:
+    """Details in every response of a release: postprocessing passed these through, so models sent zeros unasked."""
+    return frozenset(
+        spec.name.lower()
+        for spec in PASSED_INPUTS
+        if spec.name != "BATCH_INDEX" and spec.history.at(release) is not None
     )
 
 
