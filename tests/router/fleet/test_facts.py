@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.fleet.facts import Facts, Identity, held_adapters
@@ -27,6 +29,17 @@ def test_role_determines_the_phases(
 def test_capabilities_are_read_from_the_description() -> None:
     engine = pb.GetEngineResponse(resumes_exactly=True, stops_single_sequences=True)
     assert Facts.of(engine).capabilities == frozenset(Capability)
+
+
+@pytest.mark.parametrize(
+    ("per_item", "batch", "sequences", "beams"),
+    [(8, 4, 8, 4), (4, 8, 4, 4), (0, 4, sys.maxsize, 4), (0, 0, sys.maxsize, sys.maxsize)],
+)
+def test_beams_of_an_item_are_computed_in_one_batch(
+    per_item: int, batch: int, sequences: int, beams: int
+) -> None:
+    facts = Facts.of(pb.GetEngineResponse(max_sequences_per_item=per_item, max_batch_size=batch))
+    assert (facts.max_sequences, facts.max_beams) == (sequences, beams)
 
 
 @pytest.mark.parametrize(

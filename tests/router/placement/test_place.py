@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from trtmesh.chassis.errors import NoWorker, PromptTooLong, UnsupportedField
+from trtmesh.chassis.errors import InvalidField, NoWorker, PromptTooLong, UnsupportedField
 from trtmesh.router.placement import POLICIES, PlacementQuery, WorkerSnapshot, place
 from trtmesh.router.placement.filters import BREAKER_OPEN, SIBLINGS_ELSEWHERE
 
@@ -84,6 +84,42 @@ def test_long_prompt_needs_a_worker_with_enough_length(policy: str) -> None:
         place(policy, fleet, query(prompt_tokens=1000))
     error = refused.value
     assert (error.field, error.value, error.limit) == ("prompt", "1000", "below 1000")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_item_of_many_sequences_needs_a_worker_that_takes_them(policy: str) -> None:
+    small = worker("small", max_sequences=1, max_beams=1)
+    fleet = [small, worker("big", max_sequences=8, max_beams=4, sequences=99, last_turn=9)]
+    for many, limit in (({"item_sequences": 8}, "1 sequences"), ({"beams": 4}, "1 beams")):
+        decision = place(policy, fleet, query(**many))
+        assert decision.chosen.worker == "big"
+        assert limit in decision.excluded_by[0]
+    # A breaker opens for a time; the limit stays.
+    resting = [small, worker("big", max_sequences=8, breaker_open=True)]
+    assert place(policy, resting, query(item_sequences=8)).chosen.worker == "big"
+
+
+@pytest.mark.parametrize(
+    ("many", "field", "limit"),
+    [
+        ({"item_sequences": 9}, "sampling.num_return_sequences", "at most 8"),
+        ({"beams": 9, "item_sequences": 9}, "beam_search.beam_width", "at most 4"),
+    ],
+)
+def test_too_many_sequences_for_all_workers_are_refused(
+    many: dict[str, int], field: str, limit: str
+) -> None:
+    fleet = [
+        worker("a", max_sequences=1, max_beams=1),
+        worker("b", max_sequences=8, max_beams=4),
+        worker("gone", problem="gone"),
+    ]
+    with pytest.raises(InvalidField) as refused:
+        place("least_loaded", fleet, query(**many))
+    error = refused.value
+    assert (error.field, error.value) == (field, "9")
+    assert error.limit
+    assert error.limit.startswith(limit)
 
 
 def query(**changes: Any) -> PlacementQuery:

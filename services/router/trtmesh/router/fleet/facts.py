@@ -46,15 +46,22 @@ class Facts:
     capabilities: frozenset[Capability] = WHOLE
     supported_fields: frozenset[str] = frozenset()
     max_sequence_tokens: int = sys.maxsize
+    max_sequences: int = sys.maxsize
+    """Most sequences of an item."""
+    max_beams: int = sys.maxsize
+    """Most beams of an item: they are computed in one batch."""
     tokens_per_block: int = 0
 
     @classmethod
     def of(cls, engine: pb.GetEngineResponse) -> Self:
+        max_sequences = engine.max_sequences_per_item or sys.maxsize
         return cls(
             Identity(engine.model_fingerprint, engine.tokenizer_fingerprint),
             capabilities_of(engine),
             with_texts(engine.supported_fields),
             engine.max_sequence_tokens or sys.maxsize,
+            max_sequences,
+            min(max_sequences, engine.max_batch_size or sys.maxsize),
             engine.tokens_per_block,
         )
 

@@ -137,6 +137,8 @@ class Worker(Replica):
             capabilities=facts.capabilities,
             adapters=self.adapters,
             max_sequence_tokens=facts.max_sequence_tokens,
+            max_sequences=facts.max_sequences,
+            max_beams=facts.max_beams,
             tokens_per_block=facts.tokens_per_block,
             last_turn=self.last_turn,
             sequences=guard.sequences,

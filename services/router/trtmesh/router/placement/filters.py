@@ -35,6 +35,8 @@ def exclusions(fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> list[s
         else _excluded_by(w, query)
         for w in fleet
     ]
+    if query.item_sequences > 1 or query.beams > 1:
+        _leave_out_small(fleet, query, excluded)
     if query.wants or query.avoid or query.prefer or BREAKER_OPEN in excluded:
         _pass_over(fleet, query, excluded)
     return excluded
@@ -66,6 +68,24 @@ def _excluded_by(worker: WorkerSnapshot, query: PlacementQuery) -> str:
     if lacking := query.fields - worker.supported_fields:
         return f"does not support {', '.join(sorted(lacking))}"
     return BREAKER_OPEN
+
+
+def too_many(worker: WorkerSnapshot, query: PlacementQuery) -> str:
+    """Why a worker cannot take the sequences of an item together, or ''."""
+    if query.beams > worker.max_beams:
+        return f"takes at most {worker.max_beams} beams"
+    if query.item_sequences > worker.max_sequences:
+        return f"takes at most {worker.max_sequences} sequences of an item"
+    return ""
+
+
+def _leave_out_small(
+    fleet: Sequence[WorkerSnapshot], query: PlacementQuery, excluded: list[str]
+) -> None:
+    """Apart from the other checks, which every item pays for."""
+    for index, worker in enumerate(fleet):
+        if excluded[index] in ("", BREAKER_OPEN):
+            excluded[index] = too_many(worker, query) or excluded[index]
 
 
 def _pass_over(fleet: Sequence[WorkerSnapshot], query: PlacementQuery, excluded: list[str]) -> None:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trtmesh.chassis.errors import NoWorker, PromptTooLong, TrtmeshError, UnsupportedField
+from trtmesh.chassis.errors import (
+    InvalidField,
+    NoWorker,
+    PromptTooLong,
+    TrtmeshError,
+    UnsupportedField,
+)
 from trtmesh.router.placement.decision import Decision
 from trtmesh.router.placement.filters import exclusions, lift_cold, unfit
 from trtmesh.router.placement.policies import POLICIES
@@ -44,11 +50,25 @@ def _unsupported(fit: Sequence[WorkerSnapshot], query: PlacementQuery) -> Unsupp
     )
 
 
+def _too_many(able: Sequence[WorkerSnapshot], query: PlacementQuery) -> InvalidField:
+    beams = max(worker.max_beams for worker in able)
+    sequences = max(worker.max_sequences for worker in able)
+    field, count, most = (
+        ("beam_search.beam_width", query.beams, beams)
+        if query.beams > beams
+        else ("sampling.num_return_sequences", query.item_sequences, sequences)
+    )
+    return InvalidField.of(field, count, f"at most {most}, the limit of model {query.model}")
+
+
 def _refusal(
     fleet: Sequence[WorkerSnapshot], excluded: Sequence[str], query: PlacementQuery
 ) -> TrtmeshError:
     fit = [worker for worker in fleet if not unfit(worker, query)]
     long_enough = [worker for worker in fit if query.prompt_tokens < worker.max_sequence_tokens]
+    able = [worker for worker in long_enough if query.fields <= worker.supported_fields]
+    if able:
+        return _too_many(able, query)
     if long_enough:
         return _unsupported(long_enough, query)
     if fit:

@@ -43,6 +43,10 @@ class WorkerSnapshot(NamedTuple):
     """Adapters in memory."""
     max_sequence_tokens: int = sys.maxsize
     """Most tokens of a sequence, prompt included."""
+    max_sequences: int = sys.maxsize
+    """Most sequences of an item."""
+    max_beams: int = sys.maxsize
+    """Most beams of an item."""
     tokens_per_block: int = 0
     """Tokens of a KV block; 0 without KV events."""
     last_turn: int = 0
@@ -84,6 +88,9 @@ class PlacementQuery:
     prompt_tokens: int = 0
     """Tokens before the next new token, including tokens generated elsewhere."""
     sequences: int = 1
+    item_sequences: int = 1
+    """Sequences submitted as one item: those of a fresh item, but a moved sequence is an item of its own."""
+    beams: int = 1
     max_tokens: int | None = None
     """Limit on new tokens per sequence."""
     new_tokens: int = 0

@@ -48,13 +48,14 @@ def _submits(
         config=config,
         draw_index=item.draw_index,
     )
-    if _starts(item, runs):
+    if starts(item, runs):
         command.token_ids.extend(prompt)
         return [(list(runs), command)]
     return [([run], _resumed(run, prompt, command)) for run in runs]
 
 
-def _starts(item: ItemRequest, runs: Sequence[SequenceRun]) -> bool:
+def starts(item: ItemRequest, runs: Sequence[SequenceRun]) -> bool:
+    """Whether a worker gets all sequences together, from their start."""
     whole = len(runs) == item.config.sequences
     return item.config.beam_search.beam_width > 1 or (
         whole and not any(run.token_ids for run in runs)

@@ -15,6 +15,7 @@ from trtmesh.router.placement.decision import DecisionRecord
 from trtmesh.router.replay import RecordedItem
 from trtmesh.router.requests.attempts import Attempts, Failures, unplaceable
 from trtmesh.router.requests.context import RequestContext
+from trtmesh.router.requests.dispatch import starts
 from trtmesh.router.requests.encoding import EncodedItem
 from trtmesh.router.requests.siblings import LEAST_SHARED_BLOCKS, Seat
 from trtmesh.router.streams.sequence import SequenceRun
@@ -143,14 +144,17 @@ class Placer:
         config = self._item.config
         waiting = [run for run in runs if run.waits_for_worker]
         generated = max((len(run.token_ids) for run in waiting), default=0)
-        resumes = generated and config.beam_search.beam_width == 1
+        beams = config.beam_search.beam_width
+        together = not waiting or starts(self._item, waiting)
         return PlacementQuery(
             model=self._context.model,
             fields=self._item.worker_fields,
-            wants=EXACTLY if resumes else frozenset(),
+            wants=EXACTLY if generated and beams == 1 else frozenset(),
             adapter=encoded.adapter,
             prompt_tokens=len(encoded.token_ids) + generated,
             sequences=len(waiting) or config.sequences,
+            item_sequences=config.sequences if together else 1,
+            beams=beams,
             max_tokens=config.stopping.max_tokens,
             exclude=self._excluded(failures),
             avoid=self._seat.avoid if self._seat else frozenset(),
