@@ -109,7 +109,9 @@ BROKEN: dict[str, tuple[PromptLike, TrtmeshError]] = {
         GenerateItem(
             prompt=Prompt(text="x"), config=build_config(None, {"num_return_sequences": 200})
         ),
-        InvalidField.of("sampling.num_return_sequences", 200, "at most 16, the worker's limit"),
+        InvalidField.of(
+            "sampling.num_return_sequences", 200, "at most 16, the limit of model demo"
+        ),
     ),
 }
 
