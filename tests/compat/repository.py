@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from compat.releases import MODELS, releases_of, tensors
 from e2e.mesh import DEMO
 
 SAMPLES = Path(__file__).parent / "repositories"
@@ -68,6 +69,53 @@ def disaggregated(directory: Path) -> Path:
     (directory / "disaggregated_serving_bls").mkdir()
     (directory / "disaggregated_serving_bls" / "config.pbtxt").write_text(DISAGGREGATED_SERVING)
     return directory
+
+
+OLD_PARAMETERS: Mapping[str, Mapping[str, str]] = {
+    "v0.5.0": {"max_num_sequences": "32", "enable_trt_overlap": "false"},
+    "v0.6.1": {"max_num_sequences": "32", "max_kv_cache_length": "4096"},
+}
+"""Parameters of the core model that only old releases have."""
+STEPS = "".join(
+    f'step {{ model_name: "{name}" model_version: -1 }}\n'
+    for name in ("preprocessing", "tensorrt_llm", "postprocessing")
+)
+
+
+def of_release(directory: Path, release: str, *, decoupled: bool = False) -> Path:
+    """The models of a release with the tensors that it declares."""
+    for model in MODELS:
+        if release in releases_of(model):
+            (directory / model / "1").mkdir(parents=True)
+            text = _config_of_release(model, release, decoupled=decoupled)
+            (directory / model / "config.pbtxt").write_text(text)
+    return directory
+
+
+def _config_of_release(model: str, release: str, *, decoupled: bool) -> str:
+    lines = [f'name: "{model}"', "max_batch_size: 16"]
+    for kind in ("inputs", "outputs"):
+        for tensor in tensors(model, kind, release).values():
+            data_type = tensor.data_type.replace("BYTES", "STRING") or "FP32"
+            rest = f"data_type: TYPE_{data_type} dims: {list(tensor.dims)}"
+            optional = " optional: true" if kind == "inputs" and not tensor.required else ""
+            lines.append(f'{kind[:-1]} {{ name: "{tensor.name}" {rest}{optional} }}')
+    if model == "ensemble":
+        return "\n".join([*lines, 'platform: "ensemble"', f"ensemble_scheduling {{ {STEPS} }}"])
+    parameters: dict[str, str] = {}
+    if model in ("preprocessing", "postprocessing"):
+        parameters = {"tokenizer_dir": str(DEMO), "tokenizer_type": "auto"}
+    else:
+        lines.append(f"model_transaction_policy {{ decoupled: {str(decoupled).lower()} }}")
+    if model == "tensorrt_llm":
+        own = {"gpt_model_type": "inflight_fused_batching", "gpt_model_path": "/engines/gpt"}
+        parameters = own | dict(OLD_PARAMETERS.get(release, {}))
+    old = release.startswith(("v0.5", "v0.6")) and model == "tensorrt_llm"
+    backend = "inflight_batcher_llm" if old else "tensorrtllm"
+    lines.append(f'backend: "{backend if model == "tensorrt_llm" else "python"}"')
+    for key, value in parameters.items():
+        lines.append(f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}')
+    return "\n".join(lines)
 
 
 def llmapi(directory: Path, name: str = "tensorrt_llm", model: Path = DEMO) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
@@ -13,7 +14,8 @@ import pytest
 import pytest_asyncio
 from cli.commands import Stack, running_stack, trtmesh
 from compat.plain_http import PlainHttp
-from compat.repository import five_models, llmapi
+from compat.releases import MODELS, releases_of, tensors, typed
+from compat.repository import disaggregated, five_models, llmapi, of_release
 from compat.triton import SyncStream, Triton, joined
 from e2e.mesh import DEMO, DEMO_VOCABULARY
 from tritonclient.utils import InferenceServerException
@@ -32,7 +34,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Five models, five renamed models without streams, and an llmapi model: on the demo model."""
     directory = five_models(tmp_path_factory.mktemp("models"))
     values = {"tensorrt_llm_model_name": "tensorrt_llm_whole", "decoupled_mode": "False"}
-    five_models(directory, values | {"max_beam_width": "2"}, suffix="_whole")
+    values |= {"max_beam_width": "2", "normalize_log_probs": "False"}
+    five_models(directory, values, suffix="_whole")
     llmapi(directory, "llm")
     flags = ("--port", "0", "--backend", "torch", "--model", str(DEMO))
     with running_stack(*flags, "--triton-model-repo", str(directory)) as stack:
@@ -108,6 +111,17 @@ async def test_imported_limits_hold(triton: Triton) -> None:
     }
     with pytest.raises(InferenceServerException, match="batch-size must be <= 16"):
         await triton.infer("ensemble_whole", rows)
+
+
+async def test_log_probs_are_normalized_unless_the_repository_says_otherwise(
+    triton: Triton,
+) -> None:
+    """Among the tokens that a greedy request leaves, the chosen one is certain."""
+    ask = ASK | {"return_log_probs": True}
+    (normalized,) = await triton.stream("ensemble", ask)
+    assert not normalized.outputs["output_log_probs"].any()
+    whole = await triton.infer("ensemble_whole", ask)
+    assert (whole.outputs["output_log_probs"][..., -TOKENS:] < 0).all()
 
 
 async def test_imported_llmapi_model_answers(triton: Triton, text: str) -> None:
@@ -249,3 +263,85 @@ async def test_two_engines_serve_two_models(tmp_path: Path) -> None:
             for model, own in (("one", first), ("two", second)):
                 (item,) = await client.complete([PROMPT], model=model, max_tokens=TOKENS)
                 assert item.text == own
+
+
+@pytest.mark.parametrize("release", ["v0.5.0", "v0.6.1", "v0.11.0", "2025-05"])
+async def test_repository_of_every_age_is_served_as_imported(tmp_path: Path, release: str) -> None:
+    """Every model called served answers a request in the types of its release, and declares that release's tensors."""
+    config = tmp_path / "mesh.yaml"
+    directory = of_release(tmp_path / "models", release)
+    result = trtmesh("import-triton", str(directory), "--output", str(config), "--json")
+    assert result.returncode == 0, result.stderr
+    served = json.loads(result.stdout.splitlines()[-1])["served"]
+    assert served == [name for name in sorted(MODELS) if release in releases_of(name)]
+    with running_stack("--port", "0", "--backend", "torch", "--config", str(config)) as stack:
+        async with Triton(stack.wait_ready()) as triton:
+            for name in served:
+                assert await triton.client.is_model_ready(name)
+                metadata = await triton.client.get_model_metadata(name)
+                assert {each.name for each in metadata.inputs} == set(
+                    tensors(name, "inputs", release)
+                )
+            (text, *_) = await steps_of_release(triton, release)
+            for name in set(served) & {"ensemble", "tensorrt_llm_bls"}:
+                words = {"bad_words": [""], "stop_words": [""]}
+                whole = await triton.infer(name, typed(name, release, ASK | words))
+                assert whole.text == text
+
+
+async def steps_of_release(triton: Triton, release: str) -> list[str]:
+    """The texts of a client that chains the steps by hand."""
+    query = {"QUERY": PROMPT, "REQUEST_OUTPUT_LEN": TOKENS}
+    words = {"BAD_WORDS_DICT": [""], "STOP_WORDS_DICT": [""]}
+    encode = typed("preprocessing", release, query | words)
+    encoded = (await triton.infer("preprocessing", encode)).outputs
+    core = {
+        "input_ids": encoded["INPUT_ID"],
+        "input_lengths": encoded["REQUEST_INPUT_LEN"],
+        "request_output_len": encoded["REQUEST_OUTPUT_LEN"],
+    }
+    generated = (await triton.infer("tensorrt_llm", core)).outputs
+    lengths = {"SEQUENCE_LENGTH": generated["sequence_length"]}
+    logs = {"CUM_LOG_PROBS": np.zeros((1, 1), np.float32)}
+    logs |= {"OUTPUT_LOG_PROBS": np.zeros((1, 1, TOKENS), np.float32)}
+    known = tensors("postprocessing", "inputs", release)
+    needed = {n: each for n, each in (lengths | logs).items() if n in known and known[n].required}
+    decode = {"TOKENS_BATCH": generated["output_ids"], **needed}
+    decoded = (await triton.infer("postprocessing", decode)).outputs["OUTPUT"]
+    return [str(each, "utf-8") for each in decoded.flat]
+
+
+async def test_documented_disaggregated_repository_is_served(tmp_path: Path) -> None:
+    directory = disaggregated(tmp_path / "models")
+    config = tmp_path / "mesh.yaml"
+    given = ("--device", "cpu", "--output", str(config))
+    assert trtmesh("import-triton", str(directory), *given).returncode == 0
+    with running_stack("--port", "0", "--backend", "torch", "--config", str(config)) as stack:
+        router = stack.wait_ready()
+        async with Triton(router) as triton, Client(router) as client:
+            (item,) = await client.complete([PROMPT], max_tokens=TOKENS)
+            assert joined(await triton.stream("ensemble", ASK | {"stream": True})) == item.text
+            config_of = (await triton.client.get_model_config("ensemble")).config
+            assert [each.model_name for each in config_of.ensemble_scheduling.step] == [
+                "preprocessing", "disaggregated_serving_bls", "postprocessing",
+            ]  # fmt: skip
+            success = counted(stack, "nv_inference_request_success")
+        assert {name for name, count in success.items() if count} == {
+            *("ensemble", "preprocessing", "disaggregated_serving_bls", "generation"),
+            "postprocessing",
+        }
+
+
+async def test_engines_run_on_the_devices_of_their_model(tmp_path: Path) -> None:
+    """Two instances of a model on named devices, which are CPUs here."""
+    config = tmp_path / "mesh.yaml"
+    directory = five_models(tmp_path / "models", {"gpu_device_ids": "62;63"})
+    assert trtmesh("import-triton", str(directory), "--output", str(config)).returncode == 0
+    absent = trtmesh("up", "--port", "0", "--backend", "torch", "--config", str(config))
+    assert absent.returncode == 2
+    assert "engine.torch.device is 'cuda:" in absent.stderr.splitlines()[-1]
+    config.write_text(re.sub(r"cuda:\d+", "cpu", config.read_text()))
+    with running_stack("--port", "0", "--backend", "torch", "--config", str(config)) as stack:
+        async with Triton(stack.wait_ready()) as triton:
+            assert joined(await triton.stream("ensemble", ASK | {"stream": True}))
+        assert sum(child["service"] == "engine" for child in stack.children) == 2

@@ -47,7 +47,7 @@ def test_import_reports_the_outcome_of_every_value(tmp_path: Path) -> None:
     conversion = convert(five_models(tmp_path / "models", values))
     models = conversion.sections["router"]["triton"]["models"]
     common = {"max_batch_size": 16, "max_beam_width": 4, "exclude_input_in_output": True}
-    generating = common | {"decoupled": True}
+    generating = common | {"decoupled": True, "normalize_log_probs": True}
     text = {"add_special_tokens": False, "skip_special_tokens": False}
     assert models == {
         "ensemble": generating
@@ -86,7 +86,6 @@ def test_import_reports_the_outcome_of_every_value(tmp_path: Path) -> None:
         "decoding_mode": "top_k_top_p",
         "kv_cache": {"tokens": 8192, "free_memory_fraction": 0.8, "prefix_reuse": False},
         "host_cache": {"bytes": 1048576},
-        "normalize_log_probs": True,
         "limits": {"max_queue_size": 7},
     }
     core = "tensorrt_llm"
@@ -297,6 +296,7 @@ def test_disaggregated_model_is_imported(tmp_path: Path) -> None:
         "decoupled": True,
         "max_batch_size": 8,
         "max_beam_width": 4,
+        "normalize_log_probs": True,
     }
 
 

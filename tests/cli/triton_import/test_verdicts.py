@@ -162,8 +162,11 @@ def test_number_of_sequences_of_old_releases_is_carried(tmp_path: Path) -> None:
 
 def test_unset_log_probs_are_normalized_as_in_triton(tmp_path: Path) -> None:
     conversion = convert(five_models(tmp_path / "models"))
-    assert conversion.sections["engine"]["torch"]["normalize_log_probs"] is True
+    models = conversion.sections["router"]["triton"]["models"]
+    normalizing = {name for name, own in models.items() if own.get("normalize_log_probs")}
+    assert normalizing == {"ensemble", "tensorrt_llm", "tensorrt_llm_bls"}
     outcome, text = finding(conversion, "tensorrt_llm", "parameters.normalize_log_probs")
     assert (outcome, text) == (Outcome.UNSET, "it is true, Triton's default")
     off = convert(five_models(tmp_path / "off", {"normalize_log_probs": "False"}))
-    assert off.sections["engine"]["torch"]["normalize_log_probs"] is False
+    own = off.sections["router"]["triton"]["models"]["ensemble"]
+    assert own["normalize_log_probs"] is False

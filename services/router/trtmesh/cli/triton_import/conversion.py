@@ -13,8 +13,9 @@ from trtmesh.cli.triton_import.fields import convert_fields
 from trtmesh.cli.triton_import.findings import Draft, Finding, Subject
 from trtmesh.cli.triton_import.parameters import ARGUMENTS, OF_THE_LIBRARY, arguments_of
 from trtmesh.cli.triton_import.recipes import Recipe, RepositoryModel
+from trtmesh.cli.triton_import.release import set_release
 from trtmesh.cli.triton_import.repository import ENGINE_ARGUMENTS, Repository
-from trtmesh.cli.triton_import.rules import MODELS, TORCH, Default, unsupported
+from trtmesh.cli.triton_import.rules import MODELS, TORCH, unsupported
 from trtmesh.cli.triton_import.weights import Weights, find_weights
 
 
@@ -48,6 +49,7 @@ def convert_repository(
     draft = Draft()
     if served:
         _put_weights(weights, device, draft)
+        set_release(served, draft)
         place_engines([model for model in served if model.is_core], weights, draft)
     for model in repository:
         if model.name in unserved:
@@ -130,15 +132,9 @@ def _convert_parameters(
             draft.leave(subject)
     for name, default in recipe.defaults.items():
         if is_unset(value := parameters.get(name, "")):
-            _apply_default(Subject(model.name, f"parameters.{name}", value), default, draft)
-
-
-def _apply_default(subject: Subject, default: Default, draft: Draft) -> None:
-    if draft.get(default.path) is None:
-        draft.put(default.path, default.value)
-        draft.leave(subject, f"it is {str(default.value).lower()}, Triton's default")
-    else:
-        draft.leave(subject, f"{'.'.join(default.path)} is {draft.get(default.path)}")
+            draft.put((*model.path, name), default)
+            subject = Subject(model.name, f"parameters.{name}", value)
+            draft.leave(subject, f"it is {str(default).lower()}, Triton's default")
 
 
 def _inherit(model: RepositoryModel, repository: Repository, draft: Draft) -> None:

@@ -140,7 +140,7 @@ def _convert_outputs(model: RepositoryModel, recipe: Recipe, draft: Draft) -> No
     served = recipe.template.all_outputs()
     _convert_tensors("output", model, outputs, served, draft)
     for name in LOGITS:
-        types = {_data_type(out) for out in outputs if out.name == name} - {""}
+        types = {data_type_of(out) for out in outputs if out.name == name} - {""}
         for data_type in types & {"FP16", "BF16"}:
             path = (*model.path, "logits_data_type")
             draft.carry(Subject(model.name, f"output.{name}.data_type", data_type), path, data_type)
@@ -158,7 +158,7 @@ def _convert_tensors(
     alike = 0
     refused: dict[str, list[str]] = {}
     for tensor in {each.name: each for each in declared}.values():
-        subject = Subject(model.name, f"{what}.{tensor.name}", _data_type(tensor))
+        subject = Subject(model.name, f"{what}.{tensor.name}", data_type_of(tensor))
         spec = specs.get(tensor.name)
         if spec is None:
             draft.refuse(
@@ -175,7 +175,7 @@ def _convert_tensors(
     draft.count(Subject(model.name, what, f"{alike} tensors"), "as declared")
 
 
-def _data_type(tensor: Any) -> str:
+def data_type_of(tensor: Any) -> str:
     """KServe's name of a data type; '' if unset."""
     if tensor.data_type == model_config_pb2.TYPE_INVALID:
         return ""

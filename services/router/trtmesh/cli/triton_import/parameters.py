@@ -15,7 +15,6 @@ from trtmesh.cli.triton_import.rules import (
     MODELS,
     TORCH,
     TRUE,
-    Default,
     Rule,
     engine,
     one_of,
@@ -203,7 +202,7 @@ CORE_PARAMETERS: Mapping[str, Rule] = {
         whole, value=0, text="the model attends as it was trained, without sinks"
     ),
     "exclude_input_in_output": own("exclude_input_in_output", truth),
-    "normalize_log_probs": engine("normalize_log_probs", truth),
+    "normalize_log_probs": own("normalize_log_probs", truth),
     "cancellation_check_period_ms": replaced(AT_ONCE),
     "stats_check_period_ms": replaced(ALWAYS_COUNTED),
     "recv_poll_period_ms": replaced(AT_ONCE),
@@ -242,9 +241,8 @@ CORE_PARAMETERS: Mapping[str, Rule] = {
     "FORCE_CPU_ONLY_INPUT_TENSORS": replaced("inputs never lie on a device"),
 }
 
-CORE_DEFAULTS: Mapping[str, Default] = {
-    "normalize_log_probs": Default((*TORCH, "normalize_log_probs"), value=True),
-}
+CORE_DEFAULTS: Mapping[str, Any] = {"normalize_log_probs": True}
+"""Triton's defaults, where those of the mesh differ: settings of a model by parameter."""
 
 TEXT_PARAMETERS: Mapping[str, Rule] = {
     "gpt_model_path": _engine_files,

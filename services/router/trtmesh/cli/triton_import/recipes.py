@@ -17,7 +17,7 @@ from trtmesh.cli.triton_import.parameters import (
     NO_SPEECH,
     TEXT_PARAMETERS,
 )
-from trtmesh.cli.triton_import.rules import MODELS, Default, Rule
+from trtmesh.cli.triton_import.rules import MODELS, Rule
 from trtmesh.router.doors.triton.templates.catalogue import TEMPLATES
 from trtmesh.router.doors.triton.templates.template import Template
 from trtmesh.router.doors.triton.templates.tokenization import TokenizerTemplate
@@ -128,7 +128,7 @@ class Recipe:
     recognises: Callable[[RepositoryModel], bool]
     """Asked in the order of RECIPES: directories may have any name."""
     parameters: Mapping[str, Rule] = field(default_factory=dict)
-    defaults: Mapping[str, Default] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     """Triton's defaults of unset parameters, where the mesh has others."""
     steps: Callable[[RepositoryModel], list[str]] = _no_steps
     """The names of the models called by a model."""
@@ -150,8 +150,14 @@ class Recipe:
     """Settings that an ensemble or BLS inherits from this step."""
 
 
-TEXT_STEPS = ("preprocessing", "tensorrt_llm", "disaggregated_serving_bls", "postprocessing")
-INHERITED = ("decoupled", "exclude_input_in_output", "max_beam_width")
+TEXT_STEPS = (
+    "preprocessing",
+    "tensorrt_llm",
+    "gpt",
+    "disaggregated_serving_bls",
+    "postprocessing",
+)
+INHERITED = ("decoupled", "exclude_input_in_output", "max_beam_width", "normalize_log_probs")
 
 RECIPES = (
     Recipe(
@@ -160,6 +166,15 @@ RECIPES = (
         steps=_ensemble_steps,
         steps_field="ensemble_scheduling",
         step_recipes=TEXT_STEPS,
+    ),
+    Recipe(
+        template=TEMPLATES["gpt"],
+        recognises=lambda model: model.inputs >= CORE_INPUTS and "log_probs" in model.outputs,
+        parameters=CORE_PARAMETERS,
+        defaults=CORE_DEFAULTS,
+        says_decoupled=True,
+        has_queue=True,
+        inherited=INHERITED,
     ),
     Recipe(
         template=TEMPLATES["tensorrt_llm"],

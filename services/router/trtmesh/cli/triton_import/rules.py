@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from trtmesh.chassis.errors import SettingsError
@@ -11,14 +10,6 @@ from trtmesh.cli.triton_import.findings import Draft, Subject
 
 Rule = Callable[[Subject, Draft], None]
 """Converts a value."""
-
-
-@dataclass(frozen=True, slots=True)
-class Default:
-    """Triton's value of an unset parameter, as a setting of the mesh."""
-
-    path: tuple[str, ...]
-    value: Any
 
 
 TRUE = frozenset({"true", "t", "yes", "y", "1"})

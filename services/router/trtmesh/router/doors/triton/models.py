@@ -56,6 +56,7 @@ def _settle(name: str, own: TritonModelSettings, door: TritonSettings) -> Model:
         add_special_tokens=_own(own.add_special_tokens, door.add_special_tokens),
         skip_special_tokens=_own(own.skip_special_tokens, door.skip_special_tokens),
         default_seed=door.default_seed,
+        normalize_log_probs=own.normalize_log_probs,
         wrap_token_ids=_own(own.wrap_token_ids, door.wrap_token_ids),
         steps=own.steps or DEFAULT_STEPS.get(own.template, ()),
     )

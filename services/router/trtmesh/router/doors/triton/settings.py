@@ -88,6 +88,8 @@ class TritonModelSettings(Settings):
     """Whether prompts are encoded with the tokenizer's special tokens."""
     skip_special_tokens: bool | None = None
     """Whether texts leave special tokens out."""
+    normalize_log_probs: bool | None = None
+    """Whether log-probabilities count only the tokens that could be chosen; unset leaves it to the engine."""
     wrap_token_ids: bool | None = None
     """Whether prompt ids outside of the vocabulary are taken modulo its size."""
     steps: tuple[str, ...] = ()

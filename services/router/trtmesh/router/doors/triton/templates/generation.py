@@ -105,6 +105,13 @@ class GenerationTemplate(Template, ABC):
         if config.output.context_logits or config.output.generation_logits:
             config.output.logits_data_type = MESH_DATA_TYPES[model.logits_data_type]
         _settle_beams(config, model.max_beam_width)
+        normalizes = model.normalize_log_probs
+        if (
+            normalizes is not None
+            and config.output.log_probs
+            and not config.HasField("beam_search")
+        ):
+            config.output.normalize_log_probs = normalizes
         _apply_parameters(config, call.parameters)
 
     def unnamed_stop(self) -> InvalidRequest:

@@ -110,6 +110,8 @@ class Model:
     skip_special_tokens: bool
     default_seed: int | None
     """Seed of requests without one; None draws a seed."""
+    normalize_log_probs: bool | None
+    """None leaves it to the engine."""
     wrap_token_ids: bool
     """Whether prompt ids are taken modulo the size of the vocabulary."""
     steps: tuple[str, ...]
