@@ -39,6 +39,11 @@ def test_error_names_the_sent_tensor_of_a_shared_field(name: str) -> None:
     assert call("tensorrt_llm", sent={name: None}).tensor_of("sampling.top_p_min") == name
 
 
+def test_error_of_ids_does_not_name_their_length() -> None:
+    sent = {"input_ids": None, "input_lengths": None}
+    assert call("tensorrt_llm", sent=sent).tensor_of("prompt.token_ids") == "input_ids"
+
+
 def test_sentence_names_tensors_and_the_row_of_a_batch() -> None:
     error = InvalidField.of("sampling.top_p", 3.0, "in [0, 1]").of_item(1)
     sentence = "top_p is 3.0 but must be in [0, 1]"
