@@ -80,6 +80,10 @@ class TritonServer:
         """The metrics of these models; those of the settings are listed before their first request."""
         return TritonMetrics(self._models, self._statistics, figures_of, self._configured)
 
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        return (*self._models,)
+
     def find_model(self, name: str, version: str) -> Model:
         """The model of a name. Raises ModelNotFound in Triton's words."""
         model = self._models.get(name)

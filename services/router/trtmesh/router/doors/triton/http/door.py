@@ -17,12 +17,22 @@ from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.doors.triton.http.bodies import as_json, json_response, read_json
 from trtmesh.router.doors.triton.http.errors import answering
 from trtmesh.router.doors.triton.http.inference import Inference
+from trtmesh.router.doors.triton.http.platforms import (
+    Handler,
+    SageMaker,
+    SageMakerSettings,
+    VertexAi,
+    VertexAiSettings,
+)
 from trtmesh.router.doors.triton.server import (
     MODEL_CONTROL,
     SHARED_MEMORY,
     TritonServer,
     unsupported,
 )
+from trtmesh.router.doors.triton.templates.template import Model
+
+Serving = Awaitable[web.StreamResponse]
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +65,8 @@ class HttpSettings(Settings):
     """Port to listen on; `none` serves no HTTP."""
     receive_seconds: Annotated[float, Field(gt=0, le=3600)] = 60.0
     """Time for a client to send the body of a request."""
+    sagemaker: SageMakerSettings = SageMakerSettings()
+    vertex_ai: VertexAiSettings = VertexAiSettings()
 
 
 class HttpDoor:
@@ -98,6 +110,12 @@ class HttpDoor:
 
     def _add_routes(self, app: web.Application, inference: Inference) -> None:
         get, post = app.router.add_get, app.router.add_post
+        if self._settings.sagemaker.model:
+            sagemaker = SageMaker(self._settings.sagemaker, self._server, inference)
+            sagemaker.add_routes(app, self._ready, self._live)
+        if self._settings.vertex_ai.predict_route:
+            vertex_ai = VertexAi(self._settings.vertex_ai, self._server, inference)
+            vertex_ai.add_routes(app, self._ready)
         get("/v2/health/live", self._live)
         get("/v2/health/ready", self._ready)
         get("/v2", self._metadata)
@@ -113,11 +131,19 @@ class HttpDoor:
             get(model + "/ready", self._model_ready)
             get(model + "/config", self._model_configuration)
             get(model + "/stats", self._statistics)
-            post(model + "/infer", inference.infer)
-            post(model + "/generate", inference.generate)
-            post(model + "/generate_stream", inference.generate_stream)
+            post(model + "/infer", self._of_path(inference.infer))
+            post(model + "/generate", self._of_path(inference.generate))
+            post(model + "/generate_stream", self._of_path(inference.generate_stream))
         for path, feature in UNSUPPORTED.items():
             app.router.add_route("*", path, _refuse(feature))
+
+    def _of_path(self, serve: Callable[[web.Request, Model], Serving]) -> Handler:
+        """The handler that serves the model of the path."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            return await serve(request, self._server.find_model(*model_of(request)))
+
+        return handle
 
     async def _live(self, request: web.Request) -> web.Response:
         return web.Response()
@@ -175,7 +201,7 @@ def _yes_or_no(yes: bool) -> web.Response:  # noqa: FBT001 - its only subject
     return web.Response(status=HTTPStatus.OK if yes else HTTPStatus.BAD_REQUEST)
 
 
-def _refuse(feature: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+def _refuse(feature: str) -> Handler:
     async def refuse(_: web.Request) -> web.StreamResponse:
         raise unsupported(feature)
 

@@ -32,36 +32,48 @@ class Inference:
         self._server = server
         self._receive_seconds = receive_seconds
 
-    async def infer(self, request: web.Request) -> web.Response:
-        """A single response, as JSON and binary tensors."""
-        model = self._model_of(request)
+    async def serve(
+        self, endpoint: str, request: web.Request, model: Model, binary_type: str
+    ) -> web.StreamResponse:
+        """Answers at the endpoint `infer`, `generate` or `generate_stream`."""
+        if endpoint == "generate":
+            return await self.generate(request, model)
+        if endpoint == "generate_stream":
+            return await self.generate_stream(request, model)
+        return await self.infer(request, model, binary_type)
+
+    async def infer(
+        self, request: web.Request, model: Model, binary_type: str = ""
+    ) -> web.Response:
+        """A single response, as JSON and binary tensors. The length of the JSON is in a header of its own or, with
+        `binary_type`, at the end of this content type."""
         if model.refuses_unary_calls:
             raise UnsupportedCall(
                 "HTTP end point doesn't support models with decoupled transaction policy"
             )
         body = await read_body(request, self._receive_seconds)
-        asked, binary = read_infer(model, body, request.headers.get(HEADER_LENGTH))
+        asked, binary = read_infer(model, body, _header_length(request, binary_type))
         outputs = await self._only_response(request, model, asked, unary=True)
         data, header_length = write_infer(model, asked.id, outputs, binary)
         response = web.Response(body=data, content_type="application/json")
-        if header_length is not None:
+        if header_length is not None and binary_type:
+            response.headers[hdrs.CONTENT_TYPE] = f"{binary_type}{header_length}"
+        elif header_length is not None:
             response.content_type = "application/octet-stream"
             response.headers[HEADER_LENGTH] = str(header_length)
         if (coding := _coding_of(request)) is not None:
             response.enable_compression(coding)
         return response
 
-    async def generate(self, request: web.Request) -> web.Response:
+    async def generate(self, request: web.Request, model: Model) -> web.Response:
         """A single response, as plain JSON."""
-        model = self._model_of(request)
         asked = read_generate(model, await read_body(request, self._receive_seconds))
         unary = not model.refuses_unary_calls
         outputs = await self._only_response(request, model, asked, unary=unary)
         return json_response(generate_response(model, asked.id, outputs))
 
-    async def generate_stream(self, request: web.Request) -> web.StreamResponse:
+    async def generate_stream(self, request: web.Request, model: Model) -> web.StreamResponse:
         """Responses as server-sent events."""
-        model = self._model_of(request)
         asked = read_generate(model, await read_body(request, self._receive_seconds))
         events = _EventStream(request)
         try:
@@ -87,10 +99,6 @@ class Inference:
         call = self._server.read(asked, request[SPEECH], model, unary=unary)
         async with self._server.serve(call, _caller_of(request)) as answers:
             return await _only_outputs(answers)
-
-    def _model_of(self, request: web.Request) -> Model:
-        path = request.match_info
-        return self._server.find_model(path["model"], path.get("version", ""))
 
 
 class _EventStream:
@@ -155,6 +163,16 @@ async def _only_outputs(answers: AsyncIterator[Answer]) -> Sequence[Output]:
     if not responses:
         raise _not_one_response()
     return responses[0]
+
+
+def _header_length(request: web.Request, binary_type: str) -> str | None:
+    """Length of the JSON in a body with binary data; None without."""
+    if not binary_type:
+        return request.headers.get(HEADER_LENGTH)
+    content_type = request.headers.get(hdrs.CONTENT_TYPE, "")
+    if not content_type.startswith(binary_type):
+        return None
+    return content_type.removeprefix(binary_type)
 
 
 def _not_one_response() -> InternalError:
