@@ -13,7 +13,7 @@ from trtmesh.cli.top import page
 from trtmesh.client import AdminClient, Client
 
 HEAD = Path(__file__).read_text(encoding="utf-8")[:900]
-"""What the prompts share, so that the picture has prefix hits."""
+"""What the prompts share, so that the picture has KV reuse."""
 
 PROMPTS = [f"{HEAD}\n\n{end}" for end in ("async def main()", "def look(", "class Top:", "for ")]
 REQUESTS = 6

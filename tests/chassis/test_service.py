@@ -133,6 +133,8 @@ async def test_signal_drains_and_stops(tmp_path: Path, number: signal.Signals) -
         order = [process.seen.index(word) for word in ("started", "draining", "drained", "stopped")]
         assert order == sorted(order)
         assert process.seen.count("stopped") == 1
+        # A supervisor sends SIGTERM; Ctrl-C comes from a person.
+        assert ("a second Ctrl-C exits at once" in process.seen) == (number == signal.SIGINT)
 
 
 async def test_process_announces_itself_in_one_line(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from trtmesh.cli.tables import (
 )
 from trtmesh.cli.top import page
 from trtmesh.v1 import router_admin_pb2 as pb
+from trtmesh.v1.engine_pb2 import Load
 
 PROBLEM = (
     "cannot connect: failed to connect to all addresses; the last of them refused the connection"
@@ -27,6 +28,16 @@ PROBLEM = (
 NAMES = [f"engine-of-a-long-name-{number}" for number in range(2)]
 ADDRESSES = [f"engine-{number}.engines.default.svc.cluster.local:9000" for number in range(2)]
 REQUEST = "d3b07384-d9a0-4c1e-8f3c-5f0f6f3ad8a2"
+
+LOAD = Load(
+    step_count=5,
+    computed_prompt_tokens=15_000,
+    reused_prompt_tokens=5_000,
+    running_sequences=12,
+    waiting_sequences=3,
+    used_blocks=200,
+    total_blocks=400,
+)
 
 
 def fleet(problem: str) -> pb.ListWorkersResponse:
@@ -89,6 +100,20 @@ def test_common_fleet_fits_80_columns() -> None:
         worker.engine.model, worker.engine.backend = "demo", "simulated"
     text = shown(workers_table(seen.workers), terminal=True, width=80)
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_look_at_a_common_fleet_fits_80_columns() -> None:
+    fleet = pb.ListWorkersResponse(policy="auto", live_requests=9)
+    for number in range(2):
+        worker = fleet.workers.add(worker=f"engine-{number}", state=pb.WORKER_STATE_READY, items=12)
+        worker.load.MergeFrom(LOAD)
+    sample = Sample(1.0, fleet, pb.ListRequestsResponse())
+    screen = StringIO()
+    console = Console(file=screen, force_terminal=True, width=80, color_system=None)
+    console.print(page(console, "127.0.0.1:8003", sample, measure(None, sample)), soft_wrap=True)
+    headline, *lines = screen.getvalue().splitlines()
+    assert "KV reuse 25%, now -" in headline
+    assert max(map(len, lines)) <= 80
 
 
 def test_remarks_fold_before_lines_run_on() -> None:

@@ -134,6 +134,17 @@ def test_unusable_sentencepiece_is_the_reason_of_a_failed_conversion(
 
 
 @pytest.mark.slow
+def test_tokenizer_with_code_of_its_own_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text("{}")
+    (tmp_path / "own.py").write_text("raise SystemExit('this ran')")
+    config = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelUnusable, match="code of the model") as caught:
+        load_vocabulary(tmp_path)
+    assert "trust_remote_code" not in str(caught.value)
+
+
+@pytest.mark.slow
 def test_failed_conversion_is_refused(tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_text("hello\nworld")
     with pytest.raises(ModelUnusable, match=f"{tmp_path} has no tokenizer.json, and its other"):

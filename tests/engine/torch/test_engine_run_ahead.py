@@ -15,6 +15,7 @@ from trtmesh.engine.admission import admit
 from trtmesh.engine.backend import PromptDetails, StepOutput, Submission
 from trtmesh.engine.backends.torch.engine import Launched
 from trtmesh.engine.backends.torch.loading import load_engine
+from trtmesh.engine.backends.torch.model.weights import weight_files
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
 from trtmesh.engine.backends.torch.scheduling.sequence import sequences_of
 from trtmesh.engine.backends.torch.settings import TorchSettings
@@ -37,7 +38,8 @@ class Driver:
 
     def __init__(self, model_dir: Path, ahead: int, **settings: Any) -> None:
         settings = {"threads": 1, "tokens_per_block": 4, "max_step_tokens": 16, **settings}
-        self.loaded = load_engine(model_dir, by_short_names(TorchSettings, **settings))
+        files = weight_files(model_dir)
+        self.loaded = load_engine(model_dir, files, by_short_names(TorchSettings, **settings))
         self.engine = self.loaded.engine
         self.ahead = ahead
         self.tokens: dict[int, list[int]] = {}

@@ -239,10 +239,24 @@ def _shown(value: object) -> str:
     return text if len(text) <= MAX_VALUE_CHARACTERS else f"{text[:MAX_VALUE_CHARACTERS]}..."
 
 
+STARTUP_ERROR_PREFIX = "trtmesh {section}: error: "
+"""Start of the line on standard error with which a service process ends."""
+
+
 class StartupError(Exception):
     """The process cannot start: it prints the message and exits with `exit_status`."""
 
     exit_status = 1
+
+    def __init__(self, problem: str, *, setting: str = "") -> None:
+        """`problem` continues a sentence that starts with `setting`, a dotted name such as `engine.torch.device`; or
+        is the whole sentence."""
+        super().__init__(problem)
+        self.problem = problem
+        self.setting = setting
+
+    def __str__(self) -> str:
+        return f"{self.setting} {self.problem}".strip()
 
 
 class SettingsError(StartupError):

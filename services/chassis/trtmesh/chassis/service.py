@@ -19,7 +19,7 @@ from google.protobuf import descriptor_pool
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry, Gauge
 from trtmesh.chassis.addresses import listen
-from trtmesh.chassis.errors import StartupError
+from trtmesh.chassis.errors import STARTUP_ERROR_PREFIX, StartupError
 from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.health import Health
 from trtmesh.chassis.logs import set_up_logs
@@ -84,13 +84,17 @@ Build = Callable[[S, Runtime], Service]
 
 def run(settings_class: type[S], build: Build[S], argv: Sequence[str]) -> int:
     """Runs a service process until a signal; returns its exit status."""
+    spelling: Callable[[str], str] = str
     try:
         settings = load_settings(settings_class, argv)
+        spelling = settings.spelling
         set_up_logs(settings.section, settings.log_level, settings.log_format)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_Process(settings, build).live())
     except StartupError as error:
-        print(f"trtmesh {settings_class.section}: error: {error}", file=sys.stderr)
+        error.setting = spelling(error.setting)
+        prefix = STARTUP_ERROR_PREFIX.format(section=settings_class.section)
+        print(f"{prefix}{error}", file=sys.stderr)
         return error.exit_status
 
 
@@ -122,8 +126,8 @@ class _Process:
 
     def _listen_to_signals(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
+        loop.add_signal_handler(signal.SIGTERM, self._on_signal)
+        loop.add_signal_handler(signal.SIGINT, self._on_ctrl_c)
         if self._settings.stop_on_stdin_eof:
             loop.add_reader(sys.stdin.fileno(), self._on_stdin)
 
@@ -132,6 +136,14 @@ class _Process:
             log.warning("second signal: exiting now")
             os._exit(130)
         self._stop_asked.set()
+
+    def _on_ctrl_c(self) -> None:
+        if not self._stop_asked.is_set():
+            log.warning(
+                "stopping: work in flight has up to %g s to finish; a second Ctrl-C exits at once",
+                self._settings.grace_seconds,
+            )
+        self._on_signal()
 
     def _on_stdin(self) -> None:
         if not os.read(sys.stdin.fileno(), 4096):

@@ -29,7 +29,14 @@ from typing import (
     get_origin,
 )
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import core_schema
 from trtmesh.chassis.config_file import SECTIONS, read_config_file, suggestion
@@ -107,6 +114,11 @@ class ServiceSettings(Settings):
     """Largest gRPC message, sent or received."""
     stop_on_stdin_eof: bool = False
     """Whether to stop at the end of standard input: the process then ends with its parent."""
+    _spellings: Mapping[str, str] = PrivateAttr(default_factory=dict)
+
+    def spelling(self, name: str) -> str:
+        """A dotted name as it was given: the flag, the variable, or the line of the file; unset, the dotted name."""
+        return self._spellings.get(name, name)
 
 
 S = TypeVar("S", bound=ServiceSettings)
@@ -320,11 +332,17 @@ def _validate(cls: type[S], layers: Sequence[Layer]) -> S:
             node[path[-1]] = value
             origin[path] = layer
     try:
-        return cls.model_validate(merged)
+        settings = cls.model_validate(merged)
     except ValidationError as error:
         raise SettingsError(
             "; ".join(_describe(cls, layers, origin, e) for e in error.errors())
         ) from error
+    settings._spellings = {
+        ".".join((cls.section, *path)): layer.names[path]
+        for path, layer in origin.items()
+        if path in layer.names
+    }
+    return settings
 
 
 def _describe(

@@ -27,8 +27,8 @@ def build_backend(settings: EngineSettings) -> Backend:
 
     if settings.model_dir is None:
         raise SettingsError(
-            "engine.model_dir is not set but the torch backend needs it (set --model-dir or"
-            " TRTMESH_ENGINE_MODEL_DIR)"
+            "is not set but the torch backend needs it (set --model-dir or TRTMESH_ENGINE_MODEL_DIR)",
+            setting="engine.model_dir",
         )
     return TorchBackend(settings.model_dir, settings.torch)
 

@@ -8,7 +8,7 @@ import os
 import signal
 from asyncio.subprocess import PIPE, Process
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn
@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from trtmesh.chassis.channels import open_channel
-from trtmesh.chassis.errors import StartupError
+from trtmesh.chassis.errors import STARTUP_ERROR_PREFIX, StartupError
 from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.cli.plan import LOOPBACK, ProcessPlan
 
@@ -31,8 +31,8 @@ Log = Callable[[str, str], None]
 class ChildEnded(StartupError):
     """A required process of the stack ended; its exit status becomes the command's."""
 
-    def __init__(self, name: str, status: int, last_lines: str) -> None:
-        super().__init__(f"{name} ended with status {status}: {last_lines or 'without output'}")
+    def __init__(self, plan: ProcessPlan, status: int, last_lines: Sequence[str]) -> None:
+        super().__init__(f"{plan.name}{_cause(plan.service, status, last_lines)}")
         self.exit_status = status if status > 0 else 1
 
 
@@ -159,7 +159,7 @@ class Child:
 
     async def _end(self) -> ChildEnded:
         status = await self.wait()
-        return ChildEnded(self.name, status, " / ".join(self._last_lines))
+        return ChildEnded(self.plan, status, self._last_lines)
 
     async def _watch_health(self) -> None:
         async with open_channel(self.local.address, max_message_bytes=2**20) as channel:
@@ -179,6 +179,15 @@ class Child:
         async for line in lines:
             self._last_lines.append(line)
             self._log(self.name, line)
+
+
+def _cause(service: str, status: int, last_lines: Sequence[str]) -> str:
+    """The error with which a service ended, or what it logged last."""
+    prefix = STARTUP_ERROR_PREFIX.format(section=service)
+    for line in reversed(last_lines):
+        if line.startswith(prefix):
+            return f": {line.removeprefix(prefix)}"
+    return f" ended with status {status}: {' / '.join(last_lines) or 'without output'}"
 
 
 def _local(address: str) -> str:

@@ -26,7 +26,9 @@ def process_log(directory: Path | None) -> Iterator[Log]:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SettingsError(f"mesh.log_dir {directory} cannot be made: {error.strerror}") from error
+        raise SettingsError(
+            f"is {str(directory)!r}, which cannot be made: {error.strerror}", setting="mesh.log_dir"
+        ) from error
     files: dict[str, BinaryIO] = {}
     unwritten: set[str] = set()
     with ExitStack() as open_files:

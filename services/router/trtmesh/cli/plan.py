@@ -12,6 +12,7 @@ from trtmesh.chassis.admin_token import AdminToken, read_admin_token
 from trtmesh.chassis.config_file import read_config_file
 from trtmesh.chassis.cores import physical_cores
 from trtmesh.chassis.errors import ModelUnusable, SettingsError
+from trtmesh.chassis.model_dir import check_model_dir
 from trtmesh.cli.mesh_settings import MeshSettings
 
 LOOPBACK = "127.0.0.1"
@@ -210,15 +211,15 @@ def _served_models(settings: MeshSettings, given: ServiceSettingsGiven) -> list[
     if not models and len(own) == 1:
         (other,) = set(services) - set(own)
         raise SettingsError(
-            f"{own[0]}.model_dir is set but {other}.model_dir is not; set mesh.model, or both"
+            f"is set but {other}.model_dir is not; set mesh.model, or both",
+            setting=f"{own[0]}.model_dir",
         )
     if not models and own:
         directory = Path(str(given.value("engine", "model_dir")))
         return [ServedModel(directory.resolve().name, ())]
     models = models or [demo_model()]
     for model in models:
-        if not model.is_dir():
-            raise ModelUnusable(f"mesh.model is {str(model)!r}, which is no directory")
+        check_model_dir(model)
     return [ServedModel(model.resolve().name, ("--model-dir", str(model))) for model in models]
 
 
@@ -227,12 +228,14 @@ def _check_devices(settings: MeshSettings, models: Iterable[ServedModel]) -> Non
     names = {model.name for model in models}
     if unknown := set(settings.devices) - names:
         raise SettingsError(
-            f"mesh.devices names {', '.join(map(repr, sorted(unknown)))}, but the models of the stack are:"
-            f" {', '.join(sorted(names))}"
+            f"names {', '.join(map(repr, sorted(unknown)))}, but the models of the stack are:"
+            f" {', '.join(sorted(names))}",
+            setting="mesh.devices",
         )
     if settings.asks_for("engines") and names == set(settings.devices):
         raise SettingsError(
-            "mesh.engines has no effect: mesh.devices lists a device for each engine of every model"
+            "has no effect: mesh.devices lists a device for each engine of every model",
+            setting="mesh.engines",
         )
 
 

@@ -64,8 +64,9 @@ class Stack:
                 await self._start()
         except TimeoutError:
             raise StartupError(
-                f"the stack does not serve after mesh.start_seconds = {self.settings.start_seconds:g};"
-                " the logs of its processes say why"
+                f"is {self.settings.start_seconds:g} but the stack does not serve after this time; the logs of its"
+                " processes say why",
+                setting="mesh.start_seconds",
             ) from None
 
     async def _start(self) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from trtmesh.chassis.errors import SettingsError
+from trtmesh.chassis.errors import SettingsError, StartupError
 from trtmesh.cli.import_triton import imported_repository
 from trtmesh.cli.logs import process_log
 from trtmesh.cli.mesh_settings import Flags, config_file_of, load_mesh_settings
@@ -30,9 +30,13 @@ async def supervise(flags: Flags, use: Use, defaults: Flags = MappingProxyType({
     precedence of all settings."""
     with imported_repository(flags) as effective:
         settings = load_mesh_settings(effective, defaults)
-        with process_log(settings.log_dir) as log:
-            stack = Stack(settings, Plan(settings, config_file_of(effective)), log)
-            return await _Supervision(stack, use).run()
+        try:
+            with process_log(settings.log_dir) as log:
+                stack = Stack(settings, Plan(settings, config_file_of(effective)), log)
+                return await _Supervision(stack, use).run()
+        except StartupError as error:
+            error.setting = settings.spelling(error.setting)
+            raise
 
 
 @dataclass(slots=True)
@@ -71,7 +75,9 @@ class _Supervision:
         """Stops in order the first time, kills all processes the second time."""
         self._interrupts += 1
         if self._interrupts == 1:
-            say("stopping; Ctrl-C again ends everything at once")
+            say(
+                "stopping; a second Ctrl-C ends all processes at once and cuts running requests off"
+            )
             self._work.cancel()
         else:
             self._killed = True
@@ -94,7 +100,7 @@ def _interrupts(interrupt: Callable[[], None], stdin: int | None) -> Iterator[No
             loop.add_reader(stdin, read_stdin)
         except PermissionError as error:
             raise SettingsError(
-                "mesh.stop_on_stdin_eof needs a pipe or a terminal as input"
+                "needs a pipe or a terminal as input", setting="mesh.stop_on_stdin_eof"
             ) from error
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, interrupt)

@@ -24,7 +24,7 @@ LEAST_REMARK_WIDTH = 20
 
 def workers_table(workers: Iterable[pb.Worker]) -> Table:
     table = new_table(
-        "worker", "address", "state", "model", "backend", "role", "items", "blocks\nused",
+        "worker", "address", "state", "model", "backend", "role", "items", "KV\nblocks",
         remark="problem",
     )  # fmt: skip
     for worker in workers:
@@ -60,7 +60,7 @@ def tokenizers_table(tokenizers: Iterable[pb.TokenizerReplica]) -> Table:
 
 def requests_table(requests: Iterable[pb.LiveRequest]) -> Table:
     table = new_table(
-        "request", "model", "age s", "items", "stages", "workers", "tokens", "waiting"
+        "request", "model", "age s", "items", "stages", "workers", "new\ntokens", "unread"
     )
     for request in requests:
         add_row(

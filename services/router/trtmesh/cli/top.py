@@ -39,10 +39,12 @@ async def top(
         int, typer.Option(min=1, max=2**31, help="Most requests shown, the oldest first.")
     ] = 20,
 ) -> int:
-    """Show workers, live requests, token rates and prefix hit rates, updated live.
+    """Show workers, live requests, token rates and KV reuse, updated live.
 
-    Rates span the time since the last update; hit rates are shares of prompt tokens with reused KV. With --json one
-    update per line. Exit status: 0 after --count updates, 1 the call failed, 2 wrong usage, 130 Ctrl-C.
+    Rates span the time since the last update. KV reuse is the share of prompt tokens with cached KV since the workers
+    started; now, since the last update. Running and waiting count sequences; unread are new tokens on their way
+    to the client. With --json one update per line. Exit status: 0 after --count updates, 1 the call failed, 2 wrong
+    usage, 130 Ctrl-C.
     """
     before: Sample | None = None
     with _shown(context) as show:
@@ -90,8 +92,8 @@ def page(console: Console, address: str, sample: Sample, rates: Rates) -> Group:
     fleet = sample.fleet
     headline = (
         f"router {address}: policy {fleet.policy}, {fleet.live_requests} live requests,"
-        f" {_number(rates.generated_tokens_per_second)} tokens/s, prefix hits {_share(rates.hit_rate)},"
-        f" {_share(rates.recent_hit_rate)} of late"
+        f" {_number(rates.generated_tokens_per_second)} new tokens/s,"
+        f" KV reuse {_share(rates.hit_rate)}, now {_share(rates.recent_hit_rate)}"
     )
     tables = (_fleet(sample, rates), _streams(sample, rates))
     return Group(Text(printable(headline)), *(fitted(table, console) for table in tables))
@@ -99,8 +101,8 @@ def page(console: Console, address: str, sample: Sample, rates: Rates) -> Group:
 
 def _fleet(sample: Sample, rates: Rates) -> Table:
     table = new_table(
-        "worker", "state", "items", "running", "waiting", "blocks\nused", "prompt\ntokens/s", "tokens/s",
-        "hits", "of\nlate", remark="problem",
+        "worker", "state", "items", "running", "waiting", "KV\nused", "prompt\ntokens/s", "new\ntokens/s",
+        "KV\nreuse", "KV\nreuse\nnow", remark="problem",
     )  # fmt: skip
     for worker, rate in zip(sample.fleet.workers, rates.workers, strict=True):
         load = worker.load
@@ -124,7 +126,7 @@ def _fleet(sample: Sample, rates: Rates) -> Table:
 
 def _streams(sample: Sample, rates: Rates) -> Table:
     table = new_table(
-        "request", "age s", "items", "stages", "tokens", "tokens/s", "waiting\nfor client"
+        "request", "age s", "items", "stages", "new\ntokens", "new\ntokens/s", "unread"
     )
     for request, rate in zip(sample.requests.requests, rates.requests, strict=True):
         add_row(

@@ -42,8 +42,8 @@ class Router:
     """A router as a service of the chassis."""
 
     def __init__(self, settings: RouterSettings, runtime: Runtime) -> None:
-        check_entries("engines", settings.engines)
-        check_entries("tokenizers", settings.tokenizers)
+        check_entries("router.engines", settings.engines)
+        check_entries("router.tokenizers", settings.tokenizers)
         self._settings = settings
         self._runtime = runtime
         names = ("trtmesh.v1.MeshService",)

@@ -11,6 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.chassis.fingerprint import VOCABULARY_FILES, tokenizer_fingerprint
+from trtmesh.chassis.model_dir import check_model_dir
 from trtmesh.tokenizer.conversion import convert
 from trtmesh.tokenizer.detokenizers.base import Detokenizer
 from trtmesh.tokenizer.detokenizers.choice import choose_detokenizer
@@ -66,8 +67,7 @@ def load_vocabulary(model_dir: Path) -> Vocabulary:
 
 
 def _load_tokenizer(model_dir: Path) -> Tokenizer:
-    if not model_dir.is_dir():
-        raise ModelUnusable(f"model directory {model_dir} does not exist or is not a directory")
+    check_model_dir(model_dir)
     file = model_dir / TOKENIZER_FILE
     if file.is_file():
         try:

@@ -12,6 +12,7 @@ from e2e.mesh import DEMO
 from engine.short_names import by_short_names
 from trtmesh.chassis.cores import physical_cores
 from trtmesh.engine.backends.torch.loading import load_engine
+from trtmesh.engine.backends.torch.model.weights import weight_files
 from trtmesh.engine.backends.torch.settings import TorchSettings
 
 PRINTS_THREADS = """
@@ -42,7 +43,8 @@ def test_threads_follow_setting_variable_and_cores(
 def test_engine_takes_the_threads_of_its_settings() -> None:
     before = torch.get_num_threads()
     try:
-        load_engine(DEMO, by_short_names(TorchSettings, threads=before + 1, kv_cache_tokens=4096))
+        settings = by_short_names(TorchSettings, threads=before + 1, kv_cache_tokens=4096)
+        load_engine(DEMO, weight_files(DEMO), settings)
         assert torch.get_num_threads() == before + 1
     finally:
         torch.set_num_threads(before)

@@ -110,7 +110,10 @@ async def test_an_encoder_decoder_and_an_unknown_type(copy: Path) -> None:
 async def test_code_in_the_directory_is_not_run(copy: Path) -> None:
     (copy / "modeling.py").write_text("raise SystemExit('this ran')")
     change_config(copy, model_type="own", auto_map={"AutoConfig": "modeling.Config"})
-    assert "config.json is refused" in await refusal(copy)
+    said = await refusal(copy)
+    assert "config.json is refused" in said
+    assert "code of a model is never run" in said
+    assert "trust_remote_code" not in said
 
 
 async def test_weights_that_are_not_numbers(copy: Path) -> None:

@@ -60,7 +60,8 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         info = await self._backend.start(self._streams.deliver, self._on_failure)
         if role_of(self._settings) not in info.capabilities.roles:
             raise SettingsError(
-                f"engine.role is {self._settings.role} but the {info.backend} backend does not support this role"
+                f"is {self._settings.role} but the {info.backend} backend does not support this role",
+                setting="engine.role",
             )
         # The default is the directory's name, as in the tokenizer.
         directory = self._settings.model_dir.resolve().name if self._settings.model_dir else ""

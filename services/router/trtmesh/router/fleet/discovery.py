@@ -37,7 +37,7 @@ def check_entries(field: str, entries: Iterable[str]) -> None:
             Address.parse(entry)
         except ValueError as error:
             raise SettingsError(
-                f"{field} has the entry {entry!r}, which is neither host:port nor file:PATH"
+                f"has the entry {entry!r}, which is neither host:port nor file:PATH", setting=field
             ) from error
 
 

@@ -153,10 +153,13 @@ def _check_writable(file: Path) -> None:
     """Creates a missing file. Raises SettingsError."""
     try:
         if file.exists() and not file.is_file():
-            raise SettingsError(f"router.record.file is {str(file)!r}, not a regular file")
+            raise SettingsError(
+                f"is {str(file)!r}, not a regular file", setting="router.record.file"
+            )
         with file.open("a"):
             pass
     except OSError as error:
         raise SettingsError(
-            f"router.record.file is {str(file)!r}, which is not writable: {error.strerror}"
+            f"is {str(file)!r}, which is not writable: {error.strerror}",
+            setting="router.record.file",
         ) from error

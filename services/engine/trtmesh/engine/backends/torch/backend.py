@@ -29,6 +29,7 @@ from trtmesh.engine.backend import (
     StepOutput,
     Submission,
 )
+from trtmesh.engine.backends.torch.model.weights import weight_files
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
 from trtmesh.engine.backends.torch.scheduling.sequence import Sequence, sequences_of
 from trtmesh.engine.backends.torch.settings import TorchSettings
@@ -166,9 +167,11 @@ class TorchBackend:
         # From now on a cancelled start cannot cancel the future, so setting a result never fails.
         loaded.set_running_or_notify_cancel()
         try:
+            # Before torch is imported, which takes seconds.
+            files = weight_files(self._model_dir)
             from trtmesh.engine.backends.torch.loading import load_engine
 
-            result = load_engine(self._model_dir, self._settings)
+            result = load_engine(self._model_dir, files, self._settings)
         except BaseException as error:  # noqa: BLE001 - raised where the start is awaited
             loaded.set_exception(error)
             return

@@ -20,7 +20,7 @@ from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.model.model import Model, load_model
 from trtmesh.engine.backends.torch.model.prompt_tables import DTYPES, PromptTables
 from trtmesh.engine.backends.torch.model.rope import freeze_rope
-from trtmesh.engine.backends.torch.model.weights import model_fingerprint, weight_files
+from trtmesh.engine.backends.torch.model.weights import model_fingerprint
 from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
 from trtmesh.engine.backends.torch.scheduling.scheduler import Scheduler
 from trtmesh.engine.backends.torch.settings import KvCacheSettings, TorchSettings
@@ -39,11 +39,10 @@ class Loaded:
     tables: PromptTables
 
 
-def load_engine(model_dir: Path, settings: TorchSettings) -> Loaded:
-    """Raises ModelUnusable with the reason, or SettingsError for an absent device."""
+def load_engine(model_dir: Path, files: list[Path], settings: TorchSettings) -> Loaded:
+    """Loads the weights in `files`. Raises ModelUnusable with the reason, or SettingsError for an absent device."""
     take_threads(settings.threads)
     device = _device(settings)
-    files = weight_files(model_dir)
     dtype = device.default_dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
     model = load_model(model_dir, dtype, device.name, device.fit)
     dtype = model.dtype
@@ -96,12 +95,15 @@ def _present(text: str) -> torch.device:
     except RuntimeError:
         known = False
     if not known:
-        raise SettingsError(f"engine.torch.device is {text!r} but must be cpu, cuda or cuda:NUMBER")
+        raise SettingsError(
+            f"is {text!r} but must be cpu, cuda or cuda:NUMBER", setting="engine.torch.device"
+        )
     count = torch.cuda.device_count()
     if name.type == "cuda" and (name.index or 0) >= count:
         why = "" if torch.version.cuda else ", being built without CUDA"
         raise SettingsError(
-            f"engine.torch.device is {text!r} but PyTorch finds {count} CUDA devices here{why}"
+            f"is {text!r} but PyTorch finds {count} CUDA devices here{why}",
+            setting="engine.torch.device",
         )
     return name
 
@@ -175,15 +177,16 @@ def size(settings: TorchSettings, model: Model, device: Device) -> Sizes:
     longest = most or model.max_positions
     if longest > model.max_positions:
         raise ModelUnusable(
-            f"limits.max_sequence_tokens is {longest} but the model has {model.max_positions} positions"
+            f"is {longest} but the model has {model.max_positions} positions",
+            setting="engine.torch.limits.max_sequence_tokens",
         )
     token_bytes = model.kv_shape.bytes_per_token(model.dtype)
     tokens = _tokens(settings, token_bytes, longest, device)
     blocks = tokens // tokens_per_block
     if not blocks:
         raise ModelUnusable(
-            f"a KV cache of {tokens} tokens holds no block of {tokens_per_block}; raise kv_cache.tokens,"
-            " kv_cache.bytes or kv_cache.free_memory_fraction, whichever is set"
+            f"a KV cache of {tokens} tokens holds no block of {tokens_per_block}; raise engine.torch.kv_cache.tokens,"
+            " engine.torch.kv_cache.bytes or engine.torch.kv_cache.free_memory_fraction, whichever is set"
         )
     if not most:
         longest = min(longest, blocks * tokens_per_block)

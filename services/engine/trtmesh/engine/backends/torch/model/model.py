@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.engine.backends.torch.memory.kvcache import KvShape
@@ -121,6 +123,7 @@ def load_model(model_dir: Path, dtype: torch.dtype | None, device: torch.device,
 
 
 def _config(model_dir: Path) -> Any:
+    _check_type(model_dir)
     try:
         config = AutoConfig.from_pretrained(
             model_dir, local_files_only=True, trust_remote_code=False
@@ -133,6 +136,18 @@ def _config(model_dir: Path) -> Any:
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ModelUnusable(f"model type {kind} is not a causal language model of transformers")
     return config
+
+
+def _check_type(model_dir: Path) -> None:
+    """Raises ModelUnusable for a type unknown to transformers, whose own error advises to run foreign code."""
+    content = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    kind = content.get("model_type")
+    if kind is None or kind in CONFIG_MAPPING:
+        return
+    reason = f"model type {kind} is unknown to transformers {transformers.__version__}"
+    if content.get("auto_map"):
+        reason += "; the directory has code for it (auto_map), and code of a model is never run"
+    raise ModelUnusable(f"{model_dir / 'config.json'} is refused: {reason}")
 
 
 def _own_dtype(config: Any) -> torch.dtype:
@@ -277,4 +292,6 @@ def _quiet() -> Iterator[None]:
 
 
 def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip() or 'no further reason'}"
+    """The first line: further ones of transformers are advice for programs of its own."""
+    lines = str(error).strip().splitlines() or ["no further reason"]
+    return f"{type(error).__name__}: {lines[0]}"

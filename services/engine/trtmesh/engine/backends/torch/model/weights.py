@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from trtmesh.chassis.errors import ModelUnusable
+from trtmesh.chassis.model_dir import check_model_dir
+
+INDEX_FILE = "model.safetensors.index.json"
+LENGTH_BYTES = 8
+"""Bytes at the start of a safetensors file, with the length of its header."""
+MAX_HEADER_BYTES = 100_000_000
+"""As in the safetensors library."""
+LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
 WHOLE_BYTES = 64 * 2**20
 """Files up to this size are hashed whole."""
@@ -16,18 +26,19 @@ SAMPLE_BYTES = 64 * 1024
 
 
 def weight_files(model_dir: Path) -> list[Path]:
-    """The safetensors files. Raises ModelUnusable for an unsuitable directory."""
-    if not model_dir.is_dir():
-        raise ModelUnusable(f"model directory {model_dir} does not exist")
-    if not (model_dir / "config.json").is_file():
+    """The safetensors files, checked without reading weights. Raises ModelUnusable for an unsuitable directory."""
+    check_model_dir(model_dir)
+    config = model_dir / "config.json"
+    if not config.is_file():
         raise ModelUnusable(f"model directory {model_dir} has no config.json")
     files = sorted(model_dir.glob("*.safetensors"))
     if not files:
         pickles = sorted(path.name for path in model_dir.glob("pytorch_model*.bin"))
         hint = f", but {pickles[0]}: run trtmesh convert {model_dir}" if pickles else ""
         raise ModelUnusable(f"model directory {model_dir} has no *.safetensors files{hint}")
-    for file in files:
-        _check(file)
+    _check_index(model_dir / INDEX_FILE)
+    names = [name for file in files for name in _tensor_names(file)]
+    _check_layers(model_dir, names)
     return files
 
 
@@ -50,15 +61,56 @@ def model_fingerprint(model_dir: Path, files: list[Path], dtype: str) -> str:
     return digest.hexdigest()
 
 
-def _check(file: Path) -> None:
-    """Names a torn file, before a loader fails deep inside."""
-    from safetensors import SafetensorError, safe_open
+def _check_index(index: Path) -> None:
+    """Raises ModelUnusable for a file of a divided model that is missing."""
+    if not index.is_file():
+        return
+    named = _json_object(index).get("weight_map")
+    for name in sorted(set(named.values())) if isinstance(named, dict) else ():
+        if not (index.parent / name).is_file():
+            raise ModelUnusable(f"{index} names {name}, which is missing; download it too")
 
+
+def _tensor_names(file: Path) -> list[str]:
+    """The tensors of the header. Raises ModelUnusable unless the file has all their bytes and no more."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
+        header = stream.read(length) if length <= min(size, MAX_HEADER_BYTES) else b""
     try:
-        with safe_open(file, framework="numpy") as content:
-            content.keys()
-    except (SafetensorError, OSError) as error:
-        raise ModelUnusable(f"{file} is not a readable safetensors file: {error}") from error
+        tensors = json.loads(header)
+        tensors.pop("__metadata__", None)
+        ends = [int(tensor["data_offsets"][1]) for tensor in tensors.values()]
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise ModelUnusable(f"{file} is not a readable safetensors file: no header") from error
+    expected = LENGTH_BYTES + length + max(ends, default=0)
+    if size != expected:
+        raise ModelUnusable(
+            f"{file} is not a readable safetensors file: it has {size} bytes of {expected}; copy or download it again"
+        )
+    return [*tensors]
+
+
+def _check_layers(model_dir: Path, names: list[str]) -> None:
+    """Raises ModelUnusable where config.json has more layers than the weights."""
+    config = _json_object(model_dir / "config.json")
+    layers = config.get("num_hidden_layers")
+    numbers = [int(match[1]) for name in names if (match := LAYER.search(name))]
+    if isinstance(layers, int) and numbers and layers > max(numbers) + 1:
+        raise ModelUnusable(
+            f"the weights of {model_dir} do not fit its config.json: num_hidden_layers is {layers}, but the files"
+            f" have {max(numbers) + 1} layers"
+        )
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelUnusable(f"{file} is refused: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelUnusable(f"{file} is refused: it must hold a JSON object")
+    return content
 
 
 def _canonical(file: Path) -> bytes:

@@ -1,0 +1,56 @@
+"""What is often given in place of a model directory, told apart before anything is loaded."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from trtmesh.chassis.errors import ModelUnusable
+
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+"""A repository of the Hugging Face Hub: owner and name."""
+
+POINTER_START = b"version https://git-lfs.github.com/spec/"
+CHECKED_FILES = ("*.json", "*.model", "*.safetensors", "*.txt")
+
+
+def check_model_dir(model_dir: Path) -> None:
+    """Raises ModelUnusable, with what to do, unless this is a directory with the contents of its files."""
+    if model_dir.suffix == ".gguf":
+        raise ModelUnusable(f"{model_dir} {_of_llama_cpp(model_dir.name)}")
+    if not model_dir.is_dir():
+        raise ModelUnusable(_no_directory(model_dir))
+    if (gguf := sorted(model_dir.glob("*.gguf"))) and not any(model_dir.glob("*.safetensors")):
+        raise ModelUnusable(f"model directory {model_dir} {_of_llama_cpp(gguf[0].name)}")
+    for file in sorted(file for pattern in CHECKED_FILES for file in model_dir.glob(pattern)):
+        if _is_pointer(file):
+            raise ModelUnusable(
+                f"{file} is a pointer of Git LFS, not the file itself; fetch the files: git -C {model_dir} lfs pull"
+            )
+
+
+def _of_llama_cpp(name: str) -> str:
+    return (
+        f"holds a model for llama.cpp ({name}), which no backend reads; download the model from which it was"
+        " converted: a directory with config.json and *.safetensors"
+    )
+
+
+def _no_directory(path: Path) -> str:
+    if path.exists():
+        return f"{path} is a file, not a model directory"
+    if HUB_NAME.fullmatch(str(path)):
+        return (
+            f"model directory {path} does not exist; a model of the Hugging Face Hub is downloaded first:"
+            f" hf download {path} --local-dir {path.name}, then give the directory {path.name}"
+        )
+    return f"model directory {path} does not exist"
+
+
+def _is_pointer(file: Path) -> bool:
+    try:
+        with file.open("rb") as content:
+            return content.read(len(POINTER_START)) == POINTER_START
+    except OSError:
+        # Whoever needs the file reports it.
+        return False
