@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from cli.commands import trtmesh
 from cli.triton_import.importing import convert, copy_of_demo, finding
 from compat.repository import disaggregated, five_models, replace
 from e2e.mesh import DEMO
 from trtmesh.chassis.errors import ModelUnusable
+from trtmesh.chassis.settings import load_settings
 from trtmesh.cli.triton_import import Outcome
+from trtmesh.router.settings import RouterSettings
 
 WHISPER = """backend: "python" max_batch_size: 8
     input { name: "TEXT_PREFIX" data_type: TYPE_STRING dims: [ 1 ] }
@@ -170,3 +173,17 @@ def test_unset_log_probs_are_normalized_as_in_triton(tmp_path: Path) -> None:
     off = convert(five_models(tmp_path / "off", {"normalize_log_probs": "False"}))
     own = off.sections["router"]["triton"]["models"]["ensemble"]
     assert own["normalize_log_probs"] is False
+
+
+def test_values_that_a_router_refuses_are_not_called_served(tmp_path: Path) -> None:
+    directory = five_models(tmp_path / "models", {"triton_max_batch_size": "100000"})
+    (directory / "ensemble").rename(directory / "my ensemble")
+    replace(directory, "my ensemble", 'name: "ensemble"', 'name: "my ensemble"')
+    conversion = convert(directory)
+    assert set(conversion.unserved) == {"my ensemble"}
+    outcome, _ = finding(conversion, "tensorrt_llm", "max_batch_size")
+    assert outcome is Outcome.UNSUPPORTED
+    file = tmp_path / "mesh.yaml"
+    file.write_text(yaml.safe_dump(dict(conversion.sections)))
+    settings = load_settings(RouterSettings, ["--config", str(file), "--engines", "e:1"], {})
+    assert settings.triton.models["tensorrt_llm"].max_batch_size == 65536

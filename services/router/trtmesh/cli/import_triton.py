@@ -160,17 +160,18 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 
 def _tell_text(conversion: Conversion, tell: Callable[[str], None]) -> None:
-    """Prints a paragraph for each model, with its unset values on one line."""
+    """Prints a paragraph for each model, with its unset values on one line for each consequence."""
     for model, group in groupby(conversion.findings, key=lambda finding: finding.model):
         tell(f"{printable(model)}:")
-        findings = list(group)
-        unset = [finding for finding in findings if finding.outcome.name == "UNSET"]
-        for finding in findings:
-            if finding not in unset:
+        unset: dict[str, list[str]] = {}
+        for finding in group:
+            if finding.outcome.name == "UNSET":
+                unset.setdefault(finding.text, []).append(finding.what)
+            else:
                 tell(f"  {_as_line(finding)}")
-        if unset:
-            names = ", ".join(dict.fromkeys(finding.what for finding in unset))
-            tell(f"  {unset[0].outcome.value:<12}  {printable(names)}")
+        for text, names in unset.items():
+            listed = ", ".join(dict.fromkeys(names))
+            tell(printable(f"  {'unset':<12}  {listed}: {text}"))
     if conversion.unfilled:
         keys = ", ".join(conversion.unfilled)
         tell(printable(f"placeholders without a value (--fill KEY:VALUE,...): {keys}"))

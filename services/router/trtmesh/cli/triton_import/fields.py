@@ -24,6 +24,8 @@ from trtmesh.kserve import model_config_pb2
 from trtmesh.router.doors.triton.tensors import TensorSpec
 
 LOGITS = ("context_logits", "generation_logits")
+MOST_ROWS = 65536
+"""Largest batch size of a Triton model."""
 SHOWN = 60
 """Characters shown of a value."""
 
@@ -109,7 +111,10 @@ def _convert_batch_size(model: RepositoryModel, draft: Draft) -> None:
     if not size and _is_unfilled(model, "max_batch_size"):
         return
     subject = Subject(model.name, "max_batch_size", str(size))
-    if size > 0:
+    if size > MOST_ROWS:
+        draft.refuse(subject, f"the door's limit holds, {MOST_ROWS} at most")
+        draft.put((*model.path, "max_batch_size"), MOST_ROWS)
+    elif size > 0:
         draft.carry(subject, (*model.path, "max_batch_size"), size)
     else:
         draft.refuse(subject, "tensors have a batch dimension here, as in TensorRT-LLM's template")

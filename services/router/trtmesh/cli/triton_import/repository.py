@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,8 @@ class Repository:
         """Why the mesh cannot serve a model; '' if the configurations allow it."""
         if model.recipe is None:
             return reason_unserved(model)
+        if not re.fullmatch(r"[^/\s]{1,256}", model.name):
+            return "its name has white space or more than 256 characters"
         for name in model.steps:
             if name not in self.models:
                 if name not in model.recipe.provided_steps:
