@@ -1036,7 +1036,9 @@ class GetEngineResponse(google.protobuf.message.Message):
     total_blocks: builtins.int
     """KV blocks in the pool."""
     deterministic: builtins.bool
-    """Whether equal inputs and seeds give equal tokens, whatever else is in the batch."""
+    """Whether equal inputs and seeds always give equal tokens, whatever else is in the batch. If not, a token may differ
+    where rounding decides between candidates that nearly tie. For clients: routers do not read it.
+    """
     data_type: trtmesh.v1.generation_pb2.DataType.ValueType
     """Element type of the weights."""
     load_interval_ms: builtins.int
@@ -1044,7 +1046,9 @@ class GetEngineResponse(google.protobuf.message.Message):
     static_batching: builtins.bool
     """Whether a batch is computed to its end before the next batch starts."""
     resumes_exactly: builtins.bool
-    """Whether a migrated sequence gets the same tokens as without the migration, given its seed and `emitted_tokens`."""
+    """Whether a migrated sequence always gets the same tokens as without the migration, given its seed and
+    `emitted_tokens`, if both workers have the same model, settings and kind of hardware.
+    """
     stops_single_sequences: builtins.bool
     """Whether `stop` can end one sequence of an item while the others continue; beams always end together."""
     max_adapters: builtins.int

@@ -12,8 +12,9 @@ from oracle import tiny_models
 from trtmesh.engine.backends.torch.cpu.device import Cpu
 from trtmesh.engine.backends.torch.cpu.fused_layers import FusedAttention, FusedMlp
 from trtmesh.engine.backends.torch.model.model import load_model
+from trtmesh.engine.backends.torch.settings import TorchSettings
 
-CPU = Cpu(weight_copies=True, decode_copy_bytes=0)
+CPU = Cpu(TorchSettings())
 FUSED = "llama mistral qwen2 qwen3 granite gemma"
 """Also with biases, a window, norms of heads, a scale of their own."""
 LEFT = "gpt2 gemma2 glm ministral3"

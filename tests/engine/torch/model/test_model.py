@@ -229,7 +229,7 @@ async def test_the_description_says_what_was_loaded(
         assert (info.backend, info.model, info.max_batch_size) == ("torch", llama.name, 3)
         assert (info.vocabulary_size, info.max_sequence_tokens) == (320, 512)
         assert info.total_blocks == 3 * 512 // 16
-        assert info.capabilities.deterministic
+        assert not info.capabilities.deterministic
         assert len(info.tokenizer_fingerprint) == 64
     moved = Path(shutil.copytree(llama, tmp_path / "elsewhere"))
     async with running(moved) as engine:
@@ -252,5 +252,4 @@ async def test_bfloat16_weights_are_computed_in_float32(llama: Path, tmp_path: P
     prompts = tiny_models.prompts(3)
     expected = [tiny_models.greedy(model, prompt, 8) for prompt in prompts]
     async with running(folder) as engine:
-        assert engine.info.capabilities.deterministic
         assert await engine.run(prompts, configure(max_tokens=8, ignore_end_id=True)) == expected

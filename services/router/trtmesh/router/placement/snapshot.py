@@ -17,7 +17,7 @@ class Capability(Enum):
     PREFILL = "prefill"
     DECODE = "decode"
     EXACT_RESUMPTION = "exact resumption"
-    """Continues a sequence of another worker bit for bit."""
+    """Continues a sequence with the tokens that a worker of the same kind would have generated."""
     SINGLE_STOPS = "single stops"
     """Stops a single sequence of an item."""
 

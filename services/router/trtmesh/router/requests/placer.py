@@ -25,7 +25,8 @@ REPEAT_SECONDS = 0.1
 """Pause before another attempt at workers after a refusal."""
 
 EXACTLY = frozenset({Capability.EXACT_RESUMPTION})
-"""Wanted of a worker that continues a sequence. Without such a worker another one continues, not bit for bit."""
+"""Wanted of a worker that continues a sequence. Without such a worker another one continues, and rounding may change
+tokens."""
 
 
 class Placer:

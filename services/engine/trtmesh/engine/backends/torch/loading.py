@@ -11,7 +11,7 @@ from trtmesh.chassis.fingerprint import tokenizer_fingerprint
 from trtmesh.engine.backend import BackendInfo, Capabilities
 from trtmesh.engine.backends.torch.accelerator import Accelerator
 from trtmesh.engine.backends.torch.compute.device import Device
-from trtmesh.engine.backends.torch.compute.self_check import check_model
+from trtmesh.engine.backends.torch.compute.self_check import check_invariance, check_model
 from trtmesh.engine.backends.torch.cpu.device import Cpu, take_threads
 from trtmesh.engine.backends.torch.engine import Engine
 from trtmesh.engine.backends.torch.fields import supported_fields
@@ -40,7 +40,7 @@ class Loaded:
 
 
 def load_engine(model_dir: Path, files: list[Path], settings: TorchSettings) -> Loaded:
-    """Loads the weights in `files`. Raises ModelUnusable with the reason, or SettingsError for an absent device."""
+    """Loads the weights in `files`. Raises ModelUnusable with the reason, or SettingsError for an unfit device."""
     take_threads(settings.threads)
     device = _device(settings)
     dtype = device.default_dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
@@ -49,6 +49,8 @@ def load_engine(model_dir: Path, files: list[Path], settings: TorchSettings) -> 
     sizes = size(settings, model, device)
     freeze_rope(model.module, sizes.max_sequence_tokens)
     check_model(model, device)
+    if settings.batch_invariant:
+        check_invariance(model, device)
     cache = _cache(settings.kv_cache, model, sizes, device)
     limits, batching = settings.limits, settings.batching
     info = BackendInfo(
@@ -69,7 +71,7 @@ def load_engine(model_dir: Path, files: list[Path], settings: TorchSettings) -> 
         tokens_per_block=settings.kv_cache.tokens_per_block,
         total_blocks=sizes.blocks,
         supported_fields=supported_fields(settings.decoding_mode),
-        capabilities=_capabilities(dtype),
+        capabilities=_capabilities(settings),
         end_ids=model.end_ids,
         data_type=DATA_TYPES[dtype],
         static_batching=batching.is_static,
@@ -82,8 +84,11 @@ def load_engine(model_dir: Path, files: list[Path], settings: TorchSettings) -> 
 def _device(settings: TorchSettings) -> Device:
     name = _present(settings.device)
     if name.type == "cpu":
-        copies = settings.kv_cache.decode_copy_bytes
-        return Cpu(weight_copies=settings.weight_copies, decode_copy_bytes=copies)
+        return Cpu(settings)
+    if settings.batch_invariant:
+        raise SettingsError(
+            f"engine.torch.batch_invariant needs device cpu, but engine.torch.device is {settings.device!r}"
+        )
     return Accelerator(name)
 
 
@@ -108,9 +113,9 @@ def _present(text: str) -> torch.device:
     return name
 
 
-def _capabilities(dtype: torch.dtype) -> Capabilities:
-    # Half precision rounds so coarsely that the batch's shape decides between close tokens.
-    exact = dtype == torch.float32
+def _capabilities(settings: TorchSettings) -> Capabilities:
+    # Otherwise rounding depends on the batch, and decides between tokens that nearly tie.
+    exact = settings.batch_invariant
     return Capabilities(deterministic=exact, resumes_exactly=exact, stops_single_sequences=True)
 
 

@@ -105,7 +105,7 @@ class TorchSettings(Settings):
     """Device, weights and decoding."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of weights and KV cache; auto is float32 on a CPU (exact and reproducible) and the model's own elsewhere."""
+    """Type of weights and KV cache; auto is float32 on a CPU and the model's own elsewhere."""
     weight_copies: bool = True
     """Whether a CPU without half-precision instructions keeps a float32 copy of half-precision weights: steps of more
     than two tokens are up to seven times as fast, for three times the memory of the weights."""
@@ -113,6 +113,9 @@ class TorchSettings(Settings):
     """Device in PyTorch's words, such as cpu or cuda:0."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """Threads of a CPU operation; 0 means OMP_NUM_THREADS where set, or the physical cores."""
+    batch_invariant: bool = False
+    """Whether the tokens of a sequence depend on nothing else that the worker computes, at the price of speed; on a CPU
+    only. If not, rounding depends on the batch, and changes some tokens that nearly tie with others."""
     decoding_mode: Literal["auto", "top_k", "top_p", "top_k_top_p", "beam_search"] = "auto"
     """Decoding that requests may ask for; other fields are refused. auto allows everything, top_k and top_p one filter,
     top_k_top_p both, beam_search only beams."""

@@ -25,6 +25,8 @@ from trtmesh.engine.stopping import EndRule
 
 CHUNKS = (7, 9, 1, 1, 5)
 MATE_CHUNKS = (3, 1, 1, 4, 2)
+LONG_CHUNKS = ((1, 70, 1, 1, 131, 5, 1, 1), (90, 1, 1, 3, 1, 1, 40, 2))
+"""Chunks to compare bit by bit, also with the whole prompts."""
 TOKENS_PER_BLOCK = 4
 LONGEST_WINDOW = 512
 """Longer windows are trusted: crossing them would take long."""
@@ -63,6 +65,30 @@ def check_model(model: Model, device: Device) -> None:
         raise ModelUnusable(
             f"model type {model.module.config.model_type} is refused: computed in chunks with a batch mate, its"
             f" logits differ by {worst:.3g} from its own full forward, where {limit * spread:.3g} is allowed"
+        )
+
+
+def check_invariance(model: Model, device: Device) -> None:
+    """Raises ModelUnusable where any bit of the logits depends on chunks or batch mates."""
+    share = min(1.0, model.max_positions / sum(LONG_CHUNKS[0]))
+    chunks = [[max(1, int(share * part)) for part in parts] for parts in LONG_CHUNKS]
+    generator = torch.Generator().manual_seed(SEED)
+    prompts = [
+        torch.randint(model.vocabulary_size, (sum(parts),), generator=generator).tolist()
+        for parts in chunks
+    ]
+    whole = [[len(prompt)] for prompt in prompts]
+    alone = [
+        _paged(model, [prompt], [parts], device)
+        for prompt, parts in zip(prompts, whole, strict=True)
+    ]
+    together = _paged(model, prompts, whole, device)
+    in_chunks = _paged(model, prompts, chunks, device)
+    last = in_chunks[len(chunks[0]) - 1 :: len(chunks[0])]
+    if not (torch.equal(together, torch.cat(alone)) and torch.equal(last, together)):
+        raise ModelUnusable(
+            f"batch_invariant is refused: on this CPU, the logits of model type {model.module.config.model_type} depend"
+            " on the batch"
         )
 
 

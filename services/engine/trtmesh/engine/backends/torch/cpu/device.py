@@ -13,13 +13,17 @@ from trtmesh.chassis.cores import physical_cores
 from trtmesh.engine.backends.torch.compute.device import Compute, Device
 from trtmesh.engine.backends.torch.compute.paged_attention import PagedAttention
 from trtmesh.engine.backends.torch.compute.runner import Runner
+from trtmesh.engine.backends.torch.compute.tiled_attention import TiledAttention
 from trtmesh.engine.backends.torch.cpu.fusing import fuse_layers, fuse_norms, is_plain
+from trtmesh.engine.backends.torch.cpu.invariance import make_invariant
 from trtmesh.engine.backends.torch.cpu.linears import lacks_instructions, pack_linears, widen
 from trtmesh.engine.backends.torch.memory.blocks import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
+from trtmesh.engine.backends.torch.model.attention import Attention
 from trtmesh.engine.backends.torch.model.model import Fitted, Model
 from trtmesh.engine.backends.torch.sampling.choice import Chooser
 from trtmesh.engine.backends.torch.sampling.ordering import Ordering
+from trtmesh.engine.backends.torch.settings import TorchSettings
 
 CACHE_BYTES = 2**30
 MANY_HEADS = 16
@@ -34,31 +38,37 @@ class Cpu(Device):
     pins_memory = False
     default_dtype = torch.float32
 
-    def __init__(self, *, weight_copies: bool, decode_copy_bytes: int) -> None:
-        """`weight_copies` allows float32 copies of half-precision weights."""
+    def __init__(self, settings: TorchSettings) -> None:
         super().__init__(torch.device("cpu"))
-        self._weight_copies = weight_copies
-        self._decode_copy_bytes = decode_copy_bytes
+        self._settings = settings
 
     def fit(self, module: PreTrainedModel, dtype: torch.dtype) -> Fitted:
-        wide = self._weight_copies and lacks_instructions(dtype)
+        wide = self._settings.weight_copies and lacks_instructions(dtype)
         fuse_layers(module)
         if wide:
             widen(module)
         else:
             pack_linears(module)
         fuse_norms(module)
-        return Fitted(torch.float32 if wide else dtype, plain=is_plain(module))
+        compute_dtype = torch.float32 if wide else dtype
+        if self._settings.batch_invariant:
+            make_invariant(module, compute_dtype)
+        return Fitted(compute_dtype, plain=is_plain(module))
 
     def compute(self, model: Model, cache: KvCache, tables: BlockTables) -> Compute:
-        attention = PagedAttention(
+        attention = self._attention(model, cache, tables)
+        return Runner(model, cache, tables, attention, Chooser(ORDERING), _nothing)
+
+    def _attention(self, model: Model, cache: KvCache, tables: BlockTables) -> Attention:
+        if self._settings.batch_invariant:
+            return TiledAttention(cache, tables)
+        return PagedAttention(
             cache,
             tables,
             model.compute_dtype,
-            decode_copy_bytes=self._decode_copy_bytes,
+            decode_copy_bytes=self._settings.kv_cache.decode_copy_bytes,
             uses_fused=fused_is_faster,
         )
-        return Runner(model, cache, tables, attention, Chooser(ORDERING), _nothing)
 
     def free_memory(self) -> int:
         return free_memory()

@@ -1,0 +1,116 @@
+"""Layers whose result for a token does not depend on the other tokens of the batch, to the last bit.
+
+A kernel adds up in an order that depends on the shape of its operands, and computes some functions differently in whole
+vectors and in what is left. So each layer only ever sees shapes that gave the same bits in a trial at load.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import activations
+from transformers.pytorch_utils import Conv1D
+from trtmesh.chassis.errors import ModelUnusable
+from trtmesh.engine.backends.torch.cpu.linears import (
+    HalfLinear,
+    NativeLinear,
+    PackedLinear,
+    TransposedLinear,
+    replace_layers,
+)
+
+TILE_ROWS = 32
+"""Most rows of a product."""
+VECTOR = 64
+"""A multiple of the elements that any CPU computes at once."""
+UNSHARED = 2**15
+"""Elements from which PyTorch shares an operation among threads."""
+
+LINEARS = (nn.Linear, Conv1D, TransposedLinear, PackedLinear, HalfLinear, NativeLinear)
+ACTIVATIONS = (activations.__name__, nn.modules.activation.__name__)
+
+
+def make_invariant(model: nn.Module, dtype: torch.dtype) -> None:
+    """Wraps the layers of a model that computes in `dtype`. Raises ModelUnusable where no shape of a product serves."""
+    sizes: dict[tuple[object, ...], list[int]] = {}
+
+    def wrapped(own: nn.Module) -> nn.Module | None:
+        if type(own) in LINEARS:
+            return TiledLinear(own, dtype, sizes)
+        return TiledActivation(own) if type(own).__module__ in ACTIVATIONS else None
+
+    replace_layers(model, wrapped)
+
+
+class TiledLinear(nn.Module):
+    """A linear layer that computes at most TILE_ROWS rows at once, in numbers of rows that agree."""
+
+    def __init__(
+        self, layer: nn.Module, dtype: torch.dtype, sizes: dict[tuple[object, ...], list[int]]
+    ) -> None:
+        """`sizes` are the results of trials, by the shape of the layer."""
+        super().__init__()
+        self.layer = layer
+        weight: Tensor = self.weight
+        kind = (type(layer), tuple(weight.shape), weight.dtype)
+        self.in_features = int(weight.shape[0 if isinstance(layer, Conv1D) else 1])
+        if kind not in sizes:
+            sizes[kind] = self._agreeing(dtype)
+        self._sizes = sizes[kind]
+
+    @property
+    def weight(self) -> Tensor:
+        weight: Tensor = self.layer.weight  # type: ignore[assignment]  # each of LINEARS has one
+        return weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows = tokens.reshape(-1, self.in_features)
+        parts = [self._product(part) for part in torch.split(rows, TILE_ROWS)]
+        product = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return product.view(*tokens.shape[:-1], -1)
+
+    def _product(self, rows: Tensor) -> Tensor:
+        count = len(rows)
+        size = next(size for size in self._sizes if size >= count)
+        padded = pad(rows, (0, 0, 0, size - count)) if size > count else rows
+        product: Tensor = self.layer(padded)
+        return product[:count]
+
+    def _agreeing(self, dtype: torch.dtype) -> list[int]:
+        """The numbers of rows with the same bits as TILE_ROWS, in any place."""
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn(TILE_ROWS, self.in_features, generator=generator).to(dtype)
+        with torch.inference_mode():
+            expected = self.layer(rows)
+
+            def agrees(size: int) -> bool:
+                places = [torch.arange(first, first + size) for first in range(0, TILE_ROWS, size)]
+                places += [each.flip(0) for each in places]
+                return all(torch.equal(self.layer(rows[each]), expected[each]) for each in places)
+
+            sizes = [size for size in (1, 2, 4, 8, 16, TILE_ROWS) if agrees(size)]
+        if TILE_ROWS not in sizes:
+            raise ModelUnusable(
+                f"batch_invariant is refused: on this CPU a product of {self.in_features} inputs depends on the"
+                " place of a row"
+            )
+        return sizes
+
+
+class TiledActivation(nn.Module):
+    """A function of single numbers, in whole vectors and by one thread."""
+
+    def __init__(self, function: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        width = hidden.shape[-1]
+        rows = hidden.reshape(-1, width)
+        if width % VECTOR:
+            rows = pad(rows, (0, -width % VECTOR))
+        at_once = max(1, (UNSHARED - 1) // rows.shape[1])
+        parts = [self.function(part.contiguous()) for part in torch.split(rows, at_once)]
+        result = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return result[:, :width].view(hidden.shape)
