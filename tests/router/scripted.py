@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import grpc
 from prometheus_client import CollectorRegistry
+from trtmesh.chassis.fingerprint import ANY_TOKENIZER
 from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.health import Health
 from trtmesh.chassis.service import SCHEMA_REVISION, Runtime
@@ -62,6 +63,7 @@ class ScriptedEngine(Mortal, engine_pb2_grpc.EngineServiceServicer):
         values: dict[str, Any] = {
             "worker": "scripted",
             "model": "m",
+            "tokenizer_fingerprint": ANY_TOKENIZER,
             "schema_revision": SCHEMA_REVISION,
             "resumes_exactly": True,
         }

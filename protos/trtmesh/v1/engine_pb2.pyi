@@ -92,7 +92,7 @@ class HelloCommand(google.protobuf.message.Message):
     schema_revision: builtins.int
     """Revision of these protos in the router."""
     tokenizer_fingerprint: builtins.str
-    """Fingerprint of the router's tokenizer; a worker with another fingerprint refuses with FAILED_PRECONDITION. Empty
+    """Fingerprint of the router's tokenizer; a worker of another or an unknown one refuses with FAILED_PRECONDITION. Empty
     means the router sends only token ids.
     """
     unacknowledged_steps: builtins.int
@@ -1018,7 +1018,7 @@ class GetEngineResponse(google.protobuf.message.Message):
     model_fingerprint: builtins.str
     """Hash of the model's weights and configuration; equal fingerprints mean equal results."""
     tokenizer_fingerprint: builtins.str
-    """Fingerprint of the model's tokenizer; empty means unknown."""
+    """Fingerprint of the model's tokenizer. `any` suits every tokenizer; empty means unknown, which suits none."""
     role: Global___WorkerRole.ValueType
     """Configured role."""
     schema_revision: builtins.int

@@ -22,6 +22,7 @@ from engine_streams import (
 )
 from recording_backend import INFO, RecordingBackend
 from trtmesh.chassis.errors import BackendFailed, OutOfBlocks
+from trtmesh.chassis.fingerprint import ANY_TOKENIZER
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.backend import (
     BlocksCleared,
@@ -109,6 +110,16 @@ class TestOpening:
             assert (failure.code.name, failure.reason) == (code, reason)
             assert backend.items == []
             assert engine.service.metrics.open_streams == 0
+
+    @pytest.mark.parametrize(("own", "accepted"), [(ANY_TOKENIZER, True), ("", False)])
+    async def test_unknown_tokenizer_is_refused(self, own: str, accepted: bool) -> None:
+        backend = RecordingBackend(replace(INFO, tokenizer_fingerprint=own))
+        async with serving(backend) as engine, raw_stream(engine.address) as stream:
+            await stream.send(hello(tokenizer_fingerprint="other"))
+            if accepted:
+                await stream.until(lambda: stream.welcome)
+            else:
+                assert (await stream.failure()).reason == "TOKENIZER_MISMATCH"
 
     async def test_hello_without_tokenizer_is_accepted(self) -> None:
         backend = RecordingBackend(replace(INFO, tokenizer_fingerprint="own"))

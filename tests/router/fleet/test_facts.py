@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 
 import pytest
+from trtmesh.chassis.fingerprint import ANY_TOKENIZER
 from trtmesh.chassis.vocabulary import Adapter
-from trtmesh.router.fleet.facts import Facts, Identity, held_adapters
+from trtmesh.router.fleet.facts import Facts, held_adapters, tokenizer_mismatch
 from trtmesh.router.placement import WHOLE, Capability
 from trtmesh.v1 import engine_pb2 as pb
 
@@ -43,16 +44,19 @@ def test_beams_of_an_item_are_computed_in_one_batch(
 
 
 @pytest.mark.parametrize(
-    ("other", "fits"),
+    ("own", "mesh", "fits"),
     [
-        (Identity("m1", "t1"), True),
-        (Identity("m1", ""), True),
-        (Identity("m2", "t1"), False),
-        (Identity("m1", "t2"), False),
+        ("t1", "t1", True),
+        ("t2", "t1", False),
+        ("", "t1", False),
+        (ANY_TOKENIZER, "t1", True),
+        ("t1", "", True),
+        ("", "", True),
     ],
 )
-def test_identities_fit_if_no_fingerprint_differs(other: Identity, fits: bool) -> None:
-    assert Identity("m1", "t1").fits(other) == fits
+def test_tokenizer_of_a_worker_must_be_known_and_equal(own: str, mesh: str, fits: bool) -> None:
+    engine = pb.GetEngineResponse(tokenizer_fingerprint=own)
+    assert (tokenizer_mismatch(engine, mesh) == "") == fits
 
 
 def state(number: int, version: str, place: pb.AdapterPlace.ValueType) -> pb.AdapterState:

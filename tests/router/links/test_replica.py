@@ -9,6 +9,7 @@ from router.scripted import (
     ScriptedEngine,
     until_states,
 )
+from trtmesh.chassis.fingerprint import ANY_TOKENIZER
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 
@@ -26,6 +27,25 @@ async def test_worker_with_another_tokenizer_is_refused() -> None:
         (item,) = await on.ask("text", max_tokens=1)
         assert item.error
         assert item.error.reason == "NO_WORKER"
+
+
+async def test_worker_without_a_fingerprint_is_refused() -> None:
+    """Whether the mesh encodes for its model cannot be known."""
+    engine = ScriptedEngine(tokenizer_fingerprint="", supported_fields=["stopping.max_tokens"])
+    async with scene(engine, workers=admin_pb.WORKER_STATE_REFUSED) as on:
+        (worker,) = (await on.client.status()).workers
+        assert "f1" in worker.problem
+        assert "tokenizer files" in worker.problem
+        (item,) = await on.ask("text", max_tokens=1)
+        assert item.error
+        assert item.error.reason == "NO_WORKER"
+
+
+async def test_worker_for_any_tokenizer_is_ready() -> None:
+    engine = ScriptedEngine(tokenizer_fingerprint=ANY_TOKENIZER)
+    async with scene(engine) as on:
+        (worker,) = (await on.client.status()).workers
+        assert worker.state == READY
 
 
 async def test_refusal_by_the_worker_is_shown_in_the_worker_s_words() -> None:

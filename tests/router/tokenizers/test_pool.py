@@ -14,6 +14,7 @@ from router.scripted import (
 )
 from router.scripted_tokenizer import ScriptedTokenizer, serving_tokenizer
 from trtmesh.chassis.errors import (
+    NoTokenizer,
     QueueFull,
     QueueTimeout,
     TokenizerLost,
@@ -273,6 +274,25 @@ async def test_tokenizer_with_another_fingerprint_gets_no_work() -> None:
         assert texts == ["A."] * 4
         assert sorted(bool(pool.problem(t)) for t in pool.tokenizers.values()) == [False, True]
         assert sorted(len(t.decodes) for t in (one, other)) == [0, 4]
+
+
+async def test_tokenizer_without_a_fingerprint_gets_no_work() -> None:
+    unknown, known = ScriptedTokenizer(fingerprint=""), ScriptedTokenizer()
+    async with pool_of(unknown, known) as pool:
+        await eventually(lambda: pool.fingerprint_of("m") == "f1")
+        texts = [await pool.decode("m", [65], TextOptions()) for _ in range(4)]
+        assert texts == ["A."] * 4
+        assert not unknown.decodes
+        problems = {bool(pool.problem(t)): pool.problem(t) for t in pool.tokenizers.values()}
+        assert "no fingerprint" in problems[True]
+
+
+async def test_pool_of_a_tokenizer_without_a_fingerprint_is_not_ready() -> None:
+    async with pool_of(ScriptedTokenizer(fingerprint="")) as pool:
+        assert not pool.ready
+        assert pool.fingerprint_of("m") == ""
+        with pytest.raises(NoTokenizer):
+            pool.describe("m")
 
 
 async def test_single_tokenizer_model_serves_every_model() -> None:

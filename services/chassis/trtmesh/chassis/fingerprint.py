@@ -52,6 +52,16 @@ CONFIG_PARTS = (
 )
 
 
+ANY_TOKENIZER = "any"
+"""Reported by a worker whose tokens suit every tokenizer: one without a model."""
+
+
+def tokenizer_fits(worker: str, mesh: str) -> bool:
+    """Whether a worker takes ids of the mesh's tokenizer. A mesh without one passes on ids of its clients; a worker
+    with an unknown tokenizer fits none."""
+    return not mesh or worker in (mesh, ANY_TOKENIZER)
+
+
 def tokenizer_fingerprint(model_dir: Path) -> str:
     """64 hexadecimal digits, or "" without a tokenizer. Raises ValueError for an invalid file."""
     parts = list(_vocabulary(model_dir))

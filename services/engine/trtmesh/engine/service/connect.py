@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import grpc
 from trtmesh.chassis.errors import InvalidField, InvalidRequest, SchemaMismatch, TokenizerMismatch
+from trtmesh.chassis.fingerprint import tokenizer_fits
 from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.engine.service.loaded_engine import LoadedEngine
@@ -49,9 +50,11 @@ def _hello(engine: LoadedEngine, opening: epb.EngineServiceConnectRequest) -> ep
             f" {SCHEMA_REVISION}; run equal versions"
         )
     own, other = engine.info.tokenizer_fingerprint, hello.tokenizer_fingerprint
-    if own and other and own != other:
+    if not tokenizer_fits(own, other):
+        known = own or "none beside its weights"
         raise TokenizerMismatch(
-            f"router {hello.router} has tokenizer {other} and worker {engine.name} {own}; serve one model's files"
+            f"router {hello.router} has tokenizer {other} and worker {engine.name} {known}; serve one model's files,"
+            " the tokenizer files included"
         )
     if hello.unacknowledged_steps < 1:
         raise InvalidField.of(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Self
 
+from trtmesh.chassis.fingerprint import tokenizer_fits
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.placement import WHOLE, Capability
 from trtmesh.router.placement.rates import Report
@@ -23,19 +24,10 @@ PHASES_OF_ROLE: dict[int, set[Capability]] = {
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Fingerprints shared by workers able to continue each other's items; '' matches any."""
+    """Fingerprints shared by workers able to continue each other's items; '' equals only ''."""
 
     model_fingerprint: str = ""
     tokenizer_fingerprint: str = ""
-
-    def fits(self, other: Identity) -> bool:
-        return _equal(self.model_fingerprint, other.model_fingerprint) and _equal(
-            self.tokenizer_fingerprint, other.tokenizer_fingerprint
-        )
-
-
-def _equal(one: str, other: str) -> bool:
-    return not one or not other or one == other
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +86,13 @@ def held_adapters(
 def tokenizer_mismatch(engine: pb.GetEngineResponse, fingerprint: str) -> str:
     """Why a worker's tokenizer does not fit the mesh's with `fingerprint`, or ''."""
     theirs = engine.tokenizer_fingerprint
-    if not theirs or not fingerprint or theirs == fingerprint:
+    if tokenizer_fits(theirs, fingerprint):
         return ""
+    if not theirs:
+        return (
+            f"it reports no tokenizer, so whether the mesh's, {fingerprint}, is that of its model is unknown; put the"
+            " model's tokenizer files beside its weights"
+        )
     return (
         f"its tokenizer has the fingerprint {theirs} but the mesh encodes with {fingerprint}; serve the same"
         " tokenizer files to both"

@@ -251,7 +251,7 @@ class Fleet:
 
     def others_than(self, identity: Identity) -> Collection[str]:
         """Addresses of workers with another model or tokenizer."""
-        return [a for a, worker in self.workers.items() if not identity.fits(worker.facts.identity)]
+        return [a for a, worker in self.workers.items() if worker.facts.identity != identity]
 
     def changed(self) -> None:
         """A worker may take items now: wakes waiting items and retries failed moves."""

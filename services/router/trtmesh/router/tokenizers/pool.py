@@ -91,8 +91,8 @@ class TokenizerPool:
 
     @property
     def ready(self) -> bool:
-        """Whether any tokenizer is ready."""
-        return any(tokenizer.ready for tokenizer in self.tokenizers.values())
+        """Whether any tokenizer gets work."""
+        return any(not self.problem(tokenizer) for tokenizer in self.tokenizers.values())
 
     async def known(self) -> None:
         """Returns once a tokenizer has been ready, at the latest after FIRST_TOKENIZER_SECONDS."""
@@ -108,6 +108,10 @@ class TokenizerPool:
         """Why a tokenizer gets no work; '' if it gets some."""
         if not tokenizer.ready:
             return tokenizer.problem or LEAVING
+        if not tokenizer.description.fingerprint:
+            return (
+                "it reports no fingerprint, so whether workers have the same tokenizer is unknown"
+            )
         agreed = self._fingerprints.get(tokenizer.description.model)
         if tokenizer.description.fingerprint == agreed:
             return ""
@@ -173,11 +177,14 @@ class TokenizerPool:
     def on_ready(self, tokenizer: Tokenizer) -> None:
         """A tokenizer became ready: waiting work goes to it."""
         self._seen.set()
-        model = tokenizer.description.model
+        model, fingerprint = tokenizer.description.model, tokenizer.description.fingerprint
         others = (other for other in self.tokenizers.values() if other is not tokenizer)
-        if not any(other.ready and other.description.model == model for other in others):
+        if fingerprint and not any(
+            other.ready and other.description.fingerprint and other.description.model == model
+            for other in others
+        ):
             # No ready tokenizer disagrees: a restart of all tokenizers may change a model's files.
-            self._fingerprints[model] = tokenizer.description.fingerprint
+            self._fingerprints[model] = fingerprint
         self._move_queues()
         for job in self._waiting_jobs.leave():
             self._place_job(job)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
+from trtmesh.chassis.fingerprint import ANY_TOKENIZER
 from trtmesh.chassis.settings import Settings
 
 Milliseconds = Annotated[float, Field(ge=0, le=3_600_000)]
@@ -62,8 +63,8 @@ class VocabularySettings(Settings):
     """The model's own end id."""
     end_probability: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of positions that hold the end id."""
-    tokenizer_fingerprint: str = ""
-    """Reported fingerprint of the tokenizer; empty reports none."""
+    tokenizer_fingerprint: str = ANY_TOKENIZER
+    """Reported fingerprint of the tokenizer; `any` suits every tokenizer, empty reports none."""
 
     @model_validator(mode="after")
     def _ids_are_in_the_vocabulary(self) -> Self:
