@@ -106,6 +106,38 @@ async def test_an_id_outside_of_the_vocabulary_names_the_setting(servers: Server
         await server.triton.infer("tensorrt_llm", tensors)
 
 
+async def test_details_of_old_releases_come_unasked(servers: Servers) -> None:
+    """The answer in the manuals of v0.8 to v0.13 has zeros for the details."""
+    script = next(each for each in SCRIPTS if each.server == "dated")
+    body = {"text_input": "The quick", "max_tokens": 4, "bad_words": "", "stop_words": ""}
+    path = "/v2/models/ensemble/generate"
+    zeros = {"context_logits": 0.0, "cum_log_probs": 0.0, "generation_logits": 0.0}
+    answer = (await (await servers.of(script, "v0.9.0")).http.post(path, body)).json
+    assert zeros.items() <= answer.items()
+    assert answer["output_log_probs"] == [0.0] * 4
+    plain = (await (await servers.of(SCRIPTS[0], SCRIPTS[0].since)).http.post(path, body)).json
+    assert not (zeros.keys() | {"output_log_probs"}) & plain.keys()
+    assert plain["text_output"] == answer["text_output"]
+
+
+async def test_asked_details_of_old_releases_are_real(servers: Servers) -> None:
+    script = next(each for each in SCRIPTS if each.server == "dated")
+    server = await servers.of(script, "v0.9.0")
+    tensors = {"text_input": "The quick", "max_tokens": 4, "return_log_probs": True}
+    response = await server.triton.infer("ensemble", tensors)
+    assert (response.outputs["output_log_probs"] < 0).all()
+    assert response.outputs["context_logits"].shape == (1, 1, 1)
+
+
+async def test_metadata_of_a_server_of_an_old_release(servers: Servers) -> None:
+    script = next(each for each in SCRIPTS if each.server == "dated")
+    client = (await servers.of(script, "v0.6.1")).triton.client
+    metadata = await client.get_model_metadata("tensorrt_llm")
+    declared = {given.name: given.datatype for given in metadata.inputs}
+    assert (declared["min_length"], declared["random_seed"]) == ("UINT32", "UINT64")
+    assert not {"seed", "min_tokens", "draft_input_ids"} & declared.keys()
+
+
 async def test_the_page_has_the_table_of_the_scripts() -> None:
     assert render() in PAGE.read_text("utf-8"), "run python -m compat.client_scripts in tests"
 
