@@ -63,6 +63,20 @@ def test_each_layer_covers_the_one_below(file: Path) -> None:
     assert load("--cache-blocks", "4", file=file, **env).port == 5
 
 
+def test_setting_is_spelt_as_it_was_given(file: Path) -> None:
+    name, env = "engine.cache.blocks", {"TRTMESH_ENGINE_CACHE_BLOCKS": "3"}
+    assert load().spelling(name) == name
+    assert load(file=file).spelling(name) == f"{file}: {name}"
+    assert load(file=file, **env).spelling(name) == "TRTMESH_ENGINE_CACHE_BLOCKS"
+    assert load("--cache-blocks", "4", file=file, **env).spelling(name) == "--cache-blocks"
+
+
+def test_flags_from_a_parent_have_the_dotted_name(file: Path) -> None:
+    flags = ("--stop-on-stdin-eof", "true", "--cache-blocks", "4")
+    assert load(*flags, file=file).spelling("engine.cache.blocks") == "engine.cache.blocks"
+    assert load(*flags, file=file).spelling("engine.port") == f"{file}: engine.port"
+
+
 def test_file_may_be_named_by_the_environment(file: Path) -> None:
     assert load(TRTMESH_CONFIG=str(file)).port == 5
 

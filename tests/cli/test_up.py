@@ -355,7 +355,7 @@ def test_standard_input_without_an_end_is_refused(tmp_path: Path) -> None:
         command = [TRTMESH, "up", "--stop-on-stdin-eof", "true"]
         result = subprocess.run(command, stdin=stdin, capture_output=True, text=True, check=False)
     assert result.returncode == 2
-    assert "--stop-on-stdin-eof" in result.stderr
+    assert "mesh.stop_on_stdin_eof needs a pipe" in result.stderr
 
 
 @pytest.mark.parametrize("device", ["cuda:64", "gpu0", "meta"])

@@ -413,7 +413,8 @@ def test_import_command_reports_unserved_models(tmp_path: Path) -> None:
         (("/nowhere",), 2, "is no directory"),
         ((str(DEMO),), 2, "has no directory with a config.pbtxt"),
         (("REPOSITORY", "--model", "=x"), 2, "must be DIR or NAME=DIR"),
-        (("REPOSITORY", "--model", "/nowhere"), 4, "has no config.json"),
+        (("REPOSITORY", "--model", "/nowhere"), 4, "/nowhere does not exist"),
+        (("REPOSITORY", "--model", "owner/name"), 4, "hf download owner/name"),
         (("REPOSITORY", "--output", "/nowhere/mesh.yaml"), 2, "cannot write"),
     ],
 )

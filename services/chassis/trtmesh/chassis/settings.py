@@ -340,7 +340,8 @@ def _validate(cls: type[S], layers: Sequence[Layer]) -> S:
     settings._spellings = {
         ".".join((cls.section, *path)): layer.names[path]
         for path, layer in origin.items()
-        if path in layer.names
+        # The flags of a process with a parent are the parent's choice: their names mean nothing to its user.
+        if path in layer.names and not (settings.stop_on_stdin_eof and layer.source == "flag")
     }
     return settings
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import Annotated
 
 import typer
@@ -66,10 +67,10 @@ def _say_how_to_go_on(router: str, admin: str) -> None:
         f"""
 The stack keeps serving until Ctrl-C. From another terminal:
 
-    .venv/bin/trtmesh generate --router {router} --max-tokens 96 'def fibonacci(n):' 'class Stack:'
-    .venv/bin/trtmesh status --admin {admin}
+    {sys.argv[0]} generate --router {router} --max-tokens 96 'def fibonacci(n):' 'class Stack:'
+    {sys.argv[0]} status --admin {admin}
 
-From Python, with .venv/bin/python:
+From Python, with {sys.executable}:
 
     import asyncio
     from trtmesh.client import Client

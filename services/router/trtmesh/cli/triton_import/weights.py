@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trtmesh.chassis.errors import ModelUnusable, SettingsError
+from trtmesh.chassis.model_dir import check_model_dir
 from trtmesh.cli.triton_import.config_file import is_unset
 from trtmesh.cli.triton_import.hf_model import advice, has_weights, reason_unusable
 from trtmesh.cli.triton_import.parameters import NO_ENCODER
@@ -46,6 +47,8 @@ def find_weights(repository: Repository, given: Mapping[str, Path]) -> Weights:
     needed: dict[str, str] = {}
     for core in cores:
         chosen = given.get(core.name) or given.get(EVERY)
+        if chosen:
+            check_model_dir(chosen)
         found = chosen or _named_directory(repository, core)
         if found is None:
             needed[core.name] = _needed(repository, core)
