@@ -86,8 +86,8 @@ class MeshServiceServicer(object):
         """Continues the request of a lost router after the received tokens. Sends `accepted` and `item_started` again, but no
         received tokens and ends; only `accepted` if all items are finished. If the request is still live on this router,
         its old stream ends when the new stream is admitted; another API key than the live request's fails with
-        ALREADY_EXISTS. Fails with INVALID_ARGUMENT if exact continuation is impossible, such as for sampled tokens without
-        their seed.
+        ALREADY_EXISTS. Fails with INVALID_ARGUMENT if the same draws cannot continue, such as for sampled tokens
+        without their seed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

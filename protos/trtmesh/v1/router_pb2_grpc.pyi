@@ -129,8 +129,8 @@ class MeshServiceStub(typing.Generic[_MeshServiceGenerateType, _MeshServiceStopT
     """Continues the request of a lost router after the received tokens. Sends `accepted` and `item_started` again, but no
     received tokens and ends; only `accepted` if all items are finished. If the request is still live on this router,
     its old stream ends when the new stream is admitted; another API key than the live request's fails with
-    ALREADY_EXISTS. Fails with INVALID_ARGUMENT if exact continuation is impossible, such as for sampled tokens without
-    their seed.
+    ALREADY_EXISTS. Fails with INVALID_ARGUMENT if the same draws cannot continue, such as for sampled tokens
+    without their seed.
     """
 
 MeshServiceAsyncStub: typing_extensions.TypeAlias = MeshServiceStub[
@@ -187,8 +187,8 @@ class MeshServiceServicer(metaclass=abc.ABCMeta):
         """Continues the request of a lost router after the received tokens. Sends `accepted` and `item_started` again, but no
         received tokens and ends; only `accepted` if all items are finished. If the request is still live on this router,
         its old stream ends when the new stream is admitted; another API key than the live request's fails with
-        ALREADY_EXISTS. Fails with INVALID_ARGUMENT if exact continuation is impossible, such as for sampled tokens without
-        their seed.
+        ALREADY_EXISTS. Fails with INVALID_ARGUMENT if the same draws cannot continue, such as for sampled tokens
+        without their seed.
         """
 
 def add_MeshServiceServicer_to_server(servicer: MeshServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
