@@ -112,7 +112,7 @@ class _Dice:
         return self._random.randrange(FIRST_WORD_ID, VOCABULARY)
 
     def _ids(self, has_table: bool) -> tuple[int, ...]:
-        ids = [self._id() for _ in range(self._random.randint(1, 40))]
+        ids = [self._id() for _ in range(self._random.randint(1, 24))]
         if has_table:
             ids[self._random.randrange(len(ids))] = VOCABULARY + self._random.randrange(TABLE_ROWS)
         return tuple(ids)
@@ -132,7 +132,7 @@ class _Dice:
 
     def _common(self, *, is_text: bool) -> Makers:
         dice = self._random
-        most = dice.choice([1, 16, 16, 16, 16, 16, 16, 48])
+        most = dice.choice([1, 10, 10, 10, 10, 10, 10, 40])
         words = self._words if is_text else self._id_words
         return {
             "max_tokens": lambda: dice.randint(1, most),

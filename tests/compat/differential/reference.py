@@ -10,10 +10,14 @@ import numpy as np
 import torch
 from compat.differential.cases import Case
 from compat.differential.results import Generated, Row, require
-from oracle import tiny_models
+from oracle import beams, tiny_models
 
 NEAR = 2e-3
 """Difference of logits by which roundings of two programs may differ."""
+
+
+UNRANKED = {"max_tokens", "end_id", "length_penalty", "early_stopping", "exclude_input_in_output"}
+"""Options of a beam search that leave the logits as they are, and `seed`."""
 
 
 class Reference:
@@ -25,12 +29,12 @@ class Reference:
     def check(self, case: Case, rows: Sequence[Row]) -> None:
         for prompt, options, row in zip(case.prompts, case.rows, rows, strict=True):
             assert not isinstance(prompt, str)
+            outputs = []
             for sequence in row.sequences:
-                shown = sequence.ids
-                if not options.get("exclude_input_in_output"):
-                    require(shown[: len(prompt)] == list(prompt), "the output lacks the prompt")
-                    shown = shown[len(prompt) :]
-                self._check(case, prompt, options, row, sequence, shown)
+                outputs.append(new_ids(prompt, options, sequence))
+                self._check(case, prompt, options, row, sequence, outputs[-1])
+            if case.has_beams and options.keys() <= UNRANKED | {"seed"}:
+                self._check_search(case, prompt, options, outputs)
 
     def _check(
         self,
@@ -41,8 +45,8 @@ class Reference:
         sequence: Generated,
         new: Sequence[int],
     ) -> None:
-        logits = self._logits([*prompt, *new])
         check_end(options, new)
+        logits = self._logits([*prompt, *new])
         before = logits[len(prompt) - 1 : -1]
         if row.context_logits is not None:
             near(row.context_logits, logits[: len(prompt)], "context_logits")
@@ -50,37 +54,47 @@ class Reference:
             near(sequence.logits, before, "generation_logits")
         rules = [Rules(options, prompt).apply(before[at], list(new[:at])) for at in range(len(new))]
         if sequence.cum_log_prob is not None:
-            scored = rules if case.has_beams else before
+            scored = before
             if case.has_beams:
                 scored = [row / options.get("temperature", 1.0) for row in rules]
-            each = [log_softmax(scored[at])[token] for at, token in enumerate(new)]
-            near(np.array(sequence.log_probs), np.array(each), "output_log_probs")
-            near(np.array(sequence.cum_log_prob), np.array(sum(each)), "cum_log_probs")
-        if case.has_beams:
-            return
-        for at, token in enumerate(new):
-            best = np.sort(rules[at])[::-1]
-            rank = 1 if case.is_greedy else options.get("top_k") or len(best)
-            require(
-                rules[at][token] >= best[rank - 1] - NEAR,
-                f"token {at} is {token} with {rules[at][token]} below {best[rank - 1]} of",
-                int(rules[at].argmax()),
-            )
-            if not case.is_greedy and options.get("top_p", 0.0) > 0:
-                self._check_nucleus(options, rules[at], token)
+            each = np.array([log_softmax(scored[at])[token] for at, token in enumerate(new)])
+            near(np.array(sequence.log_probs), each, "output_log_probs")
+            near(np.array(sequence.cum_log_prob), each.sum(), "cum_log_probs")
+        if not case.has_beams:
+            for logits_after_rules, token in zip(rules, new, strict=True):
+                check_choice(case, options, logits_after_rules, token)
 
-    def _check_nucleus(self, options: Mapping[str, Any], logits: Any, token: int) -> None:
-        """The tokens above a drawn one have less than top_p together."""
-        if options.get("top_k"):
-            logits = np.where(logits >= np.sort(logits)[-options["top_k"]], logits, -np.inf)
-        shares = np.exp(log_softmax(logits / options.get("temperature", 1.0)))
-        above = shares[shares > shares[token]].sum()
-        most = max(options["top_p"], options.get("runtime_top_p_min", 0.0))
-        require(above <= most + NEAR, f"{token} lies outside of top_p:", above)
+    def _check_search(
+        self,
+        case: Case,
+        prompt: tuple[int, ...],
+        options: Mapping[str, Any],
+        outputs: Sequence[Sequence[int]],
+    ) -> None:
+        """The best sequences are those of transformers' search."""
+        found = beams.expected(
+            self._model,
+            prompt,
+            case.beam_width,
+            early_stopping=options.get("early_stopping", 0) + 1,
+            length_penalty=options.get("length_penalty", 0.0),
+            end_id=None if options.get("end_id", -1) < 0 else options["end_id"],
+            tokens=options["max_tokens"],
+        )
+        best = [ids for ids, _ in found[: case.returned]]
+        require(best == list(map(list, outputs)), "transformers finds", found, "not", outputs)
 
     def _logits(self, ids: Sequence[int]) -> Any:
         with torch.inference_mode():
             return self._model(torch.tensor([ids])).logits[0].numpy()
+
+
+def new_ids(prompt: Sequence[int], options: Mapping[str, Any], sequence: Generated) -> list[int]:
+    """The ids after the prompt."""
+    if options.get("exclude_input_in_output"):
+        return sequence.ids
+    require(sequence.ids[: len(prompt)] == list(prompt), "the output lacks the prompt")
+    return sequence.ids[len(prompt) :]
 
 
 def near(given: Any, expected: Any, what: str) -> None:
@@ -88,7 +102,22 @@ def near(given: Any, expected: Any, what: str) -> None:
         given.shape == expected.shape, what, "has the shape", given.shape, "not", expected.shape
     )
     worst = float(np.abs(given - expected).max(initial=0.0))
-    require(worst < NEAR * max(1, len(np.atleast_1d(expected))), what, "differ by", worst)
+    require(worst < NEAR, what, "differ by", worst)
+
+
+def check_choice(case: Case, options: Mapping[str, Any], logits: Any, token: int) -> None:
+    """The token is the best, or among those that top_k and top_p leave."""
+    top_k = 1 if case.is_greedy else options.get("top_k") or len(logits)
+    least = np.sort(logits)[-top_k]
+    require(logits[token] >= least - NEAR, token, "has", logits[token], "and the last", least)
+    if case.is_greedy or "top_p" not in options:
+        return
+    shares = np.exp(
+        log_softmax(np.where(logits >= least, logits, -np.inf) / options.get("temperature", 1.0))
+    )
+    above = shares[shares > shares[token]].sum()
+    most = max(options["top_p"], options.get("runtime_top_p_min", 0.0))
+    require(above <= most + NEAR, f"{token} lies outside of top_p:", above)
 
 
 def log_softmax(row: Any) -> Any:
