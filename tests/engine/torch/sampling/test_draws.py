@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
@@ -20,7 +19,7 @@ from trtmesh.engine.backends.torch.accelerator import ORDERING as DEVICE_ORDERIN
 from trtmesh.engine.backends.torch.sampling import filters
 from trtmesh.engine.backends.torch.sampling.choice import Chooser, adjusted
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
-from trtmesh.engine.backends.torch.sampling.draws import BLOCK, noise, places
+from trtmesh.engine.backends.torch.sampling.draws import BLOCK, places
 
 WORD = st.integers(0, 2**64 - 1)
 SMALL = st.integers(0, 2**32 - 1)
@@ -59,6 +58,30 @@ def logits_with_ties(rows: int, size: int) -> Tensor:
     logits[::2] = (logits[::2] * 2).round() / 2
     logits[::5, : size - 20] = -torch.inf
     return logits
+
+
+def noise(place: int, tokens: Sequence[int]) -> NDArray[np.float64]:
+    """The noise of some tokens, as the module's page has it."""
+    ids = np.array(tokens, dtype=np.uint64)
+    at = np.full(len(ids), place, dtype=np.int64).view(np.uint64)
+    blocks = hashed(at, ids // np.uint64(BLOCK) + np.uint64(2**32))
+    first = ids % np.uint64(BLOCK) == blocks % np.uint64(BLOCK)
+    waits = exponential(blocks) / BLOCK + np.where(first, 0.0, exponential(hashed(at, ids)))
+    result: NDArray[np.float64] = -np.log(waits)
+    return result
+
+
+def hashed(place: NDArray[np.uint64], words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (place ^ words) + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return x ^ x >> np.uint64(31)
+
+
+def exponential(words: NDArray[np.uint64]) -> NDArray[np.float64]:
+    uniform = ((words >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    result: NDArray[np.float64] = -np.log(uniform)
+    return result
 
 
 def noise_of(sequences: list[Continuation], size: int) -> Tensor:
@@ -201,37 +224,6 @@ def test_every_coordinate_counts_and_none_stands_for_another() -> None:
     words = list(product((0, 1, 2), (0, 1, 2), (0, 1, 2), (0, 1)))
     found = places(*(list(column) for column in zip(*words, strict=True)))
     assert len(set(found.tolist())) == len(words)
-
-
-def test_noise_is_that_of_the_formula() -> None:
-    """In whole numbers of Python, as the module's page has it."""
-    golden, words = 0x9E3779B97F4A7C15, 2**64 - 1
-
-    def mix(x: int) -> int:
-        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & words
-        x = (x ^ x >> 27) * 0x94D049BB133111EB & words
-        return x ^ x >> 31
-
-    def hashed(place: int, word: int) -> int:
-        return mix((place ^ word) + golden & words)
-
-    def exponential(x: int) -> float:
-        return -math.log(((x >> 12) + 0.5) * 2**-52)
-
-    place = mix(2**64 - 5 + golden & words)
-    for word in (3, 1, 1000):
-        place = hashed(place, word)
-    tokens = [0, 1, 31, 32, 6143, *range(128_192, 128_256)]
-    expected = []
-    for token in tokens:
-        block = hashed(place, 2**32 + token // 32)
-        wait = exponential(block) / 32
-        if token % 32 != block % 32:
-            wait += exponential(hashed(place, token))
-        expected.append(-math.log(wait))
-    (found,) = places([2**64 - 5], [3], [1], [1000]).tolist()
-    assert found % 2**64 == place
-    assert noise(found, tokens).tolist() == pytest.approx(expected, abs=1e-13)
 
 
 def test_the_formula_stays_as_it_is() -> None:

@@ -107,18 +107,6 @@ def places(
     return place
 
 
-def noise(place: int, tokens: SequenceOf[int]) -> NDArray[np.float64]:
-    """The noise of some tokens, as the formula has it."""
-    ids = np.array(tokens, dtype=np.int64)
-    at = np.full(len(ids), place, dtype=np.int64)
-    blocks = _hash(at, ids // BLOCK + _BLOCK_WORD)
-    waits = _exponential(torch.from_numpy(blocks)) / BLOCK
-    more = _exponential(torch.from_numpy(_hash(at, ids)))
-    first = torch.from_numpy(ids % BLOCK == blocks % BLOCK)
-    result: NDArray[np.float64] = -(waits + more.masked_fill_(first, 0.0)).log().numpy()
-    return result
-
-
 def _words(values: Words) -> NDArray[np.int64]:
     return np.asarray(values, dtype=np.uint64).view(np.int64)
 
