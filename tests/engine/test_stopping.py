@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 from trtmesh.chassis.vocabulary import Stopping
+from trtmesh.engine.backend import StopTexts
 from trtmesh.engine.stopping import End, EndRule
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -103,3 +104,14 @@ def test_runs_end_where_single_tokens_do(
     if not in_two and cut < len(tokens):
         in_two = ends.first_end(tokens, cut)
     assert in_two == expected
+
+
+def test_stop_text_across_tokens_and_within_one() -> None:
+    stops = StopTexts((b"abc", b"x"), {1: b"za", 2: b"b", 3: b"cd", 4: b"", 5: b"-x-"})
+    assert stops.follow(b"", 1) == (b"za", False)
+    assert stops.follow(b"za", 2) == (b"ab", False)
+    assert stops.follow(b"ab", 4) == (b"ab", False), "a token without text"
+    assert stops.follow(b"ab", 3) == (b"abc", True)
+    assert stops.follow(b"b", 5) == (b"b-x", True)
+    assert stops.follow(b"ab", 9) == (b"", False), "no part of a stop text"
+    assert StopTexts((b"x",), {1: b"a"}).follow(b"", 1) == (b"", False)

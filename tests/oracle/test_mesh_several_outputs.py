@@ -89,7 +89,7 @@ async def test_beams_are_told_again_when_they_change(mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_stop_text_cuts_the_beams_that_have_it(
+async def test_a_stop_text_ends_the_beams_that_have_it(
     mesh: Mesh, folder: Path, stream: bool
 ) -> None:
     whole = await search(mesh)
@@ -100,13 +100,17 @@ async def test_a_stop_text_cuts_the_beams_that_have_it(
         for at in range(3, len(text) - 2)
         if any(text[at : at + 2] not in other for other in texts)
     )
-    item = await search(mesh, stop_texts=[stop_text], stream=stream)
-    for sequence, before in zip(item.sequences, whole.sequences, strict=True):
-        assert sequence.text == before.text.split(stop_text)[0]
-        stopped = stop_text in before.text
-        assert (sequence.reason is FinishReason.STOP_WORD) == stopped
-        assert sequence.token_ids == before.token_ids[: len(sequence.token_ids)]
-        assert stopped or sequence.token_ids == before.token_ids
+    item = await search(mesh, stop_texts=[stop_text], stream=stream, log_probs=True)
+    assert len({sequence.token_ids for sequence in item.sequences}) == WIDTH
+    sums = [s.finished.cumulative_log_prob or 0.0 for s in item.sequences if s.finished]
+    assert sums == sorted(sums, reverse=True)
+    assert FinishReason.STOP_WORD in [sequence.reason for sequence in item.sequences]
+    for sequence, total in zip(item.sequences, sums, strict=True):
+        stopped = sequence.reason is FinishReason.STOP_WORD
+        assert stopped == (stop_text in decode(sequence.token_ids, folder))
+        assert stop_text not in decode(sequence.token_ids[:-1], folder)
+        assert stop_text not in sequence.text
+        assert sum(sequence.log_probs) == pytest.approx(total, abs=1e-2)
 
 
 async def test_a_stopped_search_ends_all_its_beams(mesh: Mesh) -> None:

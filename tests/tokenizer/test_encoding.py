@@ -14,6 +14,8 @@ from prometheus_client import CollectorRegistry
 from tokenizer.serving import until
 from tokenizers import Tokenizer
 from trtmesh.chassis.errors import Draining, InternalError, InvalidField, QueueFull
+from trtmesh.tokenizer.detokenizers.stop_vocabulary import StopVocabularies
+from trtmesh.tokenizer.detokenizers.windowed import WholeDetokenizer
 from trtmesh.tokenizer.encoding import (
     HUGE_TO_LONG,
     EncodedTexts,
@@ -61,6 +63,7 @@ async def encoder_over(tokenizer: Any, **settings: Any) -> AsyncIterator[Encoder
     sizes = {"long_text_bytes": LIMIT, "max_batch_bytes": LIMIT, "threads": 1} | settings
     encoder = Encoder(
         cast("Tokenizer", tokenizer),
+        StopVocabularies(WholeDetokenizer(cast("Tokenizer", tokenizer))),
         EncodingSettings.model_validate(sizes),
         TokenizerMetrics(CollectorRegistry()),
     )

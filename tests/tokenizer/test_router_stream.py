@@ -26,6 +26,7 @@ from tokenizer.serving import (
 from tokenizer.tokenizers_zoo import CORPUS
 from tokenizers import Tokenizer
 from trtmesh.tokenizer.decoding.sequence import DecodeSequence
+from trtmesh.tokenizer.detokenizers.stop_vocabulary import StopVocabularies
 from trtmesh.tokenizer.encoding import EncodeRequest, Outcome, encode_batch
 from trtmesh.tokenizer.router_stream import RouterStream
 from trtmesh.v1 import tokenizer_pb2 as pb
@@ -93,10 +94,12 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """A megabyte is encoded as soon as this is set, so none is done before the test wants it, however fast."""
     opened = threading.Event()
 
-    def encode_gated(tokenizer: Tokenizer, requests: Sequence[EncodeRequest]) -> list[Outcome]:
+    def encode_gated(
+        tokenizer: Tokenizer, stops: StopVocabularies, requests: Sequence[EncodeRequest]
+    ) -> list[Outcome]:
         if any(request.size_bytes >= len(MEGABYTE) for request in requests):
             assert opened.wait(60)
-        return encode_batch(tokenizer, requests)
+        return encode_batch(tokenizer, stops, requests)
 
     monkeypatch.setattr("trtmesh.tokenizer.encoding.encode_batch", encode_gated)
     yield opened

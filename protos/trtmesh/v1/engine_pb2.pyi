@@ -124,6 +124,7 @@ class SubmitCommand(google.protobuf.message.Message):
     CONFIG_FIELD_NUMBER: builtins.int
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
     DRAW_INDEX_FIELD_NUMBER: builtins.int
+    STOP_VOCABULARY_FIELD_NUMBER: builtins.int
     handle: builtins.int
     """Handle of the item's first sequence, assigned by the router; the other sequences have the next numbers. Reusable
     after SequenceEnd.
@@ -150,6 +151,10 @@ class SubmitCommand(google.protobuf.message.Message):
     def config(self) -> trtmesh.v1.generation_pb2.GenerationConfig:
         """The config, with texts replaced by ids and the seed set."""
 
+    @property
+    def stop_vocabulary(self) -> trtmesh.v1.generation_pb2.StopVocabulary:
+        """Stop texts of a beam search: a beam whose text completes one is complete."""
+
     def __init__(
         self,
         *,
@@ -162,9 +167,10 @@ class SubmitCommand(google.protobuf.message.Message):
         config: trtmesh.v1.generation_pb2.GenerationConfig | None = ...,
         timeout_ms: builtins.int | None = ...,
         draw_index: builtins.int | None = ...,
+        stop_vocabulary: trtmesh.v1.generation_pb2.StopVocabulary | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_draw_index", b"_draw_index", "_timeout_ms", b"_timeout_ms", "config", b"config", "draw_index", b"draw_index", "timeout_ms", b"timeout_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_draw_index", b"_draw_index", "_timeout_ms", b"_timeout_ms", "batch_index", b"batch_index", "config", b"config", "draw_index", b"draw_index", "emitted_tokens", b"emitted_tokens", "handle", b"handle", "request_id", b"request_id", "sequence_index", b"sequence_index", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_draw_index", b"_draw_index", "_timeout_ms", b"_timeout_ms", "config", b"config", "draw_index", b"draw_index", "stop_vocabulary", b"stop_vocabulary", "timeout_ms", b"timeout_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_draw_index", b"_draw_index", "_timeout_ms", b"_timeout_ms", "batch_index", b"batch_index", "config", b"config", "draw_index", b"draw_index", "emitted_tokens", b"emitted_tokens", "handle", b"handle", "request_id", b"request_id", "sequence_index", b"sequence_index", "stop_vocabulary", b"stop_vocabulary", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_draw_index", b"_draw_index"]) -> typing.Literal["draw_index"] | None: ...
     @typing.overload

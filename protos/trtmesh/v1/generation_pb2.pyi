@@ -1409,3 +1409,35 @@ class Error(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_retry_after_ms", b"_retry_after_ms"]) -> typing.Literal["retry_after_ms"] | None: ...
 
 Global___Error: typing_extensions.TypeAlias = Error
+
+@typing.final
+class StopVocabulary(google.protobuf.message.Message):
+    """The stop texts of a beam search in terms of tokens, for workers, which have no tokenizer."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STOP_TEXTS_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    TOKEN_TEXTS_FIELD_NUMBER: builtins.int
+    @property
+    def stop_texts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Stop texts in UTF-8."""
+
+    @property
+    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Tokens that may be part of a stop text, or have no text. All others rule out that an earlier text begins one."""
+
+    @property
+    def token_texts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Their texts in UTF-8, equally many; possibly parts of characters."""
+
+    def __init__(
+        self,
+        *,
+        stop_texts: collections.abc.Iterable[builtins.bytes] | None = ...,
+        token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        token_texts: collections.abc.Iterable[builtins.bytes] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["stop_texts", b"stop_texts", "token_ids", b"token_ids", "token_texts", b"token_texts"]) -> None: ...
+
+Global___StopVocabulary: typing_extensions.TypeAlias = StopVocabulary

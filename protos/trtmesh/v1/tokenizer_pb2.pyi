@@ -30,6 +30,8 @@ class EncodeCommand(google.protobuf.message.Message):
     TEXT_FIELD_NUMBER: builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     WORDS_FIELD_NUMBER: builtins.int
+    STOP_TEXTS_FIELD_NUMBER: builtins.int
+    SKIP_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     handle: builtins.int
     """Assigned by the router; reusable after the answer or CancelEncode."""
     request_id: builtins.str
@@ -38,9 +40,15 @@ class EncodeCommand(google.protobuf.message.Message):
     """Text of the prompt; unset encodes only `words`."""
     add_special_tokens: builtins.bool
     """Whether special tokens are added to `text`."""
+    skip_special_tokens: builtins.bool
+    """Whether special tokens are omitted from the text in which stop texts are found."""
     @property
     def words(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Texts encoded separately, without special tokens (bad words, stop words, bias words)."""
+
+    @property
+    def stop_texts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Stop texts to describe in `Encoded.stop_vocabulary`."""
 
     def __init__(
         self,
@@ -50,9 +58,11 @@ class EncodeCommand(google.protobuf.message.Message):
         text: builtins.str | None = ...,
         add_special_tokens: builtins.bool = ...,
         words: collections.abc.Iterable[builtins.str] | None = ...,
+        stop_texts: collections.abc.Iterable[builtins.str] | None = ...,
+        skip_special_tokens: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_text", b"_text", "text", b"text"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_text", b"_text", "add_special_tokens", b"add_special_tokens", "handle", b"handle", "request_id", b"request_id", "text", b"text", "words", b"words"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_text", b"_text", "add_special_tokens", b"add_special_tokens", "handle", b"handle", "request_id", b"request_id", "skip_special_tokens", b"skip_special_tokens", "stop_texts", b"stop_texts", "text", b"text", "words", b"words"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_text", b"_text"]) -> typing.Literal["text"] | None: ...
 
 Global___EncodeCommand: typing_extensions.TypeAlias = EncodeCommand
@@ -253,6 +263,7 @@ class Encoded(google.protobuf.message.Message):
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     WORDS_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
+    STOP_VOCABULARY_FIELD_NUMBER: builtins.int
     handle: builtins.int
     """The command's handle."""
     @property
@@ -267,6 +278,10 @@ class Encoded(google.protobuf.message.Message):
     def error(self) -> trtmesh.v1.generation_pb2.Error:
         """Set if the encode failed; the other fields are then unset."""
 
+    @property
+    def stop_vocabulary(self) -> trtmesh.v1.generation_pb2.StopVocabulary:
+        """The command's stop texts in terms of tokens, if it has any."""
+
     def __init__(
         self,
         *,
@@ -274,9 +289,10 @@ class Encoded(google.protobuf.message.Message):
         token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         words: collections.abc.Iterable[trtmesh.v1.generation_pb2.TokenIds] | None = ...,
         error: trtmesh.v1.generation_pb2.Error | None = ...,
+        stop_vocabulary: trtmesh.v1.generation_pb2.StopVocabulary | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["error", b"error"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["error", b"error", "handle", b"handle", "token_ids", b"token_ids", "words", b"words"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["error", b"error", "stop_vocabulary", b"stop_vocabulary"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["error", b"error", "handle", b"handle", "stop_vocabulary", b"stop_vocabulary", "token_ids", b"token_ids", "words", b"words"]) -> None: ...
 
 Global___Encoded: typing_extensions.TypeAlias = Encoded
 

@@ -33,7 +33,7 @@ def admit(item: Submission, info: BackendInfo) -> EndRule:
     _check_logits(item, limit, info)
     # An end id without a logit can neither come nor be banned.
     end_ids = [token for token in info.end_ids if token < info.vocabulary_size]
-    return EndRule(item.config.stopping, end_ids, prompt_tokens, limit)
+    return EndRule(item.config.stopping, end_ids, prompt_tokens, limit, item.stop_texts)
 
 
 def check_queue(item: Submission, info: BackendInfo, present: int, running: int) -> None:

@@ -6,7 +6,7 @@ delivers steps. The service does multiplexing, deadlines, metrics, health and dr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -55,6 +55,30 @@ class BackendInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class StopTexts:
+    """generation.proto's StopVocabulary: the texts, and the texts of the tokens that may be part of one."""
+
+    texts: tuple[bytes, ...]
+    tokens: Mapping[int, bytes]
+    _kept: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_kept", max(map(len, self.texts), default=1) - 1)
+
+    def follow(self, tail: bytes, token: int) -> tuple[bytes, bool]:
+        """The end of a text after one more token, where a stop text may have begun, and whether one is complete: then
+        up to its end."""
+        added = self.tokens.get(token)
+        if added is None:
+            return b"", False
+        text = tail + added
+        ends = [at + len(stop) for stop in self.texts if (at := text.find(stop)) >= 0]
+        if ends:
+            return text[: min(ends)], True
+        return text[max(0, len(text) - self._kept) :], False
+
+
+@dataclass(frozen=True, slots=True)
 class Submission:
     """One item to generate; its config sets supported fields only.
 
@@ -72,6 +96,8 @@ class Submission:
     token_ids: Sequence[int]
     emitted_tokens: int
     config: GenerationConfig
+    stop_texts: StopTexts | None = None
+    """The stop texts of a beam search: a beam ends with the token that completes one."""
 
     @property
     def prompt_tokens(self) -> int:

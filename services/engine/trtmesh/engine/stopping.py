@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trtmesh.chassis.vocabulary import Stopping
+from trtmesh.engine.backend import StopTexts
 from trtmesh.v1 import generation_pb2 as pb
 
 FIELDS = frozenset(
@@ -30,13 +31,19 @@ class EndRule:
     """
 
     def __init__(
-        self, stopping: Stopping, model_end_ids: Sequence[int], prompt_tokens: int, limit: int
+        self,
+        stopping: Stopping,
+        model_end_ids: Sequence[int],
+        prompt_tokens: int,
+        limit: int,
+        stop_texts: StopTexts | None = None,
     ) -> None:
-        """`limit` is the most tokens of the sequence."""
+        """`limit` is the most tokens of the sequence; `stop_texts` are for a beam search to follow."""
         own = model_end_ids if stopping.end_id is None else (stopping.end_id,)
         self.end_ids = frozenset() if stopping.ignore_end_id else frozenset(own)
         self.prompt_tokens = prompt_tokens
         self.limit = limit
+        self.stop_texts = stop_texts
         self._words_by_last = _by_last_id(stopping.stop_token_ids)
         self._ending_ids = self.end_ids | self._words_by_last.keys()
         # Below this length only the limit ends the sequence.

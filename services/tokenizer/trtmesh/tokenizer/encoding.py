@@ -19,7 +19,9 @@ from pydantic import Field
 from tokenizers import Tokenizer
 from trtmesh.chassis.errors import Draining, InternalError, InvalidField, QueueFull, TrtmeshError
 from trtmesh.chassis.settings import Settings
+from trtmesh.tokenizer.detokenizers.stop_vocabulary import StopVocabularies
 from trtmesh.tokenizer.metrics import TokenizerMetrics
+from trtmesh.v1 import generation_pb2 as pb
 
 HUGE_TO_LONG = 16
 """A text is huge from this multiple of `long_text_bytes`."""
@@ -27,15 +29,18 @@ HUGE_TO_LONG = 16
 
 @dataclass(frozen=True, slots=True)
 class EncodeRequest:
-    """The text and the words to encode."""
+    """The text and the words to encode, and stop texts to describe."""
 
     text: str | None
     add_special_tokens: bool
     words: tuple[str, ...] = ()
+    stop_texts: tuple[str, ...] = ()
+    skip_special_tokens: bool = False
     size_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        size_bytes = sum(map(_size_bytes, (self.text or "", *self.words)))
+        texts = (self.text or "", *self.words, *self.stop_texts)
+        size_bytes = sum(map(_size_bytes, texts))
         object.__setattr__(self, "size_bytes", size_bytes)
 
     def texts(self, *, special: bool) -> Iterator[str]:
@@ -53,10 +58,11 @@ def _size_bytes(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EncodedTexts:
-    """Token ids of the text and of each word."""
+    """Token ids of the text and of each word, and the stop texts in terms of tokens."""
 
     token_ids: list[int]
     words: list[list[int]]
+    stop_vocabulary: pb.StopVocabulary | None = None
 
     @property
     def token_count(self) -> int:
@@ -87,7 +93,11 @@ class Encoder:
     """A lane for each size class: a short text never waits for a long one."""
 
     def __init__(
-        self, tokenizer: Tokenizer, settings: EncodingSettings, metrics: TokenizerMetrics
+        self,
+        tokenizer: Tokenizer,
+        stop_vocabularies: StopVocabularies,
+        settings: EncodingSettings,
+        metrics: TokenizerMetrics,
     ) -> None:
         self._settings = settings
         few = settings.max_queued_long
@@ -99,7 +109,7 @@ class Encoder:
         self._lanes = [
             _Lane(
                 _LaneLimits(*lane, settings.max_batch_bytes),
-                lambda requests: encode_batch(tokenizer, requests),
+                lambda requests: encode_batch(tokenizer, stop_vocabularies, requests),
                 metrics,
             )
             for lane in lanes
@@ -243,19 +253,25 @@ def encode_in_this_thread_alone() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def encode_batch(tokenizer: Tokenizer, requests: Sequence[EncodeRequest]) -> list[Outcome]:
+def encode_batch(
+    tokenizer: Tokenizer, stop_vocabularies: StopVocabularies, requests: Sequence[EncodeRequest]
+) -> list[Outcome]:
     """Encodes a batch; a failure becomes the outcome of the failing request alone."""
     try:
-        return list(_encode(tokenizer, requests))
+        return list(_encode(tokenizer, stop_vocabularies, requests))
     except BaseException as error:  # noqa: BLE001 - a panic of the library derives from BaseException
         if len(requests) > 1:
             return [
-                outcome for request in requests for outcome in encode_batch(tokenizer, [request])
+                outcome
+                for request in requests
+                for outcome in encode_batch(tokenizer, stop_vocabularies, [request])
             ]
         return [InternalError(f"the text cannot be encoded: {type(error).__name__}: {error}")]
 
 
-def _encode(tokenizer: Tokenizer, requests: Sequence[EncodeRequest]) -> Iterator[EncodedTexts]:
+def _encode(
+    tokenizer: Tokenizer, stop_vocabularies: StopVocabularies, requests: Sequence[EncodeRequest]
+) -> Iterator[EncodedTexts]:
     marked = [text for request in requests for text in request.texts(special=True)]
     plain = [text for request in requests for text in request.texts(special=False)]
     marked_ids = iter(_ids(tokenizer, marked, special=True))
@@ -263,7 +279,12 @@ def _encode(tokenizer: Tokenizer, requests: Sequence[EncodeRequest]) -> Iterator
     for request in requests:
         ids_of_text = marked_ids if request.add_special_tokens else plain_ids
         token_ids = [] if request.text is None else next(ids_of_text)
-        yield EncodedTexts(token_ids, [next(plain_ids) for _ in request.words])
+        words = [next(plain_ids) for _ in request.words]
+        stops = None
+        if request.stop_texts:
+            skip = request.skip_special_tokens
+            stops = stop_vocabularies.of(request.stop_texts, skip_special_tokens=skip)
+        yield EncodedTexts(token_ids, words, stops)
 
 
 def _ids(tokenizer: Tokenizer, texts: list[str], *, special: bool) -> list[list[int]]:

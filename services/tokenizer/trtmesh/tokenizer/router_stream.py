@@ -128,7 +128,13 @@ class RouterStream:
             self._shared.workload.begin()
             try:
                 text = command.text if command.HasField("text") else None
-                request = EncodeRequest(text, command.add_special_tokens, tuple(command.words))
+                request = EncodeRequest(
+                    text,
+                    command.add_special_tokens,
+                    tuple(command.words),
+                    tuple(command.stop_texts),
+                    command.skip_special_tokens,
+                )
                 encode = self._shared.encoder.submit(request)
             except TrtmeshError:
                 self._shared.workload.end()
@@ -160,6 +166,8 @@ class RouterStream:
             encoded.token_ids.extend(outcome.token_ids)
             for ids in outcome.words:
                 encoded.words.add(ids=ids)
+            if outcome.stop_vocabulary is not None:
+                encoded.stop_vocabulary.CopyFrom(outcome.stop_vocabulary)
         else:
             metrics.failures.labels(outcome.reason).inc()
             encoded = self._outbox.add().encoded

@@ -11,6 +11,7 @@ import grpc
 from trtmesh.chassis.errors import Draining, NoTokenizer
 from trtmesh.chassis.rpc import answering
 from trtmesh.chassis.service import SCHEMA_REVISION, Runtime
+from trtmesh.tokenizer.detokenizers.stop_vocabulary import StopVocabularies
 from trtmesh.tokenizer.encoding import Encoder, encode_in_this_thread_alone
 from trtmesh.tokenizer.metrics import TokenizerMetrics
 from trtmesh.tokenizer.router_stream import RouterStream, Shared
@@ -44,7 +45,8 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
     async def start(self) -> None:
         encode_in_this_thread_alone()
         vocabulary = await asyncio.to_thread(load_vocabulary, self._settings.model_dir)
-        encoder = Encoder(vocabulary.tokenizer, self._settings.encoding, self._metrics)
+        stops = StopVocabularies(vocabulary.detokenizer)
+        encoder = Encoder(vocabulary.tokenizer, stops, self._settings.encoding, self._metrics)
         self._shared = Shared(
             self._settings.stream, vocabulary, encoder, self._workload, self._metrics
         )

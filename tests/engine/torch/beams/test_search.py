@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from trtmesh.chassis import vocabulary
+from trtmesh.engine.backend import StopTexts
 from trtmesh.engine.backends.torch.beams.search import Beams, Hypothesis
 from trtmesh.engine.stopping import End
 from trtmesh.v1 import generation_pb2 as pb
@@ -136,3 +137,38 @@ def test_extreme_penalties_overflow_nothing() -> None:
         )
         assert len(search.best()) == 3
         assert all(math.isfinite(search.score(beam)) for beam in search.best())
+
+
+WORDS = {0: b"", 1: b"a", 2: b"b", 3: b"ba"}
+
+
+@given(
+    st.integers(0, 10_000),
+    st.integers(2, 4),
+    st.lists(st.sampled_from([b"a", b"b", b"ab", b"ba", b"aab", b"bb"]), min_size=1, max_size=3),
+)
+def test_stop_texts_end_beams(seed: int, width: int, stops: list[bytes]) -> None:
+    """Few candidates a beam give the search of all candidates; texts are cut nowhere but at the first stop text."""
+    world, texts = World(seed), StopTexts(tuple(stops), WORDS)
+    searches = [
+        Beams(
+            vocabulary.BeamSearch(width), most_tokens=LENGTH, ending_tokens=most, stop_texts=texts
+        )
+        for most in (1, VOCABULARY)
+    ]
+    for search in searches:
+        while not search.over:
+            rows = torch.stack([world.row(beam.tokens) for beam in search.running])
+            search.advance(rows, end_after)
+    few, all_of = ([(beam.tokens, beam.end) for beam in search.best()] for search in searches)
+    assert few == all_of
+    kept = []
+    for tokens, end in few:
+        text = b"".join(WORDS[token] for token in tokens)
+        before = text.removesuffix(WORDS[tokens[-1]])
+        assert end
+        assert not any(stop in before for stop in stops)
+        assert (end[0] == pb.FINISH_REASON_STOP_WORD) == any(stop in text for stop in stops)
+        ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+        kept.append((tuple(tokens[:-1]), text[: min(ends)] if ends else tokens[-1]))
+    assert len(set(kept)) == len(kept), "two beams end alike at a stop text"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from trtmesh.chassis.errors import Draining, InvalidField
 from trtmesh.chassis.parsing import ELEMENT_BYTES, LIMITS, parse_config, refuse_unsupported
 from trtmesh.chassis.vocabulary import GenerationConfig
-from trtmesh.engine.backend import Submission
+from trtmesh.engine.backend import StopTexts, Submission
 from trtmesh.engine.service.loaded_engine import LoadedEngine
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
@@ -41,6 +41,7 @@ def parse_submit(
         token_ids=list(command.token_ids),
         emitted_tokens=command.emitted_tokens,
         config=config,
+        stop_texts=_stop_texts(command),
     )
 
 
@@ -90,3 +91,22 @@ def _check_logits(config: GenerationConfig, engine: LoadedEngine) -> None:
                     value=str(row),
                     limit=f"at most {most} bytes a token",
                 )
+
+
+def _stop_texts(command: epb.SubmitCommand) -> StopTexts | None:
+    if not command.HasField("stop_vocabulary"):
+        return None
+    given = command.stop_vocabulary
+    if command.config.beam_search.beam_width <= 1:
+        raise InvalidField(
+            "is set without a beam search; send a stop command when a sequence reaches a stop text",
+            field="stop_vocabulary",
+            limit_field="beam_search.beam_width",
+        )
+    if len(given.token_ids) != len(given.token_texts):
+        raise InvalidField(
+            f"has {len(given.token_ids)} token_ids but {len(given.token_texts)} token_texts; they must be equally many",
+            field="stop_vocabulary",
+        )
+    tokens = dict(zip(given.token_ids, given.token_texts, strict=True))
+    return StopTexts(tuple(given.stop_texts), tokens)

@@ -23,9 +23,8 @@ def dispatch(
     waiting: Sequence[SequenceRun],
 ) -> int:
     """Submits the sequences without a worker; returns their seed."""
-    prompt = encoded.token_ids
-    config = worker_config(item, len(prompt), encoded.word_ids, context.drawn_seed)
-    for runs, command in _submits(context, item, waiting, prompt, config):
+    config = worker_config(item, len(encoded.token_ids), encoded.word_ids, context.drawn_seed)
+    for runs, command in _submits(context, item, waiting, encoded, config):
         leg.worker.submit(runs, command, leg.booking)
     return config.sampling.seed
 
@@ -34,7 +33,7 @@ def _submits(
     context: RequestContext,
     item: ItemRequest,
     runs: Sequence[SequenceRun],
-    prompt: Sequence[int],
+    encoded: EncodedItem,
     config: pb.GenerationConfig,
 ) -> list[Submit]:
     """A single command for sequences at the start, else a command per sequence with the emitted tokens.
@@ -47,7 +46,9 @@ def _submits(
         timeout_ms=context.remaining_ms(),
         config=config,
         draw_index=item.draw_index,
+        stop_vocabulary=encoded.stop_vocabulary,
     )
+    prompt = encoded.token_ids
     if starts(item, runs):
         command.token_ids.extend(prompt)
         return [(list(runs), command)]

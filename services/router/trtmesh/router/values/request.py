@@ -60,6 +60,11 @@ class ItemRequest:
         return self.config.stopping.bad_texts + self.config.sampling.embedding_bias_texts
 
     @property
+    def searched_texts(self) -> tuple[str, ...]:
+        """Stop texts for the worker, where they take part in a beam search."""
+        return self.config.stopping.stop_texts if self.config.beam_search.beam_width > 1 else ()
+
+    @property
     def told_prompt_tokens(self) -> int | None:
         """Length of a prompt sent as token ids; None for a text."""
         return None if self.prompt.token_ids is None else len(self.prompt.token_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer
@@ -33,6 +34,9 @@ class Detokenizer(Protocol):
     def open(self, *, skip_special_tokens: bool) -> TextDecoder:
         """A decoder at the beginning of a sequence."""
 
+    def token_bytes(self, *, skip_special_tokens: bool) -> Sequence[bytes]:
+        """UTF-8 of every token within a text, as far as neighbours do not change it."""
+
 
 def decoder_steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """The serialized steps of the decoder component as a flat list; empty without a decoder."""
@@ -57,3 +61,13 @@ def special_tokens(tokenizer: Tokenizer) -> frozenset[str]:
     """The tokens omitted by `skip_special_tokens`: the library compares content, not ids."""
     added = tokenizer.get_added_tokens_decoder().values()
     return frozenset(token.content for token in added if token.special)
+
+
+def bytes_by_library(tokenizer: Tokenizer, *, skip_special_tokens: bool) -> list[bytes]:
+    """What the library adds to a text for each token."""
+    ids = range(len(tokens_by_id(tokenizer)))
+    texts = ((token_id, tokenizer.decode([token_id])) for token_id in ids)
+    # After a word, no rule for the first token applies.
+    anchor, before = next(((i, text) for i, text in texts if text.isalnum()), (0, ""))
+    whole = (tokenizer.decode([anchor, i], skip_special_tokens=skip_special_tokens) for i in ids)
+    return [text.removeprefix(before).encode() for text in whole]

@@ -37,6 +37,9 @@ class ByteLevelDetokenizer:
             return ByteLevelDecoder(self._skipped_texts, self._skipped)
         return ByteLevelDecoder(self._kept_texts, self._kept)
 
+    def token_bytes(self, *, skip_special_tokens: bool) -> list[bytes]:
+        return self._skipped if skip_special_tokens else self._kept
+
 
 @dataclass(slots=True)
 class ByteLevelDecoder:

@@ -110,6 +110,10 @@ class PieceDetokenizer:
     def open(self, *, skip_special_tokens: bool) -> PieceDecoder:
         return PieceDecoder(self, self._skipped if skip_special_tokens else self._kept)
 
+    def token_bytes(self, *, skip_special_tokens: bool) -> list[bytes]:
+        pieces = self._skipped if skip_special_tokens else self._kept
+        return [_utf8(piece) for piece in pieces]
+
     def first_piece(self, token_id: int) -> str | int:
         """The piece of the first id with text."""
         token = self._tokens[token_id] or ""
@@ -136,6 +140,12 @@ class PieceDetokenizer:
     def _byte_of(self, text: str) -> int | None:
         match = _BYTE_TOKEN.fullmatch(text) if self.shape.byte_fallback else None
         return int(match[1], 16) if match else None
+
+
+def _utf8(piece: Piece) -> bytes:
+    if isinstance(piece, int):
+        return bytes([piece])
+    return piece.encode() if piece else b""
 
 
 class PieceDecoder:

@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
-from trtmesh.tokenizer.detokenizers.base import REPLACEMENT, special_tokens, tokens_by_id
+from trtmesh.tokenizer.detokenizers.base import (
+    REPLACEMENT,
+    bytes_by_library,
+    special_tokens,
+    tokens_by_id,
+)
 
 KEPT_TOKENS = 8
 """Preceding tokens decoded again with a new token, because they may affect the new text."""
@@ -36,6 +41,9 @@ class WindowedDetokenizer:
     def open(self, *, skip_special_tokens: bool) -> WindowedDecoder:
         hidden = self._gaps | self._specials if skip_special_tokens else self._gaps
         return WindowedDecoder(self, hidden)
+
+    def token_bytes(self, *, skip_special_tokens: bool) -> list[bytes]:
+        return bytes_by_library(self._tokenizer, skip_special_tokens=skip_special_tokens)
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of ids, special tokens included."""
@@ -79,6 +87,9 @@ class WholeDetokenizer:
 
     def open(self, *, skip_special_tokens: bool) -> WholeDecoder:
         return WholeDecoder(self._tokenizer, skip_special_tokens)
+
+    def token_bytes(self, *, skip_special_tokens: bool) -> list[bytes]:
+        return bytes_by_library(self._tokenizer, skip_special_tokens=skip_special_tokens)
 
 
 @dataclass(slots=True)

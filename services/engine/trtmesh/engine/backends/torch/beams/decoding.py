@@ -54,6 +54,7 @@ class BeamDecoding(Decoding["Ranking"]):
             first.config.beam_search,
             most_tokens=first.rule.limit - first.prompt_tokens,
             ending_tokens=first.rule.ending_tokens,
+            stop_texts=first.rule.stop_texts,
         )
         self._beams = [0] * len(lanes)
         """The running beam of each lane."""

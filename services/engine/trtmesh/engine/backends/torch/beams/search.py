@@ -4,7 +4,8 @@ A step ranks all continuations of the running beams by one token. Among the firs
 complete sequences; the best `width` that do not end keep running. Complete sequences are ranked by score, the sum of
 log-probabilities divided by length ** length_penalty, and the best `width` are kept. The result equals transformers'
 `generate` to the token, and TensorRT-LLM with its `diversity_rate`: candidates are ranked by their sum plus
-diversity_rate times the number of their beam, which favours later beams. Sums and scores exclude the rate.
+diversity_rate times the number of their beam, which favours later beams. Sums and scores exclude the rate. Stop texts
+are found in the texts of tokens.
 
 The search is over when no beam runs on, or when `width` sequences are complete and, by `early_stopping`,
     FIRST_COMPLETE  at once;
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trtmesh.chassis import vocabulary
-from trtmesh.engine.backend import TopLogProbs
+from trtmesh.engine.backend import StopTexts, TopLogProbs
 from trtmesh.engine.stopping import End
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -38,6 +39,11 @@ class Extras:
     """The model's own, [1, vocabulary]."""
 
 
+NO_STOP = (b"", False)
+
+MORE_CANDIDATES = 4
+"""Factor on the candidates of a beam where most of them end at stop texts."""
+
 MOST_EXPONENT = 700.0
 """Largest exponent of e in a score; keeps scores finite for every length and penalty."""
 
@@ -54,6 +60,8 @@ class Hypothesis:
     """None while it runs."""
     extras: list[Extras] = field(default_factory=list)
     """One per token; empty where the item asks for nothing."""
+    tail: bytes = b""
+    """The end of its text, where a stop text may have begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +70,10 @@ class _Candidate:
     parent: int
     token: int
     log_prob: float
+    tail: bytes
+    """Of the beam with the token, up to the end of a stop text."""
+    is_stopped: bool
+    """Whether the token completes a stop text."""
 
 
 EndAfter = Callable[[Hypothesis, int], End | None]
@@ -72,9 +84,15 @@ class Beams:
     """The beams of an item."""
 
     def __init__(
-        self, asked: vocabulary.BeamSearch, *, most_tokens: int, ending_tokens: int
+        self,
+        asked: vocabulary.BeamSearch,
+        *,
+        most_tokens: int,
+        ending_tokens: int,
+        stop_texts: StopTexts | None = None,
     ) -> None:
-        """Every sequence ends at `most_tokens`; at most `ending_tokens` ids end a sequence earlier."""
+        """Every sequence ends at `most_tokens`; at most `ending_tokens` ids end a sequence earlier, besides
+        `stop_texts`."""
         self.width = asked.beam_width
         self.running = [Hypothesis()]
         """Incomplete beams in the order of their latest ranks."""
@@ -85,6 +103,7 @@ class Beams:
         self._early_stopping = asked.early_stopping or pb.EARLY_STOPPING_FIRST_COMPLETE
         self._most_tokens = most_tokens
         self._ending_tokens = ending_tokens
+        self._stop_texts = stop_texts
 
     @property
     def over(self) -> bool:
@@ -116,29 +135,59 @@ class Beams:
 
         Returns the parent of each running beam.
         """
-        before, chosen = self.running, list[_Candidate]()
-        complete: list[Hypothesis] = []
-        for place, candidate in enumerate(self._candidates(log_probs)):
-            if place >= self.width and len(chosen) == self.width:
-                break
-            end = end_after(before[candidate.parent], candidate.token)
-            if end is None and len(chosen) < self.width:
-                chosen.append(candidate)
-            elif end is not None and place < self.width:
-                complete.append(_follow(before, candidate, extras, end))
+        # At most `width` continuations of a beam keep running; only ending tokens can rank between these.
+        chosen, ending = self._choose(log_probs, end_after, self.width + self._ending_tokens)
+        before = self.running
+        complete = [_follow(before, candidate, extras, end) for candidate, end in ending]
         self.running = [_follow(before, candidate, extras) for candidate in chosen]
         ranked = sorted([*self.complete, *complete], key=self.score, reverse=True)
         self.complete = ranked[: self.width]
         return [candidate.parent for candidate in chosen]
 
-    def _candidates(self, log_probs: Tensor) -> list[_Candidate]:
-        """Continuations, best first: at least as many as a step can need."""
-        # At most `width` continuations of a beam keep running; only ending tokens can rank between these.
-        count = min(self.width + self._ending_tokens, log_probs.shape[1])
-        values, tokens = log_probs.topk(count, dim=1)
+    def _choose(
+        self, log_probs: Tensor, end_after: EndAfter, count: int
+    ) -> tuple[list[_Candidate], list[tuple[_Candidate, End]]]:
+        """The continuations that keep running, and those that end, among `count` of each beam; more where stop texts
+        end so many that others may rank between these. Of continuations whose text ends alike at a stop text, only the
+        best counts."""
+        chosen, ending = list[_Candidate](), list[tuple[_Candidate, End]]()
+        seen, stopped = [0] * len(self.running), set[tuple[int, bytes]]()
+        place = -1
+        for candidate in self._candidates(log_probs, count):
+            seen[candidate.parent] += 1
+            text = (candidate.parent, candidate.tail)
+            if candidate.is_stopped and text in stopped:
+                continue
+            place += 1
+            if place >= self.width and len(chosen) == self.width:
+                break
+            if candidate.is_stopped:
+                stopped.add(text)
+            end = self._end_of(candidate, end_after)
+            if end is None and len(chosen) < self.width:
+                chosen.append(candidate)
+            elif end is not None and place < self.width:
+                ending.append((candidate, end))
+        if self._stop_texts and max(seen) >= count < log_probs.shape[1]:
+            return self._choose(log_probs, end_after, count * MORE_CANDIDATES)
+        return chosen, ending
+
+    def _end_of(self, candidate: _Candidate, end_after: EndAfter) -> End | None:
+        if candidate.is_stopped:
+            return pb.FINISH_REASON_STOP_WORD, ()
+        return end_after(self.running[candidate.parent], candidate.token)
+
+    def _candidates(self, log_probs: Tensor, count: int) -> list[_Candidate]:
+        """The best `count` continuations of each beam, best first."""
+        values, tokens = log_probs.topk(min(count, log_probs.shape[1]), dim=1)
+        stops = self._stop_texts
         found = [
             _Candidate(
-                beam.total + log_prob + self._diversity_rate * parent, parent, token, log_prob
+                beam.total + log_prob + self._diversity_rate * parent,
+                parent,
+                token,
+                log_prob,
+                *(stops.follow(beam.tail, token) if stops else NO_STOP),
             )
             for parent, (beam, row, ids) in enumerate(
                 zip(self.running, values.tolist(), tokens.tolist(), strict=True)
@@ -167,4 +216,5 @@ def _follow(
         beam.total + candidate.log_prob,
         end,
         [*beam.extras, extras[candidate.parent]] if extras else [],
+        candidate.tail,
     )
