@@ -132,7 +132,7 @@ class _Dice:
 
     def _common(self, *, is_text: bool) -> Makers:
         dice = self._random
-        most = dice.choice([1, 10, 10, 10, 10, 10, 10, 40])
+        most = dice.choice([1, 8, 8, 8, 8, 8, 8, 32])
         words = self._words if is_text else self._id_words
         return {
             "max_tokens": lambda: dice.randint(1, most),

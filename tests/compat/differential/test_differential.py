@@ -31,7 +31,7 @@ ENGINE = (
 
 async def test_answers_agree_in_every_way_to_ask() -> None:
     async with (
-        running_mesh(engine_flags=ENGINE) as mesh,
+        running_mesh(engines=2, engine_flags=ENGINE) as mesh,
         Triton(mesh.router.address) as triton,
         PlainHttp(mesh.router.http_address) as http,
     ):
