@@ -1,0 +1,157 @@
+"""Reads and writes adapters as TensorRT-LLM's arrays `lora_weights` and `lora_config`.
+
+`lora_config` [modules, 3 or 4] int32 holds (module id, layer, rank[, is DoRA]). A row of `lora_weights` [modules, width]
+holds A [rank, in], then B [out, rank] with the scale, then zeros. In files both have a leading dimension of 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from trtmesh.chassis.errors import InvalidField, InvalidRequest, UnsupportedField
+from trtmesh.engine.adapters.lora import (
+    DTYPES,
+    Lora,
+    Module,
+    Place,
+    Target,
+    Update,
+    misfit,
+    sizes_at,
+    swap_halves,
+)
+
+WEIGHTS_FILE, CONFIG_FILE = "model.lora_weights.npy", "model.lora_config.npy"
+MOST_MODULES = 1 << 16
+BITS = np.dtype("V2")
+
+
+def read_arrays(weights: Tensor, config: Tensor, targets: Mapping[Place, Target]) -> Lora:
+    """Takes the arrays apart by the sizes of the model's layers.
+
+    Raises InvalidRequest or UnsupportedField with the row. A row of zeros is an update without effect and is left out:
+    TensorRT-LLM fills in whichever of queries, keys and values an adapter lacks.
+    """
+    weights, config = _without_batch("lora_weights", weights), _without_batch("lora_config", config)
+    if config.shape[1] not in (3, 4) or not 0 < len(config) <= MOST_MODULES:
+        raise InvalidField.of("lora_config", list(config.shape), "[1 or more, 3 or 4]")
+    if len(weights) != len(config) or weights.dtype not in DTYPES:
+        raise InvalidField.of(
+            "lora_weights",
+            f"{weights.dtype} {list(weights.shape)}",
+            f"{len(config)} rows of FP16",
+            "lora_config",
+        )
+    updates: dict[Place, Update] = {}
+    for number, (row, (module, layer, rank, *dora)) in enumerate(
+        zip(weights, config.tolist(), strict=True)
+    ):
+        if any(dora):
+            raise UnsupportedField("is a DoRA update", field=f"lora_config[{number}]")
+        place = (layer, _module(number, module))
+        if place in updates:
+            raise InvalidRequest(
+                "names a layer for the second time", field=f"lora_config[{number}]"
+            )
+        if row.any():
+            updates[place] = _update(number, row, place, rank, targets)
+    if not updates:
+        raise InvalidField.of("lora_weights", "zeros", "the weights of at least one layer")
+    return Lora(updates)
+
+
+def write_arrays(lora: Lora, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`lora_weights` in `dtype` and `lora_config`, both without the leading dimension."""
+    rows, config = [], []
+    for (layer, module), update in sorted(lora.updates.items()):
+        own = swap_halves(update) if module is Module.MLP_GATE_UP else update
+        rows.append(torch.cat((own.a.flatten(), own.b.flatten())).to(dtype))
+        config.append((int(module), layer, own.rank))
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), torch.tensor(config).int()
+
+
+def read_files(directory: Path, targets: Mapping[Place, Target], most_bytes: int) -> Lora:
+    """Reads model.lora_weights.npy and model.lora_config.npy."""
+    return read_arrays(
+        _read_npy(directory / WEIGHTS_FILE, most_bytes),
+        _read_npy(directory / CONFIG_FILE, most_bytes),
+        targets,
+    )
+
+
+def write_files(lora: Lora, directory: Path, dtype: torch.dtype) -> None:
+    """Writes both files; numpy has no bfloat16, so its bits are stored as V2, as TensorRT-LLM does."""
+    weights, config = write_arrays(lora, dtype)
+    directory.mkdir(parents=True, exist_ok=True)
+    half = dtype == torch.bfloat16
+    stored = weights.view(torch.int16).numpy().view(BITS) if half else weights.numpy()
+    np.save(directory / WEIGHTS_FILE, stored[None])
+    np.save(directory / CONFIG_FILE, config[None].numpy())
+
+
+def _without_batch(name: str, array: Tensor) -> Tensor:
+    if array.ndim == 3 and len(array) == 1:
+        array = array[0]
+    if array.ndim != 2:
+        raise InvalidField.of(name, list(array.shape), "[modules, values]")
+    return array
+
+
+def _module(number: int, module: int) -> Module:
+    try:
+        return Module(module)
+    except ValueError:
+        known = ", ".join(str(int(each)) for each in Module)
+        raise UnsupportedField(
+            f"has module id {module}, but only {known} can be updated here",
+            field=f"lora_config[{number}]",
+        ) from None
+
+
+def _update(
+    number: int, row: Tensor, place: Place, rank: int, targets: Mapping[Place, Target]
+) -> Update:
+    inputs, outputs = sizes_at(place, targets)
+    fused = targets.get((place[0], Module.MLP_GATE_UP))
+    if place[1] is Module.MLP_H_TO_4H and fused and row[rank * (inputs + outputs) :].any():
+        outputs = fused.outputs
+    values = rank * (inputs + outputs)
+    if rank < 1 or values > len(row) or row[values:].any():
+        used = int(row.nonzero()[-1]) + 1
+        raise misfit(
+            place,
+            f"has rank {rank} and {used} weights in row {number} of lora_weights, but the layer of {inputs} inputs and"
+            f" {outputs} outputs takes {max(0, values)}: rank or model is another",
+        )
+    a, b = row[: rank * inputs], row[rank * inputs : values]
+    update = Update(a.view(rank, inputs), b.view(outputs, rank))
+    return swap_halves(update) if place[1] is Module.MLP_GATE_UP else update
+
+
+def _read_npy(file: Path, most_bytes: int) -> Tensor:
+    try:
+        size = file.stat().st_size
+        if size > most_bytes:
+            raise InvalidRequest(
+                f"has {size} bytes", field=str(file), limit=f"at most {most_bytes}"
+            )
+        array = np.load(file, allow_pickle=False)
+    except OSError as error:
+        raise InvalidRequest(
+            f"cannot be read: {error.strerror or error}", field=str(file)
+        ) from error
+    except (ValueError, EOFError) as error:
+        raise InvalidRequest(f"is not a readable .npy file: {error}", field=str(file)) from error
+    if array.dtype == BITS:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    if array.dtype not in (np.float32, np.float16, np.int32):
+        raise InvalidRequest(
+            f"holds {array.dtype}",
+            field=str(file),
+            limit="float32, float16, bfloat16 as V2 or int32",
+        )
+    return torch.from_numpy(array)

@@ -1,0 +1,216 @@
+"""Reads and writes adapters as PEFT directories: adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from trtmesh.chassis.errors import InvalidRequest, UnsupportedField
+from trtmesh.engine.adapters.lora import DTYPES, MODULE_BY_NAME, Lora, Place, Update, place_of
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MOST_CONFIG_BYTES = 1 << 20
+PREFIX = "base_model.model."
+_KEY = re.compile(r"^(?P<layer>.+)\.lora_(?P<side>[AB])(\.[^.]+)?\.weight$")
+_NAMES = {module: name for name, module in reversed(MODULE_BY_NAME.items()) if "." not in name}
+
+
+class PeftConfig(BaseModel):
+    """The fields of adapter_config.json that say what an adapter computes."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    peft_type: str
+    r: int
+    lora_alpha: float
+    use_rslora: bool = False
+    use_dora: bool = False
+    rank_pattern: dict[str, int] = {}
+    alpha_pattern: dict[str, float] = {}
+    bias: str = "none"
+    lora_bias: bool = False
+    modules_to_save: list[str] | None = None
+    trainable_token_indices: Any = None
+    layer_replication: Any = None
+    use_qalora: bool = False
+    alora_invocation_tokens: list[int] | None = None
+
+    def check(self) -> None:
+        """Raises UnsupportedField for what is not a plain LoRA."""
+        refused = {
+            "peft_type": self.peft_type.upper() != "LORA",
+            "use_dora": self.use_dora,
+            "use_qalora": self.use_qalora,
+            "bias": self.bias != "none",
+            "lora_bias": self.lora_bias,
+            "modules_to_save": bool(self.modules_to_save),
+            "trainable_token_indices": bool(self.trainable_token_indices),
+            "layer_replication": bool(self.layer_replication),
+            "alora_invocation_tokens": bool(self.alora_invocation_tokens),
+        }
+        for field, is_refused in refused.items():
+            if is_refused:
+                value = getattr(self, field)
+                raise UnsupportedField(
+                    "is not supported; only plain LoRA updates of linear layers are",
+                    field=f"adapter_config.{field}",
+                    value=str(value)[:200],
+                )
+
+    def scale(self, name: str) -> float:
+        """alpha / r, or alpha / sqrt(r) with rsLoRA, of the layer `name`."""
+        rank = _by_pattern(self.rank_pattern, name, self.r)
+        alpha = _by_pattern(self.alpha_pattern, name, self.lora_alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def rank(self, name: str) -> int:
+        return int(_by_pattern(self.rank_pattern, name, self.r))
+
+
+def read_peft(directory: Path, most_bytes: int) -> Lora:
+    """Reads an adapter of at most `most_bytes` of weights.
+
+    Raises InvalidRequest or UnsupportedField with file, layer and reason; nothing is unpickled.
+    """
+    config = _read_config(directory / CONFIG)
+    config.check()
+    return _assemble(_read_tensors(directory / WEIGHTS, most_bytes), config)
+
+
+def write_peft(lora: Lora, directory: Path, base: str) -> None:
+    """Writes an adapter whose scale is part of B, as alpha = r says, with `base` as the name of its model.
+
+    Layers are named as in Llama; a layer whose rank is not the largest is listed in rank_pattern and alpha_pattern.
+    """
+    tensors: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
+    for (layer, module), update in sorted(lora.updates.items()):
+        parent = "self_attn" if module.name.startswith("ATTN") else "mlp"
+        name = f"model.layers.{layer}.{parent}.{_NAMES[module]}"
+        tensors[f"{PREFIX}{name}.lora_A.weight"] = update.a.contiguous()
+        tensors[f"{PREFIX}{name}.lora_B.weight"] = update.b.contiguous()
+        if update.rank != lora.rank:
+            ranks[name] = update.rank
+    config = {
+        "base_model_name_or_path": base,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "lora_alpha": lora.rank,
+        "lora_dropout": 0.0,
+        "alpha_pattern": ranks,
+        "rank_pattern": ranks,
+        "peft_type": "LORA",
+        "r": lora.rank,
+        "target_modules": sorted({_NAMES[module] for _, module in lora.updates}),
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": False,
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _by_pattern(patterns: Mapping[str, float], name: str, default: float) -> float:
+    """The value of the first pattern that matches the whole end of a layer's name, as in PEFT."""
+    for pattern, value in patterns.items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", name):
+            return value
+    return default
+
+
+def _read_config(file: Path) -> PeftConfig:
+    try:
+        if file.stat().st_size > MOST_CONFIG_BYTES:
+            raise InvalidRequest(
+                f"has {file.stat().st_size} bytes",
+                field=str(file),
+                limit=f"at most {MOST_CONFIG_BYTES}",
+            )
+        return PeftConfig.model_validate_json(file.read_bytes())
+    except OSError as error:
+        raise InvalidRequest(f"cannot be read: {error.strerror}", field=str(file)) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise InvalidRequest(
+            f"is not a PEFT configuration: {where}: {first['msg']}", field=str(file)
+        ) from error
+
+
+def _read_tensors(file: Path, most_bytes: int) -> dict[str, Tensor]:
+    try:
+        size = file.stat().st_size
+        if size > most_bytes:
+            raise InvalidRequest(
+                f"has {size} bytes", field=str(file), limit=f"at most {most_bytes}"
+            )
+        with safe_open(file, framework="pt") as content:
+            return {key: content.get_tensor(key) for key in content.keys()}  # noqa: SIM118 - not a dict
+    except OSError as error:
+        raise InvalidRequest(
+            f"cannot be read: {error.strerror or error}", field=str(file)
+        ) from error
+    except SafetensorError as error:
+        raise InvalidRequest(
+            f"is not a readable safetensors file: {error}", field=str(file)
+        ) from error
+
+
+def _assemble(tensors: Mapping[str, Tensor], config: PeftConfig) -> Lora:
+    sides: dict[Place, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        name, side = _split_key(key)
+        if (place := place_of(name)) is None:
+            raise UnsupportedField(
+                "is no layer that an adapter can update here", field=f"adapter.{name}"
+            )
+        if tensor.dtype not in DTYPES or tensor.ndim != 2:
+            raise InvalidRequest(
+                f"is {tensor.dtype} of shape {list(tensor.shape)}",
+                field=f"adapter.{key}",
+                limit="a matrix of float32, float16 or bfloat16",
+            )
+        if side == "A" and len(tensor) != config.rank(name):
+            raise InvalidRequest(
+                f"has rank {len(tensor)}",
+                field=f"adapter.{key}",
+                limit=f"{config.rank(name)}, as adapter_config.json says",
+            )
+        scaled = tensor if side == "A" else _scaled(tensor, config.scale(name))
+        if side in sides.setdefault(place, {}):
+            raise InvalidRequest("names a layer for the second time", field=f"adapter.{key}")
+        sides[place][side] = scaled
+    for (layer, module), found in sides.items():
+        if len(found) < 2:
+            raise InvalidRequest(
+                f"of layer {layer} {module.name.lower()} has only lora_{next(iter(found))}",
+                field="adapter",
+            )
+    if not sides:
+        raise InvalidRequest("has no LoRA weights", field="adapter")
+    return Lora({place: Update(found["A"], found["B"]) for place, found in sides.items()})
+
+
+def _split_key(key: str) -> tuple[str, str]:
+    if (found := _KEY.match(key)) is None:
+        raise UnsupportedField(
+            "is not the A or B of a linear layer; only plain LoRA weights are served",
+            field=f"adapter.{key}",
+        )
+    return found["layer"].removeprefix(PREFIX), found["side"]
+
+
+def _scaled(b: Tensor, scale: float) -> Tensor:
+    """B times the scale, in float32 where half precision would round: a scale that is no power of two."""
+    exact = math.frexp(scale)[0] == 0.5
+    return b * scale if exact else b.float() * scale
