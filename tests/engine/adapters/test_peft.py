@@ -17,7 +17,7 @@ from trtmesh.chassis.errors import InvalidRequest, UnsupportedField
 from trtmesh.engine.adapters.arrays import read_files, write_files
 from trtmesh.engine.adapters.lora import Lora, Module, Update, fit, place_of
 from trtmesh.engine.adapters.peft import CONFIG, WEIGHTS, read_peft, write_peft
-from trtmesh.engine.backends.torch.model.lora_targets import lora_targets
+from trtmesh.engine.backends.torch.model.lora_layers import lora_targets
 
 # PEFT reads a name that transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

@@ -136,6 +136,10 @@ class ModelNotFound(NotFound):
     """No worker or tokenizer serves the model."""
 
 
+class AdapterNotFound(NotFound):
+    """No such adapter on the worker."""
+
+
 class AlreadyExists(TrtmeshError):
     """A live request has the same id."""
 
@@ -204,6 +208,10 @@ class Exhausted(TrtmeshError):
 
 class OutOfBlocks(Exhausted):
     """The item can never fit the KV block pool."""
+
+
+class AdaptersFull(Exhausted):
+    """The adapters of running items take all the memory for adapters."""
 
 
 class RateLimited(Exhausted):
@@ -333,6 +341,9 @@ ERROR_TABLE: tuple[ErrorRow, ...] = (
     ErrorRow(UnsupportedCall, *_UNIMPLEMENTED, "UNSUPPORTED_CALL", _B.CALLER),
     ErrorRow(NotFound, _S.NOT_FOUND, _H.NOT_FOUND, "NOT_FOUND", _B.CALLER),
     ErrorRow(ModelNotFound, _S.NOT_FOUND, _H.NOT_FOUND, "MODEL_NOT_FOUND", _B.CALLER),
+    ErrorRow(
+        AdapterNotFound, _S.NOT_FOUND, _H.NOT_FOUND, "ADAPTER_NOT_FOUND", _B.CALLER, movable=True
+    ),
     ErrorRow(AlreadyExists, _S.ALREADY_EXISTS, _H.CONFLICT, "ALREADY_EXISTS", _B.CALLER),
     ErrorRow(Unauthenticated, _S.UNAUTHENTICATED, _H.UNAUTHORIZED, "UNAUTHENTICATED", _B.CALLER),
     ErrorRow(Mismatch, *_MISMATCH, "MISMATCH", _B.CALLER),
@@ -348,6 +359,7 @@ ERROR_TABLE: tuple[ErrorRow, ...] = (
     ErrorRow(TokenizerLost, *_UNAVAILABLE, "TOKENIZER_LOST", _B.PEER),
     ErrorRow(Exhausted, *_EXHAUSTED, "EXHAUSTED", _B.LOAD),
     ErrorRow(OutOfBlocks, *_EXHAUSTED, "OUT_OF_BLOCKS", _B.LOAD),
+    ErrorRow(AdaptersFull, *_EXHAUSTED, "ADAPTERS_FULL", _B.LOAD, movable=True, back_pressure=True),
     ErrorRow(RateLimited, *_EXHAUSTED, "RATE_LIMITED", _B.LOAD),
     ErrorRow(SlowClient, *_EXHAUSTED, "SLOW_CLIENT", _B.CLIENT),
     ErrorRow(

@@ -1,7 +1,8 @@
 """Reads and writes adapters as TensorRT-LLM's arrays `lora_weights` and `lora_config`.
 
-`lora_config` [modules, 3 or 4] int32 holds (module id, layer, rank[, is DoRA]). A row of `lora_weights` [modules, width]
-holds A [rank, in], then B [out, rank] with the scale, then zeros. In files both have a leading dimension of 1.
+`lora_config` [modules, 3 or 4] int32 holds (module id, layer, rank[, is DoRA]). A row of `lora_weights`
+[modules, width] holds A [rank, in], then B [out, rank] with the scale, then zeros. In files both have a leading
+dimension of 1.
 """
 
 from __future__ import annotations

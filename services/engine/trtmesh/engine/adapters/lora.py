@@ -48,6 +48,7 @@ MODULE_BY_NAME = {
     "k_proj": Module.ATTN_K,
     "v_proj": Module.ATTN_V,
     "qkv_proj": Module.ATTN_QKV,
+    "qkv": Module.ATTN_QKV,
     "c_attn": Module.ATTN_QKV,
     "o_proj": Module.ATTN_DENSE,
     "attn.c_proj": Module.ATTN_DENSE,
@@ -57,8 +58,9 @@ MODULE_BY_NAME = {
     "down_proj": Module.MLP_4H_TO_H,
     "mlp.c_proj": Module.MLP_4H_TO_H,
     "gate_up_proj": Module.MLP_GATE_UP,
+    "gate_up": Module.MLP_GATE_UP,
 }
-"""By the name of the layer in transformers, with the name of its parent where that alone tells layers apart."""
+"""By the name of the layer in transformers or here, with the name of its parent where that alone tells layers apart."""
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.([a-z_]+)\.([a-z_]+)$")
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trtmesh.chassis.errors import TrtmeshError, WorkerLost
-from trtmesh.chassis.vocabulary import PromptTuning
+from trtmesh.chassis.vocabulary import Lora, PromptTuning
 from trtmesh.engine.admission import admit, check_queue
 from trtmesh.engine.backend import (
     BackendInfo,
@@ -38,6 +38,7 @@ from trtmesh.v1 import generation_pb2 as pb
 if TYPE_CHECKING:
     from trtmesh.engine.backends.torch.engine import Engine
     from trtmesh.engine.backends.torch.loading import Loaded
+    from trtmesh.engine.backends.torch.memory.adapters import LoadedAdapter
     from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
 
 log = logging.getLogger(__name__)
@@ -90,11 +91,26 @@ class TorchBackend:
             check_queue(item, info, present, len(scheduler.running))
             lanes = self._lane_keys(item)
             sequences = sequences_of(item, lanes or item.keys, rule, token_rules)
+            if item.config.lora:
+                self._find_adapter(item.request_id, item.config.lora, sequences)
             if item.config.prompt_tuning:
                 self._read_table(item.request_id, item.config.prompt_tuning, sequences)
             self._incoming_sequences += len(sequences)
             self._incoming_tokens += len(sequences) * len(item.token_ids)
             self._send(partial(self._add, keys=item.keys, sequences=sequences))
+
+    def _find_adapter(self, request_id: str, asked: Lora, sequences: list[Sequence]) -> None:
+        """The sequences must enter the inbox before `_wake` is released. Raises InvalidField or AdapterNotFound."""
+
+        def done(adapter: LoadedAdapter | TrtmeshError) -> None:
+            self._send(lambda engine: engine.prepared(sequences, adapter))
+
+        adapter = self._loaded.adapters.find(request_id, asked, len(sequences), done)
+        for sequence in sequences:
+            if adapter:
+                sequence.give_adapter(adapter)
+            else:
+                sequence.awaits_adapter = True
 
     def _read_table(self, request_id: str, asked: PromptTuning, sequences: list[Sequence]) -> None:
         """The sequences must enter the inbox before `_wake` is released. Raises QueueFull or InvalidField."""
@@ -102,7 +118,12 @@ class TorchBackend:
         def done(table: PromptTable | TrtmeshError) -> None:
             self._send(lambda engine: engine.prepared(sequences, table))
 
-        lease = self._loaded.tables.read(request_id, asked, len(sequences), done)
+        try:
+            lease = self._loaded.tables.read(request_id, asked, len(sequences), done)
+        except TrtmeshError:
+            for sequence in sequences:
+                sequence.let_go()
+            raise
         for sequence in sequences:
             sequence.table_lease = lease
 
@@ -149,7 +170,7 @@ class TorchBackend:
         )
 
     def adapters(self) -> SequenceOf[HeldAdapter]:
-        return ()
+        return [HeldAdapter(each, on_device=True) for each in self._loaded.adapters.held]
 
     async def close(self) -> None:
         with self._wake:
@@ -161,6 +182,7 @@ class TorchBackend:
         loaded: Loaded | None = self.__dict__.pop("_loaded", None)
         if loaded is not None:
             await asyncio.to_thread(loaded.tables.close)
+            await asyncio.to_thread(loaded.adapters.close)
 
     def _run(self, loaded: Future[Loaded]) -> None:
         """The thread: loads, then steps until closed."""

@@ -27,6 +27,7 @@ from trtmesh.engine.backend import SequenceEnd, StepOutput
 from trtmesh.engine.backends.torch.beams.decoding import BeamDecoding
 from trtmesh.engine.backends.torch.compute.device import Compute, Forward
 from trtmesh.engine.backends.torch.decoding import Choice, Decoding, SampledDecoding
+from trtmesh.engine.backends.torch.memory.adapters import LoadedAdapter
 from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
 from trtmesh.engine.backends.torch.sampling.readers import reader_for
 from trtmesh.engine.backends.torch.scheduling.scheduler import Scheduler
@@ -84,17 +85,25 @@ class Engine:
             if decoding.ends:
                 self._end(decoding, decoding.ends)
 
-    def prepared(self, sequences: Iterable[Sequence], table: PromptTable | TrtmeshError) -> None:
-        """Lets the sequences of an item start with their prompt table, or ends them with its error."""
+    def prepared(
+        self, sequences: Iterable[Sequence], part: PromptTable | LoadedAdapter | TrtmeshError
+    ) -> None:
+        """Gives the sequences of an item their prompt table or adapter, to start once they have all, or ends them with
+        an error."""
         for sequence in sequences:
-            # Sequences of one decoding fail together.
             if not self.scheduler.lives(sequence):
+                # Sequences of one decoding fail together. Each would have held the adapter.
+                if isinstance(part, LoadedAdapter):
+                    part.give_back(part)
                 continue
-            if isinstance(table, TrtmeshError):
-                self._fail(sequence, table)
+            if isinstance(part, TrtmeshError):
+                self._fail(sequence, part)
+                continue
+            if isinstance(part, LoadedAdapter):
+                sequence.give_adapter(part)
             else:
-                sequence.give_table(table)
-                self.scheduler.ready(sequence)
+                sequence.give_table(part)
+            self.scheduler.ready(sequence)
 
     def stop(self, keys: Iterable[int], reason: int) -> None:
         """Ends sequences, with a beam the whole search. Unknown and ended keys are ignored."""

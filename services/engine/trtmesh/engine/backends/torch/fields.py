@@ -65,6 +65,10 @@ _REFUSED = {
 }
 
 
-def supported_fields(decoding_mode: str) -> frozenset[str]:
-    """The fields supported in a mode of Triton's parameter `decoding_mode`."""
-    return SUPPORTED_FIELDS - _REFUSED[decoding_mode]
+ADAPTERS = frozenset({"lora.id", "lora.name", "lora.weights", "lora.config"})
+
+
+def supported_fields(decoding_mode: str, *, adapters: bool) -> frozenset[str]:
+    """The fields supported in a mode of Triton's parameter `decoding_mode`, with or without adapters."""
+    fields = SUPPORTED_FIELDS - _REFUSED[decoding_mode]
+    return fields | ADAPTERS if adapters else fields

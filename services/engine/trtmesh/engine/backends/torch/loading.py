@@ -15,6 +15,7 @@ from trtmesh.engine.backends.torch.compute.self_check import check_invariance, c
 from trtmesh.engine.backends.torch.cpu.device import Cpu, take_threads
 from trtmesh.engine.backends.torch.engine import Engine
 from trtmesh.engine.backends.torch.fields import supported_fields
+from trtmesh.engine.backends.torch.memory.adapters import AdapterCache
 from trtmesh.engine.backends.torch.memory.blocks import BlockPool, BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.model.model import Model, load_model
@@ -37,6 +38,7 @@ class Loaded:
     device: Device
     cache: KvCache
     tables: PromptTables
+    adapters: AdapterCache
 
 
 def load_engine(model_dir: Path, files: list[Path], settings: TorchSettings) -> Loaded:
@@ -44,7 +46,8 @@ def load_engine(model_dir: Path, files: list[Path], settings: TorchSettings) -> 
     take_threads(settings.threads)
     device = _device(settings)
     dtype = device.default_dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    model = load_model(model_dir, dtype, device.name, device.fit)
+    adaptable = settings.adapters.bytes > 0
+    model = load_model(model_dir, dtype, device.name, device.fit, adaptable=adaptable)
     dtype = model.dtype
     sizes = size(settings, model, device)
     freeze_rope(model.module, sizes.max_sequence_tokens)
@@ -70,15 +73,22 @@ def load_engine(model_dir: Path, files: list[Path], settings: TorchSettings) -> 
         max_logits_bytes=limits.max_logits_bytes,
         tokens_per_block=settings.kv_cache.tokens_per_block,
         total_blocks=sizes.blocks,
-        supported_fields=supported_fields(settings.decoding_mode),
-        capabilities=_capabilities(settings),
+        supported_fields=supported_fields(settings.decoding_mode, adapters=bool(model.targets)),
+        capabilities=_capabilities(settings, model),
         end_ids=model.end_ids,
         data_type=DATA_TYPES[dtype],
         static_batching=batching.is_static,
     )
     engine = _engine(settings, model, sizes, device, cache)
     tables = PromptTables(model.embedding, limits.max_prompt_table_bytes)
-    return Loaded(engine, info, device, cache, tables)
+    adapters = AdapterCache(
+        model.targets,
+        model.compute_dtype,
+        device.name,
+        most_bytes=settings.adapters.bytes,
+        max_rank=settings.adapters.max_rank,
+    )
+    return Loaded(engine, info, device, cache, tables, adapters)
 
 
 def _device(settings: TorchSettings) -> Device:
@@ -113,10 +123,15 @@ def _present(text: str) -> torch.device:
     return name
 
 
-def _capabilities(settings: TorchSettings) -> Capabilities:
+def _capabilities(settings: TorchSettings, model: Model) -> Capabilities:
     # Otherwise rounding depends on the batch, and decides between tokens that nearly tie.
     exact = settings.batch_invariant
-    return Capabilities(deterministic=exact, resumes_exactly=exact, stops_single_sequences=True)
+    return Capabilities(
+        deterministic=exact,
+        resumes_exactly=exact,
+        stops_single_sequences=True,
+        max_adapters=settings.adapters.max_batch_adapters if model.targets else 0,
+    )
 
 
 def _cache(settings: KvCacheSettings, model: Model, sizes: Sizes, device: Device) -> KvCache:
@@ -156,6 +171,7 @@ def _rules(settings: TorchSettings, model: Model) -> SchedulingRules:
         static_batch=batching.is_static,
         prefix_reuse=cache.prefix_reuse,
         partial_reuse=cache.partial_reuse,
+        max_adapters=settings.adapters.max_batch_adapters,
         window=model.window,
     )
 

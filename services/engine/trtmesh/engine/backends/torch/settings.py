@@ -101,6 +101,18 @@ class LimitSettings(Settings):
     is refused when its table does not fit."""
 
 
+class AdapterSettings(Settings):
+    """LoRA adapters in memory and in a step."""
+
+    bytes: Annotated[int, Field(ge=0)] = 2**30
+    """Most memory in bytes for adapters, in the type of the weights; the longest unused are evicted. 0 refuses
+    adapters."""
+    max_batch_adapters: Annotated[int, Field(ge=1, le=4096)] = 8
+    """Most adapters computed at once; sequences with another one wait."""
+    max_rank: Annotated[int, Field(ge=1, le=4096)] = 64
+    """Largest rank of an adapter."""
+
+
 class TorchSettings(Settings):
     """Device, weights and decoding."""
 
@@ -125,3 +137,4 @@ class TorchSettings(Settings):
     host_cache: HostCacheSettings = HostCacheSettings()
     batching: BatchingSettings = BatchingSettings()
     limits: LimitSettings = LimitSettings()
+    adapters: AdapterSettings = AdapterSettings()

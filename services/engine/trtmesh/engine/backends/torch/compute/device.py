@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from trtmesh.engine.backends.torch.memory.blocks import BlockTables, Move
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.model.attention import StepTokens
+from trtmesh.engine.backends.torch.model.lora_layers import Rows, Updates
 from trtmesh.engine.backends.torch.model.model import Fitted, Model
 from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
 from trtmesh.engine.backends.torch.sampling.choice import Ranking, TokenChoice
@@ -36,6 +37,8 @@ class Batch:
     completing: list[Chunk]
     reading: list[tuple[Chunk, int]]
     """Chunks with the number of logits for their readers."""
+    adapters: list[tuple[Rows, Updates]]
+    """Adapters with the rows of their tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from trtmesh.engine.backends.torch.compute.device import Batch, Forward
+from trtmesh.engine.backends.torch.memory.adapters import LoadedAdapter
 from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.model.attention import Attention, StepTokens, attach
+from trtmesh.engine.backends.torch.model.lora_layers import Rows, Updates
 from trtmesh.engine.backends.torch.model.model import Model
 from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
 from trtmesh.engine.backends.torch.sampling.choice import Chooser
@@ -75,10 +77,12 @@ class Runner:
             kept_rows=torch.tensor(rows or [len(token_ids) - 1], device=self._device),
             completing=completing,
             reading=[(chunk, len(wanted)) for chunk, wanted in reading],
+            adapters=_adapter_rows(ordered),
         )
 
     def forward(self, batch: Batch) -> Forward:
         self._attention.begin(batch.step)
+        self._model.adapters.rows = batch.adapters
         with torch.inference_mode():
             logits = self._model.logits(
                 batch.token_ids, batch.positions, batch.kept_rows, batch.tables
@@ -96,6 +100,7 @@ class Runner:
         rows = torch.from_numpy(self._cache.rows_of_tokens(null, one).reshape(-1))
         # As a chunk, not a single: only a single gathers blocks.
         self._attention.begin(StepTokens(one, one, one + 1, 0, rows.to(self._device)))
+        self._model.adapters.rows = ()
         token = torch.zeros(1, dtype=torch.int64, device=self._device)
         with torch.inference_mode():
             logits = self._model.logits(token, token, token)
@@ -121,6 +126,23 @@ class Runner:
         rows = torch.from_numpy(token_rows).to(self._device)
         step = StepTokens(slots, starts, counts, singles, rows)
         return step, torch.from_numpy(positions).to(self._device)
+
+
+def _adapter_rows(ordered: Sequence[Chunk]) -> list[tuple[Rows, Updates]]:
+    """The rows of each adapter in the flat batch: a slice where they lie side by side."""
+    rows: dict[LoadedAdapter, list[int]] = {}
+    first = 0
+    for chunk in ordered:
+        last = first + chunk.count
+        if adapter := chunk.sequence.adapter:
+            rows.setdefault(adapter, []).extend(range(first, last))
+        first = last
+    return [(_side_by_side(found), adapter.updates) for adapter, found in rows.items()]
+
+
+def _side_by_side(rows: list[int]) -> Rows:
+    first, last = rows[0], rows[-1] + 1
+    return slice(first, last) if last - first == len(rows) else torch.tensor(rows)
 
 
 def _wanted(reader: Reader, chunk: Chunk, first_row: int) -> range:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +16,14 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 from trtmesh.chassis.errors import ModelUnusable
+from trtmesh.engine.adapters.lora import Place, Target
 from trtmesh.engine.backends.torch.memory.kvcache import KvShape
 from trtmesh.engine.backends.torch.model import attention
+from trtmesh.engine.backends.torch.model.lora_layers import (
+    StepAdapters,
+    adapt_layers,
+    lora_targets,
+)
 from trtmesh.engine.backends.torch.model.prompt_tables import Embedding, PromptTable
 
 PROBE_TOKENS = 3
@@ -42,6 +48,9 @@ class Model:
     embedding: Embedding
     window: int | None
     """Widest sliding window of all layers; None where a layer sees all tokens."""
+    targets: Mapping[Place, Target]
+    """The layers that adapters can update."""
+    adapters: StepAdapters
 
     def logits(
         self,
@@ -91,8 +100,16 @@ class Fitted:
 Fit = Callable[[PreTrainedModel, torch.dtype], Fitted]
 
 
-def load_model(model_dir: Path, dtype: torch.dtype | None, device: torch.device, fit: Fit) -> Model:
-    """`dtype` is the type of weights and KV, None for the model's own; `fit` may replace layers.
+def load_model(
+    model_dir: Path,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    fit: Fit,
+    *,
+    adaptable: bool = False,
+) -> Model:
+    """`dtype` is the type of weights and KV, None for the model's own; `fit` may replace layers; `adaptable` lets
+    adapters update layers.
 
     Raises ModelUnusable with the reason.
     """
@@ -106,7 +123,9 @@ def load_model(model_dir: Path, dtype: torch.dtype | None, device: torch.device,
     module.set_attn_implementation(attention.NAME)
     text = config.get_text_config()
     probe = _probe(module, text.num_hidden_layers, device)
+    targets = lora_targets(module)
     fitted = fit(module, dtype)
+    adapters = StepAdapters()
     vocabulary_size = _vocabulary_size(module)
     return Model(
         module=module,
@@ -119,6 +138,8 @@ def load_model(model_dir: Path, dtype: torch.dtype | None, device: torch.device,
         max_positions=_max_positions(text, probe),
         end_ids=_end_ids(module),
         embedding=Embedding(module.get_input_embeddings(), vocabulary_size),
+        targets=adapt_layers(module, targets, adapters) if adaptable else {},
+        adapters=adapters,
     )
 
 

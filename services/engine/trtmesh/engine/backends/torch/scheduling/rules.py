@@ -23,6 +23,8 @@ class SchedulingRules:
     """Whether equal prefixes share blocks."""
     partial_reuse: bool = True
     """Whether the matching part of a block is copied."""
+    max_adapters: int = 0
+    """Most adapters of the running sequences together."""
     window: int | None = None
     """Size of the sliding window, the token itself included; None for all tokens."""
 

@@ -15,13 +15,18 @@ from __future__ import annotations
 import heapq
 import time
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Iterator
 from copy import copy
+from typing import TYPE_CHECKING
 
 from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, BlockPool, BlockTables, Prefix
 from trtmesh.engine.backends.torch.scheduling.prefixes import Prefixes
 from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
 from trtmesh.engine.backends.torch.scheduling.sequence import Chunk, Pairs, Rank, Sequence
+
+if TYPE_CHECKING:
+    from trtmesh.engine.backends.torch.memory.adapters import LoadedAdapter
 
 REMOVED_ENTRIES = 64
 """Entries of removed sequences to keep beyond twice as many as there are waiting sequences."""
@@ -49,6 +54,8 @@ class Scheduler:
         self._arrivals = 0
         # By the key of their leader.
         self._followers: dict[int, list[Sequence]] = {}
+        self._adapters: Counter[LoadedAdapter] = Counter()
+        """Running sequences by adapter."""
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -74,9 +81,10 @@ class Scheduler:
         self._queue(sequence)
 
     def ready(self, sequence: Sequence) -> None:
-        """Lets a sequence added unready start, in its place of the queue."""
-        del self._unready[sequence.key]
-        self._waiting.push(sequence)
+        """Lets a sequence added unready start, in its place of the queue, once nothing is missing."""
+        if sequence.is_ready:
+            del self._unready[sequence.key]
+            self._waiting.push(sequence)
 
     def reassign(self, pairs: Pairs) -> None:
         """Makes each pair's first sequence continue from the computed KV of the second, all pairs at once.
@@ -120,6 +128,8 @@ class Scheduler:
         if sequence.mates:
             sequence.mates.remove(sequence)
         self.pending_prompt_tokens -= sequence.pending_prompt_tokens
+        if sequence.slot >= 0:
+            self._leave_adapter(sequence)
         sequence.let_go()
         if sequence.slot < 0:
             self.waiting_sequences -= 1
@@ -232,6 +242,8 @@ class Scheduler:
         awaited.pop(sequence.key, None)
         if 1 + len(awaited) > self.tables.free_slots:
             return False
+        if not self._takes_adapter(sequence.adapter):
+            return False
         needed = self._needs(sequence, len(prefix.blocks))
         for each in awaited.values():
             # A mate computes the prompt.
@@ -239,6 +251,13 @@ class Scheduler:
             needed += self._needs(each, shared // self._rules.tokens_per_block)
         needed += sum(map(self._rules.growth, self.running))
         return self.pool.can_allocate(needed, beside=prefix)
+
+    def _takes_adapter(self, adapter: LoadedAdapter | None) -> bool:
+        return (
+            adapter is None
+            or adapter in self._adapters
+            or len(self._adapters) < self._rules.max_adapters
+        )
 
     def _needs(self, sequence: Sequence, shared: int) -> int:
         """Free blocks for a sequence to start with `shared` blocks."""
@@ -249,6 +268,8 @@ class Scheduler:
     def _start(self, sequence: Sequence, prefix: Prefix) -> None:
         self._unpause(sequence)
         sequence.slot = self.tables.take()
+        if sequence.adapter:
+            self._adapters[sequence.adapter] += 1
         sequence.blocks = self.pool.begin(prefix)
         self.tables.put(sequence.slot, 0, sequence.blocks)
         shared = len(prefix.blocks)
@@ -301,6 +322,7 @@ class Scheduler:
             self.paused_sequences += 1
             each.paused = True
             self.running.remove(each)
+            self._leave_adapter(each)
             self._release(each)
             before = each.pending_prompt_tokens
             each.num_computed = 0
@@ -310,6 +332,12 @@ class Scheduler:
     def _unpause(self, sequence: Sequence) -> None:
         self.paused_sequences -= sequence.paused
         sequence.paused = False
+
+    def _leave_adapter(self, sequence: Sequence) -> None:
+        if adapter := sequence.adapter:
+            self._adapters[adapter] -= 1
+            if not self._adapters[adapter]:
+                del self._adapters[adapter]
 
     def _release(self, sequence: Sequence) -> None:
         self.pool.release(sequence.blocks)

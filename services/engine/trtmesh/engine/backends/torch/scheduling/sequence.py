@@ -18,6 +18,7 @@ from trtmesh.engine.stopping import EndRule
 from trtmesh.engine.times import SequenceTimes
 
 if TYPE_CHECKING:
+    from trtmesh.engine.backends.torch.memory.adapters import LoadedAdapter
     from trtmesh.engine.backends.torch.model.prompt_tables import Lease, PromptTable
     from trtmesh.engine.backends.torch.sampling.readers import Reader
 
@@ -47,6 +48,9 @@ class Sequence(Continuation):
     """The embeddings of ids beyond the vocabulary in the prompt."""
     table_lease: Lease | None = None
     """Memory of the prompt table, from before the table is read."""
+    adapter: LoadedAdapter | None = None
+    awaits_adapter: bool = False
+    """Whether the adapter is being loaded."""
     mates: list[Sequence] = field(default_factory=list)
     """Sequences admitted and paused only together, this one included. They share the list, and leave it at their ends.
     Empty for a sequence on its own."""
@@ -75,13 +79,27 @@ class Sequence(Continuation):
 
     @property
     def is_ready(self) -> bool:
-        """False while the prompt table is being read."""
-        return self.table_lease is None or self.prompt_table is not None
+        """False while the prompt table is being read or the adapter is being loaded."""
+        return not self.awaits_adapter and (
+            self.table_lease is None or self.prompt_table is not None
+        )
 
     def give_table(self, table: PromptTable) -> None:
         """Takes the table of the lease."""
         self.prompt_table = table
-        self.root = root_hash(self.config.kv_cache.salt, prompt_table_digest=table.digest)
+        self._name_root()
+
+    def give_adapter(self, adapter: LoadedAdapter) -> None:
+        """Takes the adapter and one of its holds."""
+        self.adapter, self.awaits_adapter = adapter, False
+        self._name_root()
+
+    def _name_root(self) -> None:
+        self.root = root_hash(
+            self.config.kv_cache.salt,
+            adapter=self.adapter.identity if self.adapter else None,
+            prompt_table_digest=self.prompt_table.digest if self.prompt_table else None,
+        )
 
     def let_go(self) -> None:
         """Drops large members: some lists keep ended sequences for a while."""
@@ -89,6 +107,9 @@ class Sequence(Continuation):
         if self.table_lease:
             self.table_lease.give_back()
             self.table_lease = None
+        if self.adapter:
+            self.adapter.give_back(self.adapter)
+            self.adapter = None
 
     @property
     def head_start(self) -> int:
@@ -176,7 +197,7 @@ def sequences_of(
     sequences: list[Sequence] = []
     root = root_hash(item.config.kv_cache.salt)
     # The table as received need not live as long as they do.
-    config = replace(item.config, prompt_tuning=None)
+    config = replace(item.config, prompt_tuning=None, lora=None)
     for index, key in enumerate(keys):
         sequence = Sequence(
             key=key,
