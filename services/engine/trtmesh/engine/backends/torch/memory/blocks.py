@@ -19,6 +19,7 @@ from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
+from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.backend import KvEvent
 from trtmesh.engine.backends.torch.memory.eviction import (
     DEFAULT,
@@ -156,13 +157,20 @@ class BlockPool:
                 else:
                     self._empty.append(block)
 
-    def publish(self, block: int, block_hash: int, parent_hash: int, token_ids: list[int]) -> None:
+    def publish(
+        self,
+        block: int,
+        block_hash: int,
+        parent_hash: int,
+        token_ids: list[int],
+        adapter: Adapter | None = None,
+    ) -> None:
         """Publishes a full held block under its hash, unless a device block is published under it."""
         if block in self.published:
             return
         there = self.published.find(block_hash)
         if there is None:
-            self.published.add(block, block_hash, parent_hash, token_ids)
+            self.published.add(block, block_hash, parent_hash, token_ids, adapter)
         elif self._is_host(there):
             self._host.discard(there)
             self.published.rebind(there, block)
@@ -273,12 +281,19 @@ class Published:
                 best, most = entry.block, equal
         return best, most
 
-    def add(self, block: int, block_hash: int, parent_hash: int, token_ids: list[int]) -> None:
+    def add(
+        self,
+        block: int,
+        block_hash: int,
+        parent_hash: int,
+        token_ids: list[int],
+        adapter: Adapter | None = None,
+    ) -> None:
         """Publishes a block under a new hash."""
         entry = _Entry(block, block_hash, parent_hash, token_ids)
         self._by_hash[block_hash] = self._by_block[block] = entry
         self._children.setdefault(parent_hash, {})[block_hash] = entry
-        self.events.stored(parent_hash, block_hash, token_ids)
+        self.events.stored(parent_hash, block_hash, token_ids, adapter)
 
     def rebind(self, block: int, other: int) -> None:
         """Moves the hash of a published block to `other`, which is unpublished."""

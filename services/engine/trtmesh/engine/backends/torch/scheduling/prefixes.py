@@ -45,10 +45,11 @@ class Prefixes:
         if not self._reuses(sequence):
             return
         hashes = self._hashes(sequence, full)
+        adapter = sequence.adapter.identity if sequence.adapter else None
         for number in range(first, full):
             parent = hashes[number - 1] if number else sequence.root
             tokens = sequence.tokens[number * self._size : (number + 1) * self._size]
-            self._pool.publish(sequence.blocks[number], hashes[number], parent, tokens)
+            self._pool.publish(sequence.blocks[number], hashes[number], parent, tokens, adapter)
         self.retain(sequence, first, full)
 
     def retain(self, sequence: Sequence, first: int, last: int) -> None:
