@@ -83,8 +83,6 @@ class _Dice:
             sequences = dice.randint(1, width if kind == "beams" else 3)
         options = self._common(is_text=is_text)
         options |= getattr(self, f"_{kind}")(is_text=is_text)
-        if is_text and kind == "beams":
-            options.pop("stop_words", None)
         rows = tuple({name: make() for name, make in options.items()} for _ in range(size))
         flags = tuple(flag for flag, chance in FLAGS.items() if dice.random() < chance)
         return Case(
