@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.chassis.fingerprint import ANY_TOKENIZER
 from trtmesh.engine.backend import (
     BackendInfo,
     BackendStats,
@@ -23,7 +24,7 @@ INFO = BackendInfo(
     backend="recording",
     model="recorded",
     model_fingerprint="m",
-    tokenizer_fingerprint="",
+    tokenizer_fingerprint=ANY_TOKENIZER,
     vocabulary_size=1000,
     max_sequence_tokens=1000,
     max_batch_size=100,

@@ -16,7 +16,7 @@ from trtmesh.tokenizer.detokenizers.choice import choose_detokenizer
 from trtmesh.tokenizer.detokenizers.stop_vocabulary import StopVocabularies
 from trtmesh.tokenizer.detokenizers.windowed import WholeDetokenizer, WindowedDetokenizer
 
-Family = tuple[Tokenizer, StopVocabularies]
+Family = tuple[Tokenizer, StopVocabularies, bool]
 STOPS = ["e", " the", "quick b", "界", "\n\n", "ö", "own f", "ick", "x j", "é"]
 FAMILIES = ["byte_level_bpe", "llama2_bpe", "unigram_byte_fallback", "windowed", "whole"]
 """Tokens add the same text anywhere, the first place excepted."""
@@ -27,10 +27,10 @@ def family(request: pytest.FixtureRequest) -> Family:
     kind = request.param
     tokenizer = ZOO["byte_level_bpe" if kind in ("windowed", "whole") else kind][0]()
     if kind == "windowed":
-        return tokenizer, StopVocabularies(WindowedDetokenizer(tokenizer))
+        return tokenizer, StopVocabularies(WindowedDetokenizer(tokenizer)), True
     if kind == "whole":
-        return tokenizer, StopVocabularies(WholeDetokenizer(tokenizer))
-    return tokenizer, StopVocabularies(choose_detokenizer(tokenizer))
+        return tokenizer, StopVocabularies(WholeDetokenizer(tokenizer)), True
+    return tokenizer, StopVocabularies(choose_detokenizer(tokenizer)), False
 
 
 def worker_stops(known: StopVocabularies, texts: list[str], *, skip: bool) -> WorkerStopTexts:
@@ -60,7 +60,9 @@ def first_stop(stops: WorkerStopTexts, ids: list[int]) -> int | None:
 def test_worker_stops_with_the_token_that_completes_a_stop_text(
     family: Family, text: str, start: int, stops: list[str], skip: bool
 ) -> None:
-    tokenizer, known = family
+    tokenizer, known, by_library = family
+    # The library has no text for a part of a character.
+    assume(not by_library or all(map(str.isascii, stops)))
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     start = min(start, len(ids) - 1)
 
