@@ -740,10 +740,13 @@ class LoraConfig(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     WEIGHTS_FIELD_NUMBER: builtins.int
     CONFIG_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
     id: builtins.int
     """Number of the adapter (Triton's lora_task_id)."""
     name: builtins.str
     """Name of the adapter."""
+    version: builtins.str
+    """Digest of the content, as in AdapterState: no other version is used. Unset means the newest."""
     @property
     def weights(self) -> Global___Tensor:
         """Rows of flattened A and B matrices, [modules, row], FP16 or BF16."""
@@ -759,13 +762,16 @@ class LoraConfig(google.protobuf.message.Message):
         name: builtins.str | None = ...,
         weights: Global___Tensor | None = ...,
         config: Global___Tensor | None = ...,
+        version: builtins.str | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_id", b"_id", "_name", b"_name", "config", b"config", "id", b"id", "name", b"name", "weights", b"weights"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_id", b"_id", "_name", b"_name", "config", b"config", "id", b"id", "name", b"name", "weights", b"weights"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_id", b"_id", "_name", b"_name", "_version", b"_version", "config", b"config", "id", b"id", "name", b"name", "version", b"version", "weights", b"weights"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_id", b"_id", "_name", b"_name", "_version", b"_version", "config", b"config", "id", b"id", "name", b"name", "version", b"version", "weights", b"weights"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_id", b"_id"]) -> typing.Literal["id"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_name", b"_name"]) -> typing.Literal["name"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_version", b"_version"]) -> typing.Literal["version"] | None: ...
 
 Global___LoraConfig: typing_extensions.TypeAlias = LoraConfig
 

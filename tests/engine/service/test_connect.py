@@ -128,7 +128,7 @@ class TestOpening:
 
     async def test_welcome_is_followed_by_adapters(self) -> None:
         backend = RecordingBackend(
-            adapters=[HeldAdapter(Adapter(7, "french", "v1"), on_device=False)]
+            adapters=[HeldAdapter(Adapter(7, "french", "v1"), epb.ADAPTER_PLACE_HOST)]
         )
         async with serving(backend) as engine, router_stream(engine.address) as stream:
             await stream.until(lambda: stream.adapter_states)

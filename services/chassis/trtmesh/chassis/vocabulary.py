@@ -101,6 +101,7 @@ class Lora:
     name: str | None = None
     weights: Tensor | None = None
     config: Tensor | None = None
+    version: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

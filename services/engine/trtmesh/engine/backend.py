@@ -173,6 +173,14 @@ class PromptDetails:
     context_logits: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class HeldAdapter:
+    """An adapter and its place in the memory of a backend."""
+
+    adapter: Adapter
+    place: epb.AdapterPlace.ValueType = epb.ADAPTER_PLACE_DEVICE
+
+
 @dataclass(slots=True)
 class BlocksStored:
     """Blocks became reusable; hashes are chained from `parent_hash`, 0 at the start of a sequence."""
@@ -218,6 +226,8 @@ class StepOutput:
     prompts: list[PromptDetails] = field(default_factory=list)
     starts: list[SequenceStart] = field(default_factory=list)
     kv_events: list[KvEvent] = field(default_factory=list)
+    adapters: list[HeldAdapter] = field(default_factory=list)
+    """Adapters that changed their place, no later than the first token computed with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,14 +252,6 @@ class BackendStats:
     used_host_blocks: int = 0
     device_memory_bytes: int = 0
     pinned_memory_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class HeldAdapter:
-    """An adapter in the memory of a backend."""
-
-    adapter: Adapter
-    on_device: bool
 
 
 Deliver = Callable[[StepOutput], None]

@@ -53,7 +53,7 @@ class Router:
         self._name = f"{socket.gethostname()}-{os.getpid()}"
         self._metrics = RouterMetrics()
         self._turns = Turns()
-        self._fleet = Fleet(settings.placement, self._metrics)
+        self._fleet = Fleet(settings.placement, self._metrics, settings.adapters)
         self._tokenizers = TokenizerPool(
             settings.encoding, settings.retries, self._metrics, expected=bool(settings.tokenizers)
         )

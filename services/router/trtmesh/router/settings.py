@@ -11,6 +11,7 @@ from trtmesh.router.admission import AdmissionLimits, RateLimit
 from trtmesh.router.doors.admin.door import AdminSettings
 from trtmesh.router.doors.triton.http.door import HttpSettings
 from trtmesh.router.doors.triton.settings import TritonSettings
+from trtmesh.router.fleet.adapters import AdapterSettings
 from trtmesh.router.links.deadlines import Deadlines, Retries
 from trtmesh.router.placement.settings import PlacementSettings
 from trtmesh.router.replay import RecordSettings
@@ -77,6 +78,7 @@ class RouterSettings(ServiceSettings):
     rate_limit: RateLimit = RateLimit()
     encoding: EncodeLimits = EncodeLimits()
     placement: PlacementSettings = PlacementSettings()
+    adapters: AdapterSettings = AdapterSettings()
     siblings: SiblingRules = SiblingRules()
     deadlines: Deadlines = Deadlines()
     retries: Retries = Retries()

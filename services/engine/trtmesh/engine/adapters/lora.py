@@ -10,14 +10,12 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from hashlib import blake2b
 
 import torch
 from torch import Tensor
 from trtmesh.chassis.errors import InvalidRequest
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-DIGEST_BYTES = 16
 
 
 class Module(IntEnum):
@@ -126,16 +124,6 @@ class Lora:
     @property
     def size_bytes(self) -> int:
         return sum(each.a.nbytes + each.b.nbytes for each in self.updates.values())
-
-    def digest(self) -> str:
-        """Names the content: equal for equal values in equal types, whatever file they came from."""
-        digest = blake2b(digest_size=DIGEST_BYTES)
-        for (layer, module), update in sorted(self.updates.items()):
-            for tensor in (update.a, update.b):
-                head = f"{layer}.{module}.{tensor.dtype}.{tuple(tensor.shape)}\0"
-                digest.update(head.encode())
-                digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
-        return digest.hexdigest()
 
 
 def fit(lora: Lora, targets: Mapping[Place, Target]) -> Lora:

@@ -16,7 +16,7 @@ from trtmesh.engine.service.event_outbox import EventOutbox
 from trtmesh.engine.service.kv_mirror import KvMirror
 from trtmesh.engine.service.metrics import EngineMetrics
 from trtmesh.engine.service.step_part import StepPart
-from trtmesh.engine.service.wire import kv_event_message
+from trtmesh.engine.service.wire import adapter_states, kv_event_message
 from trtmesh.v1 import engine_pb2 as epb
 
 log = logging.getLogger(__name__)
@@ -126,6 +126,8 @@ class Streams:
             self._metrics.stepped(output, time.monotonic())
             if output.kv_events:
                 self._tell_kv_events(output)
+            if output.adapters:
+                self._tell_adapters(output)
             if output.keys or output.details or output.prompts:
                 self._split_tokens(output)
             for end in output.ends:
@@ -159,6 +161,11 @@ class Streams:
             log.error("the backend ended a sequence that is not live, key %d", end.key)
             return
         stream.take_end(end.key & HANDLE_MASK, end)
+
+    def _tell_adapters(self, output: StepOutput) -> None:
+        states = adapter_states(output.adapters)
+        for stream in self:
+            stream.outbox.put_answer(epb.EngineEvent(adapter_states=states))
 
     def _tell_kv_events(self, output: StepOutput) -> None:
         first = self.kv.record(output.kv_events)

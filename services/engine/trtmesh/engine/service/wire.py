@@ -106,13 +106,7 @@ def kv_event_message(event: KvEvent) -> epb.KvEvent:
 
 def adapter_states(held: Iterable[HeldAdapter]) -> epb.AdapterStates:
     return epb.AdapterStates(
-        adapters=[
-            epb.AdapterState(
-                **asdict(each.adapter),
-                place=epb.ADAPTER_PLACE_DEVICE if each.on_device else epb.ADAPTER_PLACE_HOST,
-            )
-            for each in held
-        ]
+        adapters=[epb.AdapterState(**asdict(each.adapter), place=each.place) for each in held]
     )
 
 

@@ -74,12 +74,12 @@ def held_adapters(
     before: frozenset[Adapter], states: Iterable[pb.AdapterState]
 ) -> frozenset[Adapter]:
     """The adapters in a worker's memory after changed states."""
-    held = {adapter.id: adapter for adapter in before}
+    held = {(adapter.id, adapter.version): adapter for adapter in before}
     for state in states:
         if state.place in (pb.ADAPTER_PLACE_HOST, pb.ADAPTER_PLACE_DEVICE):
-            held[state.id] = Adapter(state.id, state.name, state.version)
+            held[state.id, state.version] = Adapter(state.id, state.name, state.version)
         else:
-            held.pop(state.id, None)
+            held.pop((state.id, state.version), None)
     return frozenset(held.values())
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from trtmesh.chassis.errors import InvalidField, TrtmeshError
 from trtmesh.chassis.vocabulary import Adapter, Lora
+from trtmesh.router.fleet.adapters import AdapterSettings, KeptAdapters
 from trtmesh.router.fleet.facts import Identity
 from trtmesh.router.fleet.plan import Leg, Plan
 from trtmesh.router.fleet.worker import Worker
@@ -37,7 +38,13 @@ UNKNOWN = Typical()
 class Fleet:
     """All workers by address."""
 
-    def __init__(self, settings: PlacementSettings, metrics: RouterMetrics) -> None:
+    def __init__(
+        self,
+        settings: PlacementSettings,
+        metrics: RouterMetrics,
+        adapters: AdapterSettings | None = None,
+    ) -> None:
+        self.adapters = KeptAdapters(adapters or AdapterSettings())
         self.policy = settings.policy
         self.workers: dict[str, Worker] = {}
         self._snapshots: dict[str, WorkerSnapshot] = {}
@@ -146,7 +153,7 @@ class Fleet:
         return True
 
     def adapter_of(self, model: str, lora: Lora | None) -> Adapter | None:
-        """The adapter of an item in the workers' version; None without a number."""
+        """An adapter in the workers' version; None without a number."""
         if lora is None or lora.id is None:
             return None
         for worker in self.snapshot():

@@ -22,7 +22,7 @@ def prefix_root(config: GenerationConfig, adapter: Adapter | None = None) -> int
         return None
     if config.lora is None:
         return root_hash(config.kv_cache.salt)
-    if adapter is None or config.lora.weights is not None:
+    if adapter is None:
         return None
     return root_hash(config.kv_cache.salt, adapter=adapter)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
-from trtmesh.router.placement.snapshot import Capability, PlacementQuery, WorkerSnapshot
+from trtmesh.router.placement.snapshot import Capability, PlacementQuery, WorkerSnapshot, holds
 
 BREAKER_OPEN = "its breaker is open"
 ENOUGH_SIBLINGS = "it has enough siblings of the item"
+ADAPTER_ELSEWHERE = "another worker holds the adapter"
 SIBLINGS_ELSEWHERE = "the prefix is computed for a sibling elsewhere"
 
 
@@ -37,7 +38,7 @@ def exclusions(fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> list[s
     ]
     if query.item_sequences > 1 or query.beams > 1:
         _leave_out_small(fleet, query, excluded)
-    if query.wants or query.avoid or query.prefer or BREAKER_OPEN in excluded:
+    if query.wants or query.adapter or query.avoid or query.prefer or BREAKER_OPEN in excluded:
         _pass_over(fleet, query, excluded)
     return excluded
 
@@ -103,7 +104,9 @@ _NOTHING = (0, "")
 def _against(worker: WorkerSnapshot, query: PlacementQuery) -> tuple[int, str]:
     """Weight and text of the objection to a candidate."""
     if worker.breaker_open:
-        return 4, BREAKER_OPEN
+        return 5, BREAKER_OPEN
+    if query.adapter and not holds(worker.adapters, query.adapter):
+        return 4, ADAPTER_ELSEWHERE
     if why := missing(query.wants, worker.capabilities):
         return 3, why
     if worker.address in query.avoid:

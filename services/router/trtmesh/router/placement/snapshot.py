@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -24,6 +25,11 @@ class Capability(Enum):
 
 WHOLE = frozenset({Capability.PREFILL, Capability.DECODE})
 """All phases of an item."""
+
+
+def holds(held: AbstractSet[Adapter], wanted: Adapter) -> bool:
+    """Whether an adapter is among `held`; without a version, any version is."""
+    return any(each.id == wanted.id and wanted.version in ("", each.version) for each in held)
 
 
 class WorkerSnapshot(NamedTuple):

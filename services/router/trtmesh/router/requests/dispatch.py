@@ -24,6 +24,8 @@ def dispatch(
 ) -> int:
     """Submits the sequences without a worker; returns their seed."""
     config = worker_config(item, len(encoded.token_ids), encoded.word_ids, context.drawn_seed)
+    if encoded.kept:
+        encoded.kept.put(config, leg.worker.adapters)
     for runs, command in _submits(context, item, waiting, encoded, config):
         leg.worker.submit(runs, command, leg.booking)
     return config.sampling.seed

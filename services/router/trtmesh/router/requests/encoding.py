@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trtmesh.chassis.errors import PromptEmpty
+from trtmesh.chassis.errors import AdapterNotFound, PromptEmpty
 from trtmesh.chassis.vocabulary import Adapter
+from trtmesh.router.fleet.adapters import KeptAdapter
 from trtmesh.router.kv_index import PromptBlocks, prefix_root
 from trtmesh.router.requests.context import RequestContext
 from trtmesh.router.values.request import ItemRequest
@@ -22,6 +23,8 @@ class EncodedItem:
     word_ids: list[tuple[int, ...]]
     blocks: PromptBlocks
     adapter: Adapter | None = None
+    kept: KeptAdapter | None = None
+    """The adapter with its weights, where a request brought it to this router."""
     stop_vocabulary: pb.StopVocabulary | None = None
 
 
@@ -29,7 +32,7 @@ NOT_ENCODED = EncodedItem([], [], PromptBlocks(None, ()))
 
 
 async def encode_item(context: RequestContext, item: ItemRequest) -> EncodedItem:
-    """Encodes prompt and words in a single exchange. Raises PromptEmpty or the pool's errors."""
+    """Encodes prompt and words in a single exchange. Raises PromptEmpty, AdapterNotFound or the pool's errors."""
     prompt, words = item.prompt, item.words
     token_ids = list(prompt.token_ids or ())
     word_ids: list[tuple[int, ...]] = []
@@ -52,6 +55,14 @@ async def encode_item(context: RequestContext, item: ItemRequest) -> EncodedItem
             stop_vocabulary = encoded.stop_vocabulary
     if not token_ids:
         raise PromptEmpty("the prompt has no tokens; send at least one token or character")
-    adapter = context.mesh.fleet.adapter_of(context.model, item.config.lora)
+    lora, fleet = item.config.lora, context.mesh.fleet
+    kept = fleet.adapters.find(context.model, lora, item.message.lora) if lora else None
+    adapter = kept.identity if kept else fleet.adapter_of(context.model, lora)
+    if adapter and not adapter.version:
+        raise AdapterNotFound(
+            f"is {adapter.id}, an adapter that neither this router nor a worker holds; send it with its weights",
+            field="lora.id",
+            value=str(adapter.id),
+        )
     blocks = PromptBlocks(prefix_root(item.config, adapter), token_ids)
-    return EncodedItem(token_ids, word_ids, blocks, adapter, stop_vocabulary)
+    return EncodedItem(token_ids, word_ids, blocks, adapter, kept, stop_vocabulary)

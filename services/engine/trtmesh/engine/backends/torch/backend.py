@@ -170,7 +170,7 @@ class TorchBackend:
         )
 
     def adapters(self) -> SequenceOf[HeldAdapter]:
-        return [HeldAdapter(each, on_device=True) for each in self._loaded.adapters.held]
+        return [HeldAdapter(each) for each in self._loaded.adapters.held]
 
     async def close(self) -> None:
         with self._wake:

@@ -27,7 +27,7 @@ from trtmesh.engine.backend import SequenceEnd, StepOutput
 from trtmesh.engine.backends.torch.beams.decoding import BeamDecoding
 from trtmesh.engine.backends.torch.compute.device import Compute, Forward
 from trtmesh.engine.backends.torch.decoding import Choice, Decoding, SampledDecoding
-from trtmesh.engine.backends.torch.memory.adapters import LoadedAdapter
+from trtmesh.engine.backends.torch.memory.adapters import AdapterCache, LoadedAdapter
 from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
 from trtmesh.engine.backends.torch.sampling.readers import reader_for
 from trtmesh.engine.backends.torch.scheduling.scheduler import Scheduler
@@ -62,8 +62,9 @@ class Launched:
 class Engine:
     """Owns the sequences. The blocks of a sequence are free before its end is delivered."""
 
-    def __init__(self, compute: Compute, scheduler: Scheduler) -> None:
+    def __init__(self, compute: Compute, scheduler: Scheduler, adapters: AdapterCache) -> None:
         self.scheduler = scheduler
+        self._adapters = adapters
         self.step_count = 0
         self.generated_tokens = 0
         self._compute = compute
@@ -238,6 +239,7 @@ class Engine:
     def _output(self) -> StepOutput:
         output = self._ledger.take(self.step_count)
         output.kv_events = self.scheduler.pool.take_events()
+        output.adapters = self._adapters.take_news()
         return output
 
     def _blame(self, sequence: Sequence, error: TrtmeshError) -> None:

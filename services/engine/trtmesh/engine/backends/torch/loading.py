@@ -79,8 +79,6 @@ def load_engine(model_dir: Path, files: list[Path], settings: TorchSettings) -> 
         data_type=DATA_TYPES[dtype],
         static_batching=batching.is_static,
     )
-    engine = _engine(settings, model, sizes, device, cache)
-    tables = PromptTables(model.embedding, limits.max_prompt_table_bytes)
     adapters = AdapterCache(
         model.targets,
         model.compute_dtype,
@@ -88,6 +86,9 @@ def load_engine(model_dir: Path, files: list[Path], settings: TorchSettings) -> 
         most_bytes=settings.adapters.bytes,
         max_rank=settings.adapters.max_rank,
     )
+    scheduler = _scheduler(settings, model, sizes)
+    engine = Engine(device.compute(model, cache, scheduler.tables), scheduler, adapters)
+    tables = PromptTables(model.embedding, limits.max_prompt_table_bytes)
     return Loaded(engine, info, device, cache, tables, adapters)
 
 
@@ -146,9 +147,7 @@ def _cache(settings: KvCacheSettings, model: Model, sizes: Sizes, device: Device
     )
 
 
-def _engine(
-    settings: TorchSettings, model: Model, sizes: Sizes, device: Device, cache: KvCache
-) -> Engine:
+def _scheduler(settings: TorchSettings, model: Model, sizes: Sizes) -> Scheduler:
     blocks_per_sequence = -(-sizes.max_sequence_tokens // settings.kv_cache.tokens_per_block)
     tables = BlockTables(settings.limits.max_batch_size, blocks_per_sequence)
     pool = BlockPool(
@@ -157,8 +156,7 @@ def _engine(
         offload_min_priority=settings.host_cache.min_priority,
         events=settings.kv_cache.events,
     )
-    scheduler = Scheduler(pool, tables, _rules(settings, model))
-    return Engine(device.compute(model, cache, tables), scheduler)
+    return Scheduler(pool, tables, _rules(settings, model))
 
 
 def _rules(settings: TorchSettings, model: Model) -> SchedulingRules:

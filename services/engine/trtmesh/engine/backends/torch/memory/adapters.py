@@ -13,12 +13,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from hashlib import blake2b
 
 import numpy as np
 import torch
 from torch import Tensor
 from trtmesh.chassis import vocabulary
+from trtmesh.chassis.adapter_version import version_of
 from trtmesh.chassis.errors import (
     AdapterNotFound,
     AdaptersFull,
@@ -30,6 +30,8 @@ from trtmesh.chassis.logs import request_id_bound
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.adapters.arrays import read_arrays
 from trtmesh.engine.adapters.lora import Lora, Place, Target, Update, fit
+from trtmesh.engine.backend import HeldAdapter
+from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -50,8 +52,6 @@ class LoadedAdapter:
     identity: Adapter
     updates: Mapping[Place, Update]
     size_bytes: int
-    content: bytes
-    """Digest of the arrays as received."""
     give_back: Callable[[LoadedAdapter], None]
     """Called once by each holder."""
     holders: int = 0
@@ -73,18 +73,19 @@ class AdapterCache:
         self._dtype, self._device = dtype, device
         self._most_bytes, self._max_rank = most_bytes, max_rank
         self._lock = threading.Lock()
-        # Guarded by `_lock`; the longest unused comes first. A replaced version stays while it is held.
-        self._current: OrderedDict[int, LoadedAdapter] = OrderedDict()
-        self._replaced: set[LoadedAdapter] = set()
+        # Guarded by `_lock`; by number and version, the longest unused first.
+        self._held: OrderedDict[tuple[int, str], LoadedAdapter] = OrderedDict()
+        self._newest: dict[int, str] = {}
+        self._news: dict[tuple[int, str], HeldAdapter] = {}
         self._loading = 0
         self.loads = self.evictions = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
 
     @property
     def held(self) -> list[Adapter]:
-        """The current adapters, the longest unused first."""
+        """The adapters in memory, the longest unused first."""
         with self._lock:
-            return [each.identity for each in self._current.values()]
+            return [each.identity for each in self._held.values()]
 
     @property
     def size_bytes(self) -> int:
@@ -109,8 +110,14 @@ class AdapterCache:
     def _release(self, adapter: LoadedAdapter) -> None:
         with self._lock:
             adapter.holders -= 1
-            if not adapter.holders:
-                self._replaced.discard(adapter)
+
+    def take_news(self) -> list[HeldAdapter]:
+        """The adapters that changed their place since the last call."""
+        if not self._news:
+            return []
+        with self._lock:
+            news, self._news = self._news, {}
+        return list(news.values())
 
     def close(self) -> None:
         """Waits for the current load and drops the queue."""
@@ -134,16 +141,18 @@ class AdapterCache:
                 raise InvalidField.of(f"lora.{name}.data_type", given, f"one of {limit}")
 
     def _found(self, asked: vocabulary.Lora, holders: int) -> LoadedAdapter:
-        adapter = self._current.get(asked.id or 0)
+        number = asked.id or 0
+        version = asked.version or self._newest.get(number, "")
+        adapter = self._held.get((number, version))
         if adapter is None:
-            known = ", ".join(map(str, self._current)) or "none"
+            known = ", ".join(str(held) for held, _ in self._held) or "none"
             raise AdapterNotFound(
-                f"is {asked.id}, an adapter that this worker does not hold (it holds {known}); send it with its"
-                " weights",
+                f"is {number}, an adapter that this worker does not hold in this version (it holds {known}); send it"
+                " with its weights",
                 field="lora.id",
-                value=str(asked.id),
+                value=str(number),
             )
-        self._current.move_to_end(adapter.identity.id)
+        self._held.move_to_end((number, version))
         adapter.holders += holders
         return adapter
 
@@ -165,24 +174,26 @@ class AdapterCache:
         if asked.weights is None or asked.config is None:
             with self._lock:
                 return self._found(asked, holders)
-        content = _content(asked.weights, asked.config)
+        version = version_of(asked.weights, asked.config)
+        if asked.version not in (None, version):
+            raise InvalidField.of("lora.version", asked.version, f"{version}, that of the weights")
+        number = asked.id or 0
         with self._lock:
-            present = self._current.get(asked.id or 0)
-            if present and present.content == content:
+            if (number, version) in self._held:
+                self._newest[number] = version
                 return self._found(asked, holders)
-        loaded = self._load(asked, _tensor(asked.weights), _tensor(asked.config), content)
+        loaded = self._load(asked, _tensor(asked.weights), _tensor(asked.config), version)
         with self._lock:
-            self._make_room(loaded)
-            former = self._current.pop(loaded.identity.id, None)
-            if former and former.holders:
-                self._replaced.add(former)
-            self._current[loaded.identity.id] = loaded
+            self._make_room(loaded.size_bytes)
+            self._held[number, version] = loaded
+            self._newest[number] = version
+            self._news[number, version] = HeldAdapter(loaded.identity)
             self.loads += 1
             loaded.holders += holders
         return loaded
 
     def _load(
-        self, asked: vocabulary.Lora, weights: Tensor, config: Tensor, content: bytes
+        self, asked: vocabulary.Lora, weights: Tensor, config: Tensor, version: str
     ) -> LoadedAdapter:
         lora = read_arrays(weights, config, self._targets)
         if lora.rank > self._max_rank:
@@ -192,28 +203,24 @@ class AdapterCache:
             place: Update(self._converted(update.a), self._converted(update.b))
             for place, update in fit(lora, self._targets).updates.items()
         }
-        identity = Adapter(asked.id or 0, asked.name or "", lora.digest())
-        return LoadedAdapter(identity, updates, Lora(updates).size_bytes, content, self._release)
+        identity = Adapter(asked.id or 0, asked.name or "", version)
+        return LoadedAdapter(identity, updates, Lora(updates).size_bytes, self._release)
 
     def _converted(self, matrix: Tensor) -> Tensor:
         return matrix.to(self._device, self._dtype).contiguous()
 
-    def _make_room(self, loaded: LoadedAdapter) -> None:
+    def _make_room(self, size: int) -> None:
         """Evicts unused adapters. Raises AdaptersFull where too many are in use, InvalidField for one too large."""
-        size, most = loaded.size_bytes, self._most_bytes
+        most = self._most_bytes
         if size > most:
             raise InvalidField.of(
                 "lora.weights", f"{size} bytes", f"at most {most}", "adapters.bytes"
             )
-        for number in [each for each, held in self._current.items() if not held.holders]:
+        for key in [key for key, adapter in self._held.items() if not adapter.holders]:
             if self._size_bytes() + size <= most:
                 return
-            if number != loaded.identity.id:
-                del self._current[number]
-                self.evictions += 1
-        former = self._current.get(loaded.identity.id)
-        spare = former.size_bytes if former and not former.holders else 0
-        if self._size_bytes() - spare + size > most:
+            self._evict(key)
+        if self._size_bytes() + size > most:
             raise AdaptersFull(
                 f"the adapters of running items take {self._size_bytes()} of {most} bytes (adapters.bytes); try again"
                 " later or elsewhere",
@@ -222,16 +229,16 @@ class AdapterCache:
                 limit_field="adapters.bytes",
             )
 
+    def _evict(self, key: tuple[int, str]) -> None:
+        number, version = key
+        gone = self._held.pop(key).identity
+        if self._newest.get(number) == version:
+            del self._newest[number]
+        self._news[key] = HeldAdapter(gone, epb.ADAPTER_PLACE_ABSENT)
+        self.evictions += 1
+
     def _size_bytes(self) -> int:
-        return sum(each.size_bytes for each in (*self._current.values(), *self._replaced))
-
-
-def _content(weights: vocabulary.Tensor, config: vocabulary.Tensor) -> bytes:
-    digest = blake2b(digest_size=16)
-    for tensor in (weights, config):
-        digest.update(f"{tensor.data_type} {tensor.shape} ".encode())
-        digest.update(tensor.data)
-    return digest.digest()
+        return sum(each.size_bytes for each in self._held.values())
 
 
 def _tensor(tensor: vocabulary.Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trtmesh.chassis.errors import (
+    AdapterNotFound,
     BackendFailed,
     InternalError,
     InvalidRequest,
@@ -125,6 +126,9 @@ class GenerationTemplate(Template, ABC):
         """The error of an item, quoted by Triton's own error where Triton has one."""
         if isinstance(failure.error, PromptTooLong):
             words = f"Prompt length ({failure.prompt_tokens}) exceeds maximum input length ({failure.longest_prompt})"
+            return quoting(call, words, failure.error)
+        if isinstance(failure.error, AdapterNotFound):
+            words = f"LoRA task {failure.error.value} not found in cache. Please send LoRA weights with request"
             return quoting(call, words, failure.error)
         if isinstance(failure.error, TokenOutOfVocabulary) and not call.model.wrap_token_ids:
             return _naming_the_setting(failure.error)

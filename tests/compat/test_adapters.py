@@ -1,0 +1,120 @@
+"""LoRA adapters as Triton's clients send them: first with weights, then by number, on any worker."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from compat.triton import Triton, joined
+from e2e.mesh import DEMO, Mesh, decode, running_mesh
+from tokenizers import Tokenizer
+from trtmesh.engine.adapters.arrays import write_arrays
+from trtmesh.engine.adapters.peft import read_peft
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ADAPTERS = DEMO.parent / "demo-adapters"
+FLAGS = (
+    *("--model-dir", str(DEMO), "--torch-threads", "1", "--torch-kv-cache-tokens", "8192"),
+    *("--torch-adapters-bytes", str(2**28)),
+)
+PROMPT = "def load_config(path, default=None):\n"
+TOKENS = 24
+
+
+def weights(name: str) -> dict[str, Any]:
+    """The tensors of an adapter of models/demo-adapters."""
+    rows, config = write_arrays(read_peft(ADAPTERS / name, 1 << 30), torch.float16)
+    return {"lora_weights": rows.numpy()[None], "lora_config": config.numpy()[None]}
+
+
+def by_number(number: int) -> dict[str, Any]:
+    return {"lora_task_id": np.array([[number]], np.uint64)}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def mesh() -> AsyncIterator[Mesh]:
+    async with running_mesh(engines=2, engine_flags=FLAGS) as mesh:
+        yield mesh
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def triton(mesh: Mesh) -> AsyncIterator[Triton]:
+    async with Triton(mesh.router.address) as triton:
+        yield triton
+
+
+async def text(triton: Triton, model: str, more: Mapping[str, Any]) -> str:
+    """The greedy continuation of PROMPT."""
+    if model != "tensorrt_llm":
+        return joined(
+            await triton.stream(
+                model,
+                {
+                    "text_input": PROMPT,
+                    "max_tokens": TOKENS,
+                    "exclude_input_in_output": True,
+                    **more,
+                },
+            )
+        )
+    ids = Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode(PROMPT).ids
+    tensors = {
+        "input_ids": np.array([ids], np.int32),
+        "input_lengths": np.array([[len(ids)]], np.int32),
+        "request_output_len": np.array([[TOKENS]], np.int32),
+        "exclude_input_in_output": np.array([[True]]),
+        **more,
+    }
+    responses = await triton.stream(model, tensors)
+    assert not [response.error for response in responses if response.error]
+    return decode([int(i) for r in responses for i in r.outputs["output_ids"].flatten()])
+
+
+@pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble", "tensorrt_llm_bls"])
+async def test_first_with_weights_then_by_number(triton: Triton, model: str) -> None:
+    number = {"tensorrt_llm": 1, "ensemble": 2, "tensorrt_llm_bls": 3}[model]
+    base = await text(triton, model, {})
+    first = await text(triton, model, by_number(number) | weights("docstrings"))
+    assert first != base
+    # Both workers get some of these.
+    later = await asyncio.gather(*(text(triton, model, by_number(number)) for _ in range(8)))
+    assert set(later) == {first}
+    assert await text(triton, model, {}) == base
+
+
+async def test_new_weights_replace_those_of_a_number(triton: Triton) -> None:
+    docstrings = await text(triton, "ensemble", by_number(10) | weights("docstrings"))
+    tests = await text(triton, "ensemble", by_number(10) | weights("unit-tests"))
+    assert tests != docstrings
+    assert {await text(triton, "ensemble", by_number(10)) for _ in range(4)} == {tests}
+
+
+async def test_unknown_number_is_refused_in_tritons_words(triton: Triton) -> None:
+    (response,) = await triton.stream(
+        "ensemble", {"text_input": "a", "max_tokens": 2, **by_number(99)}
+    )
+    assert (
+        "LoRA task 99 not found in cache. Please send LoRA weights with request" in response.error
+    )
+
+
+async def test_adapter_survives_the_only_worker_that_held_it() -> None:
+    """The worker that takes its place never got the weights from a client."""
+    async with (
+        running_mesh(engine_flags=FLAGS) as mesh,
+        Triton(mesh.router.address) as triton,
+    ):
+        first = await text(triton, "ensemble", by_number(1) | weights("docstrings"))
+        (killed,) = mesh.engines
+        killed.signal(signal.SIGKILL)
+        await killed.wait()
+        await mesh.start_engine(*FLAGS, port=int(killed.address.rpartition(":")[2]))
+        await mesh.ready(1, 1)
+        assert await text(triton, "ensemble", by_number(1)) == first
