@@ -122,6 +122,8 @@ async def test_log_probs_are_normalized_unless_the_repository_says_otherwise(
     assert not normalized.outputs["output_log_probs"].any()
     whole = await triton.infer("ensemble_whole", ask)
     assert (whole.outputs["output_log_probs"][..., -TOKENS:] < 0).all()
+    sums = [each.outputs["cum_log_probs"].item() for each in (normalized, whole)]
+    assert sums == pytest.approx([whole.outputs["output_log_probs"][..., -TOKENS:].sum()] * 2)
 
 
 async def test_imported_llmapi_model_answers(triton: Triton, text: str) -> None:

@@ -64,7 +64,9 @@ async def mesh(backend: RecordingBackend) -> AsyncIterator[Mesh]:
         yield await stack.enter_async_context(running_mesh(start=start))
 
 
-async def generate(backend: RecordingBackend, sizes: Sequence[int]) -> None:
+async def generate(
+    backend: RecordingBackend, sizes: Sequence[int], *, normalized: bool = False
+) -> None:
     """Delivers the text to the next item, in steps of `sizes` tokens and the rest."""
 
     async def arrived() -> bool:
@@ -76,6 +78,9 @@ async def generate(backend: RecordingBackend, sizes: Sequence[int]) -> None:
     for size in [*sizes, len(ids)]:
         end = min(start + size, len(ids))
         details = TokenDetails(key, LOG_PROBS[start:end], sum(LOG_PROBS[:end]))
+        if normalized:
+            details.model_log_probs = details.log_probs
+            details.log_probs = [0.0] * (end - start)
         if start < end and backend.live:
             backend.step({key: ids[start:end]}, start, details=[details])
         start = end
@@ -123,6 +128,20 @@ async def test_cum_log_probs_end_with_the_stop_word(
     assert text == TEXT[: TEXT.index(STOP) + len(STOP)]
     assert told_log_probs(responses) == LOG_PROBS[:kept]
     assert responses[-1].outputs["cum_log_probs"].tolist() == [[sum(LOG_PROBS[:kept])]]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+async def test_sum_of_normalized_log_probs_ends_with_the_stop_text(
+    mesh: Mesh, backend: RecordingBackend, sizes: Sequence[int]
+) -> None:
+    reader = mesh.open(["x"], stop_texts=[STOP], log_probs=True, normalize_log_probs=True)
+    await generate(backend, sizes, normalized=True)
+    ((sequence,),) = [item.sequences for item in await reader.result()]
+    kept = kept_tokens(token_ids())
+    assert sequence.token_ids == tuple(token_ids()[:kept])
+    assert sequence.log_probs == (0.0,) * kept
+    assert sequence.finished
+    assert sequence.finished.cumulative_log_prob == sum(LOG_PROBS[:kept])
 
 
 def told_log_probs(responses: Sequence[Response]) -> list[float]:

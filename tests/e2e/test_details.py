@@ -113,7 +113,16 @@ async def test_normalised_log_probs_reach_the_client(torch_mesh: Mesh) -> None:
     (item,) = await torch_mesh.client.complete(
         [PROMPT], max_tokens=3, ignore_end_id=True, log_probs=True, normalize_log_probs=True
     )
-    assert item.sequences[0].log_probs == (0.0, 0.0, 0.0)
+    (sequence,) = item.sequences
+    assert sequence.log_probs == (0.0, 0.0, 0.0)
+    assert sequence.finished
+    (plain,) = await torch_mesh.client.complete(
+        [PROMPT], max_tokens=3, ignore_end_id=True, log_probs=True
+    )
+    total = sequence.finished.cumulative_log_prob
+    assert total == pytest.approx(sum(plain.sequences[0].log_probs), abs=1e-3)
+    assert total is not None
+    assert total < -0.01
 
 
 async def test_bias_texts_and_bad_texts_steer_the_model(torch_mesh: Mesh, folder: Path) -> None:

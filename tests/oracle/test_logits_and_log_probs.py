@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -218,9 +219,23 @@ async def test_normalised_log_probs_are_those_among_the_tokens_that_were_left(
         assert 1 <= len(top) <= 8
         assert sum(np.exp(value) for _, value in top) == pytest.approx(1.0)
     assert [d.log_probs for d in greedy.details] == [[0.0]] * NEW_TOKENS
+    for each in (stream, greedy):
+        terms = model_log_probs(llama, prompt, each.token_ids)
+        assert [d.model_log_probs[0] for d in each.details] == pytest.approx(terms, abs=1e-3)
+        assert each.end is not None
+        assert each.end.cumulative_log_prob == pytest.approx(sum(terms), abs=1e-2)
+        assert [d.cumulative_log_prob for d in each.details] == pytest.approx(
+            list(accumulate(terms)), abs=1e-2
+        )
     assert plain.token_ids == stream.token_ids
-    raw = rows.double().log_softmax(dim=1)[range(NEW_TOKENS), plain.token_ids]
-    assert [d.log_probs[0] for d in plain.details] == pytest.approx(raw.tolist(), abs=1e-3)
+    raw = model_log_probs(llama, prompt, plain.token_ids)
+    assert [d.log_probs[0] for d in plain.details] == pytest.approx(raw, abs=1e-3)
+    assert not any(d.model_log_probs for d in plain.details)
+
+
+def model_log_probs(llama: Path, prompt: Sequence[int], ids: Sequence[int]) -> list[float]:
+    rows = logits_of(llama, [*prompt, *ids])[len(prompt) - 1 : -1].double().log_softmax(dim=1)
+    return [float(row[token]) for row, token in zip(rows, ids, strict=True)]
 
 
 @pytest.mark.parametrize("normalize", [False, True])

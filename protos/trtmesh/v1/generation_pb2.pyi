@@ -684,8 +684,8 @@ class OutputConfig(google.protobuf.message.Message):
     stream: builtins.bool
     """False returns one event per sequence, at its end, instead of streaming tokens. Unset means true."""
     normalize_log_probs: builtins.bool
-    """True returns log-probabilities after bias, penalties, temperature and filters: 0 for a greedy token. Unset means
-    the worker's setting.
+    """True returns log-probabilities after bias, penalties, temperature and filters: 0 for a greedy token. The cumulative
+    log-probability stays that of the model's logits, as in TensorRT-LLM. Unset means the worker's setting.
     """
     def __init__(
         self,
@@ -1286,8 +1286,9 @@ class TokenDetails(google.protobuf.message.Message):
     CUMULATIVE_LOG_PROB_FIELD_NUMBER: builtins.int
     TOP_LOG_PROBS_FIELD_NUMBER: builtins.int
     GENERATION_LOGITS_FIELD_NUMBER: builtins.int
+    MODEL_LOG_PROBS_FIELD_NUMBER: builtins.int
     cumulative_log_prob: builtins.float
-    """Sum of the log-probabilities of the sequence so far."""
+    """Sum of the log-probabilities of the sequence so far, without normalization."""
     @property
     def log_probs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """Log-probability of each token."""
@@ -1300,6 +1301,12 @@ class TokenDetails(google.protobuf.message.Message):
     def generation_logits(self) -> Global___Tensor:
         """Logits, [tokens, vocabulary]."""
 
+    @property
+    def model_log_probs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """With normalize_log_probs: the log-probability of each token without normalization, the terms of
+        cumulative_log_prob.
+        """
+
     def __init__(
         self,
         *,
@@ -1307,9 +1314,10 @@ class TokenDetails(google.protobuf.message.Message):
         cumulative_log_prob: builtins.float | None = ...,
         top_log_probs: collections.abc.Iterable[Global___TopLogProbs] | None = ...,
         generation_logits: Global___Tensor | None = ...,
+        model_log_probs: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "cumulative_log_prob", b"cumulative_log_prob", "generation_logits", b"generation_logits"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "cumulative_log_prob", b"cumulative_log_prob", "generation_logits", b"generation_logits", "log_probs", b"log_probs", "top_log_probs", b"top_log_probs"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "cumulative_log_prob", b"cumulative_log_prob", "generation_logits", b"generation_logits", "log_probs", b"log_probs", "model_log_probs", b"model_log_probs", "top_log_probs", b"top_log_probs"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob"]) -> typing.Literal["cumulative_log_prob"] | None: ...
 
 Global___TokenDetails: typing_extensions.TypeAlias = TokenDetails

@@ -12,13 +12,14 @@ from trtmesh.v1 import generation_pb2 as pb
 VOCABULARY = 3
 
 
-def details_of(start: int, count: int) -> pb.TokenDetails:
+def details_of(start: int, count: int, normalized: bool) -> pb.TokenDetails:
     """Data of `count` tokens from position `start` on; every value encodes the position."""
     positions = range(start, start + count)
     rows = [float(position) for position in positions for _ in range(VOCABULARY)]
     return pb.TokenDetails(
         log_probs=positions,
-        cumulative_log_prob=float(sum(range(start + count))),
+        model_log_probs=[-float(position) for position in positions] if normalized else [],
+        cumulative_log_prob=(-1.0 if normalized else 1.0) * sum(range(start + count)),
         top_log_probs=[pb.TopLogProbs(token_ids=[p], log_probs=[float(p)]) for p in positions],
         generation_logits=pb.Tensor(
             data_type=pb.DATA_TYPE_FP32,
@@ -28,12 +29,18 @@ def details_of(start: int, count: int) -> pb.TokenDetails:
     )
 
 
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=8), st.lists(st.integers(0, 5), max_size=8))
-def test_any_cut_gives_each_token_its_own(added: list[int], cuts: list[int]) -> None:
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=8),
+    st.lists(st.integers(0, 5), max_size=8),
+    st.booleans(),
+)
+def test_any_cut_gives_each_token_its_own(
+    added: list[int], cuts: list[int], normalized: bool
+) -> None:
     buffer = TokenDetailBuffer()
     total = 0
     for count in added:
-        buffer.add(details_of(total, count))
+        buffer.add(details_of(total, count, normalized))
         total += count
     taken = 0
     for cut in [*cuts, total]:
@@ -51,7 +58,9 @@ def test_any_cut_gives_each_token_its_own(added: list[int], cuts: list[int]) -> 
         rows = struct.unpack(f"{count * VOCABULARY}f", logits.data)
         assert list(rows[::VOCABULARY]) == positions
         taken += count
-        assert details.cumulative_log_prob == buffer.told_sum == sum(range(taken))
+        terms = [-value if normalized else value for value in range(taken)]
+        assert details.cumulative_log_prob == buffer.told_sum == sum(terms)
+        assert list(details.model_log_probs) == (terms[-count:] if normalized else [])
 
 
 def test_nothing_asked_gives_nothing() -> None:

@@ -157,6 +157,8 @@ class TokenDetails:
     cumulative_log_prob: float | None = None
     top_log_probs: list[TopLogProbs] = field(default_factory=list)
     generation_logits: Tensor | None = None
+    model_log_probs: list[float] = field(default_factory=list)
+    """The terms of the sum, where `log_probs` are normalised."""
 
 
 @dataclass(slots=True)

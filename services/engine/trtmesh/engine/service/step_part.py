@@ -213,6 +213,7 @@ def _cut(details: TokenDetails, first: int, end: int) -> TokenDetails:
         log_probs=details.log_probs[first:end],
         cumulative_log_prob=None,
         top_log_probs=details.top_log_probs[first:end],
+        model_log_probs=details.model_log_probs[first:end],
         generation_logits=_sliced(details.generation_logits, first, end),
     )
 
@@ -230,6 +231,7 @@ def _joined(earlier: TokenDetails, later: TokenDetails) -> TokenDetails:
         later,
         log_probs=earlier.log_probs + later.log_probs,
         top_log_probs=earlier.top_log_probs + later.top_log_probs,
+        model_log_probs=earlier.model_log_probs + later.model_log_probs,
         generation_logits=_stacked(earlier.generation_logits, later.generation_logits),
     )
 

@@ -117,6 +117,7 @@ def _fill_metrics(message: pb.PerfMetrics, metrics: PerfMetrics) -> None:
 
 def _fill_details(message: pb.TokenDetails, details: TokenDetails) -> None:
     message.log_probs.extend(details.log_probs)
+    message.model_log_probs.extend(details.model_log_probs)
     if details.cumulative_log_prob is not None:
         message.cumulative_log_prob = details.cumulative_log_prob
     message.top_log_probs.extend(map(_top_log_probs, details.top_log_probs))

@@ -15,6 +15,8 @@ class TokenDetailBuffer:
 
     def __init__(self) -> None:
         self._log_probs: list[float] = []
+        self._model_log_probs: list[float] = []
+        """Terms of the sums, where log-probabilities are normalised."""
         self._sums: list[float] = []
         """Sums of the sequence's log-probabilities up to each token."""
         self._top: list[pb.TopLogProbs] = []
@@ -35,7 +37,9 @@ class TokenDetailBuffer:
         self._log_probs.extend(log_probs)
         self._top.extend(details.top_log_probs[known:])
         if log_probs:
-            sums = list(accumulate(log_probs, initial=self._sum))[1:]
+            terms = details.model_log_probs[known:]
+            self._model_log_probs.extend(terms)
+            sums = list(accumulate(terms or log_probs, initial=self._sum))[1:]
             if details.HasField("cumulative_log_prob"):
                 sums[-1] = details.cumulative_log_prob
             self._sums += sums
@@ -60,7 +64,9 @@ class TokenDetailBuffer:
         if not count:
             return None
         details = pb.TokenDetails(
-            log_probs=_pop(self._log_probs, count), top_log_probs=_pop(self._top, count)
+            log_probs=_pop(self._log_probs, count),
+            top_log_probs=_pop(self._top, count),
+            model_log_probs=_pop(self._model_log_probs, count),
         )
         if sums := _pop(self._sums, count):
             details.cumulative_log_prob = self.told_sum = sums[-1]

@@ -16,7 +16,11 @@ from torch import Tensor
 from trtmesh.chassis.errors import BackendFailed, InvalidRequest, TrtmeshError
 from trtmesh.engine.backend import TokenDetails
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
-from trtmesh.engine.backends.torch.sampling.details import details_of, log_probs_of
+from trtmesh.engine.backends.torch.sampling.details import (
+    details_of,
+    log_probs_of,
+    normalized_of,
+)
 from trtmesh.engine.backends.torch.sampling.draws import draw
 from trtmesh.engine.backends.torch.sampling.filters import Filters, column, given, indexes
 from trtmesh.engine.backends.torch.sampling.ordering import Ordering
@@ -38,8 +42,10 @@ class Chooser:
         drawing = [row for row, sequence in enumerate(sequences) if not sequence.token_rules.greedy]
         if drawing:
             self._draw(drawing, sequences, changed, peaks, ids)
-        log_probs = log_probs_of(sequences, logits, changed, self._filters)
-        return TokenChoice(sequences, logits, peaks, ids, log_probs)
+        normalized = normalized_of(sequences, changed, self._filters)
+        return TokenChoice(
+            sequences, logits, peaks, ids, log_probs_of(sequences, logits), normalized
+        )
 
     def _draw(
         self,
@@ -79,7 +85,9 @@ class TokenChoice:
     peaks: Tensor
     ids: Tensor
     log_probs: Mapping[int, Tensor]
-    """[vocabulary] for the rows that need them."""
+    """The model's own, [vocabulary], for the rows that need them."""
+    normalized: Mapping[int, Tensor]
+    """[vocabulary] for the rows that ask for them."""
     token_ids: list[int] = field(init=False)
     """Set by `read`."""
 
@@ -93,7 +101,7 @@ class TokenChoice:
         }
 
     def log_prob(self, row: int, token: int) -> float:
-        """The log-probability of any token, where the row's item asks for log-probabilities."""
+        """The model's log-probability of any token, where the row's item asks for log-probabilities."""
         return float(self.log_probs[row][token])
 
     def details(self, row: int) -> TokenDetails:
@@ -102,6 +110,7 @@ class TokenChoice:
             self.sequences[row],
             self.token_ids[row],
             self.log_probs.get(row),
+            self.normalized.get(row),
             self.logits[row : row + 1],
         )
 

@@ -1,7 +1,8 @@
 """Optional data of a chosen token: log-probabilities, alternatives, logits.
 
 Log-probabilities come from the model's own logits. Normalised ones count only the tokens that could be chosen, after
-bias, penalties, bans, temperature and filters; a greedy token has 0. So does TensorRT-LLM's `normalize_log_probs`.
+bias, penalties, bans, temperature and filters; a greedy token has 0. As with TensorRT-LLM's `normalize_log_probs`, the
+sum stays that of the model's own.
 """
 
 from __future__ import annotations
@@ -24,11 +25,18 @@ DTYPES = {
 
 
 def details_of(
-    sequence: Continuation, token: int, log_probs: Tensor | None, logits: Tensor
+    sequence: Continuation,
+    token: int,
+    log_probs: Tensor | None,
+    normalized: Tensor | None,
+    logits: Tensor,
 ) -> TokenDetails:
-    """The details that its item asks for, from `log_probs` [vocabulary] and `logits` [1, vocabulary]."""
+    """The details that its item asks for, from log-probabilities [vocabulary] and `logits` [1, vocabulary]."""
     details, output = TokenDetails(sequence.key), sequence.token_rules.output
     if log_probs is not None:
+        if normalized is not None:
+            details.model_log_probs.append(float(log_probs[token]))
+            log_probs = normalized
         details.log_probs.append(float(log_probs[token]))
         if output.top_log_probs:
             details.top_log_probs.append(most_likely(log_probs, output.top_log_probs))
@@ -52,24 +60,24 @@ def tensor_of(rows: Tensor, data_type: int) -> TensorValue:
     return TensorValue(data_type, tuple(values.shape), data)
 
 
-def log_probs_of(
-    sequences: SequenceOf[Continuation], logits: Tensor, changed: Tensor, filters: Filters
+def log_probs_of(sequences: SequenceOf[Continuation], logits: Tensor) -> dict[int, Tensor]:
+    """The model's own, [vocabulary] float64, of each row that needs them."""
+    asking = [row for row, each in enumerate(sequences) if each.token_rules.wants_log_probs]
+    if not asking:
+        return {}
+    rows = logits if len(asking) == len(sequences) else logits[asking]
+    return dict(zip(asking, rows.double().log_softmax(dim=1), strict=True))
+
+
+def normalized_of(
+    sequences: SequenceOf[Continuation], changed: Tensor, filters: Filters
 ) -> dict[int, Tensor]:
-    """[vocabulary] float64 of each row that needs them; `changed` are the adjusted `logits` [rows, vocabulary]."""
-    found = {}
-    plain = []
-    for row, sequence in enumerate(sequences):
-        rules = sequence.token_rules
-        if not rules.wants_log_probs:
-            continue
-        if rules.normalizes:
-            found[row] = _among_choosable(sequence, changed[row : row + 1], filters)
-        else:
-            plain.append(row)
-    if plain:
-        rows = logits if len(plain) == len(sequences) else logits[plain]
-        found.update(zip(plain, rows.double().log_softmax(dim=1), strict=True))
-    return found
+    """[vocabulary] float64 of each row that asks for them, from the adjusted logits [rows, vocabulary]."""
+    return {
+        row: _among_choosable(sequence, changed[row : row + 1], filters)
+        for row, sequence in enumerate(sequences)
+        if sequence.token_rules.wants_log_probs and sequence.token_rules.normalizes
+    }
 
 
 def _among_choosable(sequence: Continuation, row: Tensor, filters: Filters) -> Tensor:

@@ -150,7 +150,9 @@ class Sequence(Continuation):
         if first and self.config.output.perf_metrics:
             output.starts.append(SequenceStart(self.key, self.times.metrics_at_start()))
         if details:
-            details.cumulative_log_prob = self.add_log_probs(details.log_probs)
+            details.cumulative_log_prob = self.add_log_probs(
+                details.model_log_probs or details.log_probs
+            )
             output.details.append(details)
 
     def end(
