@@ -5,7 +5,7 @@ prompts and token counts, counting only steps in which every sequence decodes; t
 engines take turns. Peers are transformers' `generate` with a static batch
 (`generate`; `generate_1024` at prompts of 1,024 tokens), transformers' continuous batching (`continuous`) and
 llama.cpp (`llama_cpp`, where llama_cpp and gguf can be imported: the extra `bench`). In float32 the tokens of trtmesh
-must equal those of `generate`, or the run fails.
+must equal those of `generate`, or the run fails. The part `invariant` compares `batch_invariant` on and off.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from _models import SHAPES, build, llama_cpp_is_there, write_gguf
 
 PROMPT_TOKENS = 64
 LONG_PROMPT_TOKENS = 1024
-PARTS = ("decode", "long", "prefix", "overhead")
+PARTS = ("decode", "long", "prefix", "overhead", "invariant")
 PEERS = ("generate", "continuous", "llama_cpp")
 
 Figures = dict[str, Any]
@@ -133,6 +133,19 @@ class Bench:
         found = self.others.setdefault("overhead_share", {}).setdefault(f"{model} {dtype}", {})
         found[str(batch)] = round(share, 4)
 
+    def invariant(self, model: str, dtype: str, batch: int) -> None:
+        """Decoding with `batch_invariant` against decoding without it."""
+        tokens = PROMPT_TOKENS + self.arguments.tokens
+        engines = {
+            "batch_invariant": self.remote(
+                "batch_invariant", "Trtmesh", self.model_dir(model), dtype, self.arguments.threads,
+                kv_cache={"prefix_reuse": False, "tokens": batch * (tokens + 16)},
+                batch_invariant=True,
+            ),
+            "trtmesh": self.trtmesh(model, dtype, batch, tokens),
+        }  # fmt: skip
+        self._compare(engines, model, dtype, batch, PROMPT_TOKENS)
+
     def _compare(
         self, engines: dict[str, Remote], model: str, dtype: str, batch: int, prompt_tokens: int
     ) -> None:
@@ -186,6 +199,9 @@ def run(bench: Bench) -> None:
                 bench.prefix(model, dtype)
             if "overhead" in arguments.parts:
                 bench.overhead(model, dtype, 32)
+            if "invariant" in arguments.parts:
+                for batch in arguments.batches:
+                    bench.invariant(model, dtype, batch)
 
 
 def main(arguments: argparse.Namespace) -> None:

@@ -58,7 +58,6 @@ class Script:
     """The configuration it runs against: a key of SERVERS."""
     refused: tuple[str, ...] = ()
     """Tensors that the error names; empty for a script that runs."""
-    note: str = ""
 
     @property
     def releases(self) -> Sequence[str]:
@@ -68,7 +67,7 @@ class Script:
     def outcome(self) -> str:
         if self.refused:
             return "refused by name: " + ", ".join(f"`{name}`" for name in self.refused)
-        return "runs" + SERVERS[self.server] + (f"; {self.note}" if self.note else "")
+        return "runs" + SERVERS[self.server]
 
 
 SERVERS: Mapping[str, str] = {

@@ -187,3 +187,16 @@ def test_values_that_a_router_refuses_are_not_called_served(tmp_path: Path) -> N
     file.write_text(yaml.safe_dump(dict(conversion.sections)))
     settings = load_settings(RouterSettings, ["--config", str(file), "--engines", "e:1"], {})
     assert settings.triton.models["tensorrt_llm"].max_batch_size == 65536
+
+
+@pytest.mark.parametrize(("value", "setting"), [("true", True), ("false", None)])
+def test_long_prompts_stay_served_without_chunks(
+    tmp_path: Path, value: str, setting: bool | None
+) -> None:
+    conversion = convert(five_models(tmp_path / "models", {"enable_chunked_context": value}))
+    batching = conversion.sections["engine"]["torch"]["batching"]
+    assert batching.get("chunked_context") is setting
+    assert finding(conversion, "tensorrt_llm", "parameters.enable_chunked_context")[0] in (
+        Outcome.CARRIED,
+        Outcome.REPLACED,
+    )

@@ -213,7 +213,7 @@ async def test_unread_item_moves() -> None:
 
 async def test_starving_sequence_moves_alone() -> None:
     async with fleet(
-        deadlines={"first_token_seconds": 1.0}, placement={"policy": "round_robin"}
+        deadlines={"first_token_seconds": 3.0}, placement={"policy": "round_robin"}
     ) as on:
         on.start([5], [6], [7], max_tokens=1000)
         await on.submitted(3)

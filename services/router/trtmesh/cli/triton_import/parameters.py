@@ -106,6 +106,14 @@ def _special_tokens(subject: Subject, draft: Draft) -> None:
         draft.refuse(subject, "it is neither true nor false and counts as true, as in Triton")
 
 
+def _chunked_context(subject: Subject, draft: Draft) -> None:
+    if truth(subject):
+        draft.carry(subject, (*TORCH, "batching", "chunked_context"), value=True)
+    else:
+        # Off, it would refuse prompts longer than a step here, which Triton's engine is built to take.
+        draft.replace(subject, "a long prompt takes several steps; its answer is the same")
+
+
 def _decoding(subject: Subject, draft: Draft) -> None:
     if subject.value in SPECULATIVE:
         draft.refuse(subject, NO_SPECULATION)
@@ -193,7 +201,7 @@ CORE_PARAMETERS: Mapping[str, Rule] = {
     "kv_cache_host_memory_bytes": engine("host_cache.bytes", whole),
     "kv_cache_onboard_blocks": only(truth, value=True, text=BROUGHT_BACK),
     "enable_kv_cache_reuse": engine("kv_cache.prefix_reuse", truth),
-    "enable_chunked_context": engine("batching.chunked_context", truth),
+    "enable_chunked_context": _chunked_context,
     # Names of v0.5 to v0.7; the window has its present name since v0.7.
     "max_num_sequences": engine("limits.max_batch_size", positive),
     "max_kv_cache_length": _windows,
@@ -291,7 +299,7 @@ ARGUMENTS: Mapping[str, Rule] = {
     "max_batch_size": engine("limits.max_batch_size", positive),
     "max_num_tokens": engine("batching.max_step_tokens", positive),
     "max_seq_len": engine("limits.max_sequence_tokens", whole),
-    "enable_chunked_prefill": engine("batching.chunked_context", truth),
+    "enable_chunked_prefill": _chunked_context,
     "scheduler_config.capacity_scheduler_policy": _scheduler,
     "kv_cache_config.enable_block_reuse": engine("kv_cache.prefix_reuse", truth),
     "kv_cache_config.enable_partial_reuse": engine("kv_cache.partial_reuse", truth),
