@@ -59,7 +59,7 @@ def test_unwritable_file_ends_the_process(
         flags = ("--port", "0", "--engines", "127.0.0.1:1", "--record-file", str(file))
         assert run(RouterSettings, Router, flags) == 2
         (line,) = capfd.readouterr().err.splitlines()
-        assert "router.record.file" in line
+        assert "--record-file" in line
         assert str(file) in line
 
 
