@@ -112,6 +112,20 @@ def test_enum_numbers_without_a_name_are_refused(path: str, name: str) -> None:
         ),
         (
             pb.GenerationConfig(sampling=pb.SamplingConfig(embedding_bias_texts=["a"])),
+            ("sampling.embedding_bias_texts", "sampling.embedding_bias_weights"),
+            "",
+        ),
+        (
+            pb.GenerationConfig(sampling=pb.SamplingConfig(embedding_bias_weights=[1.0])),
+            ("sampling.embedding_bias_texts", "sampling.embedding_bias_weights"),
+            "",
+        ),
+        (
+            pb.GenerationConfig(
+                sampling=pb.SamplingConfig(
+                    embedding_bias_texts=["a"], embedding_bias_token_ids=[pb.TokenIds(ids=[4])]
+                )
+            ),
             (
                 "sampling.embedding_bias_texts",
                 "sampling.embedding_bias_token_ids",

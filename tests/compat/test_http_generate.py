@@ -143,6 +143,8 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("ensemble", GOOD | {"temprature": 0.5}, 400,
      "temprature is no input of model 'ensemble'; did you mean temperature?"),
     ("ensemble", GOOD | {"parameters": {"runtime_top_k": 5}}, 400, "did you mean top_k?"),
+    ("ensemble", GOOD | {"embedding_bias_words": ["a", "b"], "embedding_bias_weights": [1.0]}, 400,
+     "embedding_bias_words, embedding_bias_weights have 2 and 1 entries but need a weight for each"),
     ("ensemble", GOOD | {"lora_path": "/x"}, 400,
      "lora_path is an input of other models, without effect in model 'ensemble'; leave it out"),
     ("ensemble", b'{"text_input": "x", "max_tokens": 3, "max_tokens": 4}', 400,

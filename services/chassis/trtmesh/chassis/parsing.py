@@ -65,7 +65,6 @@ LIMITS: Mapping[str, tuple[float, float]] = {
 }
 
 RETURNED = "sampling.num_return_sequences"
-BIAS_LISTS = ("texts", "token_ids", "weights")
 
 MAX_WORDS = 256
 MAX_WORD_LENGTH = 4096
@@ -291,7 +290,10 @@ def _check_bias(sampling: v.Sampling) -> None:
     texts, lists = len(sampling.embedding_bias_texts), len(sampling.embedding_bias_token_ids)
     weights = len(sampling.embedding_bias_weights)
     if texts + lists != weights:
+        counts = {"texts": texts} if texts or not lists else {}
+        counts |= {"token_ids": lists} if lists else {}
+        *first, last = map(str, [*counts.values(), weights])
         raise InvalidField(
-            f"have {texts}, {lists} and {weights} entries, but texts and token_ids together must be as many as weights",
-            fields=tuple(f"sampling.embedding_bias_{kind}" for kind in BIAS_LISTS),
+            f"have {', '.join(first)} and {last} entries but need a weight for each",
+            fields=tuple(f"sampling.embedding_bias_{kind}" for kind in (*counts, "weights")),
         )
