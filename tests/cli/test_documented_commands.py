@@ -42,16 +42,35 @@ def test_pages_have_commands(page: str, least: int) -> None:
 def test_documented_command_line_parses(line: str) -> None:
     """Parses a command line without running the command; raises for unknown options."""
     words = shlex.split(line, comments=True)
+    if words == ["--install-completion"]:
+        assert words[0] in options_of(typer.main.get_command(app))
+        return
+    command, words, context = resolved(words)
+    assert command.make_context(command.name, words, parent=context).params
+
+
+def resolved(words: list[str]) -> tuple[Any, list[str], Any]:
+    """The command that words name, its arguments and the context of its group."""
     # Any: by version, typer has an own click or uses the installed one.
     command: Any = typer.main.get_command(app)
     context: Any = None
-    if words == ["--install-completion"]:
-        assert any("--install-completion" in option.opts for option in command.params)
-        return
     while hasattr(command, "resolve_command"):
         context = command.context_class(command, info_name=command.name, parent=context)
         _, command, words = command.resolve_command(context, words)
-    assert command.make_context(command.name, words, parent=context).params
+    return command, words, context
+
+
+def options_of(command: Any) -> set[str]:
+    return {option for parameter in command.params for option in parameter.opts}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_options_of_commands_within_sentences_exist(page: str) -> None:
+    text = re.sub(r"```.*?```", "", (REPOSITORY / page).read_text("utf-8"), flags=re.DOTALL)
+    for line in re.findall(r"`trtmesh (\w[^`]* --[^`]*)`", text):
+        command, words, _ = resolved(line.split())
+        given = {word for word in words if word.startswith("--")}
+        assert given <= options_of(command) | {"--help"}, line
 
 
 SETTINGS = {each.section: each for each in (EngineSettings, RouterSettings, TokenizerSettings)}

@@ -10,6 +10,7 @@ from cli.commands import trtmesh
 from compat.repository import five_models
 from e2e.mesh import DEMO
 from trtmesh.cli.triton_import.fields import refusal
+from trtmesh.engine.settings import EngineSettings
 from trtmesh.router.doors.triton.models import triton_models
 from trtmesh.router.doors.triton.settings import TritonSettings
 
@@ -36,11 +37,19 @@ def test_import_prints_the_lines_of_the_page(tmp_path: Path) -> None:
 def test_models_of_the_page_are_valid() -> None:
     blocks = [yaml.safe_load(block) for language, block in BLOCKS if language == "yaml"]
     several, gpt = [
-        triton_models(TritonSettings.model_validate(block["router"]["triton"])) for block in blocks
+        triton_models(TritonSettings.model_validate(block["router"]["triton"]))
+        for block in blocks
+        if "router" in block
     ]
     assert (several["chat"].decoupled, several["chat_whole"].max_batch_size) == (True, 8)
     assert several["tensorrt_llm"].template.name == "llmapi"
     assert gpt["tensorrt_llm"].template.name == "gpt"
+
+
+def test_engine_settings_of_the_page_are_valid() -> None:
+    blocks = [yaml.safe_load(block) for language, block in BLOCKS if language == "yaml"]
+    (engine,) = [block["engine"] for block in blocks if "engine" in block]
+    assert EngineSettings.model_validate(engine).torch.adapters.bytes > 0
 
 
 def test_vision_inputs_of_the_page_are_refused() -> None:

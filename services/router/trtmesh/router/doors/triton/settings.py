@@ -126,8 +126,8 @@ class TritonSettings(Settings):
     model: str = ""
     """Model of the mesh that runs the Triton models; empty means the only one."""
     models: TritonModels = Field(default_factory=dict)
-    """Models by name, each with its `template` and its differences from these settings; empty means the five of
-    TensorRT-LLM's template. JSON in a flag or a variable."""
+    """Models by name: the `template` and the differences from these settings; empty means the five of TensorRT-LLM's
+    template. JSON in a flag or a variable."""
     decoupled: Annotated[tuple[DecoupledTemplate, ...], BeforeValidator(split_commas)] = get_args(
         DecoupledTemplate
     )
