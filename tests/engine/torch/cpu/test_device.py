@@ -11,6 +11,7 @@ import torch
 from e2e.mesh import DEMO
 from engine.short_names import by_short_names
 from trtmesh.chassis.cores import physical_cores
+from trtmesh.engine.backends.torch.cpu.device import top
 from trtmesh.engine.backends.torch.loading import load_engine
 from trtmesh.engine.backends.torch.model.weights import weight_files
 from trtmesh.engine.backends.torch.settings import TorchSettings
@@ -48,3 +49,14 @@ def test_engine_takes_the_threads_of_its_settings() -> None:
         assert torch.get_num_threads() == before + 1
     finally:
         torch.set_num_threads(before)
+
+
+# Short rows, and long ones with and without numbers after the last whole block.
+@pytest.mark.parametrize("size", [40, 6144, 40_000, 40_007])
+@pytest.mark.parametrize("count", [1, 2, 40])
+def test_top_finds_the_highest_numbers_in_order(size: int, count: int) -> None:
+    rows = torch.randn(5, size, generator=torch.Generator().manual_seed(1))
+    rows[1] = rows[1].round()
+    rows[2, 1:] = -torch.inf
+    rows[3, -3:] = 9.0
+    assert torch.equal(top(rows, count), rows.topk(count, dim=1).values)

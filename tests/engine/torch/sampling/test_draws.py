@@ -102,6 +102,22 @@ def test_a_draw_is_the_token_with_the_largest_sum(size: int) -> None:
     assert chosen(rows, logits) == (weights + noise_of(rows, size)).argmax(dim=1).tolist()
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_draw_among_few_likely_tokens_is_the_largest_sum(shape: dict[str, Any]) -> None:
+    logits = logits_with_ties(6, 40_000)
+    rows = rows_of(6, [shape])
+    weights = filtered_weights([row.token_rules.sampling for row in rows], logits).log()
+    assert chosen(rows, logits) == (weights + noise_of(rows, 40_000)).argmax(dim=1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e3])
+def test_sums_of_any_size_are_compared_exactly(temperature: float) -> None:
+    logits = 1e6 + logits_with_ties(100, 320)
+    rows = rows_of(100, [{"temperature": temperature}])
+    sums = logits.double() / temperature + noise_of(rows, 320)
+    assert chosen(rows, logits) == sums.argmax(dim=1).tolist()
+
+
 def test_a_device_that_is_not_waited_for_draws_the_same() -> None:
     logits = logits_with_ties(400, 300)
     rows = rows_of(400, SHAPES)

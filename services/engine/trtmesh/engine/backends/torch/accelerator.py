@@ -49,8 +49,12 @@ def _highest(logits: Tensor) -> tuple[Tensor, Tensor]:
     return peaks, ids
 
 
+def _top(rows: Tensor, count: int) -> Tensor:
+    return rows.topk(count, dim=1).values
+
+
 def _descending(rows: Tensor) -> Tensor:
     return rows.sort(dim=1, descending=True).values
 
 
-ORDERING = Ordering(_highest, _descending, looks_ahead=False)
+ORDERING = Ordering(_highest, _top, _descending, looks_ahead=False)

@@ -26,6 +26,9 @@ from trtmesh.engine.backends.torch.sampling.ordering import Ordering
 from trtmesh.engine.backends.torch.settings import TorchSettings
 
 CACHE_BYTES = 2**30
+TOP_BLOCK = 32
+TOP_SHARE = 500
+"""Numbers of a row for each of its top, above which blocks are compared by their maxima first."""
 MANY_HEADS = 16
 FEW_QUERIES = 16
 MEMINFO = Path("/proc/meminfo")
@@ -114,7 +117,20 @@ def descending(rows: Tensor) -> Tensor:
     return -torch.from_numpy(np.sort(-rows.numpy(), axis=1))
 
 
-ORDERING = Ordering(highest, descending, looks_ahead=True)
+def top(rows: Tensor, count: int) -> Tensor:
+    """numpy partitions several times faster than PyTorch; in long rows only the `count` blocks with the highest
+    maxima, which hold the top."""
+    values, size = rows.numpy(), rows.shape[1]
+    if size > TOP_SHARE * count:
+        end = size - size % TOP_BLOCK
+        blocks = rows[:, :end].reshape(len(rows), -1, TOP_BLOCK)
+        highest = np.argpartition(blocks.amax(dim=2).numpy(), -count, axis=1)[:, -count:]
+        kept = np.take_along_axis(blocks.numpy(), highest[..., None], axis=1)
+        values = np.concatenate((kept.reshape(len(rows), -1), values[:, end:]), axis=1)
+    return descending(torch.from_numpy(np.partition(values, -count, axis=1)[:, -count:]))
+
+
+ORDERING = Ordering(highest, top, descending, looks_ahead=True)
 
 
 def _nothing() -> None:

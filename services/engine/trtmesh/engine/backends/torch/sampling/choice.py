@@ -40,28 +40,20 @@ class Chooser:
         changed = _changed(sequences, logits)
         peaks, ids = self._ordering.highest(changed)
         drawing = [row for row, sequence in enumerate(sequences) if not sequence.token_rules.greedy]
-        if drawing:
-            self._draw(drawing, sequences, changed, peaks, ids)
+        if len(drawing) == len(sequences):
+            ids = self._drawn(sequences, changed, peaks)
+        elif drawing:
+            rows = indexes(drawing, changed)
+            drawn = self._drawn([sequences[row] for row in drawing], changed[rows], peaks[rows])
+            ids.index_copy_(0, rows, drawn)
         normalized = normalized_of(sequences, changed, self._filters)
         return TokenChoice(
             sequences, logits, peaks, ids, log_probs_of(sequences, logits), normalized
         )
 
-    def _draw(
-        self,
-        rows: list[int],
-        sequences: SequenceOf[Continuation],
-        logits: Tensor,
-        peaks: Tensor,
-        ids: Tensor,
-    ) -> None:
-        """Sets the `ids` of some rows."""
-        where, looks_ahead = indexes(rows, logits), self._ordering.looks_ahead
-        drawing = [sequences[row] for row in rows]
-        if len(rows) < len(sequences):
-            logits, peaks = logits[where], peaks[where]
-        drawn = draw(drawing, logits, peaks, self._filters, looks_ahead=looks_ahead)
-        ids.index_copy_(0, where, drawn)
+    def _drawn(self, sequences: SequenceOf[Continuation], logits: Tensor, peaks: Tensor) -> Tensor:
+        looks_ahead = self._ordering.looks_ahead
+        return draw(sequences, logits, peaks, self._filters, looks_ahead=looks_ahead)
 
     @torch.inference_mode()
     def rank(self, lanes: SequenceOf[Continuation], logits: Tensor) -> Ranking:

@@ -22,8 +22,8 @@ The formula, on 64-bit words with wrapping arithmetic, is SplitMix64's output fu
 
 The 32 waits of a block are independent exponentials of mean 1: the shortest of 32 is an exponential of mean 1 / 32 and
 equally likely to be that of any token, and the others exceed it by exponentials of mean 1 again. So one hash gives a
-block's largest noise, and a block is skipped where even its highest logit with that noise would not win. A CPU thus
-hashes few tokens; a device that should not be waited for hashes all, with the same result.
+block's largest noise, and a token is skipped where even that noise would not make it win. A CPU thus hashes few tokens;
+a device that should not be waited for hashes all, with the same result.
 
 `mix` is a bijection, so two places with one different coordinate never share a state. Integers are exact everywhere;
 logarithms may differ in their last bit between kinds of hardware, which changes one draw in some 10**14.
@@ -34,6 +34,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
@@ -48,6 +49,10 @@ BLOCK = 32
 """Tokens of a block, a power of two."""
 BLOCKS_AT_ONCE = 2**16
 """Most blocks whose tokens are all hashed at once."""
+STREAMS = 2**12
+"""Streams whose part of the place is kept."""
+FEW_BLOCKS = 0.3
+"""Share of blocks with tokens to keep, up to which the blocks are not bounded by their noise first."""
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _FIRST = 0xBF58476D1CE4E5B9 - 2**64
@@ -55,7 +60,7 @@ _SECOND = 0x94D049BB133111EB - 2**64
 _BLOCK_WORD = 2**32
 _NO_TOKEN = 2**62
 SLACK = 1e-9
-"""More than any rounding of a sum."""
+"""More than any rounding of a sum, absolute and relative."""
 
 Words = SequenceOf[int] | NDArray[np.uint64]
 W = TypeVar("W", NDArray[np.int64], Tensor)
@@ -81,7 +86,7 @@ def draw(
         bounds,
         given(_places_of(sequences), logits)[:, None],
     )
-    return race.among_likely_blocks() if looks_ahead else race.among_all_blocks()
+    return race.among_likely() if looks_ahead else race.among_all()
 
 
 def _places_of(sequences: SequenceOf[Continuation]) -> NDArray[np.int64]:
@@ -101,10 +106,18 @@ def places(
 
     `positions` are indexes of the drawn tokens in their sequences, prompt included.
     """
-    place = _mix(_words(seeds) + _GOLDEN)
-    for words in (batch_indexes, sequence_indexes, positions):
-        place = _hash(place, _words(words))
-    return place
+    coordinates = zip(seeds, batch_indexes, sequence_indexes, strict=True)
+    streams = np.array([_stream(*words) for words in coordinates], dtype=np.int64)
+    return _hash(streams, _words(positions))
+
+
+@lru_cache(maxsize=STREAMS)
+def _stream(seed: int, batch_index: int, sequence_index: int) -> int:
+    """The `place` without its position."""
+    place = _mix(_words([seed]) + _GOLDEN)
+    for word in (batch_index, sequence_index):
+        place = _hash(place, _words([word]))
+    return int(place[0])
 
 
 def _words(values: Words) -> NDArray[np.int64]:
@@ -126,13 +139,9 @@ def _shifted(words: W, bits: int) -> W:
     return (words >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _exponential(words: Tensor) -> Tensor:
-    return _shifted(words, 12).double().add_(0.5).mul_(2.0**-52).log_().neg_()
-
-
 @dataclass(frozen=True, slots=True)
 class _Race:
-    """Rows in which the largest sum wins."""
+    """Rows in which the largest sum wins, on any device."""
 
     blocks: Tensor
     """Logits [rows, blocks, BLOCK]."""
@@ -143,57 +152,107 @@ class _Race:
     places: Tensor
     """[rows, 1]"""
 
-    def among_likely_blocks(self) -> Tensor:
-        """The winners [rows]. Waits for the device."""
-        hashes = self._hashes()
-        waits = _exponential(hashes) / BLOCK
-        firsts = self.blocks.gather(2, (hashes & (BLOCK - 1))[..., None])[..., 0]
-        reached = _sums(firsts, waits, self.temperatures, self.lowest).amax(dim=1, keepdim=True)
-        most = _sums(self.blocks.amax(dim=2), waits, self.temperatures, self.lowest)
-        likely = (most >= reached - SLACK) & (most > -math.inf)
-        rows, numbers = likely.nonzero().unbind(1)
-        return self._winners(rows, numbers, hashes[rows, numbers])
-
-    def among_all_blocks(self) -> Tensor:
-        """The same without waiting."""
+    def among_all(self) -> Tensor:
+        """The winners [rows], without waiting for the device."""
         rows, count = self.blocks.shape[:2]
         step = max(1, BLOCKS_AT_ONCE // count)
         if rows > step:
             parts = [self._part(slice(first, first + step)) for first in range(0, rows, step)]
-            return torch.cat([part.among_all_blocks() for part in parts])
-        pairs = torch.arange(rows * count, device=self.blocks.device)
-        return self._winners(pairs // count, pairs % count, self._hashes().flatten())
+            return torch.cat([part.among_all() for part in parts])
+        tokens = torch.arange(count * BLOCK, device=self.blocks.device).view(count, BLOCK)
+        best = (sums := self._sums(tokens)).amax(dim=(1, 2), keepdim=True)
+        return torch.where(sums < best, _NO_TOKEN, tokens).amin(dim=(1, 2))
 
     def _part(self, rows: slice) -> _Race:
         return _Race(
             self.blocks[rows], self.temperatures[rows], self.lowest[rows], self.places[rows]
         )
 
-    def _hashes(self) -> Tensor:
-        """[rows, blocks]"""
-        numbers = torch.arange(self.blocks.shape[1], device=self.blocks.device)
-        return _hash(self.places, numbers + _BLOCK_WORD)
+    def _sums(self, tokens: Tensor) -> Tensor:
+        """Logits with their noise; -inf below the bound."""
+        places, temperatures, lowest = (
+            each[..., None] for each in (self.places, self.temperatures, self.lowest)
+        )
+        hashes = _hash(places, tokens[:, :1] // BLOCK + _BLOCK_WORD)
+        waits = _exponential(_hash(places, tokens))
+        waits.masked_fill_((tokens ^ hashes) & (BLOCK - 1) == 0, 0.0)
+        waits.add_(_exponential(hashes) / BLOCK)
+        sums = (self.blocks / temperatures).sub_(waits.log_())
+        return sums.masked_fill_(self.blocks < lowest, -math.inf)
 
-    def _winners(self, rows: Tensor, numbers: Tensor, hashes: Tensor) -> Tensor:
-        """The winners [rows] among the tokens of some blocks [blocks], known by row, number and hash."""
-        within = torch.arange(BLOCK, device=rows.device)
-        tokens = numbers[:, None] * BLOCK + within
-        later = _exponential(_hash(self.places[rows], tokens))
-        later.masked_fill_(within == (hashes & (BLOCK - 1))[:, None], 0.0)
-        waits = later.add_(_exponential(hashes)[:, None] / BLOCK)
-        sums = _sums(self.blocks[rows, numbers], waits, self.temperatures[rows], self.lowest[rows])
-        best = sums.new_full((len(self.blocks),), -math.inf)
-        best.scatter_reduce_(0, rows, sums.amax(dim=1), "amax")
-        ids = tokens.masked_fill_(sums < best[rows][:, None], _NO_TOKEN).amin(dim=1)
-        winners = ids.new_full((len(self.blocks),), _NO_TOKEN)
-        winners.scatter_reduce_(0, rows, ids, "amin")
-        # A row without a finite peak.
-        return winners.masked_fill_(winners == _NO_TOKEN, 0)
+    def among_likely(self) -> Tensor:
+        """The same on a CPU: there numpy begins a small operation in less time than PyTorch."""
+        maxima = self.blocks.amax(dim=2)
+        fields = (self.blocks, maxima, self.temperatures, self.lowest, self.places)
+        return torch.from_numpy(_LikelyTokens(*(each.numpy() for each in fields)).winners())
 
 
-def _sums(logits: Tensor, waits: Tensor, temperatures: Tensor, lowest: Tensor) -> Tensor:
-    """Logits with their noise; -inf below the bound."""
-    return (logits / temperatures).sub_(waits.log()).masked_fill_(logits < lowest, -math.inf)
+def _exponential(words: Tensor) -> Tensor:
+    return _shifted(words, 12).double().add_(0.5).mul_(2.0**-52).log_().neg_()
+
+
+@dataclass(frozen=True, slots=True)
+class _LikelyTokens:
+    """A race among the tokens that may win."""
+
+    blocks: NDArray[np.float32]
+    """Logits [rows, blocks, BLOCK]."""
+    maxima: NDArray[np.float32]
+    """[rows, blocks]"""
+    temperatures: NDArray[np.float64]
+    """[rows, 1]"""
+    lowest: NDArray[np.float64]
+    """[rows, 1]"""
+    places: NDArray[np.int64]
+    """[rows, 1]"""
+
+    def winners(self) -> NDArray[np.int64]:
+        """The winners [rows]."""
+        needed = self.lowest.repeat(self.maxima.shape[1], axis=1)
+        likely = self.maxima >= needed
+        if np.count_nonzero(likely) > FEW_BLOCKS * likely.size:
+            needed = self._needed()
+            likely = self.maxima >= needed
+        chosen = np.flatnonzero(likely)
+        blocks = self.blocks.reshape(-1, BLOCK)[chosen]
+        within = np.flatnonzero(blocks >= needed.ravel()[chosen][:, None])
+        return self._best(chosen[within // BLOCK] * BLOCK + within % BLOCK)
+
+    def _needed(self) -> NDArray[np.float64]:
+        """Logits [rows, blocks] below which no token of a block can win."""
+        numbers = np.arange(self.maxima.shape[1])
+        hashes = _hash(self.places, numbers + _BLOCK_WORD)
+        noise = -np.log(_exponentials(hashes) / BLOCK)
+        starts = np.arange(0, self.blocks.size, BLOCK).reshape(hashes.shape)
+        firsts = self.blocks.ravel()[starts + (hashes & (BLOCK - 1))]
+        sums = np.where(firsts >= self.lowest, firsts / self.temperatures + noise, -math.inf)
+        reached = sums.max(axis=1, keepdims=True)
+        enough = reached * (1 - np.copysign(SLACK, reached)) - SLACK
+        needed: NDArray[np.float64] = (enough - noise) * self.temperatures
+        return np.maximum(needed, self.lowest)
+
+    def _best(self, indexes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The winners [rows] among the logits at ascending indexes of the flat `blocks`."""
+        count, size = len(self.maxima), self.maxima.shape[1] * BLOCK
+        rows, tokens = indexes // size, indexes % size
+        words = np.array((tokens // BLOCK + _BLOCK_WORD, tokens))
+        hashes = _hash(self.places[rows, 0], words)
+        shortest, later = _exponentials(hashes)
+        later[(tokens ^ hashes[0]) & (BLOCK - 1) == 0] = 0.0
+        noise = -np.log(later + shortest / BLOCK)
+        sums = self.blocks.ravel()[indexes] / self.temperatures[rows, 0] + noise
+        best = np.full(count, -math.inf)
+        np.maximum.at(best, rows, sums)
+        winners = np.zeros(count, dtype=np.int64)
+        # Backwards, so that the lowest of equals remains.
+        won = np.flatnonzero(sums == best[rows])[::-1]
+        winners[rows[won]] = tokens[won]
+        return winners
+
+
+def _exponentials(words: NDArray[np.int64]) -> NDArray[np.float64]:
+    exponentials: NDArray[np.float64] = -np.log((_shifted(words, 12) + 0.5) * 2.0**-52)
+    return exponentials
 
 
 def _blocks(logits: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -54,11 +55,13 @@ class Filters:
             if row not in few and (k < size or share < 1)
         ]
         min_p = [c.min_p or 0.0 for c in configs]
-        lowest = torch.full((len(configs), 1), -math.inf, dtype=torch.float64, device=logits.device)
+        part = _Part(configs, logits, peaks, top_p)
+        lowest = column([-math.inf] * len(configs), logits)
         for rows, bounds in ((sorted(few), self._among_few), (many, self._among_all)):
-            if rows:
-                part = _Part(configs, logits, peaks, top_p, rows)
-                lowest.index_copy_(0, part.rows, bounds(part))
+            if len(rows) == len(configs):
+                lowest = bounds(part)
+            elif rows:
+                lowest.index_copy_(0, indexes(rows, logits), bounds(part.of(rows)))
         if max(min_p):
             floors = column(min_p, logits).log_() * temperatures(configs, logits) + peaks
             lowest = torch.maximum(lowest, floors)
@@ -67,7 +70,7 @@ class Filters:
     def _among_few(self, part: _Part) -> Tensor:
         """The bounds of top_k, and of top_p among the tokens that pass it."""
         top_k = [c.top_k or 1 for c in part.configs]
-        values = part.logits.topk(max(top_k) + 1, dim=1).values
+        values = self._ordering.top(part.logits, max(top_k) + 1)
         last = indexes([k - 1 for k in top_k], values)[:, None]
         kth = values.gather(1, last)
         if min(part.top_p) == 1:
@@ -88,7 +91,7 @@ class Filters:
         logits, kth = part.logits, None
         top_k = [min(c.top_k or size, size) for c in part.configs]
         if min(top_k) < size:
-            values = logits.topk(max(k for k in top_k if k < size), dim=1).values
+            values = self._ordering.top(logits, max(k for k in top_k if k < size))
             last = indexes([min(k, values.shape[1]) - 1 for k in top_k], values)[:, None]
             unlimited = column(top_k, values) == size
             kth = values.gather(1, last).masked_fill_(unlimited, -math.inf)
@@ -105,34 +108,33 @@ class Filters:
         """The first of the falling `logits` at which their weights sum up to `needed`, [rows, 1]."""
         if not self._ordering.looks_ahead:
             return _bounds(part, self._ordering.descending(logits), needed)[0]
-        likely = logits.topk(min(LIKELY, logits.shape[1]), dim=1).values
+        likely = self._ordering.top(logits, min(LIKELY, logits.shape[1]))
         bounds, reached = _bounds(part, likely, needed)
         flat = (reached < needed)[:, 0].nonzero()[:, 0]
         if len(flat):
-            rest = _Part(part.configs, part.logits, part.peaks, part.top_p, flat.tolist())
-            values = self._ordering.descending(logits[flat])
+            rest, values = part.of(flat.tolist()), self._ordering.descending(logits[flat])
             bounds[flat] = _bounds(rest, values, needed[flat])[0]
         return bounds
 
 
+@dataclass(frozen=True, slots=True)
 class _Part:
-    """Some rows with their configs."""
+    """Some rows of a step."""
 
-    def __init__(
-        self,
-        configs: SequenceOf[Sampling],
-        logits: Tensor,
-        peaks: Tensor,
-        top_p: SequenceOf[float],
-        rows: list[int],
-    ) -> None:
-        self.rows = indexes(rows, logits)
-        self.configs = [configs[row] for row in rows]
-        self.top_p = [top_p[row] for row in rows]
-        every = len(rows) == len(configs)
-        self.logits = logits if every else logits[self.rows]
-        self.peaks = peaks if every else peaks[self.rows]
-        self.share = column(self.top_p, logits)
+    configs: SequenceOf[Sampling]
+    logits: Tensor
+    peaks: Tensor
+    top_p: SequenceOf[float]
+
+    def of(self, rows: list[int]) -> _Part:
+        where = indexes(rows, self.logits)
+        configs = [self.configs[row] for row in rows]
+        top_p = [self.top_p[row] for row in rows]
+        return _Part(configs, self.logits[where], self.peaks[where], top_p)
+
+    @property
+    def share(self) -> Tensor:
+        return column(self.top_p, self.logits)
 
     def weights_of(self, values: Tensor) -> Tensor:
         """The weights of some logits [rows, any number]."""

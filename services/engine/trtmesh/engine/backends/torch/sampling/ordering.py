@@ -14,6 +14,8 @@ class Ordering:
 
     highest: Callable[[Tensor], tuple[Tensor, Tensor]]
     """The highest number of each row [rows] and its index, the lowest among equals."""
+    top: Callable[[Tensor, int], Tensor]
+    """The highest numbers of each row, highest first, as many as asked for."""
     descending: Callable[[Tensor], Tensor]
     """Sorts each row, highest first."""
     looks_ahead: bool
