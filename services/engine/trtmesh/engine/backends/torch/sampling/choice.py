@@ -46,10 +46,9 @@ class Chooser:
             rows = indexes(drawing, changed)
             drawn = self._drawn([sequences[row] for row in drawing], changed[rows], peaks[rows])
             ids.index_copy_(0, rows, drawn)
-        normalized = normalized_of(sequences, changed, self._filters)
-        return TokenChoice(
-            sequences, logits, peaks, ids, log_probs_of(sequences, logits), normalized
-        )
+        log_probs = log_probs_of(sequences, logits)
+        normalized = normalized_of(log_probs, sequences, changed, self._filters)
+        return TokenChoice(sequences, logits, peaks, ids, log_probs, normalized)
 
     def _drawn(self, sequences: SequenceOf[Continuation], logits: Tensor, peaks: Tensor) -> Tensor:
         looks_ahead = self._ordering.looks_ahead

@@ -7,6 +7,7 @@ sum stays that of the model's own.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
 import torch
@@ -70,13 +71,13 @@ def log_probs_of(sequences: SequenceOf[Continuation], logits: Tensor) -> dict[in
 
 
 def normalized_of(
-    sequences: SequenceOf[Continuation], changed: Tensor, filters: Filters
+    rows: Iterable[int], sequences: SequenceOf[Continuation], changed: Tensor, filters: Filters
 ) -> dict[int, Tensor]:
-    """[vocabulary] float64 of each row that asks for them, from the adjusted logits [rows, vocabulary]."""
+    """[vocabulary] float64 of each of the `rows` that asks for them, from the adjusted logits [rows, vocabulary]."""
     return {
-        row: _among_choosable(sequence, changed[row : row + 1], filters)
-        for row, sequence in enumerate(sequences)
-        if sequence.token_rules.wants_log_probs and sequence.token_rules.normalizes
+        row: _among_choosable(sequences[row], changed[row : row + 1], filters)
+        for row in rows
+        if sequences[row].token_rules.normalizes
     }
 
 
