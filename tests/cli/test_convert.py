@@ -58,6 +58,13 @@ def made(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if path.name.startswith((".", "model")))
 
 
+def test_weights_are_as_readable_as_the_pickle(directory: Path, weights: dict[str, Tensor]) -> None:
+    torch.save(weights, directory / GPT2)
+    (directory / GPT2).chmod(0o644)
+    assert trtmesh("convert", str(directory)).returncode == 0
+    assert (directory / "model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
 @pytest.mark.parametrize("layout", [dict, tied, old_layout])
 @pytest.mark.parametrize("zipped", [True, False])
 def test_weights_are_equal(
@@ -214,6 +221,8 @@ def test_full_disk_is_one_error(directory: Path, weights: dict[str, Tensor]) -> 
         check=False,
         capture_output=True,
         text=True,
+        # The limit would tear the bytecode too.
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)),
     )
     assert result.returncode == 1, result.stderr

@@ -122,6 +122,14 @@ def test_disaggregated_repository_without_a_half_is_not_served(tmp_path: Path) -
     assert unserved["ensemble"].startswith("its step 'disaggregated_serving_bls' is not served")
 
 
+def test_scheduler_policy_has_its_first_name_too(tmp_path: Path) -> None:
+    directory = with_parameter(
+        tmp_path / "models", "batch_scheduler_policy", "guaranteed_completion"
+    )
+    torch = convert(directory).sections["engine"]["torch"]
+    assert torch["batching"]["policy"] == "guaranteed_no_evict"
+
+
 @pytest.mark.parametrize("name", ["max_attention_window_size", "max_kv_cache_length"])
 @pytest.mark.parametrize(
     ("window", "outcome"),

@@ -55,10 +55,13 @@ def _convert(directory: Path, *, replace: bool, seconds: float) -> Sequence[Path
     old = _existing(directory)
     if old and not replace:
         raise SettingsError(f"{old[0]} exists; --force replaces it")
-    _check_pickles(directory)
+    pickles = _pickles(directory)
     try:
         with TemporaryDirectory(dir=directory, prefix=".convert-") as target:
             _run(directory, Path(target), seconds)
+            for file in Path(target).iterdir():
+                # safetensors writes files that only their owner may read.
+                shutil.copymode(pickles[0], file)
             return _publish(Path(target), directory, old)
     except OSError as error:
         raise StartupError(f"cannot write to {directory}: {error.strerror}") from error
@@ -69,7 +72,8 @@ def _existing(directory: Path) -> list[Path]:
     return [*sorted(directory.glob(SAFE)), *([index] if index.exists() else [])]
 
 
-def _check_pickles(directory: Path) -> None:
+def _pickles(directory: Path) -> Sequence[Path]:
+    """The pickles, with space for their weights. Raises StartupError."""
     if not directory.is_dir():
         raise ModelUnusable(f"{directory} is no directory")
     pickles = [file for file in directory.glob(PICKLES) if file.is_file()]
@@ -79,6 +83,7 @@ def _check_pickles(directory: Path) -> None:
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise StartupError(f"{directory} has {free} bytes of free space, of about {needed} needed")
+    return pickles
 
 
 def _run(directory: Path, target: Path, seconds: float) -> None:

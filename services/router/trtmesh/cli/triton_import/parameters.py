@@ -34,7 +34,12 @@ BATCHING = {
     "inflight_batching": "inflight_fused_batching",
     "V1": "V1",
 }
-POLICY = one_of("max_utilization", "guaranteed_no_evict")
+POLICY = one_of(
+    "max_utilization",
+    "guaranteed_no_evict",
+    # The word of the documentation of v0.5.
+    guaranteed_completion="guaranteed_no_evict",
+)
 DECODING = one_of("top_k", "top_p", "top_k_top_p", "beam_search", "auto")
 SPECULATIVE = ("medusa", "redrafter", "lookahead", "eagle")
 
