@@ -19,7 +19,8 @@ from engine.config_fields import LEAVES
 from engine_streams import serving
 from recording_backend import INFO, RecordingBackend
 from tokenizers import Tokenizer
-from trtmesh.chassis.vocabulary import GenerationConfig, Image, Tensor, TokenRangeRetention
+from trtmesh.chassis.vocabulary import Adapter, GenerationConfig, Image, Tensor, TokenRangeRetention
+from trtmesh.engine.backend import HeldAdapter
 from trtmesh.router.doors.triton.models import triton_models
 from trtmesh.router.doors.triton.settings import TritonSettings
 from trtmesh.router.doors.triton.templates.catalogue import TEMPLATES
@@ -316,7 +317,8 @@ async def backend() -> RecordingBackend:
             vocabulary_size=DEMO_VOCABULARY,
             supported_fields=frozenset(LEAVES),
             max_sequence_tokens=4096,
-        )
+        ),
+        adapters=[HeldAdapter(Adapter(7, "a", "v1"))],
     )
 
 
