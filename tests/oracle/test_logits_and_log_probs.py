@@ -294,7 +294,7 @@ async def test_a_reader_that_fails_fails_its_item_alone(
         raise RuntimeError("unreadable")
 
     async with running(llama) as engine:
-        monkeypatch.setattr(readers, "tensor_of", failing)
+        monkeypatch.setattr(readers, "to_message", failing)
         (bad,) = engine.submit(PROMPTS[1], configure(max_tokens=4, context_logits=True))
         (good,) = engine.submit(PROMPTS[2], configure(max_tokens=4, ignore_end_id=True))
         streams = await engine.ended([bad, good])

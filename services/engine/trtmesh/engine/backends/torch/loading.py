@@ -18,15 +18,16 @@ from trtmesh.engine.backends.torch.fields import supported_fields
 from trtmesh.engine.backends.torch.memory.adapters import AdapterCache
 from trtmesh.engine.backends.torch.memory.blocks import BlockPool, BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
+from trtmesh.engine.backends.torch.memory.tensors import FLOATS
 from trtmesh.engine.backends.torch.model.model import Model, load_model
-from trtmesh.engine.backends.torch.model.prompt_tables import DTYPES, PromptTables
+from trtmesh.engine.backends.torch.model.prompt_tables import PromptTables
 from trtmesh.engine.backends.torch.model.rope import freeze_rope
 from trtmesh.engine.backends.torch.model.weights import model_fingerprint
 from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
 from trtmesh.engine.backends.torch.scheduling.scheduler import Scheduler
 from trtmesh.engine.backends.torch.settings import KvCacheSettings, TorchSettings
 
-DATA_TYPES = {dtype: data_type for data_type, dtype in DTYPES.items()}
+DATA_TYPES = {dtype: data_type for data_type, dtype in FLOATS.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,8 @@ from trtmesh.chassis.vocabulary import Tensor as TensorValue
 from trtmesh.engine.backend import SequenceEnd, SequenceStart, StepOutput, TokenDetails
 from trtmesh.engine.backends.torch.beams.search import Beams, Extras, Hypothesis
 from trtmesh.engine.backends.torch.decoding import Decoding
-from trtmesh.engine.backends.torch.sampling.details import most_likely, tensor_of
+from trtmesh.engine.backends.torch.memory.tensors import to_message
+from trtmesh.engine.backends.torch.sampling.details import most_likely
 from trtmesh.engine.backends.torch.sampling.token_rules import BANS
 from trtmesh.engine.backends.torch.scheduling.sequence import Pairs, Sequence
 from trtmesh.engine.stopping import End
@@ -76,7 +77,7 @@ class BeamDecoding(Decoding["Ranking"]):
         asked, log_probs = sequence.token_rules.output, choice.log_probs[row]
         logits = None
         if asked.generation_logits:
-            logits = tensor_of(choice.logits[row : row + 1], asked.logits_data_type)
+            logits = to_message(choice.logits[row : row + 1], asked.logits_data_type)
         extras = Extras(most_likely(log_probs, asked.top_log_probs), logits)
         if not self.take(sequence, log_probs, extras):
             return 0

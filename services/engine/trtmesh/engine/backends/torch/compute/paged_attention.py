@@ -6,18 +6,19 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
+from trtmesh.engine.backends.torch.compute.cached_attention import CachedAttention
 from trtmesh.engine.backends.torch.compute.grouping import DecodeCopies, Group, Grouping
 from trtmesh.engine.backends.torch.memory.blocks import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
-from trtmesh.engine.backends.torch.model.attention import Rule, StepTokens
+from trtmesh.engine.backends.torch.model.attention import Rule
 
 UsesFused = Callable[[Tensor], bool]
 """Whether to use PyTorch's fused kernel for packed queries."""
 
 
-class PagedAttention:
-    """Implements Attention."""
+class PagedAttention(CachedAttention):
+    """Reads groups of sequences, gathered or copied."""
 
     def __init__(
         self,
@@ -29,27 +30,17 @@ class PagedAttention:
         uses_fused: UsesFused,
     ) -> None:
         """`dtype` is the type of queries, keys and values."""
-        self.cache = cache
+        super().__init__(cache)
         self._uses_fused = uses_fused
         copies = DecodeCopies(cache, tables, dtype, decode_copy_bytes)
         self._grouping = Grouping(cache, tables.rows, dtype, copies)
-        self._step: StepTokens | None = None
         self._groups: dict[int | None, list[Group]] = {}
 
-    def begin(self, step: StepTokens) -> None:
-        self._step = step
+    def _forget_groups(self) -> None:
         self._groups = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        kv = torch.cat((self._per_token(key), self._per_token(value)), dim=1)
-        output = self.attend_tokens(layer, self._per_token(query), kv, rule)
-        return output[None, ..., : value.shape[-1]]
-
     def attend_tokens(self, layer: int, queries: Tensor, kv: Tensor, rule: Rule) -> Tensor:
-        step = self._step
-        if step is None:
-            raise RuntimeError("attention ran outside a step")
-        self.cache.write(layer, step.token_rows, kv)
+        step = self._write(layer, kv)
         groups = self._groups.get(rule.window)
         if groups is None:
             groups = self._groups[rule.window] = self._grouping.groups(step, rule.window)
@@ -115,12 +106,6 @@ class PagedAttention:
         if group.tokens > 1:
             output = output.view(sequences, kv_heads, group.tokens, shared, -1).transpose(1, 2)
         return output.reshape(rows, heads, -1)
-
-    def _per_token(self, tensor: Tensor) -> Tensor:
-        """[1, heads, tokens, size] as [tokens, heads, head_dim], padded with zeros to the size of the cache."""
-        per_token = tensor[0].transpose(0, 1)
-        missing = self.cache.shape.head_dim - tensor.shape[-1]
-        return pad(per_token, (0, missing)) if missing else per_token
 
 
 def _explicit(

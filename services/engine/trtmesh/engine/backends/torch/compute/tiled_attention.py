@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
+from trtmesh.engine.backends.torch.compute.cached_attention import CachedAttention
 from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache, Rows
 from trtmesh.engine.backends.torch.model.attention import Rule, StepTokens
@@ -50,30 +51,20 @@ class _Group:
     tiles: list[_Tile]
 
 
-class TiledAttention:
-    """Implements Attention."""
+class TiledAttention(CachedAttention):
+    """Reads tiles."""
 
     def __init__(self, cache: KvCache, tables: BlockTables) -> None:
-        self._cache = cache
+        super().__init__(cache)
         self._tables = tables.rows
-        self._step: StepTokens | None = None
         self._groups: dict[tuple[int | None, int], list[_Group]] = {}
 
-    def begin(self, step: StepTokens) -> None:
-        self._step = step
+    def _forget_groups(self) -> None:
         self._groups = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        kv = torch.cat((self._per_token(key), self._per_token(value)), dim=1)
-        output = self.attend_tokens(layer, self._per_token(query), kv, rule)
-        return output[None, ..., : value.shape[-1]]
-
     def attend_tokens(self, layer: int, queries: Tensor, kv: Tensor, rule: Rule) -> Tensor:
-        step = self._step
-        if step is None:
-            raise RuntimeError("attention ran outside a step")
-        self._cache.write(layer, step.token_rows, kv)
-        shared = queries.shape[1] // self._cache.shape.kv_heads
+        step = self._write(layer, kv)
+        shared = queries.shape[1] // self.cache.shape.kv_heads
         key = (rule.window, shared)
         if key not in self._groups:
             self._groups[key] = list(self._plan(step, rule.window, shared))
@@ -87,7 +78,7 @@ class TiledAttention:
         self, layer: int, group: _Group, queries: Tensor, rule: Rule, shared: int
     ) -> Tensor:
         """`queries` [tokens, heads, head_dim]; query heads that share a key head become rows of one matrix."""
-        heads, size = self._cache.shape.kv_heads, self._cache.shape.head_dim
+        heads, size = self.cache.shape.kv_heads, self.cache.shape.head_dim
         split = queries.view(group.sequences, -1, heads, shared, size).transpose(1, 2)
         packed = split.reshape(group.sequences * heads, -1, size).float().mul(rule.scale)
         rows = packed.shape[1]
@@ -101,15 +92,10 @@ class TiledAttention:
 
     def _keys_and_values(self, layer: int, tile: _Tile) -> tuple[Tensor, Tensor]:
         """[sequences * kv_heads, TILE, head_dim] each."""
-        size = self._cache.shape.head_dim
-        gathered = self._cache.block_rows[layer].index_select(0, tile.rows).float()
+        size = self.cache.shape.head_dim
+        gathered = self.cache.block_rows[layer].index_select(0, tile.rows).float()
         per_head = gathered.view(2, -1, tile.gathered, size).narrow(2, tile.offset, TILE)
         return per_head[0], per_head[1]
-
-    def _per_token(self, tensor: Tensor) -> Tensor:
-        """[1, heads, tokens, size] as [tokens, heads, head_dim], padded with zeros to the size of the cache."""
-        missing = self._cache.shape.head_dim - tensor.shape[-1]
-        return pad(tensor[0].transpose(0, 1), (0, missing))
 
     def _plan(self, step: StepTokens, window: int | None, shared: int) -> Iterator[_Group]:
         """All sequences with one token are a group, and each other sequence."""
@@ -134,15 +120,15 @@ class TiledAttention:
             positions = starts[first:, None] + np.arange(count)
             yield _Tile(
                 first,
-                torch.from_numpy(self._cache.rows_of_blocks(blocks).reshape(-1)),
-                blocks.shape[1] * self._cache.tokens_per_block,
+                torch.from_numpy(self.cache.rows_of_blocks(blocks).reshape(-1)),
+                blocks.shape[1] * self.cache.tokens_per_block,
                 offset,
                 _mask(positions, key, window, shared),
             )
 
     def _blocks(self, slots: Rows, key: int) -> tuple[Rows, int]:
         """The blocks [sequences, blocks] of a tile, and its offset in the first."""
-        size = self._cache.tokens_per_block
+        size = self.cache.tokens_per_block
         places = np.arange(key // size, -(-(key + TILE) // size))
         known = places < self._tables.shape[1]
         blocks = np.full((len(slots), len(places)), NULL_BLOCK, dtype=np.int64)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from trtmesh.chassis import vocabulary
@@ -31,18 +30,11 @@ from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.adapters.arrays import read_arrays
 from trtmesh.engine.adapters.lora import Lora, Place, Target, Update, fit
 from trtmesh.engine.backend import HeldAdapter
+from trtmesh.engine.backends.torch.memory.tensors import FLOATS, from_message
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 
 log = logging.getLogger(__name__)
-
-DTYPES = {
-    pb.DATA_TYPE_FP32: torch.float32,
-    pb.DATA_TYPE_FP16: torch.float16,
-    pb.DATA_TYPE_BF16: torch.bfloat16,
-    pb.DATA_TYPE_INT32: torch.int32,
-}
-WEIGHT_TYPES = tuple(each for each in DTYPES if each != pb.DATA_TYPE_INT32)
 
 
 @dataclass(eq=False, slots=True)
@@ -132,7 +124,7 @@ class AdapterCache:
         if asked.weights is None or asked.config is None:
             return
         for name, tensor, types in (
-            ("weights", asked.weights, WEIGHT_TYPES),
+            ("weights", asked.weights, tuple(FLOATS)),
             ("config", asked.config, (pb.DATA_TYPE_INT32,)),
         ):
             if tensor.data_type not in types:
@@ -182,7 +174,7 @@ class AdapterCache:
             if (number, version) in self._held:
                 self._newest[number] = version
                 return self._found(asked, holders)
-        loaded = self._load(asked, _tensor(asked.weights), _tensor(asked.config), version)
+        loaded = self._load(asked, from_message(asked.weights), from_message(asked.config), version)
         with self._lock:
             self._make_room(loaded.size_bytes)
             self._held[number, version] = loaded
@@ -239,13 +231,3 @@ class AdapterCache:
 
     def _size_bytes(self) -> int:
         return sum(each.size_bytes for each in self._held.values())
-
-
-def _tensor(tensor: vocabulary.Tensor) -> Tensor:
-    # A copy, because PyTorch warns of read-only memory; numpy copies without the GIL.
-    data = np.frombuffer(tensor.data, dtype=np.uint8).copy()
-    return (
-        torch.from_numpy(data)
-        .view(DTYPES[pb.DataType.ValueType(tensor.data_type)])
-        .view(tensor.shape)
-    )

@@ -19,24 +19,17 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.func import functional_call
-from trtmesh.chassis import vocabulary
 from trtmesh.chassis.errors import BackendFailed, InvalidField, QueueFull, TrtmeshError
 from trtmesh.chassis.logs import request_id_bound
 from trtmesh.chassis.vocabulary import PromptTuning
 from trtmesh.engine.admission import table_rows
+from trtmesh.engine.backends.torch.memory.tensors import FLOATS, from_message
 from trtmesh.v1 import generation_pb2 as pb
 
 log = logging.getLogger(__name__)
-
-DTYPES = {
-    pb.DATA_TYPE_FP32: torch.float32,
-    pb.DATA_TYPE_FP16: torch.float16,
-    pb.DATA_TYPE_BF16: torch.bfloat16,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +71,9 @@ class Embedding:
                 field = "prompt_tuning.vocabulary_size"
                 raise InvalidField("is set without an embedding table", field=field)
             return
-        if tensor.data_type not in DTYPES:
+        if tensor.data_type not in FLOATS:
             name = pb.DataType.Name(pb.DataType.ValueType(tensor.data_type))
-            limit = ", ".join(pb.DataType.Name(each) for each in DTYPES)
+            limit = ", ".join(pb.DataType.Name(each) for each in FLOATS)
             raise InvalidField.of(
                 "prompt_tuning.embedding_table.data_type", name, f"one of {limit}"
             )
@@ -107,7 +100,7 @@ class Embedding:
             return PromptTable(None, digest.digest())
         digest.update(f"{tensor.data_type} {tensor.shape} ".encode())
         digest.update(tensor.data)
-        given = _tensor(tensor).to(self._weight)
+        given = from_message(tensor).to(self._weight)
         if not bool(torch.isfinite(given).all()):
             raise InvalidField(
                 f"holds values that are not finite numbers in {given.dtype}, the type of the model",
@@ -138,13 +131,6 @@ def _bare(module: Any) -> Any:
     bare._parameters = dict(module._parameters)
     bare.padding_idx = None
     return bare
-
-
-def _tensor(tensor: vocabulary.Tensor) -> Tensor:
-    # A copy, because PyTorch warns of read-only memory; numpy copies without the GIL.
-    data = np.frombuffer(tensor.data, dtype=np.uint8).copy()
-    dtype = DTYPES[pb.DataType.ValueType(tensor.data_type)]
-    return torch.from_numpy(data).view(dtype).view(tensor.shape)
 
 
 Done = Callable[[PromptTable | TrtmeshError], None]

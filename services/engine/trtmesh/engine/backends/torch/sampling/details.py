@@ -12,17 +12,10 @@ from collections.abc import Sequence as SequenceOf
 
 import torch
 from torch import Tensor
-from trtmesh.chassis.vocabulary import Tensor as TensorValue
 from trtmesh.engine.backend import TokenDetails, TopLogProbs
+from trtmesh.engine.backends.torch.memory.tensors import to_message
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.filters import Filters
-from trtmesh.v1 import generation_pb2 as pb
-
-DTYPES = {
-    pb.DATA_TYPE_FP32: torch.float32,
-    pb.DATA_TYPE_FP16: torch.float16,
-    pb.DATA_TYPE_BF16: torch.bfloat16,
-}
 
 
 def details_of(
@@ -42,7 +35,7 @@ def details_of(
         if output.top_log_probs:
             details.top_log_probs.append(most_likely(log_probs, output.top_log_probs))
     if output.generation_logits:
-        details.generation_logits = tensor_of(logits, output.logits_data_type)
+        details.generation_logits = to_message(logits, output.logits_data_type)
     return details
 
 
@@ -51,14 +44,6 @@ def most_likely(log_probs: Tensor, count: int) -> TopLogProbs:
     values, ids = log_probs.topk(min(count, len(log_probs)))
     pairs = zip(ids.tolist(), values.tolist(), strict=True)
     return [(token, value) for token, value in pairs if value > -torch.inf]
-
-
-def tensor_of(rows: Tensor, data_type: int) -> TensorValue:
-    """Logits [rows, vocabulary] in the requested element type."""
-    data_type = data_type or pb.DATA_TYPE_FP32
-    values = rows.to(DTYPES[pb.DataType.ValueType(data_type)]).cpu().contiguous()
-    data = values.view(torch.uint8).numpy().tobytes()
-    return TensorValue(data_type, tuple(values.shape), data)
 
 
 def log_probs_of(sequences: SequenceOf[Continuation], logits: Tensor) -> dict[int, Tensor]:

@@ -13,9 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from trtmesh.engine.backend import PromptDetails
+from trtmesh.engine.backends.torch.memory.tensors import to_message
 from trtmesh.engine.backends.torch.sampling.choice import TokenChoice
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
-from trtmesh.engine.backends.torch.sampling.details import most_likely, tensor_of
+from trtmesh.engine.backends.torch.sampling.details import most_likely
 
 PIECE_BYTES = 2**20
 """Most logits in one PromptDetails, but at least a row: messages have a size limit."""
@@ -68,7 +69,7 @@ class PromptReader:
             if output.prompt_log_probs:
                 self._add_log_probs(details, piece)
             if output.context_logits:
-                details.context_logits = tensor_of(piece, output.logits_data_type)
+                details.context_logits = to_message(piece, output.logits_data_type)
             self.next += len(piece)
             yield details
 
