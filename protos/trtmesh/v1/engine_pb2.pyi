@@ -234,44 +234,76 @@ Global___KvSnapshotCommand: typing_extensions.TypeAlias = KvSnapshotCommand
 
 @typing.final
 class LoadAdapterCommand(google.protobuf.message.Message):
-    """Loads an adapter."""
+    """Loads an adapter. Its content arrives in one or more commands, in order and without gaps; the last one loads it. An
+    AdapterState with the same id and version answers.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ADAPTER_FIELD_NUMBER: builtins.int
     PINNED_FIELD_NUMBER: builtins.int
+    FORMAT_FIELD_NUMBER: builtins.int
+    CONFIG_BYTES_FIELD_NUMBER: builtins.int
+    WEIGHTS_BYTES_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
+    DATA_FIELD_NUMBER: builtins.int
     pinned: builtins.bool
     """Whether the adapter stays loaded until UnloadAdapter."""
+    format: trtmesh.v1.generation_pb2.AdapterFormat.ValueType
+    """Format of the content."""
+    config_bytes: builtins.int
+    """Bytes of the configuration, the first part of the content."""
+    weights_bytes: builtins.int
+    """Bytes of the weights, the rest of the content. A command for a version in the worker's memory may leave out the
+    content: both sizes are 0.
+    """
+    offset: builtins.int
+    """Position of `data` in the content."""
+    data: builtins.bytes
+    """The next bytes of the content."""
     @property
     def adapter(self) -> trtmesh.v1.generation_pb2.LoraConfig:
-        """The adapter."""
+        """Id, name and version of the adapter; its weights are the content."""
 
     def __init__(
         self,
         *,
         adapter: trtmesh.v1.generation_pb2.LoraConfig | None = ...,
         pinned: builtins.bool = ...,
+        format: trtmesh.v1.generation_pb2.AdapterFormat.ValueType = ...,
+        config_bytes: builtins.int = ...,
+        weights_bytes: builtins.int = ...,
+        offset: builtins.int = ...,
+        data: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["adapter", b"adapter"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "pinned", b"pinned"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "config_bytes", b"config_bytes", "data", b"data", "format", b"format", "offset", b"offset", "pinned", b"pinned", "weights_bytes", b"weights_bytes"]) -> None: ...
 
 Global___LoadAdapterCommand: typing_extensions.TypeAlias = LoadAdapterCommand
 
 @typing.final
 class UnloadAdapterCommand(google.protobuf.message.Message):
-    """Unloads an adapter."""
+    """Unloads an adapter once no sequence uses it, or takes back that it stays loaded."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ID_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    UNPIN_FIELD_NUMBER: builtins.int
     id: builtins.int
     """Number of the adapter."""
+    version: builtins.str
+    """Version of the adapter; empty means all."""
+    unpin: builtins.bool
+    """True keeps the adapter until its memory is needed."""
     def __init__(
         self,
         *,
         id: builtins.int = ...,
+        version: builtins.str = ...,
+        unpin: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["id", b"id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["id", b"id", "unpin", b"unpin", "version", b"version"]) -> None: ...
 
 Global___UnloadAdapterCommand: typing_extensions.TypeAlias = UnloadAdapterCommand
 
@@ -626,6 +658,14 @@ class Load(google.protobuf.message.Message):
     DEVICE_MEMORY_BYTES_FIELD_NUMBER: builtins.int
     PINNED_MEMORY_BYTES_FIELD_NUMBER: builtins.int
     BUSY_SECONDS_FIELD_NUMBER: builtins.int
+    ADAPTER_SLOTS_FIELD_NUMBER: builtins.int
+    FREE_ADAPTER_SLOTS_FIELD_NUMBER: builtins.int
+    EVICTABLE_ADAPTER_SLOTS_FIELD_NUMBER: builtins.int
+    ADAPTER_HOST_BYTES_FIELD_NUMBER: builtins.int
+    USED_ADAPTER_HOST_BYTES_FIELD_NUMBER: builtins.int
+    ADAPTER_LOADS_FIELD_NUMBER: builtins.int
+    ADAPTER_EVICTIONS_FIELD_NUMBER: builtins.int
+    ADAPTER_HITS_FIELD_NUMBER: builtins.int
     step_count: builtins.int
     """Engine steps since the worker started."""
     running_sequences: builtins.int
@@ -672,6 +712,22 @@ class Load(google.protobuf.message.Message):
     """Pinned host memory of the backend, in bytes; part of `host_memory_bytes`."""
     busy_seconds: builtins.float
     """Seconds with sequences since the worker started."""
+    adapter_slots: builtins.int
+    """Adapters that may be ready to run at once; 0 means no support for adapters."""
+    free_adapter_slots: builtins.int
+    """Free slots."""
+    evictable_adapter_slots: builtins.int
+    """Slots of adapters neither pinned nor used by a sequence."""
+    adapter_host_bytes: builtins.int
+    """Host memory for adapters in bytes."""
+    used_adapter_host_bytes: builtins.int
+    """Host memory in use by adapters, in bytes."""
+    adapter_loads: builtins.int
+    """Adapters loaded from their content since the worker started."""
+    adapter_evictions: builtins.int
+    """Adapters evicted from host memory since the worker started."""
+    adapter_hits: builtins.int
+    """Sequences that found their adapter ready to run since the worker started."""
     def __init__(
         self,
         *,
@@ -698,9 +754,17 @@ class Load(google.protobuf.message.Message):
         device_memory_bytes: builtins.int = ...,
         pinned_memory_bytes: builtins.int = ...,
         busy_seconds: builtins.float = ...,
+        adapter_slots: builtins.int = ...,
+        free_adapter_slots: builtins.int = ...,
+        evictable_adapter_slots: builtins.int = ...,
+        adapter_host_bytes: builtins.int = ...,
+        used_adapter_host_bytes: builtins.int = ...,
+        adapter_loads: builtins.int = ...,
+        adapter_evictions: builtins.int = ...,
+        adapter_hits: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_drain_ms", b"_drain_ms", "_received_items", b"_received_items", "drain_ms", b"drain_ms", "received_items", b"received_items"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_drain_ms", b"_drain_ms", "_received_items", b"_received_items", "busy_seconds", b"busy_seconds", "computed_prompt_tokens", b"computed_prompt_tokens", "device_memory_bytes", b"device_memory_bytes", "drain_ms", b"drain_ms", "draining", b"draining", "free_blocks", b"free_blocks", "generated_tokens", b"generated_tokens", "host_blocks", b"host_blocks", "host_memory_bytes", b"host_memory_bytes", "new_blocks", b"new_blocks", "paused_sequences", b"paused_sequences", "pending_prompt_tokens", b"pending_prompt_tokens", "pinned_memory_bytes", b"pinned_memory_bytes", "preemptions", b"preemptions", "received_items", b"received_items", "reused_blocks", b"reused_blocks", "reused_prompt_tokens", b"reused_prompt_tokens", "running_sequences", b"running_sequences", "step_count", b"step_count", "total_blocks", b"total_blocks", "used_blocks", b"used_blocks", "used_host_blocks", b"used_host_blocks", "waiting_sequences", b"waiting_sequences"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_drain_ms", b"_drain_ms", "_received_items", b"_received_items", "adapter_evictions", b"adapter_evictions", "adapter_hits", b"adapter_hits", "adapter_host_bytes", b"adapter_host_bytes", "adapter_loads", b"adapter_loads", "adapter_slots", b"adapter_slots", "busy_seconds", b"busy_seconds", "computed_prompt_tokens", b"computed_prompt_tokens", "device_memory_bytes", b"device_memory_bytes", "drain_ms", b"drain_ms", "draining", b"draining", "evictable_adapter_slots", b"evictable_adapter_slots", "free_adapter_slots", b"free_adapter_slots", "free_blocks", b"free_blocks", "generated_tokens", b"generated_tokens", "host_blocks", b"host_blocks", "host_memory_bytes", b"host_memory_bytes", "new_blocks", b"new_blocks", "paused_sequences", b"paused_sequences", "pending_prompt_tokens", b"pending_prompt_tokens", "pinned_memory_bytes", b"pinned_memory_bytes", "preemptions", b"preemptions", "received_items", b"received_items", "reused_blocks", b"reused_blocks", "reused_prompt_tokens", b"reused_prompt_tokens", "running_sequences", b"running_sequences", "step_count", b"step_count", "total_blocks", b"total_blocks", "used_adapter_host_bytes", b"used_adapter_host_bytes", "used_blocks", b"used_blocks", "used_host_blocks", b"used_host_blocks", "waiting_sequences", b"waiting_sequences"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_drain_ms", b"_drain_ms"]) -> typing.Literal["drain_ms"] | None: ...
     @typing.overload
@@ -855,6 +919,9 @@ class AdapterState(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     PLACE_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    PINNED_FIELD_NUMBER: builtins.int
     id: builtins.int
     """Number of the adapter."""
     name: builtins.str
@@ -863,6 +930,12 @@ class AdapterState(google.protobuf.message.Message):
     """Digest of its content."""
     place: Global___AdapterPlace.ValueType
     """Its place."""
+    rank: builtins.int
+    """Largest rank of its updates."""
+    size_bytes: builtins.int
+    """Bytes in the worker's memory."""
+    pinned: builtins.bool
+    """Whether it stays loaded."""
     @property
     def error(self) -> trtmesh.v1.generation_pb2.Error:
         """Set if loading failed."""
@@ -875,9 +948,12 @@ class AdapterState(google.protobuf.message.Message):
         version: builtins.str = ...,
         place: Global___AdapterPlace.ValueType = ...,
         error: trtmesh.v1.generation_pb2.Error | None = ...,
+        rank: builtins.int = ...,
+        size_bytes: builtins.int = ...,
+        pinned: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["error", b"error"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["error", b"error", "id", b"id", "name", b"name", "place", b"place", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["error", b"error", "id", b"id", "name", b"name", "pinned", b"pinned", "place", b"place", "rank", b"rank", "size_bytes", b"size_bytes", "version", b"version"]) -> None: ...
 
 Global___AdapterState: typing_extensions.TypeAlias = AdapterState
 

@@ -93,6 +93,30 @@ EARLY_STOPPING_EXHAUSTIVE: EarlyStopping.ValueType  # 3
 """Stops only when no running beam can beat a finished beam (Triton's 2)."""
 Global___EarlyStopping: typing_extensions.TypeAlias = EarlyStopping
 
+class _AdapterFormat:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _AdapterFormatEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_AdapterFormat.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    ADAPTER_FORMAT_UNSPECIFIED: _AdapterFormat.ValueType  # 0
+    """No content."""
+    ADAPTER_FORMAT_PEFT: _AdapterFormat.ValueType  # 1
+    """A PEFT directory: adapter_config.json, then adapter_model.safetensors."""
+    ADAPTER_FORMAT_ARRAYS: _AdapterFormat.ValueType  # 2
+    """TensorRT-LLM's arrays as .npy files: model.lora_config.npy, then model.lora_weights.npy."""
+
+class AdapterFormat(_AdapterFormat, metaclass=_AdapterFormatEnumTypeWrapper):
+    """Format of an adapter's content."""
+
+ADAPTER_FORMAT_UNSPECIFIED: AdapterFormat.ValueType  # 0
+"""No content."""
+ADAPTER_FORMAT_PEFT: AdapterFormat.ValueType  # 1
+"""A PEFT directory: adapter_config.json, then adapter_model.safetensors."""
+ADAPTER_FORMAT_ARRAYS: AdapterFormat.ValueType  # 2
+"""TensorRT-LLM's arrays as .npy files: model.lora_config.npy, then model.lora_weights.npy."""
+Global___AdapterFormat: typing_extensions.TypeAlias = AdapterFormat
+
 class _GuideType:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType

@@ -661,19 +661,30 @@ class Adapter(google.protobuf.message.Message):
     SOURCE_FIELD_NUMBER: builtins.int
     PINNED_FIELD_NUMBER: builtins.int
     WORKERS_FIELD_NUMBER: builtins.int
+    VERSIONS_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    BROUGHT_FIELD_NUMBER: builtins.int
     id: builtins.int
     """Number of the adapter."""
     name: builtins.str
     """Name of the adapter."""
     version: builtins.str
-    """Digest of its content."""
+    """Digest of the current version's content."""
     source: builtins.str
-    """Name of its source in the router's configuration."""
+    """Source of the current version: a directory below a configured root; empty for an uploaded version."""
     pinned: builtins.bool
     """Whether it stays loaded."""
+    model: builtins.str
+    """Model of the adapter; empty means the only model of the fleet."""
+    brought: builtins.bool
+    """Whether a client's request brought the adapter; such adapters are forgotten when memory is needed."""
     @property
     def workers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names of the workers with the adapter."""
+        """Names of the workers with the current version."""
+
+    @property
+    def versions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___AdapterVersion]:
+        """All versions, the current one first."""
 
     def __init__(
         self,
@@ -684,10 +695,110 @@ class Adapter(google.protobuf.message.Message):
         source: builtins.str = ...,
         pinned: builtins.bool = ...,
         workers: collections.abc.Iterable[builtins.str] | None = ...,
+        versions: collections.abc.Iterable[Global___AdapterVersion] | None = ...,
+        model: builtins.str = ...,
+        brought: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["id", b"id", "name", b"name", "pinned", b"pinned", "source", b"source", "version", b"version", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["brought", b"brought", "id", b"id", "model", b"model", "name", b"name", "pinned", b"pinned", "source", b"source", "version", b"version", "versions", b"versions", "workers", b"workers"]) -> None: ...
 
 Global___Adapter: typing_extensions.TypeAlias = Adapter
+
+@typing.final
+class AdapterVersion(google.protobuf.message.Message):
+    """A version of an adapter."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    SOURCE_FIELD_NUMBER: builtins.int
+    FORMAT_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    SHARE_FIELD_NUMBER: builtins.int
+    RESIDENCIES_FIELD_NUMBER: builtins.int
+    ITEMS_FIELD_NUMBER: builtins.int
+    HITS_FIELD_NUMBER: builtins.int
+    LOADS_FIELD_NUMBER: builtins.int
+    EVICTIONS_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    version: builtins.str
+    """Digest of its content."""
+    source: builtins.str
+    """Source as in Adapter."""
+    format: trtmesh.v1.generation_pb2.AdapterFormat.ValueType
+    """Format of its content."""
+    size_bytes: builtins.int
+    """Bytes of its content."""
+    rank: builtins.int
+    """Largest rank of its updates; 0 until a worker has loaded it."""
+    share: builtins.float
+    """Share of new requests from 0 to 1."""
+    items: builtins.int
+    """Items that used it."""
+    hits: builtins.int
+    """Items whose worker had it ready."""
+    loads: builtins.int
+    """Times that this router had it loaded by a worker."""
+    evictions: builtins.int
+    """Times that a worker evicted it."""
+    @property
+    def residencies(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___AdapterResidency]:
+        """Where it is."""
+
+    @property
+    def error(self) -> trtmesh.v1.generation_pb2.Error:
+        """Why it cannot be loaded, by the last worker that tried."""
+
+    def __init__(
+        self,
+        *,
+        version: builtins.str = ...,
+        source: builtins.str = ...,
+        format: trtmesh.v1.generation_pb2.AdapterFormat.ValueType = ...,
+        size_bytes: builtins.int = ...,
+        rank: builtins.int = ...,
+        share: builtins.float = ...,
+        residencies: collections.abc.Iterable[Global___AdapterResidency] | None = ...,
+        items: builtins.int = ...,
+        hits: builtins.int = ...,
+        loads: builtins.int = ...,
+        evictions: builtins.int = ...,
+        error: trtmesh.v1.generation_pb2.Error | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["error", b"error"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["error", b"error", "evictions", b"evictions", "format", b"format", "hits", b"hits", "items", b"items", "loads", b"loads", "rank", b"rank", "residencies", b"residencies", "share", b"share", "size_bytes", b"size_bytes", "source", b"source", "version", b"version"]) -> None: ...
+
+Global___AdapterVersion: typing_extensions.TypeAlias = AdapterVersion
+
+@typing.final
+class AdapterResidency(google.protobuf.message.Message):
+    """An adapter's place on a worker."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: builtins.int
+    PLACE_FIELD_NUMBER: builtins.int
+    PINNED_FIELD_NUMBER: builtins.int
+    SEQUENCES_FIELD_NUMBER: builtins.int
+    worker: builtins.str
+    """Name of the worker."""
+    place: trtmesh.v1.engine_pb2.AdapterPlace.ValueType
+    """The place."""
+    pinned: builtins.bool
+    """Whether it stays loaded there."""
+    sequences: builtins.int
+    """Live sequences of this router that use it there."""
+    def __init__(
+        self,
+        *,
+        worker: builtins.str = ...,
+        place: trtmesh.v1.engine_pb2.AdapterPlace.ValueType = ...,
+        pinned: builtins.bool = ...,
+        sequences: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["pinned", b"pinned", "place", b"place", "sequences", b"sequences", "worker", b"worker"]) -> None: ...
+
+Global___AdapterResidency: typing_extensions.TypeAlias = AdapterResidency
 
 @typing.final
 class ListAdaptersRequest(google.protobuf.message.Message):
@@ -708,6 +819,9 @@ class ListAdaptersResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ADAPTERS_FIELD_NUMBER: builtins.int
+    REVISION_FIELD_NUMBER: builtins.int
+    revision: builtins.int
+    """Change counter of the registry."""
     @property
     def adapters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Adapter]:
         """All registered adapters."""
@@ -716,34 +830,53 @@ class ListAdaptersResponse(google.protobuf.message.Message):
         self,
         *,
         adapters: collections.abc.Iterable[Global___Adapter] | None = ...,
+        revision: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapters", b"adapters"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "revision", b"revision"]) -> None: ...
 
 Global___ListAdaptersResponse: typing_extensions.TypeAlias = ListAdaptersResponse
 
 @typing.final
 class AddAdapterRequest(google.protobuf.message.Message):
-    """Requests to register an adapter."""
+    """Requests to register an adapter, or a new version of a registered one."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ID_FIELD_NUMBER: builtins.int
     NAME_FIELD_NUMBER: builtins.int
     SOURCE_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    CANARY_SHARE_FIELD_NUMBER: builtins.int
+    PINNED_FIELD_NUMBER: builtins.int
     id: builtins.int
-    """Number of the adapter."""
+    """Number of the adapter; unset derives it from the name."""
     name: builtins.str
     """Name of the adapter."""
     source: builtins.str
-    """Name of a configured source."""
+    """Directory below a configured root."""
+    model: builtins.str
+    """Model of the adapter; empty means the only model of the fleet."""
+    version: builtins.str
+    """Expected digest of the content; empty accepts any."""
+    canary_share: builtins.float
+    """Share of new requests from 0 to 1 for this version as a canary; unset makes the version current."""
+    pinned: builtins.bool
+    """Keeps the adapter loaded."""
     def __init__(
         self,
         *,
         id: builtins.int = ...,
         name: builtins.str = ...,
         source: builtins.str = ...,
+        model: builtins.str = ...,
+        version: builtins.str = ...,
+        canary_share: builtins.float | None = ...,
+        pinned: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["id", b"id", "name", b"name", "source", b"source"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_canary_share", b"_canary_share", "canary_share", b"canary_share"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_canary_share", b"_canary_share", "canary_share", b"canary_share", "id", b"id", "model", b"model", "name", b"name", "pinned", b"pinned", "source", b"source", "version", b"version"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_canary_share", b"_canary_share"]) -> typing.Literal["canary_share"] | None: ...
 
 Global___AddAdapterRequest: typing_extensions.TypeAlias = AddAdapterRequest
 
@@ -769,20 +902,134 @@ class AddAdapterResponse(google.protobuf.message.Message):
 Global___AddAdapterResponse: typing_extensions.TypeAlias = AddAdapterResponse
 
 @typing.final
+class UploadAdapterRequest(google.protobuf.message.Message):
+    """A part of an upload: the first message describes the adapter, all carry content."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: builtins.int
+    FORMAT_FIELD_NUMBER: builtins.int
+    CONFIG_BYTES_FIELD_NUMBER: builtins.int
+    WEIGHTS_BYTES_FIELD_NUMBER: builtins.int
+    DATA_FIELD_NUMBER: builtins.int
+    format: trtmesh.v1.generation_pb2.AdapterFormat.ValueType
+    """Format of the content; in the first message only."""
+    config_bytes: builtins.int
+    """Bytes of the configuration, the first part of the content; in the first message only."""
+    weights_bytes: builtins.int
+    """Bytes of the weights, the rest of the content; in the first message only."""
+    data: builtins.bytes
+    """The next bytes of the content."""
+    @property
+    def adapter(self) -> Global___AddAdapterRequest:
+        """The adapter, without a source; in the first message only."""
+
+    def __init__(
+        self,
+        *,
+        adapter: Global___AddAdapterRequest | None = ...,
+        format: trtmesh.v1.generation_pb2.AdapterFormat.ValueType = ...,
+        config_bytes: builtins.int = ...,
+        weights_bytes: builtins.int = ...,
+        data: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["adapter", b"adapter"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "config_bytes", b"config_bytes", "data", b"data", "format", b"format", "weights_bytes", b"weights_bytes"]) -> None: ...
+
+Global___UploadAdapterRequest: typing_extensions.TypeAlias = UploadAdapterRequest
+
+@typing.final
+class UploadAdapterResponse(google.protobuf.message.Message):
+    """The adapter was registered."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: builtins.int
+    @property
+    def adapter(self) -> Global___Adapter:
+        """The adapter."""
+
+    def __init__(
+        self,
+        *,
+        adapter: Global___Adapter | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["adapter", b"adapter"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter"]) -> None: ...
+
+Global___UploadAdapterResponse: typing_extensions.TypeAlias = UploadAdapterResponse
+
+@typing.final
+class FetchAdapterRequest(google.protobuf.message.Message):
+    """Requests the content of a version, for another router."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ID_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    id: builtins.int
+    """Number of the adapter."""
+    version: builtins.str
+    """Version of the adapter."""
+    def __init__(
+        self,
+        *,
+        id: builtins.int = ...,
+        version: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["id", b"id", "version", b"version"]) -> None: ...
+
+Global___FetchAdapterRequest: typing_extensions.TypeAlias = FetchAdapterRequest
+
+@typing.final
+class FetchAdapterResponse(google.protobuf.message.Message):
+    """A part of an adapter's content."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FORMAT_FIELD_NUMBER: builtins.int
+    CONFIG_BYTES_FIELD_NUMBER: builtins.int
+    WEIGHTS_BYTES_FIELD_NUMBER: builtins.int
+    DATA_FIELD_NUMBER: builtins.int
+    format: trtmesh.v1.generation_pb2.AdapterFormat.ValueType
+    """Format of the content; in the first message only."""
+    config_bytes: builtins.int
+    """Bytes of the configuration, the first part of the content; in the first message only."""
+    weights_bytes: builtins.int
+    """Bytes of the weights, the rest of the content; in the first message only."""
+    data: builtins.bytes
+    """The next bytes of the content."""
+    def __init__(
+        self,
+        *,
+        format: trtmesh.v1.generation_pb2.AdapterFormat.ValueType = ...,
+        config_bytes: builtins.int = ...,
+        weights_bytes: builtins.int = ...,
+        data: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["config_bytes", b"config_bytes", "data", b"data", "format", b"format", "weights_bytes", b"weights_bytes"]) -> None: ...
+
+Global___FetchAdapterResponse: typing_extensions.TypeAlias = FetchAdapterResponse
+
+@typing.final
 class RemoveAdapterRequest(google.protobuf.message.Message):
     """Requests to forget an adapter."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ID_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
     id: builtins.int
     """Number of the adapter."""
+    version: builtins.str
+    """Version to forget, such as a canary; empty forgets the adapter."""
     def __init__(
         self,
         *,
         id: builtins.int = ...,
+        version: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["id", b"id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["id", b"id", "version", b"version"]) -> None: ...
 
 Global___RemoveAdapterRequest: typing_extensions.TypeAlias = RemoveAdapterRequest
 
@@ -945,6 +1192,8 @@ class PlacementCandidate(google.protobuf.message.Message):
     WAIT_SECONDS_FIELD_NUMBER: builtins.int
     PREFILL_SECONDS_FIELD_NUMBER: builtins.int
     STEP_SECONDS_FIELD_NUMBER: builtins.int
+    ADAPTER_PLACE_FIELD_NUMBER: builtins.int
+    ADAPTER_SECONDS_FIELD_NUMBER: builtins.int
     worker: builtins.str
     """Name of the worker."""
     score: builtins.float
@@ -961,6 +1210,10 @@ class PlacementCandidate(google.protobuf.message.Message):
     """Predicted time to compute one prompt token."""
     step_seconds: builtins.float
     """Predicted time between tokens."""
+    adapter_place: trtmesh.v1.engine_pb2.AdapterPlace.ValueType
+    """Place of the item's adapter on the worker; unset without an adapter."""
+    adapter_seconds: builtins.float
+    """Predicted time until the adapter is ready to run; part of the score."""
     def __init__(
         self,
         *,
@@ -972,8 +1225,10 @@ class PlacementCandidate(google.protobuf.message.Message):
         wait_seconds: builtins.float = ...,
         prefill_seconds: builtins.float = ...,
         step_seconds: builtins.float = ...,
+        adapter_place: trtmesh.v1.engine_pb2.AdapterPlace.ValueType = ...,
+        adapter_seconds: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "excluded_by", b"excluded_by", "prefill_seconds", b"prefill_seconds", "score", b"score", "sequences", b"sequences", "step_seconds", b"step_seconds", "wait_seconds", b"wait_seconds", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter_place", b"adapter_place", "adapter_seconds", b"adapter_seconds", "cached_tokens", b"cached_tokens", "excluded_by", b"excluded_by", "prefill_seconds", b"prefill_seconds", "score", b"score", "sequences", b"sequences", "step_seconds", b"step_seconds", "wait_seconds", b"wait_seconds", "worker", b"worker"]) -> None: ...
 
 Global___PlacementCandidate: typing_extensions.TypeAlias = PlacementCandidate
 
@@ -990,6 +1245,10 @@ class Placement(google.protobuf.message.Message):
     CAUSE_FIELD_NUMBER: builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     REGRET_TOKENS_FIELD_NUMBER: builtins.int
+    ADAPTER_FIELD_NUMBER: builtins.int
+    ADAPTER_VERSION_FIELD_NUMBER: builtins.int
+    ADAPTER_RANK_FIELD_NUMBER: builtins.int
+    ADAPTER_REPLICAS_FIELD_NUMBER: builtins.int
     batch_index: builtins.int
     """Item of the request."""
     policy: builtins.str
@@ -1002,6 +1261,14 @@ class Placement(google.protobuf.message.Message):
     """Tokens of the prompt."""
     regret_tokens: builtins.int
     """Additional prompt tokens reusable on the best other worker."""
+    adapter: builtins.str
+    """Name of the item's adapter, or its number; empty without an adapter."""
+    adapter_version: builtins.str
+    """Version of the adapter."""
+    adapter_rank: builtins.int
+    """Largest rank of the adapter; 0 means unknown."""
+    adapter_replicas: builtins.int
+    """Workers meant to hold the adapter at its present share of the load."""
     @property
     def candidates(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PlacementCandidate]:
         """All workers: considered ones before excluded ones, best first."""
@@ -1016,8 +1283,12 @@ class Placement(google.protobuf.message.Message):
         cause: builtins.str = ...,
         prompt_tokens: builtins.int = ...,
         regret_tokens: builtins.int = ...,
+        adapter: builtins.str = ...,
+        adapter_version: builtins.str = ...,
+        adapter_rank: builtins.int = ...,
+        adapter_replicas: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batch_index", b"batch_index", "candidates", b"candidates", "cause", b"cause", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "regret_tokens", b"regret_tokens", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "adapter_rank", b"adapter_rank", "adapter_replicas", b"adapter_replicas", "adapter_version", b"adapter_version", "batch_index", b"batch_index", "candidates", b"candidates", "cause", b"cause", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "regret_tokens", b"regret_tokens", "worker", b"worker"]) -> None: ...
 
 Global___Placement: typing_extensions.TypeAlias = Placement
 

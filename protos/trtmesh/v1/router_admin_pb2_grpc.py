@@ -85,6 +85,16 @@ class RouterAdminServiceStub(object):
                 request_serializer=trtmesh_dot_v1_dot_router__admin__pb2.AddAdapterRequest.SerializeToString,
                 response_deserializer=trtmesh_dot_v1_dot_router__admin__pb2.AddAdapterResponse.FromString,
                 _registered_method=True)
+        self.UploadAdapter = channel.stream_unary(
+                '/trtmesh.v1.RouterAdminService/UploadAdapter',
+                request_serializer=trtmesh_dot_v1_dot_router__admin__pb2.UploadAdapterRequest.SerializeToString,
+                response_deserializer=trtmesh_dot_v1_dot_router__admin__pb2.UploadAdapterResponse.FromString,
+                _registered_method=True)
+        self.FetchAdapter = channel.unary_stream(
+                '/trtmesh.v1.RouterAdminService/FetchAdapter',
+                request_serializer=trtmesh_dot_v1_dot_router__admin__pb2.FetchAdapterRequest.SerializeToString,
+                response_deserializer=trtmesh_dot_v1_dot_router__admin__pb2.FetchAdapterResponse.FromString,
+                _registered_method=True)
         self.RemoveAdapter = channel.unary_unary(
                 '/trtmesh.v1.RouterAdminService/RemoveAdapter',
                 request_serializer=trtmesh_dot_v1_dot_router__admin__pb2.RemoveAdapterRequest.SerializeToString,
@@ -186,6 +196,20 @@ class RouterAdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UploadAdapter(self, request_iterator, context):
+        """Registers an adapter with its content.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FetchAdapter(self, request, context):
+        """Sends the content of a version.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RemoveAdapter(self, request, context):
         """Forgets an adapter and unloads it everywhere.
         """
@@ -273,6 +297,16 @@ def add_RouterAdminServiceServicer_to_server(servicer, server):
                     servicer.AddAdapter,
                     request_deserializer=trtmesh_dot_v1_dot_router__admin__pb2.AddAdapterRequest.FromString,
                     response_serializer=trtmesh_dot_v1_dot_router__admin__pb2.AddAdapterResponse.SerializeToString,
+            ),
+            'UploadAdapter': grpc.stream_unary_rpc_method_handler(
+                    servicer.UploadAdapter,
+                    request_deserializer=trtmesh_dot_v1_dot_router__admin__pb2.UploadAdapterRequest.FromString,
+                    response_serializer=trtmesh_dot_v1_dot_router__admin__pb2.UploadAdapterResponse.SerializeToString,
+            ),
+            'FetchAdapter': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchAdapter,
+                    request_deserializer=trtmesh_dot_v1_dot_router__admin__pb2.FetchAdapterRequest.FromString,
+                    response_serializer=trtmesh_dot_v1_dot_router__admin__pb2.FetchAdapterResponse.SerializeToString,
             ),
             'RemoveAdapter': grpc.unary_unary_rpc_method_handler(
                     servicer.RemoveAdapter,
@@ -571,6 +605,60 @@ class RouterAdminService(object):
             '/trtmesh.v1.RouterAdminService/AddAdapter',
             trtmesh_dot_v1_dot_router__admin__pb2.AddAdapterRequest.SerializeToString,
             trtmesh_dot_v1_dot_router__admin__pb2.AddAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UploadAdapter(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/trtmesh.v1.RouterAdminService/UploadAdapter',
+            trtmesh_dot_v1_dot_router__admin__pb2.UploadAdapterRequest.SerializeToString,
+            trtmesh_dot_v1_dot_router__admin__pb2.UploadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/trtmesh.v1.RouterAdminService/FetchAdapter',
+            trtmesh_dot_v1_dot_router__admin__pb2.FetchAdapterRequest.SerializeToString,
+            trtmesh_dot_v1_dot_router__admin__pb2.FetchAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

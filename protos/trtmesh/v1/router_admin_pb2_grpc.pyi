@@ -185,6 +185,38 @@ _RouterAdminServiceAddAdapterType = typing_extensions.TypeVar(
     ],
 )
 
+_RouterAdminServiceUploadAdapterType = typing_extensions.TypeVar(
+    '_RouterAdminServiceUploadAdapterType',
+    grpc.StreamUnaryMultiCallable[
+        trtmesh.v1.router_admin_pb2.UploadAdapterRequest,
+        trtmesh.v1.router_admin_pb2.UploadAdapterResponse,
+    ],
+    grpc.aio.StreamUnaryMultiCallable[
+        trtmesh.v1.router_admin_pb2.UploadAdapterRequest,
+        trtmesh.v1.router_admin_pb2.UploadAdapterResponse,
+    ],
+    default=grpc.StreamUnaryMultiCallable[
+        trtmesh.v1.router_admin_pb2.UploadAdapterRequest,
+        trtmesh.v1.router_admin_pb2.UploadAdapterResponse,
+    ],
+)
+
+_RouterAdminServiceFetchAdapterType = typing_extensions.TypeVar(
+    '_RouterAdminServiceFetchAdapterType',
+    grpc.UnaryStreamMultiCallable[
+        trtmesh.v1.router_admin_pb2.FetchAdapterRequest,
+        trtmesh.v1.router_admin_pb2.FetchAdapterResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        trtmesh.v1.router_admin_pb2.FetchAdapterRequest,
+        trtmesh.v1.router_admin_pb2.FetchAdapterResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        trtmesh.v1.router_admin_pb2.FetchAdapterRequest,
+        trtmesh.v1.router_admin_pb2.FetchAdapterResponse,
+    ],
+)
+
 _RouterAdminServiceRemoveAdapterType = typing_extensions.TypeVar(
     '_RouterAdminServiceRemoveAdapterType',
     grpc.UnaryUnaryMultiCallable[
@@ -265,7 +297,7 @@ _RouterAdminServiceExplainType = typing_extensions.TypeVar(
     ],
 )
 
-class RouterAdminServiceStub(typing.Generic[_RouterAdminServiceListWorkersType, _RouterAdminServiceWatchWorkersType, _RouterAdminServiceAddWorkerType, _RouterAdminServiceDrainWorkerType, _RouterAdminServiceResumeWorkerType, _RouterAdminServiceRemoveWorkerType, _RouterAdminServiceListRequestsType, _RouterAdminServiceStopRequestType, _RouterAdminServiceListAdaptersType, _RouterAdminServiceAddAdapterType, _RouterAdminServiceRemoveAdapterType, _RouterAdminServicePinAdapterType, _RouterAdminServiceGetPolicyType, _RouterAdminServiceSetPolicyType, _RouterAdminServiceExplainType]):
+class RouterAdminServiceStub(typing.Generic[_RouterAdminServiceListWorkersType, _RouterAdminServiceWatchWorkersType, _RouterAdminServiceAddWorkerType, _RouterAdminServiceDrainWorkerType, _RouterAdminServiceResumeWorkerType, _RouterAdminServiceRemoveWorkerType, _RouterAdminServiceListRequestsType, _RouterAdminServiceStopRequestType, _RouterAdminServiceListAdaptersType, _RouterAdminServiceAddAdapterType, _RouterAdminServiceUploadAdapterType, _RouterAdminServiceFetchAdapterType, _RouterAdminServiceRemoveAdapterType, _RouterAdminServicePinAdapterType, _RouterAdminServiceGetPolicyType, _RouterAdminServiceSetPolicyType, _RouterAdminServiceExplainType]):
     """Administers a router."""
 
     @typing.overload
@@ -309,6 +341,14 @@ class RouterAdminServiceStub(typing.Generic[_RouterAdminServiceListWorkersType, 
         grpc.UnaryUnaryMultiCallable[
             trtmesh.v1.router_admin_pb2.AddAdapterRequest,
             trtmesh.v1.router_admin_pb2.AddAdapterResponse,
+        ],
+        grpc.StreamUnaryMultiCallable[
+            trtmesh.v1.router_admin_pb2.UploadAdapterRequest,
+            trtmesh.v1.router_admin_pb2.UploadAdapterResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            trtmesh.v1.router_admin_pb2.FetchAdapterRequest,
+            trtmesh.v1.router_admin_pb2.FetchAdapterResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             trtmesh.v1.router_admin_pb2.RemoveAdapterRequest,
@@ -374,6 +414,14 @@ class RouterAdminServiceStub(typing.Generic[_RouterAdminServiceListWorkersType, 
             trtmesh.v1.router_admin_pb2.AddAdapterRequest,
             trtmesh.v1.router_admin_pb2.AddAdapterResponse,
         ],
+        grpc.aio.StreamUnaryMultiCallable[
+            trtmesh.v1.router_admin_pb2.UploadAdapterRequest,
+            trtmesh.v1.router_admin_pb2.UploadAdapterResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
+            trtmesh.v1.router_admin_pb2.FetchAdapterRequest,
+            trtmesh.v1.router_admin_pb2.FetchAdapterResponse,
+        ],
         grpc.aio.UnaryUnaryMultiCallable[
             trtmesh.v1.router_admin_pb2.RemoveAdapterRequest,
             trtmesh.v1.router_admin_pb2.RemoveAdapterResponse,
@@ -425,6 +473,12 @@ class RouterAdminServiceStub(typing.Generic[_RouterAdminServiceListWorkersType, 
 
     AddAdapter: _RouterAdminServiceAddAdapterType
     """Registers an adapter."""
+
+    UploadAdapter: _RouterAdminServiceUploadAdapterType
+    """Registers an adapter with its content."""
+
+    FetchAdapter: _RouterAdminServiceFetchAdapterType
+    """Sends the content of a version."""
 
     RemoveAdapter: _RouterAdminServiceRemoveAdapterType
     """Forgets an adapter and unloads it everywhere."""
@@ -481,6 +535,14 @@ RouterAdminServiceAsyncStub: typing_extensions.TypeAlias = RouterAdminServiceStu
     grpc.aio.UnaryUnaryMultiCallable[
         trtmesh.v1.router_admin_pb2.AddAdapterRequest,
         trtmesh.v1.router_admin_pb2.AddAdapterResponse,
+    ],
+    grpc.aio.StreamUnaryMultiCallable[
+        trtmesh.v1.router_admin_pb2.UploadAdapterRequest,
+        trtmesh.v1.router_admin_pb2.UploadAdapterResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        trtmesh.v1.router_admin_pb2.FetchAdapterRequest,
+        trtmesh.v1.router_admin_pb2.FetchAdapterResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         trtmesh.v1.router_admin_pb2.RemoveAdapterRequest,
@@ -586,6 +648,22 @@ class RouterAdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[trtmesh.v1.router_admin_pb2.AddAdapterResponse, collections.abc.Awaitable[trtmesh.v1.router_admin_pb2.AddAdapterResponse]]:
         """Registers an adapter."""
+
+    @abc.abstractmethod
+    def UploadAdapter(
+        self,
+        request_iterator: _MaybeAsyncIterator[trtmesh.v1.router_admin_pb2.UploadAdapterRequest],
+        context: _ServicerContext,
+    ) -> typing.Union[trtmesh.v1.router_admin_pb2.UploadAdapterResponse, collections.abc.Awaitable[trtmesh.v1.router_admin_pb2.UploadAdapterResponse]]:
+        """Registers an adapter with its content."""
+
+    @abc.abstractmethod
+    def FetchAdapter(
+        self,
+        request: trtmesh.v1.router_admin_pb2.FetchAdapterRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[trtmesh.v1.router_admin_pb2.FetchAdapterResponse], collections.abc.AsyncIterator[trtmesh.v1.router_admin_pb2.FetchAdapterResponse]]:
+        """Sends the content of a version."""
 
     @abc.abstractmethod
     def RemoveAdapter(

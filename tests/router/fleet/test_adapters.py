@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trtmesh.chassis.adapter_version import version_of
+from trtmesh.chassis.adapter_content import AdapterContent
 from trtmesh.chassis.parsing import parse_config
 from trtmesh.chassis.vocabulary import Adapter, Lora
 from trtmesh.router.fleet.adapters import AdapterSettings, KeptAdapter, KeptAdapters
@@ -43,7 +43,8 @@ def test_version_is_that_of_workers() -> None:
     assert asked is not None
     assert asked.weights is not None
     assert asked.config is not None
-    assert brought.identity == Adapter(7, "", version_of(asked.weights, asked.config))
+    version = AdapterContent.of_arrays(asked.weights, asked.config).version
+    assert brought.identity == Adapter(7, "", version)
 
 
 def test_new_weights_are_a_new_version_and_items_keep_theirs() -> None:

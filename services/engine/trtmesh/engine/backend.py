@@ -177,10 +177,14 @@ class PromptDetails:
 
 @dataclass(frozen=True, slots=True)
 class HeldAdapter:
-    """An adapter and its place in the memory of a backend."""
+    """An adapter and its place in the memory of a backend; with `error`, why it could not be loaded."""
 
     adapter: Adapter
     place: epb.AdapterPlace.ValueType = epb.ADAPTER_PLACE_DEVICE
+    rank: int = 0
+    size_bytes: int = 0
+    pinned: bool = False
+    error: TrtmeshError | None = None
 
 
 @dataclass(slots=True)

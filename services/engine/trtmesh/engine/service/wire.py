@@ -105,8 +105,17 @@ def kv_event_message(event: KvEvent) -> epb.KvEvent:
 
 
 def adapter_states(held: Iterable[HeldAdapter]) -> epb.AdapterStates:
-    return epb.AdapterStates(
-        adapters=[epb.AdapterState(**asdict(each.adapter), place=each.place) for each in held]
+    return epb.AdapterStates(adapters=map(_adapter_state, held))
+
+
+def _adapter_state(held: HeldAdapter) -> epb.AdapterState:
+    return epb.AdapterState(
+        **asdict(held.adapter),
+        place=held.place,
+        rank=held.rank,
+        size_bytes=held.size_bytes,
+        pinned=held.pinned,
+        error=to_proto(held.error) if held.error else None,
     )
 
 

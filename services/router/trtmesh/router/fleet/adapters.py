@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field
-from trtmesh.chassis.adapter_version import version_of
+from trtmesh.chassis.adapter_content import AdapterContent
 from trtmesh.chassis.settings import Settings
 from trtmesh.chassis.vocabulary import Adapter, Lora
 from trtmesh.router.placement.snapshot import holds
@@ -61,7 +61,7 @@ class KeptAdapters:
             if (kept := self._kept.get(key)) is not None:
                 self._kept.move_to_end(key)
             return kept
-        version = version_of(asked.weights, asked.config)
+        version = AdapterContent.of_arrays(asked.weights, asked.config).version
         brought = KeptAdapter(Adapter(asked.id, asked.name or "", version), pb.LoraConfig())
         # A copy: a part of the request would keep the whole request in memory.
         brought.message.CopyFrom(message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -161,6 +162,15 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
 
     async def AddAdapter(self, request: pb.AddAdapterRequest, context: _Context) -> NoReturn:
         await _refuse("AddAdapter", context)
+
+    async def UploadAdapter(
+        self, requests: AsyncIterator[pb.UploadAdapterRequest], context: _Context
+    ) -> NoReturn:
+        await _refuse("UploadAdapter", context)
+
+    # As WatchWorkers.
+    async def FetchAdapter(self, request: pb.FetchAdapterRequest, context: _Context) -> NoReturn:  # type: ignore[override]
+        await _refuse("FetchAdapter", context)
 
     async def RemoveAdapter(self, request: pb.RemoveAdapterRequest, context: _Context) -> NoReturn:
         await _refuse("RemoveAdapter", context)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from trtmesh.chassis import vocabulary
-from trtmesh.chassis.adapter_version import version_of
+from trtmesh.chassis.adapter_content import AdapterContent
 from trtmesh.chassis.errors import (
     AdapterNotFound,
     AdaptersFull,
@@ -166,7 +166,7 @@ class AdapterCache:
         if asked.weights is None or asked.config is None:
             with self._lock:
                 return self._found(asked, holders)
-        version = version_of(asked.weights, asked.config)
+        version = AdapterContent.of_arrays(asked.weights, asked.config).version
         if asked.version not in (None, version):
             raise InvalidField.of("lora.version", asked.version, f"{version}, that of the weights")
         number = asked.id or 0

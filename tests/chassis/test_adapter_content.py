@@ -1,0 +1,70 @@
+"""The content of adapters: .npy files as numpy writes them, and digests."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from trtmesh.chassis.adapter_content import AdapterContent, number_of
+from trtmesh.chassis.errors import InvalidField
+from trtmesh.chassis.vocabulary import Tensor
+from trtmesh.v1 import generation_pb2 as pb
+
+CONFIG = np.array([[1, 0, 8], [4, 0, 8]], np.int32)
+WEIGHTS = np.arange(14, dtype=np.float16).reshape(2, 7)
+
+
+def message_of(array: np.ndarray, data_type: int) -> Tensor:
+    return Tensor(data_type, array.shape, array.tobytes())
+
+
+def saved(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("leading", [(), (1,)])
+def test_arrays_of_a_request_equal_the_files_that_numpy_writes(leading: tuple[int, ...]) -> None:
+    weights, config = (each.reshape(leading + each.shape) for each in (WEIGHTS, CONFIG))
+    content = AdapterContent.of_arrays(
+        message_of(weights, pb.DATA_TYPE_FP16), message_of(config, pb.DATA_TYPE_INT32)
+    )
+    assert content.config == saved(config)
+    assert content.weights == saved(weights)
+
+
+def test_bfloat16_is_two_opaque_bytes() -> None:
+    bits = WEIGHTS.view(np.dtype("V2"))
+    content = AdapterContent.of_arrays(
+        message_of(bits, pb.DATA_TYPE_BF16), message_of(CONFIG, pb.DATA_TYPE_INT32)
+    )
+    read = np.load(io.BytesIO(content.weights), allow_pickle=False)
+    assert read.dtype == np.dtype("V2")
+    assert read.tobytes() == WEIGHTS.tobytes()
+
+
+def test_type_without_file_format_is_refused() -> None:
+    with pytest.raises(InvalidField, match="DATA_TYPE_INT64"):
+        AdapterContent.of_arrays(
+            message_of(WEIGHTS, pb.DATA_TYPE_FP16),
+            message_of(CONFIG.astype(np.int64), pb.DATA_TYPE_INT64),
+        )
+
+
+def test_version_depends_on_format_and_on_the_border_between_the_files() -> None:
+    versions = {
+        AdapterContent(pb.ADAPTER_FORMAT_PEFT, b"ab", b"c").version,
+        AdapterContent(pb.ADAPTER_FORMAT_PEFT, b"a", b"bc").version,
+        AdapterContent(pb.ADAPTER_FORMAT_ARRAYS, b"ab", b"c").version,
+    }
+    assert len(versions) == 3
+    again = AdapterContent(pb.ADAPTER_FORMAT_PEFT, b"ab", b"c").version
+    assert again in versions
+
+
+def test_number_of_a_name_is_stable_and_above_those_of_clients() -> None:
+    assert number_of("unit-tests") == number_of("unit-tests")
+    assert number_of("unit-tests") != number_of("docstrings")
+    assert 2**62 <= number_of("unit-tests") < 2**63
