@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import numpy as np
 import pytest
 from trtmesh.chassis.adapter_content import AdapterContent, number_of
-from trtmesh.chassis.errors import InvalidField
+from trtmesh.chassis.errors import InvalidField, InvalidRequest, NotFound
 from trtmesh.chassis.vocabulary import Tensor
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -68,3 +69,23 @@ def test_number_of_a_name_is_stable_and_above_those_of_clients() -> None:
     assert number_of("unit-tests") == number_of("unit-tests")
     assert number_of("unit-tests") != number_of("docstrings")
     assert 2**62 <= number_of("unit-tests") < 2**63
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "weights"),
+    [
+        (pb.ADAPTER_FORMAT_PEFT, "adapter_config.json", "adapter_model.safetensors"),
+        (pb.ADAPTER_FORMAT_ARRAYS, "model.lora_config.npy", "model.lora_weights.npy"),
+    ],
+)
+def test_directory_is_read_in_either_format(
+    tmp_path: Path, kind: int, config: str, weights: str
+) -> None:
+    (tmp_path / config).write_bytes(b"{}")
+    with pytest.raises(NotFound, match=weights):
+        AdapterContent.read(tmp_path, 10)
+    (tmp_path / weights).write_bytes(b"12345678")
+    assert AdapterContent.read(tmp_path, 10) == AdapterContent(kind, b"{}", b"12345678")
+    with pytest.raises(InvalidRequest) as refused:
+        AdapterContent.read(tmp_path, 9)
+    assert (refused.value.value, refused.value.limit) == ("10", "at most 9 bytes")

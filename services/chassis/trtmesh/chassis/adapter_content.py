@@ -8,15 +8,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Self
+from pathlib import Path
+from typing import NamedTuple, Self
 
-from trtmesh.chassis.errors import InvalidField
+from trtmesh.chassis.errors import InvalidField, InvalidRequest, NotFound
 from trtmesh.chassis.vocabulary import Tensor
 from trtmesh.v1 import generation_pb2 as pb
 
 DIGEST_BYTES = 16
+
+
+class FileNames(NamedTuple):
+    """The files of an adapter's directory."""
+
+    config: str
+    weights: str
+
+
+FILE_NAMES: Mapping[int, FileNames] = {
+    pb.ADAPTER_FORMAT_PEFT: FileNames("adapter_config.json", "adapter_model.safetensors"),
+    pb.ADAPTER_FORMAT_ARRAYS: FileNames("model.lora_config.npy", "model.lora_weights.npy"),
+}
+"""Files by format."""
 
 _NPY_TYPES: dict[int, str] = {
     pb.DATA_TYPE_FP32: "<f4",
@@ -43,18 +59,46 @@ class AdapterContent:
         """
         return cls(pb.ADAPTER_FORMAT_ARRAYS, _npy(config), _npy(weights))
 
+    @classmethod
+    def read(cls, directory: Path, most_bytes: int) -> Self:
+        """Reads an adapter's directory. Raises NotFound, or InvalidRequest for more than `most_bytes`."""
+        for kind, names in FILE_NAMES.items():
+            files = [directory / name for name in names]
+            if all(map(Path.is_file, files)):
+                return cls(kind, *_read(directory, files, most_bytes))
+        known = " or ".join(" and ".join(names) for names in FILE_NAMES.values())
+        raise NotFound(f"{directory} is no directory of an adapter: it lacks {known}")
+
     @property
     def size_bytes(self) -> int:
         return len(self.config) + len(self.weights)
 
     @property
+    def header(self) -> bytes:
+        """Format and sizes as text: the beginning of everything that the digest covers."""
+        return f"{self.format} {len(self.config)} {len(self.weights)} ".encode()
+
+    @property
     def version(self) -> str:
         """The digest of format, sizes and both files, as 32 hexadecimal digits."""
-        digest = blake2b(digest_size=DIGEST_BYTES)
-        digest.update(f"{self.format} {len(self.config)} {len(self.weights)} ".encode())
+        digest = blake2b(self.header, digest_size=DIGEST_BYTES)
         digest.update(self.config)
         digest.update(self.weights)
         return digest.hexdigest()
+
+
+def _read(directory: Path, files: list[Path], most_bytes: int) -> list[bytes]:
+    try:
+        size = sum(file.stat().st_size for file in files)
+        if size > most_bytes:
+            raise InvalidRequest(
+                f"{directory} holds an adapter of {size} bytes but an adapter may have at most {most_bytes}",
+                value=str(size),
+                limit=f"at most {most_bytes} bytes",
+            )
+        return [file.read_bytes() for file in files]
+    except OSError as error:
+        raise NotFound(f"{directory} cannot be read: {error.strerror}") from error
 
 
 def number_of(name: str) -> int:

@@ -160,6 +160,10 @@ class SchemaMismatch(Mismatch):
     """Two processes have different proto revisions."""
 
 
+class AdapterMismatch(Mismatch):
+    """The content of an adapter differs from its version."""
+
+
 class Unavailable(TrtmeshError):
     """A retry, maybe elsewhere, may help."""
 
@@ -349,6 +353,7 @@ ERROR_TABLE: tuple[ErrorRow, ...] = (
     ErrorRow(Mismatch, *_MISMATCH, "MISMATCH", _B.CALLER),
     ErrorRow(TokenizerMismatch, *_MISMATCH, "TOKENIZER_MISMATCH", _B.CALLER),
     ErrorRow(SchemaMismatch, *_MISMATCH, "SCHEMA_MISMATCH", _B.CALLER),
+    ErrorRow(AdapterMismatch, *_MISMATCH, "ADAPTER_MISMATCH", _B.CALLER),
     ErrorRow(Unavailable, *_UNAVAILABLE, "UNAVAILABLE", _B.LOAD),
     ErrorRow(QueueFull, *_UNAVAILABLE, "QUEUE_FULL", _B.LOAD, movable=True, back_pressure=True),
     ErrorRow(QueueTimeout, *_UNAVAILABLE, "QUEUE_TIMEOUT", _B.LOAD),
