@@ -6,6 +6,8 @@ from trtmesh.chassis.adapter_content import AdapterContent
 from trtmesh.chassis.parsing import parse_config
 from trtmesh.chassis.vocabulary import Adapter, Lora
 from trtmesh.router.fleet.adapters import AdapterSettings, KeptAdapter, KeptAdapters
+from trtmesh.router.placement import Residency, WorkerAdapters
+from trtmesh.router.placement.residency import NO_ADAPTERS
 from trtmesh.v1 import generation_pb2 as pb
 
 
@@ -18,6 +20,10 @@ def message(number: int, content: bytes = b"") -> pb.LoraConfig:
         )
         lora.config.CopyFrom(pb.Tensor(data_type=pb.DATA_TYPE_INT32, shape=[1, 3], data=bytes(12)))
     return lora
+
+
+def holding(adapter: Adapter) -> WorkerAdapters:
+    return WorkerAdapters({(adapter.id, adapter.version): Residency(adapter)})
 
 
 def find(kept: KeptAdapters, lora: pb.LoraConfig, model: str = "m") -> KeptAdapter | None:
@@ -55,7 +61,7 @@ def test_new_weights_are_a_new_version_and_items_keep_theirs() -> None:
     assert old.identity != new.identity
     assert find(kept, message(7)) is new
     config = pb.GenerationConfig(lora=message(7))
-    old.put(config, frozenset({new.identity}))
+    old.put(config, holding(new.identity))
     assert config.lora.weights.data == b"ab"
     assert config.lora.version == old.identity.version
 
@@ -64,11 +70,11 @@ def test_weights_go_only_to_workers_without_the_version() -> None:
     brought = find(KeptAdapters(AdapterSettings()), message(7, b"ab"))
     assert brought is not None
     config = pb.GenerationConfig(lora=message(7))
-    brought.put(config, frozenset({brought.identity}))
+    brought.put(config, holding(brought.identity))
     assert not config.lora.HasField("weights")
     assert not config.lora.HasField("config")
     assert (config.lora.id, config.lora.version) == (7, brought.identity.version)
-    brought.put(config, frozenset())
+    brought.put(config, NO_ADAPTERS)
     assert config.lora.weights.data == b"ab"
 
 

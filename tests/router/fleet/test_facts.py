@@ -8,7 +8,7 @@ import pytest
 from trtmesh.chassis.fingerprint import ANY_TOKENIZER
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.fleet.facts import Facts, held_adapters, tokenizer_mismatch
-from trtmesh.router.placement import WHOLE, Capability
+from trtmesh.router.placement import WHOLE, Capability, Place, Residency
 from trtmesh.v1 import engine_pb2 as pb
 
 
@@ -69,8 +69,10 @@ def test_adapter_states_add_and_remove_held_versions() -> None:
         pb.ADAPTER_PLACE_HOST,
         pb.ADAPTER_PLACE_ABSENT,
     )
-    held = held_adapters(frozenset(), [state(1, "v1", device), state(2, "v1", host)])
-    assert held == {Adapter(1, "a1", "v1"), Adapter(2, "a2", "v1")}
+    held = held_adapters({}, [state(1, "v1", device), state(2, "v1", host)])
+    first = Residency(Adapter(1, "a1", "v1"), Place.DEVICE)
+    assert held == {(1, "v1"): first, (2, "v1"): Residency(Adapter(2, "a2", "v1"), Place.HOST)}
     held = held_adapters(held, [state(1, "v2", host), state(2, "v1", absent)])
     # Running items keep their version, so a worker may hold several.
-    assert held == {Adapter(1, "a1", "v1"), Adapter(1, "a1", "v2")}
+    second = Residency(Adapter(1, "a1", "v2"), Place.HOST)
+    assert held == {(1, "v1"): first, (1, "v2"): second}

@@ -22,7 +22,7 @@ from trtmesh.router.fleet.fleet import Fleet as RouterFleet
 from trtmesh.router.kv_index import recent
 from trtmesh.router.links.replica import LEAVING
 from trtmesh.router.metrics import RouterMetrics
-from trtmesh.router.placement import load_guard
+from trtmesh.router.placement import Residency, load_guard
 from trtmesh.router.placement.rates import FALLBACK_NEW_TOKENS, FALLBACK_STEP_SECONDS
 from trtmesh.router.placement.settings import PlacementSettings
 from trtmesh.v1 import engine_pb2 as epb
@@ -201,9 +201,9 @@ async def test_version_of_an_adapter_comes_from_its_workers() -> None:
     assert fleet.adapter_of("m", Lora(name="unnumbered")) is None
     assert fleet.adapter_of("m", Lora(id=3, name="a")) == Adapter(3, "a")
     held = Adapter(3, "a", "v2")
-    worker._on_adapters(frozenset({held}))
-    fleet.touch(worker)
+    worker.guard.adapters_moved({(3, "v2"): Residency(held)})
     assert fleet.adapter_of("m", Lora(id=3)) == held
     assert fleet.adapter_of("another", Lora(id=3)) == Adapter(3)
     (snapshot,) = fleet.snapshot()
-    assert snapshot.adapters == {held}
+    assert snapshot.adapters.holds(held)
+    assert not snapshot.adapters.holds(Adapter(3, "a", "v1"))

@@ -11,6 +11,8 @@ from trtmesh.router.fleet.facts import Facts
 from trtmesh.router.kv_index import KvIndex
 from trtmesh.router.links.deadlines import Deadlines
 from trtmesh.router.metrics import RouterMetrics
+from trtmesh.router.placement import Place, Residency
+from trtmesh.router.placement.residency import NO_ADAPTERS
 from trtmesh.v1 import engine_pb2 as pb
 
 
@@ -40,12 +42,27 @@ async def test_role_without_handoff_is_refused() -> None:
 
 async def test_reported_adapters_are_held_until_the_stream_is_lost() -> None:
     async def responses() -> AsyncIterator[pb.EngineServiceConnectResponse]:
-        state = pb.AdapterState(id=3, name="a", version="v1", place=pb.ADAPTER_PLACE_DEVICE)
-        event = pb.EngineEvent(adapter_states=pb.AdapterStates(adapters=[state]))
-        yield pb.EngineServiceConnectResponse(events=[event])
+        states = [
+            pb.AdapterState(
+                id=3, name="a", version="v1", place=pb.ADAPTER_PLACE_DEVICE, rank=8, pinned=True
+            ),
+            pb.AdapterState(id=4, version="v1", place=pb.ADAPTER_PLACE_HOST),
+            pb.AdapterState(id=5, version="v1"),
+        ]
+        load = pb.Load(adapter_slots=4, free_adapter_slots=2, evictable_adapter_slots=1)
+        for event in (
+            pb.EngineEvent(adapter_states=pb.AdapterStates(adapters=states)),
+            pb.EngineEvent(load=load),
+        ):
+            yield pb.EngineServiceConnectResponse(events=[event])
 
     worker, call = link(), cast("Any", responses())
     await worker._read(call)
-    assert worker.adapters == {Adapter(3, "a", "v1")}
+    assert worker.adapters.held == {
+        (3, "v1"): Residency(Adapter(3, "a", "v1"), Place.DEVICE, rank=8, pinned=True),
+        (4, "v1"): Residency(Adapter(4, "", "v1"), Place.HOST),
+    }
+    assert worker.adapters.slots == 4
+    assert (worker.adapters.free_slots, worker.adapters.evictable_slots) == (2, 1)
     worker.lost("gone")
-    assert not worker.adapters
+    assert worker.adapters == NO_ADAPTERS

@@ -15,6 +15,8 @@ from trtmesh.chassis.errors import (
     TrtmeshError,
     WorkerLost,
 )
+from trtmesh.chassis.vocabulary import Adapter
+from trtmesh.router.placement import AdapterNeed, Residency
 from trtmesh.router.placement.breaker import FIRST_REST_SECONDS, LONGEST_REST_SECONDS, Breaker
 from trtmesh.router.placement.load_guard import Booking, LoadGuard
 from trtmesh.router.placement.rates import (
@@ -25,6 +27,7 @@ from trtmesh.router.placement.rates import (
     Typical,
     typical_of,
 )
+from trtmesh.router.placement.residency import NO_ADAPTERS, Use
 
 
 def guard() -> LoadGuard:
@@ -461,3 +464,28 @@ def test_back_pressure_is_not_a_success() -> None:
         tested.book(1, 1, float(now)).release(float(now), WorkerLost("x"))
         tested.book(1, 1, float(now)).release(float(now), QueueFull("x"))
     assert tested.breaker.is_open(3.0)
+
+
+def test_adapter_in_use_counts_from_its_booking_until_the_last_sequence_leaves() -> None:
+    guard = LoadGuard(lambda: None)
+    small, large = (AdapterNeed(Adapter(n, "", "v1"), rank=n * 8) for n in (1, 2))
+    bookings = [guard.book(10, 2, 0.0, small), guard.book(10, 1, 0.0, large)]
+    assert guard.adapters.in_use == {(1, "v1"): Use(2, 8), (2, "v1"): Use(1, 16)}
+    assert guard.adapters.rank == 16
+    bookings[1].release(1.0)
+    bookings[0].leave(1.0)
+    assert guard.adapters.in_use == {(1, "v1"): Use(1, 8)}
+    assert guard.adapters.rank == 8
+    bookings[0].release(2.0)
+    bookings[0].release(3.0)
+    assert guard.adapters == NO_ADAPTERS
+
+
+def test_lost_worker_holds_no_adapter() -> None:
+    guard = LoadGuard(lambda: None)
+    guard.adapters_moved({(1, "v1"): Residency(Adapter(1, "", "v1"))})
+    guard.take_report(Report(0.0, adapter_slots=(4, 3, 1)))
+    assert (guard.adapters.slots, guard.adapters.free_slots) == (4, 3)
+    guard.assign([7], guard.book(10, 1, 0.0, AdapterNeed(Adapter(1, "", "v1"))))
+    guard.lose(1.0, None)
+    assert guard.adapters == NO_ADAPTERS

@@ -11,8 +11,21 @@ from typing import Any
 import pytest
 from trtmesh.chassis.errors import InvalidField, NoWorker, PromptTooLong, UnsupportedField
 from trtmesh.chassis.vocabulary import Adapter
-from trtmesh.router.placement import POLICIES, PlacementQuery, WorkerSnapshot, place
+from trtmesh.router.placement import (
+    POLICIES,
+    AdapterNeed,
+    PlacementQuery,
+    Residency,
+    WorkerAdapters,
+    WorkerSnapshot,
+    place,
+)
 from trtmesh.router.placement.filters import ADAPTER_ELSEWHERE, BREAKER_OPEN, SIBLINGS_ELSEWHERE
+
+
+def holding(adapter: Adapter) -> WorkerAdapters:
+    return WorkerAdapters({(adapter.id, adapter.version): Residency(adapter)})
+
 
 QUERY = PlacementQuery("m", frozenset({"sampling.top_k"}))
 
@@ -248,11 +261,11 @@ def test_item_goes_to_a_worker_with_its_version_of_the_adapter() -> None:
     old, new = Adapter(7, "", "v1"), Adapter(7, "", "v2")
     fleet = [
         worker("a"),
-        worker("b", adapters=frozenset({old})),
-        worker("c", adapters=frozenset({new}), sequences=9, wait_seconds=9.0),
+        worker("b", adapters=holding(old)),
+        worker("c", adapters=holding(new), sequences=9, wait_seconds=9.0),
     ]
-    decision = place("least_loaded", fleet, query(adapter=new))
+    decision = place("least_loaded", fleet, query(adapter=AdapterNeed(new)))
     assert decision.chosen.worker == "c"
     assert list(decision.excluded_by) == [ADAPTER_ELSEWHERE, ADAPTER_ELSEWHERE, ""]
     # Where no worker holds it, any may load it.
-    assert place("least_loaded", fleet[:2], query(adapter=new)).chosen.worker in "ab"
+    assert place("least_loaded", fleet[:2], query(adapter=AdapterNeed(new))).chosen.worker in "ab"

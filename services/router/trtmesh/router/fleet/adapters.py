@@ -14,7 +14,7 @@ from pydantic import Field
 from trtmesh.chassis.adapter_content import AdapterContent
 from trtmesh.chassis.settings import Settings
 from trtmesh.chassis.vocabulary import Adapter, Lora
-from trtmesh.router.placement.snapshot import holds
+from trtmesh.router.placement import WorkerAdapters
 from trtmesh.v1 import generation_pb2 as pb
 
 
@@ -33,10 +33,10 @@ class KeptAdapter:
     identity: Adapter
     message: pb.LoraConfig
 
-    def put(self, config: pb.GenerationConfig, held: frozenset[Adapter]) -> None:
+    def put(self, config: pb.GenerationConfig, held: WorkerAdapters) -> None:
         """Names the version in an item's config, with the weights where the worker, which holds `held`, lacks it."""
         config.lora.CopyFrom(self.message)
-        if holds(held, self.identity):
+        if held.holds(self.identity):
             config.lora.ClearField("weights")
             config.lora.ClearField("config")
 

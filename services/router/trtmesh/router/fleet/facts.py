@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Self
 
 from trtmesh.chassis.fingerprint import tokenizer_fits
 from trtmesh.chassis.vocabulary import Adapter
-from trtmesh.router.placement import WHOLE, Capability
+from trtmesh.router.placement import WHOLE, Capability, Place, Residency
 from trtmesh.router.placement.rates import Report
+from trtmesh.router.placement.residency import AdapterKey
 from trtmesh.router.values.request import with_texts
 from trtmesh.v1 import engine_pb2 as pb
 
@@ -20,6 +21,11 @@ PHASES_OF_ROLE: dict[int, set[Capability]] = {
     pb.WORKER_ROLE_DECODE: {Capability.DECODE},
 }
 """Phases of roles that compute part of an item."""
+
+PLACES: dict[int, Place] = {
+    pb.ADAPTER_PLACE_HOST: Place.HOST,
+    pb.ADAPTER_PLACE_DEVICE: Place.DEVICE,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +77,18 @@ def _capabilities(role: int, resumes_exactly: bool, single_stops: bool) -> froze
 
 
 def held_adapters(
-    before: frozenset[Adapter], states: Iterable[pb.AdapterState]
-) -> frozenset[Adapter]:
+    before: Mapping[AdapterKey, Residency], states: Iterable[pb.AdapterState]
+) -> Mapping[AdapterKey, Residency]:
     """The adapters in a worker's memory after changed states."""
-    held = {(adapter.id, adapter.version): adapter for adapter in before}
+    held = dict(before)
     for state in states:
-        if state.place in (pb.ADAPTER_PLACE_HOST, pb.ADAPTER_PLACE_DEVICE):
-            held[state.id, state.version] = Adapter(state.id, state.name, state.version)
+        key = state.id, state.version
+        if place := PLACES.get(state.place):
+            adapter = Adapter(state.id, state.name, state.version)
+            held[key] = Residency(adapter, place, state.rank, state.pinned)
         else:
-            held.pop((state.id, state.version), None)
-    return frozenset(held.values())
+            held.pop(key, None)
+    return held
 
 
 def tokenizer_mismatch(engine: pb.GetEngineResponse, fingerprint: str) -> str:
@@ -111,4 +119,5 @@ def report_of(load: pb.Load, now: float) -> Report:
         computed_prompt_tokens=load.computed_prompt_tokens,
         used_blocks=load.used_blocks,
         total_blocks=load.total_blocks,
+        adapter_slots=(load.adapter_slots, load.free_adapter_slots, load.evictable_adapter_slots),
     )

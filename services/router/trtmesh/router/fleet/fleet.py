@@ -158,9 +158,9 @@ class Fleet:
             return None
         for worker in self.snapshot():
             if worker.model == model:
-                for adapter in worker.adapters:
-                    if adapter.id == lora.id:
-                        return adapter
+                for residency in worker.adapters.held.values():
+                    if residency.adapter.id == lora.id:
+                        return residency.adapter
         return Adapter(lora.id, lora.name or "")
 
     def block_hashes(self, model: str, blocks: PromptBlocks) -> list[int]:
@@ -185,7 +185,7 @@ class Fleet:
         worker.last_turn = self._turn
         computed = Capability.PREFILL in phases
         uncached = query.prompt_tokens - decision.cached_tokens if computed else 0
-        booking = worker.guard.book(uncached, query.sequences, now)
+        booking = worker.guard.book(uncached, query.sequences, now, query.adapter)
         if POLICIES[self.policy].looks_at_prefixes:
             hashes = blocks.hashes(worker.facts.tokens_per_block)
             self.kv_index.expect(worker.address, hashes, now)

@@ -9,7 +9,6 @@ from trtmesh.chassis.errors import Draining, InvalidRequest, QueueTimeout, Trtme
 from trtmesh.chassis.grpc.client import ClientCall, ClientConnection, Method
 from trtmesh.chassis.outbox import Outbox
 from trtmesh.chassis.service import SCHEMA_REVISION
-from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.fleet.assignments import Assignments
 from trtmesh.router.fleet.facts import Facts, held_adapters, report_of, tokenizer_mismatch
 from trtmesh.router.fleet.pulse import TICK_SECONDS, Pulse
@@ -18,7 +17,7 @@ from trtmesh.router.kv_index import KvFeed, KvIndex
 from trtmesh.router.links.deadlines import Deadlines
 from trtmesh.router.links.replica import DRAINED, LEAVING, Replica, ReplicaState
 from trtmesh.router.metrics import RouterMetrics
-from trtmesh.router.placement import WHOLE, WorkerSnapshot
+from trtmesh.router.placement import WHOLE, WorkerAdapters, WorkerSnapshot
 from trtmesh.router.placement.filters import missing
 from trtmesh.router.placement.load_guard import Booking, LoadGuard
 from trtmesh.router.placement.rates import Typical
@@ -70,7 +69,6 @@ class Worker(Replica):
         self._fingerprint_of = fingerprint_of
         self.engine = pb.GetEngineResponse()
         self.facts = Facts()
-        self.adapters: frozenset[Adapter] = frozenset()
         self.load = pb.Load()
         self.last_turn = 0
         """Number of the last placement on the worker."""
@@ -93,6 +91,11 @@ class Worker(Replica):
     def handles(self) -> int:
         """Handles in use, even by released sequences."""
         return len(self._assignments.sequences) + len(self._assignments.released)
+
+    @property
+    def adapters(self) -> WorkerAdapters:
+        """Adapters as reported, and in use by this router."""
+        return self.guard.adapters
 
     @property
     def busy(self) -> bool:
@@ -135,7 +138,7 @@ class Worker(Replica):
             problem=self._tokenizer_mismatch if self.ready else self._unready,
             supported_fields=facts.supported_fields,
             capabilities=facts.capabilities,
-            adapters=self.adapters,
+            adapters=guard.adapters,
             max_sequence_tokens=facts.max_sequence_tokens,
             max_sequences=facts.max_sequences,
             max_beams=facts.max_beams,
@@ -210,9 +213,7 @@ class Worker(Replica):
                     case "kv_events":
                         self._kv_feed.apply(event.kv_events)
                     case "adapter_states":
-                        self._on_adapters(
-                            held_adapters(self.adapters, event.adapter_states.adapters)
-                        )
+                        self._on_adapter_states(event.adapter_states)
                     case "welcome":
                         self._on_welcome(event.welcome.engine)
 
@@ -225,9 +226,8 @@ class Worker(Replica):
         self._become(ReplicaState.READY, "")
         self._on_change()
 
-    def _on_adapters(self, adapters: frozenset[Adapter]) -> None:
-        self.adapters = adapters
-        self.touch()
+    def _on_adapter_states(self, states: pb.AdapterStates) -> None:
+        self.guard.adapters_moved(held_adapters(self.adapters.held, states.adapters))
 
     def _on_load(self, load: pb.Load) -> None:
         self._pulse.on_load(load)
@@ -304,7 +304,6 @@ class Worker(Replica):
         """Returns every sequence to the item, for another worker."""
         runs = self._assignments.clear()
         self._moving = None
-        self.adapters = frozenset()
         error = WorkerLost(f"worker {self.name} was lost: {problem}", worker=self.name)
         # A draining worker announced the end of the stream.
         self.guard.lose(asyncio.get_running_loop().time(), None if self.load.draining else error)

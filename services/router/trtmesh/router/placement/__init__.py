@@ -3,15 +3,20 @@
 from trtmesh.router.placement.decision import Candidate, Decision
 from trtmesh.router.placement.place import check_fields, place
 from trtmesh.router.placement.policies import POLICIES
+from trtmesh.router.placement.residency import AdapterNeed, Place, Residency, WorkerAdapters
 from trtmesh.router.placement.snapshot import WHOLE, Capability, PlacementQuery, WorkerSnapshot
 
 __all__ = [
     "POLICIES",
     "WHOLE",
+    "AdapterNeed",
     "Candidate",
     "Capability",
     "Decision",
+    "Place",
     "PlacementQuery",
+    "Residency",
+    "WorkerAdapters",
     "WorkerSnapshot",
     "check_fields",
     "place",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
-from trtmesh.router.placement.snapshot import Capability, PlacementQuery, WorkerSnapshot, holds
+from trtmesh.router.placement.snapshot import Capability, PlacementQuery, WorkerSnapshot
 
 BREAKER_OPEN = "its breaker is open"
 ENOUGH_SIBLINGS = "it has enough siblings of the item"
@@ -105,7 +105,7 @@ def _against(worker: WorkerSnapshot, query: PlacementQuery) -> tuple[int, str]:
     """Weight and text of the objection to a candidate."""
     if worker.breaker_open:
         return 5, BREAKER_OPEN
-    if query.adapter and not holds(worker.adapters, query.adapter):
+    if query.adapter and not worker.adapters.holds(query.adapter.adapter):
         return 4, ADAPTER_ELSEWHERE
     if why := missing(query.wants, worker.capabilities):
         return 3, why

@@ -10,12 +10,13 @@ so an item counts once, whether or not in the report.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.router.placement.breaker import Breaker
 from trtmesh.router.placement.rates import Rates, Report, Typical
+from trtmesh.router.placement.residency import NO_ADAPTERS, AdapterKey, AdapterNeed, Residency
 
 SLOW_START_SECONDS = 10.0
 """How long a new worker counts with part of the fleet's mean load; the part shrinks."""
@@ -36,6 +37,7 @@ class Booking:
     sequences: int
     _booked_at: float
     _idle_before: bool
+    adapter: AdapterNeed | None = None
     _waiting: bool = True
     when_computed: Callable[[], None] | None = None
     """Called once the prompt is computed, or cannot be computed here any more."""
@@ -60,7 +62,7 @@ class Booking:
             self.sequences -= 1
             last = not self.sequences
             prompt_tokens = self.prompt_tokens if waiting and last else 0
-            self._guard._on_left(prompt_tokens, last=last)
+            self._guard._on_left(prompt_tokens, self.adapter, last=last)
             if waiting:
                 self._guard._on_ended_early(error, now)
             if last:
@@ -94,6 +96,7 @@ class LoadGuard:
         self.booked_sequences = 0
         self.booked_prompt_tokens = 0
         self.bookings = 0
+        self.adapters = NO_ADAPTERS
         self.rates = Rates()
         self.breaker = Breaker()
 
@@ -113,6 +116,7 @@ class LoadGuard:
         self._report = _NO_REPORT
         self.rates.break_off()
         self._foreign_sequences = self._foreign_prompt_tokens = 0
+        self.adapters = self.adapters.lost()
         for handle in [*self._by_handle]:
             self.leave(handle, now, error)
         self._on_change()
@@ -127,9 +131,13 @@ class LoadGuard:
         """Prompt tokens queued before another prompt."""
         return self.booked_prompt_tokens + self._foreign_prompt_tokens
 
-    def book(self, prompt_tokens: int, sequences: int, now: float) -> Booking:
+    def book(
+        self, prompt_tokens: int, sequences: int, now: float, adapter: AdapterNeed | None = None
+    ) -> Booking:
         """Books an item with `prompt_tokens` to compute."""
-        booking = Booking(self, prompt_tokens, sequences, now, not self.sequences)
+        booking = Booking(self, prompt_tokens, sequences, now, not self.sequences, adapter)
+        if adapter:
+            self.adapters = self.adapters.used(adapter, sequences)
         self.bookings += 1
         self.booked_sequences += sequences
         self.booked_prompt_tokens += prompt_tokens
@@ -150,10 +158,16 @@ class LoadGuard:
         elif self._report is not _NO_REPORT:
             self.rates.learn(self._report, report)
         self._report, self._steps = report, report.step_count
+        self.adapters = self.adapters.reported(*report.adapter_slots)
         self._foreign_sequences = max(0, report.sequences - self.booked_sequences)
         self._foreign_prompt_tokens = max(
             0, report.pending_prompt_tokens - self.booked_prompt_tokens
         )
+        self._on_change()
+
+    def adapters_moved(self, held: Mapping[AdapterKey, Residency]) -> None:
+        """The worker reported changed places of adapters."""
+        self.adapters = self.adapters.moved(held)
         self._on_change()
 
     def warmth(self, now: float) -> float:
@@ -190,7 +204,9 @@ class LoadGuard:
         self.breaker.succeeded()
         self._on_change()
 
-    def _on_left(self, prompt_tokens: int, *, last: bool) -> None:
+    def _on_left(self, prompt_tokens: int, adapter: AdapterNeed | None, *, last: bool) -> None:
+        if adapter:
+            self.adapters = self.adapters.used(adapter, -1)
         self.bookings -= last
         self.booked_sequences -= 1
         self.booked_prompt_tokens -= prompt_tokens

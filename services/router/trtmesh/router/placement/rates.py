@@ -52,6 +52,8 @@ class Report:
     computed_prompt_tokens: int = 0
     used_blocks: int = 0
     total_blocks: int = 0
+    adapter_slots: tuple[int, int, int] = (0, 0, 0)
+    """All slots for adapters, the free ones, and those of adapters neither pinned nor in use."""
 
     @property
     def sequences(self) -> int:

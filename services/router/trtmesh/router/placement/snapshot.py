@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from trtmesh.chassis.vocabulary import Adapter
+from trtmesh.router.placement.residency import NO_ADAPTERS, AdapterNeed, WorkerAdapters
 
 
 class Capability(Enum):
@@ -27,11 +26,6 @@ WHOLE = frozenset({Capability.PREFILL, Capability.DECODE})
 """All phases of an item."""
 
 
-def holds(held: AbstractSet[Adapter], wanted: Adapter) -> bool:
-    """Whether an adapter is among `held`; without a version, any version is."""
-    return any(each.id == wanted.id and wanted.version in ("", each.version) for each in held)
-
-
 class WorkerSnapshot(NamedTuple):
     """A worker at the moment of a placement, including everything this router dispatched until then.
 
@@ -45,8 +39,7 @@ class WorkerSnapshot(NamedTuple):
     """Why the worker takes no items, or ''."""
     supported_fields: frozenset[str]
     capabilities: frozenset[Capability] = frozenset(Capability)
-    adapters: frozenset[Adapter] = frozenset()
-    """Adapters in memory."""
+    adapters: WorkerAdapters = NO_ADAPTERS
     max_sequence_tokens: int = sys.maxsize
     """Most tokens of a sequence, prompt included."""
     max_sequences: int = sys.maxsize
@@ -90,7 +83,7 @@ class PlacementQuery:
     needs: frozenset[Capability] = WHOLE
     wants: frozenset[Capability] = frozenset()
     """Capabilities preferred, but not at the price of the item."""
-    adapter: Adapter | None = None
+    adapter: AdapterNeed | None = None
     prompt_tokens: int = 0
     """Tokens before the next new token, including tokens generated elsewhere."""
     sequences: int = 1

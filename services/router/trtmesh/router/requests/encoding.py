@@ -8,6 +8,7 @@ from trtmesh.chassis.errors import AdapterNotFound, PromptEmpty
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.fleet.adapters import KeptAdapter
 from trtmesh.router.kv_index import PromptBlocks, prefix_root
+from trtmesh.router.placement import AdapterNeed
 from trtmesh.router.requests.context import RequestContext
 from trtmesh.router.values.request import ItemRequest
 from trtmesh.v1 import generation_pb2 as pb
@@ -26,6 +27,13 @@ class EncodedItem:
     kept: KeptAdapter | None = None
     """The adapter with its weights, where a request brought it to this router."""
     stop_vocabulary: pb.StopVocabulary | None = None
+
+    @property
+    def need(self) -> AdapterNeed | None:
+        """The adapter as placement sees it."""
+        if self.adapter is None:
+            return None
+        return AdapterNeed(self.adapter, deliverable=self.kept is not None)
 
 
 NOT_ENCODED = EncodedItem([], [], PromptBlocks(None, ()))

@@ -151,7 +151,7 @@ class Placer:
             model=self._context.model,
             fields=self._item.worker_fields,
             wants=EXACTLY if generated and beams == 1 else frozenset(),
-            adapter=encoded.adapter,
+            adapter=encoded.need,
             prompt_tokens=len(encoded.token_ids) + generated,
             sequences=len(waiting) or config.sequences,
             item_sequences=config.sequences if together else 1,
