@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from trtmesh.chassis.adapter_content import AdapterContent, number_of
+from trtmesh.chassis.adapter_content import FILE_NAMES, AdapterContent, format_of, number_of
 from trtmesh.chassis.errors import InvalidField, InvalidRequest, NotFound
 from trtmesh.chassis.vocabulary import Tensor
 from trtmesh.v1 import generation_pb2 as pb
@@ -89,3 +89,26 @@ def test_directory_is_read_in_either_format(
     with pytest.raises(InvalidRequest) as refused:
         AdapterContent.read(tmp_path, 9)
     assert (refused.value.value, refused.value.limit) == ("10", "at most 9 bytes")
+
+
+PEFT, ARRAYS = (list(names) for names in FILE_NAMES.values())
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "words"),
+    [
+        ([], NotFound, "it lacks"),
+        (PEFT[:1], NotFound, PEFT[1]),
+        (PEFT[1:], NotFound, PEFT[0]),
+        (ARRAYS[:1], NotFound, ARRAYS[1]),
+        (PEFT + ARRAYS[1:], InvalidRequest, "two formats"),
+    ],
+    ids=["empty", "no_weights", "no_config", "no_array", "both"],
+)
+def test_directory_without_exactly_one_adapter_is_refused(
+    names: list[str], error: type[Exception], words: str, tmp_path: Path
+) -> None:
+    for name in names:
+        (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(error, match=words):
+        format_of(tmp_path)

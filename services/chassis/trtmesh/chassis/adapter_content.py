@@ -61,13 +61,10 @@ class AdapterContent:
 
     @classmethod
     def read(cls, directory: Path, most_bytes: int) -> Self:
-        """Reads an adapter's directory. Raises NotFound, or InvalidRequest for more than `most_bytes`."""
-        for kind, names in FILE_NAMES.items():
-            files = [directory / name for name in names]
-            if all(map(Path.is_file, files)):
-                return cls(kind, *_read(directory, files, most_bytes))
-        known = " or ".join(" and ".join(names) for names in FILE_NAMES.values())
-        raise NotFound(f"{directory} is no directory of an adapter: it lacks {known}")
+        """Reads an adapter's directory. Raises NotFound; InvalidRequest for more than `most_bytes` or two formats."""
+        kind = format_of(directory)
+        files = [directory / name for name in FILE_NAMES[kind]]
+        return cls(kind, *_read(directory, files, most_bytes))
 
     @property
     def size_bytes(self) -> int:
@@ -85,6 +82,24 @@ class AdapterContent:
         digest.update(self.config)
         digest.update(self.weights)
         return digest.hexdigest()
+
+
+def format_of(directory: Path) -> int:
+    """The format of an adapter's directory. Raises NotFound without all files of a format, InvalidRequest with two."""
+    present = {
+        kind: [name for name in names if (directory / name).is_file()]
+        for kind, names in FILE_NAMES.items()
+    }
+    found = [kind for kind, names in present.items() if names]
+    if len(found) > 1:
+        names = ", ".join(name for kind in found for name in present[kind])
+        raise InvalidRequest(f"{directory} holds adapters in two formats: {names}")
+    for kind in found:
+        if missing := set(FILE_NAMES[kind]) - set(present[kind]):
+            raise NotFound(f"{directory} has {present[kind][0]} but no {missing.pop()}")
+        return kind
+    known = " or ".join(" and ".join(names) for names in FILE_NAMES.values())
+    raise NotFound(f"{directory} is no directory of an adapter: it lacks {known}")
 
 
 def _read(directory: Path, files: list[Path], most_bytes: int) -> list[bytes]:

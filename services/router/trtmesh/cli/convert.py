@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,8 +10,7 @@ from typing import Annotated
 
 import typer
 from trtmesh.chassis.errors import ModelUnusable, SettingsError, StartupError
-from trtmesh.cli.output import put, say_error
-from trtmesh.cli.session import INTERRUPTED
+from trtmesh.cli.converter import publish, run_converter, tell_written
 
 PICKLES, SAFE = "pytorch_model*.bin", "model*.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -39,15 +34,7 @@ def convert(
 
     Exit status: 0 converted, 1 not enough space or time, 2 safetensors exist, 4 unusable weights, 130 Ctrl-C.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        for file in _convert(directory, replace=force, seconds=seconds):
-            put(f"wrote {file}")
-    except StartupError as error:
-        say_error(str(error))
-        raise typer.Exit(error.exit_status) from error
-    except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
+    tell_written(lambda: _convert(directory, replace=force, seconds=seconds))
 
 
 def _convert(directory: Path, *, replace: bool, seconds: float) -> Sequence[Path]:
@@ -58,11 +45,11 @@ def _convert(directory: Path, *, replace: bool, seconds: float) -> Sequence[Path
     pickles = _pickles(directory)
     try:
         with TemporaryDirectory(dir=directory, prefix=".convert-") as target:
-            _run(directory, Path(target), seconds)
+            run_converter(CONVERTER, [str(directory), target], seconds)
             for file in Path(target).iterdir():
                 # safetensors writes files that only their owner may read.
                 shutil.copymode(pickles[0], file)
-            return _publish(Path(target), directory, old)
+            return publish(Path(target), directory, old)
     except OSError as error:
         raise StartupError(f"cannot write to {directory}: {error.strerror}") from error
 
@@ -84,55 +71,3 @@ def _pickles(directory: Path) -> Sequence[Path]:
     if free < needed:
         raise StartupError(f"{directory} has {free} bytes of free space, of about {needed} needed")
     return pickles
-
-
-def _run(directory: Path, target: Path, seconds: float) -> None:
-    """Runs the conversion to its end, and ends it on every other path."""
-    command = [sys.executable, "-m", CONVERTER, str(directory), str(target)]
-    # The conversion ends with its standard input, and so with this process.
-    reading, writing = os.pipe()
-    try:
-        with subprocess.Popen(  # noqa: S603 - this project, with two paths
-            command, stdin=reading, stderr=subprocess.PIPE
-        ) as process:
-            try:
-                errors = process.communicate(timeout=seconds)[1]
-            finally:
-                process.kill()
-    except subprocess.TimeoutExpired as error:
-        raise StartupError(
-            f"the conversion takes longer than {seconds:g} s; --seconds allows more"
-        ) from error
-    finally:
-        os.close(reading)
-        os.close(writing)
-    if process.returncode:
-        raise _failure(process.returncode, str(errors, "utf-8", "replace"))
-
-
-def _failure(status: int, errors: str) -> StartupError:
-    reason = (errors.splitlines() or ["it printed no reason"])[-1]
-    if status == ModelUnusable.exit_status:
-        return ModelUnusable(reason)
-    if status == StartupError.exit_status:
-        return StartupError(reason)
-    return StartupError(f"the conversion ended with status {status}: {reason}")
-
-
-def _publish(source: Path, directory: Path, old: Sequence[Path]) -> Sequence[Path]:
-    """Moves the files, the index last, and removes the old ones."""
-    files = sorted(source.iterdir(), key=lambda file: (file.suffix == ".json", file.name))
-    for file in files:
-        with file.open("rb+") as written:
-            os.fsync(written.fileno())
-    placed: list[Path] = []
-    try:
-        placed.extend(file.rename(directory / file.name) for file in files)
-    except OSError:
-        for file in placed:
-            file.unlink()
-        raise
-    for file in old:
-        if file not in placed:
-            file.unlink()
-    return placed

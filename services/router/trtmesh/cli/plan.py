@@ -6,21 +6,18 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 
 from trtmesh.chassis.admin_token import AdminToken, read_admin_token
 from trtmesh.chassis.config_file import read_config_file
 from trtmesh.chassis.cores import physical_cores
-from trtmesh.chassis.errors import ModelUnusable, SettingsError, StartupError
+from trtmesh.chassis.errors import ModelUnusable, SettingsError
 from trtmesh.chassis.model_dir import check_model_dir
+from trtmesh.cli.extras import check_extras
 from trtmesh.cli.mesh_settings import MeshSettings
 
 LOOPBACK = "127.0.0.1"
 ROUTER_PORTS = ("port", "http_port", "metrics_port", "admin_port")
-
-MODULE_OF_EXTRA = {"router": "aiohttp", "tokenizer": "tokenizers", "engine": "torch"}
-"""A module that comes with each extra of the package that a stack needs."""
 
 _NOTHING = ""
 _COMMON = {
@@ -111,7 +108,8 @@ class Plan:
         sections = read_config_file(Path(config_file)) if config_file else {}
         self._given = ServiceSettingsGiven(sections, os.environ)
         self._given.refuse_overruled()
-        _check_extras(settings.backend or self._given.value("engine", "backend"))
+        simulated = (settings.backend or self._given.value("engine", "backend")) == "simulated"
+        check_extras(["router", "tokenizer", *([] if simulated else ["engine"])])
         self._models = _served_models(settings, self._given)
         _check_devices(settings, self._models)
 
@@ -254,16 +252,3 @@ def demo_model() -> Path:
         "no model is given, and the demo model is not part of the package; give the directory of a Hugging Face model:"
         " --model DIR (hf download OWNER/NAME --local-dir DIR fetches one)"
     )
-
-
-def _check_extras(backend: object) -> None:
-    """Raises StartupError for a service that could not be imported."""
-    missing = [
-        extra
-        for extra, module in MODULE_OF_EXTRA.items()
-        if find_spec(module) is None and not (extra == "engine" and backend == "simulated")
-    ]
-    if missing:
-        raise StartupError(
-            f"parts of the package are not installed: pip install 'trtmesh[{','.join(missing)}]'"
-        )

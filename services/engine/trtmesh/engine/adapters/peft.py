@@ -20,7 +20,6 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MOST_CONFIG_BYTES = 1 << 20
 PREFIX = "base_model.model."
 _KEY = re.compile(r"^(?P<layer>.+)\.lora_(?P<side>[AB])(\.[^.]+)?\.weight$")
-_NAMES = {module: name for name, module in reversed(MODULE_BY_NAME.items()) if "." not in name}
 
 
 class PeftConfig(BaseModel):
@@ -85,16 +84,23 @@ def read_peft(directory: Path, most_bytes: int) -> Lora:
     return _assemble(_read_tensors(directory / WEIGHTS, most_bytes), config)
 
 
-def write_peft(lora: Lora, directory: Path, base: str) -> None:
-    """Writes an adapter whose scale is part of B, as alpha = r says, with `base` as the name of its model.
+def write_peft(
+    lora: Lora,
+    directory: Path,
+    base: str,
+    names: Mapping[Place, str],
+    *,
+    fan_in_fan_out: bool = False,
+) -> None:
+    """Writes an adapter whose scale is part of B, as alpha = r says.
 
-    Layers are named as in Llama; a layer whose rank is not the largest is listed in rank_pattern and alpha_pattern.
+    `base` names the model, `names` its layers; `fan_in_fan_out` says that they are Conv1D layers. A layer whose rank is
+    not the largest is listed in rank_pattern and alpha_pattern.
     """
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
-    for (layer, module), update in sorted(lora.updates.items()):
-        parent = "self_attn" if module.name.startswith("ATTN") else "mlp"
-        name = f"model.layers.{layer}.{parent}.{_NAMES[module]}"
+    for place, update in sorted(lora.updates.items()):
+        name = names[place]
         tensors[f"{PREFIX}{name}.lora_A.weight"] = update.a.contiguous()
         tensors[f"{PREFIX}{name}.lora_B.weight"] = update.b.contiguous()
         if update.rank != lora.rank:
@@ -102,7 +108,7 @@ def write_peft(lora: Lora, directory: Path, base: str) -> None:
     config = {
         "base_model_name_or_path": base,
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": fan_in_fan_out,
         "inference_mode": True,
         "lora_alpha": lora.rank,
         "lora_dropout": 0.0,
@@ -110,7 +116,7 @@ def write_peft(lora: Lora, directory: Path, base: str) -> None:
         "rank_pattern": ranks,
         "peft_type": "LORA",
         "r": lora.rank,
-        "target_modules": sorted({_NAMES[module] for _, module in lora.updates}),
+        "target_modules": sorted({_own_name(names[place]) for place in lora.updates}),
         "task_type": "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": False,
@@ -118,6 +124,12 @@ def write_peft(lora: Lora, directory: Path, base: str) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
     (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _own_name(name: str) -> str:
+    """The end of a layer's name that tells its kind, as PEFT's target_modules match it: `q_proj`, `attn.c_proj`."""
+    *_, parent, own = name.split(".")
+    return own if own in MODULE_BY_NAME else f"{parent}.{own}"
 
 
 def _by_pattern(patterns: Mapping[str, float], name: str, default: float) -> float:

@@ -143,6 +143,19 @@ def load_model(
     )
 
 
+def model_outline(model_dir: Path) -> PreTrainedModel:
+    """The layers of a model without their weights. Raises ModelUnusable."""
+    config = _config(model_dir)
+    # Untyped.
+    loader: Any = AutoModelForCausalLM
+    try:
+        with _quiet(), torch.device("meta"):
+            outline: PreTrainedModel = loader.from_config(config, trust_remote_code=False)
+    except Exception as error:
+        raise ModelUnusable(f"{model_dir / 'config.json'} is refused: {_text(error)}") from error
+    return outline
+
+
 def _config(model_dir: Path) -> Any:
     _check_type(model_dir)
     try:

@@ -7,9 +7,7 @@ PyTorch's `weights_only` loader builds tensors and refuses everything else, so n
 from __future__ import annotations
 
 import json
-import os
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
@@ -20,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from trtmesh.chassis.errors import ModelUnusable, StartupError
+from trtmesh.engine.backends.torch.model.conversions import run_conversion
 
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 CONVERTED_INDEX = "model.safetensors.index.json"
@@ -136,27 +135,5 @@ def _write(text: str, file: Path) -> None:
         raise StartupError(f"cannot write {file.name}: {error.strerror}") from error
 
 
-def _end_with_parent() -> None:
-    """Ends the process when its standard input does."""
-
-    def wait() -> None:
-        os.read(0, 1)
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
-def main(arguments: Sequence[str]) -> int:
-    """The exit status; the reason of a failure is the last line of standard error."""
-    source, target = map(Path, arguments)
-    _end_with_parent()
-    try:
-        convert(source, target)
-    except StartupError as error:
-        sys.stderr.write(f"{error}\n")
-        return error.exit_status
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_conversion(lambda: convert(*map(Path, sys.argv[1:]))))

@@ -1,0 +1,20 @@
+"""Optional parts of the package that a command runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.util import find_spec
+
+from trtmesh.chassis.errors import StartupError
+
+MODULE_OF_EXTRA = {"router": "aiohttp", "tokenizer": "tokenizers", "engine": "torch"}
+"""A module that comes with each extra of the package."""
+
+
+def check_extras(needed: Iterable[str]) -> None:
+    """Raises StartupError that names the extras to install."""
+    missing = [extra for extra in needed if find_spec(MODULE_OF_EXTRA[extra]) is None]
+    if missing:
+        raise StartupError(
+            f"parts of the package are not installed: pip install 'trtmesh[{','.join(missing)}]'"
+        )
