@@ -9,18 +9,22 @@ from rich.console import Console
 from rich.table import Table
 from trtmesh.cli.rates import Sample, measure
 from trtmesh.cli.tables import (
+    adapter_versions_table,
+    adapters_table,
     add_row,
     candidates_table,
     fitted,
     items_table,
     new_table,
     requests_table,
+    residencies_table,
     tokenizers_table,
     workers_table,
 )
 from trtmesh.cli.top import page
 from trtmesh.v1 import router_admin_pb2 as pb
-from trtmesh.v1.engine_pb2 import Load
+from trtmesh.v1.engine_pb2 import ADAPTER_PLACE_DEVICE, ADAPTER_PLACE_HOST, Load
+from trtmesh.v1.generation_pb2 import Error
 
 PROBLEM = (
     "cannot connect: failed to connect to all addresses; the last of them refused the connection"
@@ -76,11 +80,50 @@ def test_names_and_addresses_are_whole(*, terminal: bool, width: int, problem: s
         (tokenizers_table(seen.tokenizers), ADDRESSES),
         (requests_table(live().requests), (REQUEST, ", ".join(NAMES))),
         (items_table(live().requests[0]), NAMES),
-        (candidates_table(candidates), NAMES),
+        (candidates_table(pb.Placement(candidates=candidates)), NAMES),
+        (candidates_table(pb.Placement(candidates=candidates, adapter="a")), NAMES),
     ):
         text = shown(table, terminal=terminal, width=width)
         assert [word for word in words if word not in text] == []
         assert "…" not in text
+
+
+def test_placement_shows_the_adapter_of_its_item() -> None:
+    candidate = pb.PlacementCandidate(
+        worker="a", adapter_place=ADAPTER_PLACE_HOST, adapter_seconds=0.25
+    )
+    with_adapter = candidates_table(pb.Placement(candidates=[candidate], adapter="tests"))
+    row = shown(with_adapter, terminal=False, width=80).splitlines()[-1].split()
+    assert row[-2:] == ["host", "250"]
+    without = shown(
+        candidates_table(pb.Placement(candidates=[candidate])), terminal=False, width=80
+    )
+    assert "adapter" not in without
+
+
+def test_adapter_has_a_row_per_version_and_one_per_place() -> None:
+    versions = [
+        pb.AdapterVersion(
+            version="1234567890abcdef",
+            size_bytes=3 << 20,
+            rank=16,
+            share=0.9,
+            residencies=[
+                pb.AdapterResidency(worker=name, place=ADAPTER_PLACE_DEVICE) for name in NAMES
+            ],
+        ),
+        pb.AdapterVersion(version="fedcba", share=0.1, error=Error(message=PROBLEM)),
+    ]
+    adapter = pb.Adapter(id=7, name="tests", versions=versions)
+    rows = shown(adapters_table([adapter]), terminal=False, width=80).splitlines()[-2:]
+    assert [row.split() for row in rows] == [
+        ["tests", "7", "1234567890ab", "3.0", "MiB", "16", str(len(NAMES)), "90%"],
+        ["tests", "7", "fedcba", "0.0", "MiB", "?", "0", "10%"],
+    ]
+    status = shown(adapter_versions_table(adapter), terminal=False, width=80)
+    assert PROBLEM in status
+    places = shown(residencies_table(adapter), terminal=False, width=80)
+    assert [name for name in NAMES if name not in places] == []
 
 
 def test_row_is_a_line_in_a_pipe() -> None:

@@ -10,7 +10,7 @@ from trtmesh.v1 import generation_pb2 as pb
 def test_keywords_are_the_fields_of_the_proto() -> None:
     """A field added to GenerationConfig or to a flat group must be given a keyword."""
     fields = pb.GenerationConfig.DESCRIPTOR.fields_by_name
-    names = [name for name in fields if name not in FLAT_GROUPS]
+    names = ["adapter" if name == "lora" else name for name in fields if name not in FLAT_GROUPS]
     for group in FLAT_GROUPS:
         names += [option.name for option in fields[group].message_type.fields]
     assert len(names) == len(set(names)), "two keywords would have one name"
@@ -28,7 +28,7 @@ def test_keywords_set_fields_and_nothing_else() -> None:
             embedding_bias=[0.5],
             beam_width=2,
             text=False,
-            lora=LoraConfig(id=7),
+            adapter=LoraConfig(id=7, version="ab"),
             priority=-1,
         ),
     )
@@ -41,9 +41,18 @@ def test_keywords_set_fields_and_nothing_else() -> None:
         sampling=pb.SamplingConfig(temperature=0.0, embedding_bias=[0.5]),
         beam_search=pb.BeamSearchConfig(beam_width=2),
         output=pb.OutputConfig(text=False),
-        lora=LoraConfig(id=7),
+        lora=LoraConfig(id=7, version="ab"),
         priority=-1,
     )
+
+
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [("tests", LoraConfig(name="tests")), ("7", LoraConfig(name="7")), (7, LoraConfig(id=7))],
+)
+def test_adapter_is_a_name_or_a_number(adapter: str | int, message: LoraConfig) -> None:
+    base = GenerationConfig(lora=LoraConfig(id=1, version="old"))
+    assert build_config(base, Options(adapter=adapter)).lora == message
 
 
 def test_keywords_override_the_config_without_changing_it() -> None:
@@ -64,7 +73,8 @@ def test_keywords_override_the_config_without_changing_it() -> None:
         ({"stopping": pb.StoppingConfig()}, "stopping"),
         ({"stop_texts": "END"}, "list"),
         ({"max_tokens": "3"}, "int"),
-        ({"lora": 7}, "LoraConfig"),
+        ({"adapter": 1.5}, "LoraConfig"),
+        ({"lora": LoraConfig(id=7)}, "lora"),
     ],
 )
 def test_unknown_keyword_or_type_is_a_type_error(

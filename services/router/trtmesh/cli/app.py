@@ -6,6 +6,7 @@ from importlib.metadata import version
 from typing import Annotated
 
 import typer
+from trtmesh.cli.adapters import adapters
 from trtmesh.cli.convert import convert
 from trtmesh.cli.demo import demo
 from trtmesh.cli.fleet import policy, status, workers
@@ -25,7 +26,7 @@ app = typer.Typer(
 )
 for command in (up, import_triton, convert, generate, status, top, explain, replay, demo):
     app.command()(command)
-for group in (workers, requests, policy, triton):
+for group in (workers, requests, adapters, policy, triton):
     app.add_typer(group)
 
 

@@ -54,10 +54,16 @@ async def _request_ids(admin: AdminClient) -> Iterable[str]:
     return {request.request_id for request in seen.requests}
 
 
+async def _adapters(admin: AdminClient) -> Iterable[str]:
+    seen = await admin.list_adapters()
+    return {adapter.name or str(adapter.id) for adapter in seen.adapters}
+
+
 async def _policies(admin: AdminClient) -> Iterable[str]:
     return (await admin.get_policy()).available
 
 
 complete_worker = _completing(_worker_names)
 complete_request_id = _completing(_request_ids)
+complete_adapter = _completing(_adapters)
 complete_policy = _completing(_policies)

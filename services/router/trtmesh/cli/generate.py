@@ -12,6 +12,8 @@ import typer
 from google.protobuf import json_format
 from rich.console import Console
 from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.cli.adapters import adapter_key
+from trtmesh.cli.completion import complete_adapter
 from trtmesh.cli.output import say_error
 from trtmesh.cli.prompts import PROMPTS_HELP, LinesOption, read_prompts
 from trtmesh.cli.session import FAILED, OK, connected, run
@@ -61,6 +63,12 @@ def generate(
         int | None,
         typer.Option(min=1, max=UINT32, help="Beams; all are returned without --sequences."),
     ] = None,
+    adapter: Annotated[
+        str | None,
+        typer.Option(
+            help="LoRA adapter of the registry, by name or number.", autocompletion=complete_adapter
+        ),
+    ] = None,
     config: Annotated[
         str, typer.Option(help="A GenerationConfig as JSON, for fields without an option.")
     ] = "",
@@ -90,6 +98,7 @@ def generate(
         "end_id": end_id,
         "num_return_sequences": sequences,
         "beam_width": beam_width,
+        "adapter": None if adapter is None else adapter_key(adapter),
     }
     texts = read_prompts(prompts, lines=lines)
     asked = _build_config(config, {name: v for name, v in given.items() if v is not None})

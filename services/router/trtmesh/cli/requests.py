@@ -10,7 +10,13 @@ from trtmesh.cli.admin_command import Context, admin_command
 from trtmesh.cli.completion import complete_request_id
 from trtmesh.cli.output import printable, put, put_json
 from trtmesh.cli.session import OK
-from trtmesh.cli.tables import candidates_table, items_table, print_tables, requests_table
+from trtmesh.cli.tables import (
+    candidates_table,
+    items_table,
+    print_tables,
+    requests_table,
+    short_version,
+)
 from trtmesh.v1 import router_admin_pb2 as pb
 
 requests = typer.Typer(name="requests", help="The live requests of a router.", no_args_is_help=True)
@@ -101,7 +107,7 @@ async def explain(context: Context, request_id: RequestArgument) -> int:
         return OK
     for placement in response.placements:
         put(_placement_line(placement))
-        print_tables(candidates_table(placement.candidates))
+        print_tables(candidates_table(placement))
     for batch_index, usage in zip(response.usage_batch_indexes, response.usages, strict=True):
         put(
             f"item {batch_index} so far: {usage.prompt_tokens} prompt tokens,"
@@ -129,6 +135,11 @@ def _placement_line(placement: pb.Placement) -> str:
         f"item {placement.batch_index} ({placement.cause}): {placement.prompt_tokens} prompt tokens went to"
         f" {placement.worker} by {placement.policy}"
     )
+    if placement.adapter:
+        text += (
+            f"; adapter {placement.adapter} (version {short_version(placement.adapter_version)}, rank"
+            f" {placement.adapter_rank or '?'}) is meant for {placement.adapter_replicas} workers"
+        )
     if placement.regret_tokens:
         text += f"; another worker could have reused {placement.regret_tokens} tokens more"
     return printable(text)

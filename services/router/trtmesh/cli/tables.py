@@ -1,4 +1,4 @@
-"""Tables of workers, tokenizers, requests and placements."""
+"""Tables of workers, tokenizers, requests, placements and adapters."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 from trtmesh.cli.output import printable
 from trtmesh.v1 import router_admin_pb2 as pb
-from trtmesh.v1.engine_pb2 import WorkerRole
-from trtmesh.v1.generation_pb2 import FinishReason
+from trtmesh.v1.engine_pb2 import AdapterPlace, WorkerRole
+from trtmesh.v1.generation_pb2 import AdapterFormat, FinishReason
 
 LEAST_REMARK_WIDTH = 20
 """Least width of a remark, in characters."""
@@ -112,12 +112,15 @@ def _sequence_state(sequence: pb.LiveSequence) -> str:
     return f"{state}, moved" if sequence.moved else state
 
 
-def candidates_table(candidates: Iterable[pb.PlacementCandidate]) -> Table:
+def candidates_table(placement: pb.Placement) -> Table:
+    """The workers of a placement; those of an item with an adapter show its place and the time to have it ready."""
+    adapter = ("adapter", "adapter\nms") if placement.adapter else ()
     table = new_table(
         "worker", "score", "cached\ntokens", "sequences", "wait ms", "prefill\nms/token", "step ms",
-        remark="excluded by",
+        *adapter, remark="excluded by",
     )  # fmt: skip
-    for candidate in candidates:
+    for candidate in placement.candidates:
+        place = enum_word(AdapterPlace, candidate.adapter_place)
         add_row(
             table,
             candidate.worker,
@@ -127,9 +130,77 @@ def candidates_table(candidates: Iterable[pb.PlacementCandidate]) -> Table:
             f"{candidate.wait_seconds * 1000:.1f}",
             f"{candidate.prefill_seconds * 1000:.3g}",
             f"{candidate.step_seconds * 1000:.3g}",
+            *((place, f"{candidate.adapter_seconds * 1000:.3g}") if adapter else ()),
             candidate.excluded_by,
         )
     return table
+
+
+def adapters_table(adapters: Iterable[pb.Adapter]) -> Table:
+    """One row per version, the current one first."""
+    table = new_table("adapter", "number", "version", "size", "rank", "workers", "share", "pinned")
+    for adapter in adapters:
+        for version in adapter.versions:
+            add_row(
+                table,
+                adapter.name,
+                adapter.id,
+                short_version(version.version),
+                size_word(version.size_bytes),
+                version.rank or "?",
+                len({each.worker for each in version.residencies}),
+                f"{version.share:.0%}",
+                "yes" if adapter.pinned else "",
+            )
+    return table
+
+
+def adapter_versions_table(adapter: pb.Adapter) -> Table:
+    table = new_table(
+        "version", "format", "size", "rank", "share", "items", "hits", "loads", "evictions", "source",
+        remark="error",
+    )  # fmt: skip
+    for version in adapter.versions:
+        add_row(
+            table,
+            version.version,
+            enum_word(AdapterFormat, version.format),
+            size_word(version.size_bytes),
+            version.rank or "?",
+            f"{version.share:.0%}",
+            version.items,
+            version.hits,
+            version.loads,
+            version.evictions,
+            version.source or "uploaded",
+            version.error.message,
+        )
+    return table
+
+
+def residencies_table(adapter: pb.Adapter) -> Table:
+    """One row per worker and version."""
+    table = new_table("version", "worker", "place", "sequences", "pinned")
+    for version in adapter.versions:
+        for each in version.residencies:
+            add_row(
+                table,
+                short_version(version.version),
+                each.worker,
+                enum_word(AdapterPlace, each.place),
+                each.sequences,
+                "yes" if each.pinned else "",
+            )
+    return table
+
+
+def short_version(version: str) -> str:
+    """The first digits, as unique as those of a commit."""
+    return version[:12]
+
+
+def size_word(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
 
 
 def new_table(*headings: str, remark: str = "") -> Table:

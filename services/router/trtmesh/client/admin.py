@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message
+from trtmesh.chassis.adapter_content import AdapterContent
 from trtmesh.chassis.admin_token import AdminToken
 from trtmesh.chassis.errors import DeadlineExceeded
 from trtmesh.client.channel import ServerChannel, typed_errors
 from trtmesh.v1 import router_admin_pb2 as pb
 from trtmesh.v1 import router_admin_pb2_grpc, router_pb2
+from trtmesh.v1.generation_pb2 import AdapterFormat
 
 DEFAULT_ADMIN_ADDRESS = "127.0.0.1:8003"
+
+PART_BYTES = 1 << 18
+"""Bytes of a message of an upload."""
 
 T = TypeVar("T")
 
@@ -101,6 +106,44 @@ class AdminClient(ServerChannel):
         answer: pb.StopRequestResponse = await self._short(self._stub.StopRequest, request)
         return answer.stopped_items
 
+    async def list_adapters(self) -> pb.ListAdaptersResponse:
+        """Adapters of the registry and their versions, with the workers that have them."""
+        return await self._short(self._stub.ListAdapters, pb.ListAdaptersRequest())
+
+    async def add_adapter(self, adapter: pb.AddAdapterRequest) -> pb.Adapter:
+        """Registers the adapter in a directory of the router (`source`), or a new version of it."""
+        call = self._stub.AddAdapter(adapter, metadata=self._metadata)
+        response: pb.AddAdapterResponse = await self._long(call)
+        return response.adapter
+
+    async def upload_adapter(
+        self,
+        adapter: pb.AddAdapterRequest,
+        content: AdapterContent,
+        *,
+        on_sent: Callable[[int], object] = lambda _: None,
+    ) -> pb.Adapter:
+        """Registers an adapter with its content (`AdapterContent.read(directory, most_bytes)`), or a new version of it.
+
+        The router refuses content that arrives with another digest. A cancelled upload leaves nothing. `on_sent` gets
+        the size of each part.
+        """
+        parts = _parts(adapter, content, on_sent)
+        call = self._stub.UploadAdapter(parts, metadata=self._metadata)
+        response: pb.UploadAdapterResponse = await self._long(call)
+        return response.adapter
+
+    async def remove_adapter(self, adapter_id: int, version: str = "") -> None:
+        """Forgets an adapter, or one of its versions, and unloads it; running items finish on it."""
+        request = pb.RemoveAdapterRequest(id=adapter_id, version=version)
+        await self._short(self._stub.RemoveAdapter, request)
+
+    async def pin_adapter(self, adapter_id: int, *, pinned: bool = True) -> pb.Adapter:
+        """Keeps an adapter loaded, or lets workers evict it again."""
+        request = pb.PinAdapterRequest(id=adapter_id, pinned=pinned)
+        response: pb.PinAdapterResponse = await self._short(self._stub.PinAdapter, request)
+        return response.adapter
+
     async def get_policy(self) -> pb.GetPolicyResponse:
         """The current placement policy, and the available ones."""
         return await self._short(self._stub.GetPolicy, pb.GetPolicyRequest())
@@ -139,3 +182,22 @@ class AdminClient(ServerChannel):
         finally:
             coming.cancel()
             await asyncio.gather(coming, return_exceptions=True)
+
+
+def _parts(
+    adapter: pb.AddAdapterRequest, content: AdapterContent, on_sent: Callable[[int], object]
+) -> Iterator[pb.UploadAdapterRequest]:
+    """The messages of an upload: the description, with the digest to expect, then the content."""
+    described = pb.AddAdapterRequest(version=content.version)
+    described.MergeFrom(adapter)
+    yield pb.UploadAdapterRequest(
+        adapter=described,
+        format=AdapterFormat.ValueType(content.format),
+        config_bytes=len(content.config),
+        weights_bytes=len(content.weights),
+    )
+    for data in (content.config, content.weights):
+        for start in range(0, len(data), PART_BYTES):
+            part = data[start : start + PART_BYTES]
+            yield pb.UploadAdapterRequest(data=part)
+            on_sent(len(part))

@@ -1,7 +1,8 @@
 """Python arguments of `Client.generate` to a GenerateRequest.
 
 Every field of `GenerationConfig` has a keyword. Those of the common groups are flat (`max_tokens` for
-`stopping.max_tokens`); the others take their message (`lora=LoraConfig(id=7)`).
+`stopping.max_tokens`); the others take their message (`draft=DraftConfig(...)`). The field `lora` is the keyword
+`adapter`: a name, a number or a LoraConfig.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Options(TypedDict, total=False):
     stream: bool
     normalize_log_probs: bool
     # Messages and numbers of GenerationConfig itself
-    lora: pb.LoraConfig
+    adapter: str | int | pb.LoraConfig
     prompt_tuning: pb.PromptTuningConfig
     draft: pb.DraftConfig
     lookahead: pb.LookaheadConfig
@@ -93,7 +94,7 @@ def _groups_by_option() -> dict[str, str]:
     flat = {
         option.name: group for group in FLAT_GROUPS for option in fields[group].message_type.fields
     }
-    return flat | {name: "" for name in fields if name not in FLAT_GROUPS}
+    return flat | {name: "" for name in (*fields, "adapter") if name not in (*FLAT_GROUPS, "lora")}
 
 
 GROUP_OF: Mapping[str, str] = _groups_by_option()
@@ -112,8 +113,22 @@ def build_config(
             raise TypeError(f"{name!r} is no option of generate; Options lists them")
         group = GROUP_OF[name]
         with encodable(f"{group}.{name}" if group else name):
-            _assign(getattr(config, group) if group else config, name, value)
+            if name == "adapter":
+                _assign(config, "lora", _lora(value))
+            else:
+                _assign(getattr(config, group) if group else config, name, value)
     return config
+
+
+def _lora(adapter: object) -> object:
+    """An adapter by name or number as its message; passes anything else through."""
+    match adapter:
+        case str():
+            return pb.LoraConfig(name=adapter)
+        case int():
+            return pb.LoraConfig(id=adapter)
+        case _:
+            return adapter
 
 
 def _assign(message: Message, name: str, value: Any) -> None:
