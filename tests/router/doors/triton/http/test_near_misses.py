@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from trtmesh.chassis.errors import InvalidRequest
-from trtmesh.router.doors.triton.http.near_misses import refuse_near_miss
+from trtmesh.router.doors.triton.http.near_misses import MOST_COMPARED, NearMisses, _alike
 from trtmesh.router.doors.triton.models import triton_models
 from trtmesh.router.doors.triton.settings import TritonSettings
 
@@ -33,21 +33,31 @@ MODELS = triton_models(
         ("tensorrt_llm", "top_k", "runtime_top_k"),
         ("tensorrt_llm", "stream", "streaming"),
         ("llmapi", "temperature", "sampling_param_temperature"),
+        ("llmapi", "image_url_input", "image_url"),
     ],
 )
 def test_near_miss_is_refused_with_the_name_that_was_meant(
     model: str, key: str, meant: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        refuse_near_miss(MODELS[model], key)
+        NearMisses(MODELS[model]).refuse(key)
     assert caught.value.field == key
     assert caught.value.problem.endswith(f"did you mean {meant}?")
 
 
-@pytest.mark.parametrize("key", ["lora_path", "input_ids", "num_draft_tokens", "TOKENS_BATCH"])
-def test_input_without_effect_in_this_model_is_refused(key: str) -> None:
-    with pytest.raises(InvalidRequest, match="without effect in model 'ensemble'; leave it out"):
-        refuse_near_miss(MODELS["ensemble"], key)
+@pytest.mark.parametrize(
+    ("model", "key"),
+    [
+        *(("ensemble", key) for key in ("lora_path", "input_ids", "num_draft_tokens")),
+        ("ensemble", "TOKENS_BATCH"),
+        # Its image_input has pixels.
+        *(("ensemble", key) for key in ("image_url_input", "image_url", "image_bytes_input")),
+        ("llmapi", "image_input"),
+    ],
+)
+def test_input_without_effect_in_this_model_is_refused(model: str, key: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"effect in model '{model}'; leave it out"):
+        NearMisses(MODELS[model]).refuse(key)
 
 
 @pytest.mark.parametrize(
@@ -60,4 +70,15 @@ def test_input_without_effect_in_this_model_is_refused(key: str) -> None:
 )
 def test_other_key_passes_as_a_parameter(key: str) -> None:
     for model in MODELS.values():
-        refuse_near_miss(model, key)
+        NearMisses(model).refuse(key)
+
+
+def test_only_the_first_unknown_keys_of_a_request_are_compared() -> None:
+    """The comparisons hold the event loop."""
+    of_one_request = NearMisses(MODELS["ensemble"])
+    before = _alike.cache_info().misses
+    for number in range(MOST_COMPARED * 16):
+        of_one_request.refuse(f"customer {number}")
+    assert _alike.cache_info().misses - before == MOST_COMPARED
+    with pytest.raises(InvalidRequest, match="did you mean max_tokens"):
+        of_one_request.refuse("request_output_len")

@@ -15,7 +15,7 @@ from trtmesh.router.doors.triton.http.infer_body import (
     set_parameter,
 )
 from trtmesh.router.doors.triton.http.json_tensors import BINARY_ONLY, flatten, raw_data, values
-from trtmesh.router.doors.triton.http.near_misses import refuse_near_miss
+from trtmesh.router.doors.triton.http.near_misses import NearMisses
 from trtmesh.router.doors.triton.models import MODEL_VERSION
 from trtmesh.router.doors.triton.templates.template import Model
 from trtmesh.router.doors.triton.tensors import Output, TensorSpec
@@ -27,14 +27,15 @@ NESTED = "parameters"
 def read_generate(model: Model, body: bytes) -> Any:
     """Makes a ModelInferRequest. Raises InvalidRequest."""
     message = parse_json(body, partial(_said_twice, model)) if body else {}
-    request = begin_request(model, message)
-    _read_keys(request, model, {k: v for k, v in message.items() if k not in ("id", NESTED)})
+    request, near_misses = begin_request(model, message), NearMisses(model)
+    own = {k: v for k, v in message.items() if k not in ("id", NESTED)}
+    _read_keys(request, model, own, near_misses)
     nested = message.get(NESTED, {})
     if not isinstance(nested, dict):
         raise InvalidRequest(
             f"Expected JSON object for keyword: '{NESTED}': attempt to access JSON non-object as object"
         )
-    _read_keys(request, model, nested)
+    _read_keys(request, model, nested, near_misses)
     return request
 
 
@@ -50,11 +51,13 @@ def generate_response(model: Model, request_id: str, outputs: Sequence[Output]) 
     return dict(sorted(message.items()))
 
 
-def _read_keys(request: Any, model: Model, message: Mapping[str, Any]) -> None:
+def _read_keys(
+    request: Any, model: Model, message: Mapping[str, Any], near_misses: NearMisses
+) -> None:
     for key, value in message.items():
         spec = model.inputs.get(key)
         if spec is None:
-            refuse_near_miss(model, key)
+            near_misses.refuse(key)
             if key in request.parameters:
                 raise InvalidRequest(_said_twice(model, key))
             set_parameter(request, key, value)
