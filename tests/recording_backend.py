@@ -8,6 +8,7 @@ from dataclasses import replace
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.fingerprint import ANY_TOKENIZER
 from trtmesh.engine.backend import (
+    AdapterLoad,
     BackendInfo,
     BackendStats,
     Capabilities,
@@ -63,6 +64,8 @@ class RecordingBackend:
         self.items: list[Submission] = []
         self.live: dict[int, Submission] = {}
         self.stops: list[tuple[tuple[int, ...], int]] = []
+        self.loads: list[AdapterLoad] = []
+        self.unloads: list[tuple[int, str, bool]] = []
         self.refusal: Exception | None = None
         self.closed = False
         self._adapters = adapters
@@ -86,6 +89,12 @@ class RecordingBackend:
 
     def adapters(self) -> Sequence[HeldAdapter]:
         return self._adapters
+
+    def load_adapter(self, load: AdapterLoad) -> None:
+        self.loads.append(load)
+
+    def unload_adapter(self, number: int, version: str, *, unpin: bool) -> None:
+        self.unloads.append((number, version, unpin))
 
     async def close(self) -> None:
         self.closed = True

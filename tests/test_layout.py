@@ -58,6 +58,8 @@ ROOMS = {
         "ledger",
         "kv_blocks",
         "times",
+        "adapter_slots",
+        "adapter_store",
         "backend",
     ),
     "engine.backends.torch": (

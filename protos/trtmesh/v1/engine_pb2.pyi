@@ -234,8 +234,8 @@ Global___KvSnapshotCommand: typing_extensions.TypeAlias = KvSnapshotCommand
 
 @typing.final
 class LoadAdapterCommand(google.protobuf.message.Message):
-    """Loads an adapter. Its content arrives in one or more commands, in order and without gaps; the last one loads it. An
-    AdapterState with the same id and version answers.
+    """Loads an adapter. Its content arrives in one or more commands, in order and without gaps; the last one loads it. All
+    of them repeat the fields other than offset and data. An AdapterState with the same id and version answers.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -263,7 +263,7 @@ class LoadAdapterCommand(google.protobuf.message.Message):
     """The next bytes of the content."""
     @property
     def adapter(self) -> trtmesh.v1.generation_pb2.LoraConfig:
-        """Id, name and version of the adapter; its weights are the content."""
+        """Id, name and version of the adapter, without weights and config."""
 
     def __init__(
         self,

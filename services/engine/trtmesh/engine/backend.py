@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from trtmesh.chassis.adapter_content import AdapterContent
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.vocabulary import Adapter, GenerationConfig, Tensor
 from trtmesh.v1 import engine_pb2 as epb
@@ -52,6 +53,8 @@ class BackendInfo:
     max_logits_bytes: int | None = None
     """Most bytes of logits that one item may ask for."""
     static_batching: bool = False
+    max_adapter_bytes: int = 0
+    """Most bytes of an adapter's content; 0 without support for adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +190,16 @@ class HeldAdapter:
     error: TrtmeshError | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterLoad:
+    """An adapter to load; without content, one in memory. `pinned` keeps it there until it is unloaded or unpinned."""
+
+    identity: Adapter
+    content: AdapterContent | None
+    """Content whose version is that of the identity."""
+    pinned: bool = False
+
+
 @dataclass(slots=True)
 class BlocksStored:
     """Blocks became reusable; hashes are chained from `parent_hash`, 0 at the start of a sequence."""
@@ -233,7 +246,7 @@ class StepOutput:
     starts: list[SequenceStart] = field(default_factory=list)
     kv_events: list[KvEvent] = field(default_factory=list)
     adapters: list[HeldAdapter] = field(default_factory=list)
-    """Adapters that changed their place, no later than the first token computed with them."""
+    """Changed states of adapters, no later than the first token computed with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +271,16 @@ class BackendStats:
     used_host_blocks: int = 0
     device_memory_bytes: int = 0
     pinned_memory_bytes: int = 0
+    adapter_slots: int = 0
+    free_adapter_slots: int = 0
+    evictable_adapter_slots: int = 0
+    adapter_host_bytes: int = 0
+    used_adapter_host_bytes: int = 0
+    adapter_loads: int = 0
+    adapter_evictions: int = 0
+    adapter_hits: int = 0
+    adapter_load_seconds: float = 0.0
+    """Time spent on loads; a metric only."""
 
 
 Deliver = Callable[[StepOutput], None]
@@ -265,8 +288,8 @@ Fail = Callable[[BaseException], None]
 
 
 class Backend(Protocol):
-    """Executes a model. Call order: `start` once; then `submit`, `stop`, `stats` and `adapters` any number of times,
-    always from the event loop's thread; `close` once, and nothing after it.
+    """Executes a model. Call order: `start` once; then the other methods any number of times, always from the event
+    loop's thread; `close` once, and nothing after it.
 
     Promises of every implementation:
 
@@ -280,6 +303,11 @@ class Backend(Protocol):
     * A fault of one item MUST end that item alone, with an error. A fault of the whole backend MUST be reported once
       through `fail`; the service then stops serving and exits. Sequences that the backend ends because of such a fault
       MUST end with WorkerLost, so that another worker continues them.
+    * `load_adapter` and `unload_adapter` MUST NOT block. Each MUST lead to a HeldAdapter of its id and version in the
+      `adapters` of a step, also where nothing changes. A failed load MUST leave nothing in memory, and a version in
+      memory is never loaded again.
+    * An adapter of a sequence, and a pinned one, MUST stay in memory. A sequence MUST use the version that its item
+      names, to its end.
     * `stats` MUST be cheap (under 50 µs) and safe while a step runs.
     * `close` MUST end every live sequence, release the model and return within seconds.
     """
@@ -288,7 +316,7 @@ class Backend(Protocol):
         """Loads the model; when it returns, `submit` works. Raises ModelUnusable when the model cannot be served."""
 
     def submit(self, item: Submission) -> None:
-        """Takes an item, or raises InvalidRequest, QueueFull or OutOfBlocks."""
+        """Takes an item, or raises InvalidRequest, QueueFull, OutOfBlocks, AdapterNotFound or AdaptersFull."""
 
     def stop(self, keys: Sequence[int], reason: int) -> None:
         """Ends sequences; `reason` is a generation_pb2.FinishReason."""
@@ -297,7 +325,13 @@ class Backend(Protocol):
         """The load now."""
 
     def adapters(self) -> Sequence[HeldAdapter]:
-        """The adapters in memory; empty without support for adapters."""
+        """The adapters in memory, and those of its own directory that cannot be loaded."""
+
+    def load_adapter(self, load: AdapterLoad) -> None:
+        """Loads an adapter; only called with `max_adapter_bytes` above 0."""
+
+    def unload_adapter(self, number: int, version: str, *, unpin: bool) -> None:
+        """Unloads a version of an adapter, or all with '', once no sequence uses it; with `unpin`, only unpins it."""
 
     async def close(self) -> None:
         """Ends everything and releases the model. Called once, even if `start` failed or was never called."""

@@ -17,6 +17,7 @@ from trtmesh.chassis.errors import Draining, SettingsError, TrtmeshError, Unavai
 from trtmesh.chassis.rpc import answering
 from trtmesh.chassis.service import Runtime
 from trtmesh.engine.backend import Backend, BackendStats
+from trtmesh.engine.service.adapter_delivery import DeliveryMemory
 from trtmesh.engine.service.connect import Context, serve_stream
 from trtmesh.engine.service.loaded_engine import LoadedEngine
 from trtmesh.engine.service.metrics import EngineMetrics
@@ -78,6 +79,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             description=describe(info, name, self._settings),
             streams=self._streams,
             metrics=self.metrics,
+            delivery_memory=DeliveryMemory(info.max_adapter_bytes),
         )
         self._ticker = asyncio.create_task(self._tick())
         await self._runtime.health.well("model")

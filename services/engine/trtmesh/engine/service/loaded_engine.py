@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trtmesh.engine.backend import Backend, BackendInfo
+from trtmesh.engine.service.adapter_delivery import DeliveryMemory
 from trtmesh.engine.service.metrics import EngineMetrics
 from trtmesh.engine.service.streams import Streams
 from trtmesh.engine.service.wire import load_message
@@ -28,6 +29,7 @@ class LoadedEngine:
     description: epb.GetEngineResponse
     streams: Streams
     metrics: EngineMetrics
+    delivery_memory: DeliveryMemory
     drain_ends_at: float | None = None
     """Monotonic time at which draining ends and the streams are cut; None before draining."""
 

@@ -117,6 +117,22 @@ class EngineMetrics(Collector):
             ("new_blocks", "KV blocks given to sequences.", stats.new_blocks if stats else 0),
             ("reused_blocks", "KV blocks shared instead.", stats.reused_blocks if stats else 0),
             ("merged_steps", "Steps sent as part of a later step.", self.merged_steps),
+            ("adapter_loads", "Adapters loaded.", stats.adapter_loads if stats else 0),
+            (
+                "adapter_load_seconds",
+                "Time spent on loading adapters.",
+                stats.adapter_load_seconds if stats else 0.0,
+            ),
+            (
+                "adapter_evictions",
+                "Adapters evicted from host memory.",
+                stats.adapter_evictions if stats else 0,
+            ),
+            (
+                "adapter_hits",
+                "Sequences that found their adapter ready to run.",
+                stats.adapter_hits if stats else 0,
+            ),
         )
         for name, text, value in plain:
             yield CounterMetricFamily(PREFIX + name, text, value=value)
@@ -149,6 +165,22 @@ class EngineMetrics(Collector):
             ("free_blocks", "KV blocks free or reusable.", stats.free_blocks if stats else 0),
             ("host_blocks", "Blocks of the host cache.", stats.host_blocks if stats else 0),
             ("used_host_blocks", "Host blocks in use.", stats.used_host_blocks if stats else 0),
+            ("adapter_slots", "Slots for adapters.", stats.adapter_slots if stats else 0),
+            (
+                "free_adapter_slots",
+                "Free slots for adapters.",
+                stats.free_adapter_slots if stats else 0,
+            ),
+            (
+                "adapter_host_bytes",
+                "Host memory for adapters.",
+                stats.adapter_host_bytes if stats else 0,
+            ),
+            (
+                "used_adapter_host_bytes",
+                "Host memory in use by adapters.",
+                stats.used_adapter_host_bytes if stats else 0,
+            ),
         )
         for name, text, value in plain:
             yield GaugeMetricFamily(PREFIX + name, text, value=value)

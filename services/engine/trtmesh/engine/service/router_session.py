@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from trtmesh.chassis.error_wire import to_proto
@@ -20,13 +20,14 @@ from trtmesh.chassis.errors import (
     UnsupportedCall,
 )
 from trtmesh.chassis.logs import request_id_bound
-from trtmesh.engine.backend import SequenceEnd
+from trtmesh.engine.backend import HeldAdapter, SequenceEnd
+from trtmesh.engine.service.adapter_commands import AdapterCommands
 from trtmesh.engine.service.event_outbox import MOST_TENSOR_BYTES, EventOutbox
 from trtmesh.engine.service.loaded_engine import LoadedEngine
 from trtmesh.engine.service.step_part import StepPart
 from trtmesh.engine.service.streams import HANDLE_BITS, HANDLE_MASK
 from trtmesh.engine.service.submission import handles_of, parse_submit
-from trtmesh.engine.service.wire import adapter_states, end_message, kv_event_message
+from trtmesh.engine.service.wire import end_message, kv_event_message
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import kv_transfer_pb2 as transfer
@@ -70,9 +71,7 @@ class RouterSession:
         self._failed = False
         self._number = engine.streams.add(self)
         self.outbox.put_answer(epb.EngineEvent(welcome=epb.Welcome(engine=engine.description)))
-        adapters = engine.backend.adapters()
-        if adapters:
-            self.outbox.put_answer(epb.EngineEvent(adapter_states=adapter_states(adapters)))
+        self._adapters = AdapterCommands(engine, self.outbox, self.router)
         # The router may place items right away, without waiting for the next report.
         self.take_load(engine.load())
         engine.metrics.open_streams += 1
@@ -93,10 +92,9 @@ class RouterSession:
             case "kv_snapshot":
                 self._tell_kv_snapshot()
             case "load_adapter":
-                adapter = command.load_adapter.adapter
-                self._refuse_adapter(adapter.id, adapter.name, "load_adapter")
+                self._adapters.load(command.load_adapter)
             case "unload_adapter":
-                self._refuse_adapter(command.unload_adapter.id, "", "unload_adapter")
+                self._adapters.unload(command.unload_adapter)
             case "reserve_blocks":
                 self._refuse_lease(command.reserve_blocks.lease_id, "reserve_blocks")
             case "release_lease":
@@ -136,6 +134,14 @@ class RouterSession:
             own.MergeFrom(load)
             self.outbox.put_load(own)
 
+    def take_adapters(self, held: Sequence[HeldAdapter]) -> None:
+        if not self._open:
+            return
+        try:
+            self._adapters.take_states(held)
+        except SlowClient as error:
+            self.finish(error)
+
     def take_kv_events(self, epoch: int, first: int, events: list[epb.KvEvent]) -> None:
         if self._open:
             self.outbox.put_kv_events(epoch, first, events)
@@ -161,6 +167,7 @@ class RouterSession:
     def close(self) -> None:
         """Stops the live sequences at once, because the stream is over."""
         self._open = False
+        self._adapters.close()
         self._engine.metrics.open_streams -= 1
         if self._live:
             keys = [self._key(handle) for handle in self._live]
@@ -270,25 +277,11 @@ class RouterSession:
         )
         self.outbox.put_kv_snapshot(snapshot)
 
-    def _refuse_adapter(self, number: int, name: str, command: str) -> None:
-        state = epb.AdapterState(
-            id=number,
-            name=name,
-            place=epb.ADAPTER_PLACE_ABSENT,
-            error=to_proto(self._unsupported(command)),
-        )
-        states = epb.AdapterStates(adapters=[state])
-        self.outbox.put_answer(epb.EngineEvent(adapter_states=states))
-
     def _refuse_lease(self, lease_id: str, command: str) -> None:
-        error = to_proto(self._unsupported(command))
-        answer = transfer.BlocksReserved(lease_id=lease_id, error=error)
-        self.outbox.put_answer(epb.EngineEvent(blocks_reserved=answer))
-
-    def _unsupported(self, command: str) -> UnsupportedCall:
         self._engine.metrics.errors["UNSUPPORTED_CALL"] += 1
-        backend = self._engine.info.backend
-        return UnsupportedCall(
-            f"the {backend} backend of worker {self._engine.name} does not support {command}",
+        error = UnsupportedCall(
+            f"the {self._engine.info.backend} backend of worker {self._engine.name} does not support {command}",
             worker=self._engine.name,
         )
+        answer = transfer.BlocksReserved(lease_id=lease_id, error=to_proto(error))
+        self.outbox.put_answer(epb.EngineEvent(blocks_reserved=answer))

@@ -7,16 +7,16 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from trtmesh.chassis.errors import TrtmeshError
-from trtmesh.engine.backend import SequenceEnd, StepOutput
+from trtmesh.engine.backend import HeldAdapter, SequenceEnd, StepOutput
 from trtmesh.engine.service.event_outbox import EventOutbox
 from trtmesh.engine.service.kv_mirror import KvMirror
 from trtmesh.engine.service.metrics import EngineMetrics
 from trtmesh.engine.service.step_part import StepPart
-from trtmesh.engine.service.wire import adapter_states, kv_event_message
+from trtmesh.engine.service.wire import kv_event_message
 from trtmesh.v1 import engine_pb2 as epb
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,9 @@ class Stream(Protocol):
 
     def take_load(self, load: epb.Load) -> None:
         """Takes the load."""
+
+    def take_adapters(self, held: Sequence[HeldAdapter]) -> None:
+        """Takes changed states of adapters."""
 
     def take_kv_events(self, epoch: int, first: int, events: list[epb.KvEvent]) -> None:
         """Takes changes of the KV cache."""
@@ -163,9 +166,8 @@ class Streams:
         stream.take_end(end.key & HANDLE_MASK, end)
 
     def _tell_adapters(self, output: StepOutput) -> None:
-        states = adapter_states(output.adapters)
         for stream in self:
-            stream.outbox.put_answer(epb.EngineEvent(adapter_states=states))
+            stream.take_adapters(output.adapters)
 
     def _tell_kv_events(self, output: StepOutput) -> None:
         first = self.kv.record(output.kv_events)

@@ -25,7 +25,9 @@ from trtmesh.engine.settings import EngineSettings
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 
-_STATS_FIELDS = [field.name for field in fields(BackendStats)]
+_STATS_FIELDS = [
+    field.name for field in fields(BackendStats) if field.name in epb.Load.DESCRIPTOR.fields_by_name
+]
 _PERF_FIELDS = [field.name for field in fields(PerfMetrics)]
 _INFO_FIELDS = [
     field.name

@@ -18,6 +18,7 @@ from trtmesh.chassis.errors import BackendFailed, QueueFull
 from trtmesh.engine import stopping
 from trtmesh.engine.admission import admit, check_queue
 from trtmesh.engine.backend import (
+    AdapterLoad,
     BackendInfo,
     BackendStats,
     Capabilities,
@@ -46,7 +47,8 @@ SUPPORTED_FIELDS = stopping.FIELDS | frozenset(
 )
 """Fields with an effect on tokens, their number, their order or the report."""
 
-CAPABILITIES = Capabilities(deterministic=True, resumes_exactly=True, stops_single_sequences=True)
+ADAPTER_FIELDS = frozenset({"lora.id", "lora.name", "lora.version"})
+"""Fields with an effect where there are slots for adapters."""
 
 CRASH_EXIT_STATUS = 70
 
@@ -79,9 +81,11 @@ class SimulatedBackend:
         rule = admit(item, self._info)
         self._check_refusal()
         check_queue(item, self._info, scheduler.present_sequences, scheduler.running_sequences)
+        lora = item.config.lora
+        adapter = scheduler.adapters.hold(lora, len(item.keys)) if lora else None
         self._items += 1
         for index in range(len(item.keys)):
-            sequence = Sequence(item, index, rule, self._source, block_size)
+            sequence = Sequence(item, index, rule, self._source, block_size, adapter)
             sequence.fails = self._items == self._settings.faults.fail_item
             scheduler.add(sequence)
         self._go_on()
@@ -94,6 +98,7 @@ class SimulatedBackend:
 
     def stats(self) -> BackendStats:
         scheduler = self._scheduler
+        store, slots = scheduler.adapters.store, scheduler.adapters.slots
         return BackendStats(
             step_count=scheduler.step_count,
             running_sequences=scheduler.running_sequences,
@@ -105,15 +110,32 @@ class SimulatedBackend:
             computed_prompt_tokens=scheduler.computed_prompt_tokens,
             reused_prompt_tokens=scheduler.reused_prompt_tokens,
             generated_tokens=scheduler.generated_tokens,
+            adapter_slots=slots.slots,
+            free_adapter_slots=slots.free,
+            evictable_adapter_slots=slots.evictable,
+            adapter_host_bytes=store.limits.host_bytes if slots.slots else 0,
+            used_adapter_host_bytes=store.used_bytes,
+            adapter_loads=store.loads,
+            adapter_evictions=store.evictions,
+            adapter_hits=slots.hits,
+            adapter_load_seconds=scheduler.adapters.load_seconds,
         )
 
     def adapters(self) -> SequenceOf[HeldAdapter]:
-        return ()
+        return self._scheduler.adapters.store.states
+
+    def load_adapter(self, load: AdapterLoad) -> None:
+        self._scheduler.adapters.load(load, self._go_on)
+
+    def unload_adapter(self, number: int, version: str, *, unpin: bool) -> None:
+        self._scheduler.adapters.unload(number, version, unpin=unpin)
+        self._go_on()
 
     async def close(self) -> None:
         for handle in (self._timer, self._flush):
             if handle:
                 handle.cancel()
+        self._scheduler.adapters.close()
         self._scheduler.stop_all(pb.FINISH_REASON_CANCELLED)
         self._deliver_leftover()
 
@@ -145,6 +167,8 @@ class SimulatedBackend:
         seconds = (timing.step_ms + timing.step_ms_per_sequence * len(scheduler.batch)) / 1000
         if timing.prefill_tokens_per_second:
             seconds += prompt_tokens / timing.prefill_tokens_per_second
+        if rank_ms := self._settings.adapters.rank_step_ms:
+            seconds += rank_ms * scheduler.largest_rank / 1000
         if faults.slow_after_steps and scheduler.step_count >= faults.slow_after_steps:
             seconds *= faults.slow_factor
         now = time.monotonic()
@@ -185,6 +209,7 @@ class SimulatedBackend:
 
 def _info(settings: SimulatedSettings) -> BackendInfo:
     ids, limits, cache = settings.vocabulary, settings.limits, settings.kv_cache
+    adapters = settings.adapters
     content = repr((ids.first_token_id, ids.last_token_id, ids.end_id))
     content += repr((ids.end_probability, ids.size))
     return BackendInfo(
@@ -199,8 +224,14 @@ def _info(settings: SimulatedSettings) -> BackendInfo:
         max_queue_size=limits.max_queue_size,
         tokens_per_block=cache.tokens_per_block,
         total_blocks=cache.total_blocks,
-        supported_fields=SUPPORTED_FIELDS,
-        capabilities=CAPABILITIES,
+        supported_fields=SUPPORTED_FIELDS | (ADAPTER_FIELDS if adapters.slots else frozenset()),
+        capabilities=Capabilities(
+            deterministic=True,
+            resumes_exactly=True,
+            stops_single_sequences=True,
+            max_adapters=adapters.slots,
+        ),
+        max_adapter_bytes=adapters.max_adapter_bytes if adapters.slots else 0,
         end_ids=(ids.end_id,),
         data_type=pb.DATA_TYPE_FP32,
     )

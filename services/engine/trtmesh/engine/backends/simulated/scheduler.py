@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from itertools import count
 
 from trtmesh.chassis.errors import BackendFailed
+from trtmesh.engine.adapter_slots import Order
 from trtmesh.engine.backend import SequenceEnd, SequenceStart, StepOutput
+from trtmesh.engine.backends.simulated.adapters import SimulatedAdapters
 from trtmesh.engine.backends.simulated.block_pool import BlockPool
 from trtmesh.engine.backends.simulated.sequence import Sequence
 from trtmesh.engine.backends.simulated.settings import SimulatedSettings
@@ -36,7 +38,8 @@ class Scheduler:
         self.generated_tokens = 0
         self._max_batch_size = settings.limits.max_batch_size
         self._prefill_tokens_per_step = settings.timing.prefill_tokens_per_step
-        self._waiting: list[tuple[int, int, Sequence]] = []
+        self.adapters = SimulatedAdapters(settings.adapters, self._queue)
+        self._waiting: list[tuple[Order, Sequence]] = []
         self._arrivals = count()
         self._prefilling: deque[Sequence] = deque()
         self._joined: list[Sequence] = []
@@ -48,6 +51,11 @@ class Scheduler:
         return len(self._ledger.live) - self.waiting_sequences
 
     @property
+    def largest_rank(self) -> int:
+        """Rank of the largest adapter in the batch; 0 without adapters."""
+        return max((each.adapter.rank for each in self.batch.members if each.adapter), default=0)
+
+    @property
     def present_sequences(self) -> int:
         """Waiting and running together."""
         return len(self._ledger.live)
@@ -55,13 +63,19 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence; a migrated sequence that is complete ends at once."""
         self._ledger.add(sequence.key, sequence)
+        sequence.order = (-sequence.priority, next(self._arrivals))
         self.waiting_sequences += 1
         self.pending_prompt_tokens += sequence.prefill_left
         end = sequence.rule.end_after(sequence.tokens)
         if end:
             self._end(sequence, *end)
-            return
-        heapq.heappush(self._waiting, (-sequence.priority, next(self._arrivals), sequence))
+        elif sequence.adapter:
+            self.adapters.slots.enter(sequence.adapter, sequence.order, sequence)
+        else:
+            self._queue(sequence)
+
+    def _queue(self, sequence: Sequence) -> None:
+        heapq.heappush(self._waiting, (sequence.order, sequence))
 
     def stop(self, keys: list[int], reason: int) -> None:
         """Ends sequences between steps; unknown keys are ignored."""
@@ -75,6 +89,7 @@ class Scheduler:
 
     def begin(self) -> int:
         """Starts sequences and computes prompts; returns the number of prompt tokens in the step."""
+        self.adapters.slots.step()
         self._admit()
         budget = self._prefill_tokens_per_step
         while self._prefilling and budget:
@@ -106,17 +121,19 @@ class Scheduler:
         return self._output()
 
     def leftover(self) -> StepOutput | None:
-        """Ends and KV events since the last step, if any."""
-        return self._output() if self._ledger.output.ends or self._kv_events else None
+        """Ends, KV events and states of adapters since the last step, if any."""
+        news = self._ledger.output.ends or self._kv_events or self.adapters.store.has_news
+        return self._output() if news else None
 
     def _output(self) -> StepOutput:
         output = self._ledger.take(self.step_count)
         output.kv_events = self._kv_events.take()
+        output.adapters = self.adapters.store.take_news()
         return output
 
     def _admit(self) -> None:
         while self._waiting:
-            sequence = self._waiting[0][2]
+            sequence = self._waiting[0][1]
             if sequence.ended:
                 heapq.heappop(self._waiting)
             elif self.running_sequences < self._max_batch_size and self._allocate(sequence):
@@ -179,6 +196,9 @@ class Scheduler:
         if not sequence.times.scheduled_ns:
             self.waiting_sequences -= 1
         sequence.ended = True
+        if sequence.adapter:
+            self.adapters.slots.leave(sequence.adapter, sequence.order)
+            self.adapters.release(sequence.adapter)
         reused = sequence.times.reused_blocks * sequence.tokens_per_block
         end = SequenceEnd(
             key=sequence.key,
@@ -203,7 +223,8 @@ class Scheduler:
         ):
             if is_new:
                 content = sequence.tokens[number * size : (number + 1) * size]
-                self._kv_events.stored(parent, block, content)
+                identity = sequence.adapter.identity if sequence.adapter else None
+                self._kv_events.stored(parent, block, content, identity)
             parent = block
         sequence.shared_blocks += len(fresh)
         sequence.private_blocks -= len(fresh)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from trtmesh.chassis.block_hashes import root_hash
+from trtmesh.engine.adapter_slots import Order
+from trtmesh.engine.adapter_store import StoredAdapter
 from trtmesh.engine.backend import Submission
 from trtmesh.engine.backends.simulated.tokens import CHUNK, TokenSource, stream_key
 from trtmesh.engine.kv_blocks import extend_names
@@ -23,7 +25,10 @@ class Sequence:
         rule: EndRule,
         source: TokenSource,
         tokens_per_block: int,
+        adapter: StoredAdapter | None = None,
     ) -> None:
+        self.adapter = adapter
+        identity = adapter.identity if adapter else None
         self.key = item.keys[index]
         self.priority = item.config.priority
         self.emitted_tokens = item.emitted_tokens
@@ -41,10 +46,11 @@ class Sequence:
             item.config.sampling,
             item.batch_index,
             item.sequence_index + index,
+            identity,
         )
         # Blocks.
         self.reuse = item.config.kv_cache.reuse
-        self.root = root_hash(item.config.kv_cache.salt)
+        self.root = root_hash(item.config.kv_cache.salt, adapter=identity)
         self.tokens_per_block = tokens_per_block
         self.hashes: list[int] = []
         """Names of its leading full blocks, computed on demand."""
@@ -52,6 +58,8 @@ class Sequence:
         """Leading blocks available for reuse."""
         self.private_blocks = 0
         # Progress.
+        self.order: Order = ()
+        """Place in the queue, highest priority first, then by arrival."""
         self.slot = -1
         self.first_step = 0
         self.prefill_left = len(self.tokens)

@@ -78,6 +78,23 @@ class VocabularySettings(Settings):
         return self
 
 
+class AdapterSettings(Settings):
+    """LoRA adapters without weights: their identity decides the tokens, and their rank the time."""
+
+    slots: Annotated[int, Field(ge=0, le=65536)] = 0
+    """Adapters ready to run at once; 0 refuses adapters."""
+    host_adapters: Count = 1024
+    """Adapters in host memory; each counts as 1 MiB."""
+    max_adapter_bytes: Annotated[int, Field(ge=1, le=2**31 - 1)] = 2**28
+    """Most bytes of an adapter's content."""
+    max_rank: Annotated[int, Field(ge=1, le=4096)] = 1024
+    """Largest rank of an adapter."""
+    load_ms: Milliseconds = 0.0
+    """Time to load an adapter from its content, in milliseconds; one at a time."""
+    rank_step_ms: Milliseconds = 0.0
+    """Additional step time per rank of the largest adapter in the batch, in milliseconds."""
+
+
 class FaultSettings(Settings):
     """Faults, for tests of the mesh."""
 
@@ -104,4 +121,5 @@ class SimulatedSettings(Settings):
     kv_cache: KvCacheSettings = KvCacheSettings()
     limits: LimitSettings = LimitSettings()
     vocabulary: VocabularySettings = VocabularySettings()
+    adapters: AdapterSettings = AdapterSettings()
     faults: FaultSettings = FaultSettings()

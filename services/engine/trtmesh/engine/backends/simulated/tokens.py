@@ -11,7 +11,7 @@ from hashlib import blake2b, shake_128
 from operator import attrgetter
 from struct import unpack
 
-from trtmesh.chassis.vocabulary import Sampling
+from trtmesh.chassis.vocabulary import Adapter, Sampling
 
 CHUNK = 128
 """Tokens that are made at once; a chunk costs about 7 µs."""
@@ -75,12 +75,18 @@ class TokenSource:
 
 
 def stream_key(
-    prompt: Sequence[int], sampling: Sampling, batch_index: int, sequence_index: int
+    prompt: Sequence[int],
+    sampling: Sampling,
+    batch_index: int,
+    sequence_index: int,
+    adapter: Adapter | None = None,
 ) -> bytes:
-    """Names a stream of tokens. As with a model, greedy streams differ by prompt and penalties alone."""
+    """Names a stream of tokens. As with a model, greedy streams differ by prompt, penalties and adapter alone."""
     if sampling.greedy:
         asked: tuple[object, ...] = _penalties(sampling)
     else:
         asked = (*_penalties(sampling), *_draws(sampling), batch_index, sequence_index)
     content = array("I", prompt).tobytes() + repr(asked).encode()
+    if adapter:
+        content += f" adapter {adapter.id} {adapter.version}".encode()
     return blake2b(content, digest_size=16).digest()

@@ -17,10 +17,11 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trtmesh.chassis.errors import TrtmeshError, WorkerLost
+from trtmesh.chassis.errors import TrtmeshError, UnsupportedCall, WorkerLost
 from trtmesh.chassis.vocabulary import Lora, PromptTuning
 from trtmesh.engine.admission import admit, check_queue
 from trtmesh.engine.backend import (
+    AdapterLoad,
     BackendInfo,
     BackendStats,
     Deliver,
@@ -171,6 +172,12 @@ class TorchBackend:
 
     def adapters(self) -> SequenceOf[HeldAdapter]:
         return [HeldAdapter(each) for each in self._loaded.adapters.held]
+
+    def load_adapter(self, load: AdapterLoad) -> None:
+        raise UnsupportedCall("is not served by the torch backend yet", field="load_adapter")
+
+    def unload_adapter(self, number: int, version: str, *, unpin: bool) -> None:
+        raise UnsupportedCall("is not served by the torch backend yet", field="unload_adapter")
 
     async def close(self) -> None:
         with self._wake:

@@ -1,0 +1,171 @@
+"""Adapters on the device and the sequences that wait for one, the same way for every backend: a fair share of slots.
+
+A sequence whose adapter is on the device goes to the scheduler's queue. Another one is parked until its adapter has a
+slot, which the longest unused adapter without sequences gives up. Parked sequences get slots in the scheduler's order.
+One that found no slot for PATIENCE_STEPS is starving: sequences that come after it in this order are parked too, so the
+sequences in front of it end and free a slot.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from trtmesh.engine.adapter_store import StoredAdapter
+from trtmesh.v1 import engine_pb2 as epb
+
+PATIENCE_STEPS = 64
+"""Steps for which sequences with an adapter on the device may overtake a parked sequence."""
+
+Order = tuple[int, ...]
+"""Place in the scheduler's order, different for every sequence; the lowest starts first."""
+
+A = TypeVar("A", bound=StoredAdapter)
+A_contra = TypeVar("A_contra", bound=StoredAdapter, contravariant=True)
+S = TypeVar("S")
+
+
+class Device(Protocol[A_contra]):
+    """Moves adapters between host and device."""
+
+    def bring(self, adapter: A_contra, slot: int) -> bool:
+        """Copies an adapter into a slot; returns False where `arrived` or `failed` follows."""
+
+    def note(self, adapter: A_contra) -> None:
+        """Reports the adapter's new place."""
+
+
+class AdapterSlots(Generic[A, S]):
+    """The adapters on the device, each in a slot."""
+
+    def __init__(self, slots: int, device: Device[A], start: Callable[[S], None]) -> None:
+        """`start` queues a sequence whose adapter is on the device."""
+        self.slots = slots
+        self.hits = 0
+        self._device = device
+        self._start = start
+        self._unused = list(range(slots))
+        # On the device or under way to it, with the slot; the longest unused first.
+        self._residents: OrderedDict[A, int] = OrderedDict()
+        self._in_use: Counter[A] = Counter()
+        """Adapters by sequences that were started and have not ended."""
+        self._parked: list[tuple[Order, int, A, S]] = []
+        """In order, with the step of the sequence's arrival."""
+        self._steps = 0
+        self._stuck: tuple[Order, int] | None = None
+        """The first parked sequence without a slot."""
+
+    @property
+    def parked_sequences(self) -> int:
+        return len(self._parked)
+
+    @property
+    def free(self) -> int:
+        return len(self._unused)
+
+    @property
+    def evictable(self) -> int:
+        # A list, because another thread may ask.
+        return sum(map(self._is_idle, list(self._residents)))
+
+    def enter(self, adapter: A, order: Order, sequence: S) -> None:
+        """Starts a sequence or parks it."""
+        ready = adapter.place == epb.ADAPTER_PLACE_DEVICE
+        self.hits += ready
+        if ready and not self._is_held_back(order):
+            self._release(adapter, sequence)
+            return
+        insort(self._parked, (order, self._steps, adapter, sequence), key=lambda each: each[0])
+        if self._stuck is None or order < self._stuck[0]:
+            self._settle()
+
+    def leave(self, adapter: A, order: Order) -> None:
+        """Forgets a sequence, parked or started."""
+        at = bisect_left(self._parked, order, key=lambda each: each[0])
+        if at < len(self._parked) and self._parked[at][0] == order:
+            del self._parked[at]
+        else:
+            self._in_use[adapter] -= 1
+            if self._in_use[adapter]:
+                return
+            del self._in_use[adapter]
+        self._settle()
+
+    def step(self) -> None:
+        """Counts a step of the scheduler."""
+        self._steps += 1
+
+    def offer(self, adapter: A) -> None:
+        """Brings a loaded adapter to the device ahead of its sequences: to a free slot, a pinned one to any."""
+        if self.free or adapter.pinned:
+            self._claim(adapter)
+            self._settle()
+
+    def arrived(self, adapter: A) -> None:
+        """Starts the parked sequences of an adapter that is now on the device."""
+        if adapter in self._residents:
+            self._place(adapter, epb.ADAPTER_PLACE_DEVICE)
+            self._settle()
+
+    def failed(self, adapter: A) -> list[S]:
+        """Frees the slot of an adapter that could not be copied; returns its parked sequences."""
+        lost = [each[-1] for each in self._parked if each[2] is adapter]
+        self._parked = [each for each in self._parked if each[2] is not adapter]
+        self.drop(adapter)
+        return lost
+
+    def drop(self, adapter: A) -> None:
+        """Frees the slot of an adapter without started sequences."""
+        if adapter in self._residents:
+            self._unused.append(self._residents.pop(adapter))
+            self._settle()
+
+    def _is_held_back(self, order: Order) -> bool:
+        stuck = self._stuck
+        return stuck is not None and order > stuck[0] and self._steps - stuck[1] >= PATIENCE_STEPS
+
+    def _settle(self) -> None:
+        """Gives slots to the adapters of parked sequences, in order, and starts the sequences with an adapter there."""
+        self._stuck, parked, self._parked = None, self._parked, []
+        for each in parked:
+            order, since, adapter, sequence = each
+            if self._stuck is None and not self._claim(adapter):
+                self._stuck = order, since
+            if adapter.place == epb.ADAPTER_PLACE_DEVICE and not self._is_held_back(order):
+                self._release(adapter, sequence)
+            else:
+                self._parked.append(each)
+
+    def _release(self, adapter: A, sequence: S) -> None:
+        self._in_use[adapter] += 1
+        self._residents.move_to_end(adapter)
+        self._start(sequence)
+
+    def _claim(self, adapter: A) -> bool:
+        """Takes a slot for an adapter on the host, which an idle adapter gives up; returns whether there is one."""
+        if adapter in self._residents:
+            return True
+        if not self._unused:
+            victim = next((each for each in self._residents if self._is_idle(each)), None)
+            if victim is None:
+                return False
+            self._unused.append(self._residents.pop(victim))
+            self._place(victim, epb.ADAPTER_PLACE_HOST)
+        slot = self._residents[adapter] = self._unused.pop()
+        if self._device.bring(adapter, slot):
+            self._place(adapter, epb.ADAPTER_PLACE_DEVICE)
+        return True
+
+    def _is_idle(self, adapter: A) -> bool:
+        """Whether an adapter may be evicted: on the device, without sequences, not pinned."""
+        return (
+            adapter.place == epb.ADAPTER_PLACE_DEVICE
+            and not adapter.pinned
+            and adapter not in self._in_use
+        )
+
+    def _place(self, adapter: A, place: epb.AdapterPlace.ValueType) -> None:
+        adapter.place = place
+        self._device.note(adapter)

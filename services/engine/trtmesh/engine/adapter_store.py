@@ -1,0 +1,216 @@
+"""The adapters in a worker's host memory, the same way for every backend: limits, pins, eviction and news."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from trtmesh.chassis.errors import AdapterNotFound, AdaptersFull, InvalidField, TrtmeshError
+from trtmesh.chassis.vocabulary import Adapter, Lora
+from trtmesh.engine.backend import HeldAdapter
+from trtmesh.v1 import engine_pb2 as epb
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class StoredAdapter:
+    """An adapter in host memory."""
+
+    identity: Adapter
+    rank: int
+    size_bytes: int
+    place: epb.AdapterPlace.ValueType = epb.ADAPTER_PLACE_HOST
+    pinned: bool = False
+    holders: int = 0
+    """Live sequences with this adapter."""
+    unloading: bool = False
+    """Whether it leaves with its last holder."""
+
+    @property
+    def key(self) -> tuple[int, str]:
+        return self.identity.id, self.identity.version
+
+    @property
+    def state(self) -> HeldAdapter:
+        return HeldAdapter(self.identity, self.place, self.rank, self.size_bytes, self.pinned)
+
+
+A = TypeVar("A", bound=StoredAdapter)
+
+
+def key_of(asked: Lora) -> tuple[int, str]:
+    """Number and version of the adapter that an item names. Raises InvalidField where one is missing."""
+    if asked.id is None:
+        raise InvalidField("is not set; a worker knows adapters by number", field="lora.id")
+    if asked.version is None:
+        raise InvalidField("is not set; name the version that was loaded", field="lora.version")
+    return asked.id, asked.version
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLimits:
+    """Sizes of both tiers, with the settings that an error names."""
+
+    host_bytes: int
+    slots: int
+    """Most adapters on the device."""
+    host_setting: str = "adapters.host_bytes"
+    slots_setting: str = "adapters.max_batch_adapters"
+
+
+class AdapterStore(Generic[A]):
+    """Adapters by number and version. The longest unused leave first, never one with holders or pinned.
+
+    Methods return the adapters that left memory; the caller takes them off the device.
+    """
+
+    def __init__(self, limits: StoreLimits) -> None:
+        self.limits = limits
+        self.used_bytes = 0
+        self.loads = self.evictions = 0
+        # The longest unused first.
+        self._held: OrderedDict[tuple[int, str], A] = OrderedDict()
+        self._news: dict[tuple[int, str], HeldAdapter] = {}
+
+    @property
+    def states(self) -> list[HeldAdapter]:
+        return [each.state for each in self._held.values()]
+
+    def get(self, number: int, version: str) -> A | None:
+        return self._held.get((number, version))
+
+    def hold(self, number: int, version: str, holders: int) -> A:
+        """The adapter for `holders` more sequences. Raises AdapterNotFound, or AdaptersFull where the pinned ones leave
+        it no slot."""
+        adapter = self._held.get((number, version))
+        if adapter is None or adapter.unloading:
+            raise AdapterNotFound(
+                f"is {number} in version {version}, an adapter that this worker does not hold; load it first",
+                field="lora.id",
+                value=str(number),
+            )
+        if not adapter.pinned and self._pins >= self.limits.slots:
+            raise self._crowded("lora.id", adapter)
+        self._held.move_to_end(adapter.key)
+        adapter.holders += holders
+        return adapter
+
+    def release(self, adapter: A) -> list[A]:
+        """Takes back one hold."""
+        adapter.holders -= 1
+        return self._leave([adapter])
+
+    def put(self, adapter: A) -> list[A]:
+        """Adds an adapter. Raises InvalidField for one too large, AdaptersFull where others in use leave no room."""
+        removed = self._make_room(adapter.size_bytes)
+        self._held[adapter.key] = adapter
+        self.used_bytes += adapter.size_bytes
+        self.loads += 1
+        self.note(adapter)
+        return removed
+
+    def retain(self, adapter: A, *, pinned: bool) -> None:
+        """Keeps an adapter that may be about to leave; `pinned` pins it. Raises AdaptersFull where the pinned adapters
+        would leave others with sequences no slot."""
+        if pinned and not adapter.pinned:
+            self._check_pin(adapter)
+            adapter.pinned = True
+        adapter.unloading = False
+        self.note(adapter)
+
+    def unload(self, number: int, version: str) -> list[A]:
+        """Removes a version, or all with '', now or with the last holder."""
+        found = [each for each in self._held.values() if _is_asked(each, number, version)]
+        if not found:
+            absent = Adapter(number, version=version)
+            self._news[number, version] = HeldAdapter(absent, epb.ADAPTER_PLACE_ABSENT)
+        for each in found:
+            each.unloading, each.pinned = True, False
+            self.note(each)
+        return self._leave(found)
+
+    def unpin(self, number: int, version: str) -> None:
+        """Unpins a version, or all with ''."""
+        for each in self._held.values():
+            if _is_asked(each, number, version):
+                each.pinned = False
+                self.note(each)
+
+    def note(self, adapter: A) -> None:
+        """Reports the adapter's state as news, while it is in memory."""
+        if self._held.get(adapter.key) is adapter:
+            self._news[adapter.key] = adapter.state
+
+    def failed(self, identity: Adapter, error: TrtmeshError) -> None:
+        """Reports a failed load as news."""
+        state = HeldAdapter(identity, epb.ADAPTER_PLACE_ABSENT, error=error)
+        self._news[identity.id, identity.version] = state
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._news)
+
+    def take_news(self) -> list[HeldAdapter]:
+        """The states that changed since the last call."""
+        news, self._news = self._news, {}
+        return list(news.values())
+
+    def _check_pin(self, adapter: A) -> None:
+        """Sequences with other adapters need a slot that is not pinned."""
+        used = any(e.holders and not e.pinned and e is not adapter for e in self._held.values())
+        if self._pins + 1 + used > self.limits.slots:
+            raise self._crowded("adapter.id", adapter)
+
+    def _make_room(self, size: int) -> list[A]:
+        most, setting = self.limits.host_bytes, self.limits.host_setting
+        if size > most:
+            raise InvalidField.of("adapter.weights", f"{size} bytes", f"at most {most}", setting)
+        idle = [each for each in self._held.values() if not each.holders and not each.pinned]
+        kept = self.used_bytes - sum(each.size_bytes for each in idle)
+        if kept + size > most:
+            raise AdaptersFull(
+                f"pinned adapters and those of running items take {kept} of {most} bytes ({setting}); try again later"
+                " or elsewhere",
+                value=str(size),
+                limit=f"at most {most} bytes",
+                limit_field=setting,
+            )
+        removed = []
+        for each in idle:
+            if self.used_bytes + size <= most:
+                break
+            self._remove(each)
+            self.evictions += 1
+            removed.append(each)
+        return removed
+
+    def _leave(self, adapters: Iterable[A]) -> list[A]:
+        leaving = [each for each in adapters if each.unloading and not each.holders]
+        for each in leaving:
+            self._remove(each)
+        return leaving
+
+    def _remove(self, adapter: A) -> None:
+        del self._held[adapter.key]
+        self.used_bytes -= adapter.size_bytes
+        self._news[adapter.key] = HeldAdapter(adapter.identity, epb.ADAPTER_PLACE_ABSENT)
+
+    @property
+    def _pins(self) -> int:
+        return sum(each.pinned for each in self._held.values())
+
+    def _crowded(self, field: str, adapter: A) -> AdaptersFull:
+        limits = self.limits
+        return AdaptersFull(
+            f"is {adapter.identity.id}, but pinned adapters take the {limits.slots} slots ({limits.slots_setting});"
+            " unpin one or try elsewhere",
+            field=field,
+            value=str(adapter.identity.id),
+            limit=f"at most {limits.slots} adapters",
+            limit_field=limits.slots_setting,
+        )
+
+
+def _is_asked(adapter: StoredAdapter, number: int, version: str) -> bool:
+    return adapter.identity.id == number and version in ("", adapter.identity.version)

@@ -1,0 +1,133 @@
+"""Adapters of a simulated worker: no weights, but identity, rank, load time, and a place in both tiers."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections import deque
+from collections.abc import Callable
+
+from trtmesh.chassis.adapter_content import AdapterContent
+from trtmesh.chassis.errors import AdapterNotFound, InvalidField, InvalidRequest, TrtmeshError
+from trtmesh.chassis.vocabulary import Lora
+from trtmesh.engine.adapter_slots import AdapterSlots
+from trtmesh.engine.adapter_store import AdapterStore, StoredAdapter, StoreLimits, key_of
+from trtmesh.engine.backend import AdapterLoad
+from trtmesh.engine.backends.simulated.sequence import Sequence
+from trtmesh.engine.backends.simulated.settings import AdapterSettings
+from trtmesh.v1 import generation_pb2 as pb
+
+ADAPTER_BYTES = 2**20
+"""Size of every adapter."""
+
+
+class SimulatedAdapters:
+    """Both tiers, and the loads, one after another. Implements the slots' Device: a copy takes no time."""
+
+    def __init__(self, settings: AdapterSettings, start: Callable[[Sequence], None]) -> None:
+        """`start` queues a sequence."""
+        self._settings = settings
+        limits = StoreLimits(
+            settings.host_adapters * ADAPTER_BYTES,
+            settings.slots,
+            host_setting="adapters.host_adapters",
+            slots_setting="adapters.slots",
+        )
+        self.store = AdapterStore[StoredAdapter](limits)
+        self.slots = AdapterSlots[StoredAdapter, Sequence](settings.slots, self, start)
+        self.load_seconds = 0.0
+        self._loading: deque[AdapterLoad] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def hold(self, asked: Lora, holders: int) -> StoredAdapter:
+        """Raises InvalidField, AdapterNotFound or AdaptersFull."""
+        return self.store.hold(*key_of(asked), holders)
+
+    def release(self, adapter: StoredAdapter) -> None:
+        """Takes back the hold of a sequence."""
+        self._drop(self.store.release(adapter))
+
+    def load(self, load: AdapterLoad, told: Callable[[], None]) -> None:
+        """Loads an adapter; `told` is called once there is news."""
+        self._loading.append(load)
+        if self._timer is None:
+            self._begin(told)
+
+    def unload(self, number: int, version: str, *, unpin: bool) -> None:
+        if unpin:
+            self.store.unpin(number, version)
+        else:
+            self._drop(self.store.unload(number, version))
+
+    def close(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+
+    def bring(self, adapter: StoredAdapter, slot: int) -> bool:
+        return True
+
+    def note(self, adapter: StoredAdapter) -> None:
+        self.store.note(adapter)
+
+    def _begin(self, told: Callable[[], None]) -> None:
+        known = self.store.get(*_key(self._loading[0])) is not None
+        seconds = 0.0 if known else self._settings.load_ms / 1000
+        self.load_seconds += seconds
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(seconds, self._finish, told)
+
+    def _finish(self, told: Callable[[], None]) -> None:
+        self._timer = None
+        load = self._loading.popleft()
+        try:
+            self._put(load)
+        except TrtmeshError as error:
+            self.store.failed(load.identity, error)
+        if self._loading:
+            self._begin(told)
+        told()
+
+    def _put(self, load: AdapterLoad) -> None:
+        adapter = self.store.get(*_key(load))
+        if adapter is None:
+            if load.content is None:
+                raise AdapterNotFound(
+                    "is not in memory; send its content",
+                    field="adapter.id",
+                    value=str(load.identity.id),
+                )
+            rank = self._rank(load.content)
+            adapter = StoredAdapter(identity=load.identity, rank=rank, size_bytes=ADAPTER_BYTES)
+            self._drop(self.store.put(adapter))
+        self.store.retain(adapter, pinned=load.pinned)
+        self.slots.offer(adapter)
+
+    def _rank(self, content: AdapterContent) -> int:
+        try:
+            rank = _rank_of(content)
+        except (ValueError, KeyError, IndexError, TypeError, EOFError) as error:
+            raise InvalidRequest(
+                f"names no rank: {type(error).__name__} {error}", field="adapter.config"
+            ) from error
+        if not 1 <= rank <= self._settings.max_rank:
+            limit = f"1 to {self._settings.max_rank}"
+            raise InvalidField.of("adapter rank", rank, limit, "adapters.max_rank")
+        return rank
+
+    def _drop(self, removed: list[StoredAdapter]) -> None:
+        for each in removed:
+            self.slots.drop(each)
+
+
+def _key(load: AdapterLoad) -> tuple[int, str]:
+    return load.identity.id, load.identity.version
+
+
+def _rank_of(content: AdapterContent) -> int:
+    """The rank that the configuration names."""
+    if content.format == pb.ADAPTER_FORMAT_PEFT:
+        return int(json.loads(content.config)["r"])
+    import numpy as np
+
+    return int(np.load(io.BytesIO(content.config), allow_pickle=False)[..., 2].max())
