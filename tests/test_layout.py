@@ -90,6 +90,7 @@ ROOMS = {
         "streams",
         "tokenizers",
         "links",
+        "adapters",
         "kv_index",
         "placement",
         "values",

@@ -70,11 +70,14 @@ class ScriptedEngine(Mortal, engine_pb2_grpc.EngineServiceServicer):
         self.description = epb.GetEngineResponse(**values | description)
         self.refusal = ""
         self.reporting = True
-        self._load: dict[str, Any] = {}
+        self._last_load: dict[str, Any] = {}
         self.commands: list[epb.EngineCommand] = []
         self.hellos: list[epb.HelloCommand] = []
         self.submitted_at = 0.0
         self._writing = asyncio.Lock()
+        self.contents: dict[tuple[int, str], bytes] = {}
+        """Contents of adapters as far as they arrived."""
+        self.loads_adapters = True
 
     @property
     def submits(self) -> list[epb.SubmitCommand]:
@@ -105,11 +108,37 @@ class ScriptedEngine(Mortal, engine_pb2_grpc.EngineServiceServicer):
         try:
             async for request in request_iterator:
                 self.commands += request.commands
+                for command in request.commands:
+                    if command.HasField("load_adapter"):
+                        await self._load(command.load_adapter)
                 if any(command.HasField("submit") for command in request.commands):
                     self.submitted_at = asyncio.get_running_loop().time()
         finally:
             reporting.cancel()
             await asyncio.gather(reporting, return_exceptions=True)
+
+    @property
+    def loads(self) -> list[epb.LoadAdapterCommand]:
+        return [c.load_adapter for c in self.commands if c.HasField("load_adapter")]
+
+    @property
+    def unloads(self) -> list[epb.UnloadAdapterCommand]:
+        return [c.unload_adapter for c in self.commands if c.HasField("unload_adapter")]
+
+    async def _load(self, part: epb.LoadAdapterCommand) -> None:
+        key = part.adapter.id, part.adapter.version
+        known = b"" if not part.offset else self.contents[key]
+        assert len(known) == part.offset
+        self.contents[key] = known + part.data
+        whole = part.config_bytes + part.weights_bytes
+        if self.loads_adapters and len(self.contents[key]) == whole:
+            await self.tell_adapter(*key, name=part.adapter.name, pinned=part.pinned)
+
+    async def tell_adapter(self, number: int, version: str, **state: Any) -> None:
+        """Reports an adapter, in host memory unless `state` says otherwise."""
+        values = {"place": epb.ADAPTER_PLACE_HOST} | state
+        told = epb.AdapterState(id=number, version=version, **values)
+        await self.send(epb.EngineEvent(adapter_states=epb.AdapterStates(adapters=[told])))
 
     async def _report_steadily(self) -> None:
         while True:
@@ -141,8 +170,8 @@ class ScriptedEngine(Mortal, engine_pb2_grpc.EngineServiceServicer):
 
     async def report(self, **load: Any) -> None:
         """Reports the load, now and at the interval."""
-        self._load |= load
-        await self.send(epb.EngineEvent(load=epb.Load(**self._load)))
+        self._last_load |= load
+        await self.send(epb.EngineEvent(load=epb.Load(**self._last_load)))
 
 
 @asynccontextmanager

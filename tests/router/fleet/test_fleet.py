@@ -18,6 +18,7 @@ from router.scripted import (
 )
 from router.scripted_fleet import FIELDS, Fleet, fleet
 from trtmesh.chassis.vocabulary import Adapter, Lora
+from trtmesh.router.adapters.adapters import ItemAdapter
 from trtmesh.router.fleet.fleet import Fleet as RouterFleet
 from trtmesh.router.kv_index import recent
 from trtmesh.router.links.replica import LEAVING
@@ -195,15 +196,26 @@ async def test_worker_replaced_at_its_address_is_in_the_snapshot() -> None:
     assert not any(seen.problem == LEAVING for seen in fleet.snapshot())
 
 
-async def test_version_of_an_adapter_comes_from_its_workers() -> None:
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        (Lora(id=3), True),
+        (Lora(id=3, name="chosen by the client"), True),
+        (Lora(id=3, version="v2"), True),
+        (Lora(name="a"), True),
+        (Lora(id=3, version="v1"), False),
+        (Lora(name="a", version="v1"), False),
+        (Lora(id=4), False),
+        (Lora(name="b"), False),
+        (Lora(), False),
+    ],
+)
+async def test_adapter_is_found_as_its_workers_report_it(asked: Lora, found: bool) -> None:
     fleet, (worker,) = fleet_of(epb.WORKER_ROLE_MIXED)
-    assert fleet.adapter_of("m", None) is None
-    assert fleet.adapter_of("m", Lora(name="unnumbered")) is None
-    assert fleet.adapter_of("m", Lora(id=3, name="a")) == Adapter(3, "a")
     held = Adapter(3, "a", "v2")
-    worker.guard.adapters_moved({(3, "v2"): Residency(held)})
-    assert fleet.adapter_of("m", Lora(id=3)) == held
-    assert fleet.adapter_of("another", Lora(id=3)) == Adapter(3)
+    worker.guard.adapters_moved({(3, "v2"): Residency(held, rank=8)})
+    assert fleet.reported_adapter("m", asked) == (ItemAdapter(held, rank=8) if found else None)
+    assert fleet.reported_adapter("another", asked) is None
     (snapshot,) = fleet.snapshot()
     assert snapshot.adapters.holds(held)
     assert not snapshot.adapters.holds(Adapter(3, "a", "v1"))

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 from typing import Any, cast
 
 from trtmesh.chassis.vocabulary import Adapter
+from trtmesh.router.adapters.adapters import Adapters
+from trtmesh.router.adapters.settings import AdapterSettings
 from trtmesh.router.fleet import worker
 from trtmesh.router.fleet.facts import Facts
 from trtmesh.router.kv_index import KvIndex
@@ -29,6 +31,7 @@ def link(address: str = "127.0.0.1:1") -> worker.Worker:
         metrics=RouterMetrics(),
         deadlines=Deadlines(),
         kv_index=KvIndex(100),
+        adapters=Adapters(AdapterSettings(), RouterMetrics()),
         on_change=lambda: None,
         on_touch=lambda _: None,
     )

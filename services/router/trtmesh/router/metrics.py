@@ -18,6 +18,9 @@ PLACEMENT_BUCKETS = tuple(step / 1e5 for step in (*range(1, 11), 15, 20, 30, 50,
 MOST_REFUSED = 1000
 """Most label sets of refusals; further keys are counted together."""
 
+MOST_ADAPTERS = 64
+"""Most names of adapters; further names are counted together."""
+
 MOST_PARAMETERS = 64
 """Most names of unknown parameters; further names are counted together."""
 
@@ -47,6 +50,14 @@ class RouterMetrics(Collector):
         self.generated_tokens = Histogram(
             PREFIX + "generated_tokens_per_item", "Tokens generated for an item.", TOKEN_BUCKETS
         )
+        self.delivery = Histogram(
+            PREFIX + "adapter_delivery_seconds",
+            "Time until a worker had loaded an adapter, or until the delivery failed.",
+        )
+        self.deliveries: Counter[str] = Counter()
+        self.delivered_bytes = 0
+        self.adapter_items: Counter[str] = Counter()
+        self.adapter_hits: Counter[str] = Counter()
         self.tokens_in = 0
         self.tokens_out = 0
         self.merged_tokens = 0
@@ -75,6 +86,13 @@ class RouterMetrics(Collector):
         known = name in counted or len(counted) < MOST_PARAMETERS
         counted[name if known else "others"] += 1
 
+    def note_adapter(self, name: str, *, hit: bool) -> None:
+        """Counts an item's first dispatch with an adapter."""
+        known = name in self.adapter_items or len(self.adapter_items) < MOST_ADAPTERS
+        counted = name if known else "others"
+        self.adapter_items[counted] += 1
+        self.adapter_hits[counted] += hit
+
     def collect(self) -> Iterator[Metric]:
         """Called in Prometheus' own thread."""
         for histogram in (
@@ -84,6 +102,7 @@ class RouterMetrics(Collector):
             self.placement,
             self.prompt_tokens,
             self.generated_tokens,
+            self.delivery,
         ):
             yield histogram.family()
         for name, text, value in (
@@ -96,6 +115,11 @@ class RouterMetrics(Collector):
             ),
             ("client_messages", "Messages sent to clients.", self.client_messages),
             ("resumed_requests", "Requests resumed here from another call.", self.resumed),
+            (
+                "adapter_delivery_bytes",
+                "Bytes of adapters sent to workers.",
+                self.delivered_bytes,
+            ),
             ("moved_decodes", "Sequences moved to another tokenizer.", self.moved_decodes),
         ):
             yield CounterMetricFamily(PREFIX + name, text, value=value)
@@ -111,6 +135,11 @@ class RouterMetrics(Collector):
         yield _labelled("items_failed", "Items that failed, by reason.", ("reason",), self.failed)
         yield _labelled("items_placed", "Placements.", ("policy", "worker"), self.placed)
         yield _labelled("moved_sequences", moved, ("cause",), self.moved)
+        deliveries = "Deliveries of adapters to workers, by outcome."
+        yield _labelled("adapter_deliveries", deliveries, ("outcome",), self.deliveries)
+        items, hits = "Items by adapter.", "Items whose worker had their adapter, by adapter."
+        yield _labelled("adapter_items", items, ("adapter",), self.adapter_items)
+        yield _labelled("adapter_hits", hits, ("adapter",), self.adapter_hits)
         finished: Counter[str] = Counter()
         for reason, count in self.finished.copy().items():
             finished[_reason_word(reason)] += count

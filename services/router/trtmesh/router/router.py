@@ -13,6 +13,7 @@ import grpc
 from trtmesh.chassis.reflection import reflection_pool
 from trtmesh.chassis.service import Runtime
 from trtmesh.kserve import grpc_service_pb2
+from trtmesh.router.adapters.adapters import Adapters
 from trtmesh.router.admission import Admission, RateLimiter
 from trtmesh.router.doors.admin.door import AdminDoor
 from trtmesh.router.doors.admin.service import RouterAdminService
@@ -53,7 +54,8 @@ class Router:
         self._name = f"{socket.gethostname()}-{os.getpid()}"
         self._metrics = RouterMetrics()
         self._turns = Turns()
-        self._fleet = Fleet(settings.placement, self._metrics, settings.adapters)
+        self._fleet = Fleet(settings.placement, self._metrics)
+        self._adapters = Adapters(settings.adapters, self._metrics)
         self._tokenizers = TokenizerPool(
             settings.encoding, settings.retries, self._metrics, expected=bool(settings.tokenizers)
         )
@@ -65,6 +67,7 @@ class Router:
         )
         mesh = Mesh(
             self._fleet,
+            self._adapters,
             self._tokenizers,
             self._admission,
             RateLimiter(settings.rate_limit),
@@ -174,6 +177,7 @@ class Router:
             fingerprint_of=self._tokenizers.fingerprint_of,
             metrics=self._metrics,
             kv_index=self._fleet.kv_index,
+            adapters=self._adapters,
             on_change=self._fleet.changed,
             on_touch=self._fleet.touch,
         )

@@ -7,11 +7,11 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 from trtmesh.chassis.settings import CommaList, Port, ServiceSettings
+from trtmesh.router.adapters.settings import AdapterSettings
 from trtmesh.router.admission import AdmissionLimits, RateLimit
 from trtmesh.router.doors.admin.door import AdminSettings
 from trtmesh.router.doors.triton.http.door import HttpSettings
 from trtmesh.router.doors.triton.settings import TritonSettings
-from trtmesh.router.fleet.adapters import AdapterSettings
 from trtmesh.router.links.deadlines import Deadlines, Retries
 from trtmesh.router.placement.settings import PlacementSettings
 from trtmesh.router.replay import RecordSettings

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from trtmesh.chassis.errors import InvalidField, TrtmeshError
 from trtmesh.chassis.vocabulary import Adapter, Lora
-from trtmesh.router.fleet.adapters import AdapterSettings, KeptAdapters
+from trtmesh.router.adapters.adapters import ItemAdapter
 from trtmesh.router.fleet.facts import Identity
 from trtmesh.router.fleet.plan import Leg, Plan
 from trtmesh.router.fleet.worker import Worker
@@ -42,9 +42,7 @@ class Fleet:
         self,
         settings: PlacementSettings,
         metrics: RouterMetrics,
-        adapters: AdapterSettings | None = None,
     ) -> None:
-        self.adapters = KeptAdapters(adapters or AdapterSettings())
         self.policy = settings.policy
         self.workers: dict[str, Worker] = {}
         self._snapshots: dict[str, WorkerSnapshot] = {}
@@ -152,16 +150,19 @@ class Fleet:
             return False
         return True
 
-    def adapter_of(self, model: str, lora: Lora | None) -> Adapter | None:
-        """An adapter in the workers' version; None without a number."""
-        if lora is None or lora.id is None:
-            return None
+    def reported_adapter(self, model: str, asked: Lora) -> ItemAdapter | None:
+        """An adapter by number, version and name, as a worker reports it."""
         for worker in self.snapshot():
             if worker.model == model:
                 for residency in worker.adapters.held.values():
-                    if residency.adapter.id == lora.id:
-                        return residency.adapter
-        return Adapter(lora.id, lora.name or "")
+                    if _names(asked, residency.adapter):
+                        return ItemAdapter(residency.adapter, rank=residency.rank)
+        return None
+
+    def note_absence(self, address: str, adapter: Adapter) -> None:
+        """A worker refused an item because it does not hold the adapter."""
+        if (worker := self.workers.get(address)) is not None:
+            worker.lacks(adapter)
 
     def block_hashes(self, model: str, blocks: PromptBlocks) -> list[int]:
         """Names of a prompt's blocks on the model's workers; empty if the policy ignores prefixes."""
@@ -272,3 +273,12 @@ class Fleet:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._change.wait()
+
+
+def _names(asked: Lora, adapter: Adapter) -> bool:
+    """Whether a request names an adapter: everything that it sets is equal."""
+    given = ((asked.id, adapter.id), (asked.version, adapter.version))
+    if any(wanted not in (None, known) for wanted, known in given):
+        return False
+    # A number names an adapter alone: clients choose names freely.
+    return asked.id is not None or (asked.name or "") == adapter.name != ""

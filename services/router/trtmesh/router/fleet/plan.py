@@ -41,6 +41,10 @@ class Plan:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            now = asyncio.get_running_loop().time()
-            for leg in self.legs:
-                leg.booking.release(now)
+            self.release()
+
+    def release(self) -> None:
+        """Gives the bookings of all legs back."""
+        now = asyncio.get_running_loop().time()
+        for leg in self.legs:
+            leg.booking.release(now)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+from trtmesh.chassis.adapter_content import AdapterContent
 from trtmesh.chassis.errors import Draining, InvalidRequest, QueueTimeout, TrtmeshError, WorkerLost
 from trtmesh.chassis.grpc.client import ClientCall, ClientConnection, Method
 from trtmesh.chassis.outbox import Outbox
 from trtmesh.chassis.service import SCHEMA_REVISION
+from trtmesh.chassis.vocabulary import Adapter
+from trtmesh.router.adapters.adapters import Adapters, ItemAdapter
+from trtmesh.router.adapters.registry import VersionKey
 from trtmesh.router.fleet.assignments import Assignments
+from trtmesh.router.fleet.deliveries import Deliveries
 from trtmesh.router.fleet.facts import Facts, held_adapters, report_of, tokenizer_mismatch
 from trtmesh.router.fleet.pulse import TICK_SECONDS, Pulse
 from trtmesh.router.fleet.steps import UNACKNOWLEDGED_STEPS, Steps
@@ -53,6 +58,7 @@ class Worker(Replica):
         fingerprint_of: Callable[[str], str],
         metrics: RouterMetrics,
         kv_index: KvIndex,
+        adapters: Adapters,
         on_change: Callable[[], None],
         on_touch: Callable[[Worker], None],
     ) -> None:
@@ -76,6 +82,10 @@ class Worker(Replica):
         self._assignments = Assignments(address, self.guard, self._send)
         self._steps = Steps(self._assignments, self.guard, metrics, self._send)
         self._kv_feed = KvFeed(kv_index, address, self._ask_for_kv_snapshot)
+        self._adapters = adapters
+        self.deliveries = Deliveries(
+            self._new_command, adapters.delivery_seconds, adapters.usages, metrics
+        )
         self._outbox = _new_outbox()
 
     @property
@@ -173,6 +183,32 @@ class Worker(Replica):
         self._outbox.add(size).submit.CopyFrom(command)
         self._pulse.submitted()
 
+    async def hold(self, adapter: ItemAdapter, *, pinned: bool = False) -> None:
+        """Has the worker load a version. Raises the error of the worker or of the content, or WorkerLost."""
+
+        async def load() -> AdapterContent:
+            return await self._adapters.content(adapter)
+
+        try:
+            await self.deliveries.deliver(adapter.identity, load, pinned=pinned)
+        except TrtmeshError as error:
+            error.worker = error.worker or self.name
+            raise
+
+    def unload(self, key: VersionKey, *, unpin: bool = False) -> None:
+        """Has the worker forget a version once no sequence uses it, or only the pin."""
+        number, version = key
+        unload = pb.UnloadAdapterCommand(id=number, version=version, unpin=unpin)
+        self._send(pb.EngineCommand(unload_adapter=unload))
+
+    def lacks(self, adapter: Adapter) -> None:
+        """The worker refused an item because it does not hold the version."""
+        held = {k: r for k, r in self.adapters.held.items() if k != (adapter.id, adapter.version)}
+        self.guard.adapters_moved(held)
+
+    def _new_command(self, size: int) -> pb.EngineCommand:
+        return self._outbox.add(size)
+
     def _send(self, command: pb.EngineCommand) -> None:
         self._outbox.add().CopyFrom(command)
 
@@ -199,6 +235,7 @@ class Worker(Replica):
         await call.write(pb.EngineServiceConnectRequest(commands=[pb.EngineCommand(hello=hello)]))
         while (request := await self._outbox.next_message()) is not None:
             await call.write(request)
+            self.deliveries.on_written()
 
     async def _read(self, call: _Call) -> None:
         async for response in call:
@@ -227,7 +264,12 @@ class Worker(Replica):
         self._on_change()
 
     def _on_adapter_states(self, states: pb.AdapterStates) -> None:
-        self.guard.adapters_moved(held_adapters(self.adapters.held, states.adapters))
+        before = self.adapters.held
+        self.guard.adapters_moved(held_adapters(before, states.adapters))
+        for key in before.keys() - self.adapters.held.keys():
+            if key not in self._adapters.removed:
+                self._adapters.usages.of_key(key).evictions += 1
+        self.deliveries.on_states(states.adapters)
 
     def _on_load(self, load: pb.Load) -> None:
         self._pulse.on_load(load)
@@ -285,11 +327,14 @@ class Worker(Replica):
     def empty(self, error: TrtmeshError) -> None:
         """Moves every sequence away; retries until the worker recovers."""
         self._moving = error
+        self.deliveries.lost(error)
         self.move_on()
 
     def evict(self, cause: str) -> None:
         """Moves every sequence away through no fault of the worker, until a call with ''."""
         self._evicted = self._left(cause, Draining) if cause else None
+        if self._evicted is not None:
+            self.deliveries.lost(self._evicted)
         self.move_on()
 
     def move_on(self) -> None:
@@ -308,6 +353,7 @@ class Worker(Replica):
         # A draining worker announced the end of the stream.
         self.guard.lose(asyncio.get_running_loop().time(), None if self.load.draining else error)
         self._kv_feed.lost()
+        self.deliveries.lost(error)
         self.load = pb.Load()
         for run in runs:
             run.on_worker_lost(error)

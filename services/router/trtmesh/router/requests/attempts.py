@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from trtmesh.chassis.errors import NoWorker, QueueFull, TrtmeshError, WorkerLost
+from trtmesh.chassis.errors import AdaptersFull, NoWorker, QueueFull, TrtmeshError, WorkerLost
 
 Failures: TypeAlias = dict[str, TrtmeshError]
 """Latest error of each worker to leave out, by address."""
@@ -60,6 +60,12 @@ class Attempts:
     def full(self) -> QueueFull | None:
         """Latest refusal by a full worker. A draining worker does not count, since a replacement may take the item."""
         found = [e for e in self.failures.values() if isinstance(e, QueueFull)]
+        return found[-1] if found else None
+
+    @property
+    def crowded(self) -> AdaptersFull | None:
+        """Latest refusal by a worker without memory for the adapter."""
+        found = [e for e in self.failures.values() if isinstance(e, AdaptersFull)]
         return found[-1] if found else None
 
     def forgive(self) -> None:

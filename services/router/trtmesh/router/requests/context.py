@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+from trtmesh.router.adapters.adapters import Adapters
 from trtmesh.router.admission import Admission, Bucket, RateLimiter
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.links.deadlines import Retries
@@ -23,6 +24,7 @@ class Mesh:
     """Parts of the router shared by all requests."""
 
     fleet: Fleet
+    adapters: Adapters
     tokenizers: TokenizerPool
     admission: Admission
     rate_limiter: RateLimiter

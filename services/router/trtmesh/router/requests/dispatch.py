@@ -23,9 +23,10 @@ def dispatch(
     waiting: Sequence[SequenceRun],
 ) -> int:
     """Submits the sequences without a worker; returns their seed."""
-    config = worker_config(item, len(encoded.token_ids), encoded.word_ids, context.drawn_seed)
-    if encoded.kept:
-        encoded.kept.put(config, leg.worker.adapters)
+    adapter = encoded.adapter.identity if encoded.adapter else None
+    config = worker_config(
+        item, len(encoded.token_ids), encoded.word_ids, context.drawn_seed, adapter
+    )
     for runs, command in _submits(context, item, waiting, encoded, config):
         leg.worker.submit(runs, command, leg.booking)
     return config.sampling.seed

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trtmesh.chassis.errors import AdapterNotFound, PromptEmpty
-from trtmesh.chassis.vocabulary import Adapter
-from trtmesh.router.fleet.adapters import KeptAdapter
+from trtmesh.chassis.vocabulary import Lora
+from trtmesh.router.adapters.adapters import ItemAdapter
 from trtmesh.router.kv_index import PromptBlocks, prefix_root
 from trtmesh.router.placement import AdapterNeed
 from trtmesh.router.requests.context import RequestContext
@@ -23,9 +23,7 @@ class EncodedItem:
     token_ids: list[int]
     word_ids: list[tuple[int, ...]]
     blocks: PromptBlocks
-    adapter: Adapter | None = None
-    kept: KeptAdapter | None = None
-    """The adapter with its weights, where a request brought it to this router."""
+    adapter: ItemAdapter | None = None
     stop_vocabulary: pb.StopVocabulary | None = None
 
     @property
@@ -33,7 +31,8 @@ class EncodedItem:
         """The adapter as placement sees it."""
         if self.adapter is None:
             return None
-        return AdapterNeed(self.adapter, deliverable=self.kept is not None)
+        deliverable = self.adapter.version is not None
+        return AdapterNeed(self.adapter.identity, self.adapter.rank, deliverable)
 
 
 NOT_ENCODED = EncodedItem([], [], PromptBlocks(None, ()))
@@ -63,14 +62,24 @@ async def encode_item(context: RequestContext, item: ItemRequest) -> EncodedItem
             stop_vocabulary = encoded.stop_vocabulary
     if not token_ids:
         raise PromptEmpty("the prompt has no tokens; send at least one token or character")
-    lora, fleet = item.config.lora, context.mesh.fleet
-    kept = fleet.adapters.find(context.model, lora, item.message.lora) if lora else None
-    adapter = kept.identity if kept else fleet.adapter_of(context.model, lora)
-    if adapter and not adapter.version:
-        raise AdapterNotFound(
-            f"is {adapter.id}, an adapter that neither this router nor a worker holds; send it with its weights",
-            field="lora.id",
-            value=str(adapter.id),
-        )
-    blocks = PromptBlocks(prefix_root(item.config, adapter), token_ids)
-    return EncodedItem(token_ids, word_ids, blocks, adapter, kept, stop_vocabulary)
+    lora = item.config.lora
+    adapter = None if lora is None else await _adapter_of(context, lora)
+    root = prefix_root(item.config, adapter.identity if adapter else None)
+    return EncodedItem(token_ids, word_ids, PromptBlocks(root, token_ids), adapter, stop_vocabulary)
+
+
+async def _adapter_of(context: RequestContext, asked: Lora) -> ItemAdapter:
+    """The version of an adapter that the item keeps. Raises AdapterNotFound or InvalidField."""
+    mesh, model = context.mesh, context.model
+    found = await mesh.adapters.find(model, asked, context.request_id)
+    found = found or mesh.fleet.reported_adapter(model, asked)
+    if found is not None:
+        return found
+    field, value = ("lora.name", repr(asked.name)) if asked.id is None else ("lora.id", asked.id)
+    version = f" in version {asked.version}" if asked.version else ""
+    raise AdapterNotFound(
+        f"is {value}, an adapter that neither this router nor a worker holds{version}; send it with its weights, or"
+        " register it with `trtmesh adapters add`",
+        field=field,
+        value=str(value),
+    )

@@ -2,7 +2,8 @@
 
 * The item holds a permit from start to end.
 * Every item ends with exactly one terminal event, independently of the other items.
-* Placing books a plan on the fleet. A sequence without a worker, lost or left, is placed again with all tokens.
+* Placing books a plan on the fleet. A worker without the item's adapter loads it before the dispatch.
+* A sequence without a worker, lost or left, is placed again with all tokens.
 * Decoding runs beside generation: worker → sequence → tokenizer → client, without this task.
 * When a tokenizer finds a stop text, the worker stops the sequence.
 * Without a client the item stops every sequence, so workers compute no unread tokens.
@@ -14,8 +15,9 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from trtmesh.chassis.errors import NoWorker, TrtmeshError
+from trtmesh.chassis.errors import AdapterNotFound, NoWorker, TrtmeshError
 from trtmesh.chassis.logs import request_id_bound
+from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.router.admission import Permit
 from trtmesh.router.fleet.plan import Plan
 from trtmesh.router.requests.attempts import too_many_losses
@@ -42,6 +44,8 @@ class ItemRun:
         self._resumed = context.received.has(item.batch_index)
         self._stop_asked = False
         self._over = False
+        self._delivered = False
+        """Whether a worker had to load the adapter."""
         self._encoded = NOT_ENCODED
         self._runs: list[SequenceRun] = []
         self._error: TrtmeshError | None = None
@@ -87,6 +91,8 @@ class ItemRun:
         self._mesh.fleet.check_fields(self._context.model, self._item.worker_fields)
         began = self._context.age_seconds()
         self._encoded = await encode_item(self._context, self._item)
+        if self._encoded.adapter is not None:
+            self._mesh.adapters.began(self._encoded.adapter)
         self.encode_seconds = self._context.age_seconds() - began
         if not self._resumed:
             self._context.spend(self.prompt_tokens)
@@ -113,7 +119,35 @@ class ItemRun:
                 await self._wait_for_worker(error)
             else:
                 with plan:
-                    self._dispatch(plan)
+                    if self._encoded.adapter is None or await self._deliver(plan):
+                        self._dispatch(plan)
+                    else:
+                        plan.release()
+
+    async def _deliver(self, plan: Plan) -> bool:
+        """Has the plan's worker load the item's adapter; False if the item must be placed again."""
+        adapter, worker, waiting = self._encoded.adapter, plan.first.worker, self._waiting
+        assert adapter is not None
+        if adapter.version is None or worker.adapters.holds(adapter.identity):
+            return True
+        self.stage, self._delivered = "load", True
+        try:
+            await until_first_ends(worker.hold(adapter), self._no_worker_needed())
+        except TrtmeshError as error:
+            if not error.row.movable:
+                raise
+            if not self._placer.attempts.note(worker.address, error, self.generated_tokens):
+                losses = self._placer.attempts.fruitless
+                raise too_many_losses(losses, error) from error
+            return False
+        # Everything may have changed meanwhile.
+        return worker.ready and self._may_be_placed and waiting == self._waiting
+
+    async def _no_worker_needed(self) -> None:
+        """Waits until the item must not be placed now."""
+        while self._may_be_placed:
+            self._news.clear()
+            await self._news.wait()
 
     async def _generate(self) -> None:
         """Waits until all sequences ended, or any failed or needs another worker."""
@@ -134,6 +168,8 @@ class ItemRun:
         """Stops running sequences, on every way out."""
         for run in self._runs:
             run.abandon(pb.FINISH_REASON_CANCELLED)
+        if self._encoded.adapter is not None:
+            self._mesh.adapters.ended(self._encoded.adapter)
         self._placer.close()
         if (recorder := self._mesh.recorder) is not None:
             error = self._events.error
@@ -198,6 +234,10 @@ class ItemRun:
         return [run for run in self._runs if run.waits_for_worker]
 
     @property
+    def _may_be_placed(self) -> bool:
+        return self._needs_worker and self._error is None and not self._context.pace.paused
+
+    @property
     def _needs_worker(self) -> bool:
         return not self._runs or bool(self._waiting)
 
@@ -243,6 +283,8 @@ class ItemRun:
         seed = dispatch(leg, self._context, self._item, self._encoded, self._waiting)
         self._placer.dispatched(leg)
         if first:
+            if self._encoded.adapter is not None:
+                self._mesh.adapters.dispatched(self._encoded.adapter, hit=not self._delivered)
             self.queue_seconds = self._context.age_seconds()
             self._events.started(
                 self.worker,
@@ -283,7 +325,10 @@ class ItemRun:
         """Continues a lost sequence elsewhere, unless too many workers were lost with the item."""
         if self._stop_asked:
             run.stop(pb.FINISH_REASON_STOPPED)
-        elif not self._placer.attempts.note(address, error, self.generated_tokens):
+            return
+        if isinstance(error, AdapterNotFound) and self._encoded.adapter is not None:
+            self._mesh.fleet.note_absence(address, self._encoded.adapter.identity)
+        if not self._placer.attempts.note(address, error, self.generated_tokens):
             run.give_up(too_many_losses(self._placer.attempts.fruitless, error))
         else:
             self._move([run], error.reason.lower(), error)

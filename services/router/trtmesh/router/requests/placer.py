@@ -61,7 +61,6 @@ class Placer:
         """Books a plan for the sequences without a worker. Raises NoWorker, PromptTooLong or UnsupportedField."""
         query = self._query(encoded, runs, self.attempts.failures)
         plan = self._fleet.place(query, encoded.blocks)
-        self._deadline = None
         cause = "first"
         if runs:
             cause = "migration" if query.prompt_tokens > len(encoded.token_ids) else "retry"
@@ -83,6 +82,7 @@ class Placer:
     def dispatched(self, leg: Leg) -> None:
         """Notes the worker's identity for later placements, and the booking for siblings."""
         self._identity = self._identity or leg.worker.facts.identity
+        self._deadline = None
         if self._seat is not None:
             self._seat.dispatched(leg.worker.address, leg.booking)
 
@@ -98,7 +98,7 @@ class Placer:
             # An immediate refusal lets the client try another mesh.
             return full
         if seconds_left <= 0 or not self._fleet.hopeful:
-            return unplaceable(self.attempts.loss, error)
+            return self.attempts.crowded or unplaceable(self.attempts.loss, error)
         left_out = bool(self.attempts.failures)
         self.attempts.forgive()
         pause = min(seconds_left, REPEAT_SECONDS) if left_out else seconds_left

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from trtmesh.chassis.errors import InvalidField, TrtmeshError
 from trtmesh.chassis.parsing import parse_config, parse_prompt
-from trtmesh.chassis.vocabulary import GenerationConfig, Prompt
+from trtmesh.chassis.vocabulary import Adapter, GenerationConfig, Prompt
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
@@ -35,6 +35,10 @@ IDS_OF_TEXTS = {
     "sampling.embedding_bias_texts": "sampling.embedding_bias_token_ids",
 }
 """Fields of texts, with the fields of their ids for the worker."""
+
+
+UNSENT_FIELDS = (ROUTER_FIELDS - IDS_OF_TEXTS.keys()) | {"lora.weights", "lora.config"}
+"""Fields that a worker need not support: adapters arrive apart from items."""
 
 
 def with_texts(supported: Iterable[str]) -> frozenset[str]:
@@ -72,7 +76,7 @@ class ItemRequest:
     @property
     def worker_fields(self) -> frozenset[str]:
         """Fields for the worker to support, under the client's names."""
-        return self.config.fields_set - (ROUTER_FIELDS - IDS_OF_TEXTS.keys())
+        return self.config.fields_set - UNSENT_FIELDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,15 +161,18 @@ def _parse_item(
 
 
 def worker_config(
-    item: ItemRequest, prompt_tokens: int, word_ids: list[tuple[int, ...]], drawn_seed: int
+    item: ItemRequest,
+    prompt_tokens: int,
+    word_ids: list[tuple[int, ...]],
+    drawn_seed: int,
+    adapter: Adapter | None = None,
 ) -> pb.GenerationConfig:
-    """The worker's config: without the router's fields, with ids for texts, and with a seed.
+    """The worker's config: without the router's fields, with ids for texts, with a seed and the version of the adapter.
 
     `word_ids` are the ids of `item.words` in order; empty entries are dropped. `drawn_seed` replaces a missing seed. A
     single extra id of a text prompt is repeated for each token.
     """
-    config = pb.GenerationConfig()
-    config.CopyFrom(item.message)
+    config = _copy(item.message, adapter)
     for path in item.config.fields_set & ROUTER_FIELDS:
         group, field = path.split(".")
         getattr(config, group).ClearField(field)
@@ -181,6 +188,17 @@ def worker_config(
     seed = item.config.sampling.seed
     config.sampling.seed = drawn_seed if seed is None else seed
     return config
+
+
+def _copy(message: pb.GenerationConfig, adapter: Adapter | None) -> pb.GenerationConfig:
+    """A copy that names the adapter, without its weights, which may be large."""
+    config = pb.GenerationConfig()
+    if adapter is None:
+        config.CopyFrom(message)
+        return config
+    copied = {field.name: value for field, value in message.ListFields() if field.name != "lora"}
+    lora = pb.LoraConfig(id=adapter.id, name=adapter.name, version=adapter.version)
+    return pb.GenerationConfig(**copied, lora=lora)
 
 
 def _replace_bias_texts(sampling: pb.SamplingConfig, word_ids: list[tuple[int, ...]]) -> None:

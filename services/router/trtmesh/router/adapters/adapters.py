@@ -1,0 +1,425 @@
+"""The adapters that this router gives to workers: finds an item's version, and changes the registry.
+
+A version is found in the registry of operators, then among those that requests brought. With a directory, brought
+adapters are written to the shared registry after the request, and are known here at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from trtmesh.chassis.adapter_content import AdapterContent, number_of
+from trtmesh.chassis.errors import (
+    AdapterMismatch,
+    Exhausted,
+    InvalidField,
+    Mismatch,
+    TrtmeshError,
+    Unsupported,
+)
+from trtmesh.chassis.vocabulary import Adapter, Lora, Tensor
+from trtmesh.router.adapters.contents import Contents, Fetch
+from trtmesh.router.adapters.file import RegistryFile, Signature
+from trtmesh.router.adapters.registry import (
+    EMPTY,
+    Entry,
+    Key,
+    Registration,
+    Registry,
+    Version,
+    VersionKey,
+    add,
+    bring,
+    check_free,
+    pin,
+    remove,
+    without,
+)
+from trtmesh.router.adapters.settings import AdapterSettings
+from trtmesh.router.adapters.usage import Usages
+from trtmesh.router.metrics import RouterMetrics
+
+log = logging.getLogger(__name__)
+
+WATCH_SECONDS = 1.0
+"""Interval between looks at the registry's file."""
+
+SWEEP_ROUNDS = 60
+"""Looks between two sweeps of content files."""
+
+HASHED_AT_ONCE = 2**18
+"""Most bytes that are hashed on the event loop."""
+
+MOST_REMOVED = 10_000
+"""Most removed versions to be unloaded wherever they are reported."""
+
+
+BROUGHT = "brought"
+"""Metric label of adapters that requests brought."""
+
+
+@dataclass(frozen=True, slots=True)
+class ItemAdapter:
+    """The version of an adapter that an item began with, and keeps."""
+
+    identity: Adapter
+    version: Version | None = None
+    """None for an adapter known from workers alone, which cannot be delivered."""
+    content: AdapterContent | None = None
+    """Set where memory had it, which may forget it."""
+    rank: int = 0
+    """Largest rank of the updates; 0 for unknown."""
+
+
+class Adapters:
+    """Registry and contents of a router."""
+
+    def __init__(
+        self, settings: AdapterSettings, metrics: RouterMetrics, fetch: Fetch | None = None
+    ) -> None:
+        self._settings = settings
+        self._metrics = metrics
+        self._follows = bool(settings.follow)
+        self._file = RegistryFile(settings.directory) if settings.directory else None
+        self._signature: Signature | None = None
+        self._changing = asyncio.Lock()
+        self._own: dict[Key, Entry] = {}
+        """Brought here, and not in the shared registry: not yet, or never by a follower."""
+        self._persisting: set[asyncio.Task[None]] = set()
+        self.contents = Contents(settings, fetch)
+        self.registry = EMPTY
+        self.usages = Usages()
+        self.removed: dict[VersionKey, None] = {}
+        """Versions to be unloaded wherever they are."""
+        self.problem = ""
+        """Why the registry may be out of date, or ''."""
+        self.on_change: Callable[[], None] = lambda: None
+
+    @property
+    def delivery_seconds(self) -> float:
+        """Longest time for a worker to take and load an adapter."""
+        return self._settings.delivery_seconds
+
+    def entries(self) -> Iterator[Entry]:
+        """All adapters, those only known here included."""
+        for entry in self.registry.entries.values():
+            if not (entry.brought and entry.key in self._own):
+                yield entry
+        yield from self._own.values()
+
+    async def find(self, model: str, asked: Lora, request_id: str) -> ItemAdapter | None:
+        """The version for an item: with the weights it brings, or by number or name; None for an unknown one.
+
+        Raises InvalidField.
+        """
+        if asked.weights is not None and asked.config is not None:
+            return await self._bring(model, asked, asked.weights, asked.config)
+        if asked.weights is not None or asked.config is not None:
+            fields = ("lora.weights", "lora.config")
+            raise InvalidField("belong together; send both or none", fields=fields)
+        if (entry := self._find(model, asked)) is None:
+            return None
+        version = entry.version(asked.version) if asked.version else entry.pick(request_id)
+        if version is None:
+            return None
+        content = self.contents.memory.get(version.digest)
+        return ItemAdapter(entry.identity(version), version, content)
+
+    def _find(self, model: str, asked: Lora) -> Entry | None:
+        if asked.id is None:
+            return self._by_name(model, asked.name or "")
+        entry = self._by_id(model, asked.id)
+        if entry is not None and not entry.brought and asked.name not in (None, entry.name):
+            limit = f"{entry.name!r}, the adapter of number {entry.id}"
+            raise InvalidField.of("lora.name", asked.name, limit)
+        return entry
+
+    def _by_id(self, model: str, number: int) -> Entry | None:
+        known = self.registry.by_id(model, number)
+        if known is not None and not known.brought:
+            return known
+        return self._own.get((model, number)) or known
+
+    def _by_name(self, model: str, name: str) -> Entry | None:
+        known = self.registry.by_name(model, name)
+        if known is not None and not known.brought:
+            return known
+        own = (e for e in self._own.values() if (e.model, e.name) == (model, name))
+        return next(own, None) or known
+
+    async def _bring(self, model: str, asked: Lora, weights: Tensor, config: Tensor) -> ItemAdapter:
+        """Keeps the weights that an item brings."""
+        if asked.id is None and not asked.name:
+            raise InvalidField(
+                "has weights but neither number nor name; set lora.id", field="lora.id"
+            )
+        number = number_of(asked.name or "") if asked.id is None else asked.id
+        check_free(self.registry, model, number)
+        if asked.name and (named := self.registry.by_name(model, asked.name)):
+            check_free(self.registry, model, named.id)
+        if len(weights.data) > HASHED_AT_ONCE:
+            content, digest = await asyncio.to_thread(_content_of, weights, config)
+            check_free(self.registry, model, number)
+        else:
+            content, digest = _content_of(weights, config)
+        if asked.version not in (None, digest):
+            raise InvalidField.of("lora.version", asked.version, f"{digest}, that of the weights")
+        version = Version(digest, content.format, content.size_bytes)
+        entry = Entry(number, asked.name or "", model, (version,), brought=True)
+        self._keep(entry, content)
+        return ItemAdapter(entry.identity(version), version, content)
+
+    def _keep(self, entry: Entry, content: AdapterContent) -> None:
+        self.contents.memory.put(entry.current.digest, content)
+        if self._by_id(entry.model, entry.id) != entry:
+            if self._file is None and not self._follows:
+                self._take(bring(self.registry, entry))
+            else:
+                self._own[entry.key] = entry
+            if self._file is not None:
+                task = asyncio.create_task(self._persist(entry, content))
+                self._persisting.add(task)
+                task.add_done_callback(self._persisting.discard)
+        self._shrink()
+
+    async def _persist(self, entry: Entry, content: AdapterContent) -> None:
+        """Writes a brought adapter to the directory; on failure it stays known here."""
+        try:
+            await self.contents.store(entry.current.digest, content)
+            await self._change(lambda registry: _brought(registry, entry))
+        except TrtmeshError as error:
+            log.warning("adapter %d stays in memory alone: %s", entry.id, error.message)
+            return
+        if self._own.get(entry.key) is entry:
+            del self._own[entry.key]
+
+    def _shrink(self) -> None:
+        """Forgets contents beyond the limit of memory, and adapters that are nowhere else."""
+        dropped = self.contents.memory.shrink(self._held())
+        if not dropped or self.contents.on_disk:
+            return
+        gone = [e for e in self.entries() if e.brought and e.current.digest in dropped]
+        for entry in gone:
+            self._own.pop(entry.key, None)
+        if not self._follows:
+            self._take(without(self.registry, gone))
+
+    def _held(self) -> set[str]:
+        """Digests that are in memory alone and must stay."""
+        if self._follows:
+            return set()
+        if self.contents.on_disk:
+            return {entry.current.digest for entry in self._own.values()}
+        return {
+            version.digest
+            for entry, version in self.registry.versions()
+            if not entry.brought and not version.source
+        }
+
+    def began(self, adapter: ItemAdapter) -> None:
+        """An item begins with a version."""
+        usage = self.usages.of(adapter.identity)
+        usage.live += 1
+        usage.items += 1
+
+    def dispatched(self, adapter: ItemAdapter, *, hit: bool) -> None:
+        """Counts an item with its first worker; `hit` means that the worker had the version."""
+        usage = self.usages.of(adapter.identity)
+        usage.hits += hit
+        known = self.registry.of_number(adapter.identity.id)
+        name = adapter.identity.name if known and not known[0].brought else BROUGHT
+        self._metrics.note_adapter(name, hit=hit)
+
+    def ended(self, adapter: ItemAdapter) -> None:
+        """An item with a version is over."""
+        self.usages.of(adapter.identity).live -= 1
+
+    async def content(self, adapter: ItemAdapter) -> AdapterContent:
+        """The content of an item's version. Raises AdapterMismatch, NotFound or the followed router's error."""
+        if adapter.content is not None:
+            return adapter.content
+        assert adapter.version is not None
+        return await self.load(adapter.identity, adapter.version)
+
+    async def load(self, identity: Adapter, version: Version) -> AdapterContent:
+        """The content of a version. Raises as `content`."""
+        try:
+            content = await self.contents.load(identity.id, version)
+        except TrtmeshError as error:
+            self.usages.of(identity).error = error
+            raise
+        self.contents.memory.put(version.digest, content)
+        self._shrink()
+        return content
+
+    async def add(self, asked: Registration, source: str) -> Entry:
+        """Registers a version from a directory below a root. Raises InvalidRequest, NotFound, Mismatch and more."""
+        self._check_owner()
+        asked.check()
+        content, digest = await self.contents.read_source(source)
+        return await self._register(asked, content, digest, source)
+
+    async def upload(self, asked: Registration, content: AdapterContent) -> Entry:
+        """Registers a version with its content. Raises as `add`, or Exhausted without memory for it."""
+        self._check_owner()
+        asked.check()
+        digest = await asyncio.to_thread(lambda: content.version)
+        return await self._register(asked, content, digest, "")
+
+    async def _register(
+        self, asked: Registration, content: AdapterContent, digest: str, source: str
+    ) -> Entry:
+        if asked.version not in ("", digest):
+            raise AdapterMismatch(
+                f"is {asked.version!r} but the content is {digest}",
+                field="version",
+                value=asked.version,
+                limit=digest,
+            )
+        version = Version(digest, content.format, content.size_bytes, source)
+        add(self.registry, asked, version)
+        if not source:
+            self._check_room(content)
+            await self.contents.store(digest, content)
+        self.contents.memory.put(digest, content)
+        await self._change(lambda registry: add(registry, asked, version))
+        self._shrink()
+        entry = self.registry.by_name(asked.model, asked.name)
+        assert entry is not None
+        return entry
+
+    async def remove(self, number: int, version: str) -> None:
+        """Forgets an adapter, or a canary. Raises NotFound, InvalidField and more."""
+        self._check_owner()
+        await self._change(lambda registry: remove(registry, number, version))
+
+    async def pin(self, number: int, *, pinned: bool) -> Entry:
+        """Keeps an adapter loaded, or no longer. Raises NotFound and more."""
+        self._check_owner()
+        await self._change(lambda registry: pin(registry, number, pinned=pinned))
+        return min(self.registry.of_number(number), key=lambda entry: entry.brought)
+
+    def version_of(self, number: int, digest: str) -> tuple[Entry, Version] | None:
+        """A known version."""
+        for entry in self.entries():
+            if entry.id == number and (version := entry.version(digest)):
+                return entry, version
+        return None
+
+    def follow(self, registry: Registry) -> None:
+        """Takes the followed router's registry."""
+        self._take(registry)
+
+    async def watch(self) -> None:
+        """Follows the registry's file, until cancelled."""
+        rounds = 0
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            await self.refresh()
+            rounds += 1
+            if rounds % SWEEP_ROUNDS == 0:
+                await self._sweep()
+
+    async def refresh(self) -> None:
+        """Reads the registry's file if it changed. An invalid file keeps the former registry."""
+        if self._file is None:
+            return
+        async with self._changing:
+            signature = await asyncio.to_thread(self._file.signature)
+            if signature == self._signature:
+                return
+            self._signature = signature
+            try:
+                self._take(await asyncio.to_thread(self._file.read))
+            except Mismatch as error:
+                self.problem = error.message
+                log.warning("the registry of adapters stays as it was: %s", error.message)
+            else:
+                self.problem = ""
+
+    async def _change(self, changed: Callable[[Registry], Registry]) -> None:
+        """Changes the registry, in the file where there is one."""
+        async with self._changing:
+            if self._file is None:
+                self._take(changed(self.registry))
+                return
+            self._take(await asyncio.to_thread(self._file.change, changed))
+            self._signature = await asyncio.to_thread(self._file.signature)
+            self.problem = ""
+
+    def _take(self, registry: Registry) -> None:
+        before = _version_keys(self.registry)
+        self.registry = registry
+        after = _version_keys(registry) | _keys_of(self._own.values())
+        for key in after:
+            self.removed.pop(key, None)
+        gone = before - after
+        self.removed.update(dict.fromkeys(gone))
+        for key in [*self.removed][: len(self.removed) - MOST_REMOVED]:
+            del self.removed[key]
+        self.usages.forget(gone)
+        self.on_change()
+
+    async def _sweep(self) -> None:
+        """Forgets the longest unused brought adapters beyond the directory's limit, and files without a version."""
+        brought = [entry for entry in self.registry.entries.values() if entry.brought]
+        try:
+            gone = await self.contents.longest_unused(brought, self._settings.directory_bytes)
+            if gone:
+                await self._change(lambda registry: without(registry, gone))
+            if not self.problem:
+                await self.contents.forget(
+                    {version.digest for _, version in self.registry.versions()}
+                )
+        except (TrtmeshError, OSError) as error:
+            log.warning("cannot tidy the directory of adapters: %s", error)
+
+    def _check_owner(self) -> None:
+        if self._follows:
+            raise Unsupported(
+                f"this router follows the registry of {self._settings.follow} (router.adapters.follow); change it there"
+            )
+
+    def _check_room(self, content: AdapterContent) -> None:
+        if content.size_bytes > self._settings.max_adapter_bytes:
+            raise too_large(content.size_bytes, self._settings.max_adapter_bytes)
+        if self.contents.on_disk:
+            return
+        if not self.contents.memory.has_room(content.size_bytes, self._held()):
+            raise Exhausted(
+                f"the adapter has {content.size_bytes} bytes, but the registered ones leave no room for it in"
+                f" {self._settings.bytes} bytes (router.adapters.bytes); set router.adapters.directory",
+                limit_field="router.adapters.bytes",
+            )
+
+    async def close(self) -> None:
+        """Waits until everything brought is written."""
+        await asyncio.gather(*self._persisting, return_exceptions=True)
+
+
+def too_large(size: int, most: int) -> InvalidField:
+    return InvalidField.of(
+        "size", size, f"at most {most} bytes", "router.adapters.max_adapter_bytes"
+    )
+
+
+def _content_of(weights: Tensor, config: Tensor) -> tuple[AdapterContent, str]:
+    content = AdapterContent.of_arrays(weights, config)
+    return content, content.version
+
+
+def _brought(registry: Registry, entry: Entry) -> Registry:
+    """An operator may have registered the number meanwhile."""
+    known = registry.by_id(entry.model, entry.id)
+    return bring(registry, entry) if known is None or known.brought else registry
+
+
+def _version_keys(registry: Registry) -> set[VersionKey]:
+    return _keys_of(registry.entries.values())
+
+
+def _keys_of(entries: Iterable[Entry]) -> set[VersionKey]:
+    return {(entry.id, version.digest) for entry in entries for version in entry.versions}

@@ -1,0 +1,220 @@
+"""The contents of adapters: in bounded memory, in files named by digest, and in directories below roots."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+
+from trtmesh.chassis.adapter_content import FILE_NAMES, AdapterContent
+from trtmesh.chassis.errors import AdapterMismatch, InvalidField, NotFound, TrtmeshError
+from trtmesh.router.adapters.registry import Entry, Version
+from trtmesh.router.adapters.settings import AdapterSettings
+
+KEPT_SECONDS = 3600.0
+"""Life of a content file without a version: a running item may still take its version to another worker."""
+
+Fetch = Callable[[int, str], Awaitable[AdapterContent]]
+"""Fetches a version of a number from the followed router."""
+
+
+class Memory:
+    """Contents by digest, the longest unused first, in bounded memory."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._contents: OrderedDict[str, AdapterContent] = OrderedDict()
+        self.size_bytes = 0
+
+    def get(self, digest: str) -> AdapterContent | None:
+        if (content := self._contents.get(digest)) is not None:
+            self._contents.move_to_end(digest)
+        return content
+
+    def put(self, digest: str, content: AdapterContent) -> None:
+        if digest not in self._contents:
+            self._contents[digest] = content
+            self.size_bytes += content.size_bytes
+        self._contents.move_to_end(digest)
+
+    def drop(self, digest: str) -> None:
+        if (content := self._contents.pop(digest, None)) is not None:
+            self.size_bytes -= content.size_bytes
+
+    def shrink(self, held: Collection[str]) -> list[str]:
+        """Drops the longest unused contents beyond the limit, except `held` ones; returns their digests."""
+        dropped = []
+        for digest in [*self._contents]:
+            if self.size_bytes <= self._most_bytes:
+                break
+            if digest not in held:
+                self.drop(digest)
+                dropped.append(digest)
+        return dropped
+
+    def has_room(self, size_bytes: int, held: Collection[str]) -> bool:
+        """Whether a content that must not be dropped fits beside the `held` ones."""
+        kept = sum(each.size_bytes for name, each in self._contents.items() if name in held)
+        return kept + size_bytes <= self._most_bytes
+
+
+class Contents:
+    """Finds contents by version. Files are read, written and hashed off the event loop."""
+
+    def __init__(self, settings: AdapterSettings, fetch: Fetch | None = None) -> None:
+        self._roots = [Path(root) for root in settings.roots]
+        self._files = settings.directory / "contents" if settings.directory else None
+        self._most_bytes = settings.max_adapter_bytes
+        self._fetch = fetch
+        self._loading = asyncio.Lock()
+        self.memory = Memory(settings.bytes)
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether uploaded contents are stored in files."""
+        return self._files is not None
+
+    async def load(self, number: int, version: Version) -> AdapterContent:
+        """The content of a version. Raises AdapterMismatch, NotFound or the followed router's error."""
+        async with self._loading:
+            if (known := self.memory.get(version.digest)) is not None:
+                return known
+            if self._fetch is not None:
+                return await self._fetch(number, version.digest)
+            if version.source:
+                content, digest = await self.read_source(version.source)
+                if digest != version.digest:
+                    raise _changed(version, digest)
+                return content
+            if self._files is None:
+                raise NotFound(f"the content of version {version.digest} is not in memory any more")
+            return await asyncio.to_thread(read_content, self._files / version.digest)
+
+    async def store(self, digest: str, content: AdapterContent) -> None:
+        """Writes a content to its file, if there is a directory. Raises NotFound if it cannot be written."""
+        if self._files is not None:
+            await asyncio.to_thread(write_content, self._files / digest, content)
+
+    async def read_source(self, source: str) -> tuple[AdapterContent, str]:
+        """Content and digest of a directory below a root. Raises InvalidField, NotFound or InvalidRequest."""
+        return await asyncio.to_thread(self._read_source, source)
+
+    async def forget(self, referenced: Collection[str]) -> None:
+        """Removes files of unreferenced versions, some time after the last use."""
+        if self._files is not None:
+            await asyncio.to_thread(_sweep, self._files, referenced)
+
+    async def longest_unused(self, entries: Sequence[Entry], most_bytes: int) -> list[Entry]:
+        """The entries to forget, so that the files of the others take at most `most_bytes`."""
+        if self._files is None:
+            return []
+        return await asyncio.to_thread(_longest_unused, self._files, entries, most_bytes)
+
+    def _read_source(self, source: str) -> tuple[AdapterContent, str]:
+        content = AdapterContent.read(locate(self._roots, source), self._most_bytes)
+        return content, content.version
+
+
+def locate(roots: Sequence[Path], source: str) -> Path:
+    """The directory of a source. Raises InvalidField unless it and its files are below one of `roots`."""
+    path = PurePosixPath(source)
+    if source and not path.is_absolute() and ".." not in path.parts and "\0" not in source:
+        for root in roots:
+            top, found = root.resolve(), (root / path).resolve()
+            if found != top and found.is_dir() and _is_below(top, found):
+                return found
+    known = ", ".join(map(str, roots)) or "none is configured"
+    limit = f"a directory below a root, without '..' (router.adapters.roots: {known})"
+    raise InvalidField.of("source", source, limit)
+
+
+def _is_below(top: Path, directory: Path) -> bool:
+    """Whether a directory and its files, links followed, are below `top`."""
+    files = [directory / name for names in FILE_NAMES.values() for name in names]
+    return all(path.resolve().is_relative_to(top) for path in (directory, *files))
+
+
+def _changed(version: Version, digest: str) -> TrtmeshError:
+    return AdapterMismatch(
+        f"{version.source!r} changed on disk: its content is {digest} but the registered version is {version.digest};"
+        " add it as a new version",
+        field="source",
+        value=digest,
+        limit=version.digest,
+    )
+
+
+def write_content(file: Path, content: AdapterContent) -> None:
+    """Writes what the digest covers, so that the file's digest is its name. Raises NotFound."""
+    with suppress(FileNotFoundError):
+        os.utime(file)
+        return
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(file, content.header, content.config, content.weights)
+    except OSError as error:
+        raise NotFound(f"{file} cannot be written: {error.strerror}") from error
+
+
+def replace_file(file: Path, *parts: bytes) -> None:
+    """Writes a file under a temporary name and renames it: readers see the old file or the whole new one."""
+    descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=".part-")
+    temporary = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as written:
+            for part in parts:
+                written.write(part)
+            written.flush()
+            os.fsync(written.fileno())
+        temporary.replace(file)
+    except BaseException:
+        temporary.unlink()
+        raise
+
+
+def read_content(file: Path) -> AdapterContent:
+    """Raises NotFound, or AdapterMismatch if the content is not that of the file's name."""
+    try:
+        data = file.read_bytes()
+        os.utime(file)
+    except OSError as error:
+        raise NotFound(f"{file} cannot be read: {error.strerror}") from error
+    with suppress(ValueError):
+        kind, config, weights, rest = data.split(b" ", 3)
+        size = int(config)
+        content = AdapterContent(int(kind), rest[:size], rest[size:])
+        if int(weights) == len(content.weights) and content.version == file.name:
+            return content
+    raise AdapterMismatch(
+        f"{file} is damaged: its content is not that of its name; add the adapter again",
+        value=str(file),
+    )
+
+
+def _sweep(files: Path, referenced: Collection[str]) -> None:
+    oldest = time.time() - KEPT_SECONDS
+    for file in [*files.glob("*")] if files.is_dir() else []:
+        with suppress(FileNotFoundError):
+            if file.name not in referenced and file.stat().st_mtime < oldest:
+                file.unlink()
+
+
+def _longest_unused(files: Path, entries: Sequence[Entry], most_bytes: int) -> list[Entry]:
+    def used_at(entry: Entry) -> float:
+        with suppress(OSError):
+            return (files / entry.current.digest).stat().st_mtime
+        return 0.0
+
+    left = sum(entry.current.size_bytes for entry in entries)
+    forgotten = []
+    for entry in sorted(entries, key=used_at):
+        if left <= most_bytes:
+            break
+        left -= entry.current.size_bytes
+        forgotten.append(entry)
+    return forgotten

@@ -1,0 +1,267 @@
+"""The registry: adapters with their versions, as a value. Every change makes a new registry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import blake2b
+
+from trtmesh.chassis.adapter_content import AdapterContent, number_of
+from trtmesh.chassis.errors import AlreadyExists, InvalidField, NotFound
+from trtmesh.chassis.vocabulary import Adapter
+
+MAX_NAME_LENGTH = 256
+
+Key = tuple[str, int]
+"""Model and number of an adapter."""
+
+VersionKey = tuple[int, str]
+"""Number and version of an adapter, as workers know them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A version of an adapter; `digest` names its content everywhere."""
+
+    digest: str
+    format: int
+    size_bytes: int
+    source: str = ""
+    """Directory below a configured root; '' for an uploaded version."""
+    share: float = 0.0
+    """Share of new requests for a canary; 0 for the current version, which gets the rest."""
+
+    @classmethod
+    def of(cls, content: AdapterContent, source: str = "") -> Version:
+        return cls(content.version, content.format, content.size_bytes, source)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A registered adapter."""
+
+    id: int
+    name: str
+    model: str
+    """'' means the only model of the fleet."""
+    versions: tuple[Version, ...]
+    """The current version, then canaries."""
+    pinned: bool = False
+    brought: bool = False
+    """Whether a request brought it; such adapters may be forgotten."""
+
+    @property
+    def key(self) -> Key:
+        return self.model, self.id
+
+    @property
+    def current(self) -> Version:
+        return self.versions[0]
+
+    def share_of(self, version: Version) -> float:
+        """The share of new requests from 0 to 1."""
+        if version is not self.current:
+            return version.share
+        return 1.0 - sum(canary.share for canary in self.versions[1:])
+
+    def pick(self, request_id: str) -> Version:
+        """The version for a request: the same for all of its items, and on every router."""
+        if len(self.versions) == 1:
+            return self.current
+        digest = blake2b(f"{self.id}:{request_id}".encode(), digest_size=8).digest()
+        draw = int.from_bytes(digest, "little") / 2**64
+        for canary in self.versions[1:]:
+            draw -= canary.share
+            if draw < 0:
+                return canary
+        return self.current
+
+    def version(self, digest: str) -> Version | None:
+        return next((each for each in self.versions if each.digest == digest), None)
+
+    def identity(self, version: Version) -> Adapter:
+        return Adapter(self.id, self.name, version.digest)
+
+
+@dataclass(frozen=True)
+class Registry:
+    """All registered adapters by model and number. `revision` counts the changes."""
+
+    entries: Mapping[Key, Entry]
+    revision: int = 0
+
+    @cached_property
+    def _by_name(self) -> Mapping[tuple[str, str], Entry]:
+        # Operators' adapters come last: they win over brought ones of the same name.
+        ordered = sorted(self.entries.values(), key=lambda entry: not entry.brought)
+        return {(entry.model, entry.name): entry for entry in ordered if entry.name}
+
+    def by_id(self, model: str, number: int) -> Entry | None:
+        return self.entries.get((model, number)) or self.entries.get(("", number))
+
+    def by_name(self, model: str, name: str) -> Entry | None:
+        return self._by_name.get((model, name)) or self._by_name.get(("", name))
+
+    def of_number(self, number: int) -> list[Entry]:
+        """The adapters of a number, of any model."""
+        return [entry for entry in self.entries.values() if entry.id == number]
+
+    def versions(self) -> Iterator[tuple[Entry, Version]]:
+        for entry in self.entries.values():
+            for version in entry.versions:
+                yield entry, version
+
+
+EMPTY = Registry({})
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What an operator asks to register."""
+
+    name: str
+    id: int = 0
+    """0 derives the number from the name."""
+    model: str = ""
+    canary_share: float | None = None
+    """None makes the version current."""
+    pinned: bool = False
+    version: str = ""
+    """The expected digest; '' accepts any."""
+
+    def check(self) -> None:
+        """Raises InvalidField."""
+        if not 1 <= len(self.name) <= MAX_NAME_LENGTH or not self.name.isprintable():
+            limit = f"printable and have 1 to {MAX_NAME_LENGTH} characters"
+            raise InvalidField.of("name", self.name, limit)
+        if self.canary_share is not None and not 0 < self.canary_share <= 1:
+            raise InvalidField.of("canary_share", self.canary_share, "above 0 and at most 1")
+
+    @property
+    def number(self) -> int:
+        return self.id or number_of(self.name)
+
+
+def add(registry: Registry, asked: Registration, version: Version) -> Registry:
+    """Registers a version: as the current one, or as a canary beside it. Raises InvalidField or AlreadyExists."""
+    known = _registered(registry, asked)
+    if asked.canary_share is None:
+        versions = (replace(version, share=0.0), *_others(known, version.digest))
+    elif known is None:
+        raise InvalidField(
+            f"is {asked.canary_share}, but {asked.name!r} has no current version yet; add it without a share",
+            field="canary_share",
+        )
+    else:
+        versions = _with_canary(known, replace(version, share=asked.canary_share))
+    entry = Entry(
+        known.id if known else asked.number,
+        asked.name,
+        asked.model,
+        versions,
+        asked.pinned or (known is not None and known.pinned),
+    )
+    return _with(registry, entry, without=registry.of_number(entry.id))
+
+
+def _registered(registry: Registry, asked: Registration) -> Entry | None:
+    """The operators' adapter that `asked` names. Raises InvalidField or AlreadyExists if number and name disagree."""
+    for entry in registry.entries.values():
+        if entry.brought or (entry.name != asked.name and entry.id != asked.number):
+            continue
+        if entry.name != asked.name:
+            raise AlreadyExists(
+                f"{asked.number} is the number of adapter {entry.name!r}; choose another",
+                field="id",
+                value=str(asked.number),
+            )
+        if asked.id not in (0, entry.id):
+            raise InvalidField.of("id", asked.id, f"{entry.id}, the number of {entry.name!r}")
+        if asked.model != entry.model:
+            raise InvalidField.of("model", asked.model, f"{entry.model!r}, that of {entry.name!r}")
+        return entry
+    return None
+
+
+def _others(known: Entry | None, digest: str) -> Iterator[Version]:
+    """The canaries beside a new current version."""
+    if known is not None:
+        yield from (each for each in known.versions[1:] if each.digest != digest)
+
+
+def _with_canary(known: Entry, canary: Version) -> tuple[Version, ...]:
+    if canary.digest == known.current.digest:
+        raise InvalidField(
+            "is set for the current version; a canary needs other content", field="canary_share"
+        )
+    others = [*_others(known, canary.digest)]
+    free = 1.0 - sum(each.share for each in others)
+    if canary.share > free:
+        raise InvalidField.of(
+            "canary_share", canary.share, f"at most {free:g} beside the other canaries"
+        )
+    return (known.current, *others, canary)
+
+
+def bring(registry: Registry, entry: Entry) -> Registry:
+    """Adds an adapter that a request brought, in place of one brought before."""
+    return _with(registry, entry, without=[entry])
+
+
+def check_free(registry: Registry, model: str, number: int) -> None:
+    """Raises InvalidField for a number that an operator registered."""
+    known = registry.by_id(model, number)
+    if known is not None and not known.brought:
+        raise InvalidField(
+            f"is set for {number}, the number of the registered adapter {known.name!r}; leave the weights out, or"
+            " choose another number",
+            field="lora.weights",
+            value=str(number),
+        )
+
+
+def remove(registry: Registry, number: int, digest: str = "") -> Registry:
+    """Forgets an adapter, or a version that is not its current one. Raises NotFound or InvalidField."""
+    entries = _known(registry, number)
+    if not digest:
+        return without(registry, entries)
+    entry = entries[0]
+    if entry.version(digest) is None:
+        known = ", ".join(each.digest for each in entry.versions)
+        raise NotFound(
+            f"{digest!r} is no version of {entry.name!r}; it has {known}", field="version"
+        )
+    if digest == entry.current.digest:
+        raise InvalidField(
+            f"is {digest}, the current version of {entry.name!r}; add another one first, or remove the adapter",
+            field="version",
+        )
+    kept = tuple(each for each in entry.versions if each.digest != digest)
+    return _with(registry, replace(entry, versions=kept))
+
+
+def pin(registry: Registry, number: int, *, pinned: bool) -> Registry:
+    """Keeps an adapter loaded, or no longer. Raises NotFound."""
+    entry = _known(registry, number)[0]
+    return _with(registry, replace(entry, pinned=pinned))
+
+
+def without(registry: Registry, entries: Iterable[Entry]) -> Registry:
+    gone = {entry.key for entry in entries}
+    kept = {key: entry for key, entry in registry.entries.items() if key not in gone}
+    return Registry(kept, registry.revision + 1)
+
+
+def _known(registry: Registry, number: int) -> list[Entry]:
+    """The adapters of a number, operators' first. Raises NotFound."""
+    found = sorted(registry.of_number(number), key=lambda entry: entry.brought)
+    if not found:
+        raise NotFound(f"{number} is the number of no adapter", field="id", value=str(number))
+    return found
+
+
+def _with(registry: Registry, entry: Entry, without: Iterable[Entry] = ()) -> Registry:
+    gone = {each.key for each in without}
+    kept = {key: each for key, each in registry.entries.items() if key not in gone}
+    return Registry({**kept, entry.key: entry}, registry.revision + 1)
