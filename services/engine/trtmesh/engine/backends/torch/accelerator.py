@@ -8,8 +8,10 @@ from transformers import PreTrainedModel
 from trtmesh.engine.backends.torch.compute.device import Compute, Device
 from trtmesh.engine.backends.torch.compute.paged_attention import PagedAttention
 from trtmesh.engine.backends.torch.compute.runner import Runner
+from trtmesh.engine.backends.torch.compute.slot_products import SlotProducts
 from trtmesh.engine.backends.torch.memory.blocks import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
+from trtmesh.engine.backends.torch.model.lora_layers import Products
 from trtmesh.engine.backends.torch.model.model import Fitted, Model
 from trtmesh.engine.backends.torch.sampling.choice import Chooser
 from trtmesh.engine.backends.torch.sampling.ordering import Ordering
@@ -26,6 +28,9 @@ class Accelerator(Device):
 
     def fit(self, module: PreTrainedModel, dtype: torch.dtype) -> Fitted:
         return Fitted(dtype)
+
+    def products(self, slots: int, max_tokens: int) -> Products:
+        return SlotProducts(slots, max_tokens, self.name)
 
     def compute(self, model: Model, cache: KvCache, tables: BlockTables) -> Compute:
         attention = PagedAttention(

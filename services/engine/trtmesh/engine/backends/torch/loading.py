@@ -19,6 +19,7 @@ from trtmesh.engine.backends.torch.memory.adapters import AdapterCache
 from trtmesh.engine.backends.torch.memory.blocks import BlockPool, BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.memory.tensors import FLOATS
+from trtmesh.engine.backends.torch.model.lora_layers import Room
 from trtmesh.engine.backends.torch.model.model import Model, load_model
 from trtmesh.engine.backends.torch.model.prompt_tables import PromptTables
 from trtmesh.engine.backends.torch.model.rope import freeze_rope
@@ -47,8 +48,7 @@ def load_engine(model_dir: Path, files: list[Path], settings: TorchSettings) -> 
     take_threads(settings.threads)
     device = _device(settings)
     dtype = device.default_dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    adaptable = settings.adapters.bytes > 0
-    model = load_model(model_dir, dtype, device.name, device.fit, adaptable=adaptable)
+    model = load_model(model_dir, dtype, device.name, device.fit, room=_room(settings, device))
     dtype = model.dtype
     sizes = size(settings, model, device)
     freeze_rope(model.module, sizes.max_sequence_tokens)
@@ -91,6 +91,16 @@ def load_engine(model_dir: Path, files: list[Path], settings: TorchSettings) -> 
     engine = Engine(device.compute(model, cache, scheduler.tables), scheduler, adapters)
     tables = PromptTables(model.embedding, limits.max_prompt_table_bytes)
     return Loaded(engine, info, device, cache, tables, adapters)
+
+
+def _room(settings: TorchSettings, device: Device) -> Room | None:
+    adapters = settings.adapters
+    if not adapters.bytes:
+        return None
+    # Every sequence of a batch gets a token, also beyond `max_step_tokens`.
+    tokens = settings.batching.max_step_tokens + settings.limits.max_batch_size
+    slots = adapters.max_batch_adapters
+    return Room(slots, adapters.max_rank, device.products(slots, tokens))
 
 
 def _device(settings: TorchSettings) -> Device:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from trtmesh.engine.backends.torch.memory.blocks import BlockTables, Move
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.model.attention import StepTokens
-from trtmesh.engine.backends.torch.model.lora_layers import Rows, Updates
+from trtmesh.engine.backends.torch.model.lora_layers import AdapterRows, Products
 from trtmesh.engine.backends.torch.model.model import Fitted, Model
 from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
 from trtmesh.engine.backends.torch.sampling.choice import Ranking, TokenChoice
@@ -37,8 +37,7 @@ class Batch:
     completing: list[Chunk]
     reading: list[tuple[Chunk, int]]
     """Chunks with the number of logits for their readers."""
-    adapters: list[tuple[Rows, Updates]]
-    """Adapters with the rows of their tokens."""
+    adapters: list[AdapterRows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +100,10 @@ class Device(ABC):
     @abstractmethod
     def fit(self, module: PreTrainedModel, dtype: torch.dtype) -> Fitted:
         """Replaces layers by faster ones for this device."""
+
+    @abstractmethod
+    def products(self, slots: int, max_tokens: int) -> Products:
+        """Computes the updates of adapters in steps of up to `max_tokens` tokens."""
 
     @abstractmethod
     def compute(self, model: Model, cache: KvCache, tables: BlockTables) -> Compute: ...

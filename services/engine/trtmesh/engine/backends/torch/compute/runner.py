@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Container, Sequence
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from trtmesh.engine.backends.torch.memory.adapters import LoadedAdapter
 from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.model.attention import Attention, StepTokens, attach
-from trtmesh.engine.backends.torch.model.lora_layers import Rows, Updates
+from trtmesh.engine.backends.torch.model.lora_layers import AdapterRows
 from trtmesh.engine.backends.torch.model.model import Model
 from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
 from trtmesh.engine.backends.torch.sampling.choice import Chooser
@@ -37,6 +38,8 @@ class Runner:
         self._tables = tables.rows
         self._attention = attention
         self._device = cache.pool.device
+        # The longest unused first.
+        self._slots: OrderedDict[LoadedAdapter, int] = OrderedDict()
         attach(model.module, attention)
         self.move = cache.carry_out
         self.choose = chooser.choose
@@ -77,12 +80,13 @@ class Runner:
             kept_rows=torch.tensor(rows or [len(token_ids) - 1], device=self._device),
             completing=completing,
             reading=[(chunk, len(wanted)) for chunk, wanted in reading],
-            adapters=_adapter_rows(ordered),
+            adapters=self._adapter_rows(ordered),
         )
 
     def forward(self, batch: Batch) -> Forward:
         self._attention.begin(batch.step)
-        self._model.adapters.rows = batch.adapters
+        if self._model.adapters:
+            self._model.adapters.begin(batch.adapters)
         with torch.inference_mode():
             logits = self._model.logits(
                 batch.token_ids, batch.positions, batch.kept_rows, batch.tables
@@ -100,7 +104,8 @@ class Runner:
         rows = torch.from_numpy(self._cache.rows_of_tokens(null, one).reshape(-1))
         # As a chunk, not a single: only a single gathers blocks.
         self._attention.begin(StepTokens(one, one, one + 1, 0, rows.to(self._device)))
-        self._model.adapters.rows = ()
+        if self._model.adapters:
+            self._model.adapters.begin(())
         token = torch.zeros(1, dtype=torch.int64, device=self._device)
         with torch.inference_mode():
             logits = self._model.logits(token, token, token)
@@ -127,22 +132,29 @@ class Runner:
         step = StepTokens(slots, starts, counts, singles, rows)
         return step, torch.from_numpy(positions).to(self._device)
 
+    def _adapter_rows(self, ordered: Sequence[Chunk]) -> list[AdapterRows]:
+        rows: dict[LoadedAdapter, list[int]] = {}
+        first = 0
+        for chunk in ordered:
+            last = first + chunk.count
+            if adapter := chunk.sequence.adapter:
+                rows.setdefault(adapter, []).extend(range(first, last))
+            first = last
+        return [AdapterRows(self._slot(each, rows), found) for each, found in rows.items()]
 
-def _adapter_rows(ordered: Sequence[Chunk]) -> list[tuple[Rows, Updates]]:
-    """The rows of each adapter in the flat batch: a slice where they lie side by side."""
-    rows: dict[LoadedAdapter, list[int]] = {}
-    first = 0
-    for chunk in ordered:
-        last = first + chunk.count
-        if adapter := chunk.sequence.adapter:
-            rows.setdefault(adapter, []).extend(range(first, last))
-        first = last
-    return [(_side_by_side(found), adapter.updates) for adapter, found in rows.items()]
-
-
-def _side_by_side(rows: list[int]) -> Rows:
-    first, last = rows[0], rows[-1] + 1
-    return slice(first, last) if last - first == len(rows) else torch.tensor(rows)
+    def _slot(self, adapter: LoadedAdapter, needed: Container[LoadedAdapter]) -> int:
+        """The slot of an adapter, which is taken from the longest unused where it has none."""
+        slots, adapters = self._slots, self._model.adapters
+        assert adapters
+        if adapter not in slots:
+            if len(slots) < adapters.slots:
+                slot = len(slots)
+            else:
+                slot = slots.pop(next(each for each in slots if each not in needed))
+            adapters.load(slot, adapter.updates)
+            slots[adapter] = slot
+        slots.move_to_end(adapter)
+        return slots[adapter]
 
 
 def _wanted(reader: Reader, chunk: Chunk, first_row: int) -> range:

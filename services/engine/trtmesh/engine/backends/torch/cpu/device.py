@@ -15,11 +15,13 @@ from trtmesh.engine.backends.torch.compute.paged_attention import PagedAttention
 from trtmesh.engine.backends.torch.compute.runner import Runner
 from trtmesh.engine.backends.torch.compute.tiled_attention import TiledAttention
 from trtmesh.engine.backends.torch.cpu.fusing import fuse_layers, fuse_norms, is_plain
+from trtmesh.engine.backends.torch.cpu.grouped_products import GroupedProducts
 from trtmesh.engine.backends.torch.cpu.invariance import make_invariant
 from trtmesh.engine.backends.torch.cpu.linears import lacks_instructions, pack_linears, widen
 from trtmesh.engine.backends.torch.memory.blocks import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.model.attention import Attention
+from trtmesh.engine.backends.torch.model.lora_layers import Products
 from trtmesh.engine.backends.torch.model.model import Fitted, Model
 from trtmesh.engine.backends.torch.sampling.choice import Chooser
 from trtmesh.engine.backends.torch.sampling.ordering import Ordering
@@ -57,6 +59,9 @@ class Cpu(Device):
         if self._settings.batch_invariant:
             make_invariant(module, compute_dtype)
         return Fitted(compute_dtype, plain=is_plain(module))
+
+    def products(self, slots: int, max_tokens: int) -> Products:
+        return GroupedProducts()
 
     def compute(self, model: Model, cache: KvCache, tables: BlockTables) -> Compute:
         attention = self._attention(model, cache, tables)

@@ -1,19 +1,153 @@
-"""The linear layers of a model that adapters update: found, and wrapped to add the updates."""
+"""The linear layers of a model that adapters update: found, and exchanged for layers that add the updates.
+
+Adapters on the device lie in slots: each layer has a table of updates, one per slot. A step names the slots of its
+tokens, never tensors of an adapter, so its shapes do not depend on the adapters. A device chooses how to multiply.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from trtmesh.engine.adapters.lora import PARTS, Module, Place, Target, Update, place_of
 
-Updates = Mapping[Place, Update]
-"""The updates of an adapter, in the types and on the device of the layers."""
-Rows = slice | Tensor
-"""Rows of the flat batch; a tensor of their numbers where they do not lie side by side."""
+ALIGNED_RANKS = 16
+"""Ranks of a table are a multiple, so that every slot begins at an address that suits all kernels alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRows:
+    """The tokens of one adapter in a step."""
+
+    slot: int
+    rows: Sequence[int]
+    """Ascending rows of the flat batch."""
+
+
+class UpdateTable:
+    """The updates of a linear layer by slot; ranks beyond that of an update are 0."""
+
+    def __init__(
+        self, target: Target, slots: int, ranks: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.a = torch.zeros(slots, ranks, target.inputs, dtype=dtype, device=device)
+        self.b = torch.zeros(slots, ranks, target.outputs, dtype=dtype, device=device)
+        self.ranks = [0] * slots
+        """By slot; 0 where the adapter leaves the layer alone."""
+
+    def put(self, slot: int, update: Update | None) -> None:
+        rank, before = update.rank if update else 0, self.ranks[slot]
+        if update:
+            self.a[slot, :rank] = update.a
+            self.b[slot, :rank] = update.b.t()
+        self.a[slot, rank:before] = 0
+        self.b[slot, rank:before] = 0
+        self.ranks[slot] = rank
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.a[0].nbytes + self.b[0].nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Outputs of a layer with a table of their own: all, or those of a layer that a device joined with others."""
+
+    table: UpdateTable
+    outputs: slice
+
+
+class Products(Protocol):
+    """A device's way to compute the updates of a step."""
+
+    def begin(self, step: Sequence[AdapterRows]) -> None:
+        """Prepares a step with adapters for all layers."""
+
+    def add(self, parts: Sequence[Part], given: Tensor, output: Tensor) -> None:
+        """Adds B A x to the rows with an update; `given` is [tokens, inputs], `output` [tokens, outputs]."""
+
+
+class AdaptedLinear(nn.Module):
+    """A linear layer with the updates of the step."""
+
+    def __init__(self, own: nn.Module, parts: Sequence[Part], products: Products) -> None:
+        super().__init__()
+        self.own = own
+        self._parts = parts
+        self._products = products
+
+    @property
+    def weight(self) -> Tensor:
+        weight: Tensor = self.own.weight  # type: ignore[assignment]  # every linear layer has one
+        return weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        output: Tensor = self.own(tokens)
+        self._products.add(self._parts, tokens.flatten(0, -2), output.view(-1, output.shape[-1]))
+        return output
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Room for adapters on a device."""
+
+    slots: int
+    max_rank: int
+    products: Products
+
+    @property
+    def ranks(self) -> int:
+        return -(-self.max_rank // ALIGNED_RANKS) * ALIGNED_RANKS
+
+
+class Layer(NamedTuple):
+    """A layer of the model, for steps without adapters and with them."""
+
+    holder: nn.Module
+    name: str
+    plain: nn.Module
+    adapted: AdaptedLinear
+
+
+class DeviceAdapters:
+    """The adapters on the device, in slots."""
+
+    def __init__(
+        self, tables: Mapping[Place, UpdateTable], layers: Sequence[Layer], room: Room
+    ) -> None:
+        self._tables = tables
+        self._layers = layers
+        self._room = room
+        self._adapted = False
+
+    @property
+    def slots(self) -> int:
+        return self._room.slots
+
+    @property
+    def slot_bytes(self) -> int:
+        """Memory of a slot, whatever the rank of its adapter."""
+        return sum(table.slot_bytes for table in self._tables.values())
+
+    def load(self, slot: int, updates: Mapping[Place, Update]) -> None:
+        """Copies an adapter into a slot that no step uses; on any thread."""
+        for place, table in self._tables.items():
+            table.put(slot, updates.get(place))
+
+    def begin(self, step: Sequence[AdapterRows]) -> None:
+        """Prepares the model for a step; without adapters the step costs what it costs without this class."""
+        adapted = bool(step)
+        if adapted != self._adapted:
+            self._adapted = adapted
+            for layer in self._layers:
+                layer.holder._modules[layer.name] = layer.adapted if adapted else layer.plain
+        if adapted:
+            self._room.products.begin(step)
 
 
 def lora_targets(model: PreTrainedModel) -> dict[Place, Target]:
@@ -39,71 +173,41 @@ def _parts(module: Module, outputs: int, config: Any) -> tuple[int, ...]:
     return heads * size, kv_heads * size, kv_heads * size
 
 
-class StepAdapters:
-    """The adapters of the current step; shared by all layers of a model."""
-
-    def __init__(self) -> None:
-        self.rows: Sequence[tuple[Rows, Updates]] = ()
-        """Rows of the flat batch with their updates; other tokens use the model alone."""
-
-
-class AdaptedLinear(nn.Module):
-    """A linear layer that adds B A x to the tokens with an update: two products per adapter."""
-
-    def __init__(self, own: nn.Module, place: Place, step: StepAdapters) -> None:
-        super().__init__()
-        self.own = own
-        self._place = place
-        self._step = step
-
-    @property
-    def weight(self) -> Tensor:
-        weight: Tensor = self.own.weight  # type: ignore[assignment]  # every linear layer has one
-        return weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        product: Tensor = self.own(tokens)
-        if self._step.rows:
-            self._add(tokens, product)
-        return product
-
-    def _add(self, tokens: Tensor, product: Tensor) -> None:
-        given, output = tokens.flatten(0, -2), product.view(-1, product.shape[-1])
-        for rows, updates in self._step.rows:
-            if (update := updates.get(self._place)) is None:
-                continue
-            if isinstance(rows, slice):
-                output[rows].addmm_(given[rows] @ update.a.t(), update.b.t())
-            else:
-                output.index_add_(0, rows, given[rows] @ update.a.t() @ update.b.t())
-
-
 def adapt_layers(
-    model: nn.Module, own: Mapping[Place, Target], step: StepAdapters
-) -> dict[Place, Target]:
-    """Wraps the layers of a model and returns their targets; `own` are those before a device fused layers."""
-    found = {
-        place: name
-        for name, _ in model.named_modules()
-        if (place := place_of(name)) is not None and (place in own or place[1] in PARTS)
-    }
-    targets = {}
-    for place, name in found.items():
-        if (target := _target(place, own)) is None:
+    model: nn.Module,
+    own: Mapping[Place, Target],
+    room: Room,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[dict[Place, Target], DeviceAdapters]:
+    """The layers that adapters can update, and the room for adapters.
+
+    `own` are the targets before a device joined layers: an adapter updates each of these by itself.
+    """
+    tables: dict[Place, UpdateTable] = {}
+    layers = []
+    for name, plain in list(model.named_modules()):
+        if not (places := _places(name, own)):
             continue
-        parent, _, leaf = name.rpartition(".")
-        holder = model.get_submodule(parent)
-        setattr(holder, leaf, AdaptedLinear(holder.get_submodule(leaf), place, step))
-        targets[place] = target
-    return targets
+        first, parts = 0, []
+        for place in places:
+            target = own[place]
+            # Updates of a fused layer's parts lie below each other.
+            ranks = room.ranks * len(target.parts)
+            tables[place] = UpdateTable(target, room.slots, ranks, dtype, device)
+            parts.append(Part(tables[place], slice(first, first + target.outputs)))
+            first += target.outputs
+        holder, _, leaf = name.rpartition(".")
+        adapted = AdaptedLinear(plain, parts, room.products)
+        layers.append(Layer(model.get_submodule(holder), leaf, plain, adapted))
+    return {place: own[place] for place in tables}, DeviceAdapters(tables, layers, room)
 
 
-def _target(place: Place, own: Mapping[Place, Target]) -> Target | None:
-    """The target of a layer, also of one that joins layers of the model."""
+def _places(name: str, own: Mapping[Place, Target]) -> list[Place]:
+    """The places of a layer: several where a device joined layers, none where adapters cannot update it."""
+    if (place := place_of(name)) is None:
+        return []
     if place in own:
-        return own[place]
-    parts = [own.get((place[0], part)) for part in PARTS[place[1]]]
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts):
-        return None
-    return Target(known[0].inputs, tuple(part.outputs for part in known))
+        return [place]
+    members = [(place[0], module) for module in PARTS.get(place[1], ())]
+    return members if all(member in own for member in members) else []

@@ -20,7 +20,8 @@ from trtmesh.engine.adapters.lora import Place, Target
 from trtmesh.engine.backends.torch.memory.kvcache import KvShape
 from trtmesh.engine.backends.torch.model import attention
 from trtmesh.engine.backends.torch.model.lora_layers import (
-    StepAdapters,
+    DeviceAdapters,
+    Room,
     adapt_layers,
     lora_targets,
 )
@@ -50,7 +51,8 @@ class Model:
     """Widest sliding window of all layers; None where a layer sees all tokens."""
     targets: Mapping[Place, Target]
     """The layers that adapters can update."""
-    adapters: StepAdapters
+    adapters: DeviceAdapters | None
+    """None where the model takes no adapters."""
 
     def logits(
         self,
@@ -106,10 +108,10 @@ def load_model(
     device: torch.device,
     fit: Fit,
     *,
-    adaptable: bool = False,
+    room: Room | None = None,
 ) -> Model:
-    """`dtype` is the type of weights and KV, None for the model's own; `fit` may replace layers; `adaptable` lets
-    adapters update layers.
+    """`dtype` is the type of weights and KV, None for the model's own; `fit` may replace layers; `room` is that
+    for adapters.
 
     Raises ModelUnusable with the reason.
     """
@@ -125,7 +127,9 @@ def load_model(
     probe = _probe(module, text.num_hidden_layers, device)
     targets = lora_targets(module)
     fitted = fit(module, dtype)
-    adapters = StepAdapters()
+    adaptable: tuple[Mapping[Place, Target], DeviceAdapters | None] = {}, None
+    if room:
+        adaptable = adapt_layers(module, targets, room, fitted.compute_dtype, device)
     vocabulary_size = _vocabulary_size(module)
     return Model(
         module=module,
@@ -138,8 +142,8 @@ def load_model(
         max_positions=_max_positions(text, probe),
         end_ids=_end_ids(module),
         embedding=Embedding(module.get_input_embeddings(), vocabulary_size),
-        targets=adapt_layers(module, targets, adapters) if adaptable else {},
-        adapters=adapters,
+        targets=adaptable[0],
+        adapters=adaptable[1],
     )
 
 
