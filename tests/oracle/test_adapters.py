@@ -2,127 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine.torch.harness import Harness, configure, running
-from oracle import tiny_models
-from peft import LoraConfig, PeftModel, get_peft_model
+from engine.torch.harness import running
+from oracle.adapters import (
+    BASE,
+    FAMILIES,
+    NEW_TOKENS,
+    NUMBERS,
+    ON,
+    PROMPTS,
+    Adapted,
+    asking,
+    by_number,
+    load,
+)
 from trtmesh.chassis.errors import AdapterNotFound, AdaptersFull, InvalidField, InvalidRequest
-from trtmesh.chassis.vocabulary import GenerationConfig, Lora, Tensor
-from trtmesh.engine.adapters.arrays import write_arrays
-from trtmesh.engine.adapters.lora import Lora as Weights
-from trtmesh.engine.adapters.peft import read_peft
+from trtmesh.chassis.vocabulary import Lora, Tensor
 from trtmesh.engine.backend import BlocksStored
 from trtmesh.v1 import generation_pb2 as pb
 
 # PEFT reads a name that transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
-NEW_TOKENS = 10
-LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-TARGETS: Mapping[str, list[str]] = {
-    "llama": LAYERS,
-    "qwen2": LAYERS,
-    "gemma2": LAYERS,
-    "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
-    "gpt2": ["c_attn", "c_proj", "c_fc"],
-}
-RANKS = {1: 4, 2: 16, 3: 64}
-"""By the number of the adapter."""
-PROMPTS = tiny_models.prompts(8)
-BASE = 0
-ON: dict[str, Any] = {"adapters_bytes": 1 << 30}
 
-
-class Adapted:
-    """A model with adapters, in PEFT and as Triton's clients send them."""
-
-    def __init__(self, model_dir: Path, family: str, folder: Path) -> None:
-        self.model_dir = model_dir
-        self.base = tiny_models.reference_model(model_dir)
-        model: Any = None
-        self.arrays: dict[int, Lora] = {}
-        for number, rank in RANKS.items():
-            config = LoraConfig(
-                r=rank, lora_alpha=2 * rank, target_modules=TARGETS[family], task_type="CAUSAL_LM",
-                use_rslora=number == 2, fan_in_fan_out=family == "gpt2",
-            )  # fmt: skip
-            if model is None:
-                model = get_peft_model(
-                    tiny_models.reference_model(model_dir), config, adapter_name=_name(number)
-                )
-            else:
-                model.add_adapter(_name(number), config)
-        generator = torch.Generator().manual_seed(7)
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.data = torch.randn(parameter.shape, generator=generator) / 16
-        model.save_pretrained(folder)
-        for number in RANKS:
-            weights = read_peft(folder / _name(number), 1 << 30)
-            self.arrays[number] = sent(number, weights)
-        self.model: PeftModel = model.eval()
-
-    def greedy(self, number: int, prompt: Sequence[int]) -> list[int]:
-        if number == BASE:
-            return tiny_models.greedy(self.base, list(prompt), NEW_TOKENS)
-        self.model.set_adapter(_name(number))
-        model: Any = self.model
-        return tiny_models.greedy(model, list(prompt), NEW_TOKENS)
-
-    def logits(self, number: int, tokens: Sequence[int]) -> torch.Tensor:
-        self.model.set_adapter(_name(number))
-        with torch.inference_mode():
-            rows: torch.Tensor = self.model(torch.tensor([list(tokens)])).logits[0]
-        return rows
-
-
-def _name(number: int) -> str:
-    # Not the number: PEFT then takes it for that of a layer.
-    return f"adapter{number}"
-
-
-def sent(number: int, weights: Weights) -> Lora:
-    """An adapter with its weights, as Triton's clients send it."""
-    rows, config = write_arrays(weights, torch.float32)
-    return Lora(
-        id=number,
-        weights=Tensor(pb.DATA_TYPE_FP32, tuple(rows.shape), rows.numpy().tobytes()),
-        config=Tensor(pb.DATA_TYPE_INT32, tuple(config.shape), config.numpy().tobytes()),
-    )
-
-
-def by_number(number: int) -> Lora | None:
-    return Lora(id=number) if number != BASE else None
-
-
-@pytest.fixture(scope="module")
-def adapted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Adapted]:
-    """The adapted model of a family."""
-
-    def build(family: str) -> Adapted:
-        model_dir = tiny_models.build(tmp_path_factory.mktemp(family), family)
-        return Adapted(model_dir, family, tmp_path_factory.mktemp(f"{family}-lora"))
-
-    return cache(build)
-
-
-def asking(lora: Lora | None, **options: Any) -> GenerationConfig:
-    return replace(configure(max_tokens=NEW_TOKENS, ignore_end_id=True, **options), lora=lora)
-
-
-async def load(harness: Harness, each: Adapted) -> None:
-    """Sends every adapter once."""
-    for lora in each.arrays.values():
-        (stream,) = await harness.ended(harness.submit([3], asking(lora)))
-        assert stream.end is not None
-        assert stream.end.error is None, stream.end.error
+def values(tensor: Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return torch.frombuffer(bytearray(tensor.data), dtype=torch.float32).view(tensor.shape)
 
 
 SETTINGS: list[dict[str, Any]] = [
@@ -134,12 +44,12 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=["whole", "chunks", "pauses"])
-@pytest.mark.parametrize("family", TARGETS)
+@pytest.mark.parametrize("family", FAMILIES)
 async def test_mixed_batch_equals_peft(
     adapted: Callable[[str], Adapted], family: str, settings: dict[str, Any]
 ) -> None:
     each = adapted(family)
-    asked = [(index % (1 + len(RANKS)), prompt) for index, prompt in enumerate(PROMPTS)]
+    asked = [(index % (1 + len(NUMBERS)), prompt) for index, prompt in enumerate(PROMPTS)]
     async with running(each.model_dir, **ON, **settings) as harness:
         await load(harness, each)
         with harness.gate.held():
@@ -151,6 +61,36 @@ async def test_mixed_batch_equals_peft(
     assert [stream.token_ids for stream in streams] == expected
     differing = [each.greedy(BASE, prompt) for _, prompt in asked]
     assert sum(a != b for a, b in zip(expected, differing, strict=True)) >= len(asked) // 2
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["whole", "chunks", "pauses"])
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_logits_of_a_mixed_batch_equal_peft(
+    adapted: Callable[[str], Adapted], family: str, settings: dict[str, Any]
+) -> None:
+    each = adapted(family)
+    asked = [(index % (1 + len(NUMBERS)), prompt) for index, prompt in enumerate(PROMPTS)]
+    async with running(each.model_dir, **ON, **settings) as harness:
+        await load(harness, each)
+        with harness.gate.held():
+            keys = [
+                harness.submit(
+                    prompt,
+                    asking(by_number(number), context_logits=True, generation_logits=True),
+                )[0]
+                for number, prompt in asked
+            ]
+        streams = await harness.ended(keys)
+        paused = harness.backend.stats().preemptions
+    assert bool(paused) == ("kv_cache_tokens" in settings)
+    for (number, prompt), stream in zip(asked, streams, strict=True):
+        expected = each.logits(number, [*prompt, *stream.token_ids])[:-1]
+        given = [part.context_logits for part in stream.prompts]
+        given += [details.generation_logits for details in stream.details]
+        found = torch.cat([values(tensor) for tensor in given])
+        # The last row of the prompt chooses the first token, and comes with both.
+        rows = [*range(len(prompt)), *range(len(prompt) - 1, len(expected))]
+        torch.testing.assert_close(found, expected[rows], rtol=1e-5, atol=1e-5)
 
 
 async def test_migration_between_two_workers_keeps_the_tokens(
@@ -172,7 +112,7 @@ async def test_beams_and_several_sequences_use_the_adapter(
     adapted: Callable[[str], Adapted],
 ) -> None:
     each, prompt = adapted("llama"), PROMPTS[3]
-    each.model.set_adapter(_name(1))
+    each.choose(1)
     generate: Any = each.model.generate
     ids = torch.tensor([prompt])
     with torch.inference_mode():
@@ -211,7 +151,7 @@ async def test_prefixes_are_reused_within_an_adapter_only(
         assert await cached(replace(each.arrays[3], id=1)) == 0
         assert await cached(replace(each.arrays[1], id=1)) == most
     stored = [e for o in harness.outputs for e in o.kv_events if isinstance(e, BlocksStored)]
-    assert {event.adapter.id if event.adapter else 0 for event in stored} == {0, 1, 2, 3}
+    assert {event.adapter.id if event.adapter else 0 for event in stored} == {BASE, *NUMBERS}
 
 
 async def test_new_version_leaves_running_sequences_alone(

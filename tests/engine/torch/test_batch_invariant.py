@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from engine.torch.conftest import ModelDir
 from engine.torch.harness import Harness, configure, running
 from oracle import tiny_models
+from oracle.adapters import BASE, NUMBERS, ON, Adapted, by_number, load
 from trtmesh.chassis.errors import ModelUnusable, SettingsError
 from trtmesh.chassis.vocabulary import GenerationConfig
 
@@ -25,9 +27,15 @@ SAMPLED = [
 Result = tuple[list[int], list[float]]
 
 
-def configs(count: int) -> list[GenerationConfig]:
+def configs(count: int, adapted: Adapted | None = None) -> list[GenerationConfig]:
+    """One after another with the adapters of `adapted`, or without."""
     shared = {"max_tokens": NEW_TOKENS, "ignore_end_id": True, "log_probs": True, "seed": 5}
-    return [configure(**shared, **SAMPLED[place % len(SAMPLED)]) for place in range(count)]
+    made = [configure(**shared, **SAMPLED[place % len(SAMPLED)]) for place in range(count)]
+    numbers = (BASE, *NUMBERS) if adapted else (BASE,)
+    return [
+        replace(config, lora=by_number(numbers[place % len(numbers)]))
+        for place, config in enumerate(made)
+    ]
 
 
 def prompts(dice: Random) -> list[list[int]]:
@@ -44,16 +52,25 @@ async def result_of(engine: Harness, keys: list[int]) -> Result:
     return tokens, log_probs
 
 
-async def alone(folder: Path, given: list[list[int]], **settings: Any) -> list[Result]:
+async def alone(
+    folder: Path, given: list[list[int]], adapted: Adapted | None = None, **settings: Any
+) -> list[Result]:
     async with running(folder, prefix_reuse=False, **settings) as engine:
+        if adapted:
+            await load(engine, adapted)
         return [
             await result_of(engine, list(engine.submit(prompt, config)))
-            for prompt, config in zip(given, configs(len(given)), strict=True)
+            for prompt, config in zip(given, configs(len(given), adapted), strict=True)
         ]
 
 
 async def in_traffic(
-    folder: Path, given: list[list[int]], expected: list[Result], dice: Random, **settings: Any
+    folder: Path,
+    given: list[list[int]],
+    expected: list[Result],
+    dice: Random,
+    adapted: Adapted | None = None,
+    **settings: Any,
 ) -> list[Result]:
     """All at once in random chunks and blocks with too little KV, and every second continued from a random token."""
     changed = {
@@ -64,8 +81,11 @@ async def in_traffic(
         "max_batch_size": dice.choice((3, 16)),
     }
     async with running(folder, **changed, **settings) as engine:
+        if adapted:
+            await load(engine, adapted)
         keys = []
-        for place, (prompt, config) in enumerate(zip(given, configs(len(given)), strict=True)):
+        asked = zip(given, configs(len(given), adapted), strict=True)
+        for place, (prompt, config) in enumerate(asked):
             cut = dice.randrange(1, NEW_TOKENS) if place % 2 else 0
             (key,) = engine.submit(prompt, config, emitted=expected[place][0][:cut])
             keys.append((key, cut))
@@ -91,11 +111,33 @@ async def test_tokens_and_log_probs_are_those_of_the_sequence_alone(
     family: str, dtype: str, model_dir: ModelDir
 ) -> None:
     folder = model_dir(family)
-    settings = {"batch_invariant": True, "dtype": dtype, "threads": 2}
+    settings: dict[str, Any] = {"batch_invariant": True, "dtype": dtype, "threads": 2}
     given = prompts(Random(family))
     expected = await alone(folder, given, **settings)
     for seed in range(2):
         assert await in_traffic(folder, given, expected, Random(seed), **settings) == expected
+
+
+# PEFT reads a name that transformers has renamed.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama", "float32"), ("llama", "bfloat16"), ("gpt2", "float32")]
+)
+async def test_tokens_and_log_probs_with_adapters_are_those_of_the_sequence_alone(
+    family: str, dtype: str, model_dir: ModelDir, tmp_path: Path
+) -> None:
+    """Each with the base or an adapter of another rank."""
+    adapted = Adapted(model_dir(family), family, tmp_path)
+    settings: dict[str, Any] = {"batch_invariant": True, "dtype": dtype, "threads": 2, **ON}
+    # Twice, so that sequences share an adapter.
+    given = [*prompts(Random(family)), *prompts(Random(dtype))]
+    expected = await alone(adapted.model_dir, given, adapted, **settings)
+    assert expected != await alone(adapted.model_dir, given, **settings)
+    for seed in range(2):
+        found = await in_traffic(
+            adapted.model_dir, given, expected, Random(seed), adapted, **settings
+        )
+        assert found == expected
 
 
 async def test_without_it_the_last_bits_depend_on_the_traffic(llama: Path) -> None:

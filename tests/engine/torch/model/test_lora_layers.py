@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from random import Random
 
 import pytest
@@ -12,11 +12,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from trtmesh.engine.adapters.lora import Module, Place, Target, Update
 from trtmesh.engine.backends.torch.compute.slot_products import SlotProducts
 from trtmesh.engine.backends.torch.cpu.grouped_products import FEW_ROWS, GroupedProducts
+from trtmesh.engine.backends.torch.cpu.invariance import TiledProducts
 from trtmesh.engine.backends.torch.model.lora_layers import (
     AdapterRows,
     DeviceAdapters,
     Products,
     Room,
+    UpdateTable,
     adapt_layers,
 )
 
@@ -28,9 +30,11 @@ OWN: Mapping[Place, Target] = {
     (0, V): Target(24, (16,)),
     (0, OUT): Target(32, (24,)),
 }
-MAKERS: Mapping[str, Callable[[], Products]] = {
-    "grouped": GroupedProducts,
-    "slots": lambda: SlotProducts(SLOTS, TOKENS, torch.device("cpu")),
+Maker = Callable[[Collection[UpdateTable]], Products]
+MAKERS: Mapping[str, Maker] = {
+    "grouped": lambda _: GroupedProducts(),
+    "slots": lambda tables: SlotProducts(tables, TOKENS),
+    "tiled": TiledProducts,
 }
 
 
@@ -79,17 +83,17 @@ ADAPTERS: Sequence[Mapping[Module, int]] = [
 
 
 @pytest.fixture(params=MAKERS)
-def products(request: pytest.FixtureRequest) -> Products:
-    made: Products = MAKERS[request.param]()
-    return made
+def products(request: pytest.FixtureRequest) -> Maker:
+    return MAKERS[request.param]
 
 
 def adapted(
-    products: Products, dtype: torch.dtype = torch.float32
+    products: Maker, dtype: torch.dtype = torch.float32
 ) -> tuple[Layers, DeviceAdapters, list[Updates]]:
     model = Layers(dtype)
     room = Room(SLOTS, MAX_RANK, products)
     targets, adapters = adapt_layers(model, OWN, room, dtype, torch.device("cpu"))
+    assert adapters
     assert targets == OWN
     generator = torch.Generator().manual_seed(3)
     loaded = [updates(generator, ranks) for ranks in ADAPTERS]
@@ -158,12 +162,12 @@ def check(
     ids=["one", "one_among_base", "all", "uneven", "few_beside_many", "many"],
 )
 def test_each_row_gets_the_update_of_its_own_adapter(
-    products: Products, slots: list[int | None]
+    products: Maker, slots: list[int | None]
 ) -> None:
     check(*adapted(products), slots)
 
 
-def test_random_steps_equal_rows_one_by_one(products: Products) -> None:
+def test_random_steps_equal_rows_one_by_one(products: Maker) -> None:
     model, adapters, loaded = adapted(products)
     dice = Random(0)
     for _ in range(40):
@@ -171,7 +175,7 @@ def test_random_steps_equal_rows_one_by_one(products: Products) -> None:
         check(model, adapters, loaded, [dice.choice([None, *range(SLOTS)]) for _ in range(count)])
 
 
-def test_slot_keeps_nothing_of_the_adapter_before(products: Products) -> None:
+def test_slot_keeps_nothing_of_the_adapter_before(products: Maker) -> None:
     model, adapters, loaded = adapted(products)
     generator = torch.Generator().manual_seed(9)
     for ranks in ({Q: 20, K: 20, V: 20, OUT: 20}, {Q: 3}, {V: 5, OUT: 2}, {K: 20}):
@@ -180,7 +184,7 @@ def test_slot_keeps_nothing_of_the_adapter_before(products: Products) -> None:
         check(model, adapters, loaded, [2, 1, None, 2])
 
 
-def test_infinite_row_spoils_no_other_row(products: Products) -> None:
+def test_infinite_row_spoils_no_other_row(products: Maker) -> None:
     model, adapters, _ = adapted(products)
     hidden = torch.randn(1, 5, 24)
     adapters.begin(step_of([0, 1, None, 1, 4]))
@@ -193,10 +197,13 @@ def test_infinite_row_spoils_no_other_row(products: Products) -> None:
 
 def test_static_products_read_the_step_from_memory_that_stays() -> None:
     """What a captured graph of the first step would compute after the second `begin`."""
-    products = SlotProducts(SLOTS, TOKENS, torch.device("cpu"))
-    model, adapters, loaded = adapted(products)
+    model, adapters, loaded = adapted(MAKERS["slots"])
+
+    def forward(hidden: Tensor) -> Tensor:
+        return model.qkv(hidden)
+
     adapters.begin(step_of([0, None, 1, 2]))
-    graph = make_fx(lambda tokens: model.qkv(tokens) * 1)(torch.randn(1, 4, 24))
+    graph = make_fx(forward)(torch.randn(1, 4, 24))
     hidden = torch.randn(1, 4, 24)
     adapters.begin(step_of([5, 3, None, 0]))
     assert torch.equal(graph(hidden), model.qkv(hidden))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -11,7 +13,7 @@ from trtmesh.engine.backends.torch.compute.runner import Runner
 from trtmesh.engine.backends.torch.compute.slot_products import SlotProducts
 from trtmesh.engine.backends.torch.memory.blocks import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
-from trtmesh.engine.backends.torch.model.lora_layers import Products
+from trtmesh.engine.backends.torch.model.lora_layers import Products, UpdateTable
 from trtmesh.engine.backends.torch.model.model import Fitted, Model
 from trtmesh.engine.backends.torch.sampling.choice import Chooser
 from trtmesh.engine.backends.torch.sampling.ordering import Ordering
@@ -29,8 +31,8 @@ class Accelerator(Device):
     def fit(self, module: PreTrainedModel, dtype: torch.dtype) -> Fitted:
         return Fitted(dtype)
 
-    def products(self, slots: int, max_tokens: int) -> Products:
-        return SlotProducts(slots, max_tokens, self.name)
+    def products(self, tables: Collection[UpdateTable], max_tokens: int) -> Products:
+        return SlotProducts(tables, max_tokens)
 
     def compute(self, model: Model, cache: KvCache, tables: BlockTables) -> Compute:
         attention = PagedAttention(

@@ -99,8 +99,11 @@ def _room(settings: TorchSettings, device: Device) -> Room | None:
         return None
     # Every sequence of a batch gets a token, also beyond `max_step_tokens`.
     tokens = settings.batching.max_step_tokens + settings.limits.max_batch_size
-    slots = adapters.max_batch_adapters
-    return Room(slots, adapters.max_rank, device.products(slots, tokens))
+    return Room(
+        adapters.max_batch_adapters,
+        adapters.max_rank,
+        lambda tables: device.products(tables, tokens),
+    )
 
 
 def _device(settings: TorchSettings) -> Device:

@@ -106,7 +106,7 @@ class AdapterSettings(Settings):
 
     bytes: Annotated[int, Field(ge=0)] = 0
     """Most memory in bytes for adapters, in the type of the activations; the longest unused are evicted. 0 refuses
-    adapters. Not with batch_invariant: their products depend on the batch."""
+    adapters."""
     max_batch_adapters: Annotated[int, Field(ge=1, le=4096)] = 8
     """Most adapters computed at once; sequences with another one wait."""
     max_rank: Annotated[int, Field(ge=1, le=4096)] = 64
@@ -138,12 +138,3 @@ class TorchSettings(Settings):
     batching: BatchingSettings = BatchingSettings()
     limits: LimitSettings = LimitSettings()
     adapters: AdapterSettings = AdapterSettings()
-
-    @model_validator(mode="after")
-    def _agrees_with_itself(self) -> Self:
-        if self.batch_invariant and self.adapters.bytes:
-            raise ValueError(
-                "batch_invariant is set and adapters.bytes is not 0, but the products of adapters depend on the batch;"
-                " unset one of both"
-            )
-        return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 from trtmesh.engine.backends.torch.memory.blocks import BlockTables, Move
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.model.attention import StepTokens
-from trtmesh.engine.backends.torch.model.lora_layers import AdapterRows, Products
+from trtmesh.engine.backends.torch.model.lora_layers import AdapterRows, Products, UpdateTable
 from trtmesh.engine.backends.torch.model.model import Fitted, Model
 from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
 from trtmesh.engine.backends.torch.sampling.choice import Ranking, TokenChoice
@@ -102,8 +103,8 @@ class Device(ABC):
         """Replaces layers by faster ones for this device."""
 
     @abstractmethod
-    def products(self, slots: int, max_tokens: int) -> Products:
-        """Computes the updates of adapters in steps of up to `max_tokens` tokens."""
+    def products(self, tables: Collection[UpdateTable], max_tokens: int) -> Products:
+        """Computes the updates of adapters in these tables, in steps of up to `max_tokens` tokens."""
 
     @abstractmethod
     def compute(self, model: Model, cache: KvCache, tables: BlockTables) -> Compute: ...

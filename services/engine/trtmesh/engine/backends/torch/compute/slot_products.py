@@ -6,18 +6,19 @@ adapters. The mask is the only input of a step, in memory that stays.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
-from trtmesh.engine.backends.torch.model.lora_layers import AdapterRows, Part
+from trtmesh.engine.backends.torch.model.lora_layers import AdapterRows, Part, UpdateTable
 
 
 class SlotProducts:
     """Implements Products with static shapes. Neither method waits for the device."""
 
-    def __init__(self, slots: int, max_tokens: int, device: torch.device) -> None:
-        self._others = torch.ones(max_tokens, slots, 1, dtype=torch.bool, device=device)
+    def __init__(self, tables: Collection[UpdateTable], max_tokens: int) -> None:
+        slots = next(iter(tables)).a
+        self._others = slots.new_ones(max_tokens, len(slots), 1, dtype=torch.bool)
         """[tokens, slots, 1], false for the slot of a token."""
 
     def begin(self, step: Sequence[AdapterRows]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +17,12 @@ from trtmesh.engine.backends.torch.compute.runner import Runner
 from trtmesh.engine.backends.torch.compute.tiled_attention import TiledAttention
 from trtmesh.engine.backends.torch.cpu.fusing import fuse_layers, fuse_norms, is_plain
 from trtmesh.engine.backends.torch.cpu.grouped_products import GroupedProducts
-from trtmesh.engine.backends.torch.cpu.invariance import make_invariant
+from trtmesh.engine.backends.torch.cpu.invariance import TiledProducts, make_invariant
 from trtmesh.engine.backends.torch.cpu.linears import lacks_instructions, pack_linears, widen
 from trtmesh.engine.backends.torch.memory.blocks import BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.model.attention import Attention
-from trtmesh.engine.backends.torch.model.lora_layers import Products
+from trtmesh.engine.backends.torch.model.lora_layers import Products, UpdateTable
 from trtmesh.engine.backends.torch.model.model import Fitted, Model
 from trtmesh.engine.backends.torch.sampling.choice import Chooser
 from trtmesh.engine.backends.torch.sampling.ordering import Ordering
@@ -60,8 +61,8 @@ class Cpu(Device):
             make_invariant(module, compute_dtype)
         return Fitted(compute_dtype, plain=is_plain(module))
 
-    def products(self, slots: int, max_tokens: int) -> Products:
-        return GroupedProducts()
+    def products(self, tables: Collection[UpdateTable], max_tokens: int) -> Products:
+        return TiledProducts(tables) if self._settings.batch_invariant else GroupedProducts()
 
     def compute(self, model: Model, cache: KvCache, tables: BlockTables) -> Compute:
         attention = self._attention(model, cache, tables)

@@ -6,9 +6,11 @@ vectors and in what is left. So each layer only ever sees shapes that gave the s
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import linear, pad
 from transformers import activations
 from transformers.pytorch_utils import Conv1D
 from trtmesh.chassis.errors import ModelUnusable
@@ -19,6 +21,7 @@ from trtmesh.engine.backends.torch.cpu.linears import (
     TransposedLinear,
     replace_layers,
 )
+from trtmesh.engine.backends.torch.model.lora_layers import AdapterRows, Part, UpdateTable
 
 TILE_ROWS = 32
 """Most rows of a product."""
@@ -28,6 +31,9 @@ UNSHARED = 2**15
 """Elements from which PyTorch shares an operation among threads."""
 
 LINEARS = (nn.Linear, Conv1D, TransposedLinear, PackedLinear, HalfLinear, NativeLinear)
+Product = Callable[[Tensor], Tensor]
+"""Of rows with a matrix."""
+
 ACTIVATIONS = (activations.__name__, nn.modules.activation.__name__)
 
 
@@ -44,7 +50,7 @@ def make_invariant(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 class TiledLinear(nn.Module):
-    """A linear layer that computes at most TILE_ROWS rows at once, in numbers of rows that agree."""
+    """A linear layer that computes rows in tiles."""
 
     def __init__(
         self, layer: nn.Module, dtype: torch.dtype, sizes: dict[tuple[object, ...], list[int]]
@@ -56,7 +62,7 @@ class TiledLinear(nn.Module):
         kind = (type(layer), tuple(weight.shape), weight.dtype)
         self.in_features = int(weight.shape[0 if isinstance(layer, Conv1D) else 1])
         if kind not in sizes:
-            sizes[kind] = self._agreeing(dtype)
+            sizes[kind] = agreeing_sizes(layer, self.in_features, dtype)
         self._sizes = sizes[kind]
 
     @property
@@ -66,36 +72,74 @@ class TiledLinear(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         rows = tokens.reshape(-1, self.in_features)
-        parts = [self._product(part) for part in torch.split(rows, TILE_ROWS)]
-        product = parts[0] if len(parts) == 1 else torch.cat(parts)
+        product = tiled(self.layer, rows, self._sizes)
         return product.view(*tokens.shape[:-1], -1)
 
-    def _product(self, rows: Tensor) -> Tensor:
-        count = len(rows)
-        size = next(size for size in self._sizes if size >= count)
-        padded = pad(rows, (0, 0, 0, size - count)) if size > count else rows
-        product: Tensor = self.layer(padded)
-        return product[:count]
 
-    def _agreeing(self, dtype: torch.dtype) -> list[int]:
-        """The numbers of rows with the same bits as TILE_ROWS, in any place."""
-        generator = torch.Generator().manual_seed(0)
-        rows = torch.randn(TILE_ROWS, self.in_features, generator=generator).to(dtype)
-        with torch.inference_mode():
-            expected = self.layer(rows)
+class TiledProducts:
+    """Implements Products: the rows of each adapter in tiles, with all ranks of its slot."""
 
-            def agrees(size: int) -> bool:
-                places = [torch.arange(first, first + size) for first in range(0, TILE_ROWS, size)]
-                places += [each.flip(0) for each in places]
-                return all(torch.equal(self.layer(rows[each]), expected[each]) for each in places)
+    def __init__(self, tables: Iterable[UpdateTable]) -> None:
+        self._step: list[tuple[int, Tensor]] = []
+        self._sizes: dict[tuple[int, ...], list[int]] = {}
+        """Of products with the transposed matrix, by its shape."""
+        for table in tables:
+            for matrix in (table.a[0], table.b[0].t()):
+                if matrix.shape not in self._sizes:
+                    self._sizes[matrix.shape] = _agreeing_with_random(matrix)
 
-            sizes = [size for size in (1, 2, 4, 8, 16, TILE_ROWS) if agrees(size)]
-        if TILE_ROWS not in sizes:
-            raise ModelUnusable(
-                f"batch_invariant is refused: on this CPU a product of {self.in_features} inputs depends on the"
-                " place of a row"
-            )
-        return sizes
+    def begin(self, step: Sequence[AdapterRows]) -> None:
+        self._step = [(each.slot, torch.tensor(each.rows)) for each in step]
+
+    def add(self, parts: Sequence[Part], given: Tensor, output: Tensor) -> None:
+        for slot, rows in self._step:
+            taken = given.index_select(0, rows)
+            for part in parts:
+                if part.table.ranks[slot]:
+                    inner = self._product(taken, part.table.a[slot])
+                    delta = self._product(inner, part.table.b[slot].t())
+                    output[:, part.outputs].index_add_(0, rows, delta)
+
+    def _product(self, rows: Tensor, matrix: Tensor) -> Tensor:
+        return tiled(lambda tile: linear(tile, matrix), rows, self._sizes[matrix.shape])
+
+
+def tiled(product: Product, rows: Tensor, sizes: Sequence[int]) -> Tensor:
+    """A product of at most TILE_ROWS rows at once, in numbers of rows that agree."""
+    parts = []
+    for part in torch.split(rows, TILE_ROWS):
+        count = len(part)
+        size = next(size for size in sizes if size >= count)
+        padded = pad(part, (0, 0, 0, size - count)) if size > count else part
+        parts.append(product(padded)[:count])
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def agreeing_sizes(product: Product, inputs: int, dtype: torch.dtype) -> list[int]:
+    """The numbers of rows with the same bits as TILE_ROWS, in any place."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(TILE_ROWS, inputs, generator=generator).to(dtype)
+    with torch.inference_mode():
+        expected = product(rows)
+
+        def agrees(size: int) -> bool:
+            places = [torch.arange(first, first + size) for first in range(0, TILE_ROWS, size)]
+            places += [each.flip(0) for each in places]
+            return all(torch.equal(product(rows[each]), expected[each]) for each in places)
+
+        sizes = [size for size in (1, 2, 4, 8, 16, TILE_ROWS) if agrees(size)]
+    if TILE_ROWS not in sizes:
+        raise ModelUnusable(
+            f"batch_invariant is refused: on this CPU a product of {inputs} inputs depends on the place of a row"
+        )
+    return sizes
+
+
+def _agreeing_with_random(like: Tensor) -> list[int]:
+    """The sizes for a matrix with the shape and layout of `like`."""
+    matrix = torch.empty_like(like)
+    matrix.normal_(generator=torch.Generator().manual_seed(1))
+    return agreeing_sizes(lambda rows: linear(rows, matrix), like.shape[1], like.dtype)
 
 
 class TiledActivation(nn.Module):

@@ -6,7 +6,7 @@ tokens, never tensors of an adapter, so its shapes do not depend on the adapters
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -98,7 +98,7 @@ class Room:
 
     slots: int
     max_rank: int
-    products: Products
+    products: Callable[[Collection[UpdateTable]], Products]
 
     @property
     def ranks(self) -> int:
@@ -118,16 +118,16 @@ class DeviceAdapters:
     """The adapters on the device, in slots."""
 
     def __init__(
-        self, tables: Mapping[Place, UpdateTable], layers: Sequence[Layer], room: Room
+        self, tables: Mapping[Place, UpdateTable], layers: Sequence[Layer], products: Products
     ) -> None:
         self._tables = tables
         self._layers = layers
-        self._room = room
+        self._products = products
         self._adapted = False
 
     @property
     def slots(self) -> int:
-        return self._room.slots
+        return min(len(table.ranks) for table in self._tables.values())
 
     @property
     def slot_bytes(self) -> int:
@@ -147,7 +147,7 @@ class DeviceAdapters:
             for layer in self._layers:
                 layer.holder._modules[layer.name] = layer.adapted if adapted else layer.plain
         if adapted:
-            self._room.products.begin(step)
+            self._products.begin(step)
 
 
 def lora_targets(model: PreTrainedModel) -> dict[Place, Target]:
@@ -179,28 +179,34 @@ def adapt_layers(
     room: Room,
     dtype: torch.dtype,
     device: torch.device,
-) -> tuple[dict[Place, Target], DeviceAdapters]:
-    """The layers that adapters can update, and the room for adapters.
+) -> tuple[dict[Place, Target], DeviceAdapters | None]:
+    """The layers that adapters can update, and the room for adapters; None without such layers.
 
     `own` are the targets before a device joined layers: an adapter updates each of these by itself.
     """
     tables: dict[Place, UpdateTable] = {}
-    layers = []
-    for name, plain in list(model.named_modules()):
-        if not (places := _places(name, own)):
-            continue
-        first, parts = 0, []
-        for place in places:
+    parts: dict[str, list[Part]] = {}
+    for name, _ in model.named_modules():
+        first = 0
+        for place in _places(name, own):
             target = own[place]
             # Updates of a fused layer's parts lie below each other.
             ranks = room.ranks * len(target.parts)
             tables[place] = UpdateTable(target, room.slots, ranks, dtype, device)
-            parts.append(Part(tables[place], slice(first, first + target.outputs)))
+            outputs = slice(first, first + target.outputs)
+            parts.setdefault(name, []).append(Part(tables[place], outputs))
             first += target.outputs
-        holder, _, leaf = name.rpartition(".")
-        adapted = AdaptedLinear(plain, parts, room.products)
-        layers.append(Layer(model.get_submodule(holder), leaf, plain, adapted))
-    return {place: own[place] for place in tables}, DeviceAdapters(tables, layers, room)
+    if not tables:
+        return {}, None
+    products = room.products(tables.values())
+    layers = [_layer(model, name, each, products) for name, each in parts.items()]
+    return {place: own[place] for place in tables}, DeviceAdapters(tables, layers, products)
+
+
+def _layer(model: nn.Module, name: str, parts: Sequence[Part], products: Products) -> Layer:
+    holder, _, leaf = name.rpartition(".")
+    plain = model.get_submodule(name)
+    return Layer(model.get_submodule(holder), leaf, plain, AdaptedLinear(plain, parts, products))
 
 
 def _places(name: str, own: Mapping[Place, Target]) -> list[Place]:
