@@ -34,6 +34,8 @@ for name in [*os.environ]:
         del os.environ[name]
 # Engines with a thread for every core slow each other down.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Where an engine has several, a thread that spins at a barrier keeps the core from the thread it waits for.
+os.environ["OMP_WAIT_POLICY"] = "passive"
 # In the background and under nohup SIGINT is ignored, and children would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Terminals of tests have equal abilities everywhere.
