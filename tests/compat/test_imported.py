@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import pytest_asyncio
+import yaml
 from cli.commands import Stack, running_stack, trtmesh
 from compat.plain_http import PlainHttp
 from compat.releases import MODELS, releases_of, tensors, typed
@@ -27,6 +28,8 @@ PROMPT = "def fibonacci(n):"
 TOKENS = 8
 ASK = {"text_input": PROMPT, "max_tokens": TOKENS}
 ENDLESS = {"max_tokens": 1900, "end_id": -1}
+SIMULATED_DEMO = {"TRTMESH_ENGINE_SIMULATED_VOCABULARY_SIZE": str(DEMO_VOCABULARY)}
+"""Environment of simulated engines with the demo model's ids."""
 
 
 @pytest.fixture(scope="module")
@@ -254,8 +257,7 @@ async def test_two_engines_serve_two_models(tmp_path: Path) -> None:
     assert (
         trtmesh("import-triton", str(directory), *models, "--output", str(config)).returncode == 0
     )
-    env = {"TRTMESH_ENGINE_SIMULATED_VOCABULARY_SIZE": str(DEMO_VOCABULARY)}
-    with running_stack("--port", "0", "--config", str(config), env=env) as stack:
+    with running_stack("--port", "0", "--config", str(config), env=SIMULATED_DEMO) as stack:
         router = stack.wait_ready()
         assert len(stack.children) == 5
         async with Triton(router) as triton, Client(router) as client:
@@ -267,8 +269,17 @@ async def test_two_engines_serve_two_models(tmp_path: Path) -> None:
                 assert item.text == own
 
 
-@pytest.mark.parametrize("release", ["v0.5.0", "v0.6.1", "v0.11.0", "2025-05"])
-async def test_repository_of_every_age_is_served_as_imported(tmp_path: Path, release: str) -> None:
+@pytest.mark.parametrize(
+    ("release", "backend"),
+    [
+        ("v0.5.0", "torch"),
+        # Their engines have no other settings than those of v0.5.0.
+        *((release, "simulated") for release in ("v0.6.1", "v0.11.0", "2025-05")),
+    ],
+)
+async def test_repository_of_every_age_is_served_as_imported(
+    tmp_path: Path, release: str, backend: str
+) -> None:
     """Every model called served answers a request in the types of its release, and declares that release's tensors."""
     config = tmp_path / "mesh.yaml"
     directory = of_release(tmp_path / "models", release)
@@ -276,7 +287,10 @@ async def test_repository_of_every_age_is_served_as_imported(tmp_path: Path, rel
     assert result.returncode == 0, result.stderr
     served = json.loads(result.stdout.splitlines()[-1])["served"]
     assert served == [name for name in sorted(MODELS) if release in releases_of(name)]
-    with running_stack("--port", "0", "--backend", "torch", "--config", str(config)) as stack:
+    engine = yaml.safe_load(config.read_text())["engine"]["torch"]
+    assert engine.keys() <= {"batching", "limits"}
+    flags = ("--port", "0", "--backend", backend, "--config", str(config))
+    with running_stack(*flags, env=SIMULATED_DEMO) as stack:
         async with Triton(stack.wait_ready()) as triton:
             for name in served:
                 assert await triton.client.is_model_ready(name)
