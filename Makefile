@@ -30,11 +30,12 @@ demo: $(INSTALLED)  ## Start the stack, stream three prompts, serve until Ctrl-C
 check: lint types  ## Run lint, types and the tests that start no process and load no model
 	$(BIN)/pytest -n 2 --dist worksteal -m fast
 
+# Tests wait for processes half of their time, so two cores carry four at once.
 test: lint types  ## Run lint, types, proto freshness and every test
 	$(BIN)/python protos/generate.py --check
 	$(BIN)/buf lint protos
 	$(BIN)/buf breaking protos --against protos/baseline.binpb
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 lint: $(INSTALLED_DEV)  ## Check style and formatting
 	$(BIN)/ruff check .
