@@ -483,7 +483,7 @@ def test_adapter_in_use_counts_from_its_booking_until_the_last_sequence_leaves()
 
 def test_lost_worker_holds_no_adapter() -> None:
     guard = LoadGuard(lambda: None)
-    guard.adapters_moved({(1, "v1"): Residency(Adapter(1, "", "v1"))})
+    guard.adapters_moved({(1, "v1"): Residency(Adapter(1, "", "v1"))}, 0.0)
     guard.take_report(Report(0.0, adapter_slots=(4, 3, 1)))
     assert (guard.adapters.slots, guard.adapters.free_slots) == (4, 3)
     guard.assign([7], guard.book(10, 1, 0.0, AdapterNeed(Adapter(1, "", "v1"))))

@@ -20,7 +20,7 @@ from trtmesh.router.placement import (
     WorkerSnapshot,
     place,
 )
-from trtmesh.router.placement.filters import ADAPTER_ELSEWHERE, BREAKER_OPEN, SIBLINGS_ELSEWHERE
+from trtmesh.router.placement.filters import ADAPTER_ABSENT, BREAKER_OPEN, SIBLINGS_ELSEWHERE
 
 
 def holding(adapter: Adapter) -> WorkerAdapters:
@@ -257,7 +257,7 @@ def test_decision_can_be_repeated(policy: str) -> None:
     assert (again.chosen, list(again.scores)) == (decision.chosen, list(decision.scores))
 
 
-def test_item_goes_to_a_worker_with_its_version_of_the_adapter() -> None:
+def test_item_goes_to_a_holder_unless_its_adapter_can_be_delivered() -> None:
     old, new = Adapter(7, "", "v1"), Adapter(7, "", "v2")
     fleet = [
         worker("a"),
@@ -266,6 +266,8 @@ def test_item_goes_to_a_worker_with_its_version_of_the_adapter() -> None:
     ]
     decision = place("least_loaded", fleet, query(adapter=AdapterNeed(new)))
     assert decision.chosen.worker == "c"
-    assert list(decision.excluded_by) == [ADAPTER_ELSEWHERE, ADAPTER_ELSEWHERE, ""]
-    # Where no worker holds it, any may load it.
-    assert place("least_loaded", fleet[:2], query(adapter=AdapterNeed(new))).chosen.worker in "ab"
+    assert list(decision.excluded_by) == [ADAPTER_ABSENT, ADAPTER_ABSENT, ""]
+    with pytest.raises(NoWorker):
+        place("least_loaded", fleet[:2], query(adapter=AdapterNeed(new)))
+    deliverable = query(adapter=AdapterNeed(new, deliverable=True))
+    assert place("least_loaded", fleet, deliverable).chosen.worker in "ab"

@@ -21,15 +21,18 @@ from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement import (
     POLICIES,
     WHOLE,
+    AdapterNeed,
     Capability,
     PlacementQuery,
     WorkerSnapshot,
     check_fields,
     place,
 )
-from trtmesh.router.placement.decision import DecisionLog
+from trtmesh.router.placement.adapters import takers_of
+from trtmesh.router.placement.decision import Decision, DecisionLog
 from trtmesh.router.placement.rates import Ewma, Typical, typical_of
 from trtmesh.router.placement.settings import PlacementSettings
+from trtmesh.router.placement.shares import AdapterShares
 
 UNKNOWN = Typical()
 """Rates of a model before its workers have shown any."""
@@ -57,6 +60,7 @@ class Fleet:
         self._turn = 0
         self._typical: dict[str, Typical] = {}
         self._new_tokens: dict[str, Ewma] = {}
+        self._shares: dict[str, AdapterShares] = {}
         self._change = asyncio.Event()
 
     @property
@@ -186,12 +190,19 @@ class Fleet:
         worker.last_turn = self._turn
         computed = Capability.PREFILL in phases
         uncached = query.prompt_tokens - decision.cached_tokens if computed else 0
-        booking = worker.guard.book(uncached, query.sequences, now, query.adapter)
+        booking = worker.guard.book(uncached, query.sequences, now, decision.query.adapter)
         if POLICIES[self.policy].looks_at_prefixes:
             hashes = blocks.hashes(worker.facts.tokens_per_block)
             self.kv_index.expect(worker.address, hashes, now)
+        self._count_share(decision, now)
         self._metrics.placed[self.policy, worker.name] += 1
         return Leg(worker, booking, phases, decision)
+
+    def _count_share(self, decision: Decision, now: float) -> None:
+        """Counts an item in the shares of adapters, once its model has any."""
+        query, worker = decision.query, decision.chosen
+        if shares := self._shares.get(query.model):
+            shares.add(query.adapter, query.new_tokens * worker.step_seconds, now)
 
     def _completed(self, query: PlacementQuery, blocks: PromptBlocks, now: float) -> PlacementQuery:
         """The query with the fleet's knowledge added."""
@@ -203,8 +214,17 @@ class Fleet:
             cached_tokens=self._cached_tokens(query, blocks, sizes, now),
             prefix=next(iter(blocks.hashes(min(sizes, default=0))), None),
             new_tokens=round(new_tokens * query.sequences),
+            adapter=query.adapter and self._seen(query.adapter, query.model, typical),
             draw=random.getrandbits(32),
         )
+
+    def _seen(self, need: AdapterNeed, model: str, typical: Typical) -> AdapterNeed:
+        """The adapter with its rank, as workers report it, and with the fleet's experience."""
+        holders = (worker.adapters.held.get(need.key) for worker in self.snapshot())
+        rank = need.rank or max((held.rank for held in holders if held), default=0)
+        shares = self._shares.setdefault(model, AdapterShares())
+        need = replace(need, rank=rank)
+        return replace(need, outlook=shares.outlook(need, typical))
 
     def _block_sizes(self, model: str) -> set[int]:
         """Block sizes of the model's workers with KV events; empty if the policy ignores prefixes."""
@@ -240,7 +260,11 @@ class Fleet:
         models = self.models()
         for gone in self._new_tokens.keys() - models:
             del self._new_tokens[gone]
+        for gone in self._shares.keys() - models:
+            del self._shares[gone]
         self._typical = {model: self._typical_of(model) for model in models}
+        for model, shares in self._shares.items():
+            shares.settle(takers_of(self.snapshot(), model), self._typical[model])
         for worker in self.workers.values():
             worker.touch()
 

@@ -204,7 +204,7 @@ class Worker(Replica):
     def lacks(self, adapter: Adapter) -> None:
         """The worker refused an item because it does not hold the version."""
         held = {k: r for k, r in self.adapters.held.items() if k != (adapter.id, adapter.version)}
-        self.guard.adapters_moved(held)
+        self.guard.adapters_moved(held, asyncio.get_running_loop().time())
 
     def _new_command(self, size: int) -> pb.EngineCommand:
         return self._outbox.add(size)
@@ -264,8 +264,8 @@ class Worker(Replica):
         self._on_change()
 
     def _on_adapter_states(self, states: pb.AdapterStates) -> None:
-        before = self.adapters.held
-        self.guard.adapters_moved(held_adapters(before, states.adapters))
+        before, now = self.adapters.held, asyncio.get_running_loop().time()
+        self.guard.adapters_moved(held_adapters(before, states.adapters), now)
         for key in before.keys() - self.adapters.held.keys():
             if key not in self._adapters.removed:
                 self._adapters.usages.of_key(key).evictions += 1

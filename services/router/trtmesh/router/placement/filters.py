@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
+from trtmesh.router.placement.residency import AdapterNeed
 from trtmesh.router.placement.snapshot import Capability, PlacementQuery, WorkerSnapshot
 
 BREAKER_OPEN = "its breaker is open"
 ENOUGH_SIBLINGS = "it has enough siblings of the item"
-ADAPTER_ELSEWHERE = "another worker holds the adapter"
+ADAPTER_ABSENT = "it lacks the adapter, whose content is not known here"
+SLOTS_TAKEN = "all its slots hold adapters that are pinned or in use"
 SIBLINGS_ELSEWHERE = "the prefix is computed for a sibling elsewhere"
 
 
 def exclusions(fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> list[str]:
     """Why each worker is excluded, or '' for a candidate.
 
-    An open breaker, a missing wanted capability or enough siblings of the item exclude a worker only while another can
-    take the item.
+    An open breaker, a lack of slots for the adapter, a missing wanted capability or enough siblings of the item exclude
+    a worker only while another can take the item.
     """
     model, tokens, fields, out = query.model, query.prompt_tokens, query.fields, query.exclude
     needs = query.needs
@@ -38,6 +40,8 @@ def exclusions(fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> list[s
     ]
     if query.item_sequences > 1 or query.beams > 1:
         _leave_out_small(fleet, query, excluded)
+    if query.adapter and not query.adapter.deliverable:
+        _leave_out_without(fleet, query.adapter, excluded)
     if query.wants or query.adapter or query.avoid or query.prefer or BREAKER_OPEN in excluded:
         _pass_over(fleet, query, excluded)
     return excluded
@@ -89,6 +93,15 @@ def _leave_out_small(
             excluded[index] = too_many(worker, query) or excluded[index]
 
 
+def _leave_out_without(
+    fleet: Sequence[WorkerSnapshot], need: AdapterNeed, excluded: list[str]
+) -> None:
+    """Excludes workers that lack an adapter which cannot be delivered."""
+    for index, worker in enumerate(fleet):
+        if excluded[index] in ("", BREAKER_OPEN) and need.key not in worker.adapters.held:
+            excluded[index] = ADAPTER_ABSENT
+
+
 def _pass_over(fleet: Sequence[WorkerSnapshot], query: PlacementQuery, excluded: list[str]) -> None:
     """Keeps the candidates with the weakest objection; notes the objection in `excluded` for the others."""
     eligible = [index for index, why in enumerate(excluded) if why in ("", BREAKER_OPEN)]
@@ -105,8 +118,8 @@ def _against(worker: WorkerSnapshot, query: PlacementQuery) -> tuple[int, str]:
     """Weight and text of the objection to a candidate."""
     if worker.breaker_open:
         return 5, BREAKER_OPEN
-    if query.adapter and not worker.adapters.holds(query.adapter.adapter):
-        return 4, ADAPTER_ELSEWHERE
+    if query.adapter and worker.adapters.is_full(query.adapter):
+        return 4, SLOTS_TAKEN
     if why := missing(query.wants, worker.capabilities):
         return 3, why
     if worker.address in query.avoid:

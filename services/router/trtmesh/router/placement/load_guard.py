@@ -16,7 +16,13 @@ from dataclasses import dataclass
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.router.placement.breaker import Breaker
 from trtmesh.router.placement.rates import Rates, Report, Typical
-from trtmesh.router.placement.residency import NO_ADAPTERS, AdapterKey, AdapterNeed, Residency
+from trtmesh.router.placement.residency import (
+    NO_ADAPTERS,
+    AdapterKey,
+    AdapterNeed,
+    Place,
+    Residency,
+)
 
 SLOW_START_SECONDS = 10.0
 """How long a new worker counts with part of the fleet's mean load; the part shrinks."""
@@ -79,6 +85,15 @@ class Booking:
             self.leave(now, error)
 
 
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """A load of an adapter in progress: its place before, and the loads up to and including it."""
+
+    origin: Place | None
+    begun_at: float
+    queue: int
+
+
 class LoadGuard:
     """The load of a worker. All times are seconds of the same clock."""
 
@@ -97,6 +112,7 @@ class LoadGuard:
         self.booked_prompt_tokens = 0
         self.bookings = 0
         self.adapters = NO_ADAPTERS
+        self._loads: dict[AdapterKey, _Load] = {}
         self.rates = Rates()
         self.breaker = Breaker()
 
@@ -117,6 +133,7 @@ class LoadGuard:
         self.rates.break_off()
         self._foreign_sequences = self._foreign_prompt_tokens = 0
         self.adapters = self.adapters.lost()
+        self._loads.clear()
         for handle in [*self._by_handle]:
             self.leave(handle, now, error)
         self._on_change()
@@ -137,7 +154,7 @@ class LoadGuard:
         """Books an item with `prompt_tokens` to compute."""
         booking = Booking(self, prompt_tokens, sequences, now, not self.sequences, adapter)
         if adapter:
-            self.adapters = self.adapters.used(adapter, sequences)
+            self._use(adapter, sequences, now)
         self.bookings += 1
         self.booked_sequences += sequences
         self.booked_prompt_tokens += prompt_tokens
@@ -156,7 +173,7 @@ class LoadGuard:
             # A new process may have other rates.
             self.rates = Rates()
         elif self._report is not _NO_REPORT:
-            self.rates.learn(self._report, report)
+            self.rates.learn(self._report, report, self.adapters.rank)
         self._report, self._steps = report, report.step_count
         self.adapters = self.adapters.reported(*report.adapter_slots)
         self._foreign_sequences = max(0, report.sequences - self.booked_sequences)
@@ -165,10 +182,25 @@ class LoadGuard:
         )
         self._on_change()
 
-    def adapters_moved(self, held: Mapping[AdapterKey, Residency]) -> None:
+    def adapters_moved(self, held: Mapping[AdapterKey, Residency], now: float) -> None:
         """The worker reported changed places of adapters."""
+        for key, load in [*self._loads.items()]:
+            if (residency := held.get(key)) and residency.place is not load.origin:
+                seconds = (now - load.begun_at) / load.queue
+                self.rates.learn_load(seconds, delivered=load.origin is None)
+                del self._loads[key]
         self.adapters = self.adapters.moved(held)
         self._on_change()
+
+    def _use(self, adapter: AdapterNeed, sequences: int, now: float) -> None:
+        """Counts sequences with an adapter, and the start of the load if this is the first."""
+        origin = self.adapters.place(adapter)
+        if adapter.key not in self.adapters.in_use and origin is not Place.DEVICE:
+            queue = 1 if origin else 1 + self.adapters.deliveries(adapter)
+            self._loads[adapter.key] = _Load(origin, now, queue)
+        self.adapters = self.adapters.used(adapter, sequences)
+        if adapter.key not in self.adapters.in_use:
+            self._loads.pop(adapter.key, None)
 
     def warmth(self, now: float) -> float:
         return min(1.0, max(0.0, (now - self._joined_at) / SLOW_START_SECONDS))
@@ -187,7 +219,8 @@ class LoadGuard:
 
     def step_seconds(self, typical: Typical) -> float:
         """Predicted time of a step with one more sequence."""
-        return typical.step_seconds(self.sequences + 1) * self.rates.relative_step(typical)
+        sequences, rank = self.sequences + 1, self.adapters.rank
+        return typical.step_seconds(sequences, rank) * self.rates.relative_step(typical)
 
     @property
     def pressure_seconds(self) -> float:
@@ -206,7 +239,7 @@ class LoadGuard:
 
     def _on_left(self, prompt_tokens: int, adapter: AdapterNeed | None, *, last: bool) -> None:
         if adapter:
-            self.adapters = self.adapters.used(adapter, -1)
+            self._use(adapter, -1, 0.0)
         self.bookings -= last
         self.booked_sequences -= 1
         self.booked_prompt_tokens -= prompt_tokens

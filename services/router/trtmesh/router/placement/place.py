@@ -12,7 +12,7 @@ from trtmesh.chassis.errors import (
     UnsupportedField,
 )
 from trtmesh.router.placement.decision import Decision
-from trtmesh.router.placement.filters import exclusions, lift_cold, unfit
+from trtmesh.router.placement.filters import exclusions, lift_cold, too_many, unfit
 from trtmesh.router.placement.policies import POLICIES
 from trtmesh.router.placement.snapshot import PlacementQuery, WorkerSnapshot
 
@@ -67,11 +67,11 @@ def _refusal(
     fit = [worker for worker in fleet if not unfit(worker, query)]
     long_enough = [worker for worker in fit if query.prompt_tokens < worker.max_sequence_tokens]
     able = [worker for worker in long_enough if query.fields <= worker.supported_fields]
-    if able:
+    if able and all(too_many(worker, query) for worker in able):
         return _too_many(able, query)
-    if long_enough:
+    if long_enough and not able:
         return _unsupported(long_enough, query)
-    if fit:
+    if fit and not long_enough:
         most = max(worker.max_sequence_tokens for worker in fit)
         return PromptTooLong(
             f"has {query.prompt_tokens} tokens, but with at least one new token a sequence of model {query.model} has"

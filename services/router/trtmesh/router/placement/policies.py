@@ -4,7 +4,7 @@
 Ties go to the least recently chosen worker or, for a prefix without a holder, to rendezvous hashing. Predicted cost of
 an item on a worker in seconds, with rates learned online (`rates.py`):
 
-    wait + uncached prompt tokens * prefill + new tokens * step + pressure
+    wait + uncached prompt tokens * prefill + new tokens * step + pressure + adapter's load + higher rank
 
 Mooncake's TTFT estimate and the expected wait of SMG's power of two are similar. Costing the remaining computation,
 instead of the matched prefix, sends a miss to the least busy worker.
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from trtmesh.router.placement.adapters import adapter_seconds, candidates, rank_seconds
 from trtmesh.router.placement.rendezvous import highest
 from trtmesh.router.placement.snapshot import PlacementQuery, WorkerSnapshot
 
@@ -53,13 +54,17 @@ def _sequences(fleet: Fleet, query: PlacementQuery) -> list[float]:
 def predicted_seconds(fleet: Fleet, query: PlacementQuery) -> list[float]:
     """The predicted cost of the item on each worker, in seconds."""
     prompt, new, cached = query.prompt_tokens, query.new_tokens, query.cached_tokens
-    return [
+    costs = [
         w.wait_seconds
         + (prompt - cached.get(w.address, 0)) * w.prefill_seconds
         + new * w.step_seconds
         + w.pressure_seconds
         for w in fleet
     ]
+    if need := query.adapter:
+        for n, w in enumerate(fleet):
+            costs[n] += adapter_seconds(w, need) + rank_seconds(w, need, new)
+    return costs
 
 
 def _all(eligible: Indexes, fleet: Fleet, query: PlacementQuery) -> Indexes:
@@ -87,12 +92,18 @@ def _longest_prefix(eligible: Indexes, fleet: Fleet, query: PlacementQuery) -> I
 
 
 def _holders_and_sample(eligible: Indexes, fleet: Fleet, query: PlacementQuery) -> Indexes:
-    cached, sample = query.cached_tokens, _sample(eligible, query.draw)
+    cached, sample = query.cached_tokens, _homes_or_sample(eligible, fleet, query)
     if not cached:
         return sample
     holders = [index for index in eligible if fleet[index].address in cached]
     holders.sort(key=lambda index: -cached[fleet[index].address])
     return [*holders[:HOLDERS], *sample]
+
+
+def _homes_or_sample(eligible: Indexes, fleet: Fleet, query: PlacementQuery) -> Indexes:
+    if query.adapter:
+        return candidates(eligible, fleet, query)
+    return _sample(eligible, query.draw)
 
 
 def _lowest(fleet: Fleet, costs: list[float], query: PlacementQuery) -> int:
@@ -119,5 +130,6 @@ POLICIES: dict[str, Policy] = {
     "prefix_aware": Policy(
         predicted_seconds, _longest_prefix, _lowest_or_rendezvous, looks_at_prefixes=True
     ),
+    "lora_aware": Policy(predicted_seconds, _homes_or_sample, _lowest),
     "auto": Policy(predicted_seconds, _holders_and_sample, _lowest, looks_at_prefixes=True),
 }

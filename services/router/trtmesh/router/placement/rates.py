@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
+from typing import NamedTuple, Self
+
+from trtmesh.router.placement.residency import FALLBACK_COPY_SECONDS, FALLBACK_DELIVERY_SECONDS
 
 SMOOTHING = 0.2
 """Weight of a new sample in an exponentially weighted mean."""
@@ -13,6 +16,9 @@ FALLBACK_PREFILL_RATE = 2000.0
 """Prompt tokens per second of an unknown worker."""
 
 FALLBACK_STEP_SECONDS = 0.02
+
+FALLBACK_RANK_STEP_SECONDS = 0.00005
+"""Step time per unit of the batch's largest rank."""
 
 FALLBACK_NEW_TOKENS = 128.0
 
@@ -28,6 +34,9 @@ prompt, would otherwise get no items and never correct the impression."""
 HALVING_VARIANCE = 1.0
 """Variance of the sequence count at which half of the measured slope counts: ridge regression (Hoerl and Kennard,
 1970). At low variance the slope is noise, and one running sequence would outweigh a cached prefix."""
+
+HALVING_RANK_VARIANCE = 64.0
+"""The same for the largest rank."""
 
 HELD_UP = 5.0
 """Longest usable interval between two reports, and longest counted step, relative to the usual. Reports keep their
@@ -77,8 +86,10 @@ class Rates:
 
     * prefill rate: prompt tokens computed between two reports with a backlog, over the busy time; and, for a prompt on
       an idle worker, the tokens over the time to the first token minus a step.
-    * step time, as a line over the number of running sequences: busy time between two reports over the steps made, by
-      exponentially weighted least squares. Wall time would count the idle time between short requests.
+    * step time, linear in the number of running sequences and in the largest rank of their adapters: busy time between
+      two reports over the steps made, by exponentially weighted least squares. Wall time would count the idle time
+      between short requests.
+    * load times of adapters, from the first booking until the worker reports the adapter.
 
     Steps are counted from a report at the end of a step or of an idle worker. Other reports may lie in the middle of a
     step, and a step may span many reports.
@@ -92,13 +103,17 @@ class Rates:
         self._since: Report | None = None
         """Start of the next count of steps; None if the last report may lie inside a step."""
         self._interval = Ewma()
-        self._sequences = Ewma()
-        self._seconds = Ewma()
-        self._squares = Ewma()
-        self._products = Ewma()
+        self.sums: Moments | None = None
+        """Means over the steps; None before the first."""
+        self._rank = 0
+        self.delivery = Ewma()
+        """Time from an adapter's content to the worker's memory."""
+        self.copy = Ewma()
+        """Time from host memory to the device."""
 
-    def learn(self, before: Report, after: Report) -> None:
-        """Learns from two successive reports of a process."""
+    def learn(self, before: Report, after: Report, rank: int = 0) -> None:
+        """Learns from two successive reports of a process, the later at a largest rank in use of `rank`."""
+        ranks, self._rank = self._rank + rank, rank
         seconds = after.at - before.at
         if seconds <= 0:
             return
@@ -109,14 +124,14 @@ class Rates:
             self._since = None
         elif after.step_count != before.step_count or not after.sequences:
             if self._since is not None:
-                self._learn_steps(self._since, after)
+                self._learn_steps(self._since, after, ranks / 2)
             self._since = after
 
     def break_off(self) -> None:
         """Discards the step in progress, since the end will not be seen."""
         self._since = None
 
-    def _learn_steps(self, before: Report, after: Report) -> None:
+    def _learn_steps(self, before: Report, after: Report, rank: float) -> None:
         steps, busy = after.step_count - before.step_count, after.busy_seconds - before.busy_seconds
         if busy <= 0:
             return
@@ -127,12 +142,10 @@ class Rates:
             # Only steps without prompts: prompt time belongs to the prefill rate.
             running = (before.running_sequences + after.running_sequences) / 2
             # Capped, because reports do not show a short freeze.
-            step = min(busy / steps, HELD_UP * (self._seconds.value or busy / steps))
+            step = min(busy / steps, HELD_UP * (self.sums.seconds if self.sums else busy / steps))
             self._step_trust = 1.0
-            self._sequences.add(running)
-            self._seconds.add(step)
-            self._squares.add(running * running)
-            self._products.add(running * step)
+            sample = Moments.of(running, step, rank)
+            self.sums = self.sums.towards(sample) if self.sums else sample
 
     def _note_interval(self, seconds: float) -> bool:
         """Learns the pace of reports; True for a delayed report."""
@@ -141,25 +154,15 @@ class Rates:
         self._interval.add(min(seconds, most))
         return seconds > most
 
-    @property
-    def sums(self) -> tuple[float, float, float, float] | None:
-        """Means of sequences, seconds, squared sequences and their product; None before the first step."""
-        means = [
-            self._sequences.value,
-            self._seconds.value,
-            self._squares.value,
-            self._products.value,
-        ]
-        if any(mean is None for mean in means):
-            return None
-        sequences, seconds, squares, products = (mean or 0.0 for mean in means)
-        return sequences, seconds, squares, products
+    def learn_load(self, seconds: float, *, delivered: bool) -> None:
+        """Learns the time of an adapter's load, from its content if `delivered`."""
+        (self.delivery if delivered else self.copy).add(seconds)
 
     def learn_first_token(self, prompt_tokens: int, seconds: float) -> None:
         """Learns from a prompt on an idle worker with the first token after `seconds`."""
         if prompt_tokens >= LEAST_PROMPT_TOKENS:
             # The step time is a rough estimate; subtracting most of `seconds` would leave an unbounded rate.
-            spent = max(seconds - (self._seconds.value or 0.0), seconds / 2)
+            spent = max(seconds - (self.sums.seconds if self.sums else 0.0), seconds / 2)
             self._learn_prefill(prompt_tokens / max(spent, prompt_tokens / MOST_RATE))
 
     def _learn_prefill(self, rate: float) -> None:
@@ -174,22 +177,58 @@ class Rates:
 
     def relative_step(self, typical: Typical) -> float:
         """Step time relative to a typical worker with as many sequences."""
-        if self._sequences.value is None or self._seconds.value is None or typical.step is None:
+        if self.sums is None or typical.step is None:
             return 1.0
-        ratio = self._seconds.value / typical.step.at(self._sequences.value)
+        ratio = self.sums.seconds / typical.step.at(self.sums.sequences, self.sums.rank)
         return _snapped(ratio**self._step_trust)
+
+
+class Moments(NamedTuple):
+    """Means over steps: of sequences, seconds and largest rank, of their squares and of their products."""
+
+    sequences: float
+    seconds: float
+    squares: float
+    products: float
+    rank: float
+    rank_squares: float
+    rank_sequences: float
+    rank_products: float
+
+    @classmethod
+    def of(cls, sequences: float, seconds: float, rank: float) -> Self:
+        """A single step."""
+        return cls(
+            sequences,
+            seconds,
+            sequences * sequences,
+            sequences * seconds,
+            rank,
+            rank * rank,
+            rank * sequences,
+            rank * seconds,
+        )
+
+    def towards(self, sample: Self) -> Self:
+        """The exponentially weighted means after a further step."""
+        return type(self)(
+            *(old + SMOOTHING * (new - old) for old, new in zip(self, sample, strict=True))
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Step time as a line over the number of sequences."""
+    """Step time, linear in the number of sequences and in the largest rank of their adapters."""
 
     seconds: float
     slope: float
     sequences: float
+    rank_slope: float = 0.0
+    rank: float = 0.0
 
-    def at(self, sequences: float) -> float:
-        return max(self.seconds + self.slope * (sequences - self.sequences), 1e-6)
+    def at(self, sequences: float, rank: float = 0.0) -> float:
+        more = self.slope * (sequences - self.sequences) + self.rank_slope * (rank - self.rank)
+        return max(self.seconds + more, 1e-6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,35 +239,67 @@ class Typical:
     step: Line | None = None
     new_tokens: float = FALLBACK_NEW_TOKENS
     """New tokens of a sequence."""
+    delivery_seconds: float = FALLBACK_DELIVERY_SECONDS
+    """Time from an adapter's content to a worker's memory."""
+    copy_seconds: float = FALLBACK_COPY_SECONDS
+    """Time of an adapter from host memory to the device."""
 
     @property
     def prefill_seconds(self) -> float:
         """Time per prompt token."""
         return 1.0 / (self.prefill_rate or FALLBACK_PREFILL_RATE)
 
-    def step_seconds(self, sequences: int) -> float:
-        return FALLBACK_STEP_SECONDS if self.step is None else self.step.at(sequences)
+    def step_seconds(self, sequences: int, rank: int = 0) -> float:
+        return FALLBACK_STEP_SECONDS if self.step is None else self.step.at(sequences, rank)
+
+    @property
+    def mean_step_seconds(self) -> float:
+        return self.step.seconds if self.step else FALLBACK_STEP_SECONDS
+
+    @property
+    def rank_step_seconds(self) -> float:
+        """Time per step and unit of the batch's largest rank."""
+        return self.step.rank_slope if self.step else FALLBACK_RANK_STEP_SECONDS
 
 
 def typical_of(workers: Sequence[Rates], new_tokens: float | None) -> Typical:
     """Summarizes the rates of workers."""
-    rates = [value for w in workers if (value := w.prefill_rate.value) is not None]
     return Typical(
-        median(rates) if rates else None,
+        _median(w.prefill_rate for w in workers),
         _line([sums for w in workers if (sums := w.sums) is not None]),
         FALLBACK_NEW_TOKENS if new_tokens is None else new_tokens,
+        _median(w.delivery for w in workers) or FALLBACK_DELIVERY_SECONDS,
+        _median(w.copy for w in workers) or FALLBACK_COPY_SECONDS,
     )
 
 
-def _line(sums: Sequence[tuple[float, float, float, float]]) -> Line | None:
+def _median(means: Iterable[Ewma]) -> float | None:
+    known = [mean.value for mean in means if mean.value is not None]
+    return median(known) if known else None
+
+
+def _line(sums: Sequence[Moments]) -> Line | None:
     """Least squares over the steps of all workers."""
     if not sums:
         return None
-    sequences, seconds, squares, products = (fmean(column) for column in zip(*sums, strict=True))
-    variance = squares - sequences * sequences
-    slope = (products - sequences * seconds) / (variance + HALVING_VARIANCE)
-    # The slope is not negative, and no steeper than proportional to the sequences.
-    return Line(seconds, min(max(slope, 0.0), seconds / max(sequences, 1.0)), sequences)
+    mean = Moments(*(fmean(column) for column in zip(*sums, strict=True)))
+    sequences, rank, seconds = mean.sequences, mean.rank, mean.seconds
+    spread = mean.squares - sequences * sequences + HALVING_VARIANCE
+    rank_spread = mean.rank_squares - rank * rank + HALVING_RANK_VARIANCE
+    common = mean.rank_sequences - rank * sequences
+    by_sequences = mean.products - sequences * seconds
+    by_rank = mean.rank_products - rank * seconds
+    determinant = spread * rank_spread - common * common
+    slope = (by_sequences * rank_spread - by_rank * common) / determinant
+    rank_slope = (by_rank * spread - by_sequences * common) / determinant
+    # A slope is not negative, and no steeper than proportional.
+    return Line(
+        seconds,
+        min(max(slope, 0.0), seconds / max(sequences, 1.0)),
+        sequences,
+        min(max(rank_slope, 0.0), seconds / max(rank, 1.0)),
+        rank,
+    )
 
 
 def _snapped(ratio: float) -> float:

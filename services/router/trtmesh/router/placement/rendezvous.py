@@ -6,9 +6,10 @@ without communication, even after a restart. A leaving worker's keys spread even
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
+from math import log
 
 MASK = 2**64 - 1
 
@@ -21,6 +22,21 @@ def highest(addresses: Iterable[str], key: int) -> str:
     """
     factor = _odd((key & MASK).to_bytes(8, "little"))
     return max(addresses, key=lambda address: (_factor_of(address) * factor & MASK, address))
+
+
+def ranked(workers: Sequence[tuple[str, float]], key: int) -> list[int]:
+    """Positions of workers, given as address and weight, from the highest weight for `key` down.
+
+    Weighted rendezvous hashing (Schindelhauer and Schomaker, 2005): a worker is first for a part of the keys in
+    proportion to its weight.
+    """
+    factor = _odd((key & MASK).to_bytes(8, "little"))
+
+    def weight(n: int) -> tuple[float, str]:
+        address, share = workers[n]
+        return share / -log(((_factor_of(address) * factor & MASK) + 0.5) / 2**64), address
+
+    return sorted(range(len(workers)), key=weight, reverse=True)
 
 
 @lru_cache(4096)

@@ -12,6 +12,9 @@ from trtmesh.chassis.vocabulary import Adapter
 AdapterKey: TypeAlias = tuple[int, str]
 """Number and version of an adapter."""
 
+FALLBACK_DELIVERY_SECONDS, FALLBACK_COPY_SECONDS = 0.5, 0.02
+"""Load times before any was seen."""
+
 
 class Place(Enum):
     """Memory of a worker."""
@@ -34,16 +37,35 @@ class Residency:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterOutlook:
+    """The fleet's experience with an adapter."""
+
+    homes: tuple[str, ...] = ()
+    """Addresses of the workers meant to hold the adapter at its present share of the load; empty without a share."""
+    stretch: tuple[float, float] = (0.0, 1.0)
+    """Part of the line of workers that belongs to the adapter's rank."""
+    delivery_seconds: float = FALLBACK_DELIVERY_SECONDS
+    """Predicted time from the content to an adapter in a worker's memory."""
+    copy_seconds: float = FALLBACK_COPY_SECONDS
+    """Predicted time from host memory to the device."""
+    rank_step_seconds: float = 0.0
+    """Predicted time per step and unit of the batch's largest rank."""
+
+    @property
+    def replicas(self) -> int:
+        return len(self.homes) or 1
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterNeed:
-    """The adapter of an item. The fleet adds `replicas`."""
+    """The adapter of an item. The fleet adds `outlook`."""
 
     adapter: Adapter
     rank: int = 0
     """Largest rank of the updates; 0 for unknown."""
     deliverable: bool = False
     """Whether this router has the content; otherwise only holders can take the item."""
-    replicas: int = 1
-    """Workers meant to hold the adapter at its present share of the load."""
+    outlook: AdapterOutlook = AdapterOutlook()
 
     @property
     def key(self) -> AdapterKey:
@@ -75,6 +97,24 @@ class WorkerAdapters:
     def holds(self, adapter: Adapter) -> bool:
         """Whether this version of an adapter is in memory."""
         return (adapter.id, adapter.version) in self.held
+
+    def place(self, need: AdapterNeed) -> Place | None:
+        """Where an adapter is; None outside memory."""
+        residency = self.held.get(need.key)
+        return residency.place if residency else None
+
+    def is_full(self, need: AdapterNeed) -> bool:
+        """Whether each slot is pinned or in use by other adapters. Slots are unknown before the first report."""
+        if not self.slots or need.key in self.in_use or self.place(need) is Place.DEVICE:
+            return False
+        pinned = {key for key, r in self.held.items() if r.pinned and r.place is Place.DEVICE}
+        # The report lags behind the bookings of this router, which in turn miss those of others.
+        reported = self.slots - self.free_slots - self.evictable_slots
+        return max(reported, len(pinned | self.in_use.keys())) >= self.slots
+
+    def deliveries(self, besides: AdapterNeed) -> int:
+        """Other adapters being delivered."""
+        return sum(key not in self.held and key != besides.key for key in self.in_use)
 
     def reported(self, slots: int, free: int, evictable: int) -> Self:
         """The adapters after a load report."""

@@ -95,6 +95,9 @@ class Recorder(Collector):
                 "cause": item.first.cause,
                 "cached_tokens": decision.cached_tokens,
             }
+            if need := decision.query.adapter:
+                name = need.adapter.name or str(need.adapter.id)
+                line |= {"adapter": name, "adapter_rank": need.rank}
         self._waiting.append(json.dumps(line))
 
     def note_refused(self, request: GenerationRequest, model: str, error: TrtmeshError) -> None:

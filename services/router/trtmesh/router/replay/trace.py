@@ -7,6 +7,7 @@
 | `hash_ids` | Mooncake | a number per prompt block, equal for equal prefixes; 512 tokens per block by default |
 | `block_tokens` | router | size of the blocks |
 | `request_id`, `batch_index`, `model` | router | name of the item |
+| `adapter`, `adapter_rank` | router | name of the item's LoRA and its largest rank, 0 if unknown; absent without one |
 | `error` | router | reason word of a failed item, else '' |
 | `policy`, `worker`, `cause`, `cached_tokens` | router | the first placement; absent without one |
 
@@ -51,6 +52,9 @@ class Arrival:
     block_tokens: int
     blocks: tuple[int, ...]
     guessed: bool = False
+    adapter: str = ""
+    """Name of the LoRA, or ''."""
+    adapter_rank: int = 0
 
 
 def read_trace(file: Path) -> list[Arrival]:
@@ -80,6 +84,8 @@ def read_trace(file: Path) -> list[Arrival]:
             line.block_tokens,
             line.blocks,
             guessed=line.prompt_tokens is None or line.new_tokens is None,
+            adapter=line.adapter,
+            adapter_rank=line.adapter_rank,
         )
         for line in lines
     ]
@@ -98,6 +104,8 @@ class _Line:
     block_tokens: int
     blocks: tuple[int, ...]
     error: str
+    adapter: str
+    adapter_rank: int
 
 
 def _parse(line: str, where: str) -> _Line:
@@ -122,6 +130,8 @@ def _parse(line: str, where: str) -> _Line:
         # Mooncake's traces name a partial last block, whose KV is not reused.
         tuple(hashes[: (prompt_tokens or 0) // block_tokens]),
         str(record.get("error", "")),
+        _name(record.get("adapter", ""), f"{where}: adapter"),
+        _whole(record.get("adapter_rank", 0), f"{where}: adapter_rank", least=0),
     )
 
 
@@ -139,6 +149,12 @@ def _length(record: Mapping[str, Any], field: str, where: str, *, least: int) ->
     if field in record and record[field] is None:
         return None
     return _whole(record.get(field), f"{where}: {field}", least=least)
+
+
+def _name(value: object, field: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidField.of(field, value, "a string")
+    return value
 
 
 def _whole(value: object, field: str, *, least: int) -> int:
