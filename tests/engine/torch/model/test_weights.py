@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from e2e.mesh import DEMO
+from transformers import CONFIG_MAPPING
 from trtmesh.chassis.errors import ModelUnusable
+from trtmesh.engine.backends.torch.model.model_types import known_types
 from trtmesh.engine.backends.torch.model.weights import weight_files
 
 
@@ -63,15 +65,30 @@ runpy.run_module("trtmesh.engine", run_name="__main__")
 """
 
 
-def test_torn_file_is_reported_before_torch_is_imported(copy: Path) -> None:
-    with (copy / "model.safetensors").open("r+b") as stream:
-        stream.truncate(1000)
+def start_without_torch(model_dir: Path) -> str:
+    """The error of an engine that cannot import torch."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(folder=str(copy))],
+        [sys.executable, "-c", PROGRAM.format(folder=str(model_dir))],
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 4, done.stderr
     assert "trtmesh engine: error: " in done.stderr
-    assert "model.safetensors is not a readable safetensors file" in done.stderr
+    return done.stderr
+
+
+def test_torn_file_is_reported_before_torch_is_imported(copy: Path) -> None:
+    with (copy / "model.safetensors").open("r+b") as stream:
+        stream.truncate(1000)
+    assert "model.safetensors is not a readable safetensors file" in start_without_torch(copy)
+
+
+def test_unknown_model_type_is_reported_before_torch_is_imported(copy: Path) -> None:
+    file = copy / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "no-such-type"}))
+    assert "model type no-such-type is unknown to transformers" in start_without_torch(copy)
+
+
+def test_known_model_types_are_those_of_transformers() -> None:
+    assert known_types() == set(CONFIG_MAPPING.keys())

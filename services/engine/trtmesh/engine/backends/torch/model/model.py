@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.engine.adapters.lora import Place, Target
@@ -26,6 +24,7 @@ from trtmesh.engine.backends.torch.model.lora_layers import (
     lora_targets,
 )
 from trtmesh.engine.backends.torch.model.prompt_tables import Embedding, PromptTable
+from trtmesh.engine.backends.torch.model.weights import check_config
 
 PROBE_TOKENS = 3
 DEFAULT_POSITIONS = 2048
@@ -149,6 +148,7 @@ def load_model(
 
 def model_outline(model_dir: Path) -> PreTrainedModel:
     """The layers of a model without their weights. Raises ModelUnusable."""
+    check_config(model_dir)
     config = _config(model_dir)
     # Untyped.
     loader: Any = AutoModelForCausalLM
@@ -161,7 +161,6 @@ def model_outline(model_dir: Path) -> PreTrainedModel:
 
 
 def _config(model_dir: Path) -> Any:
-    _check_type(model_dir)
     try:
         config = AutoConfig.from_pretrained(
             model_dir, local_files_only=True, trust_remote_code=False
@@ -174,18 +173,6 @@ def _config(model_dir: Path) -> Any:
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ModelUnusable(f"model type {kind} is not a causal language model of transformers")
     return config
-
-
-def _check_type(model_dir: Path) -> None:
-    """Raises ModelUnusable for a type unknown to transformers, whose own error advises to run foreign code."""
-    content = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-    kind = content.get("model_type")
-    if kind is None or kind in CONFIG_MAPPING:
-        return
-    reason = f"model type {kind} is unknown to transformers {transformers.__version__}"
-    if content.get("auto_map"):
-        reason += "; the directory has code for it (auto_map), and code of a model is never run"
-    raise ModelUnusable(f"{model_dir / 'config.json'} is refused: {reason}")
 
 
 def _own_dtype(config: Any) -> torch.dtype:

@@ -11,6 +11,7 @@ from typing import Any
 
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.chassis.model_dir import check_model_dir
+from trtmesh.engine.backends.torch.model.model_types import check_type
 
 INDEX_FILE = "model.safetensors.index.json"
 LENGTH_BYTES = 8
@@ -28,9 +29,7 @@ SAMPLE_BYTES = 64 * 1024
 def weight_files(model_dir: Path) -> list[Path]:
     """The safetensors files, checked without reading weights. Raises ModelUnusable for an unsuitable directory."""
     check_model_dir(model_dir)
-    config = model_dir / "config.json"
-    if not config.is_file():
-        raise ModelUnusable(f"model directory {model_dir} has no config.json")
+    check_config(model_dir)
     files = sorted(model_dir.glob("*.safetensors"))
     if not files:
         pickles = sorted(path.name for path in model_dir.glob("pytorch_model*.bin"))
@@ -40,6 +39,14 @@ def weight_files(model_dir: Path) -> list[Path]:
     names = [name for file in files for name in _tensor_names(file)]
     _check_layers(model_dir, names)
     return files
+
+
+def check_config(model_dir: Path) -> None:
+    """Raises ModelUnusable unless config.json names a type known to transformers, or none."""
+    config = model_dir / "config.json"
+    if not config.is_file():
+        raise ModelUnusable(f"model directory {model_dir} has no config.json")
+    check_type(config, _json_object(config))
 
 
 def model_fingerprint(model_dir: Path, files: list[Path], dtype: str) -> str:
