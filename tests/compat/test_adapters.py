@@ -22,7 +22,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 ADAPTERS = DEMO.parent / "demo-adapters"
 FLAGS = (
     *("--model-dir", str(DEMO), "--torch-threads", "1", "--torch-kv-cache-tokens", "8192"),
-    *("--torch-adapters-bytes", str(2**28)),
+    *("--torch-adapters-host-bytes", str(2**28)),
 )
 PROMPT = "def load_config(path, default=None):\n"
 TOKENS = 24

@@ -49,7 +49,7 @@ def test_models_of_the_page_are_valid() -> None:
 def test_engine_settings_of_the_page_are_valid() -> None:
     blocks = [yaml.safe_load(block) for language, block in BLOCKS if language == "yaml"]
     (engine,) = [block["engine"] for block in blocks if "engine" in block]
-    assert EngineSettings.model_validate(engine).torch.adapters.bytes > 0
+    assert EngineSettings.model_validate(engine).torch.adapters.host_bytes > 0
 
 
 def test_vision_inputs_of_the_page_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Adapters of tiny models: computed by PEFT, and sent as Triton's clients send them."""
+"""Adapters of tiny models: computed by PEFT, and loaded as contents."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import torch
 from engine.torch.harness import Harness, configure
 from oracle import tiny_models
 from peft import LoraConfig, PeftModel, get_peft_model
-from trtmesh.chassis.vocabulary import GenerationConfig, Lora, Tensor
+from trtmesh.chassis.adapter_content import AdapterContent
+from trtmesh.chassis.vocabulary import Adapter, GenerationConfig, Lora, Tensor
 from trtmesh.engine.adapters.arrays import write_arrays
 from trtmesh.engine.adapters.lora import Lora as Weights
 from trtmesh.engine.adapters.peft import read_peft
+from trtmesh.engine.backend import AdapterLoad, HeldAdapter
 from trtmesh.v1 import generation_pb2 as pb
 
 NEW_TOKENS = 10
@@ -31,7 +33,7 @@ FAMILIES: Mapping[str, list[str]] = {
 BASE = 0
 NUMBERS = (1, 2, 3, 4)
 PROMPTS = tiny_models.prompts(8)
-ON: dict[str, Any] = {"adapters_bytes": 1 << 30}
+ON: dict[str, Any] = {"adapters_host_bytes": 1 << 30}
 
 
 def _configs(family: str) -> dict[int, LoraConfig]:
@@ -57,7 +59,7 @@ def _configs(family: str) -> dict[int, LoraConfig]:
 
 
 class Adapted:
-    """A model with the adapters NUMBERS, in PEFT and as arrays."""
+    """A model with the adapters NUMBERS, in PEFT and as contents: two of each format."""
 
     def __init__(self, model_dir: Path, family: str, folder: Path) -> None:
         self.model_dir = model_dir
@@ -74,10 +76,16 @@ class Adapted:
             if "lora_" in name:
                 parameter.data = torch.randn(parameter.shape, generator=generator) / 16
         model.save_pretrained(folder)
-        self.arrays = {
-            number: sent(number, read_peft(folder / _name(number), 1 << 30)) for number in NUMBERS
+        self.contents = {
+            number: AdapterContent.read(folder / _name(number), 1 << 30) for number in NUMBERS
         }
+        for number in (3, 4):
+            self.contents[number] = arrays(read_peft(folder / _name(number), 1 << 30))
         self.model: PeftModel = model.eval()
+
+    def by_number(self, number: int) -> Lora | None:
+        """An adapter as an item names it."""
+        return named(number, self.contents[number]) if number != BASE else None
 
     def choose(self, number: int) -> Any:
         """The model with one of its adapters, or without."""
@@ -100,27 +108,40 @@ def _name(number: int) -> str:
     return f"adapter{number}"
 
 
-def sent(number: int, weights: Weights) -> Lora:
-    """An adapter with its weights, as Triton's clients send it."""
+def arrays(weights: Weights) -> AdapterContent:
+    """An adapter as Triton's clients send it."""
     rows, config = write_arrays(weights, torch.float32)
-    return Lora(
-        id=number,
-        weights=Tensor(pb.DATA_TYPE_FP32, tuple(rows.shape), rows.numpy().tobytes()),
-        config=Tensor(pb.DATA_TYPE_INT32, tuple(config.shape), config.numpy().tobytes()),
+    return AdapterContent.of_arrays(
+        Tensor(pb.DATA_TYPE_FP32, tuple(rows.shape), rows.numpy().tobytes()),
+        Tensor(pb.DATA_TYPE_INT32, tuple(config.shape), config.numpy().tobytes()),
     )
 
 
-def by_number(number: int) -> Lora | None:
-    return Lora(id=number) if number != BASE else None
+def named(number: int, content: AdapterContent) -> Lora:
+    return Lora(id=number, version=content.version)
 
 
 def asking(lora: Lora | None, **options: Any) -> GenerationConfig:
     return replace(configure(max_tokens=NEW_TOKENS, ignore_end_id=True, **options), lora=lora)
 
 
-async def load(harness: Harness, each: Adapted) -> None:
-    """Sends every adapter once."""
-    for lora in each.arrays.values():
-        (stream,) = await harness.ended(harness.submit([3], asking(lora)))
-        assert stream.end is not None
-        assert stream.end.error is None, stream.end.error
+async def answer(harness: Harness, number: int, content: AdapterContent) -> HeldAdapter:
+    """Loads an adapter; the state that answers."""
+    identity, before = Adapter(number, version=content.version), len(harness.outputs)
+    harness.backend.load_adapter(AdapterLoad(identity, content))
+
+    def answers() -> list[HeldAdapter]:
+        told = (each for output in harness.outputs[before:] for each in output.adapters)
+        return [each for each in told if each.adapter == identity]
+
+    await harness.until(answers)
+    return answers()[0]
+
+
+async def load(harness: Harness, number: int, content: AdapterContent) -> None:
+    assert (await answer(harness, number, content)).error is None
+
+
+async def load_all(harness: Harness, each: Adapted) -> None:
+    for number, content in each.contents.items():
+        await load(harness, number, content)

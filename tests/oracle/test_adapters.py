@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +19,23 @@ from oracle.adapters import (
     ON,
     PROMPTS,
     Adapted,
+    answer,
     asking,
-    by_number,
     load,
+    load_all,
+    named,
 )
-from trtmesh.chassis.errors import AdapterNotFound, AdaptersFull, InvalidField, InvalidRequest
-from trtmesh.chassis.vocabulary import Lora, Tensor
-from trtmesh.engine.backend import BlocksStored
+from trtmesh.chassis.adapter_content import FILE_NAMES, number_of
+from trtmesh.chassis.errors import (
+    AdapterNotFound,
+    AdaptersFull,
+    InvalidField,
+    InvalidRequest,
+    UnsupportedField,
+)
+from trtmesh.chassis.vocabulary import Adapter, Lora, Tensor
+from trtmesh.engine.backend import AdapterLoad, BlocksStored
+from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 
 # PEFT reads a name that transformers has renamed.
@@ -51,10 +63,11 @@ async def test_mixed_batch_equals_peft(
     each = adapted(family)
     asked = [(index % (1 + len(NUMBERS)), prompt) for index, prompt in enumerate(PROMPTS)]
     async with running(each.model_dir, **ON, **settings) as harness:
-        await load(harness, each)
+        await load_all(harness, each)
         with harness.gate.held():
             keys = [
-                harness.submit(prompt, asking(by_number(number)))[0] for number, prompt in asked
+                harness.submit(prompt, asking(each.by_number(number)))[0]
+                for number, prompt in asked
             ]
         streams = await harness.ended(keys)
     expected = [each.greedy(number, prompt) for number, prompt in asked]
@@ -71,12 +84,12 @@ async def test_logits_of_a_mixed_batch_equal_peft(
     each = adapted(family)
     asked = [(index % (1 + len(NUMBERS)), prompt) for index, prompt in enumerate(PROMPTS)]
     async with running(each.model_dir, **ON, **settings) as harness:
-        await load(harness, each)
+        await load_all(harness, each)
         with harness.gate.held():
             keys = [
                 harness.submit(
                     prompt,
-                    asking(by_number(number), context_logits=True, generation_logits=True),
+                    asking(each.by_number(number), context_logits=True, generation_logits=True),
                 )[0]
                 for number, prompt in asked
             ]
@@ -99,12 +112,13 @@ async def test_migration_between_two_workers_keeps_the_tokens(
     each, prompt = adapted("llama"), PROMPTS[1]
     expected = each.greedy(2, prompt)
     async with running(each.model_dir, **ON) as one, running(each.model_dir, **ON) as other:
-        await load(other, each)
+        await load_all(other, each)
         for emitted in range(1, NEW_TOKENS):
-            keys = other.submit(prompt, asking(by_number(2)), emitted=expected[:emitted])
+            keys = other.submit(prompt, asking(each.by_number(2)), emitted=expected[:emitted])
             (stream,) = await other.ended(keys)
             assert expected[:emitted] + stream.token_ids == expected
-        (stream,) = await one.ended(one.submit(prompt, asking(each.arrays[2])))
+        await load(one, 2, each.contents[2])
+        (stream,) = await one.ended(one.submit(prompt, asking(each.by_number(2))))
     assert stream.token_ids == expected
 
 
@@ -122,11 +136,12 @@ async def test_beams_and_several_sequences_use_the_adapter(
         )  # fmt: skip
     expected = found[:, len(prompt) :].tolist()
     async with running(each.model_dir, **ON) as harness:
+        await load(harness, 1, each.contents[1])
         beams = await harness.ended(
-            harness.submit(prompt, asking(each.arrays[1], beam_width=3, num_return_sequences=3))
+            harness.submit(prompt, asking(each.by_number(1), beam_width=3, num_return_sequences=3))
         )
         several = await harness.ended(
-            harness.submit(prompt, asking(by_number(1), num_return_sequences=2))
+            harness.submit(prompt, asking(each.by_number(1), num_return_sequences=2))
         )
     assert sorted(stream.token_ids for stream in beams) == sorted(expected)
     assert [stream.token_ids for stream in several] == [each.greedy(1, prompt)] * 2
@@ -137,21 +152,24 @@ async def test_prefixes_are_reused_within_an_adapter_only(
 ) -> None:
     each, prompt = adapted("llama"), PROMPTS[1]
     async with running(each.model_dir, **ON, tokens_per_block=4) as harness:
-        await load(harness, each)
+        await load_all(harness, each)
 
         async def cached(lora: Lora | None) -> int:
             (stream,) = await harness.ended(harness.submit(prompt, asking(lora)))
             assert stream.end is not None
             return stream.end.cached_prompt_tokens
 
-        assert [await cached(by_number(number)) for number in (0, 1, 2)] == [0, 0, 0]
+        assert [await cached(each.by_number(number)) for number in (0, 1, 2)] == [0, 0, 0]
         most = len(prompt) - 1
-        assert [await cached(by_number(number)) for number in (0, 1, 2)] == [most] * 3
+        assert [await cached(each.by_number(number)) for number in (0, 1, 2)] == [most] * 3
         # A new version under a number shares nothing with the old.
-        assert await cached(replace(each.arrays[3], id=1)) == 0
-        assert await cached(replace(each.arrays[1], id=1)) == most
+        await load(harness, 1, each.contents[3])
+        assert await cached(named(1, each.contents[3])) == 0
+        assert await cached(each.by_number(1)) == most
     stored = [e for o in harness.outputs for e in o.kv_events if isinstance(e, BlocksStored)]
-    assert {event.adapter.id if event.adapter else 0 for event in stored} == {BASE, *NUMBERS}
+    names = {(e.adapter.id, e.adapter.version) if e.adapter else None for e in stored}
+    versions = {number: each.contents[number].version for number in NUMBERS}
+    assert names == {None, (1, versions[1]), (2, versions[2]), (1, versions[3])}
 
 
 async def test_new_version_leaves_running_sequences_alone(
@@ -159,143 +177,149 @@ async def test_new_version_leaves_running_sequences_alone(
 ) -> None:
     each, prompt = adapted("llama"), PROMPTS[4]
     async with running(each.model_dir, **ON) as harness:
-        await load(harness, each)
+        await load_all(harness, each)
+        await load(harness, 1, each.contents[2])
         with harness.gate.held():
-            old = harness.submit(prompt, asking(by_number(1)))
-            new = harness.submit(prompt, asking(replace(each.arrays[2], id=1)))
-            later = harness.submit(prompt, asking(by_number(1)))
-        streams = await harness.ended([*old, *new, *later])
-        assert [s.token_ids for s in streams] == [each.greedy(n, prompt) for n in (1, 2, 2)]
-        held = [each.adapter for each in harness.backend.adapters()]
-    (two,) = [adapter.version for adapter in held if adapter.id == 2]
-    assert len([adapter for adapter in held if adapter.id == 1]) == 2
-    assert two in [adapter.version for adapter in held if adapter.id == 1]
+            old = harness.submit(prompt, asking(each.by_number(1)))
+            new = harness.submit(prompt, asking(named(1, each.contents[2])))
+            harness.backend.unload_adapter(1, each.contents[1].version, unpin=False)
+        streams = await harness.ended([*old, *new])
+        assert [s.token_ids for s in streams] == [each.greedy(n, prompt) for n in (1, 2)]
+        await harness.until(lambda: len(harness.backend.adapters()) == len(NUMBERS))
+        held = [state.adapter for state in harness.backend.adapters()]
+        assert Adapter(1, version=each.contents[1].version) not in held
 
 
-async def test_more_adapters_than_a_step_takes_wait_for_each_other(
+async def test_more_adapters_than_slots_wait_for_each_other(
     adapted: Callable[[str], Adapted],
 ) -> None:
     each = adapted("llama")
     asked = [(1 + index % 3, prompt) for index, prompt in enumerate(PROMPTS)]
     async with running(each.model_dir, **ON, max_batch_adapters=1) as harness:
-        await load(harness, each)
+        await load_all(harness, each)
         with harness.gate.held():
-            keys = [harness.submit(prompt, asking(by_number(n)))[0] for n, prompt in asked]
+            keys = [harness.submit(prompt, asking(each.by_number(n)))[0] for n, prompt in asked]
         streams = await harness.ended(keys)
-    assert [s.token_ids for s in streams] == [each.greedy(n, prompt) for n, prompt in asked]
+        assert [s.token_ids for s in streams] == [each.greedy(n, prompt) for n, prompt in asked]
+        stats = harness.backend.stats()
+        assert (stats.adapter_slots, stats.free_adapter_slots) == (1, 0)
 
 
 async def test_longest_unused_is_evicted_and_told_to_be_absent(
     adapted: Callable[[str], Adapted],
 ) -> None:
     each = adapted("llama")
-    first = {number: replace(each.arrays[1], id=number) for number in range(1, 6)}
-    async with running(each.model_dir, adapters_bytes=1 << 30) as harness:
-        await harness.ended(harness.submit([3], asking(first[1])))
-        one = harness.backend._loaded.adapters.size_bytes
-    async with running(each.model_dir, adapters_bytes=3 * one) as harness:
+    content = each.contents[1]
+    async with running(each.model_dir, adapters_host_bytes=1 << 30) as harness:
+        one = (await answer(harness, 1, content)).size_bytes
+    async with running(each.model_dir, adapters_host_bytes=3 * one) as harness:
         for number in (1, 2, 3):
-            await harness.ended(harness.submit([3], asking(first[number])))
-        await harness.ended(harness.submit([3], asking(by_number(1))))
-        await harness.ended(harness.submit([3], asking(first[4])))
+            await load(harness, number, content)
+        await harness.ended(harness.submit([3], asking(named(1, content))))
+        await load(harness, 4, content)
         assert [held.adapter.id for held in harness.backend.adapters()] == [3, 1, 4]
         with pytest.raises(AdapterNotFound) as unknown:
-            harness.submit([3], asking(by_number(2)))
+            harness.submit([3], asking(named(2, content)))
         assert (unknown.value.field, unknown.value.value) == ("lora.id", "2")
+        told = [held for output in harness.outputs for held in output.adapters]
+        absent = [held.adapter.id for held in told if held.place == epb.ADAPTER_PLACE_ABSENT]
+        assert absent == [2]
 
 
 async def test_adapters_in_use_are_never_evicted(adapted: Callable[[str], Adapted]) -> None:
     each = adapted("llama")
-    async with running(each.model_dir, adapters_bytes=1 << 30) as harness:
-        await harness.ended(harness.submit([3], asking(each.arrays[1])))
-        one = harness.backend._loaded.adapters.size_bytes
-    async with running(each.model_dir, adapters_bytes=one) as harness:
-        await harness.ended(harness.submit([3], asking(each.arrays[1])))
+    content = each.contents[1]
+    async with running(each.model_dir, adapters_host_bytes=1 << 30) as harness:
+        one = (await answer(harness, 1, content)).size_bytes
+    async with running(each.model_dir, adapters_host_bytes=one) as harness:
+        await load(harness, 1, content)
         with harness.gate.held():
-            running_on = harness.submit(PROMPTS[1], asking(by_number(1)))
-            other = harness.submit([3], asking(replace(each.arrays[1], id=2)))
+            running_on = harness.submit(PROMPTS[1], asking(named(1, content)))
+            harness.backend.load_adapter(AdapterLoad(Adapter(2, version=content.version), content))
         (kept,) = await harness.ended(running_on)
-        (refused,) = await harness.ended(other)
         assert kept.token_ids == each.greedy(1, PROMPTS[1])
-        assert refused.end is not None
-        assert isinstance(refused.end.error, AdaptersFull)
-        assert refused.end.error.limit_field == "adapters.bytes"
+        told = [held for output in harness.outputs for held in output.adapters]
+        (refused,) = [held.error for held in told if held.adapter.id == 2]
+        assert isinstance(refused, AdaptersFull)
+        assert refused.limit_field == "adapters.host_bytes"
         # Free again once its item has ended.
-        (later,) = await harness.ended(
-            harness.submit(PROMPTS[1], asking(replace(each.arrays[1], id=2)))
-        )
+        await load(harness, 2, content)
+        (later,) = await harness.ended(harness.submit(PROMPTS[1], asking(named(2, content))))
         assert later.token_ids == each.greedy(1, PROMPTS[1])
 
 
-async def test_unusable_adapters_end_their_item_alone(adapted: Callable[[str], Adapted]) -> None:
+async def test_unusable_adapters_leave_nothing_behind(adapted: Callable[[str], Adapted]) -> None:
     each, prompt = adapted("llama"), PROMPTS[1]
-    good = each.arrays[1]
-    assert good.weights is not None
-    assert good.config is not None
-    spoiled = bytearray(good.weights.data)
-    spoiled[:4] = b"\0\0\xc0\x7f"
+    good, rows = each.contents[1], each.contents[3]
+    nan = bytearray(good.weights)
+    nan[-4:] = b"\0\0\xc0\x7f"
+    dora = json.dumps(json.loads(good.config) | {"use_dora": True}).encode()
     bad = {
-        "nan": replace(good, weights=replace(good.weights, data=bytes(spoiled))),
-        "shape": replace(good, weights=replace(good.weights, shape=(1, len(spoiled) // 4))),
-        "other_model": replace(
-            good, config=replace(good.config, data=good.config.data.replace(b"\4", b"\7"))
-        ),
+        "nan": replace(good, weights=bytes(nan)),
+        "truncated": replace(good, weights=good.weights[:-1]),
+        "wrong_rank": replace(good, config=good.config.replace(b'"r": 4', b'"r": 5')),
+        "dora": replace(good, config=dora),
+        "arrays": replace(rows, config=rows.config[:-4] + bytes(4)),
+        "format": replace(good, format=pb.ADAPTER_FORMAT_ARRAYS),
     }
     async with running(each.model_dir, **ON) as harness:
+        await load(harness, 1, good)
         with harness.gate.held():
-            fine = harness.submit(prompt, asking(good))
-            keys = {
-                name: harness.submit([3], asking(replace(lora, id=9))) for name, lora in bad.items()
-            }
-        for name, key in keys.items():
-            (stream,) = await harness.ended(key)
-            assert stream.end is not None, name
-            assert isinstance(stream.end.error, InvalidRequest), name
+            fine = harness.submit(prompt, asking(named(1, good)))
+        for number, (name, content) in enumerate(bad.items(), start=10):
+            state = await answer(harness, number, content)
+            assert isinstance(state.error, InvalidRequest | UnsupportedField), name
+            assert state.error.field
+            assert state.place == epb.ADAPTER_PLACE_ABSENT
         (stream,) = await harness.ended(fine)
         assert stream.token_ids == each.greedy(1, prompt)
         assert [held.adapter.id for held in harness.backend.adapters()] == [1]
 
 
-@pytest.mark.parametrize(
-    ("lora", "field"),
-    [
-        (Lora(name="unit-tests"), "lora.id"),
-        (Lora(id=1, config=Tensor(pb.DATA_TYPE_INT32, (1, 3), bytes(12))), "lora.config"),
-        (Lora(id=1, weights=Tensor(pb.DATA_TYPE_FP16, (1, 2), bytes(4))), "lora.weights"),
-        (
-            Lora(1, None, Tensor(pb.DATA_TYPE_INT32, (1, 1), bytes(4)),
-                 Tensor(pb.DATA_TYPE_INT32, (1, 3), bytes(12))),
-            "lora.weights.data_type",
-        ),
-    ],
-    ids=["name", "config_alone", "weights_alone", "type"],
-)  # fmt: skip
-async def test_incomplete_adapters_are_refused_at_once(
-    adapted: Callable[[str], Adapted], lora: Lora, field: str
-) -> None:
-    async with running(adapted("llama").model_dir, **ON) as harness:
-        with pytest.raises(InvalidField) as refused:
-            harness.submit([3], asking(lora))
-        assert refused.value.field == field
+async def test_adapter_of_another_model_is_refused(adapted: Callable[[str], Adapted]) -> None:
+    async with running(adapted("gpt2").model_dir, **ON) as harness:
+        state = await answer(harness, 1, adapted("llama").contents[1])
+        assert isinstance(state.error, InvalidRequest)
+        assert harness.backend.adapters() == []
 
 
 async def test_rank_above_the_limit_is_refused(adapted: Callable[[str], Adapted]) -> None:
     each = adapted("llama")
     async with running(each.model_dir, **ON, max_rank=8) as harness:
-        (stream,) = await harness.ended(harness.submit([3], asking(each.arrays[2])))
-        assert stream.end is not None
-        assert isinstance(stream.end.error, InvalidField)
-        assert stream.end.error.limit_field == "adapters.max_rank"
+        state = await answer(harness, 2, each.contents[2])
+        assert isinstance(state.error, InvalidField)
+        assert state.error.limit_field == "adapters.max_rank"
 
 
-async def test_stop_while_an_adapter_loads_releases_it(adapted: Callable[[str], Adapted]) -> None:
+async def test_stopped_sequences_release_the_adapter(adapted: Callable[[str], Adapted]) -> None:
     each = adapted("llama")
-    async with running(each.model_dir, **ON) as harness:
+    async with running(each.model_dir, **ON, max_batch_adapters=1) as harness:
+        await load_all(harness, each)
         with harness.gate.held():
-            keys = harness.submit([3], asking(each.arrays[3]))
-            harness.backend.stop(keys, pb.FINISH_REASON_CANCELLED)
-        await harness.ended(keys)
-        # Waits behind the load.
-        await harness.ended(harness.submit([3], asking(by_number(3))))
-        (current,) = harness.backend._loaded.adapters._held.values()
-        assert current.holders == 0
+            first = harness.submit([3], asking(each.by_number(1)))
+            waiting = harness.submit([3], asking(each.by_number(2)))
+            harness.backend.stop([*first, *waiting], pb.FINISH_REASON_CANCELLED)
+        await harness.ended([*first, *waiting])
+        for number in NUMBERS:
+            harness.backend.unload_adapter(number, "", unpin=False)
+        await harness.until(lambda: not harness.backend.adapters())
+
+
+async def test_prefetched_adapters_are_there_at_start(
+    adapted: Callable[[str], Adapted], tmp_path: Path
+) -> None:
+    each, prompt = adapted("llama"), PROMPTS[1]
+    for name, number in (("7", 1), ("prose", 3)):
+        content = each.contents[number]
+        (tmp_path / name).mkdir()
+        files = FILE_NAMES[content.format]
+        (tmp_path / name / files.config).write_bytes(content.config)
+        (tmp_path / name / files.weights).write_bytes(content.weights)
+    (tmp_path / "broken").mkdir()
+    async with running(each.model_dir, **ON, prefetch_directory=tmp_path) as harness:
+        states = {held.adapter.name: held for held in harness.backend.adapters()}
+        assert states["7"].adapter == Adapter(7, "7", each.contents[1].version)
+        assert states["prose"].adapter.id == number_of("prose")
+        assert states["broken"].error is not None
+        (stream,) = await harness.ended(harness.submit(prompt, asking(named(7, each.contents[1]))))
+        assert stream.token_ids == each.greedy(1, prompt)

@@ -170,7 +170,8 @@ def test_torn_and_huge_files_are_refused_by_name(tmp_path: Path) -> None:
     file = tmp_path / WEIGHTS_FILE
     with pytest.raises(InvalidRequest) as huge:
         read_files(tmp_path, SEPARATE, 100)
-    assert (huge.value.field, huge.value.limit) == (str(file), "at most 100")
+    assert huge.value.limit == "at most 100 bytes"
+    assert str(tmp_path) in huge.value.problem
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(InvalidRequest) as torn:
         read_files(tmp_path, SEPARATE, MOST)

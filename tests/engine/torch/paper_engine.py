@@ -7,6 +7,7 @@ from typing import Any
 
 from engine.torch.harness import configure
 from trtmesh.chassis.vocabulary import GenerationConfig
+from trtmesh.engine.backends.torch.memory.adapters import LoadedAdapter
 from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, BlockPool, BlockTables
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
 from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
@@ -16,6 +17,16 @@ from trtmesh.engine.stopping import EndRule
 
 BLOCK = 4
 EMPTY = -1
+
+
+class Instant:
+    """Takes adapters in no time."""
+
+    def bring(self, adapter: LoadedAdapter, slot: int) -> bool:
+        return True
+
+    def note(self, adapter: LoadedAdapter) -> None:
+        pass
 
 
 class PaperEngine:
@@ -49,7 +60,7 @@ class PaperEngine:
             window=window,
         )
         self._window = window or 10**9
-        self.scheduler = Scheduler(self.pool, self.tables, rules)
+        self.scheduler = Scheduler(self.pool, self.tables, rules, Instant())
         everything = blocks + 1 + self.pool.host_blocks
         self.content = [[EMPTY] * BLOCK for _ in range(everything)]
         self.steps = 0

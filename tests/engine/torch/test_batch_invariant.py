@@ -12,7 +12,7 @@ import torch
 from engine.torch.conftest import ModelDir
 from engine.torch.harness import Harness, configure, running
 from oracle import tiny_models
-from oracle.adapters import BASE, NUMBERS, ON, Adapted, by_number, load
+from oracle.adapters import BASE, NUMBERS, ON, Adapted, load_all
 from trtmesh.chassis.errors import ModelUnusable, SettingsError
 from trtmesh.chassis.vocabulary import GenerationConfig
 
@@ -33,7 +33,7 @@ def configs(count: int, adapted: Adapted | None = None) -> list[GenerationConfig
     made = [configure(**shared, **SAMPLED[place % len(SAMPLED)]) for place in range(count)]
     numbers = (BASE, *NUMBERS) if adapted else (BASE,)
     return [
-        replace(config, lora=by_number(numbers[place % len(numbers)]))
+        replace(config, lora=adapted.by_number(numbers[place % len(numbers)]) if adapted else None)
         for place, config in enumerate(made)
     ]
 
@@ -57,7 +57,7 @@ async def alone(
 ) -> list[Result]:
     async with running(folder, prefix_reuse=False, **settings) as engine:
         if adapted:
-            await load(engine, adapted)
+            await load_all(engine, adapted)
         return [
             await result_of(engine, list(engine.submit(prompt, config)))
             for prompt, config in zip(given, configs(len(given), adapted), strict=True)
@@ -82,7 +82,7 @@ async def in_traffic(
     }
     async with running(folder, **changed, **settings) as engine:
         if adapted:
-            await load(engine, adapted)
+            await load_all(engine, adapted)
         keys = []
         asked = zip(given, configs(len(given), adapted), strict=True)
         for place, (prompt, config) in enumerate(asked):

@@ -92,7 +92,7 @@ class Driver:
                 self.collect()
         while self.launched:
             self.collect()
-        self.take(self.engine.take_ends())
+        self.take(self.engine.leftover())
         assert self.ends.keys() == self.tokens.keys()
         assert self.engine.scheduler.pool.used_blocks == 0
 

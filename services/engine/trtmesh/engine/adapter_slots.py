@@ -31,7 +31,7 @@ class Device(Protocol[A_contra]):
     """Moves adapters between host and device."""
 
     def bring(self, adapter: A_contra, slot: int) -> bool:
-        """Copies an adapter into a slot; returns False where `arrived` or `failed` follows."""
+        """Copies an adapter into a slot; returns False where `arrived` or, after a failure, `drop` follows."""
 
     def note(self, adapter: A_contra) -> None:
         """Reports the adapter's new place."""
@@ -109,12 +109,9 @@ class AdapterSlots(Generic[A, S]):
             self._place(adapter, epb.ADAPTER_PLACE_DEVICE)
             self._settle()
 
-    def failed(self, adapter: A) -> list[S]:
-        """Frees the slot of an adapter that could not be copied; returns its parked sequences."""
-        lost = [each[-1] for each in self._parked if each[2] is adapter]
-        self._parked = [each for each in self._parked if each[2] is not adapter]
-        self.drop(adapter)
-        return lost
+    def waiting_for(self, adapter: A) -> list[S]:
+        """The parked sequences of an adapter."""
+        return [sequence for _, _, each, sequence in self._parked if each is adapter]
 
     def drop(self, adapter: A) -> None:
         """Frees the slot of an adapter without started sequences."""

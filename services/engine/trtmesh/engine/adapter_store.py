@@ -102,7 +102,10 @@ class AdapterStore(Generic[A]):
         return self._leave([adapter])
 
     def put(self, adapter: A) -> list[A]:
-        """Adds an adapter. Raises InvalidField for one too large, AdaptersFull where others in use leave no room."""
+        """Adds an adapter. Raises InvalidField for one too large, AdaptersFull where others in use leave no room, or,
+        pinned, no slot to others."""
+        if adapter.pinned:
+            self._check_pin(adapter)
         removed = self._make_room(adapter.size_bytes)
         self._held[adapter.key] = adapter
         self.used_bytes += adapter.size_bytes

@@ -42,6 +42,7 @@ class EngineSettings(ServiceSettings):
         "torch.max_sequences_per_item": "torch.limits.max_sequences_per_item",
         "torch.max_logits_bytes": "torch.limits.max_logits_bytes",
         "torch.prompt_tables_bytes": "torch.limits.max_prompt_table_bytes",
+        "torch.adapters.bytes": "torch.adapters.host_bytes",
         "simulated.step_ms": "simulated.timing.step_ms",
         "simulated.step_ms_per_sequence": "simulated.timing.step_ms_per_sequence",
         "simulated.prefill_tokens_per_second": "simulated.timing.prefill_tokens_per_second",

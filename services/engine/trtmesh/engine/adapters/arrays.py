@@ -7,12 +7,15 @@ dimension of 1.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.lib import format as npy
 from torch import Tensor
+from trtmesh.chassis.adapter_content import FILE_NAMES, AdapterContent
 from trtmesh.chassis.errors import InvalidField, InvalidRequest, UnsupportedField
 from trtmesh.engine.adapters.lora import (
     DTYPES,
@@ -25,10 +28,19 @@ from trtmesh.engine.adapters.lora import (
     sizes_at,
     swap_halves,
 )
+from trtmesh.engine.adapters.safetensors_file import data_of
+from trtmesh.v1 import generation_pb2 as pb
 
-WEIGHTS_FILE, CONFIG_FILE = "model.lora_weights.npy", "model.lora_config.npy"
+CONFIG_FILE, WEIGHTS_FILE = FILE_NAMES[pb.ADAPTER_FORMAT_ARRAYS]
 MOST_MODULES = 1 << 16
 BITS = np.dtype("V2")
+_TORCH_TYPES = {
+    np.dtype("<f4"): torch.float32,
+    np.dtype("<f2"): torch.float16,
+    BITS: torch.bfloat16,
+    np.dtype("<i4"): torch.int32,
+}
+_HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 
 def read_arrays(weights: Tensor, config: Tensor, targets: Mapping[Place, Target]) -> Lora:
@@ -76,10 +88,16 @@ def write_arrays(lora: Lora, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def read_files(directory: Path, targets: Mapping[Place, Target], most_bytes: int) -> Lora:
-    """Reads model.lora_weights.npy and model.lora_config.npy."""
+    """Reads a directory of at most `most_bytes`. Raises NotFound, or the errors of `parse_arrays` with its path."""
+    return parse_arrays(AdapterContent.read(directory, most_bytes), targets, f"{directory}/")
+
+
+def parse_arrays(content: AdapterContent, targets: Mapping[Place, Target], where: str = "") -> Lora:
+    """Takes a content apart. Raises InvalidRequest or UnsupportedField with file or row, and the reason; `where`
+    precedes the names of files. Nothing is unpickled."""
     return read_arrays(
-        _read_npy(directory / WEIGHTS_FILE, most_bytes),
-        _read_npy(directory / CONFIG_FILE, most_bytes),
+        _parse_npy(content.weights, where + WEIGHTS_FILE),
+        _parse_npy(content.config, where + CONFIG_FILE),
         targets,
     )
 
@@ -133,26 +151,22 @@ def _update(
     return swap_halves(update) if place[1] is Module.MLP_GATE_UP else update
 
 
-def _read_npy(file: Path, most_bytes: int) -> Tensor:
+def _parse_npy(data: bytes, name: str) -> Tensor:
+    """The array of a .npy file; its values are one copy, made without the GIL."""
+    file = io.BytesIO(data)
     try:
-        size = file.stat().st_size
-        if size > most_bytes:
+        read_header = _HEADERS[npy.read_magic(file)]
+        shape, fortran_order, dtype = read_header(file)
+        values = data_of(data, file.tell())
+        if dtype not in _TORCH_TYPES:
             raise InvalidRequest(
-                f"has {size} bytes", field=str(file), limit=f"at most {most_bytes}"
+                f"holds {dtype}", field=name, limit="float32, float16, bfloat16 as V2 or int32"
             )
-        array = np.load(file, allow_pickle=False)
-    except OSError as error:
-        raise InvalidRequest(
-            f"cannot be read: {error.strerror or error}", field=str(file)
-        ) from error
-    except (ValueError, EOFError) as error:
-        raise InvalidRequest(f"is not a readable .npy file: {error}", field=str(file)) from error
-    if array.dtype == BITS:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    if array.dtype not in (np.float32, np.float16, np.int32):
-        raise InvalidRequest(
-            f"holds {array.dtype}",
-            field=str(file),
-            limit="float32, float16, bfloat16 as V2 or int32",
+        array = values.view(_TORCH_TYPES[dtype])
+        return (
+            array.view(shape[::-1]).permute(*reversed(range(len(shape))))
+            if fortran_order
+            else array.view(shape)
         )
-    return torch.from_numpy(array)
+    except (ValueError, KeyError, EOFError, RuntimeError) as error:
+        raise InvalidRequest(f"is not a readable .npy file: {error}", field=name) from error

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from trtmesh.chassis.adapter_content import FILE_NAMES, AdapterContent
 from trtmesh.chassis.errors import InvalidRequest, UnsupportedField
 from trtmesh.engine.adapters.lora import DTYPES, MODULE_BY_NAME, Lora, Place, Update, place_of
+from trtmesh.engine.adapters.safetensors_file import read_safetensors
+from trtmesh.v1 import generation_pb2 as pb
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = FILE_NAMES[pb.ADAPTER_FORMAT_PEFT]
 MOST_CONFIG_BYTES = 1 << 20
 PREFIX = "base_model.model."
 _KEY = re.compile(r"^(?P<layer>.+)\.lora_(?P<side>[AB])(\.[^.]+)?\.weight$")
@@ -75,13 +77,16 @@ class PeftConfig(BaseModel):
 
 
 def read_peft(directory: Path, most_bytes: int) -> Lora:
-    """Reads an adapter of at most `most_bytes` of weights.
+    """Reads a directory of at most `most_bytes`. Raises NotFound, or the errors of `parse_peft` with its path."""
+    return parse_peft(AdapterContent.read(directory, most_bytes), f"{directory}/")
 
-    Raises InvalidRequest or UnsupportedField with file, layer and reason; nothing is unpickled.
-    """
-    config = _read_config(directory / CONFIG)
+
+def parse_peft(content: AdapterContent, where: str = "") -> Lora:
+    """Takes a content apart. Raises InvalidRequest or UnsupportedField with file, layer and reason; `where` precedes
+    the names of files. Nothing is unpickled."""
+    config = _parse_config(content.config, where + CONFIG)
     config.check()
-    return _assemble(_read_tensors(directory / WEIGHTS, most_bytes), config)
+    return _assemble(read_safetensors(content.weights, where + WEIGHTS), config)
 
 
 def write_peft(
@@ -140,41 +145,17 @@ def _by_pattern(patterns: Mapping[str, float], name: str, default: float) -> flo
     return default
 
 
-def _read_config(file: Path) -> PeftConfig:
+def _parse_config(data: bytes, name: str) -> PeftConfig:
+    if len(data) > MOST_CONFIG_BYTES:
+        limit = f"at most {MOST_CONFIG_BYTES}"
+        raise InvalidRequest(f"has {len(data)} bytes", field=name, limit=limit)
     try:
-        if file.stat().st_size > MOST_CONFIG_BYTES:
-            raise InvalidRequest(
-                f"has {file.stat().st_size} bytes",
-                field=str(file),
-                limit=f"at most {MOST_CONFIG_BYTES}",
-            )
-        return PeftConfig.model_validate_json(file.read_bytes())
-    except OSError as error:
-        raise InvalidRequest(f"cannot be read: {error.strerror}", field=str(file)) from error
+        return PeftConfig.model_validate_json(data)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise InvalidRequest(
-            f"is not a PEFT configuration: {where}: {first['msg']}", field=str(file)
-        ) from error
-
-
-def _read_tensors(file: Path, most_bytes: int) -> dict[str, Tensor]:
-    try:
-        size = file.stat().st_size
-        if size > most_bytes:
-            raise InvalidRequest(
-                f"has {size} bytes", field=str(file), limit=f"at most {most_bytes}"
-            )
-        with safe_open(file, framework="pt") as content:
-            return {key: content.get_tensor(key) for key in content.keys()}  # noqa: SIM118 - not a dict
-    except OSError as error:
-        raise InvalidRequest(
-            f"cannot be read: {error.strerror or error}", field=str(file)
-        ) from error
-    except SafetensorError as error:
-        raise InvalidRequest(
-            f"is not a readable safetensors file: {error}", field=str(file)
+            f"is not a PEFT configuration: {where}: {first['msg']}", field=name
         ) from error
 
 

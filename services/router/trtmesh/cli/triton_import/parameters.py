@@ -48,7 +48,7 @@ SCHEDULER = one_of(
     GUARANTEED_NO_EVICT="guaranteed_no_evict", MAX_UTILIZATION="max_utilization", STATIC_BATCH="V1"
 )
 
-NO_ADAPTERS = "the embedded engine takes LoRA adapters only with engine.torch.adapters.bytes"
+NO_ADAPTERS = "the embedded engine takes LoRA adapters only with engine.torch.adapters.host_bytes"
 NO_SPECULATION = (
     "the embedded engine does not speculate; every other request is served the same, token by token"
 )

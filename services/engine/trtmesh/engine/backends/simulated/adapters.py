@@ -90,18 +90,26 @@ class SimulatedAdapters:
 
     def _put(self, load: AdapterLoad) -> None:
         adapter = self.store.get(*_key(load))
-        if adapter is None:
-            if load.content is None:
-                raise AdapterNotFound(
-                    "is not in memory; send its content",
-                    field="adapter.id",
-                    value=str(load.identity.id),
-                )
-            rank = self._rank(load.content)
-            adapter = StoredAdapter(identity=load.identity, rank=rank, size_bytes=ADAPTER_BYTES)
+        if adapter is not None:
+            self.store.retain(adapter, pinned=load.pinned)
+        else:
+            adapter = self._new(load)
             self._drop(self.store.put(adapter))
-        self.store.retain(adapter, pinned=load.pinned)
         self.slots.offer(adapter)
+
+    def _new(self, load: AdapterLoad) -> StoredAdapter:
+        if load.content is None:
+            raise AdapterNotFound(
+                "is not in memory; send its content",
+                field="adapter.id",
+                value=str(load.identity.id),
+            )
+        return StoredAdapter(
+            identity=load.identity,
+            rank=self._rank(load.content),
+            size_bytes=ADAPTER_BYTES,
+            pinned=load.pinned,
+        )
 
     def _rank(self, content: AdapterContent) -> int:
         try:

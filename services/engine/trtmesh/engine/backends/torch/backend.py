@@ -17,8 +17,8 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trtmesh.chassis.errors import TrtmeshError, UnsupportedCall, WorkerLost
-from trtmesh.chassis.vocabulary import Lora, PromptTuning
+from trtmesh.chassis.errors import TrtmeshError, WorkerLost
+from trtmesh.chassis.vocabulary import PromptTuning
 from trtmesh.engine.admission import admit, check_queue
 from trtmesh.engine.backend import (
     AdapterLoad,
@@ -39,13 +39,13 @@ from trtmesh.v1 import generation_pb2 as pb
 if TYPE_CHECKING:
     from trtmesh.engine.backends.torch.engine import Engine
     from trtmesh.engine.backends.torch.loading import Loaded
-    from trtmesh.engine.backends.torch.memory.adapters import LoadedAdapter
+    from trtmesh.engine.backends.torch.memory.adapters import LoadedAdapter, Slots
     from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
 
 log = logging.getLogger(__name__)
 
 
-Command = Callable[["Engine"], None]
+Command = Callable[["Engine"], object]
 """Runs on the engine's thread, between two steps."""
 
 
@@ -93,25 +93,14 @@ class TorchBackend:
             lanes = self._lane_keys(item)
             sequences = sequences_of(item, lanes or item.keys, rule, token_rules)
             if item.config.lora:
-                self._find_adapter(item.request_id, item.config.lora, sequences)
+                adapter = self._loaded.adapters.hold(item.config.lora, len(sequences))
+                for sequence in sequences:
+                    sequence.give_adapter(adapter)
             if item.config.prompt_tuning:
                 self._read_table(item.request_id, item.config.prompt_tuning, sequences)
             self._incoming_sequences += len(sequences)
             self._incoming_tokens += len(sequences) * len(item.token_ids)
             self._send(partial(self._add, keys=item.keys, sequences=sequences))
-
-    def _find_adapter(self, request_id: str, asked: Lora, sequences: list[Sequence]) -> None:
-        """The sequences must enter the inbox before `_wake` is released. Raises InvalidField or AdapterNotFound."""
-
-        def done(adapter: LoadedAdapter | TrtmeshError) -> None:
-            self._send(lambda engine: engine.prepared(sequences, adapter))
-
-        adapter = self._loaded.adapters.find(request_id, asked, len(sequences), done)
-        for sequence in sequences:
-            if adapter:
-                sequence.give_adapter(adapter)
-            else:
-                sequence.awaits_adapter = True
 
     def _read_table(self, request_id: str, asked: PromptTuning, sequences: list[Sequence]) -> None:
         """The sequences must enter the inbox before `_wake` is released. Raises QueueFull or InvalidField."""
@@ -147,7 +136,7 @@ class TorchBackend:
 
     def stats(self) -> BackendStats:
         engine = self._loaded.engine
-        scheduler = engine.scheduler
+        scheduler, adapters = engine.scheduler, self._loaded.adapters
         used = scheduler.pool.used_blocks
         return BackendStats(
             step_count=engine.step_count,
@@ -168,16 +157,25 @@ class TorchBackend:
             used_host_blocks=scheduler.pool.used_host_blocks,
             device_memory_bytes=self._loaded.device.allocated_bytes(),
             pinned_memory_bytes=self._loaded.cache.pinned_bytes,
+            adapter_slots=scheduler.adapters.slots,
+            free_adapter_slots=scheduler.adapters.free,
+            evictable_adapter_slots=scheduler.adapters.evictable,
+            adapter_host_bytes=adapters.host_bytes,
+            used_adapter_host_bytes=adapters.used_bytes,
+            adapter_loads=adapters.loads,
+            adapter_evictions=adapters.evictions,
+            adapter_hits=scheduler.adapters.hits,
+            adapter_load_seconds=adapters.load_seconds,
         )
 
     def adapters(self) -> SequenceOf[HeldAdapter]:
-        return [HeldAdapter(each) for each in self._loaded.adapters.held]
+        return self._loaded.adapters.states
 
     def load_adapter(self, load: AdapterLoad) -> None:
-        raise UnsupportedCall("is not served by the torch backend yet", field="load_adapter")
+        self._loaded.adapters.load(load)
 
     def unload_adapter(self, number: int, version: str, *, unpin: bool) -> None:
-        raise UnsupportedCall("is not served by the torch backend yet", field="unload_adapter")
+        self._loaded.adapters.unload(number, version, unpin=unpin)
 
     async def close(self) -> None:
         with self._wake:
@@ -205,6 +203,9 @@ class TorchBackend:
             loaded.set_exception(error)
             return
         engine = result.engine
+        result.adapters.connect(self)
+        if self._settings.adapters.prefetch_directory:
+            result.adapters.prefetch(self._settings.adapters.prefetch_directory)
         loaded.set_result(result)
         del result
         try:
@@ -213,6 +214,12 @@ class TorchBackend:
             log.exception("the engine failed")
             self._break(engine, error)
 
+    def run(self, act: Callable[[Slots], object]) -> None:
+        self._send(lambda engine: act(engine.scheduler.adapters))
+
+    def lost(self, adapter: LoadedAdapter, error: TrtmeshError) -> None:
+        self._send(lambda engine: engine.lost_adapter(adapter, error))
+
     def _serve(self, engine: Engine) -> None:
         while True:
             commands, closing = self._take_commands(idle=not engine.scheduler.has_work)
@@ -220,7 +227,7 @@ class TorchBackend:
                 command(engine)
             if closing:
                 engine.stop_all(pb.FINISH_REASON_CANCELLED)
-            self._deliver_if_any(engine.take_ends())
+            self._deliver_if_any(engine.leftover())
             if closing:
                 return
             if engine.scheduler.has_work:
@@ -252,7 +259,7 @@ class TorchBackend:
                 command(engine)
             # Not their fault: another worker can continue them.
             engine.fail_all(WorkerLost(f"the engine failed: {error}"))
-            self._deliver_if_any(engine.take_ends())
+            self._deliver_if_any(engine.leftover())
         except Exception:
             log.exception("the sequences of a failed engine could not all be ended")
         self._fail(error)

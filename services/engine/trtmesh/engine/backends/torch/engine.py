@@ -86,25 +86,24 @@ class Engine:
             if decoding.ends:
                 self._end(decoding, decoding.ends)
 
-    def prepared(
-        self, sequences: Iterable[Sequence], part: PromptTable | LoadedAdapter | TrtmeshError
-    ) -> None:
-        """Gives the sequences of an item their prompt table or adapter, to start once they have all, or ends them with
-        an error."""
+    def prepared(self, sequences: Iterable[Sequence], part: PromptTable | TrtmeshError) -> None:
+        """Gives the sequences of an item their prompt table, so that they can start, or ends them with an error."""
         for sequence in sequences:
+            # Sequences of one decoding fail together.
             if not self.scheduler.lives(sequence):
-                # Sequences of one decoding fail together. Each would have held the adapter.
-                if isinstance(part, LoadedAdapter):
-                    part.give_back(part)
                 continue
             if isinstance(part, TrtmeshError):
                 self._fail(sequence, part)
                 continue
-            if isinstance(part, LoadedAdapter):
-                sequence.give_adapter(part)
-            else:
-                sequence.give_table(part)
+            sequence.give_table(part)
             self.scheduler.ready(sequence)
+
+    def lost_adapter(self, adapter: LoadedAdapter, error: TrtmeshError) -> None:
+        """Ends the sequences that wait for an adapter that cannot be copied to the device."""
+        for sequence in self.scheduler.adapters.waiting_for(adapter):
+            if self.scheduler.lives(sequence):
+                self._fail(sequence, error)
+        self.scheduler.adapters.drop(adapter)
 
     def stop(self, keys: Iterable[int], reason: int) -> None:
         """Ends sequences, with a beam the whole search. Unknown and ended keys are ignored."""
@@ -122,9 +121,9 @@ class Engine:
             if self.scheduler.lives(sequence):
                 self._fail(sequence, error)
 
-    def take_ends(self) -> StepOutput | None:
-        """The ends since the last step; None without any."""
-        return self._output() if self._ledger.output.ends else None
+    def leftover(self) -> StepOutput | None:
+        """Ends and states of adapters since the last step; None without any."""
+        return self._output() if self._ledger.output.ends or self._adapters.has_news else None
 
     def launch(self) -> Launched:
         """Schedules a step and hands it to the device. Raises BackendFailed once the model was found broken."""

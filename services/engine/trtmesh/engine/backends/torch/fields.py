@@ -65,7 +65,7 @@ _REFUSED = {
 }
 
 
-ADAPTERS = frozenset({"lora.id", "lora.name", "lora.weights", "lora.config", "lora.version"})
+ADAPTERS = frozenset({"lora.id", "lora.name", "lora.version"})
 
 
 def supported_fields(decoding_mode: str, *, adapters: bool) -> frozenset[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from trtmesh.chassis.errors import ModelUnusable, SettingsError
 from trtmesh.chassis.fingerprint import tokenizer_fingerprint
+from trtmesh.engine.adapter_store import StoreLimits
 from trtmesh.engine.backend import BackendInfo, Capabilities
 from trtmesh.engine.backends.torch.accelerator import Accelerator
 from trtmesh.engine.backends.torch.compute.device import Device
@@ -15,7 +16,7 @@ from trtmesh.engine.backends.torch.compute.self_check import check_invariance, c
 from trtmesh.engine.backends.torch.cpu.device import Cpu, take_threads
 from trtmesh.engine.backends.torch.engine import Engine
 from trtmesh.engine.backends.torch.fields import supported_fields
-from trtmesh.engine.backends.torch.memory.adapters import AdapterCache
+from trtmesh.engine.backends.torch.memory.adapters import AdapterCache, AdapterTargets
 from trtmesh.engine.backends.torch.memory.blocks import BlockPool, BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.memory.tensors import FLOATS
@@ -26,7 +27,7 @@ from trtmesh.engine.backends.torch.model.rope import freeze_rope
 from trtmesh.engine.backends.torch.model.weights import model_fingerprint
 from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
 from trtmesh.engine.backends.torch.scheduling.scheduler import Scheduler
-from trtmesh.engine.backends.torch.settings import KvCacheSettings, TorchSettings
+from trtmesh.engine.backends.torch.settings import AdapterSettings, KvCacheSettings, TorchSettings
 
 DATA_TYPES = {dtype: data_type for data_type, dtype in FLOATS.items()}
 
@@ -79,15 +80,10 @@ def load_engine(model_dir: Path, files: list[Path], settings: TorchSettings) -> 
         end_ids=model.end_ids,
         data_type=DATA_TYPES[dtype],
         static_batching=batching.is_static,
+        max_adapter_bytes=_most_adapter_bytes(settings.adapters),
     )
-    adapters = AdapterCache(
-        model.targets,
-        model.compute_dtype,
-        device.name,
-        most_bytes=settings.adapters.bytes,
-        max_rank=settings.adapters.max_rank,
-    )
-    scheduler = _scheduler(settings, model, sizes)
+    adapters = _adapters(settings.adapters, model)
+    scheduler = _scheduler(settings, model, sizes, adapters)
     engine = Engine(device.compute(model, cache, scheduler.tables), scheduler, adapters)
     tables = PromptTables(model.embedding, limits.max_prompt_table_bytes)
     return Loaded(engine, info, device, cache, tables, adapters)
@@ -95,7 +91,7 @@ def load_engine(model_dir: Path, files: list[Path], settings: TorchSettings) -> 
 
 def _room(settings: TorchSettings, device: Device) -> Room | None:
     adapters = settings.adapters
-    if not adapters.bytes:
+    if not adapters.host_bytes:
         return None
     # Every sequence of a batch gets a token, also beyond `max_step_tokens`.
     tokens = settings.batching.max_step_tokens + settings.limits.max_batch_size
@@ -104,6 +100,21 @@ def _room(settings: TorchSettings, device: Device) -> Room | None:
         adapters.max_rank,
         lambda tables: device.products(tables, tokens),
     )
+
+
+def _adapters(settings: AdapterSettings, model: Model) -> AdapterCache:
+    slots = model.adapters.slots if model.adapters else 0
+    return AdapterCache(
+        AdapterTargets(
+            model.targets, model.compute_dtype, settings.max_rank, _most_adapter_bytes(settings)
+        ),
+        StoreLimits(settings.host_bytes, slots),
+        model.adapters.load if model.adapters else None,
+    )
+
+
+def _most_adapter_bytes(settings: AdapterSettings) -> int:
+    return min(settings.max_adapter_bytes, settings.host_bytes)
 
 
 def _device(settings: TorchSettings) -> Device:
@@ -145,7 +156,7 @@ def _capabilities(settings: TorchSettings, model: Model) -> Capabilities:
         deterministic=exact,
         resumes_exactly=exact,
         stops_single_sequences=True,
-        max_adapters=settings.adapters.max_batch_adapters if model.targets else 0,
+        max_adapters=model.adapters.slots if model.adapters else 0,
     )
 
 
@@ -161,7 +172,9 @@ def _cache(settings: KvCacheSettings, model: Model, sizes: Sizes, device: Device
     )
 
 
-def _scheduler(settings: TorchSettings, model: Model, sizes: Sizes) -> Scheduler:
+def _scheduler(
+    settings: TorchSettings, model: Model, sizes: Sizes, adapters: AdapterCache
+) -> Scheduler:
     blocks_per_sequence = -(-sizes.max_sequence_tokens // settings.kv_cache.tokens_per_block)
     tables = BlockTables(settings.limits.max_batch_size, blocks_per_sequence)
     pool = BlockPool(
@@ -170,7 +183,7 @@ def _scheduler(settings: TorchSettings, model: Model, sizes: Sizes) -> Scheduler
         offload_min_priority=settings.host_cache.min_priority,
         events=settings.kv_cache.events,
     )
-    return Scheduler(pool, tables, _rules(settings, model))
+    return Scheduler(pool, tables, _rules(settings, model), adapters)
 
 
 def _rules(settings: TorchSettings, model: Model) -> SchedulingRules:
@@ -183,7 +196,7 @@ def _rules(settings: TorchSettings, model: Model) -> SchedulingRules:
         static_batch=batching.is_static,
         prefix_reuse=cache.prefix_reuse,
         partial_reuse=cache.partial_reuse,
-        max_adapters=settings.adapters.max_batch_adapters,
+        max_adapters=model.adapters.slots if model.adapters else 0,
         window=model.window,
     )
 

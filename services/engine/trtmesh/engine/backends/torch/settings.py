@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -102,15 +103,20 @@ class LimitSettings(Settings):
 
 
 class AdapterSettings(Settings):
-    """LoRA adapters in memory and in a step."""
+    """LoRA adapters in host memory and in the slots of the device."""
 
-    bytes: Annotated[int, Field(ge=0)] = 0
-    """Most memory in bytes for adapters, in the type of the activations; the longest unused are evicted. 0 refuses
+    host_bytes: Annotated[int, Field(ge=0, le=2**50)] = 0
+    """Most host memory in bytes for adapters, in the type of the activations; the longest unused are evicted. 0 refuses
     adapters."""
     max_batch_adapters: Annotated[int, Field(ge=1, le=4096)] = 8
-    """Most adapters computed at once; sequences with another one wait."""
+    """Slots on the device: most adapters computed at once; sequences with another one wait."""
     max_rank: Annotated[int, Field(ge=1, le=4096)] = 64
-    """Largest rank of an adapter."""
+    """Largest rank of an adapter; every slot has memory for it."""
+    max_adapter_bytes: Annotated[int, Field(ge=1, le=2**31 - 1)] = 2**28
+    """Most bytes of an adapter's files, within host_bytes."""
+    prefetch_directory: Path | None = None
+    """Directory whose subdirectories are adapters to load before the worker is ready, in PEFT's format or as
+    TensorRT-LLM's arrays. The name of a subdirectory is the adapter's number, or its name."""
 
 
 class TorchSettings(Settings):

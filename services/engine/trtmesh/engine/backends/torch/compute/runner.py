@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 from trtmesh.engine.backends.torch.compute.device import Batch, Forward
-from trtmesh.engine.backends.torch.memory.adapters import LoadedAdapter
 from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, BlockTables
 from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 from trtmesh.engine.backends.torch.model.attention import Attention, StepTokens, attach
@@ -38,8 +36,6 @@ class Runner:
         self._tables = tables.rows
         self._attention = attention
         self._device = cache.pool.device
-        # The longest unused first.
-        self._slots: OrderedDict[LoadedAdapter, int] = OrderedDict()
         attach(model.module, attention)
         self.move = cache.carry_out
         self.choose = chooser.choose
@@ -80,7 +76,7 @@ class Runner:
             kept_rows=torch.tensor(rows or [len(token_ids) - 1], device=self._device),
             completing=completing,
             reading=[(chunk, len(wanted)) for chunk, wanted in reading],
-            adapters=self._adapter_rows(ordered),
+            adapters=_adapter_rows(ordered),
         )
 
     def forward(self, batch: Batch) -> Forward:
@@ -132,29 +128,16 @@ class Runner:
         step = StepTokens(slots, starts, counts, singles, rows)
         return step, torch.from_numpy(positions).to(self._device)
 
-    def _adapter_rows(self, ordered: Sequence[Chunk]) -> list[AdapterRows]:
-        rows: dict[LoadedAdapter, list[int]] = {}
-        first = 0
-        for chunk in ordered:
-            last = first + chunk.count
-            if adapter := chunk.sequence.adapter:
-                rows.setdefault(adapter, []).extend(range(first, last))
-            first = last
-        return [AdapterRows(self._slot(each, rows), found) for each, found in rows.items()]
 
-    def _slot(self, adapter: LoadedAdapter, needed: Container[LoadedAdapter]) -> int:
-        """The slot of an adapter, which is taken from the longest unused where it has none."""
-        slots, adapters = self._slots, self._model.adapters
-        assert adapters
-        if adapter not in slots:
-            if len(slots) < adapters.slots:
-                slot = len(slots)
-            else:
-                slot = slots.pop(next(each for each in slots if each not in needed))
-            adapters.load(slot, adapter.updates)
-            slots[adapter] = slot
-        slots.move_to_end(adapter)
-        return slots[adapter]
+def _adapter_rows(ordered: Sequence[Chunk]) -> list[AdapterRows]:
+    rows: dict[int, list[int]] = {}
+    first = 0
+    for chunk in ordered:
+        last = first + chunk.count
+        if adapter := chunk.sequence.adapter:
+            rows.setdefault(adapter.slot, []).extend(range(first, last))
+        first = last
+    return [AdapterRows(slot, found) for slot, found in rows.items()]
 
 
 def _wanted(reader: Reader, chunk: Chunk, first_row: int) -> range:

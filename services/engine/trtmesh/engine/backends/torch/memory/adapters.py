@@ -1,233 +1,256 @@
-"""The adapters in a worker's memory.
-
-An item brings an adapter with its weights, or names one that an earlier item brought. A thread of its own takes weights
-apart and checks them; meanwhile the sequences of the item wait in the queue, as for a prompt table. While it works,
-lookups take the same way, so that an item finds what was sent before it.
-"""
+"""The adapters in a worker's host memory, read and converted on a thread of their own, and their way to the device."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from trtmesh.chassis import vocabulary
-from trtmesh.chassis.adapter_content import AdapterContent
-from trtmesh.chassis.errors import (
-    AdapterNotFound,
-    AdaptersFull,
-    BackendFailed,
-    InvalidField,
-    TrtmeshError,
-)
-from trtmesh.chassis.logs import request_id_bound
+from trtmesh.chassis.adapter_content import AdapterContent, number_of
+from trtmesh.chassis.errors import AdapterNotFound, BackendFailed, InvalidField, TrtmeshError
 from trtmesh.chassis.vocabulary import Adapter
-from trtmesh.engine.adapters.arrays import read_arrays
-from trtmesh.engine.adapters.lora import Lora, Place, Target, Update, fit
-from trtmesh.engine.backend import HeldAdapter
-from trtmesh.engine.backends.torch.memory.tensors import FLOATS, from_message
+from trtmesh.engine.adapter_slots import AdapterSlots
+from trtmesh.engine.adapter_store import AdapterStore, StoredAdapter, StoreLimits, key_of
+from trtmesh.engine.adapters.content import read_content
+from trtmesh.engine.adapters.lora import Lora, Place, Target, Update
+from trtmesh.engine.backend import AdapterLoad, HeldAdapter
 from trtmesh.v1 import engine_pb2 as epb
-from trtmesh.v1 import generation_pb2 as pb
 
 log = logging.getLogger(__name__)
 
+Updates = Mapping[Place, Update]
 
-@dataclass(eq=False, slots=True)
-class LoadedAdapter:
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class LoadedAdapter(StoredAdapter):
     """An adapter as the layers take it. Sequences keep the version that they began with."""
 
-    identity: Adapter
-    updates: Mapping[Place, Update]
-    size_bytes: int
+    updates: Updates
     give_back: Callable[[LoadedAdapter], None]
-    """Called once by each holder."""
-    holders: int = 0
-    """Sequences; a held adapter stays in memory."""
+    """Takes back the hold of a sequence."""
+    slot: int = -1
+    """Its slot, while it has one."""
 
 
-Done = Callable[[LoadedAdapter | TrtmeshError], None]
-"""Takes the adapter, held once per sequence, or an error; on the loading thread."""
+@dataclass(frozen=True, slots=True)
+class AdapterTargets:
+    """What an adapter must fit: layers of the model, their type, and limits."""
+
+    layers: Mapping[Place, Target]
+    dtype: torch.dtype
+    max_rank: int
+    max_bytes: int
+    """Most bytes of a content."""
+
+
+Slots = AdapterSlots[LoadedAdapter, Any]
+
+
+class EngineThread(Protocol):
+    """The engine's thread as the cache sees it; both methods return at once."""
+
+    def run(self, act: Callable[[Slots], object]) -> None:
+        """Calls `act` with the slots, then delivers the news."""
+
+    def lost(self, adapter: LoadedAdapter, error: TrtmeshError) -> None:
+        """Ends the sequences that wait for an adapter."""
 
 
 class AdapterCache:
-    """The adapters of a worker in at most `most_bytes`; the longest unused leave first."""
+    """Adapters by number and version. Implements Device of the slots.
+
+    The event loop looks up, the loading thread loads, and the engine's thread moves adapters to the device; a lock
+    guards the bookkeeping, never a conversion.
+    """
 
     def __init__(
-        self, targets: Mapping[Place, Target], dtype: torch.dtype, device: torch.device,
-        *, most_bytes: int, max_rank: int,
-    ) -> None:  # fmt: skip
+        self,
+        targets: AdapterTargets,
+        limits: StoreLimits,
+        copy: Callable[[int, Updates], None] | None,
+    ) -> None:
+        """`copy` fills a slot of the device; None without slots."""
+        self.load_seconds = 0.0
         self._targets = targets
-        self._dtype, self._device = dtype, device
-        self._most_bytes, self._max_rank = most_bytes, max_rank
+        self._copy = copy
         self._lock = threading.Lock()
-        # Guarded by `_lock`; by number and version, the longest unused first.
-        self._held: OrderedDict[tuple[int, str], LoadedAdapter] = OrderedDict()
-        self._newest: dict[int, str] = {}
-        self._news: dict[tuple[int, str], HeldAdapter] = {}
-        self._loading = 0
-        self.loads = self.evictions = 0
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+        self._store = AdapterStore[LoadedAdapter](limits)
+        self._broken: list[HeldAdapter] = []
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="adapter-loads")
+        # Of its own: a sequence need not wait for loads of other adapters.
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="adapter-copies")
+
+    def connect(self, engine: EngineThread) -> None:
+        self._engine = engine
 
     @property
-    def held(self) -> list[Adapter]:
-        """The adapters in memory, the longest unused first."""
-        with self._lock:
-            return [each.identity for each in self._held.values()]
+    def host_bytes(self) -> int:
+        return self._store.limits.host_bytes
 
     @property
-    def size_bytes(self) -> int:
-        with self._lock:
-            return self._size_bytes()
+    def used_bytes(self) -> int:
+        return self._store.used_bytes
 
-    def find(
-        self, request_id: str, asked: vocabulary.Lora, holders: int, done: Done
-    ) -> LoadedAdapter | None:
-        """The adapter for `holders` sequences, or None where `done` gets it.
+    @property
+    def loads(self) -> int:
+        return self._store.loads
 
-        Raises InvalidField for what needs no look at the weights, AdapterNotFound for an unknown number.
-        """
-        self._check(asked)
-        with self._lock:
-            if not self._loading and asked.weights is None:
-                return self._found(asked, holders)
-            self._loading += 1
-        self._thread.submit(self._work, request_id, asked, holders, done)
-        return None
+    @property
+    def evictions(self) -> int:
+        return self._store.evictions
 
-    def _release(self, adapter: LoadedAdapter) -> None:
+    @property
+    def states(self) -> list[HeldAdapter]:
+        """The adapters in memory, the longest unused first, and those of the prefetch directory that are unusable."""
         with self._lock:
-            adapter.holders -= 1
+            return [*self._store.states, *self._broken]
+
+    def hold(self, asked: vocabulary.Lora, holders: int) -> LoadedAdapter:
+        """The adapter for `holders` sequences, each of which gives it back. Raises InvalidField, AdapterNotFound or
+        AdaptersFull."""
+        with self._lock:
+            return self._store.hold(*key_of(asked), holders)
+
+    def load(self, load: AdapterLoad) -> None:
+        """Loads an adapter on the loading thread."""
+        self._loader.submit(self._load, load)
+
+    def unload(self, number: int, version: str, *, unpin: bool) -> None:
+        """Unloads or unpins a version, or all with ''."""
+        with self._lock:
+            if unpin:
+                self._store.unpin(number, version)
+                removed = []
+            else:
+                removed = self._store.unload(number, version)
+        self._dropped(removed)
+
+    def prefetch(self, directory: Path) -> None:
+        """Loads every adapter of a directory, each in a directory of its own whose name is its number or its name. An
+        unusable one is reported and left out."""
+        for each in sorted(each for each in directory.iterdir() if each.is_dir()):
+            number = int(each.name) if each.name.isdecimal() else number_of(each.name)
+            try:
+                content = AdapterContent.read(each, self._targets.max_bytes)
+                identity = Adapter(number, each.name, content.version)
+                self._put(AdapterLoad(identity, content))
+            except TrtmeshError as error:
+                log.warning("the adapter in %s cannot be loaded: %s", each, error.message)
+                absent = epb.ADAPTER_PLACE_ABSENT
+                self._broken.append(HeldAdapter(Adapter(number, each.name), absent, error=error))
+
+    @property
+    def has_news(self) -> bool:
+        return self._store.has_news
 
     def take_news(self) -> list[HeldAdapter]:
-        """The adapters that changed their place since the last call."""
-        if not self._news:
+        """The states that changed since the last call."""
+        if not self._store.has_news:
             return []
         with self._lock:
-            news, self._news = self._news, {}
-        return list(news.values())
+            return self._store.take_news()
+
+    def bring(self, adapter: LoadedAdapter, slot: int) -> bool:
+        assert self._copy
+        adapter.slot = slot
+        self._copier.submit(self._bring, adapter, partial(self._copy, slot, adapter.updates))
+        return False
+
+    def note(self, adapter: LoadedAdapter) -> None:
+        with self._lock:
+            self._store.note(adapter)
 
     def close(self) -> None:
-        """Waits for the current load and drops the queue."""
-        self._thread.shutdown(cancel_futures=True)
+        """Waits for the current load and copy, and drops the others."""
+        self._loader.shutdown(cancel_futures=True)
+        self._copier.shutdown(cancel_futures=True)
 
-    def _check(self, asked: vocabulary.Lora) -> None:
-        if asked.id is None:
-            raise InvalidField("is not set; adapters are known by number here", field="lora.id")
-        if (asked.weights is None) != (asked.config is None):
-            given, other = ("weights", "config") if asked.weights else ("config", "weights")
-            raise InvalidField(f"comes without lora.{other}", field=f"lora.{given}")
-        if asked.weights is None or asked.config is None:
-            return
-        for name, tensor, types in (
-            ("weights", asked.weights, tuple(FLOATS)),
-            ("config", asked.config, (pb.DATA_TYPE_INT32,)),
-        ):
-            if tensor.data_type not in types:
-                given = pb.DataType.Name(pb.DataType.ValueType(tensor.data_type))
-                limit = ", ".join(pb.DataType.Name(each) for each in types)
-                raise InvalidField.of(f"lora.{name}.data_type", given, f"one of {limit}")
-
-    def _found(self, asked: vocabulary.Lora, holders: int) -> LoadedAdapter:
-        number = asked.id or 0
-        version = asked.version or self._newest.get(number, "")
-        adapter = self._held.get((number, version))
-        if adapter is None:
-            known = ", ".join(str(held) for held, _ in self._held) or "none"
-            raise AdapterNotFound(
-                f"is {number}, an adapter that this worker does not hold in this version (it holds {known}); send it"
-                " with its weights",
-                field="lora.id",
-                value=str(number),
-            )
-        self._held.move_to_end((number, version))
-        adapter.holders += holders
-        return adapter
-
-    def _work(self, request_id: str, asked: vocabulary.Lora, holders: int, done: Done) -> None:
-        outcome: LoadedAdapter | TrtmeshError
+    def _bring(self, adapter: LoadedAdapter, copy: Callable[[], None]) -> None:
         try:
-            outcome = self._find_or_load(asked, holders)
-        except TrtmeshError as error:
-            outcome = error
+            copy()
         except Exception as error:
-            with request_id_bound(request_id):
-                log.exception("an adapter could not be loaded")
-            outcome = BackendFailed(f"the adapter could not be loaded: {error}")
-        with self._lock:
-            self._loading -= 1
-        done(outcome)
+            log.exception("adapter %d could not be copied to the device", adapter.identity.id)
+            reason = f"the adapter could not be copied to the device: {error}"
+            self._engine.lost(adapter, BackendFailed(reason))
+            return
+        self._engine.run(lambda slots: slots.arrived(adapter))
 
-    def _find_or_load(self, asked: vocabulary.Lora, holders: int) -> LoadedAdapter:
-        if asked.weights is None or asked.config is None:
+    def _load(self, load: AdapterLoad) -> None:
+        start = time.perf_counter()
+        try:
+            self._put(load)
+        except TrtmeshError as error:
+            self._fail(load.identity, error)
+        except Exception as error:
+            log.exception("adapter %d could not be loaded", load.identity.id)
+            reason = f"the adapter could not be loaded: {type(error).__name__}: {error}"
+            self._fail(load.identity, BackendFailed(reason))
+        self.load_seconds += time.perf_counter() - start
+
+    def _put(self, load: AdapterLoad) -> None:
+        with self._lock:
+            adapter = self._store.get(load.identity.id, load.identity.version)
+            if adapter is not None:
+                self._store.retain(adapter, pinned=load.pinned)
+        if adapter is None:
+            adapter = self._read(load)
             with self._lock:
-                return self._found(asked, holders)
-        version = AdapterContent.of_arrays(asked.weights, asked.config).version
-        if asked.version not in (None, version):
-            raise InvalidField.of("lora.version", asked.version, f"{version}, that of the weights")
-        number = asked.id or 0
-        with self._lock:
-            if (number, version) in self._held:
-                self._newest[number] = version
-                return self._found(asked, holders)
-        loaded = self._load(asked, from_message(asked.weights), from_message(asked.config), version)
-        with self._lock:
-            self._make_room(loaded.size_bytes)
-            self._held[number, version] = loaded
-            self._newest[number] = version
-            self._news[number, version] = HeldAdapter(loaded.identity)
-            self.loads += 1
-            loaded.holders += holders
-        return loaded
+                removed = self._store.put(adapter)
+            self._dropped(removed)
+        loaded = adapter
+        self._engine.run(lambda slots: slots.offer(loaded))
 
-    def _load(
-        self, asked: vocabulary.Lora, weights: Tensor, config: Tensor, version: str
-    ) -> LoadedAdapter:
-        lora = read_arrays(weights, config, self._targets)
-        if lora.rank > self._max_rank:
-            limit = f"at most {self._max_rank}"
-            raise InvalidField.of("lora.config rank", lora.rank, limit, "adapters.max_rank")
+    def _fail(self, identity: Adapter, error: TrtmeshError) -> None:
+        with self._lock:
+            self._store.failed(identity, error)
+        self._dropped([])
+
+    def _read(self, load: AdapterLoad) -> LoadedAdapter:
+        if load.content is None:
+            raise AdapterNotFound(
+                "is not in memory; send its content",
+                field="adapter.id",
+                value=str(load.identity.id),
+            )
+        lora, most = read_content(load.content, self._targets.layers), self._targets.max_rank
+        if lora.rank > most:
+            raise InvalidField.of("adapter rank", lora.rank, f"at most {most}", "adapters.max_rank")
         updates = {
             place: Update(self._converted(update.a), self._converted(update.b))
-            for place, update in fit(lora, self._targets).updates.items()
+            for place, update in lora.updates.items()
         }
-        identity = Adapter(asked.id or 0, asked.name or "", version)
-        return LoadedAdapter(identity, updates, Lora(updates).size_bytes, self._release)
+        return LoadedAdapter(
+            identity=load.identity,
+            rank=lora.rank,
+            size_bytes=Lora(updates).size_bytes,
+            pinned=load.pinned,
+            updates=updates,
+            give_back=self._give_back,
+        )
 
     def _converted(self, matrix: Tensor) -> Tensor:
-        return matrix.to(self._device, self._dtype).contiguous()
+        return matrix.to(self._targets.dtype).contiguous()
 
-    def _make_room(self, size: int) -> None:
-        """Evicts unused adapters. Raises AdaptersFull where too many are in use, InvalidField for one too large."""
-        most = self._most_bytes
-        if size > most:
-            raise InvalidField.of(
-                "lora.weights", f"{size} bytes", f"at most {most}", "adapters.bytes"
-            )
-        for key in [key for key, adapter in self._held.items() if not adapter.holders]:
-            if self._size_bytes() + size <= most:
-                return
-            self._evict(key)
-        if self._size_bytes() + size > most:
-            raise AdaptersFull(
-                f"the adapters of running items take {self._size_bytes()} of {most} bytes (adapters.bytes); try again"
-                " later or elsewhere",
-                value=str(size),
-                limit=f"at most {most} bytes",
-                limit_field="adapters.bytes",
-            )
+    def _give_back(self, adapter: LoadedAdapter) -> None:
+        with self._lock:
+            removed = self._store.release(adapter)
+        if removed:
+            self._dropped(removed)
 
-    def _evict(self, key: tuple[int, str]) -> None:
-        number, version = key
-        gone = self._held.pop(key).identity
-        if self._newest.get(number) == version:
-            del self._newest[number]
-        self._news[key] = HeldAdapter(gone, epb.ADAPTER_PLACE_ABSENT)
-        self.evictions += 1
+    def _dropped(self, removed: Sequence[LoadedAdapter]) -> None:
+        """Takes adapters off the device; also wakes the engine's thread, which delivers the news."""
 
-    def _size_bytes(self) -> int:
-        return sum(each.size_bytes for each in self._held.values())
+        def drop(slots: Slots) -> None:
+            for each in removed:
+                slots.drop(each)
+
+        self._engine.run(drop)

@@ -24,7 +24,7 @@ class SchedulingRules:
     partial_reuse: bool = True
     """Whether the matching part of a block is copied."""
     max_adapters: int = 0
-    """Most adapters of the running sequences together."""
+    """Slots for adapters on the device."""
     window: int | None = None
     """Size of the sliding window, the token itself included; None for all tokens."""
 

@@ -7,7 +7,8 @@ A sequence is admitted when its present tokens fit the pool and enough blocks re
 one each, or, where the rules forbid pauses, all the blocks that they may ever need. When a running sequence finds no
 block to grow into, the sequence of the highest rank loses its blocks and returns to its old place in the queue. So the
 lowest rank is never preempted and always advances. Ranks of newcomers rise with the steps, so every sequence has the
-lowest rank some day. Nothing overtakes the head of the queue, so large sequences do not starve either.
+lowest rank some day. Nothing overtakes the head of the queue, so large sequences do not starve either. A sequence whose
+adapter is not on the device is not in the queue: engine/adapter_slots.py gives it its turn.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from __future__ import annotations
 import heapq
 import time
 from bisect import insort
-from collections import Counter
 from collections.abc import Callable, Iterator
 from copy import copy
 from typing import TYPE_CHECKING
 
+from trtmesh.engine.adapter_slots import AdapterSlots, Device
 from trtmesh.engine.backends.torch.memory.blocks import NULL_BLOCK, BlockPool, BlockTables, Prefix
 from trtmesh.engine.backends.torch.scheduling.prefixes import Prefixes
 from trtmesh.engine.backends.torch.scheduling.rules import SchedulingRules
@@ -35,7 +36,14 @@ REMOVED_ENTRIES = 64
 class Scheduler:
     """The waiting and running sequences of a backend, and their blocks."""
 
-    def __init__(self, pool: BlockPool, tables: BlockTables, rules: SchedulingRules) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        tables: BlockTables,
+        rules: SchedulingRules,
+        device: Device[LoadedAdapter],
+    ) -> None:
+        """`device` takes the adapters."""
         self.pool = pool
         self.tables = tables
         self.running: list[Sequence] = []
@@ -54,8 +62,9 @@ class Scheduler:
         self._arrivals = 0
         # By the key of their leader.
         self._followers: dict[int, list[Sequence]] = {}
-        self._adapters: Counter[LoadedAdapter] = Counter()
-        """Running sequences by adapter."""
+        self.adapters: AdapterSlots[LoadedAdapter, Sequence] = AdapterSlots(
+            rules.max_adapters, device, self._waiting.push
+        )
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -69,7 +78,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step has anything to compute."""
-        return len(self._by_key) > len(self._unready)
+        return len(self._by_key) > len(self._unready) + self.adapters.parked_sequences
 
     def lives(self, sequence: Sequence) -> bool:
         """Whether the sequence was added and not removed."""
@@ -78,13 +87,16 @@ class Scheduler:
     def add(self, sequence: Sequence, step_count: int) -> None:
         """Takes a new sequence in at step `step_count`."""
         self._enter(sequence, step_count - sequence.head_start)
-        self._queue(sequence)
+        self.waiting_sequences += 1
+        if sequence.is_ready:
+            self._wait(sequence)
+        else:
+            self._unready[sequence.key] = sequence
 
     def ready(self, sequence: Sequence) -> None:
-        """Lets a sequence added unready start, in its place of the queue, once nothing is missing."""
-        if sequence.is_ready:
-            del self._unready[sequence.key]
-            self._waiting.push(sequence)
+        """Lets a sequence added unready start, in its place of the queue."""
+        del self._unready[sequence.key]
+        self._wait(sequence)
 
     def reassign(self, pairs: Pairs) -> None:
         """Makes each pair's first sequence continue from the computed KV of the second, all pairs at once.
@@ -128,12 +140,11 @@ class Scheduler:
         if sequence.mates:
             sequence.mates.remove(sequence)
         self.pending_prompt_tokens -= sequence.pending_prompt_tokens
-        if sequence.slot >= 0:
-            self._leave_adapter(sequence)
+        if self._unready.pop(sequence.key, None) is None and sequence.adapter:
+            self.adapters.leave(sequence.adapter, sequence.rank)
         sequence.let_go()
         if sequence.slot < 0:
             self.waiting_sequences -= 1
-            self._unready.pop(sequence.key, None)
             self._unpause(sequence)
             self._waiting.tidy(self.waiting_sequences)
             return
@@ -145,6 +156,7 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step, in rank order, of every running sequence with uncomputed tokens. None where
         they depend on sequences in flight."""
+        self.adapters.step()
         if not self._grow():
             return []
         self._admit()
@@ -188,12 +200,12 @@ class Scheduler:
         self._by_key[sequence.key] = sequence
         self.pending_prompt_tokens += sequence.pending_prompt_tokens
 
-    def _queue(self, sequence: Sequence) -> None:
-        self.waiting_sequences += 1
-        if sequence.is_ready:
-            self._waiting.push(sequence)
+    def _wait(self, sequence: Sequence) -> None:
+        """Queues a ready sequence, or parks it until its adapter is on the device."""
+        if sequence.adapter:
+            self.adapters.enter(sequence.adapter, sequence.rank, sequence)
         else:
-            self._unready[sequence.key] = sequence
+            self._waiting.push(sequence)
 
     def _grow(self) -> bool:
         """Gives each running sequence the block for its next token, the lowest rank first. Returns False where that
@@ -242,8 +254,6 @@ class Scheduler:
         awaited.pop(sequence.key, None)
         if 1 + len(awaited) > self.tables.free_slots:
             return False
-        if not self._takes_adapter(sequence.adapter):
-            return False
         needed = self._needs(sequence, len(prefix.blocks))
         for each in awaited.values():
             # A mate computes the prompt.
@@ -251,13 +261,6 @@ class Scheduler:
             needed += self._needs(each, shared // self._rules.tokens_per_block)
         needed += sum(map(self._rules.growth, self.running))
         return self.pool.can_allocate(needed, beside=prefix)
-
-    def _takes_adapter(self, adapter: LoadedAdapter | None) -> bool:
-        return (
-            adapter is None
-            or adapter in self._adapters
-            or len(self._adapters) < self._rules.max_adapters
-        )
 
     def _needs(self, sequence: Sequence, shared: int) -> int:
         """Free blocks for a sequence to start with `shared` blocks."""
@@ -268,8 +271,6 @@ class Scheduler:
     def _start(self, sequence: Sequence, prefix: Prefix) -> None:
         self._unpause(sequence)
         sequence.slot = self.tables.take()
-        if sequence.adapter:
-            self._adapters[sequence.adapter] += 1
         sequence.blocks = self.pool.begin(prefix)
         self.tables.put(sequence.slot, 0, sequence.blocks)
         shared = len(prefix.blocks)
@@ -322,22 +323,16 @@ class Scheduler:
             self.paused_sequences += 1
             each.paused = True
             self.running.remove(each)
-            self._leave_adapter(each)
             self._release(each)
             before = each.pending_prompt_tokens
             each.num_computed = 0
             self.pending_prompt_tokens += each.pending_prompt_tokens - before
-            self._queue(each)
+            self.waiting_sequences += 1
+            self._waiting.push(each)
 
     def _unpause(self, sequence: Sequence) -> None:
         self.paused_sequences -= sequence.paused
         sequence.paused = False
-
-    def _leave_adapter(self, sequence: Sequence) -> None:
-        if adapter := sequence.adapter:
-            self._adapters[adapter] -= 1
-            if not self._adapters[adapter]:
-                del self._adapters[adapter]
 
     def _release(self, sequence: Sequence) -> None:
         self.pool.release(sequence.blocks)

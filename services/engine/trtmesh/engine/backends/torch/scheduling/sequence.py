@@ -49,8 +49,6 @@ class Sequence(Continuation):
     table_lease: Lease | None = None
     """Memory of the prompt table, from before the table is read."""
     adapter: LoadedAdapter | None = None
-    awaits_adapter: bool = False
-    """Whether the adapter is being loaded."""
     mates: list[Sequence] = field(default_factory=list)
     """Sequences admitted and paused only together, this one included. They share the list, and leave it at their ends.
     Empty for a sequence on its own."""
@@ -79,10 +77,8 @@ class Sequence(Continuation):
 
     @property
     def is_ready(self) -> bool:
-        """False while the prompt table is being read or the adapter is being loaded."""
-        return not self.awaits_adapter and (
-            self.table_lease is None or self.prompt_table is not None
-        )
+        """False while the prompt table is being read."""
+        return self.table_lease is None or self.prompt_table is not None
 
     def give_table(self, table: PromptTable) -> None:
         """Takes the table of the lease."""
@@ -91,7 +87,7 @@ class Sequence(Continuation):
 
     def give_adapter(self, adapter: LoadedAdapter) -> None:
         """Takes the adapter and one of its holds."""
-        self.adapter, self.awaits_adapter = adapter, False
+        self.adapter = adapter
         self._name_root()
 
     def _name_root(self) -> None:
