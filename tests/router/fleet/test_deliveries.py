@@ -17,9 +17,12 @@ from trtmesh.chassis.errors import (
     InvalidRequest,
     WorkerLost,
 )
-from trtmesh.chassis.vocabulary import Tensor
+from trtmesh.chassis.vocabulary import Adapter, Tensor
 from trtmesh.client import FinishReason
-from trtmesh.router.fleet.deliveries import PART_BYTES, parts
+from trtmesh.router.adapters.usage import Usages
+from trtmesh.router.fleet.deliveries import PART_BYTES, Deliveries, parts
+from trtmesh.router.metrics import RouterMetrics
+from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 
 LORA_FIELDS = [*FIELDS, "lora.id", "lora.name", "lora.version"]
@@ -68,7 +71,7 @@ def test_parts_are_the_content_in_order() -> None:
 async def test_weights_arrive_before_the_item_and_never_in_it() -> None:
     one = engine()
     async with fleet(one) as on:
-        asked = on.ask([1], lora=lora(weights=b"abcd", name="a"))
+        asked = on.ask([1], adapter=lora(weights=b"abcd", name="a"))
         (submit,) = await one.submitted()
         version = content(b"abcd").version
         assert one.commands.index(next(c for c in one.commands if c.HasField("submit"))) > 0
@@ -76,7 +79,7 @@ async def test_weights_arrive_before_the_item_and_never_in_it() -> None:
         assert submit.config.lora == pb.LoraConfig(id=7, name="a", version=version)
         await finish(one)
         assert (await asked)[0].error is None
-        on.start([2], lora=lora())
+        on.start([2], adapter=lora())
         submit = (await one.submitted(2))[-1]
         assert submit.config.lora == pb.LoraConfig(id=7, name="a", version=version)
         assert len(one.loads) == 2, "config and weights, once"
@@ -89,7 +92,7 @@ async def test_one_delivery_serves_all_waiting_items_and_others_do_not_wait() ->
     version = content(weights).version
     async with fleet(one) as on:
         for _ in range(3):
-            on.start([1], lora=lora(weights=weights))
+            on.start([1], adapter=lora(weights=weights))
         on.start([2])
         (other,) = await one.submitted()
         assert not other.config.HasField("lora")
@@ -106,7 +109,7 @@ async def test_stopped_item_leaves_no_booking_and_no_delivery() -> None:
     one = engine()
     one.loads_adapters = False
     async with fleet(one) as on:
-        asked = on.ask([1], lora=lora(weights=b"ab"), request_id="r")
+        asked = on.ask([1], adapter=lora(weights=b"ab"), request_id="r")
         await eventually(lambda: len(one.loads) == 2)
         assert on.client.gauge("worker_bookings") == 1
         assert await on.client.stop("r") == 1
@@ -117,13 +120,39 @@ async def test_stopped_item_leaves_no_booking_and_no_delivery() -> None:
         assert not one.submits
 
 
+async def test_item_right_after_a_stopped_one_gets_a_delivery_of_its_own() -> None:
+    """In one turn of the loop: the former delivery is over, but not yet forgotten."""
+    metrics, sent = RouterMetrics(), []
+
+    def command(_: int) -> epb.EngineCommand:
+        sent.append(epb.EngineCommand())
+        return sent[-1]
+
+    async def load() -> AdapterContent:
+        return content(b"ab")
+
+    adapter = Adapter(7, "", content(b"ab").version)
+    deliveries = Deliveries(command, 60, Usages(), metrics)
+    first = asyncio.create_task(deliveries.deliver(adapter, load))
+    await eventually(lambda: sent)
+    first.cancel()
+    second = asyncio.create_task(deliveries.deliver(adapter, load))
+    await eventually(lambda: len(sent) == 2)
+    deliveries.on_states(
+        [epb.AdapterState(id=7, version=adapter.version, place=epb.ADAPTER_PLACE_HOST)]
+    )
+    await second
+    await asyncio.sleep(0)
+    assert metrics.deliveries == {"unwanted": 1, "loaded": 1}
+
+
 @pytest.mark.parametrize("gone", ["cancelled", "late"])
 async def test_client_that_leaves_during_a_delivery_leaves_nothing(gone: str) -> None:
     one = engine()
     one.loads_adapters = False
     async with fleet(one) as on:
         timeout = {"timeout_seconds": 1.0} if gone == "late" else {}
-        asked = on.ask([1], lora=lora(weights=b"ab"), **timeout)
+        asked = on.ask([1], adapter=lora(weights=b"ab"), **timeout)
         await eventually(lambda: len(one.loads) == 2)
         if gone == "cancelled":
             asked.cancel()
@@ -135,7 +164,7 @@ async def test_content_that_the_worker_refuses_fails_the_item_alone() -> None:
     one = engine()
     one.loads_adapters = False
     async with fleet(one) as on:
-        asked = on.ask([1], lora=lora(weights=b"ab"))
+        asked = on.ask([1], adapter=lora(weights=b"ab"))
         await eventually(lambda: len(one.loads) == 2)
         error = to_proto(InvalidRequest("layer 3 has rank 9 but the model takes 8"))
         await one.tell_adapter(7, content(b"ab").version, place=0, error=error)
@@ -143,7 +172,7 @@ async def test_content_that_the_worker_refuses_fails_the_item_alone() -> None:
         assert isinstance(item.error, InvalidRequest)
         assert item.error.worker == "one"
         assert nothing_left(on)
-        again = on.ask([1], lora=lora())
+        again = on.ask([1], adapter=lora())
         await eventually(lambda: len(one.loads) == 4)
         await one.tell_adapter(7, content(b"ab").version)
         await one.submitted()
@@ -155,7 +184,7 @@ async def test_full_worker_is_left_for_another_and_asked_again() -> None:
     full = to_proto(AdaptersFull("all slots are in use"))
     one.loads_adapters = two.loads_adapters = False
     async with fleet(one, two, retries={"worker_wait_seconds": 60}) as on:
-        asked = on.ask([1], lora=lora(weights=b"ab"))
+        asked = on.ask([1], adapter=lora(weights=b"ab"))
         version = content(b"ab").version
         await eventually(lambda: len(one.loads) + len(two.loads) == 2)
         first = one if one.loads else two
@@ -176,7 +205,7 @@ async def test_fleet_that_stays_full_ends_the_item_with_its_error() -> None:
     one = engine()
     one.loads_adapters = False
     async with fleet(one) as on:
-        asked = on.ask([1], lora=lora(weights=b"ab"))
+        asked = on.ask([1], adapter=lora(weights=b"ab"))
         full = to_proto(AdaptersFull("all slots are in use"))
         answered = 0
         while not asked.done():
@@ -193,7 +222,7 @@ async def test_late_worker_is_left_for_another() -> None:
     one, two = engine("one"), engine("two")
     one.loads_adapters = two.loads_adapters = False
     async with fleet(one, two, adapters={"delivery_seconds": 0.2}) as on:
-        asked = on.ask([1], lora=lora(weights=b"ab"))
+        asked = on.ask([1], adapter=lora(weights=b"ab"))
         await eventually(lambda: one.loads and two.loads)
         (item,) = await asked
         assert isinstance(item.error, WorkerLost)
@@ -204,7 +233,7 @@ async def test_worker_lost_during_a_delivery_is_replaced() -> None:
     one, two = engine("one"), engine("two")
     one.loads_adapters = two.loads_adapters = False
     async with fleet(one, two) as on:
-        asked = on.ask([1], lora=lora(weights=b"ab"))
+        asked = on.ask([1], adapter=lora(weights=b"ab"))
         await eventually(lambda: len(one.loads) + len(two.loads) == 2)
         first = one if one.loads else two
         second = on.other(first)
@@ -219,7 +248,7 @@ async def test_worker_lost_during_a_delivery_is_replaced() -> None:
 async def test_evicted_adapter_is_delivered_again() -> None:
     one = engine()
     async with fleet(one) as on:
-        asked = on.ask([1], lora=lora(weights=b"ab"))
+        asked = on.ask([1], adapter=lora(weights=b"ab"))
         (submit,) = await one.submitted()
         unknown = AdapterNotFound("is 7", field="lora.id", value="7")
         await one.step(ends=[refusal(submit.handle, unknown)])
@@ -232,11 +261,11 @@ async def test_evicted_adapter_is_delivered_again() -> None:
 async def test_migration_delivers_the_same_version_first() -> None:
     one, two = engine("one"), engine("two")
     async with fleet(one, two) as on:
-        asked = on.ask([1], lora=lora(weights=b"ab"))
+        asked = on.ask([1], adapter=lora(weights=b"ab"))
         first = await on.first()
         (submit,) = first.submits
         await first.step((submit.handle, 0, [5, 6]))
-        on.start([1], lora=lora(weights=b"cd"))
+        on.start([1], adapter=lora(weights=b"cd"))
         await on.submitted(2)
         second = on.other(first)
         await first.hang_up()
@@ -253,7 +282,7 @@ async def test_two_uploads_of_a_number_at_once_each_compute_their_own() -> None:
     one = engine()
     async with fleet(one) as on:
         for weights in (b"ab", b"cd"):
-            on.start([1], lora=lora(weights=weights))
+            on.start([1], adapter=lora(weights=weights))
         submits = await one.submitted(2)
         versions = {submit.config.lora.version for submit in submits}
         assert versions == {content(b"ab").version, content(b"cd").version}
@@ -262,17 +291,17 @@ async def test_two_uploads_of_a_number_at_once_each_compute_their_own() -> None:
 async def test_version_of_the_client_is_honoured() -> None:
     one = engine()
     async with fleet(one) as on:
-        first = on.ask([1], lora=lora(weights=b"ab"))
+        first = on.ask([1], adapter=lora(weights=b"ab"))
         await one.submitted()
         await finish(one)
         await first
         version = content(b"ab").version
-        (item,) = await on.ask([1], lora=lora(version="0" * 32))
+        (item,) = await on.ask([1], adapter=lora(version="0" * 32))
         assert isinstance(item.error, AdapterNotFound)
-        (item,) = await on.ask([1], lora=lora(weights=b"cd", version=version))
+        (item,) = await on.ask([1], adapter=lora(weights=b"cd", version=version))
         assert isinstance(item.error, InvalidField)
         assert item.error.fields == ("lora.version",)
-        on.start([1], lora=lora(version=version))
+        on.start([1], adapter=lora(version=version))
         await one.submitted(2)
 
 
@@ -281,12 +310,12 @@ async def test_adapter_that_a_worker_reports_is_found_by_name_and_by_version() -
     async with fleet(one) as on:
         await one.tell_adapter(9, "v9", name="prefetched")
         named = pb.LoraConfig(name="prefetched")
-        on.start([1], lora=named)
+        on.start([1], adapter=named)
         (submit,) = await one.submitted()
         assert submit.config.lora == pb.LoraConfig(id=9, name="prefetched", version="v9")
         assert not one.loads
-        (item,) = await on.ask([1], lora=pb.LoraConfig(id=9, version="v8"))
+        (item,) = await on.ask([1], adapter=pb.LoraConfig(id=9, version="v8"))
         assert isinstance(item.error, AdapterNotFound)
-        (item,) = await on.ask([1], lora=pb.LoraConfig(name="other"))
+        (item,) = await on.ask([1], adapter=pb.LoraConfig(name="other"))
         assert isinstance(item.error, AdapterNotFound)
         assert item.error.field == "lora.name"

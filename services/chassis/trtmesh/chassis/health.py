@@ -26,6 +26,7 @@ class Health:
         self._servicer = health.aio.HealthServicer()
         self._problems: dict[str, str] = {"start": "starting"}
         self._published: bool | None = None
+        self._parts: dict[str, str] = {}
 
     async def register(self, server: grpc.aio.Server) -> None:
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
@@ -46,6 +47,12 @@ class Health:
         if self._problems.get(component) != problem:
             self._problems[component] = problem
             await self._publish()
+
+    async def tell(self, part: str, problem: str) -> None:
+        """Publishes the state of a part as a service of its own name; the process serves with a problem there."""
+        if self._parts.get(part) != problem:
+            self._parts[part] = problem
+            await self._servicer.set(part, _NOT_SERVING if problem else _SERVING)
 
     async def _publish(self) -> None:
         serving = not self._problems

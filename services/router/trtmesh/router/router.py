@@ -10,10 +10,13 @@ from contextlib import suppress
 from contextvars import Context
 
 import grpc
+from trtmesh.chassis.admin_token import read_admin_token
+from trtmesh.chassis.errors import SettingsError
 from trtmesh.chassis.reflection import reflection_pool
 from trtmesh.chassis.service import Runtime
 from trtmesh.kserve import grpc_service_pb2
 from trtmesh.router.adapters.adapters import Adapters
+from trtmesh.router.adapters.following import Followed
 from trtmesh.router.admission import Admission, RateLimiter
 from trtmesh.router.doors.admin.door import AdminDoor
 from trtmesh.router.doors.admin.service import RouterAdminService
@@ -23,6 +26,7 @@ from trtmesh.router.doors.triton.grpc.door import SERVICE_NAME
 from trtmesh.router.fleet.discovery import Discovery, check_entries
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.membership import Membership
+from trtmesh.router.fleet.pins import Pins
 from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.links.replica import Replica
 from trtmesh.router.metrics import RouterMetrics
@@ -55,7 +59,9 @@ class Router:
         self._metrics = RouterMetrics()
         self._turns = Turns()
         self._fleet = Fleet(settings.placement, self._metrics)
-        self._adapters = Adapters(settings.adapters, self._metrics)
+        self._followed = self._followed_router() if settings.adapters.follow else None
+        fetch = self._followed.fetch if self._followed else None
+        self._adapters = Adapters(settings.adapters, self._metrics, fetch)
         self._tokenizers = TokenizerPool(
             settings.encoding, settings.retries, self._metrics, expected=bool(settings.tokenizers)
         )
@@ -82,7 +88,9 @@ class Router:
         self._keepers: list[asyncio.Task[None]] = []
         self._members = Membership(self._fleet, self._make_worker, self._link)
         self._admin_door = AdminDoor(
-            RouterAdminService(self._fleet, self._members, self._tokenizers, self._requests),
+            RouterAdminService(
+                self._fleet, self._adapters, self._members, self._tokenizers, self._requests
+            ),
             settings.admin,
             settings.max_message_bytes,
         )
@@ -98,6 +106,19 @@ class Router:
         self._runtime.addresses["admin_address"] = self._admin_door.listen()
         if self._triton is not None:
             self._triton.register(server)
+
+    def _followed_router(self) -> Followed:
+        settings = self._settings.adapters
+        if settings.directory:
+            raise SettingsError(
+                "excludes router.adapters.follow: routers share a registry by directory or by address",
+                setting="router.adapters.directory",
+            )
+        check_entries("router.adapters.follow", [settings.follow])
+        token = read_admin_token(settings.follow_token_file, os.environ)
+        return Followed(
+            settings.follow, token, self._settings.max_message_bytes, settings.max_adapter_bytes
+        )
 
     def _triton_front(self) -> TritonFront:
         return TritonFront(
@@ -116,6 +137,7 @@ class Router:
         await self._admin_door.open()
         if self._triton is not None:
             await self._triton.open()
+        await self._adapters.refresh()
         await self._tell_health()
         settings = self._settings
         # Tokenizers first: a connecting worker is told the mesh's tokenizer.
@@ -126,7 +148,15 @@ class Router:
             discovery = Discovery(entries, settings.resolve_seconds, join, leave)
             await discovery.resolve()
             self._keepers.append(asyncio.create_task(discovery.follow()))
-        self._keepers.append(asyncio.create_task(self._watch()))
+        for keep in (
+            self._watch(),
+            self._adapters.watch(),
+            Pins(self._fleet, self._adapters).run(),
+        ):
+            self._keepers.append(asyncio.create_task(keep))
+        if self._followed is not None:
+            following = self._followed.follow(self._adapters.take, self._adapters.tell)
+            self._keepers.append(asyncio.create_task(following))
         if self._recorder is not None:
             self._keepers.append(asyncio.create_task(self._recorder.run()))
         for keeper in self._keepers:
@@ -147,6 +177,7 @@ class Router:
         if self._triton is not None:
             await self._triton.close()
         await self._admin_door.close()
+        await self._adapters.close()
 
     def _join_tokenizer(self, address: str) -> None:
         if (known := self._tokenizers.tokenizers.get(address)) is not None:
@@ -210,6 +241,7 @@ class Router:
             await health.well("tokenizers")
         else:
             await health.unwell("tokenizers", "no tokenizer is ready")
+        await health.tell("adapters", self._adapters.problem)
 
     def _on_keeper_done(self, task: asyncio.Task[None]) -> None:
         """Ends the process with a background task, whose end is a defect."""
@@ -248,6 +280,15 @@ class Router:
             "open_breakers": (
                 "Workers resting or probed after faults before a first token.",
                 sum(not w.guard.breaker.closed for w in [*workers]),
+            ),
+            "adapters": ("Adapters in the registry.", sum(1 for _ in self._adapters.entries())),
+            "adapter_bytes": (
+                "Memory in use for contents of adapters.",
+                self._adapters.contents.memory.size_bytes,
+            ),
+            "adapter_registry_stale": (
+                "1 while the registry of adapters cannot be read.",
+                bool(self._adapters.problem),
             ),
             "ready_workers": ("Workers ready for items.", sum(w.ready for w in [*workers])),
             "ready_tokenizers": ("Ready tokenizers.", sum(t.ready for t in [*tokenizers])),

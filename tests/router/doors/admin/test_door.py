@@ -12,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from processes import run_to_exit, service_process
+from router.adapters.contents_of import content
 from router.scripted import (
     PATIENCE_SECONDS,
     READY,
@@ -23,6 +24,7 @@ from router.scripted import (
 )
 from trtmesh.chassis.errors import TrtmeshError, Unauthenticated, Unsupported
 from trtmesh.client import AdminClient, AdminToken
+from trtmesh.v1 import router_admin_pb2 as admin_pb
 from trtmesh.v1 import router_pb2, router_pb2_grpc
 
 SECRET = "s3cret-and-long"
@@ -48,6 +50,11 @@ async def every_call(admin: AdminClient) -> list[TrtmeshError]:
         admin.get_policy,
         lambda: admin.set_policy("auto"),
         lambda: admin.explain("r"),
+        admin.list_adapters,
+        lambda: admin.add_adapter(admin_pb.AddAdapterRequest(name="a", source="a")),
+        lambda: admin.upload_adapter(admin_pb.AddAdapterRequest(name="a"), content()),
+        lambda: admin.remove_adapter(7),
+        lambda: admin.pin_adapter(7),
     ]
     errors = []
     for call in calls:
@@ -73,7 +80,7 @@ async def test_call_without_the_token_is_refused(
     caplog.set_level(logging.DEBUG)
     async with AdminClient(guarded.admin.address, token=token) as admin:
         errors = await every_call(admin)
-    assert [type(error) for error in errors] == [Unauthenticated] * 11
+    assert [type(error) for error in errors] == [Unauthenticated] * 16
     assert SECRET not in caplog.text
 
 
@@ -102,7 +109,7 @@ async def test_client_and_admin_address_serve_different_services() -> None:
     async with serving_router([NOBODY]) as client:
         async with AdminClient(client.address) as lost:
             errors = await every_call(lost)
-        assert [type(error) for error in errors] == [Unsupported] * 11
+        assert [type(error) for error in errors] == [Unsupported] * 16
         async with grpc.aio.insecure_channel(client.admin.address) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await router_pb2_grpc.MeshServiceStub(channel).Stop(router_pb2.StopRequest())

@@ -21,6 +21,7 @@ from trtmesh.chassis.errors import (
     Unsupported,
 )
 from trtmesh.chassis.vocabulary import Adapter, Lora, Tensor
+from trtmesh.router.adapters.assembly import too_large
 from trtmesh.router.adapters.contents import Contents, Fetch
 from trtmesh.router.adapters.file import RegistryFile, Signature
 from trtmesh.router.adapters.registry import (
@@ -96,7 +97,11 @@ class Adapters:
         """Versions to be unloaded wherever they are."""
         self.problem = ""
         """Why the registry may be out of date, or ''."""
-        self.on_change: Callable[[], None] = lambda: None
+
+    @property
+    def max_adapter_bytes(self) -> int:
+        """Largest content of an adapter."""
+        return self._settings.max_adapter_bytes
 
     @property
     def delivery_seconds(self) -> float:
@@ -125,8 +130,9 @@ class Adapters:
         version = entry.version(asked.version) if asked.version else entry.pick(request_id)
         if version is None:
             return None
+        identity = entry.identity(version)
         content = self.contents.memory.get(version.digest)
-        return ItemAdapter(entry.identity(version), version, content)
+        return ItemAdapter(identity, version, content, self.usages.of(identity).rank)
 
     def _find(self, model: str, asked: Lora) -> Entry | None:
         if asked.id is None:
@@ -169,14 +175,15 @@ class Adapters:
             raise InvalidField.of("lora.version", asked.version, f"{digest}, that of the weights")
         version = Version(digest, content.format, content.size_bytes)
         entry = Entry(number, asked.name or "", model, (version,), brought=True)
-        self._keep(entry, content)
-        return ItemAdapter(entry.identity(version), version, content)
+        content = self._keep(entry, content)
+        identity = entry.identity(version)
+        return ItemAdapter(identity, version, content, self.usages.of(identity).rank)
 
-    def _keep(self, entry: Entry, content: AdapterContent) -> None:
-        self.contents.memory.put(entry.current.digest, content)
+    def _keep(self, entry: Entry, content: AdapterContent) -> AdapterContent:
+        content = self.contents.memory.put(entry.current.digest, content)
         if self._by_id(entry.model, entry.id) != entry:
             if self._file is None and not self._follows:
-                self._take(bring(self.registry, entry))
+                self.take(bring(self.registry, entry))
             else:
                 self._own[entry.key] = entry
             if self._file is not None:
@@ -184,6 +191,7 @@ class Adapters:
                 self._persisting.add(task)
                 task.add_done_callback(self._persisting.discard)
         self._shrink()
+        return content
 
     async def _persist(self, entry: Entry, content: AdapterContent) -> None:
         """Writes a brought adapter to the directory; on failure it stays known here."""
@@ -205,7 +213,7 @@ class Adapters:
         for entry in gone:
             self._own.pop(entry.key, None)
         if not self._follows:
-            self._take(without(self.registry, gone))
+            self.take(without(self.registry, gone))
 
     def _held(self) -> set[str]:
         """Digests that are in memory alone and must stay."""
@@ -251,20 +259,20 @@ class Adapters:
         except TrtmeshError as error:
             self.usages.of(identity).error = error
             raise
-        self.contents.memory.put(version.digest, content)
+        content = self.contents.memory.put(version.digest, content)
         self._shrink()
         return content
 
     async def add(self, asked: Registration, source: str) -> Entry:
         """Registers a version from a directory below a root. Raises InvalidRequest, NotFound, Mismatch and more."""
-        self._check_owner()
+        self.check_owner()
         asked.check()
         content, digest = await self.contents.read_source(source)
         return await self._register(asked, content, digest, source)
 
     async def upload(self, asked: Registration, content: AdapterContent) -> Entry:
         """Registers a version with its content. Raises as `add`, or Exhausted without memory for it."""
-        self._check_owner()
+        self.check_owner()
         asked.check()
         digest = await asyncio.to_thread(lambda: content.version)
         return await self._register(asked, content, digest, "")
@@ -293,12 +301,14 @@ class Adapters:
 
     async def remove(self, number: int, version: str) -> None:
         """Forgets an adapter, or a canary. Raises NotFound, InvalidField and more."""
-        self._check_owner()
+        self.check_owner()
+        entries = self.registry.of_number(number)
         await self._change(lambda registry: remove(registry, number, version))
+        self._unload(_keys_of(entries) - _keys_of(self.entries()))
 
     async def pin(self, number: int, *, pinned: bool) -> Entry:
         """Keeps an adapter loaded, or no longer. Raises NotFound and more."""
-        self._check_owner()
+        self.check_owner()
         await self._change(lambda registry: pin(registry, number, pinned=pinned))
         return min(self.registry.of_number(number), key=lambda entry: entry.brought)
 
@@ -309,9 +319,9 @@ class Adapters:
                 return entry, version
         return None
 
-    def follow(self, registry: Registry) -> None:
-        """Takes the followed router's registry."""
-        self._take(registry)
+    def tell(self, problem: str) -> None:
+        """Notes why the registry may be out of date, or ''."""
+        self.problem = problem
 
     async def watch(self) -> None:
         """Follows the registry's file, until cancelled."""
@@ -333,7 +343,7 @@ class Adapters:
                 return
             self._signature = signature
             try:
-                self._take(await asyncio.to_thread(self._file.read))
+                self.take(await asyncio.to_thread(self._file.read))
             except Mismatch as error:
                 self.problem = error.message
                 log.warning("the registry of adapters stays as it was: %s", error.message)
@@ -344,24 +354,30 @@ class Adapters:
         """Changes the registry, in the file where there is one."""
         async with self._changing:
             if self._file is None:
-                self._take(changed(self.registry))
+                self.take(changed(self.registry))
                 return
-            self._take(await asyncio.to_thread(self._file.change, changed))
+            self.take(await asyncio.to_thread(self._file.change, changed))
             self._signature = await asyncio.to_thread(self._file.signature)
             self.problem = ""
 
-    def _take(self, registry: Registry) -> None:
-        before = _version_keys(self.registry)
-        self.registry = registry
-        after = _version_keys(registry) | _keys_of(self._own.values())
-        for key in after:
+    def take(self, registry: Registry) -> None:
+        """Replaces the registry: new requests use the new one."""
+        before, self.registry = self.registry, registry
+        known = _keys_of(self.entries())
+        self._unload(
+            (entry.id, version.digest)
+            for entry, version in before.versions()
+            # Workers may serve a brought adapter that is only forgotten here.
+            if not entry.brought or entry.key in registry.entries
+        )
+        for key in known:
             self.removed.pop(key, None)
-        gone = before - after
-        self.removed.update(dict.fromkeys(gone))
+        self.usages.forget(_keys_of(before.entries.values()) - known)
+
+    def _unload(self, keys: Iterable[VersionKey]) -> None:
+        self.removed.update(dict.fromkeys(keys))
         for key in [*self.removed][: len(self.removed) - MOST_REMOVED]:
             del self.removed[key]
-        self.usages.forget(gone)
-        self.on_change()
 
     async def _sweep(self) -> None:
         """Forgets the longest unused brought adapters beyond the directory's limit, and files without a version."""
@@ -377,7 +393,8 @@ class Adapters:
         except (TrtmeshError, OSError) as error:
             log.warning("cannot tidy the directory of adapters: %s", error)
 
-    def _check_owner(self) -> None:
+    def check_owner(self) -> None:
+        """Raises Unsupported if another router owns the registry."""
         if self._follows:
             raise Unsupported(
                 f"this router follows the registry of {self._settings.follow} (router.adapters.follow); change it there"
@@ -400,12 +417,6 @@ class Adapters:
         await asyncio.gather(*self._persisting, return_exceptions=True)
 
 
-def too_large(size: int, most: int) -> InvalidField:
-    return InvalidField.of(
-        "size", size, f"at most {most} bytes", "router.adapters.max_adapter_bytes"
-    )
-
-
 def _content_of(weights: Tensor, config: Tensor) -> tuple[AdapterContent, str]:
     content = AdapterContent.of_arrays(weights, config)
     return content, content.version
@@ -415,10 +426,6 @@ def _brought(registry: Registry, entry: Entry) -> Registry:
     """An operator may have registered the number meanwhile."""
     known = registry.by_id(entry.model, entry.id)
     return bring(registry, entry) if known is None or known.brought else registry
-
-
-def _version_keys(registry: Registry) -> set[VersionKey]:
-    return _keys_of(registry.entries.values())
 
 
 def _keys_of(entries: Iterable[Entry]) -> set[VersionKey]:

@@ -36,11 +36,13 @@ class Memory:
             self._contents.move_to_end(digest)
         return content
 
-    def put(self, digest: str, content: AdapterContent) -> None:
+    def put(self, digest: str, content: AdapterContent) -> AdapterContent:
+        """Keeps a content; returns the one kept, so that equal ones share memory."""
         if digest not in self._contents:
-            self._contents[digest] = content
             self.size_bytes += content.size_bytes
+        kept = self._contents.setdefault(digest, content)
         self._contents.move_to_end(digest)
+        return kept
 
     def drop(self, digest: str) -> None:
         if (content := self._contents.pop(digest, None)) is not None:

@@ -242,9 +242,9 @@ def remove(registry: Registry, number: int, digest: str = "") -> Registry:
 
 
 def pin(registry: Registry, number: int, *, pinned: bool) -> Registry:
-    """Keeps an adapter loaded, or no longer. Raises NotFound."""
+    """Keeps an adapter loaded, or no longer; a brought one becomes the operators'. Raises NotFound."""
     entry = _known(registry, number)[0]
-    return _with(registry, replace(entry, pinned=pinned))
+    return _with(registry, replace(entry, pinned=pinned, brought=entry.brought and not pinned))
 
 
 def without(registry: Registry, entries: Iterable[Entry]) -> Registry:

@@ -89,7 +89,7 @@ class Deliveries:
     async def deliver(self, adapter: Adapter, load: Load, *, pinned: bool = False) -> None:
         """Has the worker load a version. Raises the worker's error, the error of `load`, or WorkerLost."""
         delivery = self._underway.get((adapter.id, adapter.version))
-        if delivery is None:
+        if delivery is None or delivery.done.done():
             delivery = self._begin(adapter, load, pinned=pinned)
         delivery.waiters += 1
         try:
@@ -124,7 +124,9 @@ class Deliveries:
         return delivery
 
     def _ended(self, adapter: Adapter, delivery: _Delivery) -> None:
-        del self._underway[adapter.id, adapter.version]
+        key = (adapter.id, adapter.version)
+        if self._underway.get(key) is delivery:
+            del self._underway[key]
         self._metrics.deliveries[delivery.outcome] += 1
         self._metrics.delivery.observe(time.monotonic() - delivery.began)
         usage = self._usages.of(adapter)

@@ -28,6 +28,7 @@ from trtmesh.router.placement.load_guard import Booking, LoadGuard
 from trtmesh.router.placement.rates import Typical
 from trtmesh.router.streams.sequence import SequenceRun
 from trtmesh.v1 import engine_pb2 as pb
+from trtmesh.v1 import generation_pb2 as generation_pb
 
 DRAIN_MARGIN_MS = 1000
 """Remaining grace at which items leave a draining worker instead of being cut off."""
@@ -76,6 +77,8 @@ class Worker(Replica):
         self.engine = pb.GetEngineResponse()
         self.facts = Facts()
         self.load = pb.Load()
+        self.streams = 0
+        """Number of streams so far."""
         self.last_turn = 0
         """Number of the last placement on the worker."""
         self.guard = LoadGuard(self.touch)
@@ -195,6 +198,11 @@ class Worker(Replica):
             error.worker = error.worker or self.name
             raise
 
+    def pin(self, adapter: Adapter) -> None:
+        """Has the worker keep a version that it holds."""
+        named = generation_pb.LoraConfig(id=adapter.id, name=adapter.name, version=adapter.version)
+        self._send(pb.EngineCommand(load_adapter=pb.LoadAdapterCommand(adapter=named, pinned=True)))
+
     def unload(self, key: VersionKey, *, unpin: bool = False) -> None:
         """Has the worker forget a version once no sequence uses it, or only the pin."""
         number, version = key
@@ -256,6 +264,7 @@ class Worker(Replica):
 
     def _on_welcome(self, engine: pb.GetEngineResponse) -> None:
         self.engine, self.facts = engine, Facts.of(engine)
+        self.streams += 1
         if engine.tokens_per_block:
             self._kv_feed.opened()
         self.guard.joined(asyncio.get_running_loop().time())
@@ -266,9 +275,12 @@ class Worker(Replica):
     def _on_adapter_states(self, states: pb.AdapterStates) -> None:
         before, now = self.adapters.held, asyncio.get_running_loop().time()
         self.guard.adapters_moved(held_adapters(before, states.adapters), now)
-        for key in before.keys() - self.adapters.held.keys():
-            if key not in self._adapters.removed:
-                self._adapters.usages.of_key(key).evictions += 1
+        held, usages = self.adapters.held, self._adapters.usages
+        for key in before.keys() - held.keys() - self._adapters.removed.keys():
+            usages.of_key(key).evictions += 1
+        for state in states.adapters:
+            if state.rank:
+                usages.of_key((state.id, state.version)).rank = state.rank
         self.deliveries.on_states(states.adapters)
 
     def _on_load(self, load: pb.Load) -> None:

@@ -1,15 +1,23 @@
-"""RouterAdminService: the router's state, and an admin's changes to it. Adapters are UNIMPLEMENTED in this release."""
+"""RouterAdminService: the router's state, and an admin's changes to it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
 from itertools import islice
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
-from trtmesh.chassis.errors import NotFound, UnsupportedCall
+from trtmesh.chassis.errors import AdapterNotFound, InvalidField, NotFound
 from trtmesh.chassis.rpc import answering
+from trtmesh.router.adapters.adapters import Adapters
+from trtmesh.router.adapters.registry import Entry
+from trtmesh.router.doors.admin.adapters import (
+    describe_adapter,
+    parts_of,
+    read_upload,
+    registration_of,
+)
 from trtmesh.router.doors.admin.descriptions import (
     describe_decision,
     describe_requests,
@@ -33,9 +41,15 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
     def __init__(
-        self, fleet: Fleet, members: Membership, tokenizers: TokenizerPool, requests: Requests
+        self,
+        fleet: Fleet,
+        adapters: Adapters,
+        members: Membership,
+        tokenizers: TokenizerPool,
+        requests: Requests,
     ) -> None:
         self._fleet = fleet
+        self._adapters = adapters
         self._members = members
         self._tokenizers = tokenizers
         self._requests = requests
@@ -157,29 +171,69 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
             moved = self._members.remove(request.worker)
             return pb.RemoveWorkerResponse(moved_sequences=moved)
 
-    async def ListAdapters(self, request: pb.ListAdaptersRequest, context: _Context) -> NoReturn:
-        await _refuse("ListAdapters", context)
+    async def ListAdapters(
+        self, request: pb.ListAdaptersRequest, context: _Context
+    ) -> pb.ListAdaptersResponse:
+        async with answering(context):
+            adapters = self._adapters
+            described = [self._describe_adapter(entry) for entry in adapters.entries()]
+            return pb.ListAdaptersResponse(
+                adapters=sorted(described, key=lambda adapter: (adapter.name, adapter.id)),
+                revision=adapters.registry.revision,
+            )
 
-    async def AddAdapter(self, request: pb.AddAdapterRequest, context: _Context) -> NoReturn:
-        await _refuse("AddAdapter", context)
+    async def AddAdapter(
+        self, request: pb.AddAdapterRequest, context: _Context
+    ) -> pb.AddAdapterResponse:
+        async with answering(context):
+            self._check_model(request.model)
+            entry = await self._adapters.add(registration_of(request), request.source)
+            return pb.AddAdapterResponse(adapter=self._describe_adapter(entry))
 
     async def UploadAdapter(
         self, requests: AsyncIterator[pb.UploadAdapterRequest], context: _Context
-    ) -> NoReturn:
-        await _refuse("UploadAdapter", context)
+    ) -> pb.UploadAdapterResponse:
+        async with answering(context):
+            self._adapters.check_owner()
+            asked, content = await read_upload(requests, self._adapters.max_adapter_bytes)
+            self._check_model(asked.model)
+            entry = await self._adapters.upload(asked, content)
+            return pb.UploadAdapterResponse(adapter=self._describe_adapter(entry))
 
     # As WatchWorkers.
-    async def FetchAdapter(self, request: pb.FetchAdapterRequest, context: _Context) -> NoReturn:  # type: ignore[override]
-        await _refuse("FetchAdapter", context)
+    async def FetchAdapter(self, request: pb.FetchAdapterRequest, context: _Context) -> None:  # type: ignore[override]
+        async with answering(context):
+            known = self._adapters.version_of(request.id, request.version)
+            if known is None:
+                raise AdapterNotFound(
+                    f"is {request.id}, of which this router has no version {request.version!r}",
+                    field="id",
+                    value=str(request.id),
+                )
+            entry, version = known
+            content = await self._adapters.load(entry.identity(version), version)
+            for part in parts_of(content):
+                await context.write(part)
 
-    async def RemoveAdapter(self, request: pb.RemoveAdapterRequest, context: _Context) -> NoReturn:
-        await _refuse("RemoveAdapter", context)
+    async def RemoveAdapter(
+        self, request: pb.RemoveAdapterRequest, context: _Context
+    ) -> pb.RemoveAdapterResponse:
+        async with answering(context):
+            await self._adapters.remove(request.id, request.version)
+            return pb.RemoveAdapterResponse()
 
-    async def PinAdapter(self, request: pb.PinAdapterRequest, context: _Context) -> NoReturn:
-        await _refuse("PinAdapter", context)
+    async def PinAdapter(
+        self, request: pb.PinAdapterRequest, context: _Context
+    ) -> pb.PinAdapterResponse:
+        async with answering(context):
+            entry = await self._adapters.pin(request.id, pinned=request.pinned)
+            return pb.PinAdapterResponse(adapter=self._describe_adapter(entry))
 
+    def _describe_adapter(self, entry: Entry) -> pb.Adapter:
+        return describe_adapter(entry, self._adapters, [*self._fleet.workers.values()])
 
-async def _refuse(call: str, context: _Context) -> NoReturn:
-    async with answering(context):
-        raise UnsupportedCall(f"{call} is not served by this release")
-    raise RuntimeError("unreachable: answering re-raises")
+    def _check_model(self, model: str) -> None:
+        """Raises InvalidField if a model must be named: a fleet may have several."""
+        models = self._fleet.models()
+        if not model and len(models) > 1:
+            raise InvalidField.of("model", model, f"one of {', '.join(sorted(models))}")

@@ -1,0 +1,118 @@
+"""Adapters as messages of the admin API."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+
+from trtmesh.chassis.adapter_content import AdapterContent
+from trtmesh.chassis.error_wire import to_proto
+from trtmesh.chassis.errors import InvalidField, InvalidRequest
+from trtmesh.router.adapters.adapters import Adapters
+from trtmesh.router.adapters.assembly import Assembly
+from trtmesh.router.adapters.registry import Entry, Registration, Version, VersionKey
+from trtmesh.router.fleet.worker import Worker
+from trtmesh.router.placement import Place
+from trtmesh.v1 import engine_pb2, generation_pb2
+from trtmesh.v1 import router_admin_pb2 as pb
+
+PLACES: Mapping[Place, engine_pb2.AdapterPlace.ValueType] = {
+    Place.HOST: engine_pb2.ADAPTER_PLACE_HOST,
+    Place.DEVICE: engine_pb2.ADAPTER_PLACE_DEVICE,
+}
+
+PART_BYTES = 2**18
+
+
+def registration_of(request: pb.AddAdapterRequest) -> Registration:
+    return Registration(
+        name=request.name,
+        id=request.id,
+        model=request.model,
+        canary_share=request.canary_share if request.HasField("canary_share") else None,
+        pinned=request.pinned,
+        version=request.version,
+    )
+
+
+async def read_upload(
+    requests: AsyncIterator[pb.UploadAdapterRequest], most_bytes: int
+) -> tuple[Registration, AdapterContent]:
+    """The adapter and the content of an upload. Raises InvalidRequest."""
+    first = await anext(requests, None)
+    if first is None or not first.HasField("adapter"):
+        raise InvalidField("is missing; the first message describes it", field="adapter")
+    if first.adapter.source:
+        raise InvalidField("is set, but an upload brings its content", field="adapter.source")
+    registration = registration_of(first.adapter)
+    registration.check()
+    assembly = Assembly.of(first, most_bytes)
+    assembly.add(first.data)
+    async for part in requests:
+        if part.HasField("adapter") or part.format or part.config_bytes or part.weights_bytes:
+            raise InvalidRequest("only the first message describes the adapter and its content")
+        assembly.add(part.data)
+    return registration, assembly.content()
+
+
+def parts_of(content: AdapterContent) -> Iterator[pb.FetchAdapterResponse]:
+    """A content as messages."""
+    first = pb.FetchAdapterResponse(
+        format=generation_pb2.AdapterFormat.ValueType(content.format),
+        config_bytes=len(content.config),
+        weights_bytes=len(content.weights),
+        data=content.config,
+    )
+    yield first
+    for offset in range(0, len(content.weights), PART_BYTES):
+        yield pb.FetchAdapterResponse(data=content.weights[offset : offset + PART_BYTES])
+
+
+def describe_adapter(entry: Entry, adapters: Adapters, workers: Sequence[Worker]) -> pb.Adapter:
+    versions = [_describe_version(entry, version, adapters, workers) for version in entry.versions]
+    return pb.Adapter(
+        id=entry.id,
+        name=entry.name,
+        version=entry.current.digest,
+        source=entry.current.source,
+        pinned=entry.pinned,
+        workers=[residency.worker for residency in versions[0].residencies],
+        versions=versions,
+        model=entry.model,
+        brought=entry.brought,
+    )
+
+
+def _describe_version(
+    entry: Entry, version: Version, adapters: Adapters, workers: Sequence[Worker]
+) -> pb.AdapterVersion:
+    key = (entry.id, version.digest)
+    usage = adapters.usages.of_key(key)
+    return pb.AdapterVersion(
+        version=version.digest,
+        source=version.source,
+        format=generation_pb2.AdapterFormat.ValueType(version.format),
+        size_bytes=version.size_bytes,
+        rank=usage.rank,
+        share=entry.share_of(version),
+        residencies=_describe_residencies(key, entry.model, workers),
+        items=usage.items,
+        hits=usage.hits,
+        loads=usage.loads,
+        evictions=usage.evictions,
+        error=to_proto(usage.error) if usage.error else None,
+    )
+
+
+def _describe_residencies(
+    key: VersionKey, model: str, workers: Sequence[Worker]
+) -> Iterator[pb.AdapterResidency]:
+    for worker in workers:
+        residency = worker.adapters.held.get(key)
+        if residency is not None and model in ("", worker.engine.model):
+            use = worker.adapters.in_use.get(key)
+            yield pb.AdapterResidency(
+                worker=worker.name,
+                place=PLACES[residency.place],
+                pinned=residency.pinned,
+                sequences=use.sequences if use else 0,
+            )

@@ -1,0 +1,113 @@
+"""Keeps pinned adapters on every worker of their model, and unloads removed versions."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+
+from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.router.adapters.adapters import Adapters, ItemAdapter
+from trtmesh.router.adapters.registry import VersionKey
+from trtmesh.router.fleet.fleet import Fleet
+from trtmesh.router.fleet.worker import Worker
+
+log = logging.getLogger(__name__)
+
+ROUND_SECONDS = 0.25
+"""Interval between two looks at what workers hold."""
+
+AGAIN_SECONDS = 10.0
+"""Pause before a worker is asked again for the same."""
+
+Ask = tuple[str, int, VersionKey]
+"""Address and stream of a worker, and a version."""
+
+
+class Pins:
+    """Compares the registry with what workers hold."""
+
+    def __init__(self, fleet: Fleet, adapters: Adapters) -> None:
+        self._fleet = fleet
+        self._adapters = adapters
+        self._asked_at: dict[Ask, float] = {}
+        self._deliveries: dict[Ask, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Looks at every worker at the interval, until cancelled."""
+        try:
+            while True:
+                self._look()
+                await asyncio.sleep(ROUND_SECONDS)
+        finally:
+            for task in self._deliveries.values():
+                task.cancel()
+            await asyncio.gather(*self._deliveries.values(), return_exceptions=True)
+
+    def _look(self) -> None:
+        now = asyncio.get_running_loop().time()
+        self._asked_at = {ask: at for ask, at in self._asked_at.items() if now - at < AGAIN_SECONDS}
+        for worker in self._fleet.workers.values():
+            if worker.ready and "lora.id" in worker.facts.supported_fields:
+                self._unload(worker, now)
+                self._pin(worker, now)
+
+    def _unload(self, worker: Worker, now: float) -> None:
+        """Unloads removed versions without a live item, and takes pins back."""
+        for key, residency in worker.adapters.held.items():
+            if key in self._adapters.removed:
+                if not self._adapters.usages.live(key) and self._is_new(
+                    (worker.address, worker.streams, key), now
+                ):
+                    worker.unload(key)
+            elif (
+                residency.pinned
+                and self._is_unpinned(key)
+                and self._is_new((worker.address, worker.streams, key), now)
+            ):
+                worker.unload(key, unpin=True)
+
+    def _is_unpinned(self, key: VersionKey) -> bool:
+        """Whether the registry has a version that is not pinned."""
+        known = self._adapters.version_of(*key)
+        return known is not None and not known[0].pinned
+
+    def _pin(self, worker: Worker, now: float) -> None:
+        for adapter in self._pinned(worker.engine.model):
+            key = (adapter.identity.id, adapter.identity.version)
+            residency = worker.adapters.held.get(key)
+            if (residency is None or not residency.pinned) and self._is_new(
+                (worker.address, worker.streams, key), now
+            ):
+                if residency is not None:
+                    worker.pin(adapter.identity)
+                else:
+                    self._deliver(worker, adapter)
+
+    def _pinned(self, model: str) -> Iterator[ItemAdapter]:
+        """The versions to keep on a model's workers."""
+        for entry in self._adapters.entries():
+            if entry.pinned and entry.model in ("", model):
+                for version in entry.versions:
+                    yield ItemAdapter(entry.identity(version), version)
+
+    def _is_new(self, ask: Ask, now: float) -> bool:
+        """Whether the worker was not asked for this lately; it is from now on."""
+        if ask in self._asked_at or ask in self._deliveries:
+            return False
+        self._asked_at[ask] = now
+        return True
+
+    def _deliver(self, worker: Worker, adapter: ItemAdapter) -> None:
+        ask = (worker.address, worker.streams, (adapter.identity.id, adapter.identity.version))
+        task = asyncio.create_task(_hold(worker, adapter))
+        self._deliveries[ask] = task
+        task.add_done_callback(lambda _: self._deliveries.pop(ask))
+
+
+async def _hold(worker: Worker, adapter: ItemAdapter) -> None:
+    try:
+        await worker.hold(adapter, pinned=True)
+    except TrtmeshError as error:
+        name = adapter.identity.name or adapter.identity.id
+        log.warning("worker %s does not keep adapter %s: %s", worker.name, name, error.message)

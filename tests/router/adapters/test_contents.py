@@ -1,0 +1,134 @@
+"""Contents in memory, in files and below roots."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from router.adapters.contents_of import content, write
+from trtmesh.chassis.errors import AdapterMismatch, InvalidField, InvalidRequest, NotFound
+from trtmesh.router.adapters import contents as module
+from trtmesh.router.adapters.contents import Contents, Memory
+from trtmesh.router.adapters.registry import Entry, Version
+from trtmesh.router.adapters.settings import AdapterSettings
+
+
+def contents(**settings: object) -> Contents:
+    return Contents(AdapterSettings.model_validate(settings))
+
+
+def test_longest_unused_contents_leave_memory_except_held_ones() -> None:
+    each = [content(bytes([n])) for n in range(4)]
+    memory = Memory(3 * each[0].size_bytes)
+    for one in each[:3]:
+        memory.put(one.version, one)
+    memory.get(each[0].version)
+    memory.put(each[3].version, each[3])
+    assert memory.shrink({each[1].version}) == [each[2].version]
+    assert memory.size_bytes == 3 * each[0].size_bytes
+    assert memory.has_room(1, {each[1].version})
+    assert not memory.has_room(2 * each[0].size_bytes + 1, {each[1].version})
+
+
+async def test_stored_content_is_read_again(tmp_path: Path) -> None:
+    whole = content(b"stored")
+    await contents(directory=tmp_path).store(whole.version, whole)
+    assert await contents(directory=tmp_path).load(7, Version.of(whole)) == whole
+    assert [file.name for file in (tmp_path / "contents").iterdir()] == [whole.version]
+
+
+@pytest.mark.parametrize("damage", [b"", b"9", b"1 2 3 abcde", b"x 1 1 ab"])
+async def test_damaged_file_is_named(tmp_path: Path, damage: bytes) -> None:
+    whole = content()
+    known = contents(directory=tmp_path)
+    await known.store(whole.version, whole)
+    file = tmp_path / "contents" / whole.version
+    file.write_bytes(damage)
+    with pytest.raises(AdapterMismatch) as refused:
+        await known.load(7, Version.of(whole))
+    assert refused.value.value == str(file)
+
+
+async def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NotFound) as refused:
+        await contents(directory=tmp_path).load(7, Version.of(content()))
+    assert str(tmp_path / "contents" / content().version) in str(refused.value)
+
+
+async def test_source_is_a_directory_below_a_root(tmp_path: Path) -> None:
+    write(tmp_path / "root" / "team" / "a", content())
+    (tmp_path / "root" / "link").symlink_to(tmp_path / "root" / "team")
+    known = contents(roots=f"{tmp_path / 'other'},{tmp_path / 'root'}")
+    for source in ("team/a", "link/a"):
+        assert await known.read_source(source) == (content(), content().version)
+
+
+@pytest.mark.parametrize(
+    "source", ["", ".", "a/..", "../outside", "/abs", "link", "missing", "x\0y"]
+)
+async def test_source_outside_the_roots_is_refused(tmp_path: Path, source: str) -> None:
+    write(tmp_path / "outside", content())
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "link").symlink_to(tmp_path / "outside")
+    if source == "/abs":
+        source = str(tmp_path / "outside")
+    with pytest.raises(InvalidField) as refused:
+        await contents(roots=str(tmp_path / "root")).read_source(source)
+    assert refused.value.fields == ("source",)
+
+
+async def test_file_of_a_source_that_links_outside_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "root" / "a", content())
+    (tmp_path / "secret").write_bytes(b"secret")
+    weights = tmp_path / "root" / "a" / "adapter_model.safetensors"
+    weights.unlink()
+    weights.symlink_to(tmp_path / "secret")
+    with pytest.raises(InvalidField):
+        await contents(roots=str(tmp_path / "root")).read_source("a")
+
+
+async def test_source_that_changed_is_refused_with_both_digests(tmp_path: Path) -> None:
+    write(tmp_path / "a", content(b"old"))
+    known = contents(roots=str(tmp_path))
+    registered = Version.of(content(b"old"), "a")
+    assert await known.load(7, registered) == content(b"old")
+    write(tmp_path / "a", content(b"new"))
+    with pytest.raises(AdapterMismatch) as refused:
+        await known.load(7, registered)
+    assert refused.value.value == content(b"new").version
+    assert refused.value.limit == content(b"old").version
+
+
+async def test_source_beyond_the_limit_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a", content(bytes(100)))
+    with pytest.raises(InvalidRequest):
+        await contents(roots=str(tmp_path), max_adapter_bytes=100).read_source("a")
+
+
+async def test_files_without_a_version_stay_for_running_items_only(tmp_path: Path) -> None:
+    known = contents(directory=tmp_path)
+    old, kept, fresh = content(b"old"), content(b"kept"), content(b"fresh")
+    for each in (old, kept, fresh):
+        await known.store(each.version, each)
+    past = time.time() - module.KEPT_SECONDS - 60
+    for each in (old, kept):
+        os.utime(tmp_path / "contents" / each.version, (past, past))
+    await known.forget({kept.version})
+    left = {file.name for file in (tmp_path / "contents").iterdir()}
+    assert left == {kept.version, fresh.version}
+
+
+async def test_longest_unused_files_are_the_first_to_be_forgotten(tmp_path: Path) -> None:
+    known = contents(directory=tmp_path)
+    entries = []
+    for number in range(3):
+        each = content(bytes([number]))
+        await known.store(each.version, each)
+        os.utime(tmp_path / "contents" / each.version, (number, number))
+        entries.append(Entry(number, "", "m", (Version.of(each),), brought=True))
+    await known.load(0, entries[0].current)
+    size = entries[0].current.size_bytes
+    assert await known.longest_unused(entries, 3 * size) == []
+    assert await known.longest_unused(entries, 2 * size) == [entries[1]]

@@ -1,0 +1,497 @@
+"""The admin calls about adapters, with workers that load them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from router.adapters.contents_of import content, write
+from router.scripted import (
+    LENGTH,
+    READY,
+    RouterClient,
+    ScriptedEngine,
+    eventually,
+    serving_engine,
+    serving_router,
+    until_states,
+)
+from router.scripted_fleet import FIELDS
+from trtmesh.chassis.error_wire import to_proto
+from trtmesh.chassis.errors import (
+    AdapterMismatch,
+    AdapterNotFound,
+    AdaptersFull,
+    Exhausted,
+    InvalidField,
+    InvalidRequest,
+    Mismatch,
+    NotFound,
+    TrtmeshError,
+    Unsupported,
+)
+from trtmesh.client import AdminClient
+from trtmesh.v1 import engine_pb2 as epb
+from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import router_admin_pb2 as admin_pb
+from trtmesh.v1 import router_admin_pb2_grpc
+
+OLD, NEW = content(b"old"), content(b"new")
+
+
+def engine(name: str = "one", **more: Any) -> ScriptedEngine:
+    fields = [*FIELDS, "lora.id", "lora.name", "lora.version"]
+    return ScriptedEngine(worker=name, supported_fields=fields, **more)
+
+
+@asynccontextmanager
+async def mesh(*engines: ScriptedEngine, **adapters: Any) -> AsyncIterator[RouterClient]:
+    """A router of scripted engines."""
+    async with AsyncExitStack() as stack:
+        addresses = [await stack.enter_async_context(serving_engine(each)) for each in engines]
+        client = await stack.enter_async_context(
+            serving_router(addresses, adapters=adapters, retries={"worker_wait_seconds": 0.3})
+        )
+        await until_states(client, [READY] * len(engines), [])
+        yield client
+
+
+def asked(name: str = "a", **more: Any) -> admin_pb.AddAdapterRequest:
+    return admin_pb.AddAdapterRequest(name=name, **more)
+
+
+async def listed(client: RouterClient) -> Sequence[admin_pb.Adapter]:
+    return (await client.admin.list_adapters()).adapters
+
+
+async def until_listed(
+    client: RouterClient, condition: Callable[[Sequence[admin_pb.Adapter]], object]
+) -> Sequence[admin_pb.Adapter]:
+    async with asyncio.timeout(60):
+        while not condition(adapters := await listed(client)):  # noqa: ASYNC110 - the router sets no event
+            await asyncio.sleep(0.02)
+    return adapters
+
+
+def ask(client: RouterClient, **lora: Any) -> asyncio.Task[Any]:
+    options: dict[str, Any] = {"text": False, "max_tokens": 9, "adapter": pb.LoraConfig(**lora)}
+    return asyncio.create_task(client.complete([[1]], **options))
+
+
+async def answer(one: ScriptedEngine, submit: epb.SubmitCommand) -> None:
+    await one.step((submit.handle, 0, [7]), ends=[(submit.handle, LENGTH)])
+
+
+async def version_used(client: RouterClient, one: ScriptedEngine, name: str = "a") -> str:
+    """The version that a new request gets."""
+    before = len(one.submits)
+    task = ask(client, name=name)
+    submit = (await one.submitted(before + 1))[-1]
+    await answer(one, submit)
+    assert (await task)[0].error is None
+    return submit.config.lora.version
+
+
+async def test_uploaded_adapter_is_listed_delivered_and_counted() -> None:
+    one = engine()
+    async with mesh(one) as client:
+        added = await client.admin.upload_adapter(asked(id=7), OLD)
+        assert (added.id, added.name, added.version) == (7, "a", OLD.version)
+        (version,) = added.versions
+        assert (version.share, version.size_bytes) == (1.0, OLD.size_bytes)
+        assert version.format == pb.ADAPTER_FORMAT_PEFT
+        assert await version_used(client, one) == OLD.version
+        assert await version_used(client, one) == OLD.version
+        assert one.contents[7, OLD.version] == OLD.config + OLD.weights
+        await one.tell_adapter(7, OLD.version, rank=8)
+        (adapter,) = await until_listed(client, lambda known: known[0].versions[0].rank)
+        (version,) = adapter.versions
+        assert (version.items, version.hits, version.loads, version.evictions) == (2, 1, 1, 0)
+        assert adapter.workers == ["one"]
+        (residency,) = version.residencies
+        assert (residency.worker, residency.place) == ("one", epb.ADAPTER_PLACE_HOST)
+        value = client.registry.get_sample_value
+        assert value("trtmesh_router_adapter_items_total", {"adapter": "a"}) == 2
+        assert value("trtmesh_router_adapter_hits_total", {"adapter": "a"}) == 1
+        assert value("trtmesh_router_adapter_deliveries_total", {"outcome": "loaded"}) == 1
+        assert value("trtmesh_router_adapter_delivery_bytes_total") == OLD.size_bytes
+
+
+async def test_evicted_adapter_is_loaded_again_and_counted() -> None:
+    one = engine()
+    async with mesh(one) as client:
+        await client.admin.upload_adapter(asked(id=7), OLD)
+        await version_used(client, one)
+        await one.tell_adapter(7, OLD.version, place=epb.ADAPTER_PLACE_ABSENT)
+        await until_listed(client, lambda known: known[0].versions[0].evictions == 1)
+        await version_used(client, one)
+        assert (await listed(client))[0].versions[0].loads == 2
+
+
+async def test_new_version_is_for_new_requests_alone() -> None:
+    one = engine()
+    async with mesh(one) as client:
+        await client.admin.upload_adapter(asked(id=7), OLD)
+        running = ask(client, name="a")
+        (first,) = await one.submitted()
+        await one.step((first.handle, 0, [5]))
+        await client.admin.upload_adapter(asked(), NEW)
+        assert await version_used(client, one) == NEW.version
+        assert first.config.lora.version == OLD.version
+        assert not one.unloads, "the running item still uses the old version"
+        await one.step((first.handle, 1, [6]), ends=[(first.handle, LENGTH)])
+        assert (await running)[0].token_ids == (5, 6)
+        await eventually(lambda: one.unloads)
+        assert (one.unloads[0].id, one.unloads[0].version) == (7, OLD.version)
+        assert not one.unloads[0].unpin
+
+
+async def test_old_version_moves_to_another_worker_while_it_runs() -> None:
+    one, two = engine("one"), engine("two")
+    async with mesh(one, two) as client:
+        await client.admin.upload_adapter(asked(id=7), OLD)
+        running = ask(client, name="a")
+        await eventually(lambda: one.submits or two.submits)
+        first, second = (one, two) if one.submits else (two, one)
+        await first.step((first.submits[0].handle, 0, [5]))
+        await client.admin.upload_adapter(asked(), NEW)
+        await first.hang_up()
+        moved = (await second.submitted())[0]
+        assert moved.config.lora.version == OLD.version
+        assert second.contents[7, OLD.version] == OLD.config + OLD.weights
+        await second.step((moved.handle, 1, [6]), ends=[(moved.handle, LENGTH)])
+        assert (await running)[0].token_ids == (5, 6)
+
+
+async def test_canary_serves_its_share_and_is_promoted() -> None:
+    one = engine()
+    async with mesh(one) as client:
+        await client.admin.upload_adapter(asked(id=7), OLD)
+        added = await client.admin.upload_adapter(asked(canary_share=0.5), NEW)
+        assert [version.share for version in added.versions] == [0.5, 0.5]
+        used = {await version_used(client, one) for _ in range(16)}
+        assert used == {OLD.version, NEW.version}
+        await client.admin.upload_adapter(asked(), NEW)
+        assert {await version_used(client, one) for _ in range(4)} == {NEW.version}
+
+
+async def test_items_of_a_request_share_a_version() -> None:
+    one = engine()
+    async with mesh(one) as client:
+        await client.admin.upload_adapter(asked(id=7), OLD)
+        await client.admin.upload_adapter(asked(canary_share=0.5), NEW)
+        prompts = [[n] for n in range(8)]
+        lora = pb.LoraConfig(name="a")
+        task = asyncio.create_task(client.complete(prompts, text=False, max_tokens=9, adapter=lora))
+        submits = await one.submitted(8)
+        assert len({submit.config.lora.version for submit in submits}) == 1
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_pinned_adapter_is_on_every_worker_and_again_after_a_restart() -> None:
+    one, two = engine("one"), engine("two")
+    async with mesh(one, two) as client:
+        await client.admin.upload_adapter(asked(id=7, pinned=True), OLD)
+        (adapter,) = await until_listed(client, lambda known: len(known[0].workers) == 2)
+        assert all(residency.pinned for residency in adapter.versions[0].residencies)
+        await one.hang_up()
+        await eventually(lambda: len(one.loads) == 4)
+        assert all(load.pinned for load in one.loads)
+        assert (await client.admin.pin_adapter(7, pinned=False)).pinned is False
+        await eventually(lambda: one.unloads and two.unloads)
+        assert one.unloads[0].unpin
+        for each in (one, two):
+            await each.tell_adapter(7, OLD.version)
+        await client.admin.pin_adapter(7)
+        await eventually(lambda: len(one.loads) == 5)
+        assert (one.loads[-1].config_bytes, one.loads[-1].pinned) == (0, True)
+
+
+async def test_removed_adapter_is_unloaded_and_unknown() -> None:
+    one = engine()
+    async with mesh(one) as client:
+        await client.admin.upload_adapter(asked(id=7), OLD)
+        await version_used(client, one)
+        await client.admin.remove_adapter(7)
+        await eventually(lambda: one.unloads)
+        await one.tell_adapter(7, OLD.version, place=epb.ADAPTER_PLACE_ABSENT)
+        (item,) = await ask(client, name="a")
+        assert isinstance(item.error, AdapterNotFound)
+        with pytest.raises(NotFound):
+            await client.admin.remove_adapter(7)
+
+
+async def test_number_of_an_operator_takes_no_weights_from_clients() -> None:
+    one = engine()
+    async with mesh(one) as client:
+        await client.admin.upload_adapter(asked(id=7), OLD)
+        weights = pb.Tensor(data_type=pb.DATA_TYPE_FP16, shape=[1, 1], data=b"ab")
+        config = pb.Tensor(data_type=pb.DATA_TYPE_INT32, shape=[1, 3], data=bytes(12))
+        for named in ({"id": 7}, {"id": 8, "name": "a"}, {"name": "a"}):
+            (item,) = await ask(client, weights=weights, config=config, **named)
+            assert isinstance(item.error, InvalidField)
+            assert item.error.fields == ("lora.weights",)
+        (item,) = await ask(client, id=7, weights=weights)
+        assert isinstance(item.error, InvalidField)
+        assert item.error.fields == ("lora.weights", "lora.config")
+        (item,) = await ask(client, id=7, name="b")
+        assert isinstance(item.error, InvalidField)
+        assert item.error.fields == ("lora.name",)
+        assert not one.submits
+
+
+async def test_fault_of_a_content_is_shown_and_full_workers_are_not_to_blame() -> None:
+    one = engine()
+    one.loads_adapters = False
+    async with mesh(one) as client:
+        await client.admin.upload_adapter(asked(id=7), OLD)
+        for error in (InvalidRequest("layer 3 has rank 9"), AdaptersFull("all are in use")):
+            before = len(one.loads)
+            task = ask(client, name="a")
+            while not task.done():
+                if len(one.loads) > before:
+                    before = len(one.loads)
+                    await one.tell_adapter(7, OLD.version, place=0, error=to_proto(error))
+                await asyncio.sleep(0.005)
+            assert type((await task)[0].error) is type(error)
+            (adapter,) = await listed(client)
+            assert adapter.versions[0].error.reason == "INVALID_REQUEST"
+        one.loads_adapters = True
+        await version_used(client, one)
+        (adapter,) = await listed(client)
+        assert not adapter.versions[0].HasField("error")
+
+
+async def test_source_is_registered_and_read_again_only_if_unchanged(tmp_path: Path) -> None:
+    one = engine()
+    write(tmp_path / "team" / "a", OLD)
+    async with mesh(one, roots=str(tmp_path), bytes=0) as client:
+        added = await client.admin.add_adapter(asked(source="team/a", version=OLD.version))
+        assert (added.source, added.version) == ("team/a", OLD.version)
+        assert await version_used(client, one) == OLD.version
+        write(tmp_path / "team" / "a", NEW)
+        await one.tell_adapter(added.id, OLD.version, place=epb.ADAPTER_PLACE_ABSENT)
+        await until_listed(client, lambda known: not known[0].workers)
+        (item,) = await ask(client, name="a")
+        assert isinstance(item.error, AdapterMismatch)
+        assert (await listed(client))[0].versions[0].error.reason == "ADAPTER_MISMATCH"
+        await client.admin.add_adapter(asked(source="team/a"))
+        assert await version_used(client, one) == NEW.version
+
+
+@pytest.mark.parametrize(
+    ("request_", "kind"),
+    [
+        (asked(source="../a"), InvalidField),
+        (asked(source="a", version="0" * 32), AdapterMismatch),
+        (asked(source="a", name="b\n"), InvalidField),
+        (asked(source="a", canary_share=0.5), InvalidField),
+    ],
+)
+async def test_refused_registration_leaves_nothing(
+    tmp_path: Path, request_: admin_pb.AddAdapterRequest, kind: type[TrtmeshError]
+) -> None:
+    write(tmp_path / "roots" / "a", OLD)
+    async with mesh(engine(), roots=str(tmp_path / "roots")) as client:
+        with pytest.raises(kind):
+            await client.admin.add_adapter(request_)
+        assert not await listed(client)
+
+
+def upload(**values: Any) -> admin_pb.UploadAdapterRequest:
+    first: dict[str, Any] = {"adapter": asked(), "format": pb.ADAPTER_FORMAT_PEFT}
+    return admin_pb.UploadAdapterRequest(**first | {"config_bytes": 2, "weights_bytes": 3} | values)
+
+
+PART = admin_pb.UploadAdapterRequest
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [],
+        [PART(data=b"12345")],
+        [upload(data=b"1234")],
+        [upload(), PART(data=b"123456")],
+        [upload(data=b"12345"), PART(data=b"6")],
+        [upload(), upload(data=b"12345")],
+        [upload(config_bytes=0, data=b"123")],
+        [upload(weights_bytes=2000), PART(data=b"1" * 2002)],
+        [upload(config_bytes=2**40, data=b"12345")],
+        [upload(format=0, data=b"12345")],
+        [upload(format=9, data=b"12345")],
+        [upload(adapter=asked(source="a"), data=b"12345")],
+        [upload(adapter=asked(version="0" * 32), data=b"12345")],
+    ],
+)
+async def test_wrong_upload_leaves_nothing(parts: Sequence[PART]) -> None:
+    async with (
+        mesh(max_adapter_bytes=1000) as client,
+        grpc.aio.insecure_channel(client.admin.address) as channel,
+    ):
+        stub: Any = router_admin_pb2_grpc.RouterAdminServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.UploadAdapter(iter(parts))
+        assert refused.value.code() in (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            grpc.StatusCode.FAILED_PRECONDITION,
+        )
+        assert not await listed(client)
+        assert client.gauge("adapter_bytes") == 0
+
+
+async def test_interrupted_upload_leaves_nothing() -> None:
+    sent = asyncio.Event()
+
+    async def parts() -> AsyncIterator[PART]:
+        yield upload(data=b"12")
+        sent.set()
+        await asyncio.Event().wait()
+
+    async with mesh() as client, grpc.aio.insecure_channel(client.admin.address) as channel:
+        stub: Any = router_admin_pb2_grpc.RouterAdminServiceStub(channel)
+        call = stub.UploadAdapter(parts())
+        await sent.wait()
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        assert not await listed(client)
+        await client.admin.upload_adapter(asked(), OLD)
+
+
+async def test_memory_alone_holds_registered_adapters_up_to_its_limit() -> None:
+    async with mesh(bytes=OLD.size_bytes) as client:
+        await client.admin.upload_adapter(asked(), OLD)
+        with pytest.raises(Exhausted) as refused:
+            await client.admin.upload_adapter(asked("b"), NEW)
+        assert refused.value.limit_field == "router.adapters.bytes"
+        assert [adapter.name for adapter in await listed(client)] == ["a"]
+
+
+async def test_routers_of_a_directory_agree_and_survive_a_restart(tmp_path: Path) -> None:
+    one = engine()
+    async with (
+        mesh(one, directory=str(tmp_path)) as first,
+        mesh(engine("two"), directory=str(tmp_path)) as second,
+    ):
+        await first.admin.upload_adapter(asked(id=7), OLD)
+        await until_listed(second, lambda known: [a.version for a in known] == [OLD.version])
+        await second.admin.upload_adapter(asked(), NEW)
+        await second.admin.upload_adapter(asked("b"), OLD)
+        await until_listed(first, lambda known: len(known) == 2)
+        assert await version_used(first, one) == NEW.version
+        await first.admin.remove_adapter(7)
+        await until_listed(second, lambda known: [a.name for a in known] == ["b"])
+    async with mesh(two := engine(), directory=str(tmp_path)) as again:
+        assert await version_used(again, two, "b") == OLD.version
+
+
+async def test_brought_adapter_survives_the_router_with_a_directory(tmp_path: Path) -> None:
+    weights = pb.Tensor(data_type=pb.DATA_TYPE_FP16, shape=[1, 1], data=b"ab")
+    config = pb.Tensor(data_type=pb.DATA_TYPE_INT32, shape=[1, 3], data=bytes(12))
+    one = engine()
+    async with mesh(one, directory=str(tmp_path)) as client:
+        task = ask(client, id=7, weights=weights, config=config)
+        (submit,) = await one.submitted()
+        await answer(one, submit)
+        await task
+    two = engine()
+    async with mesh(two, directory=str(tmp_path)) as client:
+        task = ask(client, id=7)
+        (again,) = await two.submitted()
+        assert again.config.lora == submit.config.lora
+        (adapter,) = await listed(client)
+        assert adapter.brought
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_corrupt_registry_keeps_the_last_good_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = engine()
+    async with mesh(one, directory=str(tmp_path)) as client:
+        await client.admin.upload_adapter(asked(id=7), OLD)
+        good = (tmp_path / "registry.json").read_bytes()
+        (tmp_path / "registry.json").write_bytes(good[: len(good) // 2])
+        await eventually(lambda: client.gauge("adapter_registry_stale"))
+        assert await version_used(client, one) == OLD.version
+        with pytest.raises(Mismatch):
+            await client.admin.upload_adapter(asked(), NEW)
+        told = [record for record in caplog.records if "stays as it was" in record.message]
+        assert len(told) == 1
+        (tmp_path / "registry.json").write_bytes(good)
+        await eventually(lambda: not client.gauge("adapter_registry_stale"))
+        await client.admin.upload_adapter(asked(), NEW)
+
+
+async def test_damaged_content_fails_its_adapter_alone(tmp_path: Path) -> None:
+    one = engine()
+    async with mesh(one, directory=str(tmp_path), bytes=0) as client:
+        await client.admin.upload_adapter(asked("a"), OLD)
+        await client.admin.upload_adapter(asked("b"), NEW)
+        (tmp_path / "contents" / OLD.version).write_bytes(b"1 1 1 xx")
+        (item,) = await ask(client, name="a")
+        assert isinstance(item.error, AdapterMismatch)
+        assert await version_used(client, one, "b") == NEW.version
+
+
+async def test_follower_serves_the_followed_registry_and_changes_nothing() -> None:
+    one = engine()
+    async with (
+        mesh() as leader,
+        mesh(one, follow=leader.admin.address) as follower,
+    ):
+        await leader.admin.upload_adapter(asked(id=7, pinned=True), OLD)
+        await leader.admin.upload_adapter(asked(canary_share=0.5), NEW)
+        (told,) = await until_listed(follower, lambda known: known and len(known[0].versions) == 2)
+        assert [version.share for version in told.versions] == [0.5, 0.5]
+        await eventually(lambda: {(7, OLD.version), (7, NEW.version)} <= one.contents.keys())
+        assert one.contents[7, NEW.version] == NEW.config + NEW.weights
+        for change in (
+            follower.admin.upload_adapter(asked("b"), NEW),
+            follower.admin.remove_adapter(7),
+            follower.admin.pin_adapter(7),
+        ):
+            with pytest.raises(Unsupported, match=leader.admin.address):
+                await change
+        await leader.admin.remove_adapter(7)
+        await until_listed(follower, lambda known: not known)
+
+
+async def test_follower_keeps_the_registry_of_a_lost_router() -> None:
+    one = engine()
+    async with mesh(bytes=0) as _, AsyncExitStack() as stack:
+        leader = await stack.enter_async_context(mesh())
+        await leader.admin.upload_adapter(asked(id=7), OLD)
+        async with mesh(one, follow=leader.admin.address) as follower:
+            await until_listed(follower, lambda known: known)
+            await version_used(follower, one)
+            await stack.aclose()
+            await eventually(lambda: follower.gauge("adapter_registry_stale"))
+            assert await version_used(follower, one) == OLD.version
+
+
+async def test_followed_router_with_a_token_is_shown_the_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRTMESH_ADMIN_TOKEN", "secret")
+    (tmp_path / "token").write_text("secret")
+    (tmp_path / "wrong").write_text("wrong")
+    async with (
+        serving_router(["127.0.0.1:1"]) as leader,
+        AdminClient(leader.admin.address, token="secret") as admin,
+    ):
+        await admin.upload_adapter(asked(id=7), OLD)
+        monkeypatch.delenv("TRTMESH_ADMIN_TOKEN")
+        follow = {"follow": leader.admin.address}
+        async with mesh(**follow, follow_token_file=str(tmp_path / "token")) as follower:
+            await until_listed(follower, lambda known: known)
+        async with mesh(**follow, follow_token_file=str(tmp_path / "wrong")) as follower:
+            await eventually(lambda: follower.gauge("adapter_registry_stale"))
+            assert not await listed(follower)
