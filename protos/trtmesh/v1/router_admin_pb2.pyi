@@ -1194,6 +1194,7 @@ class PlacementCandidate(google.protobuf.message.Message):
     STEP_SECONDS_FIELD_NUMBER: builtins.int
     ADAPTER_PLACE_FIELD_NUMBER: builtins.int
     ADAPTER_SECONDS_FIELD_NUMBER: builtins.int
+    ADAPTER_ORDER_FIELD_NUMBER: builtins.int
     worker: builtins.str
     """Name of the worker."""
     score: builtins.float
@@ -1214,6 +1215,8 @@ class PlacementCandidate(google.protobuf.message.Message):
     """Place of the item's adapter on the worker; unset without an adapter."""
     adapter_seconds: builtins.float
     """Predicted time until the adapter is ready to run; part of the score."""
+    adapter_order: builtins.int
+    """Position of the worker in the adapter's order, from 1; 0 without an adapter or without slots for adapters."""
     def __init__(
         self,
         *,
@@ -1227,8 +1230,9 @@ class PlacementCandidate(google.protobuf.message.Message):
         step_seconds: builtins.float = ...,
         adapter_place: trtmesh.v1.engine_pb2.AdapterPlace.ValueType = ...,
         adapter_seconds: builtins.float = ...,
+        adapter_order: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapter_place", b"adapter_place", "adapter_seconds", b"adapter_seconds", "cached_tokens", b"cached_tokens", "excluded_by", b"excluded_by", "prefill_seconds", b"prefill_seconds", "score", b"score", "sequences", b"sequences", "step_seconds", b"step_seconds", "wait_seconds", b"wait_seconds", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter_order", b"adapter_order", "adapter_place", b"adapter_place", "adapter_seconds", b"adapter_seconds", "cached_tokens", b"cached_tokens", "excluded_by", b"excluded_by", "prefill_seconds", b"prefill_seconds", "score", b"score", "sequences", b"sequences", "step_seconds", b"step_seconds", "wait_seconds", b"wait_seconds", "worker", b"worker"]) -> None: ...
 
 Global___PlacementCandidate: typing_extensions.TypeAlias = PlacementCandidate
 

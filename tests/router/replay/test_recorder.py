@@ -21,8 +21,9 @@ from router.traces import recorded_item
 from trtmesh.chassis.block_hashes import chain
 from trtmesh.chassis.errors import QueueFull, QueueTimeout
 from trtmesh.chassis.service import run
+from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.cli.app import app
-from trtmesh.router.placement import PlacementQuery, WorkerSnapshot, place
+from trtmesh.router.placement import AdapterNeed, PlacementQuery, WorkerSnapshot, place
 from trtmesh.router.placement.decision import DecisionRecord
 from trtmesh.router.replay import FleetModel, Recorder, read_trace, replay
 from trtmesh.router.router import Router
@@ -50,6 +51,19 @@ def test_file_is_bounded_and_lost_lines_are_counted(tmp_path: Path) -> None:
     recorder.note(recorded_item())
     recorder.flush()
     assert counted(recorder) == (300, 1)
+
+
+def test_adapter_of_an_item_is_recorded(tmp_path: Path) -> None:
+    fleet = [WorkerSnapshot("a:1", "a", "m", "", frozenset())]
+    recorder = Recorder(tmp_path / "trace.jsonl", 10_000)
+    for name in ("unit-tests", ""):
+        need = AdapterNeed(Adapter(7, name, "v1"), 16, deliverable=True)
+        decision = place("auto", fleet, PlacementQuery("m", prompt_tokens=9, adapter=need))
+        recorder.note(recorded_item(first=DecisionRecord("r", 0, "first", decision)))
+    recorder.note(recorded_item())
+    recorder.flush()
+    told = [(a.adapter, a.adapter_rank) for a in read_trace(tmp_path / "trace.jsonl")]
+    assert told == [("unit-tests", 16), ("7", 16), ("", 0)]
 
 
 def test_unwritable_file_ends_the_process(

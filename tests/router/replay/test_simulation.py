@@ -76,3 +76,58 @@ def test_caches_are_bounded() -> None:
             replay(arrivals, policy, small).reused_tokens
             < replay(arrivals, policy, large).reused_tokens
         )
+
+
+def with_adapters(items: int, ranks: tuple[int, ...] = (16,), rate: float = 40.0) -> list[Arrival]:
+    """Items of 200 adapters with Zipf's popularity."""
+    dice, now, arrivals = Random(3), 0.0, []
+    weights = [1 / number for number in range(1, 201)]
+    rank_of = [dice.choice(ranks) for _ in weights]
+    for number in dice.choices(range(200), weights, k=items):
+        now += dice.expovariate(rate)
+        tokens, new_tokens = dice.randint(100, 300), dice.randint(32, 96)
+        arrivals.append(
+            Arrival(
+                now,
+                tokens,
+                new_tokens,
+                32,
+                (),
+                adapter=f"adapter-{number}",
+                adapter_rank=rank_of[number],
+            )
+        )
+    return arrivals
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_item_with_an_adapter_finishes(policy: str) -> None:
+    arrivals = with_adapters(800)
+    fleet = FleetModel(workers=4, adapter_slots=2, host_adapters=4)
+    outcome = replay(arrivals, policy, fleet)
+    assert outcome.adapter_items == 800
+    assert len(outcome.end_seconds) == len(outcome.first_token_seconds) == 800
+    assert len({a.adapter for a in arrivals}) <= outcome.adapter_deliveries
+    assert outcome.adapter_deliveries <= outcome.adapter_copies
+
+
+@pytest.mark.parametrize("policy", ["lora_aware", "auto"])
+def test_adapters_are_loaded_where_they_live(policy: str) -> None:
+    arrivals, fleet = with_adapters(4000), FleetModel(workers=8, delivery_seconds=0.3)
+    aware, blind = (replay(arrivals, name, fleet) for name in (policy, "round_robin"))
+    assert aware.adapter_deliveries < 0.25 * blind.adapter_deliveries
+    assert sum(aware.first_token_seconds) < 0.8 * sum(blind.first_token_seconds)
+
+
+def test_low_ranks_do_not_wait_for_high_ones() -> None:
+    arrivals = with_adapters(3000, ranks=(8, 16, 32, 64, 128), rate=60.0)
+    fleet = FleetModel(
+        workers=8,
+        adapter_slots=32,
+        host_adapters=200,
+        delivery_seconds=0.1,
+        max_batch_size=32,
+        step_seconds_per_rank=0.0002,
+    )
+    aware, blind = (replay(arrivals, name, fleet) for name in ("lora_aware", "least_loaded"))
+    assert sum(aware.end_seconds) < 0.8 * sum(blind.end_seconds)

@@ -37,6 +37,11 @@ def test_mooncake_trace_is_read(tmp_path: Path) -> None:
         ('{"timestamp": 1%s, "input_length": 1, "output_length": 1}' % ("0" * 400), "timestamp"),
         ('{"timestamp": 1, "input_length": 1%s, "output_length": 1}' % ("0" * 400), "input_length"),
         ('{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": ["a"]}', "hash_ids"),
+        ('{"timestamp": 1, "input_length": 1, "output_length": 1, "adapter": 7}', "adapter is 7"),
+        (
+            '{"timestamp": 1, "input_length": 1, "output_length": 1, "adapter_rank": -1}',
+            "adapter_rank is -1",
+        ),
         ("", "no arrivals"),
     ],
 )

@@ -40,6 +40,15 @@ def replay(
     cache_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens of reusable KV that a worker keeps.")
     ] = 500_000,
+    adapter_slots: Annotated[
+        int, typer.Option(min=1, help="Adapters that a worker has ready to run.")
+    ] = 16,
+    host_adapters: Annotated[
+        int, typer.Option(min=1, help="Adapters in a worker's memory, ready ones included.")
+    ] = 64,
+    adapter_load_ms: Annotated[
+        float, typer.Option(min=0.0, help="Time to deliver an adapter.", callback=_finite)
+    ] = 500.0,
     speed: Annotated[
         float,
         typer.Option(
@@ -53,7 +62,7 @@ def replay(
 
     Not simulated: waits between siblings, slow start, the breaker, limits of admission, sequences beyond an item's
     first, lost or unequal workers. Compare policies with each other, not milliseconds with a real fleet. With --json
-    one policy per line.
+    one policy per line. Adapter loads and copies to the device are per 1,000 items.
 
     Exit status: 0 done, 1 the file cannot be read, 2 wrong usage.
     """
@@ -82,6 +91,9 @@ def replay(
         prefill_tokens_per_second=prefill_tokens_per_second,
         step_seconds=step_ms / 1000,
         cache_tokens=cache_tokens,
+        adapter_slots=adapter_slots,
+        host_adapters=host_adapters,
+        delivery_seconds=adapter_load_ms / 1000,
     )
     outcomes = [run(arrivals, name, fleet) for name in policy or POLICIES]
     if json:
@@ -103,7 +115,16 @@ def figures(outcome: Outcome) -> dict[str, Any]:
         "ttft_p99_ms": _percentile(outcome.first_token_seconds, 99),
         "latency_p50_ms": _percentile(outcome.end_seconds, 50),
         "latency_p99_ms": _percentile(outcome.end_seconds, 99),
+        **_adapter_figures(outcome),
     }
+
+
+def _adapter_figures(outcome: Outcome) -> dict[str, Any]:
+    """Loads of adapters per 1,000 items; nothing for a trace without adapters."""
+    if not outcome.adapter_items:
+        return {}
+    loads = {"adapter_loads": outcome.adapter_deliveries, "adapter_copies": outcome.adapter_copies}
+    return {name: round(1000 * count / outcome.items, 1) for name, count in loads.items()}
 
 
 def _percentile(values: Sequence[float], percent: int) -> float:

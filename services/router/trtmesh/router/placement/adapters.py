@@ -63,7 +63,7 @@ def _ordered(
 ) -> list[int]:
     """The eligible workers: homes first, then in the adapter's order; last those that have not reported slots."""
     by_address = {fleet[index].address: index for index in eligible}
-    order = order_of(takers, need.adapter.id, need.outlook.stretch) if takers else ()
+    order = order_of(takers, need.adapter.id, need.outlook.stretch)
     # A dict keeps the first place of each.
     return [
         by_address[address]

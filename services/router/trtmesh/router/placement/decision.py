@@ -6,9 +6,23 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trtmesh.router.placement.adapters import adapter_seconds, takers_of
 from trtmesh.router.placement.filters import exclusions, lift_cold
+from trtmesh.router.placement.homes import order_of
 from trtmesh.router.placement.policies import POLICIES
+from trtmesh.router.placement.residency import Place
 from trtmesh.router.placement.snapshot import PlacementQuery, WorkerSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateAdapter:
+    """The item's adapter on a worker."""
+
+    place: Place | None
+    seconds: float
+    """Predicted time until the adapter is ready to run; part of the score."""
+    order: int
+    """Position in the adapter's order of workers, from 1; 0 before the worker reported slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +33,7 @@ class Candidate:
     score: float
     cached_tokens: int
     excluded_by: str
+    adapter: CandidateAdapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +61,20 @@ class Decision:
         """Every worker of the fleet."""
         cached = self.query.cached_tokens
         return [
-            Candidate(worker, score, cached.get(worker.address, 0), why)
+            Candidate(worker, score, cached.get(worker.address, 0), why, self._adapter_on(worker))
             for worker, score, why in zip(self.fleet, self.scores, self.excluded_by, strict=True)
         ]
+
+    def _adapter_on(self, worker: WorkerSnapshot) -> CandidateAdapter | None:
+        need = self.query.adapter
+        if need is None:
+            return None
+        takers = takers_of(self.fleet, self.query.model)
+        order = order_of(takers, need.adapter.id, need.outlook.stretch)
+        position = order.index(worker.address) + 1 if worker.address in order else 0
+        return CandidateAdapter(
+            worker.adapters.place(need), adapter_seconds(worker, need), position
+        )
 
     @property
     def cached_tokens(self) -> int:

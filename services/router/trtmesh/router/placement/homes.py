@@ -81,6 +81,8 @@ class _Room:
 @lru_cache(4096)
 def order_of(takers: Takers, adapter: int, stretch: Stretch = EVERYWHERE) -> tuple[str, ...]:
     """The addresses in an adapter's order."""
+    if not takers:
+        return ()
     line = sorted(address for address, _ in takers)
     first = min(round(stretch[0] * len(line)), len(line) - 1)
     last = max(first, round(stretch[1] * len(line)) - 1)

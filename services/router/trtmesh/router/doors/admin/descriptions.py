@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.links.replica import Replica, ReplicaState
-from trtmesh.router.placement.decision import Candidate, DecisionRecord
+from trtmesh.router.placement import AdapterNeed
+from trtmesh.router.placement.decision import Candidate, CandidateAdapter, DecisionRecord
 from trtmesh.router.requests.item import ItemRun
 from trtmesh.router.requests.live_request import LiveRequest
 from trtmesh.router.streams.sequence import SequenceRun
 from trtmesh.router.tokenizers.tokenizer import Tokenizer
-from trtmesh.v1 import generation_pb2
+from trtmesh.v1 import engine_pb2, generation_pb2
 from trtmesh.v1 import router_admin_pb2 as pb
 
 NameOf = Callable[[str], str]
@@ -132,7 +134,20 @@ def describe_decision(record: DecisionRecord) -> pb.Placement:
         cause=record.cause,
         prompt_tokens=decision.query.prompt_tokens,
         regret_tokens=decision.regret_tokens,
+        **_describe_adapter(decision.query.adapter),
     )
+
+
+def _describe_adapter(need: AdapterNeed | None) -> dict[str, Any]:
+    """The fields of a placement that concern the item's adapter."""
+    if need is None:
+        return {}
+    return {
+        "adapter": need.adapter.name or str(need.adapter.id),
+        "adapter_version": need.adapter.version,
+        "adapter_rank": need.rank,
+        "adapter_replicas": need.outlook.replicas,
+    }
 
 
 def _describe_candidate(candidate: Candidate) -> pb.PlacementCandidate:
@@ -146,4 +161,17 @@ def _describe_candidate(candidate: Candidate) -> pb.PlacementCandidate:
         wait_seconds=worker.wait_seconds,
         prefill_seconds=worker.prefill_seconds,
         step_seconds=worker.step_seconds,
+        **_describe_candidate_adapter(candidate.adapter),
     )
+
+
+def _describe_candidate_adapter(adapter: CandidateAdapter | None) -> dict[str, Any]:
+    """The fields of a candidate that concern the item's adapter."""
+    if adapter is None:
+        return {}
+    place = adapter.place.name if adapter.place else "ABSENT"
+    return {
+        "adapter_place": engine_pb2.AdapterPlace.Value(f"ADAPTER_PLACE_{place}"),
+        "adapter_seconds": adapter.seconds,
+        "adapter_order": adapter.order,
+    }
