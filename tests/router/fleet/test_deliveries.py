@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import pytest
@@ -118,6 +119,32 @@ async def test_stopped_item_leaves_no_booking_and_no_delivery() -> None:
         await eventually(lambda: nothing_left(on))
         assert not [task for task in asyncio.all_tasks() if "_carry" in repr(task.get_coro())]
         assert not one.submits
+
+
+async def test_part_waits_until_the_former_was_written() -> None:
+    sent: list[epb.EngineCommand] = []
+
+    def command(_: int) -> epb.EngineCommand:
+        sent.append(epb.EngineCommand())
+        return sent[-1]
+
+    async def load() -> AdapterContent:
+        return AdapterContent(pb.ADAPTER_FORMAT_PEFT, b"{}", bytes(2 * PART_BYTES))
+
+    deliveries = Deliveries(command, 60, Usages(), RouterMetrics())
+    waiting = [
+        asyncio.create_task(deliveries.deliver(Adapter(number, "", "v"), load)) for number in (1, 2)
+    ]
+    for count in range(1, 7):
+        await eventually(partial(lambda least: len(sent) >= least, count))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert len(sent) == count
+        deliveries.on_written()
+    assert [each.load_adapter.adapter.id for each in sent] == [1, 1, 1, 2, 2, 2]
+    deliveries.lost(WorkerLost("it died"))
+    ends = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(end) for end in ends] == [WorkerLost, WorkerLost]
 
 
 async def test_item_right_after_a_stopped_one_gets_a_delivery_of_its_own() -> None:

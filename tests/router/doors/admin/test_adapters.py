@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from router.adapters.contents_of import content, write
 from router.scripted import (
     LENGTH,
@@ -411,6 +412,17 @@ async def test_brought_adapter_survives_the_router_with_a_directory(tmp_path: Pa
         await asyncio.gather(task, return_exceptions=True)
 
 
+async def until_health(client: RouterClient, status: int) -> None:
+    """Waits for the health of the adapters; the router serves all the time."""
+    async with grpc.aio.insecure_channel(client.addresses[0]) as channel, asyncio.timeout(60):
+        stub = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service="adapters")
+        while (await stub.Check(request)).status != status:  # noqa: ASYNC110 - the router sets no event
+            await asyncio.sleep(0.02)
+        whole = await stub.Check(health_pb2.HealthCheckRequest())
+        assert whole.status == health_pb2.HealthCheckResponse.SERVING
+
+
 async def test_corrupt_registry_keeps_the_last_good_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -420,13 +432,15 @@ async def test_corrupt_registry_keeps_the_last_good_one(
         good = (tmp_path / "registry.json").read_bytes()
         (tmp_path / "registry.json").write_bytes(good[: len(good) // 2])
         await eventually(lambda: client.gauge("adapter_registry_stale"))
+        await until_health(client, health_pb2.HealthCheckResponse.NOT_SERVING)
         assert await version_used(client, one) == OLD.version
         with pytest.raises(Mismatch):
             await client.admin.upload_adapter(asked(), NEW)
         told = [record for record in caplog.records if "stays as it was" in record.message]
         assert len(told) == 1
         (tmp_path / "registry.json").write_bytes(good)
-        await eventually(lambda: not client.gauge("adapter_registry_stale"))
+        await until_health(client, health_pb2.HealthCheckResponse.SERVING)
+        assert not client.gauge("adapter_registry_stale")
         await client.admin.upload_adapter(asked(), NEW)
 
 

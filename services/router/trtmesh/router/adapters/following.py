@@ -117,7 +117,7 @@ class Followed:
             assembly.add(part.data)
         if assembly is None:
             raise Unavailable(f"{self._address} sent no content")
-        return assembly.content()
+        return await asyncio.to_thread(assembly.content)
 
 
 def registry_of(response: pb.ListAdaptersResponse) -> Registry:

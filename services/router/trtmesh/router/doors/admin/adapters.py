@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
 from trtmesh.chassis.adapter_content import AdapterContent
@@ -51,7 +52,7 @@ async def read_upload(
         if part.HasField("adapter") or part.format or part.config_bytes or part.weights_bytes:
             raise InvalidRequest("only the first message describes the adapter and its content")
         assembly.add(part.data)
-    return registration, assembly.content()
+    return registration, await asyncio.to_thread(assembly.content)
 
 
 def parts_of(content: AdapterContent) -> Iterator[pb.FetchAdapterResponse]:
