@@ -89,7 +89,8 @@ class Adapters:
         self._changing = asyncio.Lock()
         self._own: dict[Key, Entry] = {}
         """Brought here, and not in the shared registry: not yet, or never by a follower."""
-        self._persisting: set[asyncio.Task[None]] = set()
+        self._persisting: dict[asyncio.Task[None], Entry] = {}
+        """Brought adapters that are being written."""
         self.contents = Contents(settings, fetch)
         self.registry = EMPTY
         self.usages = Usages()
@@ -188,8 +189,8 @@ class Adapters:
                 self._own[entry.key] = entry
             if self._file is not None:
                 task = asyncio.create_task(self._persist(entry, content))
-                self._persisting.add(task)
-                task.add_done_callback(self._persisting.discard)
+                self._persisting[task] = entry
+                task.add_done_callback(self._persisting.pop)
         self._shrink()
         return content
 
@@ -197,7 +198,9 @@ class Adapters:
         """Writes a brought adapter to the directory; on failure it stays known here."""
         try:
             await self.contents.store(entry.current.digest, content)
-            await self._change(lambda registry: _brought(registry, entry))
+            # Newer weights under the number may have arrived meanwhile.
+            if self._own.get(entry.key) is entry:
+                await self._change(lambda registry: _brought(registry, entry))
         except TrtmeshError as error:
             log.warning("adapter %d stays in memory alone: %s", entry.id, error.message)
             return
@@ -206,21 +209,21 @@ class Adapters:
 
     def _shrink(self) -> None:
         """Forgets contents beyond the limit of memory, and adapters that are nowhere else."""
-        dropped = self.contents.memory.shrink(self._held())
-        if not dropped or self.contents.on_disk:
-            return
-        gone = [e for e in self.entries() if e.brought and e.current.digest in dropped]
-        for entry in gone:
-            self._own.pop(entry.key, None)
-        if not self._follows:
-            self.take(without(self.registry, gone))
+        dropped = {*self.contents.memory.shrink(self._held())}
+        for entry in [*self._own.values()]:
+            if entry.current.digest in dropped:
+                del self._own[entry.key]
+        if self._file is None and not self._follows:
+            brought = (entry for entry in self.registry.entries.values() if entry.brought)
+            if gone := [entry for entry in brought if entry.current.digest in dropped]:
+                self.take(without(self.registry, gone))
 
     def _held(self) -> set[str]:
         """Digests that are in memory alone and must stay."""
         if self._follows:
             return set()
         if self.contents.on_disk:
-            return {entry.current.digest for entry in self._own.values()}
+            return {entry.current.digest for entry in self._persisting.values()}
         return {
             version.digest
             for entry, version in self.registry.versions()
@@ -321,6 +324,8 @@ class Adapters:
 
     def tell(self, problem: str) -> None:
         """Notes why the registry may be out of date, or ''."""
+        if problem and problem != self.problem:
+            log.warning("the registry of adapters stays as it was: %s", problem)
         self.problem = problem
 
     async def watch(self) -> None:
@@ -345,10 +350,9 @@ class Adapters:
             try:
                 self.take(await asyncio.to_thread(self._file.read))
             except Mismatch as error:
-                self.problem = error.message
-                log.warning("the registry of adapters stays as it was: %s", error.message)
+                self.tell(error.message)
             else:
-                self.problem = ""
+                self.tell("")
 
     async def _change(self, changed: Callable[[Registry], Registry]) -> None:
         """Changes the registry, in the file where there is one."""
@@ -358,7 +362,7 @@ class Adapters:
                 return
             self.take(await asyncio.to_thread(self._file.change, changed))
             self._signature = await asyncio.to_thread(self._file.signature)
-            self.problem = ""
+            self.tell("")
 
     def take(self, registry: Registry) -> None:
         """Replaces the registry: new requests use the new one."""

@@ -49,26 +49,20 @@ class Followed:
 
     async def follow(self, take: Callable[[Registry], None], tell: Callable[[str], None]) -> None:
         """Takes each change of the registry, until cancelled; tells the problem, or ''."""
-        revision, problem = None, ""
+        revision = None
         async with open_channel(self._address, self._max_message_bytes) as channel:
             stub: Any = router_admin_pb2_grpc.RouterAdminServiceStub(channel)
             while True:
                 try:
                     registry = await self._list(stub)
                 except TrtmeshError as error:
-                    if error.message != problem:
-                        log.warning(
-                            "the registry of adapters stays as it was: %s: %s",
-                            self._address,
-                            error.message,
-                        )
-                    problem, revision = error.message, None
+                    revision = None
+                    tell(f"{self._address}: {error.message}")
                 else:
-                    problem = ""
                     if registry.revision != revision:
                         take(registry)
                     revision = registry.revision
-                tell(problem)
+                    tell("")
                 await asyncio.sleep(POLL_SECONDS)
 
     async def fetch(self, number: int, digest: str) -> AdapterContent:

@@ -93,7 +93,7 @@ class Registry:
 
     @cached_property
     def _by_name(self) -> Mapping[tuple[str, str], Entry]:
-        # Operators' adapters come last: they win over brought ones of the same name.
+        # The last of a name wins: operators' adapters.
         ordered = sorted(self.entries.values(), key=lambda entry: not entry.brought)
         return {(entry.model, entry.name): entry for entry in ordered if entry.name}
 
@@ -101,7 +101,9 @@ class Registry:
         return self.entries.get((model, number)) or self.entries.get(("", number))
 
     def by_name(self, model: str, name: str) -> Entry | None:
-        return self._by_name.get((model, name)) or self._by_name.get(("", name))
+        """An operators' adapter, or else a brought one."""
+        found = (self._by_name.get((model, name)), self._by_name.get(("", name)))
+        return min(filter(None, found), key=lambda entry: entry.brought, default=None)
 
     def of_number(self, number: int) -> list[Entry]:
         """The adapters of a number, of any model."""

@@ -1,0 +1,124 @@
+"""The version for an item, and adapters that requests brought."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from router.adapters.contents_of import content
+from trtmesh.chassis.adapter_content import AdapterContent, number_of
+from trtmesh.chassis.errors import InvalidField
+from trtmesh.chassis.vocabulary import Adapter, Lora, Tensor
+from trtmesh.router.adapters.adapters import Adapters, ItemAdapter
+from trtmesh.router.adapters.registry import Registration
+from trtmesh.router.adapters.settings import AdapterSettings
+from trtmesh.router.metrics import RouterMetrics
+from trtmesh.v1 import generation_pb2 as pb
+
+CONFIG = Tensor(pb.DATA_TYPE_INT32, (1, 3), bytes(12))
+
+
+def adapters(**settings: object) -> Adapters:
+    return Adapters(AdapterSettings.model_validate(settings), RouterMetrics())
+
+
+def tensor(weights: bytes) -> Tensor:
+    return Tensor(pb.DATA_TYPE_FP16, (1, len(weights) // 2), weights)
+
+
+def version(weights: bytes) -> str:
+    return AdapterContent.of_arrays(tensor(weights), CONFIG).version
+
+
+async def bring(known: Adapters, number: int, weights: bytes, model: str = "m") -> ItemAdapter:
+    found = await known.find(model, Lora(id=number, weights=tensor(weights), config=CONFIG), "r")
+    assert found is not None
+    return found
+
+
+async def find(known: Adapters, number: int, model: str = "m") -> ItemAdapter | None:
+    return await known.find(model, Lora(id=number), "r")
+
+
+async def test_brought_adapter_is_found_by_model_and_number() -> None:
+    known = adapters()
+    brought = await bring(known, 7, b"ab")
+    assert brought.identity == Adapter(7, "", version(b"ab"))
+    assert await find(known, 7) == brought
+    assert await find(known, 8) is None
+    assert await find(known, 7, "another") is None
+    assert await known.find("m", Lora(name="unnumbered"), "r") is None
+
+
+async def test_new_weights_are_a_new_version_and_items_keep_theirs() -> None:
+    known = adapters()
+    old, new = await bring(known, 7, b"ab"), await bring(known, 7, b"cd")
+    assert old.identity != new.identity
+    assert await find(known, 7) == new
+    assert (await known.content(old)).version == old.identity.version
+
+
+async def test_weights_without_number_have_that_of_their_name() -> None:
+    known = adapters()
+    named = Lora(name="a", weights=tensor(b"ab"), config=CONFIG)
+    found = await known.find("m", named, "r")
+    assert found is not None
+    assert found.identity == Adapter(number_of("a"), "a", version(b"ab"))
+    with pytest.raises(InvalidField) as refused:
+        await known.find("m", Lora(weights=tensor(b"ab"), config=CONFIG), "r")
+    assert refused.value.fields == ("lora.id",)
+
+
+async def test_longest_unused_are_forgotten() -> None:
+    known = adapters(bytes=2 * AdapterContent.of_arrays(tensor(b"ab"), CONFIG).size_bytes)
+    for number, weights in ((1, b"ab"), (2, b"cd")):
+        await bring(known, number, weights)
+    await find(known, 1)
+    await bring(known, 3, b"ef")
+    assert [await find(known, number) is not None for number in (1, 2, 3)] == [True, False, True]
+
+
+async def test_without_memory_an_item_still_gets_its_own_adapter() -> None:
+    known = adapters(bytes=0)
+    brought = await bring(known, 1, b"ab")
+    assert (await known.content(brought)).version == version(b"ab")
+    assert await find(known, 1) is None
+    assert known.contents.memory.size_bytes == 0
+
+
+async def test_newest_weights_of_a_number_reach_the_directory(tmp_path: Path) -> None:
+    known = adapters(directory=tmp_path)
+    weights = [bytes([n, 0]) for n in range(16)]
+    brought = await asyncio.gather(*(bring(known, 7, each) for each in weights))
+    newest = await find(known, 7)
+    assert newest is not None
+    assert newest.identity in [each.identity for each in brought]
+    await known.close()
+    again = adapters(directory=tmp_path)
+    await again.refresh()
+    found = await find(again, 7)
+    assert found is not None
+    assert found.identity == newest.identity
+    assert (await again.content(found)).version == newest.identity.version
+
+
+async def test_directory_that_cannot_be_written_bounds_memory_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    size = AdapterContent.of_arrays(tensor(b"ab"), CONFIG).size_bytes
+    known = adapters(directory=tmp_path / "file", bytes=2 * size)
+    for number in range(5):
+        await bring(known, number, bytes([number, 0]))
+        await known.close()
+    assert known.contents.memory.size_bytes <= 2 * size
+    assert await find(known, 4) is not None
+    assert await find(known, 0) is None
+
+
+async def test_registered_name_wins_over_a_brought_one() -> None:
+    known = adapters()
+    await known.find("m", Lora(id=7, name="a", weights=tensor(b"ab"), config=CONFIG), "r")
+    await known.upload(Registration("a", id=8), content())
+    found = await known.find("m", Lora(name="a"), "r")
+    assert found is not None
+    assert found.identity.id == 8
