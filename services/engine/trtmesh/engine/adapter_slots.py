@@ -2,8 +2,8 @@
 
 A sequence whose adapter is on the device goes to the scheduler's queue. Another one is parked until its adapter has a
 slot, which the longest unused adapter without sequences gives up. Parked sequences get slots in the scheduler's order.
-One that found no slot for PATIENCE_STEPS is starving: sequences that come after it in this order are parked too, so the
-sequences in front of it end and free a slot.
+One that found no slot for PATIENCE_STEPS is starving: newcomers after it in this order are parked too, so the running
+sequences end and free a slot.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class AdapterSlots(Generic[A, S]):
         """Starts the parked sequences of an adapter that is now on the device."""
         if adapter in self._residents:
             self._place(adapter, epb.ADAPTER_PLACE_DEVICE)
-            self._settle()
+            self._settle(adapter)
 
     def waiting_for(self, adapter: A) -> list[S]:
         """The parked sequences of an adapter."""
@@ -123,14 +123,22 @@ class AdapterSlots(Generic[A, S]):
         stuck = self._stuck
         return stuck is not None and order > stuck[0] and self._steps - stuck[1] >= PATIENCE_STEPS
 
-    def _settle(self) -> None:
-        """Gives slots to the adapters of parked sequences, in order, and starts the sequences with an adapter there."""
+    def _settle(self, arrived: A | None = None) -> None:
+        """Gives slots to the adapters of parked sequences, in order, and starts the sequences with an adapter there.
+
+        All sequences that wait for an adapter start with its arrival, so that a turn serves as many as it can.
+        """
         self._stuck, parked, self._parked = None, self._parked, []
+        turns = {arrived}
         for each in parked:
             order, since, adapter, sequence = each
+            waiting = adapter.place != epb.ADAPTER_PLACE_DEVICE
             if self._stuck is None and not self._claim(adapter):
                 self._stuck = order, since
-            if adapter.place == epb.ADAPTER_PLACE_DEVICE and not self._is_held_back(order):
+            there = adapter.place == epb.ADAPTER_PLACE_DEVICE
+            if waiting and there:
+                turns.add(adapter)
+            if there and (adapter in turns or not self._is_held_back(order)):
                 self._release(adapter, sequence)
             else:
                 self._parked.append(each)
