@@ -28,6 +28,8 @@ COPY services/router/trtmesh /app/trtmesh
 ENV PATH=/venv/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 HOME=/tmp
 RUN python -m compileall -q /app
 ENV TRTMESH_ROUTER_HOST=0.0.0.0 TRTMESH_ROUTER_PORT=8001 TRTMESH_ROUTER_HTTP_PORT=8000 TRTMESH_ROUTER_METRICS_PORT=8002
+# A volume there is writable for the router.
+RUN install -d -o 10001 /registry
 USER 10001
 EXPOSE 8000 8001 8002
 HEALTHCHECK --interval=5s --timeout=4s --start-period=60s --retries=3 CMD ["python", "-m", "trtmesh.chassis.probe", "127.0.0.1:8001"]

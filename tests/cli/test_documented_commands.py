@@ -21,7 +21,7 @@ from trtmesh.router.settings import RouterSettings
 from trtmesh.tokenizer.settings import TokenizerSettings
 
 REPOSITORY = Path(__file__).parents[2]
-PAGES = {"README.md": 15, "docs/triton.md": 9, "deploy/README.md": 1}
+PAGES = {"README.md": 20, "docs/adapters.md": 8, "docs/triton.md": 9, "deploy/README.md": 1}
 """Least number of commands per page."""
 
 
@@ -106,6 +106,22 @@ def test_documented_program_runs(stack: Stack, program: str) -> None:
     assert own != program
     result = subprocess.run([sys.executable, "-c", own], check=True, capture_output=True, text=True)
     assert result.stdout
+
+
+def test_documented_adapters_change_the_text(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands of the README's section, one after the other."""
+    monkeypatch.chdir(REPOSITORY)
+    text = (REPOSITORY / "README.md").read_text("utf-8")
+    section = text.partition("## LoRA adapters\n")[2].partition("\n## ")[0]
+    env = {"TRTMESH_ROUTER": stack.wait_ready(), "TRTMESH_ADMIN": stack.admin}
+    told: list[str] = []
+    for line in re.findall(r"^trtmesh (.*)", section, re.MULTILINE):
+        result = trtmesh(*shlex.split(line, comments=True), env=env)
+        assert result.returncode == 0, f"{line}: {result.stderr}"
+        told.append(result.stdout)
+    assert len(told) == 7
+    assert all(told)
+    assert len(set(told[:3])) == 3
 
 
 @pytest.mark.parametrize(

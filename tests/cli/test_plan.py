@@ -5,12 +5,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
+from trtmesh.chassis.adapter_content import FILE_NAMES
 from trtmesh.chassis.cores import physical_cores
 from trtmesh.chassis.errors import ModelUnusable, SettingsError
+from trtmesh.chassis.settings import split_commas
 from trtmesh.cli.mesh_settings import MeshSettings, config_file_of, load_mesh_settings
 from trtmesh.cli.plan import Plan, ServiceSettingsGiven, demo_model
+from trtmesh.v1 import generation_pb2 as pb
 
 REPOSITORY = Path(__file__).parents[2]
+WITHOUT_ADAPTERS = REPOSITORY / "models" / "demo-draft"
 
 
 def flags_of(arguments: tuple[str, ...]) -> dict[str, str]:
@@ -41,6 +46,7 @@ def test_command_line_runs_the_service_with_this_python() -> None:
         "--stop-on-stdin-eof": "true",
         "--grace-seconds": "30.0",
         "--placement-policy": "round_robin",
+        "--adapters-roots": str(REPOSITORY / "models" / "demo-adapters"),
         "--tokenizers": "t:1,t:2",
         "--engines": "e:1",
         "--port": "8001",
@@ -178,8 +184,8 @@ def test_overruled_setting_is_refused(
 
 @pytest.mark.parametrize("service", ["tokenizer", "engine", "router"])
 def test_settings_given_by_the_stack_are_refused_elsewhere(service: str) -> None:
-    """Except settings given only if the section `mesh` sets them."""
-    plan = Plan(MeshSettings(), None)
+    """Except settings given only if the section `mesh` sets them, or beside those given elsewhere."""
+    plan = Plan(MeshSettings(model=WITHOUT_ADAPTERS), None)
     processes = {
         "tokenizer": plan.tokenizers(),
         "engine": plan.engines(),
@@ -230,3 +236,59 @@ def test_mistake_in_the_file_is_named(tmp_path: Path, content: str, complaint: s
     file.write_text(content)
     with pytest.raises(SettingsError, match=complaint):
         load_mesh_settings({"config": str(file)})
+
+
+ADAPTERS_ON = "--torch-adapters-host-bytes"
+
+
+def adapters_in(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).mkdir(parents=True)
+        for file in FILE_NAMES[pb.ADAPTER_FORMAT_PEFT]:
+            (folder / name / file).touch()
+    return folder
+
+
+def test_demo_model_has_its_adapters_and_engines_room_for_them() -> None:
+    for settings in (MeshSettings(), MeshSettings(model=demo_model())):
+        plan = Plan(settings, None)
+        assert [path.name for path in plan.adapters] == ["docstrings", "unit-tests"]
+        (engine,) = plan.engines()
+        assert int(flags_of(engine.arguments)[ADAPTERS_ON]) > 1 << 20
+
+
+def test_other_models_have_adapters_by_the_setting(tmp_path: Path) -> None:
+    none = Plan(MeshSettings(model=WITHOUT_ADAPTERS), None)
+    assert none.adapters == ()
+    assert ADAPTERS_ON not in none.engines()[0].arguments
+    folder = adapters_in(tmp_path, "b", "a")
+    plan = Plan(MeshSettings(model=WITHOUT_ADAPTERS, adapters=folder), None)
+    assert plan.adapters == [folder / "a", folder / "b"]
+    assert plan.first_model == WITHOUT_ADAPTERS.name
+    assert ADAPTERS_ON in plan.engines()[0].arguments
+
+
+def test_given_memory_of_engines_decides_about_the_demo_adapters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRTMESH_ENGINE_TORCH_ADAPTERS_HOST_BYTES", "0")
+    plan = Plan(MeshSettings(), None)
+    assert plan.adapters == ()
+    assert ADAPTERS_ON not in plan.engines()[0].arguments
+
+
+@pytest.mark.parametrize("content", ["/a, /b", ["/a", "/b"]])
+def test_given_roots_of_adapters_stay(content: object, tmp_path: Path) -> None:
+    file = tmp_path / "mesh.yaml"
+    file.write_text(yaml.safe_dump({"router": {"adapters": {"roots": content}}}))
+    (router,) = Plan(MeshSettings(), str(file)).routers([], [])
+    roots = split_commas(flags_of(router.arguments)["--adapters-roots"])
+    assert roots == (str(REPOSITORY / "models" / "demo-adapters"), "/a", "/b")
+
+
+def test_unusable_adapters_of_a_stack_are_refused_by_setting(tmp_path: Path) -> None:
+    (adapters_in(tmp_path / "torn", "one") / "one" / "adapter_config.json").unlink()
+    for folder in (tmp_path / "none", tmp_path / "torn"):
+        with pytest.raises(SettingsError) as refused:
+            Plan(MeshSettings(adapters=folder), None)
+        assert refused.value.setting == "mesh.adapters"

@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import tritonclient.http.aio as aio_http
 from compat.plain_http import PlainHttp
 from compat.releases import RELEASES, tensors, typed
-from compat.tiny_llama import END, PAD, TOKENIZER, VOCABULARY_SIZE
+from compat.tiny_llama import END, PAD, TOKENIZER, VOCABULARY_SIZE, WIDTH
 from compat.triton import Response, SyncStream, Triton
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+from trtmesh.engine.adapters.arrays import write_arrays
+from trtmesh.engine.adapters.lora import Lora, Module, Update
 
 PAGE = Path(__file__).parents[2] / "docs" / "triton.md"
 BEGIN_MARK = "<!-- Written by tests/compat/client_scripts.py. -->\n"
@@ -76,6 +79,7 @@ SERVERS: Mapping[str, str] = {
     "wrapping": " with `triton.wrap_token_ids`",
     "gpt": " with the template `gpt`",
     "llmapi": " with the template `llmapi`",
+    "adapted": " with `engine.torch.adapters.host_bytes`",
 }
 """Configurations, and how the table says them."""
 
@@ -169,7 +173,51 @@ async def core_stop(server: Server, release: str) -> None:
 
 
 TABLE = np.zeros((2, 64))
-MATRIX = np.ones((2, 3))
+RANK = 4
+ADAPTER = Lora(
+    {
+        (0, Module.ATTN_Q): Update(
+            torch.ones(RANK, WIDTH) / 4, torch.linspace(-1, 1, WIDTH * RANK).view(WIDTH, RANK)
+        )
+    }
+)
+"""An adapter of compat.tiny_llama that changes its tokens."""
+
+
+def adapter_tensors() -> dict[str, Any]:
+    """The files of --lora-path."""
+    weights, config = write_arrays(ADAPTER, torch.float16)
+    return {"lora_weights": weights.numpy(), "lora_config": config.numpy()}
+
+
+def adapter_client(ask: Callable[[Server, str, Mapping[str, Any]], Awaitable[object]]) -> Run:
+    """The script is run with --lora-path, then with --lora-task-id alone; releases without the number send all."""
+
+    async def run(server: Server, release: str) -> None:
+        number = {"lora_task_id": 7}
+        base = await ask(server, release, {})
+        first = await ask(server, release, {**number, **adapter_tensors()})
+        assert first != base
+        if "lora_task_id" in tensors("tensorrt_llm", "inputs", release):
+            assert await ask(server, release, number) == first
+
+    return run
+
+
+async def core_beams(server: Server, release: str, values: Mapping[str, Any]) -> object:
+    try:
+        response = await server.triton.infer("tensorrt_llm", core_inputs(release, values))
+    except InferenceServerException as error:
+        raise Refused(error.message()) from error
+    return response.outputs["output_ids"].tolist()
+
+
+async def ensemble_text(server: Server, release: str, values: Mapping[str, Any]) -> object:
+    given = request("ensemble", release, {"text_input": TEXT, "max_tokens": 16, **values})
+    (response,) = await server.triton.stream("ensemble", given, outputs=["text_output"])
+    return checked(response).outputs["text_output"].tolist()
+
+
 LOOKAHEAD = {
     "lookahead_window_size": 2,
     "lookahead_ngram_size": 2,
@@ -464,8 +512,8 @@ SCRIPTS = (
         "--lora-path",
         "v0.8.0",
         LAST,
-        core_client({"lora_task_id": 1, "lora_weights": MATRIX, "lora_config": MATRIX}),
-        refused=("lora_weights", "lora_config"),
+        adapter_client(core_beams),
+        server="adapted",
     ),
     Script(
         CLIENT,
@@ -529,8 +577,8 @@ SCRIPTS = (
         "--lora-path",
         "v0.15.0",
         LAST,
-        text_client("ensemble", {"lora_task_id": 1, "lora_weights": MATRIX, "lora_config": MATRIX}),
-        refused=("lora_weights", "lora_config"),
+        adapter_client(ensemble_text),
+        server="adapted",
     ),
     Script(
         GRPC,

@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from compat.plain_http import PlainHttp
+from compat.test_http_client import Http
 from compat.triton import Triton, joined
 from e2e.mesh import DEMO, Mesh, decode, running_mesh
 from tokenizers import Tokenizer
+from trtmesh.chassis.adapter_content import AdapterContent
 from trtmesh.engine.adapters.arrays import write_arrays
 from trtmesh.engine.adapters.peft import read_peft
+from trtmesh.v1 import router_admin_pb2 as pb
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -26,6 +31,7 @@ FLAGS = (
 )
 PROMPT = "def load_config(path, default=None):\n"
 TOKENS = 24
+UNKNOWN = "LoRA task {} not found in cache. Please send LoRA weights with request"
 
 
 def weights(name: str) -> dict[str, Any]:
@@ -100,9 +106,71 @@ async def test_unknown_number_is_refused_in_tritons_words(triton: Triton) -> Non
     (response,) = await triton.stream(
         "ensemble", {"text_input": "a", "max_tokens": 2, **by_number(99)}
     )
-    assert (
-        "LoRA task 99 not found in cache. Please send LoRA weights with request" in response.error
+    assert UNKNOWN.format(99) in response.error
+
+
+async def holders(mesh: Mesh, number: int) -> set[str]:
+    """The workers that report an adapter."""
+    for adapter in (await mesh.admin.list_adapters()).adapters:
+        if adapter.id == number:
+            return set(adapter.workers)
+    return set()
+
+
+@pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble", "tensorrt_llm_bls"])
+async def test_number_is_served_by_a_worker_that_never_had_the_weights(
+    mesh: Mesh, triton: Triton, model: str
+) -> None:
+    number = {"tensorrt_llm": 21, "ensemble": 22, "tensorrt_llm_bls": 23}[model]
+    first = await text(triton, model, by_number(number) | weights("docstrings"))
+    (worker,) = await holders(mesh, number)
+    await mesh.admin.drain_worker(worker, finish_seconds=0)
+    try:
+        assert await text(triton, model, by_number(number)) == first
+    finally:
+        await mesh.admin.resume_worker(worker)
+    assert len(await holders(mesh, number)) == 2
+
+
+async def test_number_brought_to_one_router_is_served_by_another(tmp_path: Path) -> None:
+    """The routers share a directory; the worker that had the weights is gone."""
+    flags = ("--adapters-directory", str(tmp_path))
+    async with running_mesh(engines=2, engine_flags=FLAGS, router_flags=flags) as mesh:
+        async with Triton(mesh.router.address) as one:
+            first = await text(one, "ensemble", by_number(31) | weights("docstrings"))
+        (worker,) = await holders(mesh, 31)
+        await mesh.start_router(*flags)
+        await mesh.ready(2, 1)
+        await mesh.admin.drain_worker(worker, finish_seconds=0)
+        async with Triton(mesh.router.address) as other:
+            assert await text(other, "ensemble", by_number(31)) == first
+
+
+async def test_http_clients_send_weights_then_the_number(mesh: Mesh, triton: Triton) -> None:
+    """tritonclient.http with binary tensors, and plain JSON for the number."""
+    prompt = {"text_input": PROMPT, "max_tokens": TOKENS, "exclude_input_in_output": True}
+    http = Http(mesh.router.http_address)
+    result = await http.infer("ensemble", {**prompt, **by_number(41), **weights("docstrings")})
+    first = result.as_numpy("text_output").item().decode()
+    assert first == await text(triton, "ensemble", by_number(41))
+    async with PlainHttp(mesh.router.http_address) as plain:
+        path = "/v2/models/ensemble/generate"
+        answer = await plain.post(path, {**prompt, "lora_task_id": 41})
+        assert answer.json["text_output"] == first
+        unknown = await plain.post(path, {**prompt, "lora_task_id": 98})
+        assert UNKNOWN.format(98) in unknown.json["error"]
+
+
+async def test_weights_under_an_operators_number_are_refused(mesh: Mesh, triton: Triton) -> None:
+    content = AdapterContent.read(ADAPTERS / "docstrings", 1 << 30)
+    await mesh.admin.upload_adapter(pb.AddAdapterRequest(id=51, name="official"), content)
+    expected = await text(triton, "ensemble", by_number(51))
+    (response,) = await triton.stream(
+        "ensemble",
+        {"text_input": "a", "max_tokens": 2, **by_number(51), **weights("unit-tests")},
     )
+    assert "'official'" in response.error
+    assert await text(triton, "ensemble", by_number(51)) == expected
 
 
 async def test_adapter_survives_the_only_worker_that_held_it() -> None:
@@ -118,3 +186,19 @@ async def test_adapter_survives_the_only_worker_that_held_it() -> None:
         await mesh.start_engine(*FLAGS, port=int(killed.address.rpartition(":")[2]))
         await mesh.ready(1, 1)
         assert await text(triton, "ensemble", by_number(1)) == first
+
+
+async def test_full_cache_is_told_in_tritons_words() -> None:
+    """The only adapter that fits in the worker's memory is pinned."""
+    content = AdapterContent.read(ADAPTERS / "docstrings", 1 << 30)
+    flags = (*FLAGS[:-1], str(4_000_000))
+    async with running_mesh(engine_flags=flags) as mesh, Triton(mesh.router.address) as triton:
+        adapter = pb.AddAdapterRequest(id=1, name="kept", pinned=True)
+        await mesh.admin.upload_adapter(adapter, content)
+        kept = await text(triton, "ensemble", by_number(1))
+        (response,) = await triton.stream(
+            "ensemble",
+            {"text_input": "a", "max_tokens": 2, **by_number(2), **weights("unit-tests")},
+        )
+        assert "Cache is full. There are no done tasks to evict" in response.error
+        assert await text(triton, "ensemble", by_number(1)) == kept

@@ -29,8 +29,9 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
     "wrapping": ("--triton-wrap-token-ids", "true"),
     "gpt": ("--triton-models", json.dumps(GPT)),
     "llmapi": ("--triton-models", json.dumps({"tensorrt_llm": {"template": "llmapi"}})),
+    "adapted": (),
 }
-"""Flags of the router for each configuration."""
+"""Flags of the router for each configuration; all have an engine with adapters."""
 
 
 class Servers:
@@ -60,7 +61,7 @@ class Servers:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def servers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Servers]:
     folder = tiny_llama.build(tmp_path_factory.mktemp("llama"))
-    flags = tiny_llama.engine_flags(folder)
+    flags = (*tiny_llama.engine_flags(folder), "--torch-adapters-host-bytes", str(2**20))
     async with (
         running_mesh(engine_flags=flags, model_dir=folder) as mesh,
         AsyncExitStack() as stack,

@@ -56,6 +56,9 @@ class MeshSettings(ServiceSettings):
     """Directory of the model; unset means the repository's demo model."""
     models: CommaList = ()
     """Directories of further models, each with as many engines and tokenizers as the first."""
+    adapters: Path | None = None
+    """Directory whose subdirectories are LoRA adapters of the model, registered under their names; unset means those of
+    the demo model for the demo model."""
     triton_model_repo: Path | None = None
     """Triton model repository; its models are served under their names. The configuration file takes precedence."""
     backend: Literal["torch", "simulated"] | None = None

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trtmesh.chassis.adapter_content import format_of
 from trtmesh.chassis.admin_token import AdminToken, read_admin_token
 from trtmesh.chassis.config_file import read_config_file
 from trtmesh.chassis.cores import physical_cores
-from trtmesh.chassis.errors import ModelUnusable, SettingsError
+from trtmesh.chassis.errors import InvalidRequest, ModelUnusable, NotFound, SettingsError
 from trtmesh.chassis.model_dir import check_model_dir
+from trtmesh.chassis.settings import split_commas
 from trtmesh.cli.extras import check_extras
 from trtmesh.cli.mesh_settings import MeshSettings
 
 LOOPBACK = "127.0.0.1"
 ROUTER_PORTS = ("port", "http_port", "metrics_port", "admin_port")
+
+ADAPTER_MEMORY = "torch.adapters.host_bytes"
+ADAPTER_BYTES = 1 << 30
+"""Memory for adapters in each engine, if the stack has some."""
 
 _NOTHING = ""
 _COMMON = {
@@ -112,6 +118,24 @@ class Plan:
         check_extras(["router", "tokenizer", *([] if simulated else ["engine"])])
         self._models = _served_models(settings, self._given)
         _check_devices(settings, self._models)
+        self.adapters = self._find_adapters()
+
+    @property
+    def first_model(self) -> str:
+        """The model of the adapters."""
+        return self._models[0].name
+
+    def _find_adapters(self) -> Sequence[Path]:
+        """The directories of the adapters to register. Raises SettingsError."""
+        if self._settings.adapters is not None:
+            return _adapters_in(self._settings.adapters)
+        demo = _demo_model()
+        if demo is None or self._models[0].directory.resolve() != demo:
+            return ()
+        # An operator who sets the memory decides about adapters too.
+        if any(self._given.sources("engine", ADAPTER_MEMORY)):
+            return ()
+        return _adapters_in(demo.parent / "demo-adapters")
 
     def tokenizers(self) -> list[ProcessPlan]:
         settings = self._settings
@@ -132,6 +156,7 @@ class Plan:
         places = [place for model in self._models for place in self._places(model)]
         threads = max(1, physical_cores() // len(places))
         backend = ("--backend", settings.backend) if settings.backend else ()
+        adapters = self._adapter_memory()
         return [
             ProcessPlan(
                 name=f"engine-{index}",
@@ -140,6 +165,7 @@ class Plan:
                     *self._common(LOOPBACK),
                     *place,
                     *backend,
+                    *adapters,
                     *("--worker", f"engine-{index}"),
                 ),
                 ports=self._ports(_following(settings.engine_port, index)),
@@ -149,21 +175,35 @@ class Plan:
             for index, place in enumerate(places)
         ]
 
+    def _adapter_memory(self) -> tuple[str, ...]:
+        """The flag that lets engines take adapters, where there are some and nothing else says how many."""
+        if not self.adapters or any(self._given.sources("engine", ADAPTER_MEMORY)):
+            return ()
+        return ("--" + ADAPTER_MEMORY.replace(".", "-").replace("_", "-"), str(ADAPTER_BYTES))
+
     def routers(self, tokenizers: Iterable[str], engines: Iterable[str]) -> list[ProcessPlan]:
         settings = self._settings
         policy = ("--placement-policy", settings.policy) if settings.policy else ()
         ports = {name: getattr(settings, name) for name in ROUTER_PORTS}
         further = {name: None if port is None else 0 for name, port in ports.items()}
         peers = ("--tokenizers", ",".join(tokenizers), "--engines", ",".join(engines))
+        roots = ("--adapters-roots", ",".join(self._roots())) if self.adapters else ()
         return [
             ProcessPlan(
                 name=f"router-{index}",
                 service="router",
-                arguments=(*self._common(settings.host), *policy, *peers),
+                arguments=(*self._common(settings.host), *policy, *roots, *peers),
                 ports=ports if index == 0 else further,
             )
             for index in range(settings.routers)
         ]
+
+    def _roots(self) -> Sequence[str]:
+        """The root of the stack's adapters, where the router looks first, and the given ones."""
+        given = split_commas(self._given.value("router", "adapters.roots"))
+        # The router refuses anything but a list.
+        others = given if isinstance(given, Sequence) else ()
+        return [*dict.fromkeys(str(each.parent) for each in self.adapters), *map(str, others)]
 
     def admin_token(self) -> AdminToken | None:
         """The token that the routers ask admins for. Raises SettingsError."""
@@ -203,6 +243,7 @@ class ServedModel:
 
     name: str
     """The name of its directory."""
+    directory: Path
     flags: tuple[str, ...]
     """Flags of tokenizers and engines; none if file or environment name the model for both."""
 
@@ -219,11 +260,28 @@ def _served_models(settings: MeshSettings, given: ServiceSettingsGiven) -> list[
         )
     if not models and own:
         directory = Path(str(given.value("engine", "model_dir")))
-        return [ServedModel(directory.resolve().name, ())]
+        return [ServedModel(directory.resolve().name, directory, ())]
     models = models or [demo_model()]
     for model in models:
         check_model_dir(model)
-    return [ServedModel(model.resolve().name, ("--model-dir", str(model))) for model in models]
+    return [
+        ServedModel(model.resolve().name, model, ("--model-dir", str(model))) for model in models
+    ]
+
+
+def _adapters_in(directory: Path) -> Sequence[Path]:
+    """The subdirectories, each with an adapter. Raises SettingsError."""
+    try:
+        found = sorted(path for path in directory.iterdir() if path.is_dir())
+        for path in found:
+            format_of(path)
+    except OSError as error:
+        raise SettingsError(
+            f"cannot be read: {directory}: {error.strerror}", setting="mesh.adapters"
+        ) from error
+    except (NotFound, InvalidRequest) as error:
+        raise SettingsError(f"has an unusable adapter: {error}", setting="mesh.adapters") from error
+    return [path.resolve() for path in found]
 
 
 def _check_devices(settings: MeshSettings, models: Iterable[ServedModel]) -> None:
@@ -243,12 +301,19 @@ def _check_devices(settings: MeshSettings, models: Iterable[ServedModel]) -> Non
 
 
 def demo_model() -> Path:
+    """The model of the repository. Raises ModelUnusable outside of it."""
+    if (model := _demo_model()) is not None:
+        return model
+    raise ModelUnusable(
+        "no model is given, and the demo model is not part of the package; give the directory of a Hugging Face model:"
+        " --model DIR (hf download OWNER/NAME --local-dir DIR fetches one)"
+    )
+
+
+def _demo_model() -> Path | None:
     """The model of the repository, found from this file in an editable install."""
     for directory in Path(__file__).resolve().parents:
         model = directory / "models" / "demo"
         if (directory / "pyproject.toml").is_file() and model.is_dir():
             return model
-    raise ModelUnusable(
-        "no model is given, and the demo model is not part of the package; give the directory of a Hugging Face model:"
-        " --model DIR (hf download OWNER/NAME --local-dir DIR fetches one)"
-    )
+    return None

@@ -7,6 +7,7 @@ import time
 from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 from trtmesh.chassis.addresses import port_is_taken
@@ -16,7 +17,7 @@ from trtmesh.cli.mesh_settings import MeshSettings
 from trtmesh.cli.output import say
 from trtmesh.cli.plan import LOOPBACK, Plan, ProcessPlan
 from trtmesh.client import AdminClient
-from trtmesh.v1.router_admin_pb2 import WORKER_STATE_CONNECTING
+from trtmesh.v1.router_admin_pb2 import WORKER_STATE_CONNECTING, AddAdapterRequest
 
 FIRST_RESTART_SECONDS, LONGEST_RESTART_SECONDS = 0.5, 8.0
 """Delay of a first restart, and of the restarts after many of the last minute."""
@@ -91,6 +92,7 @@ class Stack:
     async def _become_ready(self) -> None:
         await _all(child.wait_serving() for child in self.children)
         await _all(self._meet_peers(child) for child in self.routers)
+        await _all(self._register_adapters(child) for child in self.routers)
 
     async def _meet_peers(self, router: Child) -> None:
         """Returns when a router knows all tokenizers and engines, and so serves every model."""
@@ -103,6 +105,27 @@ class Stack:
                     states |= {peer.state for peer in seen.tokenizers}
                     if WORKER_STATE_CONNECTING not in states:
                         return
+
+    async def _register_adapters(self, router: Child) -> None:
+        """Registers the adapters of the stack that the router does not know. Raises StartupError."""
+        if not self._plan.adapters:
+            return
+        client = self._admin_client(router, self.settings.start_seconds)
+        with suppress(Unavailable):
+            async with client as admin:
+                known = {adapter.name for adapter in (await admin.list_adapters()).adapters}
+                for path in self._plan.adapters:
+                    if path.name not in known:
+                        await self._register(admin, path)
+
+    async def _register(self, admin: AdminClient, path: Path) -> None:
+        adapter = AddAdapterRequest(name=path.name, source=path.name, model=self._plan.first_model)
+        try:
+            await admin.add_adapter(adapter)
+        except Unavailable:
+            raise
+        except TrtmeshError as error:
+            raise StartupError(f"adapter {path} is refused: {error}") from error
 
     def _children(self, plans: Sequence[ProcessPlan]) -> list[Child]:
         return [Child(plan, self._log) for plan in plans]
@@ -153,6 +176,11 @@ class Stack:
             except ChildEnded:
                 continue
             say(f"{child.name} serves again at {child.bound.address}")
+            if child in self.routers:
+                try:
+                    await self._register_adapters(child)
+                except StartupError as error:
+                    say(str(error))
 
     async def stop(self) -> None:
         """Stops routers, then engines, then tokenizers: each finishes while the services it needs still run."""

@@ -51,7 +51,8 @@ def convert_repository(
         _put_weights(weights, device, draft)
         set_release(served, draft)
         place_engines([model for model in served if model.is_core], weights, draft)
-    for model in repository:
+    # Engines first: the inputs of other models depend on their settings.
+    for model in sorted(repository, key=lambda each: not each.is_core):
         if model.name in unserved:
             template = "unknown" if model.recipe is None else model.recipe.template.name
             subject = Subject(model.name, "the whole model", template)
@@ -60,6 +61,9 @@ def convert_repository(
             _convert_model(model, model.recipe, repository, weights, draft)
     for model in served:
         _inherit(model, repository, draft)
+    order = {model.name: place for place, model in enumerate(repository)}
+    # What concerns all models comes first.
+    draft.findings.sort(key=lambda finding: order.get(finding.model, -1))
     names = [model.name for model in served]
     return Conversion(draft.sections, draft.findings, names, unserved, repository.unfilled)
 

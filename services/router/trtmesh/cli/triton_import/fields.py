@@ -14,8 +14,10 @@ from trtmesh.cli.triton_import.parameters import (
     NO_ENCODER,
     NO_GRAMMARS,
     NO_HANDOFF,
+    NO_PATHS,
     NO_PICTURES,
     NO_SPECULATION,
+    has_adapters,
 )
 from trtmesh.cli.triton_import.recipes import Recipe, RepositoryModel
 from trtmesh.cli.triton_import.repository import VERSION
@@ -70,6 +72,7 @@ REFUSED_INPUTS: Mapping[str, Sequence[str]] = {
         "cross_attention_mask",
         "skip_cross_attn_blocks",
     ),
+    NO_PATHS: ("lora_path", "lora_ckpt_source"),
     NO_ADAPTERS: ("lora_",),
     NO_GRAMMARS: ("guided_decoding_",),
     NO_SPECULATION: ("draft_", "num_draft_tokens", "use_draft_logits", "lookahead_"),
@@ -162,6 +165,7 @@ def _convert_tensors(
     specs = {spec.name: spec for spec in served}
     alike = 0
     refused: dict[str, list[str]] = {}
+    now_served = NO_ADAPTERS if has_adapters(draft) else ""
     for tensor in {each.name: each for each in declared}.values():
         subject = Subject(model.name, f"{what}.{tensor.name}", data_type_of(tensor))
         spec = specs.get(tensor.name)
@@ -171,7 +175,7 @@ def _convert_tensors(
             )
         elif subject.value not in ("", *spec.data_types) and tensor.name not in LOGITS:
             draft.refuse(subject, f"it is {spec.data_type} here; another type is refused")
-        elif what == "input" and (reason := refusal(tensor.name)):
+        elif what == "input" and (reason := refusal(tensor.name)) not in ("", now_served):
             refused.setdefault(reason, []).append(tensor.name)
         else:
             alike += 1

@@ -65,6 +65,12 @@ class Draft:
         self._owners.setdefault(name, subject.model)
         self._add(subject, Outcome.CARRIED, f"{name}: {value}")
 
+    def imply(self, subject: Subject, path: Sequence[str], value: Any) -> None:
+        """Sets a setting that the value needs, unless it is set, without a finding."""
+        if self.get(path) is None:
+            self.put(path, value)
+            self._owners.setdefault(".".join(path), subject.model)
+
     def count(self, subject: Subject, text: str) -> None:
         """Reports a value carried over without a setting."""
         self._add(subject, Outcome.CARRIED, text)

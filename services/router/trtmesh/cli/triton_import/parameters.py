@@ -43,12 +43,27 @@ POLICY = one_of(
 DECODING = one_of("top_k", "top_p", "top_k_top_p", "beam_search", "auto")
 SPECULATIVE = ("medusa", "redrafter", "lookahead", "eagle")
 
+ADAPTERS = (*TORCH, "adapters")
+TRITON_HOST_BYTES = 1 << 30
+"""Triton's default of lora_cache_host_memory_bytes."""
+
 DTYPE = one_of("auto", "float16", "bfloat16", "float32")
 SCHEDULER = one_of(
     GUARANTEED_NO_EVICT="guaranteed_no_evict", MAX_UTILIZATION="max_utilization", STATIC_BATCH="V1"
 )
 
-NO_ADAPTERS = "the embedded engine takes LoRA adapters only with engine.torch.adapters.host_bytes"
+NO_ADAPTERS = (
+    "no parameter of the repository asks for LoRA adapters, and the embedded engine takes them only with"
+    " engine.torch.adapters.host_bytes"
+)
+SLOTS = "a device holds a number of adapters: engine.torch.adapters.max_batch_adapters"
+ADAPTER_PAGES = "memory for adapters is counted in bytes, without pages of a size"
+ANY_LAYER = "an adapter may update any linear layer, under the names of Hugging Face"
+NO_PATHS = (
+    "no request names a path; `trtmesh adapters add` registers an adapter, and requests name it"
+)
+BY_BYTES = "adapters in host memory are limited by bytes: engine.torch.adapters.host_bytes"
+NOT_AT_START = "adapters are loaded when a request names them; `trtmesh adapters add` registers one by its directory"
 NO_SPECULATION = (
     "the embedded engine does not speculate; every other request is served the same, token by token"
 )
@@ -89,6 +104,37 @@ def _cache_fraction(subject: Subject, draft: Draft) -> None:
             "not all engines have a GPU, and on a CPU the cache takes 1 GiB; with --device cuda:0 the fraction is"
             " carried over",
         )
+
+
+def has_adapters(draft: Draft) -> bool:
+    """Whether engines take adapters."""
+    return bool(draft.get((*ADAPTERS, "host_bytes")))
+
+
+def with_adapters(rule: Rule) -> Rule:
+    """A parameter of adapters turns them on, with as much host memory as Triton takes unasked."""
+
+    def turning_on(subject: Subject, draft: Draft) -> None:
+        draft.imply(subject, (*ADAPTERS, "host_bytes"), TRITON_HOST_BYTES)
+        rule(subject, draft)
+
+    return turning_on
+
+
+@with_adapters
+def _prefetch(subject: Subject, draft: Draft) -> None:
+    directory = Path(subject.value)
+    if directory.is_dir():
+        draft.carry(subject, (*ADAPTERS, "prefetch_directory"), str(directory))
+    else:
+        draft.refuse(
+            subject,
+            "it is no directory of this machine; set engine.torch.adapters.prefetch_directory where engines run",
+        )
+
+
+def _adapters(subject: Subject, draft: Draft) -> None:
+    draft.carry(subject, (*ADAPTERS, "host_bytes"), TRITON_HOST_BYTES if truth(subject) else 0)
 
 
 def _batching(subject: Subject, draft: Draft) -> None:
@@ -227,11 +273,12 @@ CORE_PARAMETERS: Mapping[str, Rule] = {
     ),
     "executor_worker_path": replaced(ONE_PROCESS),
     "worker_path": replaced(ONE_PROCESS),
-    "lora_cache_optimal_adapter_size": unsupported(NO_ADAPTERS),
-    "lora_cache_max_adapter_size": unsupported(NO_ADAPTERS),
-    "lora_cache_gpu_memory_fraction": unsupported(NO_ADAPTERS),
-    "lora_cache_host_memory_bytes": unsupported(NO_ADAPTERS),
-    "lora_prefetch_dir": unsupported(NO_ADAPTERS),
+    "lora_cache_host_memory_bytes": engine("adapters.host_bytes", whole),
+    # They turn adapters on, with Triton's default of the bytes.
+    "lora_cache_gpu_memory_fraction": with_adapters(replaced(SLOTS)),
+    "lora_cache_max_adapter_size": with_adapters(engine("adapters.max_rank", positive)),
+    "lora_cache_optimal_adapter_size": with_adapters(replaced(ADAPTER_PAGES)),
+    "lora_prefetch_dir": _prefetch,
     "lookahead_window_size": unsupported(NO_SPECULATION),
     "lookahead_ngram_size": unsupported(NO_SPECULATION),
     "lookahead_verification_set_size": unsupported(NO_SPECULATION),
@@ -323,8 +370,18 @@ ARGUMENTS: Mapping[str, Rule] = {
     "attn_backend": replaced(KERNELS),
     "torch_compile_config": replaced(KERNELS),
     "disable_overlap_scheduler": replaced(KERNELS),
-    "enable_lora": only(truth, value=False, text=NO_ADAPTERS),
-    "lora_config": unsupported(NO_ADAPTERS),
+    "enable_lora": _adapters,
+    "lora_config.max_lora_rank": with_adapters(engine("adapters.max_rank", positive)),
+    "lora_config.max_loras": with_adapters(engine("adapters.max_batch_adapters", positive)),
+    "lora_config.max_cpu_loras": with_adapters(replaced(BY_BYTES)),
+    "lora_config.lora_target_modules": with_adapters(replaced(ANY_LAYER)),
+    "lora_config.trtllm_modules_to_hf_modules": with_adapters(replaced(ANY_LAYER)),
+    "lora_config.lora_dir": unsupported(NOT_AT_START),
+    "lora_config.lora_ckpt_source": only(
+        one_of("hf", "nemo"),
+        value="hf",
+        text="adapters are directories of PEFT or of TensorRT-LLM's arrays",
+    ),
     "speculative_config": unsupported(NO_SPECULATION),
     "guided_decoding_backend": unsupported(NO_GRAMMARS),
 }

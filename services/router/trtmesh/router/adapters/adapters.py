@@ -135,6 +135,14 @@ class Adapters:
         content = self.contents.memory.get(version.digest)
         return ItemAdapter(identity, version, content, self.usages.of(identity).rank)
 
+    def names(self, model: str) -> list[str]:
+        """The names of the adapters that operators registered for a model."""
+        return sorted(
+            entry.name
+            for entry in self.registry.entries.values()
+            if not entry.brought and entry.model in ("", model)
+        )
+
     def _find(self, model: str, asked: Lora) -> Entry | None:
         if asked.id is None:
             return self._by_name(model, asked.name or "")
@@ -159,19 +167,15 @@ class Adapters:
 
     async def _bring(self, model: str, asked: Lora, weights: Tensor, config: Tensor) -> ItemAdapter:
         """Keeps the weights that an item brings."""
-        if asked.id is None and not asked.name:
-            raise InvalidField(
-                "has weights but neither number nor name; set lora.id", field="lora.id"
-            )
-        number = number_of(asked.name or "") if asked.id is None else asked.id
+        if len(weights.data) > HASHED_AT_ONCE:
+            content, digest = await asyncio.to_thread(_content_of, weights, config)
+        else:
+            content, digest = _content_of(weights, config)
+        # Clients of TensorRT-LLM v0.8 have no number and send the weights each time.
+        number = number_of(asked.name or digest) if asked.id is None else asked.id
         check_free(self.registry, model, number)
         if asked.name and (named := self.registry.by_name(model, asked.name)):
             check_free(self.registry, model, named.id)
-        if len(weights.data) > HASHED_AT_ONCE:
-            content, digest = await asyncio.to_thread(_content_of, weights, config)
-            check_free(self.registry, model, number)
-        else:
-            content, digest = _content_of(weights, config)
         if asked.version not in (None, digest):
             raise InvalidField.of("lora.version", asked.version, f"{digest}, that of the weights")
         version = Version(digest, content.format, content.size_bytes)

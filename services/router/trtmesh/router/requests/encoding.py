@@ -35,6 +35,9 @@ class EncodedItem:
         return AdapterNeed(self.adapter.identity, self.adapter.rank, deliverable)
 
 
+MOST_NAMES = 8
+"""Most registered adapters that an error lists."""
+
 NOT_ENCODED = EncodedItem([], [], PromptBlocks(None, ()))
 
 
@@ -77,9 +80,11 @@ async def _adapter_of(context: RequestContext, asked: Lora) -> ItemAdapter:
         return found
     field, value = ("lora.name", repr(asked.name)) if asked.id is None else ("lora.id", asked.id)
     version = f" in version {asked.version}" if asked.version else ""
+    names = mesh.adapters.names(model)
+    known = f" (registered: {', '.join(names)})" if 0 < len(names) <= MOST_NAMES else ""
     raise AdapterNotFound(
-        f"is {value}, an adapter that neither this router nor a worker holds{version}; send it with its weights, or"
-        " register it with `trtmesh adapters add`",
+        f"is {value}, an adapter that neither this router nor a worker holds{version}{known}; send it with its"
+        " weights, or register it with `trtmesh adapters add`",
         field=field,
         value=str(value),
     )

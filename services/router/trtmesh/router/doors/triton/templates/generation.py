@@ -10,6 +10,7 @@ from typing import Any
 
 from trtmesh.chassis.errors import (
     AdapterNotFound,
+    AdaptersFull,
     BackendFailed,
     InternalError,
     InvalidRequest,
@@ -129,6 +130,9 @@ class GenerationTemplate(Template, ABC):
             return quoting(call, words, failure.error)
         if isinstance(failure.error, AdapterNotFound):
             words = f"LoRA task {failure.error.value} not found in cache. Please send LoRA weights with request"
+            return quoting(call, words, failure.error)
+        if isinstance(failure.error, AdaptersFull):
+            words = "Cache is full. There are no done tasks to evict"
             return quoting(call, words, failure.error)
         if isinstance(failure.error, TokenOutOfVocabulary) and not call.model.wrap_token_ids:
             return _naming_the_setting(failure.error)

@@ -1,0 +1,250 @@
+"""`trtmesh adapters` and `generate --adapter` against a running stack, whose tokens depend on adapter and version."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from cli.commands import (
+    FREE_PORTS,
+    TRTMESH,
+    Stack,
+    read_until_closed,
+    running,
+    running_stack,
+    trtmesh,
+)
+from cli.test_admin_commands import WIDE, as_objects
+from e2e.mesh import DEMO
+from trtmesh.chassis.adapter_content import FILE_NAMES, AdapterContent
+from trtmesh.v1 import generation_pb2 as pb
+
+ADAPTERS = DEMO.parent / "demo-adapters"
+PEFT = FILE_NAMES[pb.ADAPTER_FORMAT_PEFT]
+NOWHERE = "127.0.0.1:1"
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    """Two simulated engines with adapters, and the demo model with its adapters."""
+    env = {
+        "TRTMESH_ENGINE_SIMULATED_ADAPTERS_SLOTS": "4",
+        "TRTMESH_ROUTER_ADAPTERS_ROOTS": str(DEMO.parent),
+    }
+    with running_stack("--engines", "2", "--port", "0", env=env) as running:
+        running.wait_ready()
+        yield running
+
+
+@pytest.fixture
+def admin(stack: Stack) -> str:
+    return stack.admin
+
+
+def adapters(admin: str, *words: str) -> subprocess.CompletedProcess[str]:
+    return trtmesh("adapters", *words, "--admin", admin, env=WIDE)
+
+
+def listed(admin: str) -> dict[str, Any]:
+    """The adapters of the registry by name."""
+    return {each["name"]: each for each in as_objects(adapters(admin, "list", "--json").stdout)}
+
+
+def text(stack: Stack, *words: str) -> str:
+    """The continuation of a prompt."""
+    result = trtmesh(
+        "generate", "--router", stack.wait_ready(), "--max-tokens", "8", *words, "def f():"
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def peft_directory(directory: Path, *, weights: bytes = b"weights", rank: int = 4) -> Path:
+    """An adapter for simulated engines, which read its rank alone."""
+    directory.mkdir()
+    (directory / PEFT.config).write_text(json.dumps({"peft_type": "LORA", "r": rank}))
+    (directory / PEFT.weights).write_bytes(weights)
+    return directory
+
+
+def test_demo_adapters_are_registered_and_change_the_text(stack: Stack, admin: str) -> None:
+    known = listed(admin)
+    assert {"docstrings", "unit-tests"} <= known.keys()
+    content = AdapterContent.read(ADAPTERS / "docstrings", 1 << 30)
+    (version,) = known["docstrings"]["versions"]
+    assert (version["version"], version["format"]) == (content.version, "ADAPTER_FORMAT_PEFT")
+    assert version["size_bytes"] == str(content.size_bytes)
+    number = known["docstrings"]["id"]
+    texts = {
+        text(stack),
+        text(stack, "--adapter", "docstrings"),
+        text(stack, "--adapter", "unit-tests"),
+    }
+    assert len(texts) == 3
+    assert text(stack, "--adapter", number) == text(stack, "--adapter", "docstrings")
+
+
+def test_status_tells_where_each_version_is(stack: Stack, admin: str) -> None:
+    text(stack, "--adapter", "unit-tests", "--request-id", "placed")
+    shown = adapters(admin, "status", "unit-tests")
+    assert shown.returncode == 0, shown.stderr
+    (told,) = as_objects(adapters(admin, "status", "unit-tests", "--json").stdout)
+    (version,) = told["versions"]
+    assert (int(version["items"]) >= 1, int(version["loads"]) >= 1) == (True, True)
+    assert version["rank"] == 16
+    for each in version["residencies"]:
+        assert each["worker"] in ("engine-0", "engine-1")
+        assert each["worker"] in shown.stdout
+    assert version["residencies"]
+    assert version["version"] in shown.stdout
+    explained = trtmesh("explain", "placed", "--admin", admin, env=WIDE).stdout
+    assert f"adapter unit-tests (version {version['version'][:12]}, rank" in explained
+
+
+def test_canary_becomes_current_by_a_second_add(stack: Stack, admin: str, tmp_path: Path) -> None:
+    old, new = peft_directory(tmp_path / "old"), peft_directory(tmp_path / "new", weights=b"new")
+    added = adapters(admin, "add", "mine", str(old), "--id", "77")
+    assert (added.returncode, added.stderr) == (0, "")
+    before = text(stack, "--adapter", "mine")
+    canary = adapters(admin, "add", "mine", str(new), "--canary", "0.25", "--json")
+    assert canary.returncode == 0, canary.stderr
+    (told,) = as_objects(canary.stdout)
+    assert (told["id"], [each["share"] for each in told["versions"]]) == ("77", [0.75, 0.25])
+    table = adapters(admin, "list").stdout
+    rows = [line.split() for line in table.splitlines() if line.startswith("mine")]
+    assert [(row[1], row[-1]) for row in rows] == [("77", "75%"), ("77", "25%")]
+    assert adapters(admin, "add", "mine", str(new)).returncode == 0
+    current = listed(admin)["mine"]["version"]
+    assert current == AdapterContent.read(new, 1 << 20).version
+    assert text(stack, "--adapter", "77") != before
+
+
+def test_canary_is_removed_by_the_start_of_its_version(admin: str, tmp_path: Path) -> None:
+    for name, words in (("old", ()), ("new", ("--canary", "0.5"))):
+        directory = peft_directory(tmp_path / name, weights=name.encode())
+        assert adapters(admin, "add", "trial", str(directory), *words).returncode == 0
+    old, new = (each["version"] for each in listed(admin)["trial"]["versions"])
+    unknown = adapters(admin, "remove", "trial", "--version", "x")
+    assert unknown.returncode == 1
+    assert old in unknown.stderr
+    removed = adapters(admin, "remove", "trial", "--version", new[:10])
+    assert removed.returncode == 0, removed.stderr
+    assert [each["version"] for each in listed(admin)["trial"]["versions"]] == [old]
+
+
+def test_removed_adapter_is_unknown_and_the_error_says_how_to_add_it(
+    stack: Stack, admin: str, tmp_path: Path
+) -> None:
+    directory = peft_directory(tmp_path / "gone")
+    assert adapters(admin, "add", "gone", str(directory)).returncode == 0
+    assert text(stack, "--adapter", "gone")
+    removed = adapters(admin, "remove", "gone")
+    assert (removed.returncode, removed.stdout) == (0, "adapter gone was removed\n")
+    again = adapters(admin, "remove", "gone")
+    assert again.returncode == 1
+    assert "'gone'" in again.stderr
+    refused = trtmesh("generate", "--router", stack.wait_ready(), "--adapter", "gone", "def f():")
+    assert refused.returncode == 1
+    assert "'gone'" in refused.stderr
+    assert "trtmesh adapters add" in refused.stderr
+    assert "docstrings, " in refused.stderr
+
+
+def test_source_names_a_directory_of_the_router(admin: str) -> None:
+    added = adapters(admin, "add", "second", "--source", "demo-adapters/docstrings", "--json")
+    assert added.returncode == 0, added.stderr
+    (told,) = as_objects(added.stdout)
+    assert told["version"] == listed(admin)["docstrings"]["version"]
+    outside = adapters(admin, "add", "third", "--source", "../tests")
+    assert outside.returncode == 1
+    assert "third" not in listed(admin)
+
+
+def test_pinned_adapter_stays_loaded(stack: Stack, admin: str, tmp_path: Path) -> None:
+    directory = peft_directory(tmp_path / "kept")
+    added = adapters(admin, "add", "kept", str(directory), "--pin")
+    assert added.returncode == 0
+    assert "pinned" in added.stdout
+    assert listed(admin)["kept"]["pinned"] is True
+    assert adapters(admin, "unpin", "kept").returncode == 0
+    assert listed(admin)["kept"]["pinned"] is False
+    assert "pinned" in adapters(admin, "pin", "kept").stdout
+
+
+def test_bad_directories_are_refused_before_anything_is_sent(tmp_path: Path) -> None:
+    both = peft_directory(tmp_path / "both")
+    for name in FILE_NAMES[pb.ADAPTER_FORMAT_ARRAYS]:
+        (both / name).touch()
+    half = peft_directory(tmp_path / "half")
+    (half / PEFT.weights).unlink()
+    for words, complaint in (
+        ([str(tmp_path / "none")], str(tmp_path / "none")),
+        ([str(half)], PEFT.weights),
+        ([str(both)], "two formats"),
+        ([], "--source"),
+        ([str(both), "--source", "x"], "--source"),
+    ):
+        refused = adapters(NOWHERE, "add", "bad", *words)
+        assert refused.returncode == 2
+        (line,) = refused.stderr.splitlines()
+        assert complaint in line
+
+
+def test_interrupted_upload_leaves_nothing(tmp_path: Path) -> None:
+    directory = peft_directory(tmp_path / "large", weights=bytes(1 << 26))
+    with running_stack("--port", "0") as stack:
+        stack.wait_ready()
+        router = psutil.Process(stack.child("router-0")["pid"])
+        router.suspend()
+        with running("adapters", "add", "large", str(directory), "--admin", stack.admin) as upload:
+            connected = psutil.Process(upload.popen.pid)
+            while not connected.net_connections():
+                assert upload.popen.poll() is None
+            upload.signal(signal.SIGINT)
+            assert upload.wait() == 130
+            assert upload.err == []
+        router.resume()
+        assert "large" not in listed(stack.admin)
+
+
+def test_terminal_shows_the_progress_of_an_upload(admin: str, tmp_path: Path) -> None:
+    directory = peft_directory(tmp_path / "shown", weights=bytes(1 << 22))
+    leader, follower = pty.openpty()
+    command = [TRTMESH, "adapters", "add", "shown", str(directory), "--admin", admin]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=follower, text=True, env=os.environ | WIDE
+    ) as upload:
+        os.close(follower)
+        screen = read_until_closed(leader)
+        assert upload.stdout
+        assert upload.stdout.read().startswith("adapter shown, number ")
+    assert upload.returncode == 0
+    assert "4.2/4.2 MB" in screen
+
+
+def test_stack_refuses_a_directory_with_a_broken_adapter(tmp_path: Path) -> None:
+    (peft_directory(tmp_path / "torn") / PEFT.config).unlink()
+    refused = trtmesh("up", *FREE_PORTS, "--backend", "simulated", "--adapters", str(tmp_path))
+    assert refused.returncode == 2
+    assert "--adapters" in refused.stderr
+    assert PEFT.config in refused.stderr
+
+
+def test_restarted_router_has_the_adapters_again(tmp_path: Path) -> None:
+    peft_directory(tmp_path / "own")
+    with running_stack("--port", "0", "--adapters", str(tmp_path)) as stack:
+        stack.wait_ready()
+        assert listed(stack.admin).keys() == {"own"}
+        psutil.Process(stack.child("router-0")["pid"]).kill()
+        stack.wait_for("router-0 serves again")
+        while not (known := listed(stack.admin)):
+            assert stack.popen.poll() is None
+        assert known.keys() == {"own"}
