@@ -65,9 +65,17 @@ def test_every_change_has_another_signature(tmp_path: Path) -> None:
     assert file.signature() != before
 
 
+def test_change_returns_its_own_signature(tmp_path: Path) -> None:
+    file, other = RegistryFile(tmp_path), RegistryFile(tmp_path)
+    _, signature = file.change(lambda known: add(known, Registration("a", id=7), version()))
+    assert signature == file.signature()
+    other.change(lambda known: pin(known, 7, pinned=True))
+    assert signature != file.signature()
+
+
 def test_refused_change_leaves_the_file(tmp_path: Path) -> None:
     file = RegistryFile(tmp_path)
-    registry = file.change(lambda known: add(known, Registration("a"), version()))
+    registry, _ = file.change(lambda known: add(known, Registration("a"), version()))
 
     def refuse(_: Registry) -> Registry:
         raise InvalidField("no")

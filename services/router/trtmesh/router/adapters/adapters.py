@@ -364,8 +364,8 @@ class Adapters:
             if self._file is None:
                 self.take(changed(self.registry))
                 return
-            self.take(await asyncio.to_thread(self._file.change, changed))
-            self._signature = await asyncio.to_thread(self._file.signature)
+            registry, self._signature = await asyncio.to_thread(self._file.change, changed)
+            self.take(registry)
             self.tell("")
 
     def take(self, registry: Registry) -> None:

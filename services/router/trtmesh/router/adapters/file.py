@@ -87,15 +87,18 @@ class RegistryFile:
                 " delete it to start without adapters"
             ) from error
 
-    def change(self, changed: Callable[[Registry], Registry]) -> Registry:
-        """Applies a change to the newest registry, under a lock. Raises the change's error, or Mismatch."""
+    def change(self, changed: Callable[[Registry], Registry]) -> tuple[Registry, Signature | None]:
+        """Applies a change to the newest registry, under a lock; returns the signature of this very change.
+
+        Raises the change's error, or Mismatch.
+        """
         try:
             self._lock.parent.mkdir(parents=True, exist_ok=True)
             with self._lock.open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 registry = changed(self.read())
                 replace_file(self._file, dump(registry))
-                return registry
+                return registry, self.signature()
         except OSError as error:
             raise Mismatch(f"{self._file} cannot be written: {error.strerror}") from error
 

@@ -20,8 +20,8 @@ ROUND_SECONDS = 0.25
 AGAIN_SECONDS = 10.0
 """Pause before a worker is asked again for the same."""
 
-Ask = tuple[str, int, VersionKey]
-"""Address and stream of a worker, and a version."""
+Ask = tuple[str, int, VersionKey, str]
+"""Address and stream of a worker, a version, and what the worker is asked for: pin, unpin or unload."""
 
 
 class Pins:
@@ -57,13 +57,13 @@ class Pins:
         for key, residency in worker.adapters.held.items():
             if key in self._adapters.removed:
                 if not self._adapters.usages.live(key) and self._is_new(
-                    (worker.address, worker.streams, key), now
+                    (worker.address, worker.streams, key, "unload"), now
                 ):
                     worker.unload(key)
             elif (
                 residency.pinned
                 and self._is_unpinned(key)
-                and self._is_new((worker.address, worker.streams, key), now)
+                and self._is_new((worker.address, worker.streams, key, "unpin"), now)
             ):
                 worker.unload(key, unpin=True)
 
@@ -77,7 +77,7 @@ class Pins:
             key = (adapter.identity.id, adapter.identity.version)
             residency = worker.adapters.held.get(key)
             if (residency is None or not residency.pinned) and self._is_new(
-                (worker.address, worker.streams, key), now
+                (worker.address, worker.streams, key, "pin"), now
             ):
                 if residency is not None:
                     worker.pin(adapter.identity)
@@ -99,7 +99,8 @@ class Pins:
         return True
 
     def _deliver(self, worker: Worker, adapter: ItemAdapter) -> None:
-        ask = (worker.address, worker.streams, (adapter.identity.id, adapter.identity.version))
+        key = (adapter.identity.id, adapter.identity.version)
+        ask = (worker.address, worker.streams, key, "pin")
         task = asyncio.create_task(_hold(worker, adapter))
         self._deliveries[ask] = task
         task.add_done_callback(lambda _: self._deliveries.pop(ask))
