@@ -33,6 +33,12 @@ class Fragile:
     engines: dict[str, ServiceProcess]
     proxies: dict[str, Proxy]
 
+    @property
+    def engines_flags(self) -> Sequence[str]:
+        """Router flags; both engines come back."""
+        addresses = ",".join(proxy.address for proxy in self.proxies.values())
+        return ("--engines", addresses, "--retries-worker-wait-seconds", "60")
+
     def begun_on(self, reader: StreamReader, name: str) -> list[int]:
         """The batch indices of the items started on an engine."""
         return [
@@ -82,7 +88,7 @@ class Fragile:
 
 @asynccontextmanager
 async def fragile_mesh(
-    engine_flags: Sequence[str], model_dir: Path = DEMO
+    engine_flags: Sequence[str], model_dir: Path = DEMO, router_flags: Sequence[str] = ()
 ) -> AsyncIterator[Fragile]:
     """Starts a mesh of two equal engines."""
     async with AsyncExitStack() as stack:
@@ -98,10 +104,7 @@ async def fragile_mesh(
                 fragile.engines[name] = engine
                 proxy = await stack.enter_async_context(proxy_to(engine.address))
                 fragile.proxies[name] = proxy
-            addresses = ",".join(proxy.address for proxy in fragile.proxies.values())
-            # Both engines come back.
-            flags = ("--engines", addresses, "--retries-worker-wait-seconds", "60")
-            await mesh.start_router(*flags)
+            await mesh.start_router(*fragile.engines_flags, *router_flags)
             await mesh.ready(workers=len(NAMES), tokenizers=1)
 
         async with running_mesh(start=start):
