@@ -260,9 +260,10 @@ async def placement(items: int) -> Figures:
             )
             print(f"{host} {policy}: {json.dumps(by_policy[policy])}", file=sys.stderr)
         result["mesh"][f"host_adapters_{host}"] = by_policy | {"ratios": ratios(by_policy)}
-    ranked = ("--simulated-adapters-rank-step-ms", "0.2", "--simulated-adapters-slots", "32")
+    ranked = ["--simulated-adapters-rank-step-ms", "0.2", "--simulated-adapters-slots", "32"]
+    ranked += ["--simulated-limits-max-batch-size", "16"]
     result["mesh_mixed_ranks"] = {
-        policy: await mesh(policy, traffic(1500, 50.0, RANKS, new_tokens=64), *ranked)
+        policy: await mesh(policy, traffic(1800, 90.0, RANKS, new_tokens=64), *ranked)
         for policy in ("least_loaded", "lora_aware")
     }
     return result
