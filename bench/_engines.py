@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import multiprocessing
 import statistics
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,17 @@ import torch
 import transformers.generation
 from transformers import AutoModelForCausalLM, StoppingCriteria
 from trtmesh.chassis import vocabulary
-from trtmesh.engine.backend import StepOutput, Submission
+from trtmesh.chassis.adapter_content import AdapterContent
+from trtmesh.engine.adapters.arrays import write_arrays
+from trtmesh.engine.adapters.lora import Lora, Module, Update
+from trtmesh.engine.backend import AdapterLoad, StepOutput, Submission
 from trtmesh.engine.backends.torch.backend import TorchBackend
+from trtmesh.engine.backends.torch.memory.tensors import to_message
 from trtmesh.engine.backends.torch.settings import TorchSettings
+from trtmesh.v1 import generation_pb2 as pb
 
+GAP_TOKENS = 4000
+GAP_SECONDS = 5.0
 Prompts = list[list[int]]
 SECONDS = 170.0
 
@@ -118,13 +126,85 @@ class Trtmesh:
         self.backend = TorchBackend(folder, TorchSettings.model_validate(given))
         self._runner = asyncio.Runner()
         self._runner.run(self.backend.start(self._deliver, self._fail))
+        self._shape = json.loads((folder / "config.json").read_text())
+        self._versions: dict[int, str] = {}
+        self._awaited: dict[int, str] = {}
+        self._left = 0
         self._next_key = 0
         self._ended = threading.Event()
         # Per step: the sequences with a new token, and the seconds since the previous step.
         self._step_seconds: list[tuple[int, float]] = []
         self._last = 0.0
+        # The same in seconds of CPU of the engine's thread, which other processes hardly stretch.
+        self._step_cpu_seconds: list[tuple[int, float]] = []
+        self._used = 0.0
 
-    def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
+    def load(self, ranks: list[int], first: int = 1) -> None:
+        """Loads an adapter of random weights for each rank, under the numbers from `first` on."""
+        self._load(_contents(self._shape, ranks), first)
+        self._wait_for_loads()
+
+    def content_bytes(self, rank: int) -> int:
+        """The size of such an adapter."""
+        (content,) = _contents(self._shape, [rank])
+        return content.size_bytes
+
+    def gaps(self, prompts: Prompts, ranks: list[int], first: int = 1) -> tuple[list[float], float]:
+        """Seconds between the steps of running sequences, while adapters load if there are `ranks`, and the seconds of
+        these loads."""
+        contents = _contents(self._shape, ranks)
+        self._begin(prompts, GAP_TOKENS, [0] * len(prompts))
+        while len(self._decoded.arrivals[-1]) < 5:
+            time.sleep(0.01)
+        self._step_seconds.clear()
+        started = time.perf_counter()
+        self._load(contents, first)
+        if contents:
+            self._wait_for_loads()
+        else:
+            time.sleep(GAP_SECONDS)
+        took = time.perf_counter() - started
+        found = [seconds for count, seconds in self._step_seconds if count == len(prompts)]
+        self._runner.run(self._stop(len(prompts)))
+        return found, took
+
+    async def _stop(self, count: int) -> None:
+        keys = range(self._first, self._first + count)
+        self.backend.stop(list(keys), pb.FINISH_REASON_CANCELLED)
+        self._ended.wait(SECONDS)
+
+    def _load(self, contents: list[AdapterContent], first: int) -> None:
+        self._awaited = {number: content.version for number, content in enumerate(contents, first)}
+        self._versions |= self._awaited
+        for number, content in enumerate(contents, first):
+            identity = vocabulary.Adapter(number, version=content.version)
+            self.backend.load_adapter(AdapterLoad(identity, content))
+
+    def _wait_for_loads(self) -> None:
+        deadline = time.perf_counter() + SECONDS
+        while self._awaited:
+            if time.perf_counter() > deadline:
+                raise SystemExit("the adapters did not load")
+            time.sleep(0.005)
+
+    def decode(
+        self, prompts: Prompts, new_tokens: int, numbers: list[int] | None = None
+    ) -> Decoded:
+        """`numbers` are those of the adapters, 0 for none."""
+        self._begin(prompts, new_tokens, numbers or [0] * len(prompts))
+        if not self._ended.wait(SECONDS):
+            raise SystemExit("the engine did not finish")
+        return self._decoded
+
+    def step_cpu_seconds(self, prompts: Prompts, new_tokens: int, numbers: list[int]) -> float:
+        """The CPU time of the engine's thread in a step in which every sequence decodes, the median."""
+        self._step_cpu_seconds.clear()
+        self.decode(prompts, new_tokens, numbers)
+        found = [used for count, used in self._step_cpu_seconds if count == len(prompts)]
+        # The first may have completed a prompt.
+        return statistics.median(found[1:])
+
+    def _begin(self, prompts: Prompts, new_tokens: int, numbers: list[int]) -> None:
         self._ended.clear()
         first, self._next_key = self._next_key, self._next_key + len(prompts)
         self._first = first
@@ -132,11 +212,10 @@ class Trtmesh:
         self._decoded = Decoded(time.perf_counter(), [[] for _ in prompts], [[] for _ in prompts])
         stopping = vocabulary.Stopping(max_tokens=new_tokens, ignore_end_id=True)
         config = vocabulary.GenerationConfig(stopping=stopping)
-        for number, prompt in enumerate(prompts):
-            self.backend.submit(Submission((first + number,), "", 0, 0, prompt, 0, config))
-        if not self._ended.wait(SECONDS):
-            raise SystemExit("the engine did not finish")
-        return self._decoded
+        for place, (prompt, number) in enumerate(zip(prompts, numbers, strict=True)):
+            lora = vocabulary.Lora(number, version=self._versions[number]) if number else None
+            own = replace(config, lora=lora)
+            self.backend.submit(Submission((first + place,), "", 0, 0, prompt, 0, own))
 
     def overhead(self, prompts: Prompts, new_tokens: int) -> float:
         """Median share of a decoding step outside the model: all but the forward, plus its grouping of sequences and
@@ -169,6 +248,14 @@ class Trtmesh:
         now = time.perf_counter()
         self._step_seconds.append((len(output.keys), now - self._last))
         self._last = now
+        used = time.thread_time()
+        self._step_cpu_seconds.append((len(output.keys), used - self._used))
+        self._used = used
+        for held in output.adapters:
+            if held.error:
+                raise held.error
+            if held.place:
+                self._awaited.pop(held.adapter.id, None)
         for key, token in zip(output.keys, output.token_ids, strict=True):
             self._decoded.tokens[key - self._first].append(token)
             self._decoded.arrivals[key - self._first].append(now)
@@ -176,11 +263,41 @@ class Trtmesh:
             if end.error:
                 raise end.error
         self._left -= len(output.ends)
-        if not self._left:
+        if output.ends and not self._left:
             self._ended.set()
 
     def _fail(self, error: BaseException) -> None:
         raise SystemExit(f"the engine failed: {error}")
+
+
+def _contents(shape: dict[str, Any], ranks: list[int]) -> list[AdapterContent]:
+    """Adapters of all linear layers of a Llama."""
+    hidden, inner, size = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    heads, kv_heads = shape["num_attention_heads"] * size, shape["num_key_value_heads"] * size
+    layers = {
+        Module.ATTN_Q: (hidden, heads), Module.ATTN_K: (hidden, kv_heads),
+        Module.ATTN_V: (hidden, kv_heads), Module.ATTN_DENSE: (heads, hidden),
+        Module.MLP_H_TO_4H: (hidden, inner), Module.MLP_GATE: (hidden, inner),
+        Module.MLP_4H_TO_H: (inner, hidden),
+    }  # fmt: skip
+    generator = torch.Generator().manual_seed(len(ranks))
+    contents = []
+    for rank in ranks:
+        updates = {
+            (layer, module): Update(
+                torch.randn(rank, inputs, generator=generator) / 16,
+                torch.randn(outputs, rank, generator=generator) / 16,
+            )
+            for layer in range(shape["num_hidden_layers"])
+            for module, (inputs, outputs) in layers.items()
+        }
+        weights, config = write_arrays(Lora(updates), torch.float32)
+        tensors = (
+            to_message(weights, pb.DATA_TYPE_FP32),
+            vocabulary.Tensor(pb.DATA_TYPE_INT32, tuple(config.shape), config.numpy().tobytes()),
+        )
+        contents.append(AdapterContent.of_arrays(*tensors))
+    return contents
 
 
 class Timed:

@@ -1,8 +1,8 @@
 """The updates of a step's adapters on a CPU: few and large products.
 
-With a token or two per adapter, the updates are read once and hardly computed with, and every operation costs
-microseconds before it begins. So neighbouring slots are one batched product over their tables, padded to the same
-number of rows; an adapter with many rows is a product of its own.
+With a token or two per adapter, reading the updates outweighs the arithmetic, and every operation costs microseconds
+before it begins. So neighbouring slots with few rows are one batched product over their tables; an adapter with many
+rows is a product of its own.
 """
 
 from __future__ import annotations
@@ -19,59 +19,66 @@ FEW_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Neighbouring slots, each with the same number of rows."""
+class Single:
+    """One slot, whose rows are multiplied by themselves."""
+
+    slot: int
+    rows: Tensor | slice
+    """Of the flat batch; a slice where they lie side by side."""
+
+    def add(self, parts: Sequence[Part], given: Tensor, output: Tensor) -> None:
+        rows = given[self.rows]
+        for part in parts:
+            if rank := part.table.ranks[self.slot]:
+                a, b = part.table.a[self.slot, :rank], part.table.b[self.slot, :rank]
+                inner = torch.mm(rows, a.t())
+                if isinstance(self.rows, slice):
+                    output[self.rows, part.outputs].addmm_(inner, b)
+                else:
+                    output[:, part.outputs].index_add_(0, self.rows, torch.mm(inner, b))
+
+
+@dataclass(frozen=True, slots=True)
+class Batched:
+    """Neighbouring slots with a few rows each, filled up to the same number."""
 
     slots: slice
-    rows: Tensor | slice
-    """[slots * rows] of the flat batch; a slice where they lie side by side."""
-    shape: tuple[int, int]
-    """Slots and rows of each."""
-    padding: Tensor | None
-    """[slots, rows, 1], true for rows that only fill up; they repeat a row of the same slot."""
+    rows: Tensor
+    """[slots * most rows] of the flat batch; filling repeats a row of the same slot."""
+    filling: Tensor
+    """[slots, most rows, 1], true for rows that only fill up."""
 
-    def take(self, given: Tensor) -> Tensor:
-        rows = (
-            given[self.rows] if isinstance(self.rows, slice) else given.index_select(0, self.rows)
-        )
-        return rows.view(*self.shape, -1)
+    def add(self, parts: Sequence[Part], given: Tensor, output: Tensor) -> None:
+        ranks = [max(part.table.ranks[self.slots]) for part in parts]
+        if any(ranks):
+            slots, rows, _ = self.filling.shape
+            taken = given.index_select(0, self.rows).view(slots, rows, -1)
+            deltas = [self._delta(*each, taken) for each in zip(parts, ranks, strict=True)]
+            delta = deltas[0] if len(deltas) == 1 else torch.cat(deltas, 2)
+            output.index_add_(0, self.rows, delta.view(slots * rows, -1))
 
-    def put(self, output: Tensor, delta: Tensor) -> None:
-        """Adds `delta` [slots, rows, outputs]."""
-        delta = delta.view(-1, delta.shape[-1])
-        if isinstance(self.rows, slice):
-            output[self.rows] += delta
-        else:
-            output.index_add_(0, self.rows, delta)
+    def _delta(self, part: Part, rank: int, taken: Tensor) -> Tensor:
+        """B A x as [slots, rows, outputs]."""
+        a, b = part.table.a[self.slots, :rank], part.table.b[self.slots, :rank]
+        inner = torch.bmm(taken, a.transpose(1, 2)).masked_fill_(self.filling, 0)
+        return torch.bmm(inner, b)
 
 
 class GroupedProducts:
-    """Implements Products with a batched product for each group of slots."""
+    """Implements Products with few groups of slots."""
 
     def __init__(self) -> None:
-        self._groups: list[Group] = []
+        self._groups: list[Single | Batched] = []
 
     def begin(self, step: Sequence[AdapterRows]) -> None:
-        self._groups = [_group(run) for run in _runs(step)]
+        self._groups = [
+            _batched(run) if len(run) > 1 else Single(run[0].slot, _side_by_side(run[0].rows))
+            for run in _runs(step)
+        ]
 
     def add(self, parts: Sequence[Part], given: Tensor, output: Tensor) -> None:
         for group in self._groups:
-            ranks = [max(part.table.ranks[group.slots]) for part in parts]
-            if any(ranks):
-                rows = group.take(given)
-                deltas = [
-                    _delta(group, part, rank, rows) for part, rank in zip(parts, ranks, strict=True)
-                ]
-                group.put(output, deltas[0] if len(deltas) == 1 else torch.cat(deltas, 2))
-
-
-def _delta(group: Group, part: Part, rank: int, rows: Tensor) -> Tensor:
-    """B A x as [slots, rows, outputs]."""
-    a, b = part.table.a[group.slots, :rank], part.table.b[group.slots, :rank]
-    inner = torch.bmm(rows, a.transpose(1, 2))
-    if group.padding is not None:
-        inner.masked_fill_(group.padding, 0)
-    return torch.bmm(inner, b)
+            group.add(parts, given, output)
 
 
 def _runs(step: Sequence[AdapterRows]) -> Iterator[list[AdapterRows]]:
@@ -86,17 +93,14 @@ def _runs(step: Sequence[AdapterRows]) -> Iterator[list[AdapterRows]]:
     yield run
 
 
-def _group(run: Sequence[AdapterRows]) -> Group:
+def _batched(run: Sequence[AdapterRows]) -> Batched:
     counts = [len(each.rows) for each in run]
     most = max(counts)
     rows = [row for each in run for row in (*each.rows, *[each.rows[0]] * (most - len(each.rows)))]
-    padding = None
-    if min(counts) < most:
-        padding = (torch.arange(most) >= torch.tensor(counts)[:, None])[..., None]
-    side_by_side = rows == list(range(rows[0], rows[0] + len(rows)))
-    return Group(
-        slice(run[0].slot, run[-1].slot + 1),
-        slice(rows[0], rows[-1] + 1) if side_by_side else torch.tensor(rows),
-        (len(run), most),
-        padding,
-    )
+    filling = torch.arange(most) >= torch.tensor(counts)[:, None]
+    return Batched(slice(run[0].slot, run[-1].slot + 1), torch.tensor(rows), filling[..., None])
+
+
+def _side_by_side(rows: Sequence[int]) -> Tensor | slice:
+    first, last = rows[0], rows[-1] + 1
+    return slice(first, last) if last - first == len(rows) else torch.tensor(rows)
