@@ -85,9 +85,11 @@ class AdapterCache:
         self._lock = threading.Lock()
         self._store = AdapterStore[LoadedAdapter](limits)
         self._broken: list[HeldAdapter] = []
-        self._loader = ThreadPoolExecutor(1, thread_name_prefix="adapter-loads")
+        # One core each: the others compute the steps.
+        alone = partial(torch.set_num_threads, 1)
+        self._loader = ThreadPoolExecutor(1, "adapter-loads", alone)
         # Of its own: a sequence need not wait for loads of other adapters.
-        self._copier = ThreadPoolExecutor(1, thread_name_prefix="adapter-copies")
+        self._copier = ThreadPoolExecutor(1, "adapter-copies", alone)
 
     def connect(self, engine: EngineThread) -> None:
         self._engine = engine
