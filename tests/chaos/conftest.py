@@ -7,4 +7,5 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds options for command lines with this folder or a file in it."""
-    parser.addoption("--seeds", help="seeds of test_random_faults, as 3 or 0-99")
+    parser.addoption("--seeds", help="seeds of random tests, as 3 or 0-99")
+    parser.addoption("--adapter-requests", help="requests of test_adapter_traffic")
