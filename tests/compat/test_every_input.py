@@ -19,8 +19,16 @@ from engine.config_fields import LEAVES
 from engine_streams import serving
 from recording_backend import INFO, RecordingBackend
 from tokenizers import Tokenizer
-from trtmesh.chassis.vocabulary import Adapter, GenerationConfig, Image, Tensor, TokenRangeRetention
-from trtmesh.engine.backend import HeldAdapter
+from trtmesh.chassis.adapter_content import AdapterContent
+from trtmesh.chassis.vocabulary import (
+    Adapter,
+    GenerationConfig,
+    Image,
+    Lora,
+    Tensor,
+    TokenRangeRetention,
+)
+from trtmesh.engine.backend import AdapterLoad, HeldAdapter
 from trtmesh.router.doors.triton.models import triton_models
 from trtmesh.router.doors.triton.settings import TritonSettings
 from trtmesh.router.doors.triton.templates.catalogue import TEMPLATES
@@ -29,6 +37,7 @@ from trtmesh.v1 import generation_pb2 as pb
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 F16 = np.ones((1, 2, 3), np.float16)
+MODULES = np.ones((1, 2, 3), np.int32)
 PIXELS = np.arange(12, dtype=np.float16).reshape(1, 1, 3, 2, 2)
 PICTURE = np.zeros((1, 3, 224, 224), np.float16)
 BYTES = np.arange(12, dtype=np.uint8).reshape(1, 1, 2, 2, 3)
@@ -93,12 +102,6 @@ SHARED = {
     ),
     "prompt_vocab_size": Case(2, "prompt_tuning.vocabulary_size", 2),
     "lora_task_id": Case(7, "lora.id", 7),
-    "lora_weights": Case(F16, "lora.weights", tensor(F16, pb.DATA_TYPE_FP16)),
-    "lora_config": Case(
-        np.ones((1, 2, 3), np.int32),
-        "lora.config",
-        tensor(np.ones((1, 2, 3), np.int32), pb.DATA_TYPE_INT32),
-    ),
     "guided_decoding_guide_type": Case(
         "regex", "guided_decoding.guide_type", 3, {"guided_decoding_guide": "a+"}
     ),
@@ -281,6 +284,8 @@ NOT_FOR_BACKENDS = {
     "return_stop_reason": "always known",
     "sampling_param_stop": "acted on by the router and a tokenizer",
     "sampling_param_exclude_input_from_output": "acted on by the door",
+    "lora_weights": "loaded ahead of the item",
+    "lora_config": "loaded ahead of the item",
     "lora_path": "refused by the door",
     "lora_ckpt_source": "refused by the door",
     "text_input": "seen as the prompt's ids",
@@ -308,15 +313,24 @@ async def test_every_declared_input_has_a_case(model: str, cases: dict[str, Case
     assert set(cases) <= declared
 
 
+class LoadingBackend(RecordingBackend):
+    """Has every adapter ready at once."""
+
+    def load_adapter(self, load: AdapterLoad) -> None:
+        super().load_adapter(load)
+        self.step({}, adapters=[HeldAdapter(load.identity)])
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def backend() -> RecordingBackend:
-    return RecordingBackend(
+    return LoadingBackend(
         replace(
             INFO,
             model="demo",
             vocabulary_size=DEMO_VOCABULARY,
             supported_fields=frozenset(LEAVES),
             max_sequence_tokens=4096,
+            max_adapter_bytes=2**20,
         ),
         adapters=[HeldAdapter(Adapter(7, "a", "v1"))],
     )
@@ -387,6 +401,24 @@ async def test_input_reaches_the_backend(
     for part in case.path.split("."):
         value = getattr(value, part)
     assert value == case.seen
+
+
+@pytest.mark.parametrize(
+    ("number", "model"),
+    [*enumerate(name for name, model in TRITON.items() if "lora_weights" in model.inputs)],
+)
+async def test_adapter_with_weights_is_loaded_ahead_of_the_item(
+    triton: Triton, backend: RecordingBackend, number: int, model: str
+) -> None:
+    weights = np.full((1, 2, 3), number, np.float16)
+    tensors = {"lora_task_id": 100 + number, "lora_weights": weights, "lora_config": MODULES}
+    config = await seen_config(triton, backend, model, tensors)
+    content = AdapterContent.of_arrays(
+        tensor(weights, pb.DATA_TYPE_FP16), tensor(MODULES, pb.DATA_TYPE_INT32)
+    )
+    assert backend.loads[-1].content == content
+    assert backend.loads[-1].identity == Adapter(100 + number, "", content.version)
+    assert config.lora == Lora(id=100 + number, version=content.version)
 
 
 async def test_early_stopping_may_be_bool(triton: Triton, backend: RecordingBackend) -> None:
