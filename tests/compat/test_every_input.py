@@ -418,7 +418,7 @@ async def test_adapter_with_weights_is_loaded_ahead_of_the_item(
     )
     assert backend.loads[-1].content == content
     assert backend.loads[-1].identity == Adapter(100 + number, "", content.version)
-    assert config.lora == Lora(id=100 + number, version=content.version)
+    assert config.lora == Lora(id=100 + number, name="", version=content.version)
 
 
 async def test_early_stopping_may_be_bool(triton: Triton, backend: RecordingBackend) -> None:
