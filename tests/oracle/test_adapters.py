@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,15 @@ from trtmesh.chassis.adapter_content import FILE_NAMES, number_of
 from trtmesh.chassis.errors import (
     AdapterNotFound,
     AdaptersFull,
+    BackendFailed,
     InvalidField,
     InvalidRequest,
     UnsupportedField,
 )
 from trtmesh.chassis.vocabulary import Adapter, Lora, Tensor
+from trtmesh.engine.adapters.lora import Place, Update
 from trtmesh.engine.backend import AdapterLoad, BlocksStored
+from trtmesh.engine.backends.torch.model.lora_layers import DeviceAdapters
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -274,6 +278,57 @@ async def test_unusable_adapters_leave_nothing_behind(adapted: Callable[[str], A
         (stream,) = await harness.ended(fine)
         assert stream.token_ids == each.greedy(1, prompt)
         assert [held.adapter.id for held in harness.backend.adapters()] == [1]
+
+
+async def test_weights_beyond_the_type_of_the_activations_are_refused_by_layer(
+    adapted: Callable[[str], Adapted],
+) -> None:
+    """In slots, an infinite weight spoils the rows of other adapters: 0 times infinity is NaN."""
+    each, prompt = adapted("llama"), PROMPTS[1]
+    good = each.contents[1]
+    large = replace(good, weights=good.weights[:-4] + struct.pack("<f", 1e5))
+    half = {"dtype": "float16", "weight_copies": False}
+    async with running(each.model_dir, **ON, **half) as harness:
+        await load(harness, 1, good)
+        alone = (await harness.ended(harness.submit(prompt, asking(named(1, good)))))[0].token_ids
+        error = (await answer(harness, 2, large)).error
+        assert isinstance(error, InvalidRequest)
+        assert error.field.startswith("adapter.layer_")
+        assert error.limit == "finite in float16"
+        (again,) = await harness.ended(harness.submit(prompt, asking(named(1, good))))
+        assert again.token_ids == alone
+        assert [held.adapter.id for held in harness.backend.adapters()] == [1]
+    async with running(each.model_dir, **ON) as harness:
+        await load(harness, 2, large)
+
+
+async def test_adapter_whose_copy_to_the_device_fails(
+    adapted: Callable[[str], Adapted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    each, prompt, copy = adapted("llama"), PROMPTS[1], DeviceAdapters.load
+    broken, fails = each.contents[2], True
+
+    def failing(device: DeviceAdapters, slot: int, updates: Mapping[Place, Update]) -> None:
+        if fails and max(update.rank for update in updates.values()) == 16:
+            raise RuntimeError("out of memory")
+        copy(device, slot, updates)
+
+    monkeypatch.setattr(DeviceAdapters, "load", failing)
+    async with running(each.model_dir, **ON, max_batch_adapters=1) as harness:
+        # Ahead of its items, it takes the only slot and gives it back.
+        await load(harness, 2, broken)
+        await load(harness, 1, each.contents[1])
+        with harness.gate.held():
+            lost = harness.submit(prompt, asking(named(2, broken)))
+            fine = harness.submit(prompt, asking(named(1, each.contents[1])))
+        failed, kept = await harness.ended([*lost, *fine])
+        assert failed.end is not None
+        assert isinstance(failed.end.error, BackendFailed)
+        assert "out of memory" in failed.end.error.message
+        assert kept.token_ids == each.greedy(1, prompt)
+        fails = False
+        (later,) = await harness.ended(harness.submit(prompt, asking(named(2, broken))))
+        assert later.token_ids == each.greedy(2, prompt)
 
 
 async def test_adapter_of_another_model_is_refused(adapted: Callable[[str], Adapted]) -> None:

@@ -157,6 +157,20 @@ def fit(lora: Lora, targets: Mapping[Place, Target]) -> Lora:
     return Lora(fitted)
 
 
+def converted(lora: Lora, dtype: torch.dtype) -> Lora:
+    """The adapter in a type of numbers. Raises InvalidRequest that names the layer with a value outside the type."""
+    updates = {}
+    for place, update in lora.updates.items():
+        a, b = update.a.to(dtype).contiguous(), update.b.to(dtype).contiguous()
+        if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
+            name = str(dtype).removeprefix("torch.")
+            raise misfit(
+                place, f"has a value that is NaN, infinite or outside {name}", f"finite in {name}"
+            )
+        updates[place] = Update(a, b)
+    return Lora(updates)
+
+
 def sizes_at(place: Place, targets: Mapping[Place, Target]) -> tuple[int, int]:
     """Inputs and outputs of a layer, also where the model fuses it or has only its parts."""
     layer, module = place

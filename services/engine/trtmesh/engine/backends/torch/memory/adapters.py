@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 from trtmesh.chassis import vocabulary
 from trtmesh.chassis.adapter_content import AdapterContent, number_of
 from trtmesh.chassis.errors import AdapterNotFound, BackendFailed, InvalidField, TrtmeshError
@@ -21,7 +20,7 @@ from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.adapter_slots import AdapterSlots
 from trtmesh.engine.adapter_store import AdapterStore, StoredAdapter, StoreLimits, key_of
 from trtmesh.engine.adapters.content import read_content
-from trtmesh.engine.adapters.lora import Lora, Place, Target, Update
+from trtmesh.engine.adapters.lora import Place, Target, Update, converted
 from trtmesh.engine.backend import AdapterLoad, HeldAdapter
 from trtmesh.v1 import engine_pb2 as epb
 
@@ -226,21 +225,16 @@ class AdapterCache:
         lora, most = read_content(load.content, self._targets.layers), self._targets.max_rank
         if lora.rank > most:
             raise InvalidField.of("adapter rank", lora.rank, f"at most {most}", "adapters.max_rank")
-        updates = {
-            place: Update(self._converted(update.a), self._converted(update.b))
-            for place, update in lora.updates.items()
-        }
+        # An infinite value would spoil other rows: 0 times infinity is NaN.
+        lora = converted(lora, self._targets.dtype)
         return LoadedAdapter(
             identity=load.identity,
             rank=lora.rank,
-            size_bytes=Lora(updates).size_bytes,
+            size_bytes=lora.size_bytes,
             pinned=load.pinned,
-            updates=updates,
+            updates=lora.updates,
             give_back=self._give_back,
         )
-
-    def _converted(self, matrix: Tensor) -> Tensor:
-        return matrix.to(self._targets.dtype).contiguous()
 
     def _give_back(self, adapter: LoadedAdapter) -> None:
         with self._lock:

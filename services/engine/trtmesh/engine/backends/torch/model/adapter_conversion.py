@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from trtmesh.chassis.errors import StartupError
 from trtmesh.engine.adapters import arrays, peft
-from trtmesh.engine.adapters.lora import Lora, Update, fit, misfit, place_of
+from trtmesh.engine.adapters.lora import Lora, converted, fit, place_of
 from trtmesh.engine.backends.torch.model.conversions import run_conversion
 from trtmesh.engine.backends.torch.model.lora_layers import lora_targets
 from trtmesh.engine.backends.torch.model.model import model_outline
@@ -45,28 +45,23 @@ def _to_arrays(source: Path, target: Path, dtype: str, model: PreTrainedModel | 
     lora = peft.read_peft(source, MOST_BYTES)
     if model is not None:
         fit(lora, lora_targets(model))
-    stored = _stored(lora, dtype)
+    stored = converted(lora, _stored_type(lora, dtype))
     arrays.write_files(stored, target, _type_of(stored))
 
 
 def _to_peft(source: Path, target: Path, dtype: str, model: PreTrainedModel) -> None:
     targets = lora_targets(model)
-    lora = _stored(fit(arrays.read_files(source, targets, MOST_BYTES), targets), dtype)
+    lora = fit(arrays.read_files(source, targets, MOST_BYTES), targets)
+    lora = converted(lora, _stored_type(lora, dtype))
     layers = dict(model.named_modules())
     names = {place: name for name in layers if (place := place_of(name)) and place in lora.updates}
     transposed = all(isinstance(layers[name], Conv1D) for name in names.values())
     peft.write_peft(lora, target, str(model.name_or_path), names, fan_in_fan_out=transposed)
 
 
-def _stored(lora: Lora, name: str) -> Lora:
-    """The adapter in the type of its file. Raises InvalidRequest for a number outside it."""
-    dtype = _type_of(lora) if name == AUTO else getattr(torch, name)
-    stored = {}
-    for place, update in lora.updates.items():
-        stored[place] = Update(update.a.to(dtype), update.b.to(dtype))
-        if not all(torch.isfinite(half).all() for half in (stored[place].a, stored[place].b)):
-            raise misfit(place, f"has a value that is NaN, infinite or outside {dtype}")
-    return Lora(stored)
+def _stored_type(lora: Lora, name: str) -> torch.dtype:
+    dtype: torch.dtype = _type_of(lora) if name == AUTO else getattr(torch, name)
+    return dtype
 
 
 def _type_of(lora: Lora) -> torch.dtype:
