@@ -222,8 +222,10 @@ class Traffic:
 
     def _started(self, item: Item) -> None:
         """The item has its version."""
-        item.until = item.until or self.history.now()
-        if item.brings is not None and item.known in self._bringing:
+        if item.until:
+            return
+        item.until = self.history.now()
+        if item.known is not None and item.brings is not None:
             self._bringing.discard(item.known)
             older = [each for each in item.known.spans if each.until > item.until]
             self.history.end([each for each in older if each is not item.brings])
