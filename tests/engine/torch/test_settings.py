@@ -130,6 +130,7 @@ async def test_kv_events_setting_turns_events_off(llama: Path) -> None:
         ({"batching_policy": "static_batch"}, r"batching\.policy"),
         ({"chunked_context": False, "context_chunk_tokens": 4}, "chunked_context is off"),
         ({"kv_cache_free_memory_fraction": 1.0}, r"kv_cache\.free_memory_fraction"),
+        ({"device_bytes": 1, "device_fraction": 0.1}, "device_bytes and device_fraction"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(
@@ -178,6 +179,54 @@ async def test_a_pool_without_a_block_is_refused(llama: Path) -> None:
     with pytest.raises(ModelUnusable, match=r"0 tokens holds no block of 16.*kv_cache\.bytes"):
         await backend.start(lambda _: None, lambda _: None)
     await backend.close()
+
+
+# Inputs and outputs of the tiny llama's linear layers, in 2 layers, of rank 16 and 4 bytes a number.
+SLOT_BYTES = 2 * (2 * 128 + 2 * 96 + 3 * 160) * 16 * 4
+ADAPTERS = {"adapters_host_bytes": 2**30, "max_rank": 16}
+
+
+@pytest.mark.parametrize(
+    ("settings", "slots"),
+    [
+        ({}, 8),
+        ({"device_bytes": 3 * SLOT_BYTES}, 3),
+        ({"device_bytes": 4 * SLOT_BYTES - 1}, 3),
+        ({"device_bytes": 9 * SLOT_BYTES}, 8),
+        ({"device_bytes": 9 * SLOT_BYTES, "max_batch_adapters": 20}, 9),
+        # Ranks of a slot are rounded up to a multiple of 16.
+        ({"device_bytes": 4 * SLOT_BYTES, "max_rank": 17}, 2),
+        ({"device_fraction": 0.5}, 5),
+        ({"device_fraction": 0.5, "max_batch_adapters": 2}, 2),
+    ],
+)
+async def test_device_memory_limits_the_slots_of_adapters(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], slots: int
+) -> None:
+    monkeypatch.setattr(Cpu, "free_memory", lambda _: 10 * SLOT_BYTES)
+    async with running(llama, **{**TINY, **ADAPTERS, **settings}) as engine:
+        assert engine.info.capabilities.max_adapters == slots
+        assert engine.backend.stats().adapter_slots == slots
+
+
+@pytest.mark.parametrize(
+    ("settings", "given"),
+    [
+        ({"device_bytes": SLOT_BYTES - 1}, SLOT_BYTES - 1),
+        ({"device_fraction": 0.5}, SLOT_BYTES // 2),
+    ],
+)
+async def test_device_memory_below_a_slot_is_refused(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], given: int
+) -> None:
+    monkeypatch.setattr(Cpu, "free_memory", lambda _: SLOT_BYTES)
+    values = {**TINY, **ADAPTERS, **settings}
+    backend = TorchBackend(llama, by_short_names(TorchSettings, threads=1, **values))
+    with pytest.raises(ModelUnusable, match=rf"{given} bytes.*{SLOT_BYTES}") as refused:
+        await backend.start(lambda _: None, lambda _: None)
+    await backend.close()
+    (name,) = settings
+    assert refused.value.setting == f"engine.torch.adapters.{name}"
 
 
 def test_free_memory_is_what_machine_and_container_leave(tmp_path: Path) -> None:

@@ -96,19 +96,45 @@ def _room(settings: TorchSettings, device: Device) -> Room | None:
     # Every sequence of a batch gets a token, also beyond `max_step_tokens`.
     tokens = settings.batching.max_step_tokens + settings.limits.max_batch_size
     return Room(
-        adapters.max_batch_adapters,
         adapters.max_rank,
+        lambda slot_bytes: _slots(adapters, slot_bytes, device),
         lambda tables: device.products(tables, tokens),
     )
 
 
+def _slots(settings: AdapterSettings, slot_bytes: int, device: Device) -> int:
+    """Slots for adapters. Raises ModelUnusable where the device's memory for them is less than one."""
+    most = settings.max_batch_adapters
+    if settings.device_fraction:
+        given = int(settings.device_fraction * device.free_memory())
+    elif settings.device_bytes:
+        given = settings.device_bytes
+    else:
+        return most
+    if given < slot_bytes:
+        raise ModelUnusable(
+            f"gives adapters {given} bytes of the device, but a slot of rank {settings.max_rank} takes {slot_bytes};"
+            " raise it, or lower engine.torch.adapters.max_rank",
+            setting=f"engine.torch.{_slots_setting(settings, 0)}",
+        )
+    return min(most, given // slot_bytes)
+
+
+def _slots_setting(settings: AdapterSettings, slots: int) -> str:
+    """The setting that limits the slots to this number."""
+    if slots == settings.max_batch_adapters:
+        return "adapters.max_batch_adapters"
+    return f"adapters.{'device_fraction' if settings.device_fraction else 'device_bytes'}"
+
+
 def _adapters(settings: AdapterSettings, model: Model) -> AdapterCache:
     slots = model.adapters.slots if model.adapters else 0
+    limits = StoreLimits(settings.host_bytes, slots, slots_setting=_slots_setting(settings, slots))
     return AdapterCache(
         AdapterTargets(
             model.targets, model.compute_dtype, settings.max_rank, _most_adapter_bytes(settings)
         ),
-        StoreLimits(settings.host_bytes, slots),
+        limits,
         model.adapters.load if model.adapters else None,
     )
 

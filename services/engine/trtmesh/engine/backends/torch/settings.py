@@ -110,6 +110,11 @@ class AdapterSettings(Settings):
     adapters."""
     max_batch_adapters: Annotated[int, Field(ge=1, le=4096)] = 8
     """Slots on the device: most adapters computed at once; sequences with another one wait."""
+    device_bytes: Annotated[int, Field(ge=0)] = 0
+    """Memory in bytes for slots: as many as fit, at most max_batch_adapters; 0 sets no limit."""
+    device_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The same limit as a share of the device's memory free after the model is loaded, on a CPU of host memory; 0 sets
+    no limit."""
     max_rank: Annotated[int, Field(ge=1, le=4096)] = 64
     """Largest rank of an adapter; every slot has memory for it."""
     max_adapter_bytes: Annotated[int, Field(ge=1, le=2**31 - 1)] = 2**28
@@ -117,6 +122,12 @@ class AdapterSettings(Settings):
     prefetch_directory: Path | None = None
     """Directory whose subdirectories are adapters to load before the worker is ready, in PEFT's format or as
     TensorRT-LLM's arrays. The name of a subdirectory is the adapter's number, or its name."""
+
+    @model_validator(mode="after")
+    def _has_one_device_limit(self) -> Self:
+        if self.device_bytes and self.device_fraction:
+            raise ValueError("device_bytes and device_fraction are both set; keep one")
+        return self
 
 
 class TorchSettings(Settings):

@@ -6,7 +6,7 @@ tokens, never tensors of an adapter, so its shapes do not depend on the adapters
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -48,10 +48,6 @@ class UpdateTable:
         self.a[slot, rank:before] = 0
         self.b[slot, rank:before] = 0
         self.ranks[slot] = rank
-
-    @property
-    def slot_bytes(self) -> int:
-        return self.a[0].nbytes + self.b[0].nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +92,19 @@ class AdaptedLinear(nn.Module):
 class Room:
     """Room for adapters on a device."""
 
-    slots: int
     max_rank: int
+    slots: Callable[[int], int]
+    """The number of slots by the bytes of one."""
     products: Callable[[Collection[UpdateTable]], Products]
 
-    @property
-    def ranks(self) -> int:
-        return -(-self.max_rank // ALIGNED_RANKS) * ALIGNED_RANKS
+    def ranks(self, target: Target) -> int:
+        """Ranks of a table. The updates of a fused layer's parts lie below each other."""
+        return -(-self.max_rank // ALIGNED_RANKS) * ALIGNED_RANKS * len(target.parts)
+
+    def slot_bytes(self, targets: Collection[Target], dtype: torch.dtype) -> int:
+        """Memory of a slot, whatever the rank of its adapter."""
+        values = sum(self.ranks(each) * (each.inputs + each.outputs) for each in targets)
+        return values * dtype.itemsize
 
 
 class Layer(NamedTuple):
@@ -128,11 +130,6 @@ class DeviceAdapters:
     @property
     def slots(self) -> int:
         return min(len(table.ranks) for table in self._tables.values())
-
-    @property
-    def slot_bytes(self) -> int:
-        """Memory of a slot, whatever the rank of its adapter."""
-        return sum(table.slot_bytes for table in self._tables.values())
 
     def load(self, slot: int, updates: Mapping[Place, Update]) -> None:
         """Copies an adapter into a slot that no step uses; on any thread."""
@@ -184,23 +181,32 @@ def adapt_layers(
 
     `own` are the targets before a device joined layers: an adapter updates each of these by itself.
     """
-    tables: dict[Place, UpdateTable] = {}
-    parts: dict[str, list[Part]] = {}
-    for name, _ in model.named_modules():
-        first = 0
-        for place in _places(name, own):
-            target = own[place]
-            # Updates of a fused layer's parts lie below each other.
-            ranks = room.ranks * len(target.parts)
-            tables[place] = UpdateTable(target, room.slots, ranks, dtype, device)
-            outputs = slice(first, first + target.outputs)
-            parts.setdefault(name, []).append(Part(tables[place], outputs))
-            first += target.outputs
-    if not tables:
+    found = {name: each for name, _ in model.named_modules() if (each := _places(name, own))}
+    targets = {place: own[place] for places in found.values() for place in places}
+    if not targets:
         return {}, None
+    slots = room.slots(room.slot_bytes(targets.values(), dtype))
+    tables = {
+        place: UpdateTable(target, slots, room.ranks(target), dtype, device)
+        for place, target in targets.items()
+    }
     products = room.products(tables.values())
-    layers = [_layer(model, name, each, products) for name, each in parts.items()]
-    return {place: own[place] for place in tables}, DeviceAdapters(tables, layers, products)
+    layers = [
+        _layer(model, name, [*_parts_of(places, targets, tables)], products)
+        for name, places in found.items()
+    ]
+    return targets, DeviceAdapters(tables, layers, products)
+
+
+def _parts_of(
+    places: Sequence[Place], targets: Mapping[Place, Target], tables: Mapping[Place, UpdateTable]
+) -> Iterator[Part]:
+    """The places of a layer with their ranges of its outputs."""
+    first = 0
+    for place in places:
+        after = first + targets[place].outputs
+        yield Part(tables[place], slice(first, after))
+        first = after
 
 
 def _layer(model: nn.Module, name: str, parts: Sequence[Part], products: Products) -> Layer:
