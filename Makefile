@@ -53,7 +53,7 @@ bench: $(INSTALLED_DEV)  ## Run one benchmark, B=<name>; without B list them
 
 chaos: $(INSTALLED_DEV)  ## Run random faults, SEEDS=0-99 or one seed, and adapters, ADAPTER_REQUESTS=20000
 	$(BIN)/pytest -s tests/chaos/test_random_faults.py --seeds=$(or $(SEEDS),0-19)
-	$(BIN)/pytest -s tests/chaos/test_adapter_traffic.py --adapter-requests=$(or $(ADAPTER_REQUESTS),5000)
+	$(BIN)/pytest -s --timeout=0 tests/chaos/test_adapter_traffic.py --adapter-requests=$(or $(ADAPTER_REQUESTS),5000)
 
 images:  ## Build the images of the three services and print their sizes
 	@for service in router tokenizer engine; do \

@@ -260,6 +260,16 @@ async def test_source_outside_the_roots_is_refused(lab: Lab, source: str) -> Non
     await settled(lab)
 
 
+async def test_too_large_upload_is_refused(lab: Lab) -> None:
+    large = replace(WHOLE, weights=WHOLE.weights + bytes(4 * MOST_BYTES))
+    asked = admin_pb.AddAdapterRequest(name="large")
+    async with steady_streams(steady(lab)):
+        with pytest.raises(InvalidField) as refused:
+            await lab.fragile.mesh.admin.upload_adapter(asked, large)
+        assert refused.value.limit_field == "router.adapters.max_adapter_bytes"
+    await settled(lab)
+
+
 async def test_content_with_another_digest_is_refused(lab: Lab) -> None:
     admin, other = lab.fragile.mesh.admin, tiny_adapter(4, 4)
     save_adapter(WHOLE, lab.root / "digest")

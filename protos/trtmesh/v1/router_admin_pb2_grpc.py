@@ -197,7 +197,8 @@ class RouterAdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UploadAdapter(self, request_iterator, context):
-        """Registers an adapter with its content.
+        """Registers an adapter with its content. The router answers the first message with the initial metadata
+        `trtmesh-upload: accepted`, or refuses the upload; a client that waits for either always learns the reason.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -475,7 +475,9 @@ class RouterAdminServiceStub(typing.Generic[_RouterAdminServiceListWorkersType, 
     """Registers an adapter."""
 
     UploadAdapter: _RouterAdminServiceUploadAdapterType
-    """Registers an adapter with its content."""
+    """Registers an adapter with its content. The router answers the first message with the initial metadata
+    `trtmesh-upload: accepted`, or refuses the upload; a client that waits for either always learns the reason.
+    """
 
     FetchAdapter: _RouterAdminServiceFetchAdapterType
     """Sends the content of a version."""
@@ -655,7 +657,9 @@ class RouterAdminServiceServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[trtmesh.v1.router_admin_pb2.UploadAdapterRequest],
         context: _ServicerContext,
     ) -> typing.Union[trtmesh.v1.router_admin_pb2.UploadAdapterResponse, collections.abc.Awaitable[trtmesh.v1.router_admin_pb2.UploadAdapterResponse]]:
-        """Registers an adapter with its content."""
+        """Registers an adapter with its content. The router answers the first message with the initial metadata
+        `trtmesh-upload: accepted`, or refuses the upload; a client that waits for either always learns the reason.
+        """
 
     @abc.abstractmethod
     def FetchAdapter(

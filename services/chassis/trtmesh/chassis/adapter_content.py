@@ -20,6 +20,9 @@ from trtmesh.v1 import generation_pb2 as pb
 
 DIGEST_BYTES = 16
 
+UPLOAD_ACCEPTED = ("trtmesh-upload", "accepted")
+"""Initial metadata of an upload once the router takes its content: content on its way hides a refusal from gRPC."""
+
 
 class FileNames(NamedTuple):
     """The files of an adapter's directory."""

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message
-from trtmesh.chassis.adapter_content import AdapterContent
+from trtmesh.chassis.adapter_content import UPLOAD_ACCEPTED, AdapterContent
 from trtmesh.chassis.admin_token import AdminToken
 from trtmesh.chassis.errors import DeadlineExceeded
 from trtmesh.client.channel import ServerChannel, typed_errors
@@ -128,8 +128,16 @@ class AdminClient(ServerChannel):
         The router refuses content that arrives with another digest. A cancelled upload leaves nothing. `on_sent` gets
         the size of each part.
         """
-        parts = _parts(adapter, content, on_sent)
-        call = self._stub.UploadAdapter(parts, metadata=self._metadata)
+
+        async def parts() -> AsyncGenerator[pb.UploadAdapterRequest, None]:
+            yield _description(adapter, content)
+            name, value = UPLOAD_ACCEPTED
+            if (await call.initial_metadata()).get(name) == value:
+                for part in _parts(content):
+                    yield part
+                    on_sent(len(part.data))
+
+        call = self._stub.UploadAdapter(parts(), metadata=self._metadata)
         response: pb.UploadAdapterResponse = await self._long(call)
         return response.adapter
 
@@ -184,20 +192,20 @@ class AdminClient(ServerChannel):
             await asyncio.gather(coming, return_exceptions=True)
 
 
-def _parts(
-    adapter: pb.AddAdapterRequest, content: AdapterContent, on_sent: Callable[[int], object]
-) -> Iterator[pb.UploadAdapterRequest]:
-    """The messages of an upload: the description, with the digest to expect, then the content."""
+def _description(adapter: pb.AddAdapterRequest, content: AdapterContent) -> pb.UploadAdapterRequest:
+    """The first message of an upload, with the digest to expect."""
     described = pb.AddAdapterRequest(version=content.version)
     described.MergeFrom(adapter)
-    yield pb.UploadAdapterRequest(
+    return pb.UploadAdapterRequest(
         adapter=described,
         format=AdapterFormat.ValueType(content.format),
         config_bytes=len(content.config),
         weights_bytes=len(content.weights),
     )
+
+
+def _parts(content: AdapterContent) -> Iterator[pb.UploadAdapterRequest]:
+    """The other messages of an upload."""
     for data in (content.config, content.weights):
         for start in range(0, len(data), PART_BYTES):
-            part = data[start : start + PART_BYTES]
-            yield pb.UploadAdapterRequest(data=part)
-            on_sent(len(part))
+            yield pb.UploadAdapterRequest(data=data[start : start + PART_BYTES])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 
 from trtmesh.chassis.adapter_content import AdapterContent
 from trtmesh.chassis.error_wire import to_proto
@@ -36,9 +36,11 @@ def registration_of(request: pb.AddAdapterRequest) -> Registration:
 
 
 async def read_upload(
-    requests: AsyncIterator[pb.UploadAdapterRequest], most_bytes: int
+    requests: AsyncIterator[pb.UploadAdapterRequest],
+    most_bytes: int,
+    accept: Callable[[], Awaitable[object]],
 ) -> tuple[Registration, AdapterContent]:
-    """The adapter and the content of an upload. Raises InvalidRequest."""
+    """The adapter and the content of an upload; `accept` asks for the content. Raises InvalidRequest."""
     first = await anext(requests, None)
     if first is None or not first.HasField("adapter"):
         raise InvalidField("is missing; the first message describes it", field="adapter")
@@ -47,6 +49,7 @@ async def read_upload(
     registration = registration_of(first.adapter)
     registration.check()
     assembly = Assembly.of(first, most_bytes)
+    await accept()
     assembly.add(first.data)
     async for part in requests:
         if part.HasField("adapter") or part.format or part.config_bytes or part.weights_bytes:

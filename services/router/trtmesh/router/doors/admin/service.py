@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import grpc
+from trtmesh.chassis.adapter_content import UPLOAD_ACCEPTED
 from trtmesh.chassis.errors import AdapterNotFound, InvalidField, NotFound
 from trtmesh.chassis.rpc import answering
 from trtmesh.router.adapters.adapters import Adapters
@@ -195,7 +197,11 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
     ) -> pb.UploadAdapterResponse:
         async with answering(context):
             self._adapters.check_owner()
-            asked, content = await read_upload(requests, self._adapters.max_adapter_bytes)
+            asked, content = await read_upload(
+                requests,
+                self._adapters.max_adapter_bytes,
+                partial(context.send_initial_metadata, (UPLOAD_ACCEPTED,)),
+            )
             self._check_model(asked.model)
             entry = await self._adapters.upload(asked, content)
             return pb.UploadAdapterResponse(adapter=self._describe_adapter(entry))
