@@ -217,6 +217,7 @@ async def test_adapter_is_found_as_its_workers_report_it(asked: Lora, found: boo
     fleet.touch(worker)
     assert fleet.reported_adapter("m", asked) == (ItemAdapter(held, rank=8) if found else None)
     assert fleet.reported_adapter("another", asked) is None
+    assert fleet.reported_adapter("m", asked, removed={(3, "v2")}) is None
     (snapshot,) = fleet.snapshot()
     assert snapshot.adapters.holds(held)
     assert not snapshot.adapters.holds(Adapter(3, "a", "v1"))

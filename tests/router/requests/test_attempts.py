@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trtmesh.chassis.errors import Draining, QueueFull, WorkerLost
-from trtmesh.router.requests.attempts import Attempts
+from trtmesh.chassis.errors import AdapterNotFound, Draining, NoWorker, QueueFull, WorkerLost
+from trtmesh.router.requests.attempts import Attempts, unplaceable
 
 LOST = WorkerLost("gone", worker="w")
 
@@ -59,3 +59,8 @@ def test_moves_without_a_token_are_limited() -> None:
     assert set(attempts.failures) == {"a", "b"}
     assert set(attempts.moved_from("c", LOST, 0)) == {"a", "b", "c"}
     assert set(attempts.moved_from("c", LOST, 1)) == {"c"}
+
+
+def test_item_whose_adapter_is_nowhere_any_more_gets_the_error_of_the_worker() -> None:
+    evicted = AdapterNotFound("is 7", field="lora.id", value="7")
+    assert unplaceable(evicted, NoWorker("no worker is ready")) is evicted

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from trtmesh.chassis.errors import InvalidField, TrtmeshError
 from trtmesh.chassis.vocabulary import Adapter, Lora
 from trtmesh.router.adapters.adapters import ItemAdapter
+from trtmesh.router.adapters.registry import VersionKey
 from trtmesh.router.fleet.facts import Identity
 from trtmesh.router.fleet.plan import Leg, Plan
 from trtmesh.router.fleet.worker import Worker
@@ -154,12 +155,14 @@ class Fleet:
             return False
         return True
 
-    def reported_adapter(self, model: str, asked: Lora) -> ItemAdapter | None:
-        """An adapter by number, version and name, as a worker reports it."""
+    def reported_adapter(
+        self, model: str, asked: Lora, removed: Container[VersionKey] = ()
+    ) -> ItemAdapter | None:
+        """An adapter by number, version and name, as a worker reports it, but none of the `removed` versions."""
         for worker in self.snapshot():
             if worker.model == model:
-                for residency in worker.adapters.held.values():
-                    if _names(asked, residency.adapter):
+                for key, residency in worker.adapters.held.items():
+                    if key not in removed and _names(asked, residency.adapter):
                         return ItemAdapter(residency.adapter, rank=residency.rank)
         return None
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from trtmesh.chassis.errors import AdaptersFull, NoWorker, QueueFull, TrtmeshError, WorkerLost
+from trtmesh.chassis.errors import (
+    AdapterNotFound,
+    AdaptersFull,
+    NoWorker,
+    QueueFull,
+    TrtmeshError,
+    WorkerLost,
+)
 
 Failures: TypeAlias = dict[str, TrtmeshError]
 """Latest error of each worker to leave out, by address."""
@@ -85,6 +92,9 @@ def unplaceable(loss: TrtmeshError | None, error: NoWorker) -> TrtmeshError:
     """The error of an item without a worker, after the `loss` of a former worker if any."""
     if loss is None:
         return error
+    if isinstance(loss, AdapterNotFound):
+        # Its workers are well, but evicted an adapter that nothing else has.
+        return loss
     return WorkerLost(
         f"{loss.message}; and no worker continues the item: {error.message}",
         worker=loss.worker,

@@ -75,7 +75,7 @@ async def _adapter_of(context: RequestContext, asked: Lora) -> ItemAdapter:
     """The version of an adapter that the item keeps. Raises AdapterNotFound or InvalidField."""
     mesh, model = context.mesh, context.model
     found = await mesh.adapters.find(model, asked, context.request_id)
-    found = found or mesh.fleet.reported_adapter(model, asked)
+    found = found or mesh.fleet.reported_adapter(model, asked, mesh.adapters.removed)
     if found is not None:
         return found
     field, value = ("lora.name", repr(asked.name)) if asked.id is None else ("lora.id", asked.id)
