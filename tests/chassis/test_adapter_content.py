@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from trtmesh.chassis.adapter_content import FILE_NAMES, AdapterContent, format_of, number_of
+from trtmesh.chassis.adapter_content import (
+    FILE_NAMES,
+    AdapterContent,
+    format_of,
+    number_of,
+    rank_of,
+)
 from trtmesh.chassis.errors import InvalidField, InvalidRequest, NotFound
 from trtmesh.chassis.vocabulary import Tensor
 from trtmesh.v1 import generation_pb2 as pb
@@ -63,6 +70,75 @@ def test_version_depends_on_format_and_on_the_border_between_the_files() -> None
     assert len(versions) == 3
     again = AdapterContent(pb.ADAPTER_FORMAT_PEFT, b"ab", b"c").version
     assert again in versions
+
+
+def peft(**values: object) -> AdapterContent:
+    return AdapterContent(pb.ADAPTER_FORMAT_PEFT, json.dumps(values).encode(), b"w")
+
+
+def arrays(config: bytes) -> AdapterContent:
+    return AdapterContent(pb.ADAPTER_FORMAT_ARRAYS, config, b"w")
+
+
+@pytest.mark.parametrize(
+    ("content", "rank"),
+    [
+        (peft(r=8), 8),
+        (peft(r=8, rank_pattern={}), 8),
+        (peft(r=8, rank_pattern=None), 8),
+        (peft(r=8, rank_pattern={"q_proj": 32, "v_proj": 4}), 32),
+        (arrays(saved(CONFIG)), 8),
+        (arrays(saved(np.array([[[1, 0, 4], [2, 0, 16], [1, 1, 8]]], np.int32))), 16),
+        (arrays(saved(np.array([[1, 99, 4, 0], [2, 99, 16, 99]], np.int32))), 16),
+        (arrays(saved(np.asfortranarray([[1, 99, 4], [2, 98, 16]], np.int32))), 16),
+        (arrays(saved(np.asfortranarray([[[1, 99, 4], [2, 98, 16]]], np.int32))), 16),
+    ],
+)
+def test_rank_is_the_largest_of_the_configuration(content: AdapterContent, rank: int) -> None:
+    assert rank_of(content) == rank
+
+
+def npy(header: str) -> bytes:
+    """A .npy file of 12 zeros."""
+    text = header.encode()
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(12)
+
+
+GOOD = "{'descr': '<i4', 'fortran_order': False, 'shape': (1, 3)}"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        peft(),
+        peft(r="8"),
+        peft(r=True),
+        peft(r=-1),
+        peft(r=2**31),
+        peft(r=8, rank_pattern=[4]),
+        peft(r=8, rank_pattern={"q_proj": 1.5}),
+        *(AdapterContent(pb.ADAPTER_FORMAT_PEFT, config, b"w") for config in (
+            b"", b"{", b"[8]", b"\xff", b"[" * 100_000, b'{"r": ' + b"9" * 5000 + b"}",
+            b'{"r": 8, "x": "' + b"a" * (1 << 20) + b'"}',
+        )),
+        arrays(b""),
+        arrays(saved(CONFIG)[:-1]),
+        arrays(saved(CONFIG.astype(np.int64))),
+        arrays(saved(CONFIG.astype(">i4"))),
+        arrays(saved(CONFIG[:, :2].copy())),
+        arrays(saved(CONFIG[:0])),
+        arrays(saved(np.stack((CONFIG, CONFIG)))),
+        arrays(saved(np.array([[1, 0, -8]], np.int32))),
+        *(arrays(npy(GOOD.replace(*change))) for change in (
+            ("(1, 3)", "(-1, 3)"), ("(1, 3)", "(1 << 40, 3)"), ("(1, 3)", "(1000000000, 3)"), ("(1, 3)", "3"),
+            ("(1, 3)", "('1', 3)"), ("{", "("), ("'<i4'", "['<i4']"), ("'shape'", "'form'"), ("{", "{" * 5000),
+        )),
+    ],
+)  # fmt: skip
+def test_configuration_without_rank_is_refused(content: AdapterContent) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        rank_of(content)
+    assert refused.value.field == "adapter.config"
 
 
 def test_number_of_a_name_is_stable_and_above_those_of_clients() -> None:

@@ -730,7 +730,7 @@ class AdapterVersion(google.protobuf.message.Message):
     size_bytes: builtins.int
     """Bytes of its content."""
     rank: builtins.int
-    """Largest rank of its updates; 0 until a worker has loaded it."""
+    """Largest rank of its updates; 0 for unknown."""
     share: builtins.float
     """Share of new requests from 0 to 1."""
     items: builtins.int

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from pathlib import Path
 
-import pytest
 from router.adapters.contents_of import content
 from trtmesh.chassis.adapter_content import AdapterContent, number_of
-from trtmesh.chassis.errors import InvalidField
 from trtmesh.chassis.vocabulary import Adapter, Lora, Tensor
 from trtmesh.router.adapters.adapters import Adapters, ItemAdapter
 from trtmesh.router.adapters.registry import Registration
@@ -59,15 +58,36 @@ async def test_new_weights_are_a_new_version_and_items_keep_theirs() -> None:
     assert (await known.content(old)).version == old.identity.version
 
 
-async def test_weights_without_number_have_that_of_their_name() -> None:
+async def test_weights_without_number_have_that_of_their_name_or_digest() -> None:
     known = adapters()
     named = Lora(name="a", weights=tensor(b"ab"), config=CONFIG)
     found = await known.find("m", named, "r")
     assert found is not None
     assert found.identity == Adapter(number_of("a"), "a", version(b"ab"))
-    with pytest.raises(InvalidField) as refused:
-        await known.find("m", Lora(weights=tensor(b"ab"), config=CONFIG), "r")
-    assert refused.value.fields == ("lora.id",)
+    found = await known.find("m", Lora(weights=tensor(b"ab"), config=CONFIG), "r")
+    assert found is not None
+    assert found.identity == Adapter(number_of(version(b"ab")), "", version(b"ab"))
+
+
+async def test_rank_is_known_before_a_worker_has_loaded_the_adapter(tmp_path: Path) -> None:
+    known = adapters(directory=tmp_path)
+    await known.upload(Registration("named", id=1), content(rank=24))
+    await known.upload(Registration("unreadable", id=2), AdapterContent(1, b"{}", b"w"))
+    config = Tensor(pb.DATA_TYPE_INT32, (1, 3), struct.pack("<3i", 1, 0, 16))
+    brought = await known.find("m", Lora(id=3, weights=tensor(b"ab"), config=config), "r")
+    assert brought is not None
+    assert brought.rank == 16
+    await known.close()
+    restarted = adapters(directory=tmp_path)
+    await restarted.refresh()
+    for each in (known, restarted):
+        found = [await find(each, number) for number in (1, 2, 3)]
+        assert [item.rank for item in found if item] == [24, 0, 16]
+    # The worker's own count wins: it may have joined updates.
+    known.usages.of(brought.identity).rank = 48
+    again = await find(known, 3)
+    assert again is not None
+    assert again.rank == 48
 
 
 async def test_longest_unused_are_forgotten() -> None:

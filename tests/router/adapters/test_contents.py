@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
-from router.adapters.contents_of import content, write
+from router.adapters.contents_of import content, version_of, write
 from trtmesh.chassis.errors import AdapterMismatch, InvalidField, InvalidRequest, NotFound
 from trtmesh.router.adapters import contents as module
 from trtmesh.router.adapters.contents import Contents, Memory
-from trtmesh.router.adapters.registry import Entry, Version
+from trtmesh.router.adapters.registry import Entry
 from trtmesh.router.adapters.settings import AdapterSettings
 
 
@@ -35,7 +35,7 @@ def test_longest_unused_contents_leave_memory_except_held_ones() -> None:
 async def test_stored_content_is_read_again(tmp_path: Path) -> None:
     whole = content(b"stored")
     await contents(directory=tmp_path).store(whole.version, whole)
-    assert await contents(directory=tmp_path).load(7, Version.of(whole)) == whole
+    assert await contents(directory=tmp_path).load(7, version_of(whole)) == whole
     assert [file.name for file in (tmp_path / "contents").iterdir()] == [whole.version]
 
 
@@ -47,13 +47,13 @@ async def test_damaged_file_is_named(tmp_path: Path, damage: bytes) -> None:
     file = tmp_path / "contents" / whole.version
     file.write_bytes(damage)
     with pytest.raises(AdapterMismatch) as refused:
-        await known.load(7, Version.of(whole))
+        await known.load(7, version_of(whole))
     assert refused.value.value == str(file)
 
 
 async def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(NotFound) as refused:
-        await contents(directory=tmp_path).load(7, Version.of(content()))
+        await contents(directory=tmp_path).load(7, version_of(content()))
     assert str(tmp_path / "contents" / content().version) in str(refused.value)
 
 
@@ -92,7 +92,7 @@ async def test_file_of_a_source_that_links_outside_is_refused(tmp_path: Path) ->
 async def test_source_that_changed_is_refused_with_both_digests(tmp_path: Path) -> None:
     write(tmp_path / "a", content(b"old"))
     known = contents(roots=str(tmp_path))
-    registered = Version.of(content(b"old"), "a")
+    registered = version_of(content(b"old"), "a")
     assert await known.load(7, registered) == content(b"old")
     write(tmp_path / "a", content(b"new"))
     with pytest.raises(AdapterMismatch) as refused:
@@ -127,7 +127,7 @@ async def test_longest_unused_files_are_the_first_to_be_forgotten(tmp_path: Path
         each = content(bytes([number]))
         await known.store(each.version, each)
         os.utime(tmp_path / "contents" / each.version, (number, number))
-        entries.append(Entry(number, "", "m", (Version.of(each),), brought=True))
+        entries.append(Entry(number, "", "m", (version_of(each),), brought=True))
     await known.load(0, entries[0].current)
     size = entries[0].current.size_bytes
     assert await known.longest_unused(entries, 3 * size) == []

@@ -33,7 +33,7 @@ def version(digest: str = DIGEST) -> Version:
 def test_registry_is_read_as_it_was_written() -> None:
     registry = add(EMPTY, Registration("a", id=7, model="m", pinned=True), version())
     registry = add(registry, Registration("a", model="m", canary_share=0.25), version(DIGEST[::-1]))
-    registry = bring(registry, Entry(8, "", "m", (Version(DIGEST, 2, 3),), brought=True))
+    registry = bring(registry, Entry(8, "", "m", (Version(DIGEST, 2, 3, rank=16),), brought=True))
     assert parse(dump(registry)) == registry
 
 

@@ -8,17 +8,23 @@
 
 from __future__ import annotations
 
+import ast
+import json
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from trtmesh.chassis.errors import InvalidField, InvalidRequest, NotFound
 from trtmesh.chassis.vocabulary import Tensor
 from trtmesh.v1 import generation_pb2 as pb
 
 DIGEST_BYTES = 16
+MOST_CONFIG_BYTES = 1 << 20
+MOST_HEADER_BYTES = 4096
+MOST_MODULES = 1 << 16
 
 UPLOAD_ACCEPTED = ("trtmesh-upload", "accepted")
 """Initial metadata of an upload once the router takes its content: content on its way hides a refusal from gRPC."""
@@ -44,6 +50,9 @@ _NPY_TYPES: dict[int, str] = {
     pb.DATA_TYPE_BF16: "|V2",
     pb.DATA_TYPE_INT32: "<i4",
 }
+
+_NPY_LENGTHS = {b"\x93NUMPY\x01\x00": "<H", b"\x93NUMPY\x02\x00": "<I"}
+"""Type of the header's length by the first bytes of a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +126,60 @@ def _read(directory: Path, files: list[Path], most_bytes: int) -> list[bytes]:
         return [file.read_bytes() for file in files]
     except OSError as error:
         raise NotFound(f"{directory} cannot be read: {error.strerror}") from error
+
+
+_UNREADABLE = (
+    *(ValueError, KeyError, TypeError, AttributeError, SyntaxError, RecursionError, MemoryError),
+    struct.error,
+)
+"""Errors of parsing."""
+
+
+def rank_of(content: AdapterContent) -> int:
+    """The largest rank in the configuration, which nobody has compared with the weights. Raises InvalidRequest."""
+    reader = _peft_rank if content.format == pb.ADAPTER_FORMAT_PEFT else _array_rank
+    try:
+        return reader(content.config)
+    except _UNREADABLE as error:
+        raise InvalidRequest(
+            f"names no rank: {type(error).__name__} {error}"[:200], field="adapter.config"
+        ) from error
+
+
+def _peft_rank(config: bytes) -> int:
+    if len(config) > MOST_CONFIG_BYTES:
+        raise ValueError(f"{len(config)} bytes, more than {MOST_CONFIG_BYTES}")
+    values = json.loads(config)
+    ranks = [values["r"], *(values.get("rank_pattern") or {}).values()]
+    if not all(type(rank) is int and 0 <= rank < 2**31 for rank in ranks):
+        raise ValueError(f"the ranks are {ranks}")
+    return int(max(ranks))
+
+
+def _array_rank(config: bytes) -> int:
+    """The largest number in the third column of an array of int32, [modules, 3 or 4] or [1, modules, 3 or 4]."""
+    header, start = _npy_header(config)
+    *leading, rows, columns = header["shape"]
+    if header["descr"] != "<i4" or columns not in (3, 4) or leading not in ([], [1]):
+        raise ValueError(f"the array is {header}")
+    if not 0 < rows <= MOST_MODULES:
+        raise ValueError(f"{rows} modules, not 1 to {MOST_MODULES}")
+    values = struct.unpack_from(f"<{rows * columns}i", config, start)
+    ranks = values[2 * rows : 3 * rows] if header["fortran_order"] else values[2::columns]
+    if min(ranks) < 0:
+        raise ValueError(f"rank {min(ranks)}")
+    return int(max(ranks))
+
+
+def _npy_header(data: bytes) -> tuple[Any, int]:
+    """The header of a .npy file, and where the values begin."""
+    size = _NPY_LENGTHS[data[:8]]
+    (length,) = struct.unpack_from(size, data, 8)
+    if length > MOST_HEADER_BYTES:
+        raise ValueError(f"a header of {length} bytes")
+    start = 8 + struct.calcsize(size)
+    end = start + length
+    return ast.literal_eval(data[start:end].decode("latin-1").strip()), end
 
 
 def number_of(name: str) -> int:

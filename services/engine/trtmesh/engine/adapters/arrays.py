@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.lib import format as npy
 from torch import Tensor
-from trtmesh.chassis.adapter_content import FILE_NAMES, AdapterContent
+from trtmesh.chassis.adapter_content import FILE_NAMES, MOST_MODULES, AdapterContent
 from trtmesh.chassis.errors import InvalidField, InvalidRequest, UnsupportedField
 from trtmesh.engine.adapters.lora import (
     DTYPES,
@@ -32,7 +32,6 @@ from trtmesh.engine.adapters.safetensors_file import data_of
 from trtmesh.v1 import generation_pb2 as pb
 
 CONFIG_FILE, WEIGHTS_FILE = FILE_NAMES[pb.ADAPTER_FORMAT_ARRAYS]
-MOST_MODULES = 1 << 16
 BITS = np.dtype("V2")
 _TORCH_TYPES = {
     np.dtype("<f4"): torch.float32,

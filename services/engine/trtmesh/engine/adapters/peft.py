@@ -12,14 +12,13 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors.torch import save_file
 from torch import Tensor
-from trtmesh.chassis.adapter_content import FILE_NAMES, AdapterContent
+from trtmesh.chassis.adapter_content import FILE_NAMES, MOST_CONFIG_BYTES, AdapterContent
 from trtmesh.chassis.errors import InvalidRequest, UnsupportedField
 from trtmesh.engine.adapters.lora import DTYPES, MODULE_BY_NAME, Lora, Place, Update, place_of
 from trtmesh.engine.adapters.safetensors_file import read_safetensors
 from trtmesh.v1 import generation_pb2 as pb
 
 CONFIG, WEIGHTS = FILE_NAMES[pb.ADAPTER_FORMAT_PEFT]
-MOST_CONFIG_BYTES = 1 << 20
 PREFIX = "base_model.model."
 _KEY = re.compile(r"^(?P<layer>.+)\.lora_(?P<side>[AB])(\.[^.]+)?\.weight$")
 

@@ -131,9 +131,8 @@ class Adapters:
         version = entry.version(asked.version) if asked.version else entry.pick(request_id)
         if version is None:
             return None
-        identity = entry.identity(version)
         content = self.contents.memory.get(version.digest)
-        return ItemAdapter(identity, version, content, self.usages.of(identity).rank)
+        return self._item_adapter(entry, version, content)
 
     def names(self, model: str) -> list[str]:
         """The names of the adapters that operators registered for a model."""
@@ -178,11 +177,18 @@ class Adapters:
             check_free(self.registry, model, named.id)
         if asked.version not in (None, digest):
             raise InvalidField.of("lora.version", asked.version, f"{digest}, that of the weights")
-        version = Version(digest, content.format, content.size_bytes)
+        version = Version.of(digest, content)
         entry = Entry(number, asked.name or "", model, (version,), brought=True)
         content = self._keep(entry, content)
+        return self._item_adapter(entry, version, content)
+
+    def _item_adapter(
+        self, entry: Entry, version: Version, content: AdapterContent | None
+    ) -> ItemAdapter:
         identity = entry.identity(version)
-        return ItemAdapter(identity, version, content, self.usages.of(identity).rank)
+        # Workers may have split or joined updates.
+        rank = self.usages.of(identity).rank or version.rank
+        return ItemAdapter(identity, version, content, rank)
 
     def _keep(self, entry: Entry, content: AdapterContent) -> AdapterContent:
         content = self.contents.memory.put(entry.current.digest, content)
@@ -294,7 +300,7 @@ class Adapters:
                 value=asked.version,
                 limit=digest,
             )
-        version = Version(digest, content.format, content.size_bytes, source)
+        version = Version.of(digest, content, source)
         add(self.registry, asked, version)
         if not source:
             self._check_room(content)

@@ -36,6 +36,7 @@ class VersionModel(_Model):
     size_bytes: Annotated[int, Field(ge=0)]
     source: str = ""
     share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    rank: Annotated[int, Field(ge=0, lt=2**31)] = 0
 
 
 class AdapterModel(_Model):
@@ -119,7 +120,14 @@ def dump(registry: Registry) -> bytes:
 
 def _entry(model: AdapterModel) -> Entry:
     versions = tuple(
-        Version(each.version, FORMATS[each.format], each.size_bytes, each.source, each.share)
+        Version(
+            each.version,
+            FORMATS[each.format],
+            each.size_bytes,
+            each.source,
+            each.share,
+            each.rank,
+        )
         for each in model.versions
     )
     return Entry(model.id, model.name, model.model, versions, model.pinned, model.brought)
@@ -133,6 +141,7 @@ def _adapter(entry: Entry) -> AdapterModel:
             size_bytes=each.size_bytes,
             source=each.source,
             share=each.share,
+            rank=each.rank,
         )
         for each in entry.versions
     )

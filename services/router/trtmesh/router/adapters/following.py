@@ -122,7 +122,14 @@ def registry_of(response: pb.ListAdaptersResponse) -> Registry:
 
 def _entry(adapter: pb.Adapter) -> Entry:
     versions = tuple(
-        Version(each.version, each.format, each.size_bytes, each.source, each.share if index else 0)
+        Version(
+            each.version,
+            each.format,
+            each.size_bytes,
+            each.source,
+            each.share if index else 0,
+            each.rank,
+        )
         for index, each in enumerate(adapter.versions)
     )
     return Entry(adapter.id, adapter.name, adapter.model, versions, adapter.pinned, adapter.brought)

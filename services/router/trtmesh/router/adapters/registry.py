@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 
-from trtmesh.chassis.adapter_content import AdapterContent, number_of
-from trtmesh.chassis.errors import AlreadyExists, InvalidField, NotFound
+from trtmesh.chassis.adapter_content import AdapterContent, number_of, rank_of
+from trtmesh.chassis.errors import AlreadyExists, InvalidField, InvalidRequest, NotFound
 from trtmesh.chassis.vocabulary import Adapter
 
 MAX_NAME_LENGTH = 256
@@ -31,10 +31,17 @@ class Version:
     """Directory below a configured root; '' for an uploaded version."""
     share: float = 0.0
     """Share of new requests for a canary; 0 for the current version, which gets the rest."""
+    rank: int = 0
+    """Largest rank in the configuration; 0 for unknown."""
 
     @classmethod
-    def of(cls, content: AdapterContent, source: str = "") -> Version:
-        return cls(content.version, content.format, content.size_bytes, source)
+    def of(cls, digest: str, content: AdapterContent, source: str = "") -> Version:
+        try:
+            rank = rank_of(content)
+        except InvalidRequest:
+            # The worker's error says more.
+            rank = 0
+        return cls(digest, content.format, content.size_bytes, source, rank=rank)
 
 
 @dataclass(frozen=True, slots=True)

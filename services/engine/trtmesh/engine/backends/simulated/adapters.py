@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import io
-import json
 from collections import deque
 from collections.abc import Callable
 
-from trtmesh.chassis.adapter_content import AdapterContent
-from trtmesh.chassis.errors import AdapterNotFound, InvalidField, InvalidRequest, TrtmeshError
+from trtmesh.chassis.adapter_content import AdapterContent, rank_of
+from trtmesh.chassis.errors import AdapterNotFound, InvalidField, TrtmeshError
 from trtmesh.chassis.vocabulary import Lora
 from trtmesh.engine.adapter_slots import AdapterSlots
 from trtmesh.engine.adapter_store import AdapterStore, StoredAdapter, StoreLimits, key_of
 from trtmesh.engine.backend import AdapterLoad
 from trtmesh.engine.backends.simulated.sequence import Sequence
 from trtmesh.engine.backends.simulated.settings import AdapterSettings
-from trtmesh.v1 import generation_pb2 as pb
 
 ADAPTER_BYTES = 2**20
 """Size of every adapter."""
@@ -112,12 +109,7 @@ class SimulatedAdapters:
         )
 
     def _rank(self, content: AdapterContent) -> int:
-        try:
-            rank = _rank_of(content)
-        except (ValueError, KeyError, IndexError, TypeError, EOFError) as error:
-            raise InvalidRequest(
-                f"names no rank: {type(error).__name__} {error}", field="adapter.config"
-            ) from error
+        rank = rank_of(content)
         if not 1 <= rank <= self._settings.max_rank:
             limit = f"1 to {self._settings.max_rank}"
             raise InvalidField.of("adapter rank", rank, limit, "adapters.max_rank")
@@ -130,12 +122,3 @@ class SimulatedAdapters:
 
 def _key(load: AdapterLoad) -> tuple[int, str]:
     return load.identity.id, load.identity.version
-
-
-def _rank_of(content: AdapterContent) -> int:
-    """The rank that the configuration names."""
-    if content.format == pb.ADAPTER_FORMAT_PEFT:
-        return int(json.loads(content.config)["r"])
-    import numpy as np
-
-    return int(np.load(io.BytesIO(content.config), allow_pickle=False)[..., 2].max())

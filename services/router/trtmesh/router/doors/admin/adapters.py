@@ -96,7 +96,7 @@ def _describe_version(
         source=version.source,
         format=generation_pb2.AdapterFormat.ValueType(version.format),
         size_bytes=version.size_bytes,
-        rank=usage.rank,
+        rank=usage.rank or version.rank,
         share=entry.share_of(version),
         residencies=_describe_residencies(key, entry.model, workers),
         items=usage.items,
