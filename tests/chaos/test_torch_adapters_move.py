@@ -1,0 +1,62 @@
+"""Engines with a real model are killed while streams with an adapter run: no bit differs from an undisturbed run."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from chaos.fragile import NAMES, SAMPLED, Fragile, contents, fragile_mesh, log_probs
+from e2e.mesh import DEMO
+from trtmesh.chassis.adapter_content import AdapterContent
+from trtmesh.client import ItemResult
+from trtmesh.v1 import router_admin_pb2 as admin_pb
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ADAPTER = "unit-tests"
+ADAPTER_DIRECTORY = DEMO.parent / "demo-adapters" / ADAPTER
+PROMPT = ["def fibonacci(n):"]
+TOKENS = 96
+BEFORE_THE_LOSS = 12
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def exact() -> AsyncIterator[Fragile]:
+    flags = (
+        *("--backend", "torch", "--model-dir", str(DEMO), "--torch-batch-invariant", "true"),
+        *("--torch-adapters-host-bytes", str(1 << 28)),
+    )
+    async with fragile_mesh(flags) as fragile:
+        content = AdapterContent.read(ADAPTER_DIRECTORY, 1 << 28)
+        await fragile.mesh.admin.upload_adapter(admin_pb.AddAdapterRequest(name=ADAPTER), content)
+        yield fragile
+
+
+async def undisturbed(fragile: Fragile, **options: Any) -> ItemResult:
+    (item,) = await fragile.mesh.client.complete(PROMPT, **options)
+    assert item.error is None
+    return item
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
+async def test_killed_engine_moves_streams_with_an_adapter(
+    exact: Fragile, options: dict[str, Any]
+) -> None:
+    options = {**options, "max_tokens": TOKENS, "ignore_end_id": True, "log_probs": True}
+    base = await undisturbed(exact, **options)
+    options["adapter"] = ADAPTER
+    whole = await undisturbed(exact, **options)
+    assert contents([whole]) != contents([base])
+    moved = await exact.moved_sequences()
+    reader = exact.mesh.open(PROMPT, **options)
+    await reader.tokens_here(BEFORE_THE_LOSS)
+    (victim,) = [name for name in NAMES if exact.begun_on(reader, name)]
+    exact.kill(victim)
+    (item,) = await reader.result()
+    assert await exact.moved_sequences() == moved + len(whole.sequences)
+    assert contents([item]) == contents([whole])
+    assert log_probs([item]) == log_probs([whole])
+    await exact.mend(victim)
+    await exact.check_nothing_is_left()
