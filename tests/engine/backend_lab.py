@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +13,7 @@ from trtmesh.chassis.parsing import parse_config
 from trtmesh.chassis.vocabulary import GenerationConfig
 from trtmesh.client.options import build_config
 from trtmesh.engine.backend import (
+    AdapterLoad,
     Backend,
     PromptDetails,
     SequenceEnd,
@@ -72,11 +73,22 @@ class Lab:
         return list(keys)
 
     async def ended(self, keys: Sequence[int]) -> list[Outcome]:
+        await self._until(lambda: all(self.outcomes[key].end for key in keys))
+        return [self.outcomes[key] for key in keys]
+
+    async def load(self, loads: Sequence[AdapterLoad]) -> None:
+        """Loads adapters into a backend without any."""
+        for load in loads:
+            self.backend.load_adapter(load)
+        await self._until(lambda: len(self.backend.adapters()) == len(loads))
+        assert not any(state.error for state in self.backend.adapters())
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """Waits for a condition that a delivery fulfils."""
         async with asyncio.timeout(SECONDS):
-            while not all(self.outcomes[key].end for key in keys):
+            while not condition():
                 self._changed.clear()
                 await self._changed.wait()
-        return [self.outcomes[key] for key in keys]
 
     async def run(self, prompt: Sequence[int], config: GenerationConfig) -> list[Outcome]:
         return await self.ended(self.submit(prompt, config))

@@ -14,17 +14,23 @@ from typing import Any
 
 import pytest
 import torch
+from chaos.tiny_adapters import tiny_adapter
+from engine.adapter_contents import content
 from engine.backend_lab import Lab, config_of, lab
 from engine.config_fields import LEAVES, config_with
 from engine.short_names import by_short_names
 from engine_streams import router_stream, serving, submit
 from oracle import tiny_models
-from trtmesh.chassis.errors import TrtmeshError
-from trtmesh.engine.backend import Backend
+from trtmesh.chassis.adapter_content import AdapterContent
+from trtmesh.chassis.errors import AdapterNotFound, TrtmeshError
+from trtmesh.chassis.vocabulary import Adapter
+from trtmesh.engine.backend import AdapterLoad, Backend
+from trtmesh.engine.backends.simulated.backend import ADAPTER_FIELDS as SIMULATED_ADAPTER_FIELDS
 from trtmesh.engine.backends.simulated.backend import SUPPORTED_FIELDS as SIMULATED_FIELDS
 from trtmesh.engine.backends.simulated.backend import SimulatedBackend
 from trtmesh.engine.backends.simulated.settings import SimulatedSettings
 from trtmesh.engine.backends.torch.backend import TorchBackend
+from trtmesh.engine.backends.torch.fields import ADAPTERS as TORCH_ADAPTER_FIELDS
 from trtmesh.engine.backends.torch.fields import SUPPORTED_FIELDS as TORCH_FIELDS
 from trtmesh.engine.backends.torch.settings import TorchSettings
 from trtmesh.v1 import generation_pb2 as pb
@@ -81,6 +87,21 @@ async def accepted(on: Lab, options: Options) -> object:
     return [outcome.token_ids for outcome in outcomes]
 
 
+def adapted(contents: Sequence[AdapterContent]) -> See:
+    """The result of an item, or the problem of its refusal, with three adapters in memory."""
+    identities = [Adapter(7, "", "a"), Adapter(8, "", "a"), Adapter(7, "", "b")]
+
+    async def see(on: Lab, options: Options) -> object:
+        loads = zip(identities, contents, strict=True)
+        await on.load([AdapterLoad(identity, content) for identity, content in loads])
+        try:
+            return await everything(on, options)
+        except AdapterNotFound as error:
+            return error.problem
+
+    return see
+
+
 @dataclass(frozen=True)
 class Case:
     """The config without and with a field, the effect to observe, and the backend."""
@@ -111,6 +132,21 @@ def table(seed: int, **values: Any) -> Options:
     return {"prompt_tuning": pb.PromptTuningConfig(embedding_table=tensor, **values)}
 
 
+def adapter(**values: Any) -> Options:
+    return {"adapter": pb.LoraConfig(**values)}
+
+
+def adapter_cases(new: Options, see: See, settings: Mapping[str, Any]) -> dict[str, Case]:
+    """Tokens depend on number and version; the name is for people, who read it in a refusal."""
+    known = {**new, **adapter(id=7, version="a")}
+    unknown = {**new, **adapter(id=9, version="a")}
+    return {
+        "lora.id": Case(known, adapter(id=8, version="a"), see, settings),
+        "lora.version": Case(known, adapter(id=7, version="b"), see, settings),
+        "lora.name": Case(unknown, adapter(id=9, version="a", name="prose"), see, settings),
+    }
+
+
 def torch_cases(plain: Sequence[int]) -> dict[str, Case]:
     """By field; `plain` are the prompt's tokens without any field."""
     often = {"embedding_bias_token_ids": [[5]], "embedding_bias_weights": [9.0]}
@@ -122,7 +158,8 @@ def torch_cases(plain: Sequence[int]) -> dict[str, Case]:
         "beam_width": 3,
     }
     decaying = {**DRAWN, "seed": 8, "top_p": 0.99, "top_p_decay": 0.3}
-    return {
+    contents = [tiny_adapter(seed, rank=4).content for seed in range(3)]
+    return adapter_cases(NEW, adapted(contents), {"adapters_host_bytes": 2**28}) | {
         "stopping.max_tokens": Case({**NEW}, {"max_tokens": 3}),
         "stopping.min_tokens": Case({"end_id": plain[3], "max_tokens": 12}, {"min_tokens": 9}),
         "stopping.end_id": Case({"max_tokens": 12}, {"end_id": plain[3]}),
@@ -212,17 +249,22 @@ def simulated_cases() -> dict[str, Case]:
         "num_return_sequences": 2,
     }  # fmt: skip
     sampling = {f"sampling.{name}": Case(drawn, {name: value}) for name, value in some.items()}
-    return sampling | {
-        "stopping.max_tokens": Case(new, {"max_tokens": 3}),
-        "stopping.min_tokens": Case({"max_tokens": 300}, {"min_tokens": 250}),
-        "stopping.end_id": Case({"max_tokens": 300}, {"end_id": 60}),
-        "stopping.ignore_end_id": Case({"max_tokens": 300}, {"ignore_end_id": True}),
-        "stopping.stop_token_ids": Case(new, {"stop_token_ids": [[60]]}),
-        "output.perf_metrics": Case(new, {"perf_metrics": True}),
-        "kv_cache.reuse": Case(ONE, cache(reuse=False), reused),
-        "kv_cache.salt": Case(ONE, cache(salt="pepper"), reused),
-        "priority": Case({"max_tokens": 2}, {"priority": 9}, order, ONE_AT_A_TIME),
-    }
+    adapters = adapter_cases(new, adapted([*map(content, range(3))]), {"adapters_slots": 3})
+    return (
+        sampling
+        | adapters
+        | {
+            "stopping.max_tokens": Case(new, {"max_tokens": 3}),
+            "stopping.min_tokens": Case({"max_tokens": 300}, {"min_tokens": 250}),
+            "stopping.end_id": Case({"max_tokens": 300}, {"end_id": 60}),
+            "stopping.ignore_end_id": Case({"max_tokens": 300}, {"ignore_end_id": True}),
+            "stopping.stop_token_ids": Case(new, {"stop_token_ids": [[60]]}),
+            "output.perf_metrics": Case(new, {"perf_metrics": True}),
+            "kv_cache.reuse": Case(ONE, cache(reuse=False), reused),
+            "kv_cache.salt": Case(ONE, cache(salt="pepper"), reused),
+            "priority": Case({"max_tokens": 2}, {"priority": 9}, order, ONE_AT_A_TIME),
+        }
+    )
 
 
 async def check(path: str, case: Case, start: Callable[..., Backend]) -> None:
@@ -259,7 +301,7 @@ def plain(llama: Path) -> list[int]:
     return tiny_models.greedy(tiny_models.reference_model(llama), PROMPT, 12)
 
 
-@pytest.mark.parametrize("path", sorted(TORCH_FIELDS))
+@pytest.mark.parametrize("path", sorted(TORCH_FIELDS | TORCH_ADAPTER_FIELDS))
 async def test_field_acts_on_torch_backend(path: str, llama: Path, plain: list[int]) -> None:
     def start(**settings: Any) -> Backend:
         return torch_backend(llama, **settings)
@@ -269,7 +311,7 @@ async def test_field_acts_on_torch_backend(path: str, llama: Path, plain: list[i
     await check(path, cases[path], start)
 
 
-@pytest.mark.parametrize("path", sorted(SIMULATED_FIELDS))
+@pytest.mark.parametrize("path", sorted(SIMULATED_FIELDS | SIMULATED_ADAPTER_FIELDS))
 async def test_field_acts_on_simulated_backend(path: str) -> None:
     cases = simulated_cases()
     assert path in cases, f"say in simulated_cases what {path} changes"
@@ -294,8 +336,8 @@ async def test_observations_are_repeatable(llama: Path) -> None:
 
 
 async def test_tables_list_supported_fields_only(plain: list[int]) -> None:
-    assert set(torch_cases(plain)) == TORCH_FIELDS
-    assert set(simulated_cases()) == SIMULATED_FIELDS
+    assert set(torch_cases(plain)) == TORCH_FIELDS | TORCH_ADAPTER_FIELDS
+    assert set(simulated_cases()) == SIMULATED_FIELDS | SIMULATED_ADAPTER_FIELDS
 
 
 async def refuses(backend: Backend, supported: frozenset[str]) -> None:
@@ -317,7 +359,11 @@ async def refuses(backend: Backend, supported: frozenset[str]) -> None:
 
 async def test_torch_backend_refuses_other_fields(llama: Path) -> None:
     await refuses(TorchBackend(llama, TorchSettings(threads=1)), TORCH_FIELDS)
+    with_adapters = torch_backend(llama, adapters_host_bytes=2**28)
+    await refuses(with_adapters, TORCH_FIELDS | TORCH_ADAPTER_FIELDS)
 
 
 async def test_simulated_backend_refuses_other_fields() -> None:
     await refuses(SimulatedBackend(SimulatedSettings()), SIMULATED_FIELDS)
+    with_adapters = simulated_backend(adapters_slots=1)
+    await refuses(with_adapters, SIMULATED_FIELDS | SIMULATED_ADAPTER_FIELDS)

@@ -39,15 +39,6 @@ class StoredAdapter:
 A = TypeVar("A", bound=StoredAdapter)
 
 
-def key_of(asked: Lora) -> tuple[int, str]:
-    """Number and version of the adapter that an item names. Raises InvalidField where one is missing."""
-    if asked.id is None:
-        raise InvalidField("is not set; a worker knows adapters by number", field="lora.id")
-    if asked.version is None:
-        raise InvalidField("is not set; name the version that was loaded", field="lora.version")
-    return asked.id, asked.version
-
-
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
     """Sizes of both tiers, with the settings that an error names."""
@@ -80,13 +71,15 @@ class AdapterStore(Generic[A]):
     def get(self, number: int, version: str) -> A | None:
         return self._held.get((number, version))
 
-    def hold(self, number: int, version: str, holders: int) -> A:
-        """The adapter for `holders` more sequences. Raises AdapterNotFound, or AdaptersFull where the pinned ones leave
-        it no slot."""
+    def hold(self, asked: Lora, holders: int) -> A:
+        """The adapter for `holders` more sequences. Raises InvalidField, AdapterNotFound, or AdaptersFull where the
+        pinned ones leave it no slot."""
+        number, version = _key_of(asked)
         adapter = self._held.get((number, version))
         if adapter is None or adapter.unloading:
             raise AdapterNotFound(
-                f"is {number} in version {version}, an adapter that this worker does not hold; load it first",
+                f"is {number}{f' ({asked.name!r})' if asked.name else ''} in version {version}, an adapter that this"
+                " worker does not hold; load it first",
                 field="lora.id",
                 value=str(number),
             )
@@ -213,6 +206,15 @@ class AdapterStore(Generic[A]):
             limit=f"at most {limits.slots} adapters",
             limit_field=limits.slots_setting,
         )
+
+
+def _key_of(asked: Lora) -> tuple[int, str]:
+    """Number and version of the adapter that an item names. Raises InvalidField where one is missing."""
+    if asked.id is None:
+        raise InvalidField("is not set; a worker knows adapters by number", field="lora.id")
+    if asked.version is None:
+        raise InvalidField("is not set; name the version that was loaded", field="lora.version")
+    return asked.id, asked.version
 
 
 def _is_asked(adapter: StoredAdapter, number: int, version: str) -> bool:

@@ -10,7 +10,7 @@ from trtmesh.chassis.adapter_content import AdapterContent, rank_of
 from trtmesh.chassis.errors import AdapterNotFound, InvalidField, TrtmeshError
 from trtmesh.chassis.vocabulary import Lora
 from trtmesh.engine.adapter_slots import AdapterSlots
-from trtmesh.engine.adapter_store import AdapterStore, StoredAdapter, StoreLimits, key_of
+from trtmesh.engine.adapter_store import AdapterStore, StoredAdapter, StoreLimits
 from trtmesh.engine.backend import AdapterLoad
 from trtmesh.engine.backends.simulated.sequence import Sequence
 from trtmesh.engine.backends.simulated.settings import AdapterSettings
@@ -39,7 +39,7 @@ class SimulatedAdapters:
 
     def hold(self, asked: Lora, holders: int) -> StoredAdapter:
         """Raises InvalidField, AdapterNotFound or AdaptersFull."""
-        return self.store.hold(*key_of(asked), holders)
+        return self.store.hold(asked, holders)
 
     def release(self, adapter: StoredAdapter) -> None:
         """Takes back the hold of a sequence."""

@@ -18,7 +18,7 @@ from trtmesh.chassis.adapter_content import AdapterContent, number_of
 from trtmesh.chassis.errors import AdapterNotFound, BackendFailed, InvalidField, TrtmeshError
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.adapter_slots import AdapterSlots
-from trtmesh.engine.adapter_store import AdapterStore, StoredAdapter, StoreLimits, key_of
+from trtmesh.engine.adapter_store import AdapterStore, StoredAdapter, StoreLimits
 from trtmesh.engine.adapters.content import read_content
 from trtmesh.engine.adapters.lora import Place, Target, Update, converted
 from trtmesh.engine.backend import AdapterLoad, HeldAdapter
@@ -119,7 +119,7 @@ class AdapterCache:
         """The adapter for `holders` sequences, each of which gives it back. Raises InvalidField, AdapterNotFound or
         AdaptersFull."""
         with self._lock:
-            return self._store.hold(*key_of(asked), holders)
+            return self._store.hold(asked, holders)
 
     def load(self, load: AdapterLoad) -> None:
         """Loads an adapter on the loading thread."""

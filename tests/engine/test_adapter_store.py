@@ -1,0 +1,165 @@
+"""Adapters in host memory: limits, holds, pins, the order of eviction, and news."""
+
+from __future__ import annotations
+
+import pytest
+from trtmesh.chassis.errors import AdapterNotFound, AdaptersFull, InvalidField
+from trtmesh.chassis.vocabulary import Adapter, Lora
+from trtmesh.engine.adapter_store import AdapterStore, StoredAdapter, StoreLimits
+from trtmesh.v1 import engine_pb2 as epb
+
+SIZE = 10
+HOST, ABSENT = epb.ADAPTER_PLACE_HOST, epb.ADAPTER_PLACE_ABSENT
+Store = AdapterStore[StoredAdapter]
+
+
+def store(adapters: int = 3, slots: int = 2) -> Store:
+    return AdapterStore(StoreLimits(adapters * SIZE, slots))
+
+
+def adapter(number: int, *, version: str = "v", pinned: bool = False) -> StoredAdapter:
+    return StoredAdapter(
+        identity=Adapter(number, "", version), rank=8, size_bytes=SIZE, pinned=pinned
+    )
+
+
+def filled(held: Store, *numbers: int) -> list[StoredAdapter]:
+    adapters = [adapter(number) for number in numbers]
+    for each in adapters:
+        assert held.put(each) == []
+    return adapters
+
+
+def numbers(held: Store) -> list[int]:
+    return [state.adapter.id for state in held.states]
+
+
+def hold(held: Store, number: int, version: str = "v", holders: int = 1) -> StoredAdapter:
+    return held.hold(Lora(number, version=version), holders)
+
+
+def news(held: Store) -> dict[int, epb.AdapterPlace.ValueType]:
+    return {each.adapter.id: each.place for each in held.take_news()}
+
+
+def test_longest_unused_leaves_first() -> None:
+    held = store()
+    filled(held, 1, 2, 3)
+    held.release(hold(held, 1))
+    assert [each.identity.id for each in held.put(adapter(4))] == [2]
+    assert numbers(held) == [3, 1, 4]
+    assert (held.used_bytes, held.loads, held.evictions) == (3 * SIZE, 4, 1)
+    assert news(held) == {1: HOST, 2: ABSENT, 3: HOST, 4: HOST}
+
+
+def test_held_and_pinned_adapters_stay() -> None:
+    held = store()
+    used, _, _ = filled(held, 1, 2, 3)
+    hold(held, 1, holders=2)
+    held.retain(adapter_of(held, 2), pinned=True)
+    assert [each.identity.id for each in held.put(adapter(4))] == [3]
+    hold(held, 4)
+    held.release(used)
+    with pytest.raises(AdaptersFull) as full:
+        held.put(adapter(5))
+    assert (full.value.value, full.value.limit_field) == (str(SIZE), "adapters.host_bytes")
+    assert numbers(held) == [2, 1, 4]
+    held.release(used)
+    assert [each.identity.id for each in held.put(adapter(5))] == [1]
+
+
+def adapter_of(held: Store, number: int, version: str = "v") -> StoredAdapter:
+    found = held.get(number, version)
+    assert found is not None
+    return found
+
+
+def test_adapter_larger_than_the_memory_is_refused() -> None:
+    held = store(adapters=0)
+    with pytest.raises(InvalidField) as refused:
+        held.put(adapter(1))
+    assert refused.value.limit_field == "adapters.host_bytes"
+    assert held.states == []
+
+
+def test_unloaded_adapter_leaves_with_its_last_holder() -> None:
+    held = store()
+    filled(held, 1, 2)
+    used = hold(held, 1, holders=2)
+    news(held)
+    assert held.unload(1, "v") == []
+    with pytest.raises(AdapterNotFound):
+        hold(held, 1)
+    assert held.release(used) == []
+    assert numbers(held) == [2, 1]
+    assert held.release(used) == [used]
+    assert numbers(held) == [2]
+    assert held.used_bytes == SIZE
+    assert news(held) == {1: ABSENT}
+    assert held.evictions == 0
+
+
+def test_adapter_loaded_again_before_its_last_holder_ends_stays() -> None:
+    held = store()
+    (known,) = filled(held, 1)
+    hold(held, 1)
+    held.unload(1, "")
+    held.retain(known, pinned=False)
+    assert held.release(known) == []
+    assert hold(held, 1) is known
+
+
+def test_unload_without_version_takes_all_of_the_number() -> None:
+    held = store()
+    both = [adapter(1, version=version) for version in "ab"]
+    for each in both:
+        held.put(each)
+    filled(held, 2)
+    assert held.unload(1, "") == both
+    assert numbers(held) == [2]
+
+
+def test_unload_of_an_unknown_adapter_is_reported() -> None:
+    held = store()
+    assert held.unload(7, "v") == []
+    assert news(held) == {7: ABSENT}
+    assert not held.has_news
+
+
+def test_pins_leave_a_slot_to_sequences_with_others() -> None:
+    held = store(slots=2)
+    filled(held, 1, 2)
+    used = hold(held, 2)
+    held.retain(adapter_of(held, 1), pinned=True)
+    with pytest.raises(AdaptersFull) as full:
+        held.put(adapter(3, pinned=True))
+    assert (full.value.field, full.value.limit_field) == (
+        "adapter.id",
+        "adapters.max_batch_adapters",
+    )
+    assert numbers(held) == [1, 2]
+    held.release(used)
+    held.put(adapter(3, pinned=True))
+    with pytest.raises(AdaptersFull) as full:
+        hold(held, 2)
+    assert (full.value.field, full.value.value) == ("lora.id", "2")
+    held.unpin(3, "")
+    assert hold(held, 2) is used
+
+
+def test_unknown_version_is_refused_with_number_and_name() -> None:
+    held = store()
+    filled(held, 1)
+    with pytest.raises(AdapterNotFound) as refused:
+        held.hold(Lora(1, name="french", version="w"), 1)
+    assert (refused.value.field, refused.value.value) == ("lora.id", "1")
+    assert "'french'" in refused.value.problem
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"), [(Lora(version="v"), "lora.id"), (Lora(1), "lora.version")]
+)
+def test_item_names_number_and_version(asked: Lora, field: str) -> None:
+    with pytest.raises(InvalidField) as refused:
+        store().hold(asked, 1)
+    assert refused.value.field == field
