@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pty
 import signal
+import struct
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +26,8 @@ from cli.commands import (
 )
 from cli.test_admin_commands import WIDE, as_objects
 from e2e.mesh import DEMO
-from trtmesh.chassis.adapter_content import FILE_NAMES, AdapterContent
+from trtmesh.chassis.adapter_content import FILE_NAMES, AdapterContent, number_of
+from trtmesh.client import Client
 from trtmesh.v1 import generation_pb2 as pb
 
 ADAPTERS = DEMO.parent / "demo-adapters"
@@ -213,6 +216,48 @@ def test_interrupted_upload_leaves_nothing(tmp_path: Path) -> None:
             assert upload.err == []
         router.resume()
         assert "large" not in listed(stack.admin)
+
+
+def bring(stack: Stack, number: int, name: str) -> None:
+    """Sends an adapter's weights with a request."""
+    weights = pb.Tensor(data_type=pb.DATA_TYPE_FP16, shape=[1, 1], data=number.to_bytes(2, "big"))
+    config = pb.Tensor(data_type=pb.DATA_TYPE_INT32, shape=[1, 3], data=struct.pack("<3i", 1, 0, 4))
+    lora = pb.LoraConfig(id=number, name=name, weights=weights, config=config)
+
+    async def send() -> None:
+        async with Client(stack.wait_ready()) as client:
+            (item,) = await client.complete(["def f():"], max_tokens=2, adapter=lora)
+            assert item.error is None, item.error.message
+
+    asyncio.run(send())
+
+
+def test_operators_adapter_comes_before_a_clients_of_the_same_name(
+    stack: Stack, admin: str, tmp_path: Path
+) -> None:
+    bring(stack, 3, "same")
+    bring(stack, 4, "same")
+    ambiguous = adapters(admin, "status", "same")
+    assert ambiguous.returncode == 1
+    assert "3, 4" in ambiguous.stderr
+    (told,) = as_objects(adapters(admin, "status", "4", "--json").stdout)
+    assert (told["id"], told["name"], told["brought"]) == ("4", "same", True)
+    assert adapters(admin, "add", "same", str(peft_directory(tmp_path / "same"))).returncode == 0
+    for words in (("status",), ("pin",), ("unpin",)):
+        (told,) = as_objects(adapters(admin, *words, "same", "--json").stdout)
+        assert (told["id"], told.get("brought", False)) == (str(number_of("same")), False)
+    assert adapters(admin, "remove", "same").returncode == 0
+    numbers = {each["id"] for each in as_objects(adapters(admin, "list", "--json").stdout)}
+    assert {"3", "4"} <= numbers
+    assert str(number_of("same")) not in numbers
+
+
+def test_name_of_digits_is_refused(admin: str, tmp_path: Path) -> None:
+    refused = adapters(admin, "add", "7", str(peft_directory(tmp_path / "seven")))
+    assert refused.returncode == 1
+    (line,) = refused.stderr.splitlines()
+    assert "digits" in line
+    assert "7" not in listed(admin)
 
 
 def test_terminal_shows_the_progress_of_an_upload(admin: str, tmp_path: Path) -> None:

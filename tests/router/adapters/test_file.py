@@ -21,6 +21,7 @@ from trtmesh.router.adapters.registry import (
 
 DIGEST = "0123456789abcdef0123456789abcdef"
 VERSION = f'{{"version": "{DIGEST}", "format": "peft", "size_bytes": 1}}'
+NUMBER = f'{{"revision": 1, "adapters": [{{"id": 8, "name": "7", "versions": [{VERSION}]}}]}}'
 EXTRA = (
     f'{{"revision": 1, "adapters": [{{"id": 7, "name": "a", "more": 3, "versions": [{VERSION}]}}]}}'
 )
@@ -95,6 +96,7 @@ def test_refused_change_leaves_the_file(tmp_path: Path) -> None:
         '{"revision": 1, "adapters": [], "more": 1}',
         '{"revision": 1, "adapters": [{"id": 7, "name": "a", "versions": []}]}',
         EXTRA,
+        NUMBER,
     ],
 )
 def test_invalid_file_is_named_and_not_overwritten(tmp_path: Path, text: str) -> None:

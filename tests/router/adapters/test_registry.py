@@ -107,6 +107,7 @@ def test_model_of_a_name_stays() -> None:
         (Registration(""), "name"),
         (Registration("a\n"), "name"),
         (Registration("a" * 257), "name"),
+        (Registration("7"), "name"),
         (Registration("a", canary_share=0.0), "canary_share"),
         (Registration("a", canary_share=1.5), "canary_share"),
     ],

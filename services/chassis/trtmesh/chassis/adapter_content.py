@@ -182,6 +182,11 @@ def _npy_header(data: bytes) -> tuple[Any, int]:
     return ast.literal_eval(data[start:end].decode("latin-1").strip()), end
 
 
+def is_number(text: str) -> bool:
+    """Whether a reference to an adapter is its number; names have other characters too."""
+    return text.isascii() and text.isdecimal()
+
+
 def number_of(name: str) -> int:
     """The number of an adapter registered without one: equal in all routers, above those that clients choose."""
     digest = blake2b(name.encode(), digest_size=8).digest()

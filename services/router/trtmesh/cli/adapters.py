@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from trtmesh.chassis.adapter_content import AdapterContent
+from trtmesh.chassis.adapter_content import AdapterContent, is_number
 from trtmesh.chassis.errors import InvalidRequest, NotFound
 from trtmesh.cli.adapter_convert import convert
 from trtmesh.cli.admin_command import Context, admin_command
@@ -206,18 +206,26 @@ async def _pin(context: Context, adapter: str, *, pinned: bool) -> int:
 
 def adapter_key(text: str) -> str | int:
     """The number that digits write; other texts are names."""
-    return int(text) if text.isdecimal() and text.isascii() else text
+    return int(text) if is_number(text) else text
 
 
 async def _find(context: Context, text: str) -> pb.Adapter:
-    """The adapter with the name, or else with the number. Raises NotFound."""
+    """The adapter with the name or the number, an operator's before those of clients.
+
+    Raises NotFound, or InvalidRequest for a name of several clients' adapters.
+    """
     known = (await context.admin.list_adapters()).adapters
-    for adapter in known:
-        if adapter.name == text:
-            return adapter
-    for adapter in known:
-        if adapter.id == adapter_key(text):
-            return adapter
+    key = adapter_key(text)
+    named = [adapter for adapter in known if key in (adapter.name, adapter.id)]
+    registered = [adapter for adapter in named if not adapter.brought]
+    found = registered or named
+    if len(numbers := sorted({adapter.id for adapter in found})) > 1:
+        listed = ", ".join(map(str, numbers))
+        raise InvalidRequest(
+            f"{text!r} is ambiguous: clients brought adapters {listed} under this name; give the number"
+        )
+    if found:
+        return found[0]
     raise NotFound(
         f"router {context.admin.address} has no adapter {text!r}; `trtmesh adapters list` lists them,"
         " `trtmesh adapters add` adds one"

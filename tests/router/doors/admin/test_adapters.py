@@ -43,6 +43,8 @@ from trtmesh.v1 import router_admin_pb2 as admin_pb
 from trtmesh.v1 import router_admin_pb2_grpc
 
 OLD, NEW = content(b"old"), content(b"new")
+WEIGHTS = pb.Tensor(data_type=pb.DATA_TYPE_FP16, shape=[1, 1], data=b"ab")
+CONFIG = pb.Tensor(data_type=pb.DATA_TYPE_INT32, shape=[1, 3], data=bytes(12))
 
 
 def engine(name: str = "one", **more: Any) -> ScriptedEngine:
@@ -232,19 +234,29 @@ async def test_number_of_an_operator_takes_no_weights_from_clients() -> None:
     one = engine()
     async with mesh(one) as client:
         await client.admin.upload_adapter(asked(id=7), OLD)
-        weights = pb.Tensor(data_type=pb.DATA_TYPE_FP16, shape=[1, 1], data=b"ab")
-        config = pb.Tensor(data_type=pb.DATA_TYPE_INT32, shape=[1, 3], data=bytes(12))
         for named in ({"id": 7}, {"id": 8, "name": "a"}, {"name": "a"}):
-            (item,) = await ask(client, weights=weights, config=config, **named)
+            (item,) = await ask(client, weights=WEIGHTS, config=CONFIG, **named)
             assert isinstance(item.error, InvalidField)
             assert item.error.fields == ("lora.weights",)
-        (item,) = await ask(client, id=7, weights=weights)
+        (item,) = await ask(client, id=7, weights=WEIGHTS)
         assert isinstance(item.error, InvalidField)
         assert item.error.fields == ("lora.weights", "lora.config")
         (item,) = await ask(client, id=7, name="b")
         assert isinstance(item.error, InvalidField)
         assert item.error.fields == ("lora.name",)
         assert not one.submits
+
+
+async def test_name_that_reads_as_a_number_is_refused() -> None:
+    one = engine()
+    async with mesh(one) as client:
+        with pytest.raises(InvalidField) as refused:
+            await client.admin.upload_adapter(asked("7"), OLD)
+        assert refused.value.fields == ("name",)
+        (item,) = await ask(client, name="7", weights=WEIGHTS, config=CONFIG)
+        assert isinstance(item.error, InvalidField)
+        assert item.error.fields == ("lora.name",)
+        assert not await listed(client)
 
 
 async def test_fault_of_a_content_is_shown_and_full_workers_are_not_to_blame() -> None:
@@ -293,6 +305,7 @@ async def test_source_is_registered_and_read_again_only_if_unchanged(tmp_path: P
         (asked(source="a", version="0" * 32), AdapterMismatch),
         (asked(source="a", name="b\n"), InvalidField),
         (asked(source="a", canary_share=0.5), InvalidField),
+        (asked(source="a", name="7"), InvalidField),
     ],
 )
 async def test_refused_registration_leaves_nothing(
@@ -393,11 +406,9 @@ async def test_routers_of_a_directory_agree_and_survive_a_restart(tmp_path: Path
 
 
 async def test_brought_adapter_survives_the_router_with_a_directory(tmp_path: Path) -> None:
-    weights = pb.Tensor(data_type=pb.DATA_TYPE_FP16, shape=[1, 1], data=b"ab")
-    config = pb.Tensor(data_type=pb.DATA_TYPE_INT32, shape=[1, 3], data=bytes(12))
     one = engine()
     async with mesh(one, directory=str(tmp_path)) as client:
-        task = ask(client, id=7, weights=weights, config=config)
+        task = ask(client, id=7, weights=WEIGHTS, config=CONFIG)
         (submit,) = await one.submitted()
         await answer(one, submit)
         await task

@@ -35,6 +35,7 @@ from trtmesh.router.adapters.registry import (
     add,
     bring,
     check_free,
+    check_name,
     pin,
     remove,
     without,
@@ -166,6 +167,7 @@ class Adapters:
 
     async def _bring(self, model: str, asked: Lora, weights: Tensor, config: Tensor) -> ItemAdapter:
         """Keeps the weights that an item brings."""
+        check_name("lora.name", asked.name or "")
         if len(weights.data) > HASHED_AT_ONCE:
             content, digest = await asyncio.to_thread(_content_of, weights, config)
         else:

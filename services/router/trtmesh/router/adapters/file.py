@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from trtmesh.chassis.adapter_content import is_number
 from trtmesh.chassis.errors import Mismatch
 from trtmesh.router.adapters.contents import replace_file
 from trtmesh.router.adapters.registry import EMPTY, Entry, Registry, Version
@@ -39,11 +40,17 @@ class VersionModel(_Model):
     rank: Annotated[int, Field(ge=0, lt=2**31)] = 0
 
 
+def _name(name: str) -> str:
+    if is_number(name):
+        raise ValueError(f"{name!r} is a number, not a name")
+    return name
+
+
 class AdapterModel(_Model):
     """An adapter in the file."""
 
     id: Annotated[int, Field(ge=0, lt=2**64)]
-    name: str
+    name: Annotated[str, AfterValidator(_name)]
     model: str = ""
     versions: Annotated[tuple[VersionModel, ...], Field(min_length=1)]
     pinned: bool = False
@@ -84,8 +91,8 @@ class RegistryFile:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             raise Mismatch(
-                f"{self._file} is no registry of adapters: {f'{where}: ' if where else ''}{first['msg']}; mend it, or"
-                " delete it to start without adapters"
+                f"{self._file} is not a registry of adapters: {f'{where}: ' if where else ''}{first['msg']}; mend it,"
+                " or delete it to start without adapters"
             ) from error
 
     def change(self, changed: Callable[[Registry], Registry]) -> tuple[Registry, Signature | None]:

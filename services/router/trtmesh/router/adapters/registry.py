@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 
-from trtmesh.chassis.adapter_content import AdapterContent, number_of, rank_of
+from trtmesh.chassis.adapter_content import AdapterContent, is_number, number_of, rank_of
 from trtmesh.chassis.errors import AlreadyExists, InvalidField, InvalidRequest, NotFound
 from trtmesh.chassis.vocabulary import Adapter
 
@@ -144,12 +144,20 @@ class Registration:
         if not 1 <= len(self.name) <= MAX_NAME_LENGTH or not self.name.isprintable():
             limit = f"printable and have 1 to {MAX_NAME_LENGTH} characters"
             raise InvalidField.of("name", self.name, limit)
+        check_name("name", self.name)
         if self.canary_share is not None and not 0 < self.canary_share <= 1:
             raise InvalidField.of("canary_share", self.canary_share, "above 0 and at most 1")
 
     @property
     def number(self) -> int:
         return self.id or number_of(self.name)
+
+
+def check_name(field: str, name: str) -> None:
+    """Raises InvalidField for a name that reads as a number."""
+    if is_number(name):
+        limit = "more than digits, which name an adapter by its number"
+        raise InvalidField.of(field, name, limit)
 
 
 def add(registry: Registry, asked: Registration, version: Version) -> Registry:
@@ -239,7 +247,9 @@ def remove(registry: Registry, number: int, digest: str = "") -> Registry:
     if entry.version(digest) is None:
         known = ", ".join(each.digest for each in entry.versions)
         raise NotFound(
-            f"{digest!r} is no version of {entry.name!r}; it has {known}", field="version"
+            f"is {digest!r}, but the versions of {entry.name!r} are {known}",
+            field="version",
+            value=digest,
         )
     if digest == entry.current.digest:
         raise InvalidField(
@@ -266,7 +276,9 @@ def _known(registry: Registry, number: int) -> list[Entry]:
     """The adapters of a number, operators' first. Raises NotFound."""
     found = sorted(registry.of_number(number), key=lambda entry: entry.brought)
     if not found:
-        raise NotFound(f"{number} is the number of no adapter", field="id", value=str(number))
+        raise NotFound(
+            f"is {number}, but no adapter has this number", field="id", value=str(number)
+        )
     return found
 
 

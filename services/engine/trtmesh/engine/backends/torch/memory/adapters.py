@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from trtmesh.chassis import vocabulary
-from trtmesh.chassis.adapter_content import AdapterContent, number_of
+from trtmesh.chassis.adapter_content import AdapterContent, is_number, number_of
 from trtmesh.chassis.errors import AdapterNotFound, BackendFailed, InvalidField, TrtmeshError
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.adapter_slots import AdapterSlots
@@ -139,7 +139,7 @@ class AdapterCache:
         """Loads every adapter of a directory, each in a directory of its own whose name is its number or its name. An
         unusable one is reported and left out."""
         for each in sorted(each for each in directory.iterdir() if each.is_dir()):
-            number = int(each.name) if each.name.isdecimal() else number_of(each.name)
+            number = int(each.name) if is_number(each.name) else number_of(each.name)
             try:
                 content = AdapterContent.read(each, self._targets.max_bytes)
                 identity = Adapter(number, each.name, content.version)
