@@ -65,6 +65,16 @@ async def test_source_is_a_directory_below_a_root(tmp_path: Path) -> None:
         assert await known.read_source(source) == (content(), content().version)
 
 
+async def test_file_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
+    whole = content()
+    file = tmp_path / "contents" / whole.version
+    file.parent.mkdir()
+    file.symlink_to(file.name)
+    with pytest.raises(NotFound) as refused:
+        await contents(directory=tmp_path).store(whole.version, whole)
+    assert str(file) in str(refused.value)
+
+
 @pytest.mark.parametrize(
     "source", ["", ".", "a/..", "../outside", "/abs", "link", "missing", "x\0y"]
 )

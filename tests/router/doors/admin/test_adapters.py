@@ -453,6 +453,23 @@ async def test_corrupt_registry_keeps_the_last_good_one(
         await client.admin.upload_adapter(asked(), NEW)
 
 
+async def test_unreachable_registry_keeps_the_last_good_one_until_it_is_back(
+    tmp_path: Path,
+) -> None:
+    one = engine()
+    async with mesh(one, directory=str(tmp_path)) as client:
+        await client.admin.upload_adapter(asked(id=7), OLD)
+        file, aside = tmp_path / "registry.json", tmp_path / "aside"
+        file.rename(aside)
+        file.symlink_to(file.name)
+        await eventually(lambda: client.gauge("adapter_registry_stale"))
+        assert await version_used(client, one) == OLD.version
+        file.unlink()
+        aside.rename(file)
+        await eventually(lambda: not client.gauge("adapter_registry_stale"))
+        assert await version_used(client, one) == OLD.version
+
+
 async def test_damaged_content_fails_its_adapter_alone(tmp_path: Path) -> None:
     one = engine()
     async with mesh(one, directory=str(tmp_path), bytes=0) as client:

@@ -351,15 +351,16 @@ class Adapters:
                 await self._sweep()
 
     async def refresh(self) -> None:
-        """Reads the registry's file if it changed. An invalid file keeps the former registry."""
+        """Reads the registry's file if it changed. An invalid or unreadable file keeps the former registry."""
         if self._file is None:
             return
         async with self._changing:
-            signature = await asyncio.to_thread(self._file.signature)
-            if signature == self._signature:
-                return
-            self._signature = signature
             try:
+                signature = await asyncio.to_thread(self._file.signature)
+                # A disk that recovers shows the signature from before.
+                if signature == self._signature and not self.problem:
+                    return
+                self._signature = signature
                 self.take(await asyncio.to_thread(self._file.read))
             except Mismatch as error:
                 self.tell(error.message)

@@ -153,10 +153,10 @@ def _changed(version: Version, digest: str) -> TrtmeshError:
 
 def write_content(file: Path, content: AdapterContent) -> None:
     """Writes what the digest covers, so that the file's digest is its name. Raises NotFound."""
-    with suppress(FileNotFoundError):
-        os.utime(file)
-        return
     try:
+        with suppress(FileNotFoundError):
+            os.utime(file)
+            return
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(file, content.header, content.config, content.weights)
     except OSError as error:

@@ -72,11 +72,13 @@ class RegistryFile:
         self._lock = directory / "registry.lock"
 
     def signature(self) -> Signature | None:
-        """Differs after every change; None without a file."""
+        """Differs after every change; None without a file. Raises Mismatch."""
         try:
             stat = self._file.stat()
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise self._unreadable(error) from error
         return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
     def read(self) -> Registry:
@@ -86,7 +88,7 @@ class RegistryFile:
         except FileNotFoundError:
             return EMPTY
         except OSError as error:
-            raise Mismatch(f"{self._file} cannot be read: {error.strerror}") from error
+            raise self._unreadable(error) from error
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
@@ -109,6 +111,9 @@ class RegistryFile:
                 return registry, self.signature()
         except OSError as error:
             raise Mismatch(f"{self._file} cannot be written: {error.strerror}") from error
+
+    def _unreadable(self, error: OSError) -> Mismatch:
+        return Mismatch(f"{self._file} cannot be read: {error.strerror}")
 
 
 def parse(data: bytes) -> Registry:
