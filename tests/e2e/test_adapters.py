@@ -120,6 +120,9 @@ async def test_routers_of_a_directory_serve_each_others_adapters(tmp_path: Path)
                 return isinstance(item.error, AdapterNotFound)
 
             await eventually(forgotten)
+            for name in ("b", "c", "d"):
+                await add(mesh, name, name.encode())
+                assert await tokens(client, name) == await tokens(mesh.client, name)
 
 
 @pytest.mark.parametrize("clients", [24])

@@ -76,6 +76,10 @@ async def _adapter_of(context: RequestContext, asked: Lora) -> ItemAdapter:
     mesh, model = context.mesh, context.model
     found = await mesh.adapters.find(model, asked, context.request_id)
     found = found or mesh.fleet.reported_adapter(model, asked, mesh.adapters.removed)
+    if found is None:
+        # Another router of the directory may have registered it since the last look.
+        await mesh.adapters.refresh()
+        found = await mesh.adapters.find(model, asked, context.request_id)
     if found is not None:
         return found
     field, value = ("lora.name", repr(asked.name)) if asked.id is None else ("lora.id", asked.id)
