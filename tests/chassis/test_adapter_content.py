@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from trtmesh.chassis.adapter_content import (
     FILE_NAMES,
+    MOST_CONFIG_BYTES,
+    MOST_MODULES,
     AdapterContent,
     format_of,
     number_of,
@@ -119,7 +121,7 @@ GOOD = "{'descr': '<i4', 'fortran_order': False, 'shape': (1, 3)}"
         peft(r=8, rank_pattern={"q_proj": 1.5}),
         *(AdapterContent(pb.ADAPTER_FORMAT_PEFT, config, b"w") for config in (
             b"", b"{", b"[8]", b"\xff", b"[" * 100_000, b'{"r": ' + b"9" * 5000 + b"}",
-            b'{"r": 8, "x": "' + b"a" * (1 << 20) + b'"}',
+            b'{"r": 8, "x": "' + b"a" * MOST_CONFIG_BYTES + b'"}',
         )),
         arrays(b""),
         arrays(saved(CONFIG)[:-1]),
@@ -165,6 +167,27 @@ def test_directory_is_read_in_either_format(
     with pytest.raises(InvalidRequest) as refused:
         AdapterContent.read(tmp_path, 9)
     assert (refused.value.value, refused.value.limit) == ("10", "at most 9 bytes")
+
+
+def test_configuration_of_the_most_modules_fits() -> None:
+    config = message_of(np.full((MOST_MODULES, 4), 8, np.int32), pb.DATA_TYPE_INT32)
+    content = AdapterContent.of_arrays(message_of(WEIGHTS, pb.DATA_TYPE_FP16), config)
+    assert len(content.config) <= MOST_CONFIG_BYTES
+    assert rank_of(content) == 8
+
+
+def test_larger_configuration_is_refused(tmp_path: Path) -> None:
+    config = message_of(np.zeros(MOST_CONFIG_BYTES // 4, np.int32), pb.DATA_TYPE_INT32)
+    with pytest.raises(InvalidField) as refused:
+        AdapterContent.of_arrays(message_of(WEIGHTS, pb.DATA_TYPE_FP16), config)
+    assert refused.value.fields == ("lora.config",)
+    (tmp_path / PEFT[0]).write_bytes(bytes(MOST_CONFIG_BYTES))
+    (tmp_path / PEFT[1]).write_bytes(b"w")
+    AdapterContent.read(tmp_path, 1 << 30)
+    (tmp_path / PEFT[0]).write_bytes(bytes(MOST_CONFIG_BYTES + 1))
+    with pytest.raises(InvalidRequest) as unread:
+        AdapterContent.read(tmp_path, 1 << 30)
+    assert unread.value.limit == f"at most {MOST_CONFIG_BYTES} bytes"
 
 
 PEFT, ARRAYS = (list(names) for names in FILE_NAMES.values())

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import stat
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,6 +40,43 @@ async def test_stored_content_is_read_again(tmp_path: Path) -> None:
     await contents(directory=tmp_path).store(whole.version, whole)
     assert await contents(directory=tmp_path).load(7, version_of(whole)) == whole
     assert [file.name for file in (tmp_path / "contents").iterdir()] == [whole.version]
+
+
+@pytest.fixture
+def directory_of_all_users() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660), (0o077, 0o600)])
+def test_umask_decides_who_may_read_a_file(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        module.replace_file(tmp_path / "file", b"a", b"b")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").read_bytes() == b"ab"
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == mode
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_content_of_another_user_is_read_and_not_written_again(
+    directory_of_all_users: Path,
+) -> None:
+    whole = content(b"shared")
+    file = directory_of_all_users / whole.version
+    module.write_content(file, whole)
+    file.chmod(0o644)
+    os.seteuid(65534)
+    try:
+        assert module.read_content(file) == whole
+        module.write_content(file, whole)
+        with pytest.raises(NotFound):
+            module.write_content(file.with_name("other"), whole)
+    finally:
+        os.seteuid(0)
+    assert [each.name for each in directory_of_all_users.iterdir()] == [whole.version]
 
 
 @pytest.mark.parametrize("damage", [b"", b"9", b"1 2 3 abcde", b"x 1 1 ab"])

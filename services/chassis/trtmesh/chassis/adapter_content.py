@@ -22,9 +22,10 @@ from trtmesh.chassis.vocabulary import Tensor
 from trtmesh.v1 import generation_pb2 as pb
 
 DIGEST_BYTES = 16
-MOST_CONFIG_BYTES = 1 << 20
 MOST_HEADER_BYTES = 4096
 MOST_MODULES = 1 << 16
+MOST_CONFIG_BYTES = 1 << 21
+"""Largest configuration: room for MOST_MODULES rows of four int32 and their header."""
 
 UPLOAD_ACCEPTED = ("trtmesh-upload", "accepted")
 """Initial metadata of an upload once the router takes its content: content on its way hides a refusal from gRPC."""
@@ -67,9 +68,12 @@ class AdapterContent:
     def of_arrays(cls, weights: Tensor, config: Tensor) -> Self:
         """The content of an adapter that a request brought as tensors of FP32, FP16, BF16 and INT32.
 
-        Raises InvalidField for another type.
+        Raises InvalidField for another type, or a configuration that is too large.
         """
-        return cls(pb.ADAPTER_FORMAT_ARRAYS, _npy(config), _npy(weights))
+        if len(file := _npy(config)) > MOST_CONFIG_BYTES:
+            limit = f"at most {MOST_CONFIG_BYTES}"
+            raise InvalidField.of("lora.config", f"{len(file)} bytes", limit)
+        return cls(pb.ADAPTER_FORMAT_ARRAYS, file, _npy(weights))
 
     @classmethod
     def read(cls, directory: Path, most_bytes: int) -> Self:
@@ -111,21 +115,26 @@ def format_of(directory: Path) -> int:
             raise NotFound(f"{directory} has {present[kind][0]} but no {missing.pop()}")
         return kind
     known = " or ".join(" and ".join(names) for names in FILE_NAMES.values())
-    raise NotFound(f"{directory} is no directory of an adapter: it lacks {known}")
+    raise NotFound(f"{directory} is not an adapter: it lacks {known}")
 
 
 def _read(directory: Path, files: list[Path], most_bytes: int) -> list[bytes]:
     try:
-        size = sum(file.stat().st_size for file in files)
-        if size > most_bytes:
-            raise InvalidRequest(
-                f"{directory} holds an adapter of {size} bytes but an adapter may have at most {most_bytes}",
-                value=str(size),
-                limit=f"at most {most_bytes} bytes",
-            )
+        sizes = [file.stat().st_size for file in files]
+        _check_size(f"{files[0]} has", sizes[0], MOST_CONFIG_BYTES)
+        _check_size(f"{directory} holds an adapter of", sum(sizes), most_bytes)
         return [file.read_bytes() for file in files]
     except OSError as error:
         raise NotFound(f"{directory} cannot be read: {error.strerror}") from error
+
+
+def _check_size(subject: str, size: int, most_bytes: int) -> None:
+    if size > most_bytes:
+        raise InvalidRequest(
+            f"{subject} {size} bytes, more than {most_bytes}",
+            value=str(size),
+            limit=f"at most {most_bytes} bytes",
+        )
 
 
 _UNREADABLE = (

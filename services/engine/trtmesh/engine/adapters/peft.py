@@ -164,7 +164,7 @@ def _assemble(tensors: Mapping[str, Tensor], config: PeftConfig) -> Lora:
         name, side = _split_key(key)
         if (place := place_of(name)) is None:
             raise UnsupportedField(
-                "is no layer that an adapter can update here", field=f"adapter.{name}"
+                "is not a layer that an adapter can update here", field=f"adapter.{name}"
             )
         if tensor.dtype not in DTYPES or tensor.ndim != 2:
             raise InvalidRequest(

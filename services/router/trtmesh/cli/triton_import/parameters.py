@@ -132,7 +132,7 @@ def _prefetch(subject: Subject, draft: Draft) -> None:
     else:
         draft.refuse(
             subject,
-            "it is no directory of this machine; set engine.torch.adapters.prefetch_directory where engines run",
+            "this machine has no such directory; set engine.torch.adapters.prefetch_directory where engines run",
         )
 
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Self
 
-from trtmesh.chassis.adapter_content import FILE_NAMES, AdapterContent
+from trtmesh.chassis.adapter_content import FILE_NAMES, MOST_CONFIG_BYTES, AdapterContent
 from trtmesh.chassis.errors import InvalidField, InvalidRequest
 from trtmesh.v1 import router_admin_pb2 as pb
-
-MOST_CONFIG_BYTES = 2**24
-"""Largest configuration of an adapter."""
 
 
 def too_large(size: int, most: int) -> InvalidField:

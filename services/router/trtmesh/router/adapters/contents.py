@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
+import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -155,7 +155,7 @@ def write_content(file: Path, content: AdapterContent) -> None:
     """Writes what the digest covers, so that the file's digest is its name. Raises NotFound."""
     try:
         with suppress(FileNotFoundError):
-            os.utime(file)
+            _touch(file)
             return
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(file, content.header, content.config, content.weights)
@@ -164,26 +164,37 @@ def write_content(file: Path, content: AdapterContent) -> None:
 
 
 def replace_file(file: Path, *parts: bytes) -> None:
-    """Writes a file under a temporary name and renames it: readers see the old file or the whole new one."""
-    descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=".part-")
-    temporary = Path(name)
+    """Writes a file under a temporary name and renames it: readers see the old file or the whole new one.
+
+    The umask decides who may read it: routers of several users may share the directory.
+    """
+    temporary = file.with_name(f".part-{secrets.token_hex(8)}")
     try:
-        with os.fdopen(descriptor, "wb") as written:
+        with temporary.open("xb") as written:
             for part in parts:
                 written.write(part)
             written.flush()
             os.fsync(written.fileno())
         temporary.replace(file)
     except BaseException:
-        temporary.unlink()
+        temporary.unlink(missing_ok=True)
         raise
+
+
+def _touch(file: Path) -> None:
+    """Notes the last use of a file. Raises OSError for one that is missing or out of reach."""
+    try:
+        os.utime(file)
+    except PermissionError:
+        # The file of another user keeps its time.
+        file.stat()
 
 
 def read_content(file: Path) -> AdapterContent:
     """Raises NotFound, or AdapterMismatch if the content is not that of the file's name."""
     try:
         data = file.read_bytes()
-        os.utime(file)
+        _touch(file)
     except OSError as error:
         raise NotFound(f"{file} cannot be read: {error.strerror}") from error
     with suppress(ValueError):
