@@ -26,8 +26,9 @@ from cli.commands import (
 )
 from cli.test_admin_commands import WIDE, as_objects
 from e2e.mesh import DEMO
+from processes import service_process
 from trtmesh.chassis.adapter_content import FILE_NAMES, AdapterContent, number_of
-from trtmesh.client import Client
+from trtmesh.client import AdminClient, Client
 from trtmesh.v1 import generation_pb2 as pb
 
 ADAPTERS = DEMO.parent / "demo-adapters"
@@ -201,16 +202,20 @@ def test_bad_directories_are_refused_before_anything_is_sent(tmp_path: Path) -> 
         assert complaint in line
 
 
-def test_interrupted_upload_leaves_nothing(tmp_path: Path) -> None:
-    directory = peft_directory(tmp_path / "large", weights=bytes(1 << 26))
+@pytest.mark.parametrize("received_bytes", [0, 1 << 24])
+def test_interrupted_upload_leaves_nothing(tmp_path: Path, received_bytes: int) -> None:
+    directory = peft_directory(tmp_path / "large", weights=bytes(1 << 28))
     with running_stack("--port", "0") as stack:
         stack.wait_ready()
         router = psutil.Process(stack.child("router-0")["pid"])
-        router.suspend()
+        enough = router.memory_info().rss + received_bytes
+        if not received_bytes:
+            router.suspend()
         with running("adapters", "add", "large", str(directory), "--admin", stack.admin) as upload:
             connected = psutil.Process(upload.popen.pid)
-            while not connected.net_connections():
+            while not connected.net_connections() or router.memory_info().rss < enough:
                 assert upload.popen.poll() is None
+            router.suspend()
             upload.signal(signal.SIGINT)
             assert upload.wait() == 130
             assert upload.err == []
@@ -258,6 +263,30 @@ def test_name_of_digits_is_refused(admin: str, tmp_path: Path) -> None:
     (line,) = refused.stderr.splitlines()
     assert "digits" in line
     assert "7" not in listed(admin)
+
+
+async def test_refused_upload_tells_the_routers_reason(tmp_path: Path) -> None:
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    right.write_text("s3cret\n")
+    wrong.write_text("other\n")
+    size = 1 << 24
+    directory = peft_directory(tmp_path / "large", weights=bytes(size))
+    size += (directory / PEFT.config).stat().st_size
+    limit = {"TRTMESH_ROUTER_ADAPTERS_MAX_ADAPTER_BYTES": str(size - 1)}
+    flags = ("--port", "0", "--engines", "127.0.0.1:1", "--admin-token-file", str(right))
+    async with service_process("router", *flags, env=limit) as router:
+        for token, parts in (
+            (wrong, ["UNAUTHENTICATED", "--token-file"]),
+            (right, [str(size), f"at most {size - 1} bytes", "router.adapters.max_adapter_bytes"]),
+        ):
+            for _ in range(5):  # content on its way must not hide the reason
+                words = ("add", "large", str(directory), "--token-file", str(token))
+                refused = adapters(router.admin_address, *words)
+                assert refused.returncode == 1
+                (line,) = refused.stderr.splitlines()
+                assert [part for part in parts if part not in line] == [], line
+        async with AdminClient(router.admin_address, token="s3cret") as admin:
+            assert not (await admin.list_adapters()).adapters
 
 
 def test_terminal_shows_the_progress_of_an_upload(admin: str, tmp_path: Path) -> None:
