@@ -176,3 +176,19 @@ def test_torn_and_huge_files_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest) as torn:
         read_files(tmp_path, SEPARATE, MOST)
     assert torn.value.field == str(file)
+
+
+@pytest.mark.parametrize(
+    "shape", [f"({2**70},)", "(True, 16)", "(-1, 16)", "(0, 2**64)", "(16.0,)", "((16,),)", "16"]
+)
+@pytest.mark.parametrize(
+    "header", ["{{'descr': '<f4', 'fortran_order': False, 'shape': {}, }}", "{{({}"]
+)
+def test_headers_of_no_array_are_refused_by_name(shape: str, header: str, tmp_path: Path) -> None:
+    write_files(Lora({(0, Module.ATTN_Q): _update(HIDDEN)}), tmp_path, torch.float32)
+    text = header.format(shape).encode() + b"\n"
+    file = tmp_path / WEIGHTS_FILE
+    file.write_bytes(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(64))
+    with pytest.raises(InvalidRequest) as refused:
+        read_files(tmp_path, SEPARATE, MOST)
+    assert refused.value.field == str(file)

@@ -17,7 +17,14 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Phi3Conf
 from trtmesh.chassis.errors import InvalidRequest, NotFound, UnsupportedField
 from trtmesh.engine.adapters.arrays import read_files, write_files
 from trtmesh.engine.adapters.lora import Lora, Module, Update, fit, place_of
-from trtmesh.engine.adapters.peft import CONFIG, WEIGHTS, read_peft, write_peft
+from trtmesh.engine.adapters.peft import (
+    CONFIG,
+    MOST_KEY_CHARACTERS,
+    MOST_TENSORS,
+    WEIGHTS,
+    read_peft,
+    write_peft,
+)
 from trtmesh.engine.backends.torch.model.lora_layers import lora_targets
 
 # PEFT reads a name that transformers has renamed.
@@ -204,6 +211,55 @@ def test_what_is_not_plain_lora_is_refused_by_field(adapter: Path, fields: dict[
     with pytest.raises(UnsupportedField) as refused:
         read_peft(adapter, MOST)
     assert refused.value.field == f"adapter_config.{next(iter(fields))}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"r": 0}, "r"),
+        ({"r": -1, "use_rslora": True}, "r"),
+        ({"r": 10**400}, "r"),
+        ({"lora_alpha": float("inf")}, "lora_alpha"),
+        ({"lora_alpha": 1e300}, "lora_alpha"),
+        ({"rank_pattern": {"q_proj": 0}}, "rank_pattern.q_proj"),
+        ({"alpha_pattern": {"q_proj": float("nan")}}, "alpha_pattern.q_proj"),
+    ],
+    ids=["zero", "negative", "huge", "infinite", "large_alpha", "pattern", "nan"],
+)
+def test_ranks_and_alphas_without_a_scale_are_refused_by_file_and_field(
+    adapter: Path, fields: dict[str, Any], named: str
+) -> None:
+    _change_config(adapter, **fields)
+    with pytest.raises(InvalidRequest) as refused:
+        read_peft(adapter, MOST)
+    assert refused.value.field == str(adapter / CONFIG)
+    assert f" {named}: " in refused.value.problem
+
+
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+@pytest.mark.parametrize("pattern", ["(", "*", "([a-z_.0-9]+)+X"])
+def test_expressions_outside_the_syntax_are_refused_by_field(
+    adapter: Path, field: str, pattern: str
+) -> None:
+    _change_config(adapter, **{field: {pattern: 1}})
+    with pytest.raises(UnsupportedField) as refused:
+        read_peft(adapter, MOST)
+    assert refused.value.field == f"adapter_config.{field}"
+
+
+def test_long_names_and_many_tensors_are_refused(adapter: Path) -> None:
+    _change_weights(
+        adapter, lambda t: t.update({f"layers.{'1' * 5000}.{KEY.format('A')}": torch.ones(4, 16)})
+    )
+    with pytest.raises(InvalidRequest) as long:
+        read_peft(adapter, MOST)
+    assert long.value.limit == f"at most {MOST_KEY_CHARACTERS}"
+    _change_weights(
+        adapter, lambda t: t.update({str(n): torch.ones(1) for n in range(MOST_TENSORS)})
+    )
+    with pytest.raises(InvalidRequest) as many:
+        read_peft(adapter, MOST)
+    assert many.value.field == str(adapter / WEIGHTS)
 
 
 def _change_weights(directory: Path, change: Callable[[dict[str, Tensor]], None]) -> None:

@@ -161,11 +161,18 @@ def _parse_npy(data: bytes, name: str) -> Tensor:
             raise InvalidRequest(
                 f"holds {dtype}", field=name, limit="float32, float16, bfloat16 as V2 or int32"
             )
+        if not all(type(size) is int and 0 <= size <= len(data) for size in shape):
+            raise InvalidRequest(
+                f"has shape {shape}"[:200], field=name, limit="the values of the file"
+            )
         array = values.view(_TORCH_TYPES[dtype])
         return (
             array.view(shape[::-1]).permute(*reversed(range(len(shape))))
             if fortran_order
             else array.view(shape)
         )
-    except (ValueError, KeyError, EOFError, RuntimeError) as error:
+    except InvalidRequest:
+        raise
+    except Exception as error:
+        # Broad on purpose: a broken file fails in many types.
         raise InvalidRequest(f"is not a readable .npy file: {error}", field=name) from error

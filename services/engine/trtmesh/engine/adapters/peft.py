@@ -7,19 +7,26 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors.torch import save_file
 from torch import Tensor
 from trtmesh.chassis.adapter_content import FILE_NAMES, MOST_CONFIG_BYTES, AdapterContent
 from trtmesh.chassis.errors import InvalidRequest, UnsupportedField
+from trtmesh.engine.adapters.layer_patterns import LayerPatterns
 from trtmesh.engine.adapters.lora import DTYPES, MODULE_BY_NAME, Lora, Place, Update, place_of
 from trtmesh.engine.adapters.safetensors_file import read_safetensors
 from trtmesh.v1 import generation_pb2 as pb
 
 CONFIG, WEIGHTS = FILE_NAMES[pb.ADAPTER_FORMAT_PEFT]
 PREFIX = "base_model.model."
+MOST_TENSORS = 4096
+MOST_KEY_CHARACTERS = 256
+
+Rank = Annotated[int, Field(ge=1, lt=2**31)]
+Alpha = Annotated[float, Field(ge=-(2**31), le=2**31)]
+
 _KEY = re.compile(r"^(?P<layer>.+)\.lora_(?P<side>[AB])(\.[^.]+)?\.weight$")
 
 
@@ -29,12 +36,12 @@ class PeftConfig(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     peft_type: str
-    r: int
-    lora_alpha: float
+    r: Rank
+    lora_alpha: Alpha
     use_rslora: bool = False
     use_dora: bool = False
-    rank_pattern: dict[str, int] = {}
-    alpha_pattern: dict[str, float] = {}
+    rank_pattern: dict[str, Rank] = {}
+    alpha_pattern: dict[str, Alpha] = {}
     bias: str = "none"
     lora_bias: bool = False
     modules_to_save: list[str] | None = None
@@ -65,14 +72,24 @@ class PeftConfig(BaseModel):
                     value=str(value)[:200],
                 )
 
+
+class Scaling:
+    """Ranks and scales of layers, by their names."""
+
+    def __init__(self, config: PeftConfig) -> None:
+        """Raises UnsupportedField for patterns that are not supported."""
+        self._config = config
+        self._ranks = LayerPatterns("rank_pattern", config.rank_pattern)
+        self._alphas = LayerPatterns("alpha_pattern", config.alpha_pattern)
+
     def scale(self, name: str) -> float:
-        """alpha / r, or alpha / sqrt(r) with rsLoRA, of the layer `name`."""
-        rank = _by_pattern(self.rank_pattern, name, self.r)
-        alpha = _by_pattern(self.alpha_pattern, name, self.lora_alpha)
-        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+        """alpha / r, or alpha / sqrt(r) with rsLoRA."""
+        rank = self.rank(name)
+        alpha = self._alphas.value(name, self._config.lora_alpha)
+        return alpha / (math.sqrt(rank) if self._config.use_rslora else rank)
 
     def rank(self, name: str) -> int:
-        return int(_by_pattern(self.rank_pattern, name, self.r))
+        return int(self._ranks.value(name, self._config.r))
 
 
 def read_peft(directory: Path, most_bytes: int) -> Lora:
@@ -85,7 +102,12 @@ def parse_peft(content: AdapterContent, where: str = "") -> Lora:
     the names of files. Nothing is unpickled."""
     config = _parse_config(content.config, where + CONFIG)
     config.check()
-    return _assemble(read_safetensors(content.weights, where + WEIGHTS), config)
+    scaling = Scaling(config)
+    tensors = read_safetensors(content.weights, where + WEIGHTS)
+    if len(tensors) > MOST_TENSORS:
+        limit = f"at most {MOST_TENSORS}"
+        raise InvalidRequest(f"has {len(tensors)} tensors", field=where + WEIGHTS, limit=limit)
+    return _assemble(tensors, scaling)
 
 
 def write_peft(
@@ -136,14 +158,6 @@ def _own_name(name: str) -> str:
     return own if own in MODULE_BY_NAME else f"{parent}.{own}"
 
 
-def _by_pattern(patterns: Mapping[str, float], name: str, default: float) -> float:
-    """The value of the first pattern that matches the whole end of a layer's name, as in PEFT."""
-    for pattern, value in patterns.items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", name):
-            return value
-    return default
-
-
 def _parse_config(data: bytes, name: str) -> PeftConfig:
     if len(data) > MOST_CONFIG_BYTES:
         limit = f"at most {MOST_CONFIG_BYTES}"
@@ -158,7 +172,7 @@ def _parse_config(data: bytes, name: str) -> PeftConfig:
         ) from error
 
 
-def _assemble(tensors: Mapping[str, Tensor], config: PeftConfig) -> Lora:
+def _assemble(tensors: Mapping[str, Tensor], scaling: Scaling) -> Lora:
     sides: dict[Place, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         name, side = _split_key(key)
@@ -172,13 +186,13 @@ def _assemble(tensors: Mapping[str, Tensor], config: PeftConfig) -> Lora:
                 field=f"adapter.{key}",
                 limit="a matrix of float32, float16 or bfloat16",
             )
-        if side == "A" and len(tensor) != config.rank(name):
+        if side == "A" and len(tensor) != scaling.rank(name):
             raise InvalidRequest(
                 f"has rank {len(tensor)}",
                 field=f"adapter.{key}",
-                limit=f"{config.rank(name)}, as adapter_config.json says",
+                limit=f"{scaling.rank(name)}, as adapter_config.json says",
             )
-        scaled = tensor if side == "A" else _scaled(tensor, config.scale(name))
+        scaled = tensor if side == "A" else _scaled(tensor, scaling.scale(name))
         if side in sides.setdefault(place, {}):
             raise InvalidRequest("names a layer for the second time", field=f"adapter.{key}")
         sides[place][side] = scaled
@@ -194,6 +208,12 @@ def _assemble(tensors: Mapping[str, Tensor], config: PeftConfig) -> Lora:
 
 
 def _split_key(key: str) -> tuple[str, str]:
+    if len(key) > MOST_KEY_CHARACTERS:
+        raise InvalidRequest(
+            f"has a name of {len(key)} characters",
+            field=f"adapter.{key[:80]}",
+            limit=f"at most {MOST_KEY_CHARACTERS}",
+        )
     if (found := _KEY.match(key)) is None:
         raise UnsupportedField(
             "is not the A or B of a linear layer; only plain LoRA weights are served",

@@ -26,6 +26,8 @@ from trtmesh.v1 import engine_pb2 as epb
 
 log = logging.getLogger(__name__)
 
+MOST_NUMBER = 2**64 - 1
+
 Updates = Mapping[Place, Update]
 
 
@@ -139,15 +141,15 @@ class AdapterCache:
         """Loads every adapter of a directory, each in a directory of its own whose name is its number or its name. An
         unusable one is reported and left out."""
         for each in sorted(each for each in directory.iterdir() if each.is_dir()):
-            number = int(each.name) if is_number(each.name) else number_of(each.name)
             try:
-                content = AdapterContent.read(each, self._targets.max_bytes)
-                identity = Adapter(number, each.name, content.version)
-                self._put(AdapterLoad(identity, content))
+                self._put(self._prefetched(each))
             except TrtmeshError as error:
                 log.warning("the adapter in %s cannot be loaded: %s", each, error.message)
-                absent = epb.ADAPTER_PLACE_ABSENT
-                self._broken.append(HeldAdapter(Adapter(number, each.name), absent, error=error))
+                self._report_broken(each.name, error)
+            except Exception as error:
+                # Broad on purpose: the worker serves its other adapters.
+                log.exception("the adapter in %s cannot be loaded", each)
+                self._report_broken(each.name, _defect(error))
 
     @property
     def has_news(self) -> bool:
@@ -185,6 +187,18 @@ class AdapterCache:
             return
         self._engine.run(lambda slots: slots.arrived(adapter))
 
+    def _prefetched(self, directory: Path) -> AdapterLoad:
+        name = directory.name
+        if is_number(name) and int(name) > MOST_NUMBER:
+            limit = f"at most {MOST_NUMBER}, or a name"
+            raise InvalidField.of("the name of an adapter's directory", int(name), limit)
+        content = AdapterContent.read(directory, self._targets.max_bytes)
+        return AdapterLoad(Adapter(_number_of(name), name, content.version), content)
+
+    def _report_broken(self, name: str, error: TrtmeshError) -> None:
+        identity = Adapter(_number_of(name), name)
+        self._broken.append(HeldAdapter(identity, epb.ADAPTER_PLACE_ABSENT, error=error))
+
     def _load(self, load: AdapterLoad) -> None:
         start = time.perf_counter()
         try:
@@ -193,8 +207,7 @@ class AdapterCache:
             self._fail(load.identity, error)
         except Exception as error:
             log.exception("adapter %d could not be loaded", load.identity.id)
-            reason = f"the adapter could not be loaded: {type(error).__name__}: {error}"
-            self._fail(load.identity, BackendFailed(reason))
+            self._fail(load.identity, _defect(error))
         self.load_seconds += time.perf_counter() - start
 
     def _put(self, load: AdapterLoad) -> None:
@@ -250,3 +263,13 @@ class AdapterCache:
                 slots.drop(each)
 
         self._engine.run(drop)
+
+
+def _number_of(name: str) -> int:
+    """The number of a prefetched adapter: the name of its directory, if that is a number, as for Triton."""
+    is_own = is_number(name) and int(name) <= MOST_NUMBER
+    return int(name) if is_own else number_of(name)
+
+
+def _defect(error: Exception) -> BackendFailed:
+    return BackendFailed(f"the adapter could not be loaded: {type(error).__name__}: {error}")
