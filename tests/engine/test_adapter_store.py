@@ -163,3 +163,30 @@ def test_item_names_number_and_version(asked: Lora, field: str) -> None:
     with pytest.raises(InvalidField) as refused:
         store().hold(asked, 1)
     assert refused.value.field == field
+
+
+def test_failure_has_the_place_and_hides_no_change() -> None:
+    held = store(slots=1)
+    first, _ = filled(held, 1, 2)
+    held.take_news()
+    first.place = epb.ADAPTER_PLACE_DEVICE
+    held.note(first)
+    held.failed(first.identity, AdaptersFull("none"))
+    held.failed(Adapter(9, version="v"), AdaptersFull("none"))
+    held.note(first)
+    assert held.has_news
+    told = [(each.adapter.id, each.place, each.error is None) for each in held.take_news()]
+    device = epb.ADAPTER_PLACE_DEVICE
+    # The first state answers the load.
+    assert told == [(1, device, False), (9, ABSENT, False), (1, device, True)]
+    assert not held.has_news
+
+
+def test_later_success_replaces_a_failure() -> None:
+    held = store()
+    (first,) = filled(held, 1)
+    held.failed(first.identity, AdaptersFull("none"))
+    held.retain(first, pinned=False)
+    held.failed(Adapter(2, version="v"), AdaptersFull("none"))
+    held.put(adapter(2))
+    assert [each.error for each in held.take_news()] == [None, None]

@@ -938,7 +938,7 @@ class AdapterState(google.protobuf.message.Message):
     """Whether it stays loaded."""
     @property
     def error(self) -> trtmesh.v1.generation_pb2.Error:
-        """Set if loading failed."""
+        """Set if it could not be loaded or pinned, whatever its place."""
 
     def __init__(
         self,

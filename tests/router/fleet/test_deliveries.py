@@ -147,6 +147,29 @@ async def test_part_waits_until_the_former_was_written() -> None:
     assert [type(end) for end in ends] == [WorkerLost, WorkerLost]
 
 
+async def test_refused_pin_of_an_adapter_in_memory_ends_its_delivery_with_the_error() -> None:
+    sent: list[epb.EngineCommand] = []
+
+    def command(_: int) -> epb.EngineCommand:
+        sent.append(epb.EngineCommand())
+        return sent[-1]
+
+    async def load() -> AdapterContent:
+        return content(b"ab")
+
+    adapter = Adapter(7, "", content(b"ab").version)
+    deliveries = Deliveries(command, 60, Usages(), RouterMetrics())
+    waiting = asyncio.create_task(deliveries.deliver(adapter, load, pinned=True))
+    await eventually(lambda: sent)
+    assert sent[0].load_adapter.pinned
+    state = epb.AdapterState(id=7, version=adapter.version, place=epb.ADAPTER_PLACE_HOST)
+    refused = epb.AdapterState(error=to_proto(AdaptersFull("pinned adapters take the slots")))
+    refused.MergeFrom(state)
+    deliveries.on_states([refused, state])
+    with pytest.raises(AdaptersFull):
+        await waiting
+
+
 async def test_item_right_after_a_stopped_one_gets_a_delivery_of_its_own() -> None:
     """In one turn of the loop: the former delivery is over, but not yet forgotten."""
     metrics, sent = RouterMetrics(), []

@@ -76,3 +76,11 @@ def test_adapter_states_add_and_remove_held_versions() -> None:
     # Running items keep their version, so a worker may hold several.
     second = Residency(Adapter(1, "a1", "v2"), Place.HOST)
     assert held == {(1, "v1"): first, (1, "v2"): second}
+
+
+def test_refused_pin_leaves_the_adapter_resident() -> None:
+    state = pb.AdapterState(id=1, name="a", version="v", place=pb.ADAPTER_PLACE_HOST, rank=8)
+    held = held_adapters({}, [state])
+    state.error.message = "pinned adapters take the slots"
+    assert held_adapters(held, [state]) == held
+    assert held[1, "v"].place is Place.HOST

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from trtmesh.chassis.errors import AdapterNotFound, AdaptersFull, InvalidField, TrtmeshError
@@ -63,6 +63,8 @@ class AdapterStore(Generic[A]):
         # The longest unused first.
         self._held: OrderedDict[tuple[int, str], A] = OrderedDict()
         self._news: dict[tuple[int, str], HeldAdapter] = {}
+        # Apart, so that no change hides an error, and no error a change.
+        self._failures: dict[tuple[int, str], HeldAdapter] = {}
 
     @property
     def states(self) -> list[HeldAdapter]:
@@ -103,6 +105,7 @@ class AdapterStore(Generic[A]):
         self._held[adapter.key] = adapter
         self.used_bytes += adapter.size_bytes
         self.loads += 1
+        self._failures.pop(adapter.key, None)
         self.note(adapter)
         return removed
 
@@ -113,6 +116,7 @@ class AdapterStore(Generic[A]):
             self._check_pin(adapter)
             adapter.pinned = True
         adapter.unloading = False
+        self._failures.pop(adapter.key, None)
         self.note(adapter)
 
     def unload(self, number: int, version: str) -> list[A]:
@@ -139,18 +143,22 @@ class AdapterStore(Generic[A]):
             self._news[adapter.key] = adapter.state
 
     def failed(self, identity: Adapter, error: TrtmeshError) -> None:
-        """Reports a failed load as news."""
-        state = HeldAdapter(identity, epb.ADAPTER_PLACE_ABSENT, error=error)
-        self._news[identity.id, identity.version] = state
+        """Reports a failed load or pin as news, with the place of the adapter."""
+        key = identity.id, identity.version
+        held = self._held.get(key)
+        state = held.state if held else HeldAdapter(identity, epb.ADAPTER_PLACE_ABSENT)
+        self._failures[key] = replace(state, error=error)
 
     @property
     def has_news(self) -> bool:
-        return bool(self._news)
+        return bool(self._news or self._failures)
 
     def take_news(self) -> list[HeldAdapter]:
-        """The states that changed since the last call."""
-        news, self._news = self._news, {}
-        return list(news.values())
+        """The failures and changed states since the last call. A failure comes first: a router takes the first state
+        as the answer to its load."""
+        news = [*self._failures.values(), *self._news.values()]
+        self._failures, self._news = {}, {}
+        return news
 
     def _check_pin(self, adapter: A) -> None:
         """Sequences with other adapters need a slot that is not pinned."""

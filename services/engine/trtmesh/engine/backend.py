@@ -180,7 +180,7 @@ class PromptDetails:
 
 @dataclass(frozen=True, slots=True)
 class HeldAdapter:
-    """An adapter and its place in the memory of a backend; with `error`, why it could not be loaded."""
+    """An adapter and its place in the memory of a backend; with `error`, why it could not be loaded or pinned."""
 
     adapter: Adapter
     place: epb.AdapterPlace.ValueType = epb.ADAPTER_PLACE_DEVICE

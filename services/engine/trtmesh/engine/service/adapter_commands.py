@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from trtmesh.chassis.adapter_content import AdapterContent
-from trtmesh.chassis.errors import TrtmeshError, UnsupportedCall
+from trtmesh.chassis.errors import BackendFailed, SlowClient, TrtmeshError, UnsupportedCall
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.backend import AdapterLoad, HeldAdapter
 from trtmesh.engine.service.adapter_delivery import Deliveries, Delivery, identity_of
@@ -26,8 +26,16 @@ class AdapterCommands:
     Every router gets every change, but a failed load only the router that asked for it.
     """
 
-    def __init__(self, engine: LoadedEngine, outbox: EventOutbox, router: str) -> None:
+    def __init__(
+        self,
+        engine: LoadedEngine,
+        outbox: EventOutbox,
+        router: str,
+        finish: Callable[[TrtmeshError], None],
+    ) -> None:
+        """`finish` ends the router's stream with an error."""
         self._engine = engine
+        self._finish = finish
         self._outbox = outbox
         self._router = router
         self._deliveries = Deliveries(engine.delivery_memory)
@@ -82,7 +90,19 @@ class AdapterCommands:
         try:
             self._load(AdapterLoad(identity, content.result(), delivery.first.pinned))
         except TrtmeshError as error:
+            self._refuse_later(identity, error)
+        except Exception as error:
+            # Broad on purpose: the router would wait forever for a defect here.
+            log.exception("adapter %d could not be loaded", identity.id)
+            reason = f"the adapter could not be loaded: {type(error).__name__}: {error}"
+            self._refuse_later(identity, BackendFailed(reason))
+
+    def _refuse_later(self, identity: Adapter, error: TrtmeshError) -> None:
+        """Refuses outside of a command, so that nothing else ends the stream of a router that does not read."""
+        try:
             self._refuse(identity.id, identity.name, identity.version, error)
+        except SlowClient as slow:
+            self._finish(slow)
 
     def _load(self, load: AdapterLoad) -> None:
         log.info("router %s loads adapter %d", self._router, load.identity.id)

@@ -71,7 +71,7 @@ class RouterSession:
         self._failed = False
         self._number = engine.streams.add(self)
         self.outbox.put_answer(epb.EngineEvent(welcome=epb.Welcome(engine=engine.description)))
-        self._adapters = AdapterCommands(engine, self.outbox, self.router)
+        self._adapters = AdapterCommands(engine, self.outbox, self.router, self.finish)
         # The router may place items right away, without waiting for the next report.
         self.take_load(engine.load())
         engine.metrics.open_streams += 1
