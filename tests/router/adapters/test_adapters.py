@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import threading
 from pathlib import Path
 
+import pytest
 from router.adapters.contents_of import content
 from trtmesh.chassis.adapter_content import AdapterContent, number_of
 from trtmesh.chassis.vocabulary import Adapter, Lora, Tensor
+from trtmesh.router.adapters import contents
 from trtmesh.router.adapters.adapters import Adapters, ItemAdapter
 from trtmesh.router.adapters.registry import Registration
 from trtmesh.router.adapters.settings import AdapterSettings
@@ -133,6 +136,34 @@ async def test_directory_that_cannot_be_written_bounds_memory_all_the_same(tmp_p
     assert known.contents.memory.size_bytes <= 2 * size
     assert await find(known, 4) is not None
     assert await find(known, 0) is None
+
+
+async def test_slow_directory_bounds_memory_and_is_written_once_it_catches_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, write = threading.Event(), contents.write_content
+
+    def slow(file: Path, content: AdapterContent) -> None:
+        gate.wait()
+        write(file, content)
+
+    monkeypatch.setattr(contents, "write_content", slow)
+    size = AdapterContent.of_arrays(tensor(b"ab"), CONFIG).size_bytes
+    known = adapters(directory=tmp_path, bytes=3 * size)
+    try:
+        for number in range(8):
+            brought = await bring(known, number, bytes([number, 0]))
+            assert (await known.content(brought)).version == brought.identity.version
+            assert known.contents.memory.size_bytes <= 3 * size
+    finally:
+        gate.set()
+    await known.close()
+    # Weights that found no room are written when they come again.
+    await bring(known, 7, b"\x07\x00")
+    await known.close()
+    again = adapters(directory=tmp_path)
+    await again.refresh()
+    assert [number for number in range(8) if await find(again, number)] == [0, 1, 2, 7]
 
 
 async def test_registered_name_wins_over_a_brought_one() -> None:

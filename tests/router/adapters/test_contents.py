@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
 import tempfile
@@ -11,7 +12,14 @@ from pathlib import Path
 
 import pytest
 from router.adapters.contents_of import content, version_of, write
-from trtmesh.chassis.errors import AdapterMismatch, InvalidField, InvalidRequest, NotFound
+from trtmesh.chassis.adapter_content import AdapterContent
+from trtmesh.chassis.errors import (
+    AdapterMismatch,
+    InvalidField,
+    InvalidRequest,
+    NotFound,
+    Unavailable,
+)
 from trtmesh.router.adapters import contents as module
 from trtmesh.router.adapters.contents import Contents, Memory
 from trtmesh.router.adapters.registry import Entry
@@ -29,10 +37,10 @@ def test_longest_unused_contents_leave_memory_except_held_ones() -> None:
         memory.put(one.version, one)
     memory.get(each[0].version)
     memory.put(each[3].version, each[3])
-    assert memory.shrink({each[1].version}) == [each[2].version]
+    assert memory.shrink({each[1].version}.__contains__) == [each[2].version]
     assert memory.size_bytes == 3 * each[0].size_bytes
-    assert memory.has_room(1, {each[1].version})
-    assert not memory.has_room(2 * each[0].size_bytes + 1, {each[1].version})
+    assert memory.has_room(1, {each[1].version}.__contains__)
+    assert not memory.has_room(2 * each[0].size_bytes + 1, {each[1].version}.__contains__)
 
 
 async def test_stored_content_is_read_again(tmp_path: Path) -> None:
@@ -77,6 +85,46 @@ def test_content_of_another_user_is_read_and_not_written_again(
     finally:
         os.seteuid(0)
     assert [each.name for each in directory_of_all_users.iterdir()] == [whole.version]
+
+
+async def test_hung_fetch_blocks_neither_memory_nor_other_fetches_and_ends_in_time() -> None:
+    cached, quick, hung = content(b"cached"), content(b"quick"), content(b"hung")
+    fetched = []
+
+    async def fetch(_number: int, digest: str) -> AdapterContent:
+        fetched.append(digest)
+        await asyncio.sleep(0)
+        if digest == hung.version:
+            await asyncio.Event().wait()
+        return quick
+
+    known = Contents(AdapterSettings(delivery_seconds=1), fetch)
+    known.memory.put(cached.version, cached)
+    waits = [asyncio.create_task(known.load(7, version_of(hung))) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert await known.load(8, version_of(cached)) == cached
+    both = await asyncio.gather(*(known.load(9, version_of(quick)) for _ in range(2)))
+    assert both == [quick, quick]
+    assert fetched == [hung.version, quick.version]
+    for wait in waits:
+        with pytest.raises(Unavailable):
+            await wait
+
+
+async def test_load_survives_one_of_those_that_wait() -> None:
+    whole, arrived = content(), asyncio.Event()
+
+    async def fetch(_number: int, _digest: str) -> AdapterContent:
+        await arrived.wait()
+        return whole
+
+    known = Contents(AdapterSettings(), fetch)
+    first, second = (asyncio.create_task(known.load(7, version_of(whole))) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.sleep(0)
+    arrived.set()
+    assert await second == whole
 
 
 @pytest.mark.parametrize("damage", [b"", b"9", b"1 2 3 abcde", b"x 1 1 ab"])

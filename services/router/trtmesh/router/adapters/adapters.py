@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 from trtmesh.chassis.adapter_content import AdapterContent, number_of
 from trtmesh.chassis.errors import (
@@ -42,6 +43,7 @@ from trtmesh.router.adapters.registry import (
 )
 from trtmesh.router.adapters.settings import AdapterSettings
 from trtmesh.router.adapters.usage import Usages
+from trtmesh.router.adapters.writing import Brought, Writing
 from trtmesh.router.metrics import RouterMetrics
 
 log = logging.getLogger(__name__)
@@ -88,10 +90,10 @@ class Adapters:
         self._file = RegistryFile(settings.directory) if settings.directory else None
         self._signature: Signature | None = None
         self._changing = asyncio.Lock()
+        self._slow = False
         self._own: dict[Key, Entry] = {}
         """Brought here, and not in the shared registry: not yet, or never by a follower."""
-        self._persisting: dict[asyncio.Task[None], Entry] = {}
-        """Brought adapters that are being written."""
+        self._writing = Writing(settings.bytes, self._persist)
         self.contents = Contents(settings, fetch)
         self.registry = EMPTY
         self.usages = Usages()
@@ -199,29 +201,40 @@ class Adapters:
                 self.take(bring(self.registry, entry))
             else:
                 self._own[entry.key] = entry
-            if self._file is not None:
-                task = asyncio.create_task(self._persist(entry, content))
-                self._persisting[task] = entry
-                task.add_done_callback(self._persisting.pop)
+        if self._file is not None and self._own.get(entry.key) == entry:
+            written = self._writing.put(entry, content)
+            self._tell_slow(slow=not written)
         self._shrink()
         return content
 
-    async def _persist(self, entry: Entry, content: AdapterContent) -> None:
-        """Writes a brought adapter to the directory; on failure it stays known here."""
+    def _tell_slow(self, *, slow: bool) -> None:
+        """Logs the beginning of a time in which brought adapters are not written."""
+        if slow and not self._slow:
+            log.warning(
+                "the directory of adapters is too slow: %d bytes wait to be written (router.adapters.bytes); adapters"
+                " that requests bring stay in memory alone until it has caught up",
+                self._settings.bytes,
+            )
+        self._slow = slow
+
+    async def _persist(self, batch: Sequence[Brought]) -> None:
+        """Writes brought adapters to the directory; on failure they stay known here."""
         try:
-            await self.contents.store(entry.current.digest, content)
-            # Newer weights under the number may have arrived meanwhile.
-            if self._own.get(entry.key) is entry:
-                await self._change(lambda registry: _brought(registry, entry))
+            for entry, content in batch:
+                await self.contents.store(entry.current.digest, content)
+            # Newer weights under a number may have arrived meanwhile.
+            newest = [entry for entry, _ in batch if self._own.get(entry.key) == entry]
+            await self._change(lambda registry: reduce(_brought, newest, registry))
         except TrtmeshError as error:
-            log.warning("adapter %d stays in memory alone: %s", entry.id, error.message)
+            log.warning("%d adapters stay in memory alone: %s", len(batch), error.message)
             return
-        if self._own.get(entry.key) is entry:
-            del self._own[entry.key]
+        for entry in newest:
+            if self._own.get(entry.key) == entry:
+                del self._own[entry.key]
 
     def _shrink(self) -> None:
         """Forgets contents beyond the limit of memory, and adapters that are nowhere else."""
-        dropped = {*self.contents.memory.shrink(self._held())}
+        dropped = {*self.contents.memory.shrink(self._is_held)}
         for entry in [*self._own.values()]:
             if entry.current.digest in dropped:
                 del self._own[entry.key]
@@ -230,17 +243,16 @@ class Adapters:
             if gone := [entry for entry in brought if entry.current.digest in dropped]:
                 self.take(without(self.registry, gone))
 
-    def _held(self) -> set[str]:
-        """Digests that are in memory alone and must stay."""
+    def _is_held(self, digest: str) -> bool:
+        """Whether a content is in memory alone and must stay."""
         if self._follows:
-            return set()
+            return False
         if self.contents.on_disk:
-            return {entry.current.digest for entry in self._persisting.values()}
-        return {
-            version.digest
+            return self._writing.holds(digest)
+        return any(
+            version.digest == digest and not entry.brought and not version.source
             for entry, version in self.registry.versions()
-            if not entry.brought and not version.source
-        }
+        )
 
     def began(self, adapter: ItemAdapter) -> None:
         """An item begins with a version."""
@@ -422,7 +434,7 @@ class Adapters:
             raise too_large(content.size_bytes, self._settings.max_adapter_bytes)
         if self.contents.on_disk:
             return
-        if not self.contents.memory.has_room(content.size_bytes, self._held()):
+        if not self.contents.memory.has_room(content.size_bytes, self._is_held):
             raise Exhausted(
                 f"the adapter has {content.size_bytes} bytes, but the registered ones leave no room for it in"
                 f" {self._settings.bytes} bytes (router.adapters.bytes); set router.adapters.directory",
@@ -430,8 +442,9 @@ class Adapters:
             )
 
     async def close(self) -> None:
-        """Waits until everything brought is written."""
-        await asyncio.gather(*self._persisting, return_exceptions=True)
+        """Ends the loads, and waits until everything brought is written."""
+        await self.contents.close()
+        await self._writing.flush()
 
 
 def _content_of(weights: Tensor, config: Tensor) -> tuple[AdapterContent, str]:

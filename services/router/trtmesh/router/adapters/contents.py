@@ -9,15 +9,25 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 from trtmesh.chassis.adapter_content import FILE_NAMES, AdapterContent
-from trtmesh.chassis.errors import AdapterMismatch, InvalidField, NotFound, TrtmeshError
+from trtmesh.chassis.errors import (
+    AdapterMismatch,
+    InvalidField,
+    NotFound,
+    TrtmeshError,
+    Unavailable,
+)
 from trtmesh.router.adapters.registry import Entry, Version
 from trtmesh.router.adapters.settings import AdapterSettings
 
 KEPT_SECONDS = 3600.0
 """Life of a content file without a version: a running item may still take its version to another worker."""
+
+LOADS_AT_ONCE = 4
+"""Most contents that are loaded at the same time, which bounds their memory."""
 
 Fetch = Callable[[int, str], Awaitable[AdapterContent]]
 """Fetches a version of a number from the followed router."""
@@ -48,20 +58,23 @@ class Memory:
         if (content := self._contents.pop(digest, None)) is not None:
             self.size_bytes -= content.size_bytes
 
-    def shrink(self, held: Collection[str]) -> list[str]:
-        """Drops the longest unused contents beyond the limit, except `held` ones; returns their digests."""
-        dropped = []
-        for digest in [*self._contents]:
-            if self.size_bytes <= self._most_bytes:
+    def shrink(self, is_held: Callable[[str], bool]) -> list[str]:
+        """Drops the longest unused contents beyond the limit, except held ones; returns their digests."""
+        dropped: list[str] = []
+        excess = self.size_bytes - self._most_bytes
+        for digest, content in self._contents.items():
+            if excess <= 0:
                 break
-            if digest not in held:
-                self.drop(digest)
+            if not is_held(digest):
+                excess -= content.size_bytes
                 dropped.append(digest)
+        for digest in dropped:
+            self.drop(digest)
         return dropped
 
-    def has_room(self, size_bytes: int, held: Collection[str]) -> bool:
-        """Whether a content that must not be dropped fits beside the `held` ones."""
-        kept = sum(each.size_bytes for name, each in self._contents.items() if name in held)
+    def has_room(self, size_bytes: int, is_held: Callable[[str], bool]) -> bool:
+        """Whether a content that must not be dropped fits beside the held ones."""
+        kept = sum(each.size_bytes for name, each in self._contents.items() if is_held(name))
         return kept + size_bytes <= self._most_bytes
 
 
@@ -73,7 +86,9 @@ class Contents:
         self._files = settings.directory / "contents" if settings.directory else None
         self._most_bytes = settings.max_adapter_bytes
         self._fetch = fetch
-        self._loading = asyncio.Lock()
+        self._load_seconds = settings.delivery_seconds / 2
+        self._loading = asyncio.Semaphore(LOADS_AT_ONCE)
+        self._loads: dict[str, asyncio.Task[AdapterContent]] = {}
         self.memory = Memory(settings.bytes)
 
     @property
@@ -82,20 +97,51 @@ class Contents:
         return self._files is not None
 
     async def load(self, number: int, version: Version) -> AdapterContent:
-        """The content of a version. Raises AdapterMismatch, NotFound or the followed router's error."""
-        async with self._loading:
-            if (known := self.memory.get(version.digest)) is not None:
-                return known
-            if self._fetch is not None:
-                return await self._fetch(number, version.digest)
-            if version.source:
-                content, digest = await self.read_source(version.source)
-                if digest != version.digest:
-                    raise _changed(version, digest)
-                return content
-            if self._files is None:
-                raise NotFound(f"the content of version {version.digest} is not in memory any more")
-            return await asyncio.to_thread(read_content, self._files / version.digest)
+        """The content of a version, loaded once however many wait. Raises as `_load`, or Unavailable after a time."""
+        if (known := self.memory.get(version.digest)) is not None:
+            return known
+        if (task := self._loads.get(version.digest)) is None:
+            task = asyncio.create_task(self._load_in_time(number, version))
+            self._loads[version.digest] = task
+            task.add_done_callback(partial(self._loaded, version.digest))
+        return await asyncio.shield(task)
+
+    def _loaded(self, digest: str, task: asyncio.Task[AdapterContent]) -> None:
+        del self._loads[digest]
+        if not task.cancelled():
+            # Retrieved here, because nothing may wait any more.
+            task.exception()
+
+    async def _load_in_time(self, number: int, version: Version) -> AdapterContent:
+        try:
+            async with asyncio.timeout(self._load_seconds), self._loading:
+                return await self._load(number, version)
+        except TimeoutError as error:
+            where = "the followed router (router.adapters.follow)" if self._fetch else "disk"
+            raise Unavailable(
+                f"adapter {number} did not arrive from {where} within {self._load_seconds:g} s, half of"
+                " router.adapters.delivery_seconds"
+            ) from error
+
+    async def _load(self, number: int, version: Version) -> AdapterContent:
+        """Raises AdapterMismatch, NotFound or the followed router's error."""
+        if self._fetch is not None:
+            return await self._fetch(number, version.digest)
+        if version.source:
+            content, digest = await self.read_source(version.source)
+            if digest != version.digest:
+                raise _changed(version, digest)
+            return content
+        if self._files is None:
+            raise NotFound(f"the content of version {version.digest} is not in memory any more")
+        return await asyncio.to_thread(read_content, self._files / version.digest)
+
+    async def close(self) -> None:
+        """Ends the loads."""
+        loads = [*self._loads.values()]
+        for task in loads:
+            task.cancel()
+        await asyncio.gather(*loads, return_exceptions=True)
 
     async def store(self, digest: str, content: AdapterContent) -> None:
         """Writes a content to its file, if there is a directory. Raises NotFound if it cannot be written."""
