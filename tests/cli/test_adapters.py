@@ -265,6 +265,14 @@ def test_name_of_digits_is_refused(admin: str, tmp_path: Path) -> None:
     assert "7" not in listed(admin)
 
 
+def test_stack_refuses_a_directory_named_by_digits(tmp_path: Path) -> None:
+    peft_directory(tmp_path / "7")
+    refused = trtmesh("up", *FREE_PORTS, "--backend", "simulated", "--adapters", str(tmp_path))
+    assert refused.returncode == 2
+    assert "--adapters" in refused.stderr
+    assert str(tmp_path / "7") in refused.stderr
+
+
 async def test_refused_upload_tells_the_routers_reason(tmp_path: Path) -> None:
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     right.write_text("s3cret\n")

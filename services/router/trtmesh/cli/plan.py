@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trtmesh.chassis.adapter_content import format_of
+from trtmesh.chassis.adapter_content import format_of, is_number
 from trtmesh.chassis.admin_token import AdminToken, read_admin_token
 from trtmesh.chassis.config_file import read_config_file
 from trtmesh.chassis.cores import physical_cores
@@ -272,16 +272,18 @@ def _served_models(settings: MeshSettings, given: ServiceSettingsGiven) -> list[
 def _adapters_in(directory: Path) -> Sequence[Path]:
     """The subdirectories, each with an adapter. Raises SettingsError."""
     try:
-        found = sorted(path for path in directory.iterdir() if path.is_dir())
+        found = sorted(path.resolve() for path in directory.iterdir() if path.is_dir())
         for path in found:
             format_of(path)
+            if is_number(path.name):
+                raise InvalidRequest(f"the name of {path} is a number; rename the directory")
     except OSError as error:
         raise SettingsError(
             f"cannot be read: {directory}: {error.strerror}", setting="mesh.adapters"
         ) from error
     except (NotFound, InvalidRequest) as error:
         raise SettingsError(f"has an unusable adapter: {error}", setting="mesh.adapters") from error
-    return [path.resolve() for path in found]
+    return found
 
 
 def _check_devices(settings: MeshSettings, models: Iterable[ServedModel]) -> None:
