@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -371,10 +372,15 @@ async def test_prefetched_adapters_are_there_at_start(
         (tmp_path / name / files.config).write_bytes(content.config)
         (tmp_path / name / files.weights).write_bytes(content.weights)
     (tmp_path / "broken").mkdir()
+    prose = FILE_NAMES[each.contents[3].format]
+    for name in (str(2**64), "spoiled"):
+        shutil.copytree(tmp_path / "prose", tmp_path / name)
+    (tmp_path / "spoiled" / prose.config).write_bytes(b"\x93NUMPY\x01\x00\x02\x00({")
     async with running(each.model_dir, **ON, prefetch_directory=tmp_path) as harness:
         states = {held.adapter.name: held for held in harness.backend.adapters()}
         assert states["7"].adapter == Adapter(7, "7", each.contents[1].version)
         assert states["prose"].adapter.id == number_of("prose")
-        assert states["broken"].error is not None
+        for name in ("broken", "spoiled", str(2**64)):
+            assert states[name].error is not None
         (stream,) = await harness.ended(harness.submit(prompt, asking(named(7, each.contents[1]))))
         assert stream.token_ids == each.greedy(1, prompt)

@@ -135,6 +135,17 @@ class TestDelivery:
             assert answer.version == content(2).version
             assert (backend.loads, used_bytes(engine)) == ([], 0)
 
+    async def test_router_that_reads_no_refusal_loses_its_stream(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The digest is refused off the stream's task, whose end must follow all the same."""
+        backend = RecordingBackend(ADAPTED)
+        async with serving(backend) as engine, router_stream(engine.address) as stream:
+            monkeypatch.setattr("trtmesh.engine.service.event_outbox.MAX_ANSWERS", 0)
+            await stream.send(*parts(5, content(1), version=content(2).version))
+            assert (await stream.failure()).reason == "SLOW_CLIENT"
+            await eventually(lambda: used_bytes(engine) == 0)
+
     async def test_next_delivery_drops_a_partial_one(self) -> None:
         backend = RecordingBackend(ADAPTED)
         async with serving(backend) as engine, router_stream(engine.address) as stream:

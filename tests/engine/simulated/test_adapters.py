@@ -150,6 +150,9 @@ async def test_pins_leave_a_slot_to_sequences() -> None:
         await load(run, 2, content(2), pinned=True)
         refused = await load(run, 3, content(3), pinned=True)
         assert isinstance(refused.error, AdaptersFull)
+        # Its place holds: only the pin was refused.
+        (held,) = [each for each in run.backend.adapters() if each.adapter.id == 3]
+        assert replace(refused, error=None) == held
         run.backend.stop([1], pb.FINISH_REASON_CANCELLED)
         await run.end(1)
         assert (await load(run, 3, content(3), pinned=True)).pinned
