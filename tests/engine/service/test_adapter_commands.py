@@ -146,6 +146,18 @@ class TestDelivery:
             assert (await stream.failure()).reason == "SLOW_CLIENT"
             await eventually(lambda: used_bytes(engine) == 0)
 
+    async def test_refused_delivery_of_a_loaded_version_is_reported_with_its_place(self) -> None:
+        async with (
+            serving(simulated()) as engine,
+            router_stream(engine.address) as stream,
+        ):
+            await stream.send(*parts(5, content()))
+            assert (await state(stream)).place == epb.ADAPTER_PLACE_DEVICE
+            await stream.send(*parts(5, content(), size=10)[1:2])
+            refused = await state(stream)
+            assert list(refused.error.fields) == ["load_adapter.offset"]
+            assert refused.place == epb.ADAPTER_PLACE_DEVICE
+
     async def test_next_delivery_drops_a_partial_one(self) -> None:
         backend = RecordingBackend(ADAPTED)
         async with serving(backend) as engine, router_stream(engine.address) as stream:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from trtmesh.chassis.adapter_content import AdapterContent
@@ -114,8 +115,16 @@ class AdapterCommands:
         self._engine.metrics.errors[error.reason] += 1
         log.info("adapter %d refused: %s", number, error.message)
         self._deliveries.answered((number, version))
-        absent = epb.ADAPTER_PLACE_ABSENT
-        self._tell([HeldAdapter(Adapter(number, name, version), absent, error=error)])
+        state = self._held(number, version)
+        absent = HeldAdapter(Adapter(number, name, version), epb.ADAPTER_PLACE_ABSENT)
+        self._tell([replace(state or absent, error=error)])
+
+    def _held(self, number: int, version: str) -> HeldAdapter | None:
+        """The adapter's state, if it is in memory: a refused delivery leaves it there."""
+        for each in self._engine.backend.adapters():
+            if (each.adapter.id, each.adapter.version) == (number, version) and not each.error:
+                return each
+        return None
 
     def _check_support(self, command: str) -> None:
         if not self._engine.info.max_adapter_bytes:
