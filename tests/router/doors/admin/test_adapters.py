@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from trtmesh.chassis.errors import (
     Unsupported,
 )
 from trtmesh.client import AdminClient
+from trtmesh.router.fleet import pins
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_admin_pb2 as admin_pb
@@ -214,6 +216,32 @@ async def test_pinned_adapter_is_on_every_worker_and_again_after_a_restart() -> 
         await client.admin.pin_adapter(7)
         await eventually(lambda: len(one.loads) == 5)
         assert (one.loads[-1].config_bytes, one.loads[-1].pinned) == (0, True)
+
+
+async def test_pinned_adapter_that_a_worker_refuses_is_sent_once_per_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pins, "AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr(pins, "ROUND_SECONDS", 0.05)
+    one = engine()
+    one.loads_adapters = False
+    async with mesh(one) as client:
+        await client.admin.upload_adapter(asked(id=7, pinned=True), OLD)
+        for sent, error in (
+            (1, AdaptersFull("all are in use")),
+            (2, AdaptersFull("all are in use")),
+            (3, InvalidRequest("layer 3 has rank 9")),
+        ):
+            await eventually(partial(_were_sent, one, sent))
+            await one.tell_adapter(7, OLD.version, place=0, error=to_proto(error))
+        await asyncio.sleep(1)
+        assert len(one.loads) == 6
+        await one.hang_up()
+        await eventually(partial(_were_sent, one, 4))
+
+
+def _were_sent(one: ScriptedEngine, contents: int) -> bool:
+    return len(one.loads) == 2 * contents
 
 
 async def test_removed_adapter_is_unloaded_and_unknown() -> None:

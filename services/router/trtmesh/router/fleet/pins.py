@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import inf
 
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.router.adapters.adapters import Adapters, ItemAdapter
@@ -17,11 +19,19 @@ log = logging.getLogger(__name__)
 ROUND_SECONDS = 0.25
 """Interval between two looks at what workers hold."""
 
-AGAIN_SECONDS = 10.0
-"""Pause before a worker is asked again for the same."""
+AGAIN_SECONDS, MOST_SECONDS = 10.0, 300.0
+"""First pause before a worker is asked again for the same, and the longest; each pause doubles."""
 
 Ask = tuple[str, int, VersionKey, str]
 """Address and stream of a worker, a version, and what the worker is asked for: pin, unpin or unload."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pause:
+    """A worker is not asked again for the same."""
+
+    seconds: float
+    until: float
 
 
 class Pins:
@@ -30,7 +40,7 @@ class Pins:
     def __init__(self, fleet: Fleet, adapters: Adapters) -> None:
         self._fleet = fleet
         self._adapters = adapters
-        self._asked_at: dict[Ask, float] = {}
+        self._pauses: dict[Ask, _Pause] = {}
         self._deliveries: dict[Ask, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -46,7 +56,7 @@ class Pins:
 
     def _look(self) -> None:
         now = asyncio.get_running_loop().time()
-        self._asked_at = {ask: at for ask, at in self._asked_at.items() if now - at < AGAIN_SECONDS}
+        self._forget_pauses(now)
         for worker in self._fleet.workers.values():
             if worker.ready and "lora.id" in worker.facts.supported_fields:
                 self._unload(worker, now)
@@ -91,24 +101,53 @@ class Pins:
                 for version in entry.versions:
                     yield ItemAdapter(entry.identity(version), version)
 
+    def _forget_pauses(self, now: float) -> None:
+        """Drops pauses of lost streams, and those after which the worker was not asked again."""
+        streams = {(worker.address, worker.streams) for worker in self._fleet.workers.values()}
+        self._pauses = {
+            ask: pause
+            for ask, pause in self._pauses.items()
+            if ask in self._deliveries
+            or (ask[:2] in streams and now < pause.until + 4 * ROUND_SECONDS)
+        }
+
     def _is_new(self, ask: Ask, now: float) -> bool:
         """Whether the worker was not asked for this lately; it is from now on."""
-        if ask in self._asked_at or ask in self._deliveries:
+        pause = self._pauses.get(ask)
+        if ask in self._deliveries or (pause is not None and now < pause.until):
             return False
-        self._asked_at[ask] = now
+        seconds = min(2 * pause.seconds, MOST_SECONDS) if pause is not None else AGAIN_SECONDS
+        self._pauses[ask] = _Pause(seconds, now + seconds)
         return True
 
     def _deliver(self, worker: Worker, adapter: ItemAdapter) -> None:
         key = (adapter.identity.id, adapter.identity.version)
         ask = (worker.address, worker.streams, key, "pin")
-        task = asyncio.create_task(_hold(worker, adapter))
+        task = asyncio.create_task(self._hold(ask, worker, adapter))
         self._deliveries[ask] = task
-        task.add_done_callback(lambda _: self._deliveries.pop(ask))
+        task.add_done_callback(lambda _: self._delivered(ask))
 
+    def _delivered(self, ask: Ask) -> None:
+        del self._deliveries[ask]
+        # The pause begins with the end of the delivery.
+        if (pause := self._pauses.get(ask)) is not None and pause.until != inf:
+            until = asyncio.get_running_loop().time() + pause.seconds
+            self._pauses[ask] = replace(pause, until=until)
 
-async def _hold(worker: Worker, adapter: ItemAdapter) -> None:
-    try:
-        await worker.hold(adapter, pinned=True)
-    except TrtmeshError as error:
+    async def _hold(self, ask: Ask, worker: Worker, adapter: ItemAdapter) -> None:
         name = adapter.identity.name or adapter.identity.id
-        log.warning("worker %s does not keep adapter %s: %s", worker.name, name, error.message)
+        try:
+            # First, so that a fault of the content is not taken for the worker's refusal.
+            content = await self._adapters.content(adapter)
+            await self._send(ask, worker, replace(adapter, content=content))
+        except TrtmeshError as error:
+            log.warning("worker %s does not keep adapter %s: %s", worker.name, name, error.message)
+
+    async def _send(self, ask: Ask, worker: Worker, adapter: ItemAdapter) -> None:
+        try:
+            await worker.hold(adapter, pinned=True)
+        except TrtmeshError as error:
+            if not error.row.movable:
+                # The same content on the same stream would be refused again.
+                self._pauses[ask] = _Pause(AGAIN_SECONDS, inf)
+            raise
