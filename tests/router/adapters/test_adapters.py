@@ -8,12 +8,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from router.adapters.contents_of import content
+from router.adapters.contents_of import content, version_of
 from trtmesh.chassis.adapter_content import AdapterContent, number_of
 from trtmesh.chassis.vocabulary import Adapter, Lora, Tensor
 from trtmesh.router.adapters import contents
-from trtmesh.router.adapters.adapters import Adapters, ItemAdapter
-from trtmesh.router.adapters.registry import Registration
+from trtmesh.router.adapters.adapters import MOST_REMOVED, Adapters, ItemAdapter
+from trtmesh.router.adapters.registry import Entry, Registration, Registry
 from trtmesh.router.adapters.settings import AdapterSettings
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.v1 import generation_pb2 as pb
@@ -164,6 +164,33 @@ async def test_slow_directory_bounds_memory_and_is_written_once_it_catches_up(
     again = adapters(directory=tmp_path)
     await again.refresh()
     assert [number for number in range(8) if await find(again, number)] == [0, 1, 2, 7]
+
+
+@pytest.mark.parametrize("follow", ["", "127.0.0.1:1"])
+async def test_number_of_brought_adapters_is_bounded(follow: str) -> None:
+    known = adapters(max_brought=2, follow=follow)
+    for number in (1, 2):
+        await bring(known, number, b"ab")
+    await find(known, 1)
+    await bring(known, 3, b"ab")
+    assert [number for number in (1, 2, 3) if await find(known, number)] == [1, 3]
+    assert len([*known.entries()]) == 2
+    assert not known.removed, "workers may serve a forgotten adapter"
+
+
+async def test_removed_versions_outlive_any_number_of_changes() -> None:
+    known = adapters()
+    await known.upload(Registration("a", id=1), content(b"old"))
+    await known.upload(Registration("a", id=1), content(b"new"))
+    key = (1, content(b"old").version)
+    entries = {
+        ("m", n): Entry(n, "", "m", (version_of(content(b"w")),), brought=True)
+        for n in range(2, 2 * MOST_REMOVED)
+    }
+    known.take(Registry({**known.registry.entries, **entries}))
+    assert [*known.removed] == [key]
+    await known.upload(Registration("a", id=1), content(b"old"))
+    assert [*known.removed] == [(1, content(b"new").version)]
 
 
 async def test_registered_name_wins_over_a_brought_one() -> None:

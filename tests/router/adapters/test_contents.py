@@ -228,5 +228,6 @@ async def test_longest_unused_files_are_the_first_to_be_forgotten(tmp_path: Path
         entries.append(Entry(number, "", "m", (version_of(each),), brought=True))
     await known.load(0, entries[0].current)
     size = entries[0].current.size_bytes
-    assert await known.longest_unused(entries, 3 * size) == []
-    assert await known.longest_unused(entries, 2 * size) == [entries[1]]
+    assert await known.longest_unused(entries, 3 * size, 3) == []
+    assert await known.longest_unused(entries, 2 * size, 3) == [entries[1]]
+    assert await known.longest_unused(entries, 3 * size, 1) == [entries[1], entries[2]]

@@ -18,6 +18,7 @@ from trtmesh.router.adapters.registry import (
     check_free,
     pin,
     remove,
+    without,
 )
 
 
@@ -149,3 +150,30 @@ def test_pinned_adapter_is_kept_and_so_no_longer_forgotten() -> None:
     assert (entry(registry).pinned, entry(registry).brought) == (False, False)
     with pytest.raises(NotFound):
         pin(registry, 8, pinned=True)
+
+
+def test_lookups_of_a_changed_registry_are_those_of_a_new_one() -> None:
+    registry = EMPTY
+    for n in range(6):
+        registry = bring(
+            registry, Entry(n % 4, f"a{n % 3}", "m", (version(f"v{n}"),), brought=True)
+        )
+    registry = pin(added(remove(registry, 2), "v9", name="a1", id=3), 1, pinned=True)
+    new = Registry(registry.entries, registry.revision)
+    assert {*registry.pinned} == {*new.pinned} != set()
+    for n in range(10):
+        assert {*registry.of_number(n)} == {*new.of_number(n)}
+        assert {*registry.of_digest(f"v{n}")} == {*new.of_digest(f"v{n}")}
+        assert registry.by_name("m", f"a{n}") == new.by_name("m", f"a{n}")
+
+
+def test_difference_names_changed_lost_and_new_adapters() -> None:
+    before = bring(bring(added(EMPTY, "v1"), Entry(1, "", "m", (version("v"),))), _brought(2))
+    after = bring(without(before, [_brought(2)]), Entry(1, "", "m", (version("w"),)))
+    after = bring(after, _brought(3))
+    assert sorted(before.difference(after)) == [("m", 1), ("m", 2), ("m", 3)]
+    assert before.difference(Registry(dict(before.entries))) == []
+
+
+def _brought(number: int) -> Entry:
+    return Entry(number, "", "m", (version("b"),), brought=True)

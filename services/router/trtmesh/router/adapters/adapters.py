@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -88,12 +89,16 @@ class Adapters:
         self._metrics = metrics
         self._follows = bool(settings.follow)
         self._file = RegistryFile(settings.directory) if settings.directory else None
+        self._shares = self._follows or self._file is not None
+        """Whether other routers have the registry too."""
         self._signature: Signature | None = None
         self._changing = asyncio.Lock()
         self._slow = False
-        self._own: dict[Key, Entry] = {}
+        self._own = EMPTY
         """Brought here, and not in the shared registry: not yet, or never by a follower."""
         self._writing = Writing(settings.bytes, self._persist)
+        self._brought: OrderedDict[Key, None] = OrderedDict()
+        """Brought here and not in the shared registry, the longest unused first."""
         self.contents = Contents(settings, fetch)
         self.registry = EMPTY
         self.usages = Usages()
@@ -115,9 +120,18 @@ class Adapters:
     def entries(self) -> Iterator[Entry]:
         """All adapters, those only known here included."""
         for entry in self.registry.entries.values():
-            if not (entry.brought and entry.key in self._own):
+            if not self._is_replaced(entry):
                 yield entry
-        yield from self._own.values()
+        yield from self._own.entries.values()
+
+    def _is_replaced(self, entry: Entry) -> bool:
+        """Whether newer weights of the number are not in the shared registry yet."""
+        return entry.brought and entry.key in self._own.entries
+
+    @property
+    def pinned(self) -> Iterable[Entry]:
+        """The adapters to keep on workers."""
+        return self.registry.pinned
 
     async def find(self, model: str, asked: Lora, request_id: str) -> ItemAdapter | None:
         """The version for an item: with the weights it brings, or by number or name; None for an unknown one.
@@ -135,6 +149,8 @@ class Adapters:
         if version is None:
             return None
         content = self.contents.memory.get(version.digest)
+        if entry.key in self._brought:
+            self._brought.move_to_end(entry.key)
         return self._item_adapter(entry, version, content)
 
     def names(self, model: str) -> list[str]:
@@ -158,14 +174,13 @@ class Adapters:
         known = self.registry.by_id(model, number)
         if known is not None and not known.brought:
             return known
-        return self._own.get((model, number)) or known
+        return self._own.entries.get((model, number)) or known
 
     def _by_name(self, model: str, name: str) -> Entry | None:
         known = self.registry.by_name(model, name)
         if known is not None and not known.brought:
             return known
-        own = (e for e in self._own.values() if (e.model, e.name) == (model, name))
-        return next(own, None) or known
+        return self._own.by_name(model, name) or known
 
     async def _bring(self, model: str, asked: Lora, weights: Tensor, config: Tensor) -> ItemAdapter:
         """Keeps the weights that an item brings."""
@@ -197,11 +212,15 @@ class Adapters:
     def _keep(self, entry: Entry, content: AdapterContent) -> AdapterContent:
         content = self.contents.memory.put(entry.current.digest, content)
         if self._by_id(entry.model, entry.id) != entry:
-            if self._file is None and not self._follows:
-                self.take(bring(self.registry, entry))
+            self._brought[entry.key] = None
+            if self._shares:
+                self._own = bring(self._own, entry)
+                self.removed.pop((entry.id, entry.current.digest), None)
             else:
-                self._own[entry.key] = entry
-        if self._file is not None and self._own.get(entry.key) == entry:
+                self.take(bring(self.registry, entry), [entry.key])
+        if entry.key in self._brought:
+            self._brought.move_to_end(entry.key)
+        if self._file is not None and self._own.entries.get(entry.key) == entry:
             written = self._writing.put(entry, content)
             self._tell_slow(slow=not written)
         self._shrink()
@@ -223,25 +242,37 @@ class Adapters:
             for entry, content in batch:
                 await self.contents.store(entry.current.digest, content)
             # Newer weights under a number may have arrived meanwhile.
-            newest = [entry for entry, _ in batch if self._own.get(entry.key) == entry]
+            newest = [entry for entry, _ in batch if self._own.entries.get(entry.key) == entry]
             await self._change(lambda registry: reduce(_brought, newest, registry))
         except TrtmeshError as error:
             log.warning("%d adapters stay in memory alone: %s", len(batch), error.message)
             return
-        for entry in newest:
-            if self._own.get(entry.key) == entry:
-                del self._own[entry.key]
+        self._forget([e for e in newest if self._own.entries.get(e.key) == e])
+        self._shrink()
 
     def _shrink(self) -> None:
-        """Forgets contents beyond the limit of memory, and adapters that are nowhere else."""
-        dropped = {*self.contents.memory.shrink(self._is_held)}
-        for entry in [*self._own.values()]:
-            if entry.current.digest in dropped:
-                del self._own[entry.key]
-        if self._file is None and not self._follows:
-            brought = (entry for entry in self.registry.entries.values() if entry.brought)
-            if gone := [entry for entry in brought if entry.current.digest in dropped]:
-                self.take(without(self.registry, gone))
+        """Forgets contents beyond the limit of memory, and adapters that are nowhere else or too many."""
+        for digest in self.contents.memory.shrink(self._is_held):
+            entries = self._here.of_digest(digest)
+            self._forget([entry for entry in entries if entry.key in self._brought])
+        while len(self._brought) > self._settings.max_brought:
+            self._forget([self._here.entries[next(iter(self._brought))]])
+
+    @property
+    def _here(self) -> Registry:
+        """The registry with the adapters that were brought here and are in no shared one."""
+        return self._own if self._shares else self.registry
+
+    def _forget(self, gone: Sequence[Entry]) -> None:
+        """Forgets brought adapters here; the shared registry stays."""
+        if not gone:
+            return
+        for entry in gone:
+            self._brought.pop(entry.key, None)
+        if self._shares:
+            self._own = without(self._own, gone)
+        else:
+            self.take(without(self.registry, gone), [entry.key for entry in gone])
 
     def _is_held(self, digest: str) -> bool:
         """Whether a content is in memory alone and must stay."""
@@ -250,8 +281,8 @@ class Adapters:
         if self.contents.on_disk:
             return self._writing.holds(digest)
         return any(
-            version.digest == digest and not entry.brought and not version.source
-            for entry, version in self.registry.versions()
+            not entry.brought and (version := entry.version(digest)) and not version.source
+            for entry in self.registry.of_digest(digest)
         )
 
     def began(self, adapter: ItemAdapter) -> None:
@@ -331,7 +362,7 @@ class Adapters:
         self.check_owner()
         entries = self.registry.of_number(number)
         await self._change(lambda registry: remove(registry, number, version))
-        self._unload(_keys_of(entries) - _keys_of(self.entries()))
+        self._unload(key for key in _keys_of(entries) if self.version_of(*key) is None)
 
     async def pin(self, number: int, *, pinned: bool) -> Entry:
         """Keeps an adapter loaded, or no longer. Raises NotFound and more."""
@@ -341,8 +372,9 @@ class Adapters:
 
     def version_of(self, number: int, digest: str) -> tuple[Entry, Version] | None:
         """A known version."""
-        for entry in self.entries():
-            if entry.id == number and (version := entry.version(digest)):
+        for entry in (*self._own.of_number(number), *self.registry.of_number(number)):
+            current = entry is self._own.entries.get(entry.key) or not self._is_replaced(entry)
+            if current and (version := entry.version(digest)):
                 return entry, version
         return None
 
@@ -373,7 +405,7 @@ class Adapters:
                 if signature == self._signature and not self.problem:
                     return
                 self._signature = signature
-                self.take(await asyncio.to_thread(self._file.read))
+                await self._take_read(await asyncio.to_thread(self._file.read))
             except Mismatch as error:
                 self.tell(error.message)
             else:
@@ -386,33 +418,45 @@ class Adapters:
                 self.take(changed(self.registry))
                 return
             registry, self._signature = await asyncio.to_thread(self._file.change, changed)
-            self.take(registry)
+            await self._take_read(registry)
             self.tell("")
 
-    def take(self, registry: Registry) -> None:
-        """Replaces the registry: new requests use the new one."""
+    async def _take_read(self, registry: Registry) -> None:
+        """Takes the registry of the file, compared off the event loop."""
+        self.take(registry, await asyncio.to_thread(self.registry.difference, registry))
+
+    def take(self, registry: Registry, changed: Iterable[Key] | None = None) -> None:
+        """Replaces the registry, which differs in the `changed` adapters: new requests use the new one."""
         before, self.registry = self.registry, registry
-        known = _keys_of(self.entries())
-        self._unload(
-            (entry.id, version.digest)
-            for entry, version in before.versions()
+        for key in before.difference(registry) if changed is None else changed:
+            self._on_change(before.entries.get(key), registry.entries.get(key))
+
+    def _on_change(self, before: Entry | None, after: Entry | None) -> None:
+        """Has lost versions unloaded, and new ones not."""
+        if before is not None:
+            lost = [key for key in _keys_of([before]) if self.version_of(*key) is None]
+            self.usages.forget(lost)
             # Workers may serve a brought adapter that is only forgotten here.
-            if not entry.brought or entry.key in registry.entries
-        )
-        for key in known:
-            self.removed.pop(key, None)
-        self.usages.forget(_keys_of(before.entries.values()) - known)
+            if not before.brought or after is not None:
+                self._unload(lost)
+            if (after is None or not after.brought) and before.key not in self._own.entries:
+                self._brought.pop(before.key, None)
+        if after is not None:
+            for key in _keys_of([after]):
+                self.removed.pop(key, None)
 
     def _unload(self, keys: Iterable[VersionKey]) -> None:
         self.removed.update(dict.fromkeys(keys))
-        for key in [*self.removed][: len(self.removed) - MOST_REMOVED]:
-            del self.removed[key]
+        while len(self.removed) > MOST_REMOVED:
+            del self.removed[next(iter(self.removed))]
 
     async def _sweep(self) -> None:
         """Forgets the longest unused brought adapters beyond the directory's limit, and files without a version."""
         brought = [entry for entry in self.registry.entries.values() if entry.brought]
         try:
-            gone = await self.contents.longest_unused(brought, self._settings.directory_bytes)
+            gone = await self.contents.longest_unused(
+                brought, self._settings.directory_bytes, self._settings.max_brought
+            )
             if gone:
                 await self._change(lambda registry: without(registry, gone))
             if not self.problem:

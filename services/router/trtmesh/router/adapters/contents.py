@@ -157,11 +157,13 @@ class Contents:
         if self._files is not None:
             await asyncio.to_thread(_sweep, self._files, referenced)
 
-    async def longest_unused(self, entries: Sequence[Entry], most_bytes: int) -> list[Entry]:
-        """The entries to forget, so that the files of the others take at most `most_bytes`."""
+    async def longest_unused(
+        self, entries: Sequence[Entry], most_bytes: int, most: int
+    ) -> list[Entry]:
+        """The entries to forget, so that at most `most` stay, whose files take at most `most_bytes`."""
         if self._files is None:
             return []
-        return await asyncio.to_thread(_longest_unused, self._files, entries, most_bytes)
+        return await asyncio.to_thread(_longest_unused, self._files, entries, most_bytes, most)
 
     def _read_source(self, source: str) -> tuple[AdapterContent, str]:
         content = AdapterContent.read(locate(self._roots, source), self._most_bytes)
@@ -263,16 +265,18 @@ def _sweep(files: Path, referenced: Collection[str]) -> None:
                 file.unlink()
 
 
-def _longest_unused(files: Path, entries: Sequence[Entry], most_bytes: int) -> list[Entry]:
+def _longest_unused(
+    files: Path, entries: Sequence[Entry], most_bytes: int, most: int
+) -> list[Entry]:
     def used_at(entry: Entry) -> float:
         with suppress(OSError):
             return (files / entry.current.digest).stat().st_mtime
         return 0.0
 
     left = sum(entry.current.size_bytes for entry in entries)
-    forgotten = []
+    forgotten: list[Entry] = []
     for entry in sorted(entries, key=used_at):
-        if left <= most_bytes:
+        if left <= most_bytes and len(entries) - len(forgotten) <= most:
             break
         left -= entry.current.size_bytes
         forgotten.append(entry)

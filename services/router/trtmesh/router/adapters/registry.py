@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
+from typing import TypeVar
 
 from trtmesh.chassis.adapter_content import AdapterContent, is_number, number_of, rank_of
 from trtmesh.chassis.errors import AlreadyExists, InvalidField, InvalidRequest, NotFound
@@ -15,6 +16,8 @@ MAX_NAME_LENGTH = 256
 
 Key = tuple[str, int]
 """Model and number of an adapter."""
+
+K = TypeVar("K", bound=Hashable)
 
 VersionKey = tuple[int, str]
 """Number and version of an adapter, as workers know them."""
@@ -91,6 +94,50 @@ class Entry:
         return Adapter(self.id, self.name, version.digest)
 
 
+Groups = dict[K, tuple[Entry, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """Adapters by what they are looked up with."""
+
+    names: Groups[tuple[str, str]]
+    numbers: Groups[int]
+    digests: Groups[str]
+    pinned: dict[Key, Entry]
+
+    def copy(self) -> _Index:
+        return _Index(dict(self.names), dict(self.numbers), dict(self.digests), dict(self.pinned))
+
+    def add(self, entry: Entry) -> None:
+        _extend(self.numbers, entry.id, entry)
+        if entry.name:
+            _extend(self.names, (entry.model, entry.name), entry)
+        for version in entry.versions:
+            _extend(self.digests, version.digest, entry)
+        if entry.pinned:
+            self.pinned[entry.key] = entry
+
+    def remove(self, entry: Entry) -> None:
+        _reduce(self.numbers, entry.id, entry)
+        if entry.name:
+            _reduce(self.names, (entry.model, entry.name), entry)
+        for version in entry.versions:
+            _reduce(self.digests, version.digest, entry)
+        self.pinned.pop(entry.key, None)
+
+
+def _extend(groups: Groups[K], key: K, entry: Entry) -> None:
+    groups[key] = (*groups.get(key, ()), entry)
+
+
+def _reduce(groups: Groups[K], key: K, entry: Entry) -> None:
+    if left := tuple(each for each in groups[key] if each is not entry):
+        groups[key] = left
+    else:
+        del groups[key]
+
+
 @dataclass(frozen=True)
 class Registry:
     """All registered adapters by model and number. `revision` counts the changes."""
@@ -99,27 +146,63 @@ class Registry:
     revision: int = 0
 
     @cached_property
-    def _by_name(self) -> Mapping[tuple[str, str], Entry]:
-        # The last of a name wins: operators' adapters.
-        ordered = sorted(self.entries.values(), key=lambda entry: not entry.brought)
-        return {(entry.model, entry.name): entry for entry in ordered if entry.name}
+    def _index(self) -> _Index:
+        index = _Index({}, {}, {}, {})
+        for entry in self.entries.values():
+            index.add(entry)
+        return index
+
+    def changed(self, gone: Iterable[Key], added: Entry | None = None) -> Registry:
+        """The next registry; its index differs from this one's by the changed adapters alone."""
+        entries, index = dict(self.entries), self._index.copy()
+        for key in gone:
+            if (former := entries.pop(key, None)) is not None:
+                index.remove(former)
+        if added is not None:
+            if (former := entries.get(added.key)) is not None:
+                index.remove(former)
+            entries[added.key] = added
+            index.add(added)
+        registry = Registry(entries, self.revision + 1)
+        registry.__dict__["_index"] = index
+        return registry
+
+    @property
+    def pinned(self) -> Iterable[Entry]:
+        return self._index.pinned.values()
 
     def by_id(self, model: str, number: int) -> Entry | None:
         return self.entries.get((model, number)) or self.entries.get(("", number))
 
     def by_name(self, model: str, name: str) -> Entry | None:
-        """An operators' adapter, or else a brought one."""
-        found = (self._by_name.get((model, name)), self._by_name.get(("", name)))
-        return min(filter(None, found), key=lambda entry: entry.brought, default=None)
+        """An operators' adapter, or else the brought one that came last."""
+        names = self._index.names
+        found = (*names.get(("", name), ()), *(names.get((model, name), ()) if model else ()))
+        return min(reversed(found), key=lambda entry: entry.brought, default=None)
 
-    def of_number(self, number: int) -> list[Entry]:
+    def of_number(self, number: int) -> Sequence[Entry]:
         """The adapters of a number, of any model."""
-        return [entry for entry in self.entries.values() if entry.id == number]
+        return self._index.numbers.get(number, ())
+
+    def of_digest(self, digest: str) -> Sequence[Entry]:
+        """The adapters with a version."""
+        return self._index.digests.get(digest, ())
 
     def versions(self) -> Iterator[tuple[Entry, Version]]:
         for entry in self.entries.values():
             for version in entry.versions:
                 yield entry, version
+
+    def difference(self, later: Registry) -> list[Key]:
+        """The adapters that differ in a later registry."""
+        # Built here, so that a thread can do it.
+        _ = later._index
+        changed = [
+            key
+            for key, entry in self.entries.items()
+            if (other := later.entries.get(key)) is not entry and other != entry
+        ]
+        return [*changed, *(key for key in later.entries if key not in self.entries)]
 
 
 EMPTY = Registry({})
@@ -267,9 +350,7 @@ def pin(registry: Registry, number: int, *, pinned: bool) -> Registry:
 
 
 def without(registry: Registry, entries: Iterable[Entry]) -> Registry:
-    gone = {entry.key for entry in entries}
-    kept = {key: entry for key, entry in registry.entries.items() if key not in gone}
-    return Registry(kept, registry.revision + 1)
+    return registry.changed([entry.key for entry in entries])
 
 
 def _known(registry: Registry, number: int) -> list[Entry]:
@@ -283,6 +364,4 @@ def _known(registry: Registry, number: int) -> list[Entry]:
 
 
 def _with(registry: Registry, entry: Entry, without: Iterable[Entry] = ()) -> Registry:
-    gone = {each.key for each in without}
-    kept = {key: each for key, each in registry.entries.items() if key not in gone}
-    return Registry({**kept, entry.key: entry}, registry.revision + 1)
+    return registry.changed([each.key for each in without], entry)

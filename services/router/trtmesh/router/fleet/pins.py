@@ -96,8 +96,8 @@ class Pins:
 
     def _pinned(self, model: str) -> Iterator[ItemAdapter]:
         """The versions to keep on a model's workers."""
-        for entry in self._adapters.entries():
-            if entry.pinned and entry.model in ("", model):
+        for entry in self._adapters.pinned:
+            if entry.model in ("", model):
                 for version in entry.versions:
                     yield ItemAdapter(entry.identity(version), version)
 
