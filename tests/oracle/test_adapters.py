@@ -34,6 +34,7 @@ from trtmesh.chassis.errors import (
     BackendFailed,
     InvalidField,
     InvalidRequest,
+    ModelUnusable,
     UnsupportedField,
 )
 from trtmesh.chassis.vocabulary import Adapter, Lora, Tensor
@@ -359,6 +360,16 @@ async def test_stopped_sequences_release_the_adapter(adapted: Callable[[str], Ad
         for number in NUMBERS:
             harness.backend.unload_adapter(number, "", unpin=False)
         await harness.until(lambda: not harness.backend.adapters())
+
+
+async def test_absent_prefetch_directory_fails_the_start_by_name(
+    adapted: Callable[[str], Adapted], tmp_path: Path
+) -> None:
+    with pytest.raises(ModelUnusable, match=r"adapters.prefetch_directory .*absent"):
+        async with running(
+            adapted("llama").model_dir, **ON, prefetch_directory=tmp_path / "absent"
+        ):
+            pass
 
 
 async def test_prefetched_adapters_are_there_at_start(

@@ -81,7 +81,7 @@ def test_broken_prefetched_adapter_is_reported_and_others_load(
 ) -> None:
     write(tmp_path / "a", **changes)
     write(tmp_path / "b")
-    cache.prefetch(tmp_path)
+    cache.prefetch(sorted(tmp_path.iterdir()))
     states = by_name(cache.states)
     broken = states["a"]
     assert isinstance(broken.error, TrtmeshError)
@@ -99,7 +99,7 @@ def test_prefetch_survives_a_defect_of_the_loader(
         raise ZeroDivisionError
 
     monkeypatch.setattr("trtmesh.engine.backends.torch.memory.adapters.read_content", fail)
-    cache.prefetch(tmp_path)
+    cache.prefetch(sorted(tmp_path.iterdir()))
     (state,) = cache.states
     assert state.error is not None
     assert state.error.row.is_fault
@@ -111,7 +111,7 @@ def test_prefetched_number_above_64_bits_is_refused_by_name(
     large, largest = str(2**64), str(2**64 - 1)
     write(tmp_path / large)
     write(tmp_path / largest)
-    cache.prefetch(tmp_path)
+    cache.prefetch(sorted(tmp_path.iterdir()))
     states = by_name(cache.states)
     error = states[large].error
     assert isinstance(error, InvalidField)
@@ -126,7 +126,7 @@ def test_refused_pin_is_reported_with_the_place_in_memory(
 ) -> None:
     for number in (1, 2):
         write(tmp_path / str(number), lora_alpha=number)
-    cache.prefetch(tmp_path)
+    cache.prefetch(sorted(tmp_path.iterdir()))
     versions = {each.adapter.id: each.adapter.version for each in cache.states}
     cache._load(AdapterLoad(Adapter(1, "1", versions[1]), None, pinned=True))
     cache.take_news()

@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trtmesh.chassis.errors import TrtmeshError, WorkerLost
+from trtmesh.chassis.errors import ModelUnusable, TrtmeshError, WorkerLost
 from trtmesh.chassis.vocabulary import PromptTuning
 from trtmesh.engine.admission import admit, check_queue
 from trtmesh.engine.backend import (
@@ -196,16 +196,16 @@ class TorchBackend:
         try:
             # Before torch is imported, which takes seconds.
             files = weight_files(self._model_dir)
+            adapters = _prefetched(self._settings.adapters.prefetch_directory)
             from trtmesh.engine.backends.torch.loading import load_engine
 
             result = load_engine(self._model_dir, files, self._settings)
+            result.adapters.connect(self)
+            result.adapters.prefetch(adapters)
         except BaseException as error:  # noqa: BLE001 - raised where the start is awaited
             loaded.set_exception(error)
             return
         engine = result.engine
-        result.adapters.connect(self)
-        if self._settings.adapters.prefetch_directory:
-            result.adapters.prefetch(self._settings.adapters.prefetch_directory)
         loaded.set_result(result)
         del result
         try:
@@ -267,3 +267,15 @@ class TorchBackend:
     def _deliver_if_any(self, output: StepOutput | None) -> None:
         if output:
             self._deliver(output)
+
+
+def _prefetched(directory: Path | None) -> list[Path]:
+    """The directories of the adapters to load before the first item. Raises ModelUnusable."""
+    if directory is None:
+        return []
+    try:
+        return sorted(each for each in directory.iterdir() if each.is_dir())
+    except OSError as error:
+        raise ModelUnusable(
+            f"adapters.prefetch_directory is {directory}, which cannot be read: {error.strerror}"
+        ) from error

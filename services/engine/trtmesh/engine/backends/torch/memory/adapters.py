@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -137,10 +137,10 @@ class AdapterCache:
                 removed = self._store.unload(number, version)
         self._dropped(removed)
 
-    def prefetch(self, directory: Path) -> None:
-        """Loads every adapter of a directory, each in a directory of its own whose name is its number or its name. An
-        unusable one is reported and left out."""
-        for each in sorted(each for each in directory.iterdir() if each.is_dir()):
+    def prefetch(self, directories: Iterable[Path]) -> None:
+        """Loads an adapter from each directory, whose name is its number or its name. An unusable one is reported and
+        left out."""
+        for each in directories:
             try:
                 self._put(self._prefetched(each))
             except TrtmeshError as error:
