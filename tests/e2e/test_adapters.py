@@ -98,6 +98,10 @@ async def test_routers_of_a_directory_serve_each_others_adapters(tmp_path: Path)
 
             await eventually(known)
             assert await tokens(client, "a") == await tokens(mesh.client, "a")
+            for name in ("b", "c", "d"):
+                added = await add(mesh, name, name.encode())
+                assert await tokens(client, name) == await tokens(mesh.client, name)
+                await mesh.admin.remove_adapter(added.id)
             # A number that a client's weights bring to one router is known to the other.
             lora = pb.LoraConfig(id=7)
             lora.weights.MergeFrom(pb.Tensor(data_type=pb.DATA_TYPE_FP16, shape=[1, 1], data=b"ab"))
@@ -120,9 +124,6 @@ async def test_routers_of_a_directory_serve_each_others_adapters(tmp_path: Path)
                 return isinstance(item.error, AdapterNotFound)
 
             await eventually(forgotten)
-            for name in ("b", "c", "d"):
-                await add(mesh, name, name.encode())
-                assert await tokens(client, name) == await tokens(mesh.client, name)
 
 
 @pytest.mark.parametrize("clients", [24])

@@ -436,8 +436,8 @@ class Adapters:
         if before is not None:
             lost = [key for key in _keys_of([before]) if self.version_of(*key) is None]
             self.usages.forget(lost)
-            # Workers may serve a brought adapter that is only forgotten here.
-            if not before.brought or after is not None:
+            # Without a file, workers may serve a brought adapter that is only forgotten here.
+            if not before.brought or after is not None or self._file is not None:
                 self._unload(lost)
             if (after is None or not after.brought) and before.key not in self._own.entries:
                 self._brought.pop(before.key, None)
