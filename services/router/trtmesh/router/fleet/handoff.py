@@ -1,0 +1,237 @@
+"""A handoff as its router sees it: which of the two workers did what, and what follows.
+
+The receiver reserves blocks, then the sender starts; the sender stops at the handoff, then the receiver continues. A
+paused item stops first and gets its receiver when its client reads again. Each failure ends in one way: both workers are
+released and the item migrates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+
+class Sender(Enum):
+    """Progress of the worker with the KV."""
+
+    IDLE = "idle"
+    RUNNING = "running"
+    COMMITTED = "committed"
+    """The sequence stopped there with FINISH_REASON_HANDOFF."""
+
+
+class Receiver(Enum):
+    """Progress of the worker that will continue."""
+
+    NONE = "none"
+    RESERVING = "reserving"
+    RESERVED = "reserved"
+    ATTACHED = "attached"
+    SUBMITTED = "submitted"
+
+
+class Result(Enum):
+    """How a handoff ended."""
+
+    MOVED = "moved"
+    """The receiver generates."""
+    FINISHED = "finished"
+    """The sender finished the sequence."""
+    MIGRATED = "migrated"
+    """It failed, and the item migrates."""
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """A handoff under way, or its result."""
+
+    sender: Sender = Sender.IDLE
+    receiver: Receiver = Receiver.NONE
+    is_offered: bool = False
+    """Whether the sender's descriptor is known."""
+    result: Result | None = None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the leases are renewed, and a deadline runs."""
+        return self.result is None
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether the KV waits for the client of a paused item."""
+        return self.is_live and self.receiver is Receiver.NONE
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """The receiver reserved the blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """The sender has a lease; its descriptor is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class SenderCommitted:
+    """The sequence ended with FINISH_REASON_HANDOFF."""
+
+
+@dataclass(frozen=True, slots=True)
+class SenderFinished:
+    """The sequence ended for good before the handoff."""
+
+
+@dataclass(frozen=True, slots=True)
+class SenderFailed:
+    """The sequence failed, or the sender is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverFailed:
+    """The reservation was refused, the lease or the sequence failed, or the receiver is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverStarted:
+    """The first token or the regular end came from the receiver."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A receiver was chosen for a parked item."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """The item was stopped, or lost its client."""
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """The deadline of the present stage passed."""
+
+
+Event = (
+    Reserved
+    | Offered
+    | SenderCommitted
+    | SenderFinished
+    | SenderFailed
+    | ReceiverFailed
+    | ReceiverStarted
+    | Resumed
+    | Cancelled
+    | Late
+)
+
+
+class Action(Enum):
+    """What the router does for a handoff."""
+
+    RESERVE = "reserve"
+    """Asks the receiver for blocks."""
+    START_SENDER = "start_sender"
+    """Submits the prefill, or asks for the handoff of a running sequence."""
+    ATTACH = "attach"
+    """Sends the descriptor to the receiver."""
+    SUBMIT = "submit"
+    """Submits the rest of the sequence to the receiver, with the lease."""
+    RELEASE_SENDER = "release_sender"
+    """Releases the lease and stops the sequence."""
+    RELEASE_RECEIVER = "release_receiver"
+    """Releases the lease and stops the sequence."""
+    MIGRATE = "migrate"
+    """Places the item again."""
+
+
+Transition = tuple[Handoff, tuple[Action, ...]]
+
+
+def begin() -> Transition:
+    """Starts a handoff to a chosen receiver."""
+    return Handoff(receiver=Receiver.RESERVING), (Action.RESERVE,)
+
+
+def park() -> Transition:
+    """Starts the handoff of a paused item, without a receiver."""
+    return Handoff(sender=Sender.RUNNING), (Action.START_SENDER,)
+
+
+def advance(handoff: Handoff, event: Event) -> Transition:
+    """The handoff after an event, and what to do, in order."""
+    if handoff.result is not None:
+        return handoff, ()
+    match event:
+        case Cancelled():
+            return _end(handoff, Result.CANCELLED)
+        case Late() | ReceiverFailed():
+            return _end(handoff, Result.MIGRATED)
+        case SenderFinished() | SenderFailed() | SenderCommitted() | Offered():
+            return _on_sender(handoff, event)
+        case Reserved() | ReceiverStarted() | Resumed():
+            return _on_receiver(handoff, event)
+
+
+def _on_sender(
+    handoff: Handoff, event: SenderFinished | SenderFailed | SenderCommitted | Offered
+) -> Transition:
+    match event:
+        case Offered():
+            return _progress(replace(handoff, is_offered=True))
+        case SenderFailed():
+            return _on_sender_failed(handoff)
+    if handoff.sender is not Sender.RUNNING:
+        return handoff, ()
+    if isinstance(event, SenderFinished):
+        return _end(replace(handoff, sender=Sender.IDLE), Result.FINISHED)
+    # The end carries the descriptor, too.
+    return _progress(replace(handoff, sender=Sender.COMMITTED, is_offered=True))
+
+
+def _on_sender_failed(handoff: Handoff) -> Transition:
+    """Ends the handoff, unless the receiver has the descriptor: it may have the KV, and fails by itself if not."""
+    attached = handoff.receiver in (Receiver.ATTACHED, Receiver.SUBMITTED)
+    if handoff.sender is Sender.COMMITTED and attached:
+        return handoff, ()
+    return _end(replace(handoff, sender=Sender.IDLE), Result.MIGRATED)
+
+
+def _on_receiver(handoff: Handoff, event: Reserved | ReceiverStarted | Resumed) -> Transition:
+    match event, handoff.receiver:
+        case Resumed(), Receiver.NONE:
+            return replace(handoff, receiver=Receiver.RESERVING), (Action.RESERVE,)
+        case Reserved(), Receiver.RESERVING:
+            return _progress(replace(handoff, receiver=Receiver.RESERVED))
+        case ReceiverStarted(), Receiver.SUBMITTED:
+            # Released again in case the receiver's word to the sender was lost.
+            return replace(handoff, result=Result.MOVED), (Action.RELEASE_SENDER,)
+    return handoff, ()
+
+
+def _progress(handoff: Handoff) -> Transition:
+    """Does whatever the two workers have made possible."""
+    actions: list[Action] = []
+    if handoff.receiver is Receiver.RESERVED and handoff.sender is Sender.IDLE:
+        handoff = replace(handoff, sender=Sender.RUNNING)
+        actions.append(Action.START_SENDER)
+    if handoff.receiver is Receiver.RESERVED and handoff.is_offered:
+        handoff = replace(handoff, receiver=Receiver.ATTACHED)
+        actions.append(Action.ATTACH)
+    if handoff.receiver is Receiver.ATTACHED and handoff.sender is Sender.COMMITTED:
+        handoff = replace(handoff, receiver=Receiver.SUBMITTED)
+        actions.append(Action.SUBMIT)
+    return handoff, tuple(actions)
+
+
+def _end(handoff: Handoff, result: Result) -> Transition:
+    """Releases both workers; after a failure the item migrates."""
+    actions: list[Action] = []
+    if handoff.sender is not Sender.IDLE:
+        actions.append(Action.RELEASE_SENDER)
+    if handoff.receiver is not Receiver.NONE:
+        actions.append(Action.RELEASE_RECEIVER)
+    if result is Result.MIGRATED:
+        actions.append(Action.MIGRATE)
+    return replace(handoff, result=result), tuple(actions)

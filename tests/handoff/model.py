@@ -1,0 +1,830 @@
+"""A world of one router, two workers and their streams, around the state machines that the services run.
+
+A world has lanes, one for each handoff, with the streams of that handoff. What the services do around the machines
+(tables of leases, streams, pools, sequences) is modelled here; every decision is the machines'. A block has one owner:
+"", "local" (another sequence of the worker), "lease N" or "sequence N" of lane N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple
+
+from trtmesh.engine.handoff import receiver, sender
+from trtmesh.engine.handoff.lease import CommitMark, Content, Problem
+from trtmesh.router.fleet import handoff as router
+
+PARTS = 2
+CONTENT = Content(tokens=7, digest=b"tokens")
+MARK = CommitMark(PARTS, CONTENT)
+
+UNREAD, GOOD, BAD = range(3)
+"""Content of a part in the receiver's blocks."""
+
+
+class Violation(Exception):
+    """A state that the protocol must exclude."""
+
+
+class Message(NamedTuple):
+    """A message, or the notice that its stream broke."""
+
+    kind: str
+    value: int = 0
+
+
+LOST = Message("lost")
+
+
+class Stream(NamedTuple):
+    """Messages under way, first sent first delivered. `left` is the router's end, or the receiver's."""
+
+    up: bool = False
+    to_left: tuple[Message, ...] = ()
+    to_right: tuple[Message, ...] = ()
+
+
+class Lane(NamedTuple):
+    """One handoff: the view of each party, and the streams between them."""
+
+    item: str = "live"
+    """live, ended (also by an ordinary migration, which starts from the tokens alone), or gone with the router."""
+    handoff: router.Handoff | None = None
+    sender: sender.SenderLease | None = None
+    source: str = ""
+    """The sequence on the sender: "", waiting or running."""
+    receiver: receiver.ReceiverLease | None = None
+    target: str = ""
+    """The sequence on the receiver: "", waiting, running or started."""
+    parts: tuple[int, ...] = (UNREAD,) * PARTS
+    to_sender: Stream = Stream(up=True)
+    """Router to sender."""
+    to_receiver: Stream = Stream(up=True)
+    """Router to receiver."""
+    fetch: Stream = Stream()
+    """Receiver to sender."""
+
+
+STREAMS = {"to_sender": "RP", "to_receiver": "RD", "fetch": "DP"}
+"""The parties at the left and right ends: router, prefill worker, decode worker."""
+
+
+class Effect(NamedTuple):
+    """A change of blocks, or the start of a read."""
+
+    worker: str
+    kind: str
+    value: int = 0
+
+
+class Here(NamedTuple):
+    """A lane, and the living parties."""
+
+    lane: Lane
+    up: str
+
+
+class Step(NamedTuple):
+    """A possible step of a lane."""
+
+    label: str
+    lane: int
+    effects: tuple[Effect, ...] = ()
+    fault: bool = False
+    timer: bool = False
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The transition functions and timers; mutations replace some."""
+
+    receiver: Callable[[receiver.ReceiverLease, receiver.Event], receiver.Transition] = (
+        receiver.advance
+    )
+    sender: Callable[[sender.SenderLease, sender.Event], sender.Transition] = sender.advance
+    router: Callable[[router.Handoff, router.Event], router.Transition] = router.advance
+    receiver_expires: Callable[[receiver.ReceiverLease], bool] = lambda lease: lease.expires
+    sender_expires: Callable[[sender.SenderLease], bool] = lambda lease: lease.expires
+    router_has_deadline: Callable[[router.Handoff], bool] = lambda handoff: handoff.is_live
+    grants_twice: bool = False
+    """Whether a lease id that is in use is granted again."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What may happen in a world."""
+
+    kind: str = "prefill"
+    """prefill, move (of a running sequence) or park (of a paused client's)."""
+    one_sided: bool = True
+    """Whether the receiver reads the sender's memory; otherwise the parts come in messages."""
+    lanes: int = 1
+    faults: int = 3
+    """Most crashes, breaks, lost and repeated messages, failed reads and faults of computation."""
+    drops: bool = True
+    """Whether a single message may be lost or repeated on a stream that stays up."""
+    blocks: int = 1
+    """Blocks of each pool."""
+    local: bool = True
+    """Whether local sequences compete for the blocks."""
+
+
+class LaneRun:
+    """One step of a lane, on a copy of its fields."""
+
+    def __init__(self, machines: Machines, bounds: Bounds, lane: Lane, up: str) -> None:
+        self._machines = machines
+        self._bounds = bounds
+        self._up = up
+        self.__dict__.update(lane._asdict())
+        self.effects: list[Effect] = []
+
+    item: str
+    handoff: router.Handoff | None
+    sender: sender.SenderLease | None
+    source: str
+    receiver: receiver.ReceiverLease | None
+    target: str
+    parts: tuple[int, ...]
+    to_sender: Stream
+    to_receiver: Stream
+    fetch: Stream
+
+    def lane(self) -> Lane:
+        """The lane after the step, without what has no effect any more."""
+        if self.item != "live":
+            # The router ignores everything about an item that has ended.
+            self.to_sender = self.to_sender._replace(to_left=())
+            self.to_receiver = self.to_receiver._replace(to_left=())
+            self.handoff = None
+        if self.receiver is None:
+            self.parts = (UNREAD,) * PARTS
+        return Lane(*(getattr(self, name) for name in Lane._fields))
+
+    # Streams.
+
+    def send(self, stream: str, side: str, kind: str, value: int = 0) -> None:
+        """Sends to one end; what a broken stream carries is lost."""
+        now: Stream = getattr(self, stream)
+        if now.up:
+            messages = (*getattr(now, side), Message(kind, value))
+            setattr(self, stream, now._replace(**{side: messages}))
+
+    def break_stream(self, stream: str, *, left: bool = True, right: bool = True) -> None:
+        """Breaks a stream: each living end sees it break, some time."""
+        now: Stream = getattr(self, stream)
+        left_now, right_now = ((LOST,), (LOST,)) if now.up else (now.to_left, now.to_right)
+        setattr(self, stream, Stream(False, left_now if left else (), right_now if right else ()))
+
+    def deliver(self, stream: str, side: str, at: str, *, repeat: bool = False) -> None:
+        """Delivers the first message at one end."""
+        now: Stream = getattr(self, stream)
+        first, *rest = getattr(now, side)
+        if not repeat:
+            setattr(self, stream, now._replace(**{side: tuple(rest)}))
+        getattr(self, f"at_{at}")(stream, first)
+
+    # The router.
+
+    def begin(self) -> None:
+        handoff, actions = router.park() if self._bounds.kind == "park" else router.begin()
+        self.handoff = handoff
+        self.route(actions)
+
+    def at_router(self, stream: str, message: Message) -> None:
+        if self.handoff is None:
+            return
+        if self.handoff.result is router.Result.MOVED:
+            self.at_item(stream, message)
+            return
+        event = router_event(stream, message)
+        if event is not None:
+            self.advance_router(event)
+
+    def at_item(self, stream: str, message: Message) -> None:
+        """A message for an item whose handoff is done."""
+        if stream == "to_receiver" and message.kind in ("finished", "error", "lost"):
+            self.item = "ended"
+
+    def advance_router(self, event: router.Event) -> None:
+        assert self.handoff is not None
+        self.handoff, actions = self._machines.router(self.handoff, event)
+        self.route(actions)
+        if self.handoff.result in (router.Result.FINISHED, router.Result.CANCELLED):
+            self.item = "ended"
+
+    def route(self, actions: tuple[router.Action, ...]) -> None:
+        for action in actions:
+            match action:
+                case router.Action.RESERVE:
+                    self.send("to_receiver", "to_right", "reserve")
+                case router.Action.START_SENDER:
+                    self.send("to_sender", "to_right", "start")
+                case router.Action.ATTACH:
+                    self.send("to_receiver", "to_right", "attach")
+                case router.Action.SUBMIT:
+                    self.send("to_receiver", "to_right", "submit")
+                case router.Action.RELEASE_SENDER:
+                    self.send("to_sender", "to_right", "release")
+                case router.Action.RELEASE_RECEIVER:
+                    self.send("to_receiver", "to_right", "release")
+                case router.Action.MIGRATE:
+                    self.migrate()
+
+    def migrate(self) -> None:
+        """Stops what runs on without a handoff; the item continues elsewhere."""
+        assert self.handoff is not None
+        self.item = "ended"
+        if self._bounds.kind != "prefill":
+            self.send("to_sender", "to_right", "release")
+        if self.handoff.result is router.Result.MOVED:
+            self.send("to_receiver", "to_right", "release")
+
+    def cancel(self) -> None:
+        assert self.handoff is not None
+        if self.handoff.is_live:
+            self.advance_router(router.Cancelled())
+        self.migrate()
+
+    # The prefill worker.
+
+    def at_sender(self, stream: str, message: Message) -> None:
+        match message.kind:
+            case "start":
+                self.start_source()
+            case "release":
+                self.stop_source()
+            case "lost" if stream == "to_sender":
+                self.stop_source()
+            case "fetch":
+                self.advance_sender(sender.FetchOpened())
+            case "received":
+                self.advance_sender(sender.Received())
+            case "lost" if self.sender is not None:
+                self.advance_sender(sender.FetchLost())
+
+    def start_source(self) -> None:
+        moves = self._bounds.kind != "prefill"
+        if self.sender is not None or (self.source == "") is moves:
+            # A handle in use, or a sequence that has ended.
+            self.send("to_sender", "to_left", "error")
+            return
+        self.source = self.source or "waiting"
+        self.sender = sender.SenderLease(computed=PARTS if moves else 0)
+        self.send("to_sender", "to_left", "offered")
+
+    def stop_source(self) -> None:
+        if self.sender is not None:
+            self.advance_sender(sender.Release())
+        elif self.source:
+            self.end_source()
+
+    def end_source(self) -> None:
+        if self.source == "running":
+            self.effects.append(Effect("P", "free sequence"))
+        self.source = ""
+
+    def compute(self) -> None:
+        self.advance_sender(sender.PartComputed())
+
+    def hand_over(self) -> None:
+        self.advance_sender(sender.Commit(MARK))
+        self.source = ""
+        self.send("to_sender", "to_left", "committed")
+
+    def finish_source(self, kind: str) -> None:
+        self.advance_sender(sender.SequenceEnded())
+        self.end_source()
+        self.send("to_sender", "to_left", kind)
+
+    def advance_sender(self, event: sender.Event) -> None:
+        if self.sender is None:
+            if isinstance(event, sender.FetchOpened):
+                self.break_stream("fetch", right=False)
+            return
+        self.sender, actions = self._machines.sender(self.sender, event)
+        for action in actions:
+            self.act_as_sender(action)
+        if self.sender.phase is sender.Phase.CLOSED:
+            if self.sender.outcome is None:
+                raise Violation("the sender's lease ended without an outcome")
+            self.sender = None
+
+    def act_as_sender(self, action: sender.Action) -> None:
+        match action:
+            case sender.AnnouncePart(part):
+                self.send("fetch", "to_left", "part", part)
+            case sender.SendMark(mark):
+                self.send("fetch", "to_left", "mark", mark.parts)
+            case sender.SendConfirmed():
+                self.send("fetch", "to_left", "confirmed")
+            case sender.AbortFetch() | sender.RefuseFetch():
+                self.break_stream("fetch", right=False)
+            case sender.EndSequence():
+                self.end_source()
+                self.send("to_sender", "to_left", "error")
+            case sender.TakeBlocks():
+                self.effects.append(Effect("P", "sequence to lease"))
+            case sender.FreeBlocks():
+                self.effects.append(Effect("P", "free lease"))
+
+    # The decode worker.
+
+    def at_receiver(self, stream: str, message: Message) -> None:
+        match message.kind:
+            case "reserve" if self.receiver is None or self._machines.grants_twice:
+                self.effects.append(Effect("D", "reserve"))
+            case "submit":
+                self.submit_target()
+            case "release":
+                self.stop_target()
+            case "lost" if stream == "to_receiver":
+                self.stop_target()
+            case _:
+                event = receiver_event(message, self._bounds)
+                if event is not None and self.receiver is not None:
+                    self.advance_receiver(event)
+
+    def reserved(self, *, full: bool) -> None:
+        """Answers a reservation, granted or refused."""
+        if full:
+            self.send("to_receiver", "to_left", "refused")
+        else:
+            self.receiver = receiver.ReceiverLease()
+            self.parts = (UNREAD,) * PARTS
+            self.send("to_receiver", "to_left", "reserved")
+
+    def submit_target(self) -> None:
+        if self.receiver is None:
+            self.send("to_receiver", "to_left", "error")
+            return
+        if self.receiver.wanted is None and self.receiver.phase in receiver.HELD:
+            self.target = "waiting"
+        self.advance_receiver(receiver.Bind(CONTENT))
+
+    def stop_target(self) -> None:
+        if self.receiver is not None:
+            self.advance_receiver(receiver.Release())
+        if self.target in ("running", "started"):
+            self.end_target("error")
+
+    def end_target(self, kind: str) -> None:
+        self.effects.append(Effect("D", "free sequence"))
+        self.target = ""
+        self.send("to_receiver", "to_left", kind)
+
+    def read_ended(self, part: int, *, content: int, problem: Problem | None) -> None:
+        self.parts = tuple(
+            content if number == part else each for number, each in enumerate(self.parts)
+        )
+        if self.receiver is not None:
+            self.advance_receiver(receiver.ReadEnded(part, problem))
+
+    def advance_receiver(self, event: receiver.Event) -> None:
+        assert self.receiver is not None
+        self.receiver, actions = self._machines.receiver(self.receiver, event)
+        for action in actions:
+            self.act_as_receiver(action)
+        if self.receiver.phase in (receiver.Phase.CLOSED, receiver.Phase.CONSUMED):
+            if self.receiver.outcome is None:
+                raise Violation("the receiver's lease ended without an outcome")
+            self.receiver = None
+
+    def act_as_receiver(self, action: receiver.Action) -> None:
+        match action:
+            case receiver.OpenFetch():
+                open_fetch = Stream(True, (), (Message("fetch"),))
+                self.fetch = open_fetch if "P" in self._up else Stream(False, (LOST,))
+            case receiver.ReadPart(part):
+                self.effects.append(Effect("D", "read", part))
+            case receiver.SendReceived():
+                self.send("fetch", "to_right", "received")
+            case receiver.CloseFetch():
+                self.close_fetch()
+            case receiver.Consume():
+                if self.parts != (GOOD,) * PARTS:
+                    raise Violation(f"a sequence computes on parts {self.parts}")
+                self.target = "running"
+                self.effects.append(Effect("D", "lease to sequence"))
+            case receiver.FreeBlocks():
+                self.effects.append(Effect("D", "free lease"))
+            case receiver.EndSequence():
+                self.target = ""
+                self.send("to_receiver", "to_left", "error")
+            case receiver.ReportFailure():
+                self.send("to_receiver", "to_left", "failed")
+            case receiver.RefuseSequence():
+                self.send("to_receiver", "to_left", "error")
+
+    def close_fetch(self) -> None:
+        """The sender reads what was sent before the end."""
+        sent = self.fetch.to_right
+        self.fetch = Stream(False, (), (*sent, LOST) if self.fetch.up else ())
+
+    # Crashes.
+
+    def crash(self, party: str) -> None:
+        """Ends all of a party's state; the others see its streams break."""
+        for stream, ends in STREAMS.items():
+            if party in ends:
+                self.break_stream(stream, left=ends[0] != party, right=ends[1] != party)
+        match party:
+            case "R":
+                self.handoff, self.item = None, "gone"
+            case "P":
+                self.sender, self.source = None, ""
+            case "D":
+                self.receiver, self.target = None, ""
+                self.parts = (UNREAD,) * PARTS
+
+
+ROUTER_EVENTS: dict[tuple[str, str], router.Event] = {
+    ("to_sender", "offered"): router.Offered(),
+    ("to_sender", "committed"): router.SenderCommitted(),
+    ("to_sender", "finished"): router.SenderFinished(),
+    ("to_sender", "error"): router.SenderFailed(),
+    ("to_sender", "lost"): router.SenderFailed(),
+    ("to_receiver", "reserved"): router.Reserved(),
+    ("to_receiver", "refused"): router.ReceiverFailed(),
+    ("to_receiver", "failed"): router.ReceiverFailed(),
+    ("to_receiver", "error"): router.ReceiverFailed(),
+    ("to_receiver", "lost"): router.ReceiverFailed(),
+    ("to_receiver", "token"): router.ReceiverStarted(),
+    ("to_receiver", "finished"): router.ReceiverStarted(),
+}
+
+
+def router_event(stream: str, message: Message) -> router.Event | None:
+    return ROUTER_EVENTS.get((stream, message.kind))
+
+
+def receiver_event(message: Message, bounds: Bounds) -> receiver.Event | None:
+    match message:
+        case Message("attach"):
+            return receiver.Attach(needs_confirmation=bounds.one_sided)
+        case Message("part", part):
+            return receiver.PartReady(part)
+        case Message("mark", parts):
+            return receiver.Committed(CommitMark(parts, CONTENT))
+        case Message("confirmed"):
+            return receiver.Confirmed()
+        case Message("lost"):
+            return receiver.FetchLost()
+    return None
+
+
+class Read(NamedTuple):
+    """A read under way; it ends some time, and until then may write."""
+
+    lane: int
+    part: int
+    block: int
+
+
+class World(NamedTuple):
+    """A state of everything; lanes by number in the table of the explorer."""
+
+    lanes: tuple[int, ...]
+    up: str = "RPD"
+    """Living parties."""
+    sender_pool: tuple[str, ...] = ()
+    receiver_pool: tuple[str, ...] = ()
+    reads: frozenset[Read] = frozenset()
+    faults: int = 0
+
+
+POOLS = {"P": "sender_pool", "D": "receiver_pool"}
+
+
+class Edge(NamedTuple):
+    """A step of the world."""
+
+    label: str
+    world: World
+    fault: bool = False
+    timer: bool = False
+
+
+@dataclass
+class Model:
+    """The steps of worlds under some bounds, with the given machines."""
+
+    bounds: Bounds = Bounds()
+    machines: Machines = Machines()
+    _lanes: list[Lane] = field(default_factory=list)
+    _numbers: dict[Lane, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._steps = cache(self._find_steps)
+
+    def start(self) -> World:
+        lane, source = Lane(), ""
+        if self.bounds.kind != "prefill":
+            lane, source = lane._replace(source="running"), "sequence"
+        run = self._run(lane, "RPD")
+        run.begin()
+        first = self._number(run.lane())
+        lanes = self.bounds.lanes
+        free = ("",) * self.bounds.blocks
+        held = tuple(f"{source} {number}" for number in range(lanes)) if source else ()
+        return World((first,) * lanes, "RPD", (*held, *free)[: max(len(held), len(free))], free)
+
+    def lane(self, number: int) -> Lane:
+        return self._lanes[number]
+
+    def edges(self, world: World) -> Iterator[Edge]:
+        """Every step that can happen."""
+        may_fail = world.faults < self.bounds.faults
+        for place, number in enumerate(world.lanes):
+            for step in self._steps(number, world.up):
+                if step.fault and not may_fail:
+                    continue
+                yield from self._apply(world, place, step)
+        yield from self._read_steps(world, may_fail=may_fail)
+        if self.bounds.local and "D" in world.up:
+            yield from self._local_steps(world)
+        if may_fail:
+            yield from self._crashes(world)
+
+    def is_over(self, world: World) -> bool:
+        """Whether every stream has ended and nothing is held."""
+        lanes = [self._lanes[number] for number in world.lanes]
+        held = {owner for owner in (*world.sender_pool, *world.receiver_pool) if owner}
+        return (
+            not world.reads
+            and held <= {"local"}
+            and all(
+                lane.item != "live"
+                and lane.sender is None
+                and lane.receiver is None
+                and not (lane.source or lane.target)
+                for lane in lanes
+            )
+        )
+
+    def check(self, world: World) -> None:
+        """Raises Violation for a block whose owner does not exist."""
+        for place, number in enumerate(world.lanes):
+            lane = self._lanes[number]
+            expected = {
+                "P": {
+                    f"lease {place}": lane.sender is not None
+                    and lane.sender.phase is sender.Phase.COMMITTED,
+                    f"sequence {place}": lane.source == "running",
+                },
+                "D": {
+                    f"lease {place}": lane.receiver is not None,
+                    f"sequence {place}": lane.target in ("running", "started"),
+                },
+            }
+            for worker, owners in expected.items():
+                pool: tuple[str, ...] = getattr(world, POOLS[worker])
+                for owner, exists in owners.items():
+                    if pool.count(owner) != exists:
+                        raise Violation(
+                            f"{worker} has {pool.count(owner)} blocks of {owner}, not {int(exists)}"
+                        )
+
+    # Steps of a lane.
+
+    def _run(self, lane: Lane, up: str) -> LaneRun:
+        return LaneRun(self.machines, self.bounds, lane, up)
+
+    def _number(self, lane: Lane) -> int:
+        if (number := self._numbers.get(lane)) is None:
+            number = self._numbers[lane] = len(self._lanes)
+            self._lanes.append(lane)
+        return number
+
+    def _step(
+        self,
+        label: str,
+        here: Here,
+        do: Callable[[LaneRun], None],
+        *,
+        fault: bool = False,
+        timer: bool = False,
+    ) -> Step:
+        run = self._run(*here)
+        do(run)
+        return Step(label, self._number(run.lane()), tuple(run.effects), fault, timer)
+
+    def _find_steps(self, number: int, up: str) -> list[Step]:
+        here = Here(self._lanes[number], up)
+        steps = list(self._deliveries(here))
+        if "R" in up:
+            steps += self._router_steps(here)
+        if "P" in up:
+            steps += self._sender_steps(here)
+        if "D" in up:
+            steps += self._receiver_steps(here)
+        return steps
+
+    def _deliveries(self, here: Here) -> Iterator[Step]:
+        lane, up = here
+        parties = {"R": "router", "P": "sender", "D": "receiver"}
+        for stream, ends in STREAMS.items():
+            now: Stream = getattr(lane, stream)
+            if now.up and set(ends) <= set(up):
+                yield self._step(
+                    f"{stream} breaks", here, lambda run, s=stream: run.break_stream(s), fault=True
+                )
+            for side, end in zip(("to_left", "to_right"), ends, strict=True):
+                messages = getattr(now, side)
+                if not messages or end not in up:
+                    continue
+                name, party = f"{messages[0].kind} {messages[0].value}", parties[end]
+
+                def deliver(
+                    run: LaneRun,
+                    stream: str = stream,
+                    side: str = side,
+                    party: str = party,
+                    *,
+                    repeat: bool = False,
+                ) -> None:
+                    run.deliver(stream, side, party, repeat=repeat)
+
+                yield self._step(f"{party} gets {name}", here, deliver)
+                if self.bounds.drops and messages[0] != LOST:
+                    yield self._step(
+                        f"{party} gets {name}, to be repeated",
+                        here,
+                        lambda run, deliver=deliver: deliver(run, repeat=True),
+                        fault=True,
+                    )
+                    rest = now._replace(**{side: messages[1:]})
+                    dropped = lane._replace(**{stream: rest})
+                    yield Step(f"{name} to {party} is dropped", self._number(dropped), fault=True)
+
+    def _router_steps(self, here: Here) -> Iterator[Step]:
+        handoff = here.lane.handoff
+        if handoff is None:
+            return
+        yield self._step("the client cancels", here, LaneRun.cancel, fault=True)
+        if handoff.is_parked:
+            yield self._step(
+                "the client reads again", here, lambda run: run.advance_router(router.Resumed())
+            )
+        if handoff.result is router.Result.MOVED:
+            # The deadline of every sequence on a worker.
+            yield self._step("tokens stay away", here, LaneRun.migrate, timer=True)
+        elif self.machines.router_has_deadline(handoff):
+            yield self._step(
+                "the router's deadline passes",
+                here,
+                lambda run: run.advance_router(router.Late()),
+                timer=True,
+            )
+
+    def _sender_steps(self, here: Here) -> Iterator[Step]:
+        lane = here.lane
+        lease = lane.sender
+        if lane.source == "waiting":
+            started = self._number(lane._replace(source="running"))
+            yield Step("the prefill starts", started, (Effect("P", "allocate"),))
+        if lease is None:
+            return
+        if lane.source == "running" and lease.computed < PARTS:
+            yield self._step("a part is computed", here, LaneRun.compute)
+            yield self._step(
+                "the computation fails", here, lambda run: run.finish_source("error"), fault=True
+            )
+        if lane.source == "running" and lease.computed == PARTS:
+            yield self._step("the sender commits", here, LaneRun.hand_over)
+            yield self._step("the sender finishes", here, lambda run: run.finish_source("finished"))
+        if self.machines.sender_expires(lease):
+            yield self._step(
+                "the sender's lease expires",
+                here,
+                lambda run: run.advance_sender(sender.Expire()),
+                timer=True,
+            )
+
+    def _receiver_steps(self, here: Here) -> Iterator[Step]:
+        lane = here.lane
+        if lane.target == "running":
+            step = self._step(
+                "the receiver's first token",
+                here._replace(lane=lane._replace(target="started")),
+                lambda run: run.send("to_receiver", "to_left", "token"),
+            )
+            yield step
+        if lane.target == "started":
+            yield self._step("the receiver finishes", here, lambda run: run.end_target("finished"))
+        lease = lane.receiver
+        if lease is not None and self.machines.receiver_expires(lease):
+            yield self._step(
+                "the receiver's lease expires",
+                here,
+                lambda run: run.advance_receiver(receiver.Expire()),
+                timer=True,
+            )
+
+    # Steps of the world.
+
+    def _apply(self, world: World, place: int, step: Step) -> Iterator[Edge]:
+        lanes = (*world.lanes[:place], step.lane, *world.lanes[place + 1 :])
+        after = world._replace(lanes=lanes, faults=world.faults + step.fault)
+        for effect in step.effects:
+            changed = self._effect(after, place, effect)
+            if changed is None:
+                return
+            after = changed
+        yield Edge(f"{place}: {step.label}", after, step.fault, step.timer)
+
+    def _effect(self, world: World, place: int, effect: Effect) -> World | None:
+        """The world after an effect; None where a sequence waits for a free block."""
+        match effect:
+            case Effect("D", "reserve"):
+                return self._reserve(world, place)
+            case Effect("D", "read", part):
+                block = world.receiver_pool.index(f"lease {place}")
+                return world._replace(reads=world.reads | {Read(place, part, block)})
+            case Effect(worker, "allocate"):
+                return own(world, worker, "", f"sequence {place}")
+            case Effect(worker, kind):
+                return give(world, worker, place, kind)
+
+    def _reserve(self, world: World, place: int) -> World:
+        granted = own(world, "D", "", f"lease {place}")
+        run = self._run(self._lanes[world.lanes[place]], world.up)
+        run.reserved(full=granted is None)
+        after = granted or world
+        lanes = (*after.lanes[:place], self._number(run.lane()), *after.lanes[place + 1 :])
+        return after._replace(lanes=lanes)
+
+    def _read_steps(self, world: World, *, may_fail: bool) -> Iterator[Edge]:
+        for read in world.reads:
+            here = Here(self._lanes[world.lanes[read.lane]], world.up)
+            if world.receiver_pool[read.block] != f"lease {read.lane}":
+                owner = world.receiver_pool[read.block] or "nobody"
+                raise Violation(f"a read may write to a block of {owner}")
+            held = {f"lease {read.lane}", f"sequence {read.lane}"} & set(world.sender_pool)
+            content = GOOD if held or not self.bounds.one_sided else BAD
+            # A checksum may find bad content and may not, so the protocol must not need it.
+            if "P" in world.up or not self.bounds.one_sided:
+                yield self._read_ends(world, read, here, content, None)
+            if may_fail or "P" not in world.up:
+                yield self._read_ends(world, read, here, BAD, Problem.READ_FAILED)
+
+    def _read_ends(
+        self, world: World, read: Read, here: Here, content: int, problem: Problem | None
+    ) -> Edge:
+        step = self._step(
+            f"read {read.part} ends with {problem.value if problem else 'data'}",
+            here,
+            lambda run: run.read_ended(read.part, content=content, problem=problem),
+            fault=problem is not None and "P" in world.up,
+        )
+        before = world._replace(reads=world.reads - {read})
+        (edge,) = self._apply(before, read.lane, step)
+        return edge
+
+    def _local_steps(self, world: World) -> Iterator[Edge]:
+        if taken := own(world, "D", "", "local"):
+            yield Edge("a local sequence starts", taken)
+        if freed := own(world, "D", "local", ""):
+            yield Edge("a local sequence ends", freed)
+
+    def _crashes(self, world: World) -> Iterator[Edge]:
+        for party in world.up:
+            up = world.up.replace(party, "")
+            lanes = []
+            for number in world.lanes:
+                run = self._run(self._lanes[number], up)
+                run.crash(party)
+                lanes.append(self._number(run.lane()))
+            after = world._replace(lanes=tuple(lanes), up=up, faults=world.faults + 1)
+            if party in POOLS:
+                empty = ("",) * len(getattr(world, POOLS[party]))
+                after = after._replace(**{POOLS[party]: empty})
+            if party == "D":
+                after = after._replace(reads=frozenset())
+            yield Edge(f"{party} crashes", after, fault=True)
+
+
+def own(world: World, worker: str, before: str, after: str) -> World | None:
+    """Changes the owner of one block; None without such a block."""
+    pool: tuple[str, ...] = getattr(world, POOLS[worker])
+    if before not in pool:
+        return None
+    place = pool.index(before)
+    return world._replace(**{POOLS[worker]: (*pool[:place], after, *pool[place + 1 :])})
+
+
+def give(world: World, worker: str, place: int, kind: str) -> World:
+    """Passes blocks between the lease, the sequence and the pool."""
+    lease, sequence = f"lease {place}", f"sequence {place}"
+    before, after = {
+        "free lease": (lease, ""),
+        "free sequence": (sequence, ""),
+        "lease to sequence": (lease, sequence),
+        "sequence to lease": (sequence, lease),
+    }[kind]
+    changed = own(world, worker, before, after)
+    if changed is None:
+        raise Violation(f"{worker} has no block for {kind!r}")
+    return changed
