@@ -16,9 +16,12 @@ from trtmesh.engine.handoff import receiver, sender
 from trtmesh.engine.handoff.lease import CommitMark, Content, Problem
 from trtmesh.router.fleet import handoff as router
 
-PARTS = 2
 CONTENT = Content(tokens=7, digest=b"tokens")
-MARK = CommitMark(PARTS, CONTENT)
+
+ANY = 1_000
+"""No limit: crashes, breaks and cancels end a world long before."""
+
+FAULT, LOSS, TIMER = "fault", "loss", "timer"
 
 UNREAD, GOOD, BAD = range(3)
 """Content of a part in the receiver's blocks."""
@@ -58,7 +61,8 @@ class Lane(NamedTuple):
     receiver: receiver.ReceiverLease | None = None
     target: str = ""
     """The sequence on the receiver: "", waiting, running or started."""
-    parts: tuple[int, ...] = (UNREAD,) * PARTS
+    parts: tuple[int, ...] = ()
+    """Content of the receiver's blocks; empty without a lease."""
     to_sender: Stream = Stream(up=True)
     """Router to sender."""
     to_receiver: Stream = Stream(up=True)
@@ -92,8 +96,8 @@ class Step(NamedTuple):
     label: str
     lane: int
     effects: tuple[Effect, ...] = ()
-    fault: bool = False
-    timer: bool = False
+    kind: str = ""
+    """A regular step, or one of FAULT, LOSS and TIMER."""
 
 
 @dataclass(frozen=True)
@@ -121,10 +125,14 @@ class Bounds:
     one_sided: bool = True
     """Whether the receiver reads the sender's memory; otherwise the parts come in messages."""
     lanes: int = 1
-    faults: int = 3
-    """Most crashes, breaks, lost and repeated messages, failed reads and faults of computation."""
-    drops: bool = True
-    """Whether a single message may be lost or repeated on a stream that stays up."""
+    parts: int = 2
+    """Parts of the KV."""
+    faults: int = ANY
+    """Most crashes, breaks, cancels, failed reads and faults of computation."""
+    losses: int = 0
+    """Most messages lost or repeated on a stream that stays up."""
+    timers: bool = True
+    """Whether timers may fire at any time; otherwise only as faults."""
     blocks: int = 1
     """Blocks of each pool."""
     local: bool = True
@@ -160,7 +168,7 @@ class LaneRun:
             self.to_receiver = self.to_receiver._replace(to_left=())
             self.handoff = None
         if self.receiver is None:
-            self.parts = (UNREAD,) * PARTS
+            self.parts = ()
         return Lane(*(getattr(self, name) for name in Lane._fields))
 
     # Streams.
@@ -272,7 +280,7 @@ class LaneRun:
             self.send("to_sender", "to_left", "error")
             return
         self.source = self.source or "waiting"
-        self.sender = sender.SenderLease(computed=PARTS if moves else 0)
+        self.sender = sender.SenderLease(computed=self._bounds.parts if moves else 0)
         self.send("to_sender", "to_left", "offered")
 
     def stop_source(self) -> None:
@@ -290,7 +298,7 @@ class LaneRun:
         self.advance_sender(sender.PartComputed())
 
     def hand_over(self) -> None:
-        self.advance_sender(sender.Commit(MARK))
+        self.advance_sender(sender.Commit(CommitMark(self._bounds.parts, CONTENT)))
         self.source = ""
         self.send("to_sender", "to_left", "committed")
 
@@ -353,7 +361,7 @@ class LaneRun:
             self.send("to_receiver", "to_left", "refused")
         else:
             self.receiver = receiver.ReceiverLease()
-            self.parts = (UNREAD,) * PARTS
+            self.parts = (UNREAD,) * self._bounds.parts
             self.send("to_receiver", "to_left", "reserved")
 
     def submit_target(self) -> None:
@@ -404,7 +412,7 @@ class LaneRun:
             case receiver.CloseFetch():
                 self.close_fetch()
             case receiver.Consume():
-                if self.parts != (GOOD,) * PARTS:
+                if self.parts != (GOOD,) * self._bounds.parts:
                     raise Violation(f"a sequence computes on parts {self.parts}")
                 self.target = "running"
                 self.effects.append(Effect("D", "lease to sequence"))
@@ -437,7 +445,6 @@ class LaneRun:
                 self.sender, self.source = None, ""
             case "D":
                 self.receiver, self.target = None, ""
-                self.parts = (UNREAD,) * PARTS
 
 
 ROUTER_EVENTS: dict[tuple[str, str], router.Event] = {
@@ -493,6 +500,7 @@ class World(NamedTuple):
     receiver_pool: tuple[str, ...] = ()
     reads: frozenset[Read] = frozenset()
     faults: int = 0
+    losses: int = 0
 
 
 POOLS = {"P": "sender_pool", "D": "receiver_pool"}
@@ -503,8 +511,7 @@ class Edge(NamedTuple):
 
     label: str
     world: World
-    fault: bool = False
-    timer: bool = False
+    kind: str = ""
 
 
 @dataclass
@@ -536,17 +543,25 @@ class Model:
 
     def edges(self, world: World) -> Iterator[Edge]:
         """Every step that can happen."""
-        may_fail = world.faults < self.bounds.faults
         for place, number in enumerate(world.lanes):
             for step in self._steps(number, world.up):
-                if step.fault and not may_fail:
-                    continue
-                yield from self._apply(world, place, step)
-        yield from self._read_steps(world, may_fail=may_fail)
+                if counted := self._count(world, step.kind):
+                    yield from self._apply(counted, place, step)
+        yield from self._read_steps(world)
         if self.bounds.local and "D" in world.up:
             yield from self._local_steps(world)
-        if may_fail:
-            yield from self._crashes(world)
+        if counted := self._count(world, FAULT):
+            yield from self._crashes(counted)
+
+    def _count(self, world: World, kind: str) -> World | None:
+        """Counts a step against the bounds; None if they forbid it."""
+        bounds = self.bounds
+        if kind == LOSS:
+            allowed = world.losses < bounds.losses
+            return world._replace(losses=world.losses + 1) if allowed else None
+        if bounds.faults == ANY or not (kind == FAULT or (kind == TIMER and not bounds.timers)):
+            return world
+        return world._replace(faults=world.faults + 1) if world.faults < bounds.faults else None
 
     def is_over(self, world: World) -> bool:
         """Whether every stream has ended and nothing is held."""
@@ -603,13 +618,11 @@ class Model:
         label: str,
         here: Here,
         do: Callable[[LaneRun], None],
-        *,
-        fault: bool = False,
-        timer: bool = False,
+        kind: str = "",
     ) -> Step:
         run = self._run(*here)
         do(run)
-        return Step(label, self._number(run.lane()), tuple(run.effects), fault, timer)
+        return Step(label, self._number(run.lane()), tuple(run.effects), kind)
 
     def _find_steps(self, number: int, up: str) -> list[Step]:
         here = Here(self._lanes[number], up)
@@ -629,7 +642,7 @@ class Model:
             now: Stream = getattr(lane, stream)
             if now.up and set(ends) <= set(up):
                 yield self._step(
-                    f"{stream} breaks", here, lambda run, s=stream: run.break_stream(s), fault=True
+                    f"{stream} breaks", here, lambda run, s=stream: run.break_stream(s), FAULT
                 )
             for side, end in zip(("to_left", "to_right"), ends, strict=True):
                 messages = getattr(now, side)
@@ -648,35 +661,35 @@ class Model:
                     run.deliver(stream, side, party, repeat=repeat)
 
                 yield self._step(f"{party} gets {name}", here, deliver)
-                if self.bounds.drops and messages[0] != LOST:
+                if messages[0] != LOST:
                     yield self._step(
                         f"{party} gets {name}, to be repeated",
                         here,
                         lambda run, deliver=deliver: deliver(run, repeat=True),
-                        fault=True,
+                        LOSS,
                     )
                     rest = now._replace(**{side: messages[1:]})
-                    dropped = lane._replace(**{stream: rest})
-                    yield Step(f"{name} to {party} is dropped", self._number(dropped), fault=True)
+                    dropped = self._number(lane._replace(**{stream: rest}))
+                    yield Step(f"{name} to {party} is dropped", dropped, kind=LOSS)
 
     def _router_steps(self, here: Here) -> Iterator[Step]:
         handoff = here.lane.handoff
         if handoff is None:
             return
-        yield self._step("the client cancels", here, LaneRun.cancel, fault=True)
+        yield self._step("the client cancels", here, LaneRun.cancel, FAULT)
         if handoff.is_parked:
             yield self._step(
                 "the client reads again", here, lambda run: run.advance_router(router.Resumed())
             )
         if handoff.result is router.Result.MOVED:
             # The deadline of every sequence on a worker.
-            yield self._step("tokens stay away", here, LaneRun.migrate, timer=True)
+            yield self._step("tokens stay away", here, LaneRun.migrate, TIMER)
         elif self.machines.router_has_deadline(handoff):
             yield self._step(
                 "the router's deadline passes",
                 here,
                 lambda run: run.advance_router(router.Late()),
-                timer=True,
+                TIMER,
             )
 
     def _sender_steps(self, here: Here) -> Iterator[Step]:
@@ -686,13 +699,17 @@ class Model:
             started = self._number(lane._replace(source="running"))
             yield Step("the prefill starts", started, (Effect("P", "allocate"),))
         if lease is None:
+            if lane.source == "running":
+                yield self._step(
+                    "the sequence finishes", here, lambda run: run.finish_source("finished")
+                )
             return
-        if lane.source == "running" and lease.computed < PARTS:
+        if lane.source == "running" and lease.computed < self.bounds.parts:
             yield self._step("a part is computed", here, LaneRun.compute)
             yield self._step(
-                "the computation fails", here, lambda run: run.finish_source("error"), fault=True
+                "the computation fails", here, lambda run: run.finish_source("error"), FAULT
             )
-        if lane.source == "running" and lease.computed == PARTS:
+        if lane.source == "running" and lease.computed == self.bounds.parts:
             yield self._step("the sender commits", here, LaneRun.hand_over)
             yield self._step("the sender finishes", here, lambda run: run.finish_source("finished"))
         if self.machines.sender_expires(lease):
@@ -700,7 +717,7 @@ class Model:
                 "the sender's lease expires",
                 here,
                 lambda run: run.advance_sender(sender.Expire()),
-                timer=True,
+                TIMER,
             )
 
     def _receiver_steps(self, here: Here) -> Iterator[Step]:
@@ -720,20 +737,20 @@ class Model:
                 "the receiver's lease expires",
                 here,
                 lambda run: run.advance_receiver(receiver.Expire()),
-                timer=True,
+                TIMER,
             )
 
     # Steps of the world.
 
     def _apply(self, world: World, place: int, step: Step) -> Iterator[Edge]:
         lanes = (*world.lanes[:place], step.lane, *world.lanes[place + 1 :])
-        after = world._replace(lanes=lanes, faults=world.faults + step.fault)
+        after = world._replace(lanes=lanes)
         for effect in step.effects:
             changed = self._effect(after, place, effect)
             if changed is None:
                 return
             after = changed
-        yield Edge(f"{place}: {step.label}", after, step.fault, step.timer)
+        yield Edge(f"{place}: {step.label}", after, step.kind)
 
     def _effect(self, world: World, place: int, effect: Effect) -> World | None:
         """The world after an effect; None where a sequence waits for a free block."""
@@ -756,28 +773,26 @@ class Model:
         lanes = (*after.lanes[:place], self._number(run.lane()), *after.lanes[place + 1 :])
         return after._replace(lanes=lanes)
 
-    def _read_steps(self, world: World, *, may_fail: bool) -> Iterator[Edge]:
+    def _read_steps(self, world: World) -> Iterator[Edge]:
         for read in world.reads:
-            here = Here(self._lanes[world.lanes[read.lane]], world.up)
-            if world.receiver_pool[read.block] != f"lease {read.lane}":
-                owner = world.receiver_pool[read.block] or "nobody"
+            owner = world.receiver_pool[read.block] or "nobody"
+            if owner != f"lease {read.lane}":
                 raise Violation(f"a read may write to a block of {owner}")
             held = {f"lease {read.lane}", f"sequence {read.lane}"} & set(world.sender_pool)
-            content = GOOD if held or not self.bounds.one_sided else BAD
             # A checksum may find bad content and may not, so the protocol must not need it.
-            if "P" in world.up or not self.bounds.one_sided:
-                yield self._read_ends(world, read, here, content, None)
-            if may_fail or "P" not in world.up:
-                yield self._read_ends(world, read, here, BAD, Problem.READ_FAILED)
+            content = GOOD if held or not self.bounds.one_sided else BAD
+            reachable = "P" in world.up or not self.bounds.one_sided
+            if reachable:
+                yield self._read_ends(world, read, content, None)
+            if counted := self._count(world, FAULT if reachable else ""):
+                yield self._read_ends(counted, read, BAD, Problem.READ_FAILED)
 
-    def _read_ends(
-        self, world: World, read: Read, here: Here, content: int, problem: Problem | None
-    ) -> Edge:
+    def _read_ends(self, world: World, read: Read, content: int, problem: Problem | None) -> Edge:
         step = self._step(
             f"read {read.part} ends with {problem.value if problem else 'data'}",
-            here,
+            Here(self._lanes[world.lanes[read.lane]], world.up),
             lambda run: run.read_ended(read.part, content=content, problem=problem),
-            fault=problem is not None and "P" in world.up,
+            FAULT if problem and "P" in world.up else "",
         )
         before = world._replace(reads=world.reads - {read})
         (edge,) = self._apply(before, read.lane, step)
@@ -797,13 +812,13 @@ class Model:
                 run = self._run(self._lanes[number], up)
                 run.crash(party)
                 lanes.append(self._number(run.lane()))
-            after = world._replace(lanes=tuple(lanes), up=up, faults=world.faults + 1)
+            after = world._replace(lanes=tuple(lanes), up=up)
             if party in POOLS:
                 empty = ("",) * len(getattr(world, POOLS[party]))
                 after = after._replace(**{POOLS[party]: empty})
             if party == "D":
                 after = after._replace(reads=frozenset())
-            yield Edge(f"{party} crashes", after, fault=True)
+            yield Edge(f"{party} crashes", after, FAULT)
 
 
 def own(world: World, worker: str, before: str, after: str) -> World | None:

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from handoff.model import Edge, Model, Violation, World
+from handoff.model import FAULT, LOSS, TIMER, Edge, Model, Violation, World
 
 
 @dataclass
@@ -87,10 +87,10 @@ def _visit(graph: Graph, numbers: dict[World, int], source: int, edge: Edge) -> 
         target = numbers[edge.world] = len(graph.worlds)
         graph.worlds.append(edge.world)
         graph.came_from.append((source, edge.label))
-    if not edge.fault:
+    if edge.kind not in (FAULT, LOSS):
         graph.sources.append(source)
         graph.targets.append(target)
-        graph.timers.append(edge.timer)
+        graph.timers.append(edge.kind == TIMER)
 
 
 def prove(model: Model, *, by_timers: bool) -> Graph:

@@ -182,12 +182,11 @@ def _on_sender(
             return _progress(replace(handoff, is_offered=True))
         case SenderFailed():
             return _on_sender_failed(handoff)
-    if handoff.sender is not Sender.RUNNING:
-        return handoff, ()
-    if isinstance(event, SenderFinished):
-        return _end(replace(handoff, sender=Sender.IDLE), Result.FINISHED)
-    # The end carries the descriptor, too.
-    return _progress(replace(handoff, sender=Sender.COMMITTED, is_offered=True))
+        case SenderFinished():
+            return _end(replace(handoff, sender=Sender.IDLE), Result.FINISHED)
+        case SenderCommitted():
+            # The end carries the descriptor, too.
+            return _progress(replace(handoff, sender=Sender.COMMITTED, is_offered=True))
 
 
 def _on_sender_failed(handoff: Handoff) -> Transition:
