@@ -70,6 +70,11 @@ class Lane(NamedTuple):
     fetch: Stream = Stream()
     """Receiver to sender."""
 
+    @property
+    def computed(self) -> int:
+        """Parts with final content on the sender."""
+        return self.sender.computed if self.sender else 0
+
 
 STREAMS = {"to_sender": "RP", "to_receiver": "RD", "fetch": "DP"}
 """The parties at the left and right ends: router, prefill worker, decode worker."""
@@ -180,11 +185,13 @@ class LaneRun:
             messages = (*getattr(now, side), Message(kind, value))
             setattr(self, stream, now._replace(**{side: messages}))
 
-    def break_stream(self, stream: str, *, left: bool = True, right: bool = True) -> None:
-        """Breaks a stream: each living end sees it break, some time."""
+    def break_stream(
+        self, stream: str, *, left: bool = True, right: bool = True, late: bool = False
+    ) -> None:
+        """Breaks a stream: each living end sees it break, some time, if `late` after what was sent before."""
         now: Stream = getattr(self, stream)
-        left_now, right_now = ((LOST,), (LOST,)) if now.up else (now.to_left, now.to_right)
-        setattr(self, stream, Stream(False, left_now if left else (), right_now if right else ()))
+        ends = [now.to_left if left else None, now.to_right if right else None]
+        setattr(self, stream, Stream(False, *(cut(each, now.up, late) for each in ends)))
 
     def deliver(self, stream: str, side: str, at: str, *, repeat: bool = False) -> None:
         """Delivers the first message at one end."""
@@ -210,6 +217,8 @@ class LaneRun:
         event = router_event(stream, message)
         if event is not None:
             self.advance_router(event)
+        if event == router.SenderFinished() and self.item == "live":
+            raise Violation("a finished stream goes on")
 
     def at_item(self, stream: str, message: Message) -> None:
         """A message for an item whose handoff is done."""
@@ -329,7 +338,7 @@ class LaneRun:
             case sender.SendConfirmed():
                 self.send("fetch", "to_left", "confirmed")
             case sender.AbortFetch() | sender.RefuseFetch():
-                self.break_stream("fetch", right=False)
+                self.break_stream("fetch", right=False, late=True)
             case sender.EndSequence():
                 self.end_source()
                 self.send("to_sender", "to_left", "error")
@@ -427,9 +436,7 @@ class LaneRun:
                 self.send("to_receiver", "to_left", "error")
 
     def close_fetch(self) -> None:
-        """The sender reads what was sent before the end."""
-        sent = self.fetch.to_right
-        self.fetch = Stream(False, (), (*sent, LOST) if self.fetch.up else ())
+        self.break_stream("fetch", left=False, late=True)
 
     # Crashes.
 
@@ -445,6 +452,13 @@ class LaneRun:
                 self.sender, self.source = None, ""
             case "D":
                 self.receiver, self.target = None, ""
+
+
+def cut(messages: tuple[Message, ...] | None, up: bool, late: bool) -> tuple[Message, ...]:
+    """What an end still gets after a break; None is a dead end."""
+    if messages is None or not up:
+        return messages or ()
+    return (*messages, LOST) if late else (LOST,)
 
 
 ROUTER_EVENTS: dict[tuple[str, str], router.Event] = {
@@ -641,9 +655,13 @@ class Model:
         for stream, ends in STREAMS.items():
             now: Stream = getattr(lane, stream)
             if now.up and set(ends) <= set(up):
-                yield self._step(
-                    f"{stream} breaks", here, lambda run, s=stream: run.break_stream(s), FAULT
-                )
+                for late in (False, True):
+                    yield self._step(
+                        f"{stream} breaks{' late' if late else ''}",
+                        here,
+                        lambda run, s=stream, late=late: run.break_stream(s, late=late),
+                        FAULT,
+                    )
             for side, end in zip(("to_left", "to_right"), ends, strict=True):
                 messages = getattr(now, side)
                 if not messages or end not in up:
@@ -780,7 +798,9 @@ class Model:
                 raise Violation(f"a read may write to a block of {owner}")
             held = {f"lease {read.lane}", f"sequence {read.lane}"} & set(world.sender_pool)
             # A checksum may find bad content and may not, so the protocol must not need it.
-            content = GOOD if held or not self.bounds.one_sided else BAD
+            computed = self._lanes[world.lanes[read.lane]].computed
+            is_final = held and read.part < computed
+            content = GOOD if is_final or not self.bounds.one_sided else BAD
             reachable = "P" in world.up or not self.bounds.one_sided
             if reachable:
                 yield self._read_ends(world, read, content, None)
