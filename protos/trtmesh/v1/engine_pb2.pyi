@@ -125,6 +125,9 @@ class SubmitCommand(google.protobuf.message.Message):
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
     DRAW_INDEX_FIELD_NUMBER: builtins.int
     STOP_VOCABULARY_FIELD_NUMBER: builtins.int
+    SENDER_LEASE_ID_FIELD_NUMBER: builtins.int
+    RECEIVER_LEASE_ID_FIELD_NUMBER: builtins.int
+    LEASE_EXPIRES_IN_MS_FIELD_NUMBER: builtins.int
     handle: builtins.int
     """Handle of the item's first sequence, assigned by the router; the other sequences have the next numbers. Reusable
     after SequenceEnd.
@@ -143,6 +146,14 @@ class SubmitCommand(google.protobuf.message.Message):
     """The client's deadline in milliseconds from now; unset means none."""
     draw_index: builtins.int
     """The batch_index of the draws, if another: items with equal seeds and equal numbers here draw alike."""
+    sender_lease_id: builtins.str
+    """Lease under which the sequence is handed over after its first token (HandoffOffered); empty means no handoff. A
+    sequence that ends before is not handed over.
+    """
+    receiver_lease_id: builtins.str
+    """Reservation with the KV of all tokens but the last; empty means none. A sequence whose KV does not arrive fails."""
+    lease_expires_in_ms: builtins.int
+    """Lifetime of the lease `sender_lease_id` unless it is renewed, in milliseconds."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The prompt, followed by `emitted_tokens` tokens generated elsewhere."""
@@ -168,9 +179,12 @@ class SubmitCommand(google.protobuf.message.Message):
         timeout_ms: builtins.int | None = ...,
         draw_index: builtins.int | None = ...,
         stop_vocabulary: trtmesh.v1.generation_pb2.StopVocabulary | None = ...,
+        sender_lease_id: builtins.str = ...,
+        receiver_lease_id: builtins.str = ...,
+        lease_expires_in_ms: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_draw_index", b"_draw_index", "_timeout_ms", b"_timeout_ms", "config", b"config", "draw_index", b"draw_index", "stop_vocabulary", b"stop_vocabulary", "timeout_ms", b"timeout_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_draw_index", b"_draw_index", "_timeout_ms", b"_timeout_ms", "batch_index", b"batch_index", "config", b"config", "draw_index", b"draw_index", "emitted_tokens", b"emitted_tokens", "handle", b"handle", "request_id", b"request_id", "sequence_index", b"sequence_index", "stop_vocabulary", b"stop_vocabulary", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_draw_index", b"_draw_index", "_timeout_ms", b"_timeout_ms", "batch_index", b"batch_index", "config", b"config", "draw_index", b"draw_index", "emitted_tokens", b"emitted_tokens", "handle", b"handle", "lease_expires_in_ms", b"lease_expires_in_ms", "receiver_lease_id", b"receiver_lease_id", "request_id", b"request_id", "sender_lease_id", b"sender_lease_id", "sequence_index", b"sequence_index", "stop_vocabulary", b"stop_vocabulary", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_draw_index", b"_draw_index"]) -> typing.Literal["draw_index"] | None: ...
     @typing.overload
@@ -308,6 +322,24 @@ class UnloadAdapterCommand(google.protobuf.message.Message):
 Global___UnloadAdapterCommand: typing_extensions.TypeAlias = UnloadAdapterCommand
 
 @typing.final
+class SetRoleCommand(google.protobuf.message.Message):
+    """Changes the role of the worker, for all routers."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: builtins.int
+    role: Global___WorkerRole.ValueType
+    """One of GetEngineResponse.roles."""
+    def __init__(
+        self,
+        *,
+        role: Global___WorkerRole.ValueType = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["role", b"role"]) -> None: ...
+
+Global___SetRoleCommand: typing_extensions.TypeAlias = SetRoleCommand
+
+@typing.final
 class EngineCommand(google.protobuf.message.Message):
     """One command of a router."""
 
@@ -322,6 +354,10 @@ class EngineCommand(google.protobuf.message.Message):
     UNLOAD_ADAPTER_FIELD_NUMBER: builtins.int
     RESERVE_BLOCKS_FIELD_NUMBER: builtins.int
     RELEASE_LEASE_FIELD_NUMBER: builtins.int
+    ATTACH_SENDER_FIELD_NUMBER: builtins.int
+    HAND_OVER_FIELD_NUMBER: builtins.int
+    RENEW_LEASES_FIELD_NUMBER: builtins.int
+    SET_ROLE_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> Global___HelloCommand:
         """Opens the stream; the first command, sent once."""
@@ -358,6 +394,22 @@ class EngineCommand(google.protobuf.message.Message):
     def release_lease(self) -> trtmesh.v1.kv_transfer_pb2.ReleaseLeaseCommand:
         """Releases a handoff's lease."""
 
+    @property
+    def attach_sender(self) -> trtmesh.v1.kv_transfer_pb2.AttachSenderCommand:
+        """Names the sender of a reservation."""
+
+    @property
+    def hand_over(self) -> trtmesh.v1.kv_transfer_pb2.HandOverCommand:
+        """Hands a running sequence over."""
+
+    @property
+    def renew_leases(self) -> trtmesh.v1.kv_transfer_pb2.RenewLeasesCommand:
+        """Renews leases."""
+
+    @property
+    def set_role(self) -> Global___SetRoleCommand:
+        """Changes the role."""
+
     def __init__(
         self,
         *,
@@ -370,10 +422,14 @@ class EngineCommand(google.protobuf.message.Message):
         unload_adapter: Global___UnloadAdapterCommand | None = ...,
         reserve_blocks: trtmesh.v1.kv_transfer_pb2.ReserveBlocksCommand | None = ...,
         release_lease: trtmesh.v1.kv_transfer_pb2.ReleaseLeaseCommand | None = ...,
+        attach_sender: trtmesh.v1.kv_transfer_pb2.AttachSenderCommand | None = ...,
+        hand_over: trtmesh.v1.kv_transfer_pb2.HandOverCommand | None = ...,
+        renew_leases: trtmesh.v1.kv_transfer_pb2.RenewLeasesCommand | None = ...,
+        set_role: Global___SetRoleCommand | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["acknowledge", b"acknowledge", "command", b"command", "hello", b"hello", "kv_snapshot", b"kv_snapshot", "load_adapter", b"load_adapter", "release_lease", b"release_lease", "reserve_blocks", b"reserve_blocks", "stop", b"stop", "submit", b"submit", "unload_adapter", b"unload_adapter"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["acknowledge", b"acknowledge", "command", b"command", "hello", b"hello", "kv_snapshot", b"kv_snapshot", "load_adapter", b"load_adapter", "release_lease", b"release_lease", "reserve_blocks", b"reserve_blocks", "stop", b"stop", "submit", b"submit", "unload_adapter", b"unload_adapter"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["command", b"command"]) -> typing.Literal["hello", "submit", "stop", "acknowledge", "kv_snapshot", "load_adapter", "unload_adapter", "reserve_blocks", "release_lease"] | None: ...
+    def HasField(self, field_name: typing.Literal["acknowledge", b"acknowledge", "attach_sender", b"attach_sender", "command", b"command", "hand_over", b"hand_over", "hello", b"hello", "kv_snapshot", b"kv_snapshot", "load_adapter", b"load_adapter", "release_lease", b"release_lease", "renew_leases", b"renew_leases", "reserve_blocks", b"reserve_blocks", "set_role", b"set_role", "stop", b"stop", "submit", b"submit", "unload_adapter", b"unload_adapter"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["acknowledge", b"acknowledge", "attach_sender", b"attach_sender", "command", b"command", "hand_over", b"hand_over", "hello", b"hello", "kv_snapshot", b"kv_snapshot", "load_adapter", b"load_adapter", "release_lease", b"release_lease", "renew_leases", b"renew_leases", "reserve_blocks", b"reserve_blocks", "set_role", b"set_role", "stop", b"stop", "submit", b"submit", "unload_adapter", b"unload_adapter"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["command", b"command"]) -> typing.Literal["hello", "submit", "stop", "acknowledge", "kv_snapshot", "load_adapter", "unload_adapter", "reserve_blocks", "release_lease", "attach_sender", "hand_over", "renew_leases", "set_role"] | None: ...
 
 Global___EngineCommand: typing_extensions.TypeAlias = EngineCommand
 
@@ -666,6 +722,10 @@ class Load(google.protobuf.message.Message):
     ADAPTER_LOADS_FIELD_NUMBER: builtins.int
     ADAPTER_EVICTIONS_FIELD_NUMBER: builtins.int
     ADAPTER_HITS_FIELD_NUMBER: builtins.int
+    ROLE_FIELD_NUMBER: builtins.int
+    SENT_HANDOFFS_FIELD_NUMBER: builtins.int
+    RECEIVED_HANDOFFS_FIELD_NUMBER: builtins.int
+    QUARANTINED_BLOCKS_FIELD_NUMBER: builtins.int
     step_count: builtins.int
     """Engine steps since the worker started."""
     running_sequences: builtins.int
@@ -728,6 +788,18 @@ class Load(google.protobuf.message.Message):
     """Adapters evicted from host memory since the worker started."""
     adapter_hits: builtins.int
     """Sequences that found their adapter ready to run since the worker started."""
+    role: Global___WorkerRole.ValueType
+    """Present role."""
+    quarantined_blocks: builtins.int
+    """KV blocks of ended leases to which a read may still write."""
+    @property
+    def sent_handoffs(self) -> trtmesh.v1.kv_transfer_pb2.HandoffCounts:
+        """Leases of KV that this worker offers."""
+
+    @property
+    def received_handoffs(self) -> trtmesh.v1.kv_transfer_pb2.HandoffCounts:
+        """Leases of blocks that this worker reserves."""
+
     def __init__(
         self,
         *,
@@ -762,9 +834,13 @@ class Load(google.protobuf.message.Message):
         adapter_loads: builtins.int = ...,
         adapter_evictions: builtins.int = ...,
         adapter_hits: builtins.int = ...,
+        role: Global___WorkerRole.ValueType = ...,
+        sent_handoffs: trtmesh.v1.kv_transfer_pb2.HandoffCounts | None = ...,
+        received_handoffs: trtmesh.v1.kv_transfer_pb2.HandoffCounts | None = ...,
+        quarantined_blocks: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_drain_ms", b"_drain_ms", "_received_items", b"_received_items", "drain_ms", b"drain_ms", "received_items", b"received_items"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_drain_ms", b"_drain_ms", "_received_items", b"_received_items", "adapter_evictions", b"adapter_evictions", "adapter_hits", b"adapter_hits", "adapter_host_bytes", b"adapter_host_bytes", "adapter_loads", b"adapter_loads", "adapter_slots", b"adapter_slots", "busy_seconds", b"busy_seconds", "computed_prompt_tokens", b"computed_prompt_tokens", "device_memory_bytes", b"device_memory_bytes", "drain_ms", b"drain_ms", "draining", b"draining", "evictable_adapter_slots", b"evictable_adapter_slots", "free_adapter_slots", b"free_adapter_slots", "free_blocks", b"free_blocks", "generated_tokens", b"generated_tokens", "host_blocks", b"host_blocks", "host_memory_bytes", b"host_memory_bytes", "new_blocks", b"new_blocks", "paused_sequences", b"paused_sequences", "pending_prompt_tokens", b"pending_prompt_tokens", "pinned_memory_bytes", b"pinned_memory_bytes", "preemptions", b"preemptions", "received_items", b"received_items", "reused_blocks", b"reused_blocks", "reused_prompt_tokens", b"reused_prompt_tokens", "running_sequences", b"running_sequences", "step_count", b"step_count", "total_blocks", b"total_blocks", "used_adapter_host_bytes", b"used_adapter_host_bytes", "used_blocks", b"used_blocks", "used_host_blocks", b"used_host_blocks", "waiting_sequences", b"waiting_sequences"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_drain_ms", b"_drain_ms", "_received_items", b"_received_items", "drain_ms", b"drain_ms", "received_handoffs", b"received_handoffs", "received_items", b"received_items", "sent_handoffs", b"sent_handoffs"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_drain_ms", b"_drain_ms", "_received_items", b"_received_items", "adapter_evictions", b"adapter_evictions", "adapter_hits", b"adapter_hits", "adapter_host_bytes", b"adapter_host_bytes", "adapter_loads", b"adapter_loads", "adapter_slots", b"adapter_slots", "busy_seconds", b"busy_seconds", "computed_prompt_tokens", b"computed_prompt_tokens", "device_memory_bytes", b"device_memory_bytes", "drain_ms", b"drain_ms", "draining", b"draining", "evictable_adapter_slots", b"evictable_adapter_slots", "free_adapter_slots", b"free_adapter_slots", "free_blocks", b"free_blocks", "generated_tokens", b"generated_tokens", "host_blocks", b"host_blocks", "host_memory_bytes", b"host_memory_bytes", "new_blocks", b"new_blocks", "paused_sequences", b"paused_sequences", "pending_prompt_tokens", b"pending_prompt_tokens", "pinned_memory_bytes", b"pinned_memory_bytes", "preemptions", b"preemptions", "quarantined_blocks", b"quarantined_blocks", "received_handoffs", b"received_handoffs", "received_items", b"received_items", "reused_blocks", b"reused_blocks", "reused_prompt_tokens", b"reused_prompt_tokens", "role", b"role", "running_sequences", b"running_sequences", "sent_handoffs", b"sent_handoffs", "step_count", b"step_count", "total_blocks", b"total_blocks", "used_adapter_host_bytes", b"used_adapter_host_bytes", "used_blocks", b"used_blocks", "used_host_blocks", b"used_host_blocks", "waiting_sequences", b"waiting_sequences"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_drain_ms", b"_drain_ms"]) -> typing.Literal["drain_ms"] | None: ...
     @typing.overload
@@ -989,6 +1065,8 @@ class EngineEvent(google.protobuf.message.Message):
     KV_EVENTS_FIELD_NUMBER: builtins.int
     ADAPTER_STATES_FIELD_NUMBER: builtins.int
     BLOCKS_RESERVED_FIELD_NUMBER: builtins.int
+    HANDOFF_OFFERED_FIELD_NUMBER: builtins.int
+    HANDOFF_FAILED_FIELD_NUMBER: builtins.int
     @property
     def welcome(self) -> Global___Welcome:
         """The stream is open."""
@@ -1013,6 +1091,14 @@ class EngineEvent(google.protobuf.message.Message):
     def blocks_reserved(self) -> trtmesh.v1.kv_transfer_pb2.BlocksReserved:
         """Answer to a reservation."""
 
+    @property
+    def handoff_offered(self) -> trtmesh.v1.kv_transfer_pb2.HandoffOffered:
+        """A sender's lease was granted."""
+
+    @property
+    def handoff_failed(self) -> trtmesh.v1.kv_transfer_pb2.HandoffFailed:
+        """A lease ended early."""
+
     def __init__(
         self,
         *,
@@ -1022,10 +1108,12 @@ class EngineEvent(google.protobuf.message.Message):
         kv_events: Global___KvEvents | None = ...,
         adapter_states: Global___AdapterStates | None = ...,
         blocks_reserved: trtmesh.v1.kv_transfer_pb2.BlocksReserved | None = ...,
+        handoff_offered: trtmesh.v1.kv_transfer_pb2.HandoffOffered | None = ...,
+        handoff_failed: trtmesh.v1.kv_transfer_pb2.HandoffFailed | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["adapter_states", b"adapter_states", "blocks_reserved", b"blocks_reserved", "event", b"event", "kv_events", b"kv_events", "load", b"load", "step", b"step", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapter_states", b"adapter_states", "blocks_reserved", b"blocks_reserved", "event", b"event", "kv_events", b"kv_events", "load", b"load", "step", b"step", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["welcome", "step", "load", "kv_events", "adapter_states", "blocks_reserved"] | None: ...
+    def HasField(self, field_name: typing.Literal["adapter_states", b"adapter_states", "blocks_reserved", b"blocks_reserved", "event", b"event", "handoff_failed", b"handoff_failed", "handoff_offered", b"handoff_offered", "kv_events", b"kv_events", "load", b"load", "step", b"step", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["adapter_states", b"adapter_states", "blocks_reserved", b"blocks_reserved", "event", b"event", "handoff_failed", b"handoff_failed", "handoff_offered", b"handoff_offered", "kv_events", b"kv_events", "load", b"load", "step", b"step", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["welcome", "step", "load", "kv_events", "adapter_states", "blocks_reserved", "handoff_offered", "handoff_failed"] | None: ...
 
 Global___EngineEvent: typing_extensions.TypeAlias = EngineEvent
 
@@ -1091,6 +1179,9 @@ class GetEngineResponse(google.protobuf.message.Message):
     ROLES_FIELD_NUMBER: builtins.int
     MAX_ADAPTERS_FIELD_NUMBER: builtins.int
     DRAFT_METHODS_FIELD_NUMBER: builtins.int
+    KV_SHAPES_FIELD_NUMBER: builtins.int
+    KV_COMPATIBILITY_HASH_FIELD_NUMBER: builtins.int
+    KV_TRANSPORTS_FIELD_NUMBER: builtins.int
     worker: builtins.str
     """Name of the worker, unique in the fleet."""
     backend: builtins.str
@@ -1135,6 +1226,8 @@ class GetEngineResponse(google.protobuf.message.Message):
     """Whether `stop` can end one sequence of an item while the others continue; beams always end together."""
     max_adapters: builtins.int
     """Most adapters loaded at once; 0 means no support for adapters."""
+    kv_compatibility_hash: builtins.bytes
+    """Compatibility hash without an adapter; workers with different hashes never hand over to each other."""
     @property
     def supported_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Supported config fields, as paths from GenerationConfig such as `sampling.top_k`. Any other set field is refused
@@ -1152,6 +1245,14 @@ class GetEngineResponse(google.protobuf.message.Message):
     @property
     def draft_methods(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Supported methods of speculative decoding, such as `draft_tokens` or `ngram`."""
+
+    @property
+    def kv_shapes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[trtmesh.v1.kv_transfer_pb2.KvBlockShape]:
+        """Shapes of the pools; empty means no handoffs."""
+
+    @property
+    def kv_transports(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[trtmesh.v1.kv_transfer_pb2.KvTransport.ValueType]:
+        """Transports for handoffs, the preferred first."""
 
     def __init__(
         self,
@@ -1180,7 +1281,10 @@ class GetEngineResponse(google.protobuf.message.Message):
         roles: collections.abc.Iterable[Global___WorkerRole.ValueType] | None = ...,
         max_adapters: builtins.int = ...,
         draft_methods: collections.abc.Iterable[builtins.str] | None = ...,
+        kv_shapes: collections.abc.Iterable[trtmesh.v1.kv_transfer_pb2.KvBlockShape] | None = ...,
+        kv_compatibility_hash: builtins.bytes = ...,
+        kv_transports: collections.abc.Iterable[trtmesh.v1.kv_transfer_pb2.KvTransport.ValueType] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["backend", b"backend", "data_type", b"data_type", "deterministic", b"deterministic", "draft_methods", b"draft_methods", "end_ids", b"end_ids", "load_interval_ms", b"load_interval_ms", "max_adapters", b"max_adapters", "max_batch_size", b"max_batch_size", "max_sequence_tokens", b"max_sequence_tokens", "max_sequences_per_item", b"max_sequences_per_item", "model", b"model", "model_fingerprint", b"model_fingerprint", "resumes_exactly", b"resumes_exactly", "role", b"role", "roles", b"roles", "schema_revision", b"schema_revision", "static_batching", b"static_batching", "stops_single_sequences", b"stops_single_sequences", "supported_fields", b"supported_fields", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokens_per_block", b"tokens_per_block", "total_blocks", b"total_blocks", "vocabulary_size", b"vocabulary_size", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["backend", b"backend", "data_type", b"data_type", "deterministic", b"deterministic", "draft_methods", b"draft_methods", "end_ids", b"end_ids", "kv_compatibility_hash", b"kv_compatibility_hash", "kv_shapes", b"kv_shapes", "kv_transports", b"kv_transports", "load_interval_ms", b"load_interval_ms", "max_adapters", b"max_adapters", "max_batch_size", b"max_batch_size", "max_sequence_tokens", b"max_sequence_tokens", "max_sequences_per_item", b"max_sequences_per_item", "model", b"model", "model_fingerprint", b"model_fingerprint", "resumes_exactly", b"resumes_exactly", "role", b"role", "roles", b"roles", "schema_revision", b"schema_revision", "static_batching", b"static_batching", "stops_single_sequences", b"stops_single_sequences", "supported_fields", b"supported_fields", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokens_per_block", b"tokens_per_block", "total_blocks", b"total_blocks", "vocabulary_size", b"vocabulary_size", "worker", b"worker"]) -> None: ...
 
 Global___GetEngineResponse: typing_extensions.TypeAlias = GetEngineResponse

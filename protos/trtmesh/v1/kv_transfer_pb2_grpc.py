@@ -40,6 +40,11 @@ class KvTransferServiceStub(object):
                 request_serializer=trtmesh_dot_v1_dot_kv__transfer__pb2.FetchBlocksRequest.SerializeToString,
                 response_deserializer=trtmesh_dot_v1_dot_kv__transfer__pb2.FetchBlocksResponse.FromString,
                 _registered_method=True)
+        self.Fetch = channel.stream_stream(
+                '/trtmesh.v1.KvTransferService/Fetch',
+                request_serializer=trtmesh_dot_v1_dot_kv__transfer__pb2.FetchRequest.SerializeToString,
+                response_deserializer=trtmesh_dot_v1_dot_kv__transfer__pb2.FetchResponse.FromString,
+                _registered_method=True)
 
 
 class KvTransferServiceServicer(object):
@@ -47,7 +52,16 @@ class KvTransferServiceServicer(object):
     """
 
     def FetchBlocks(self, request, context):
-        """Sends the blocks of a lease in order.
+        """Sends the blocks of a lease in order. Unused: Fetch also carries the commit mark and the confirmation.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Fetch(self, request_iterator, context):
+        """Fetches the KV of a lease while the sender computes it. The receiver sends `open`, the sender each part as soon as
+        it is final and then the commit mark, the receiver `received` after its last read, the sender `confirmed`. The end
+        of the call in any other state fails the handoff. A lease has one fetch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -60,6 +74,11 @@ def add_KvTransferServiceServicer_to_server(servicer, server):
                     servicer.FetchBlocks,
                     request_deserializer=trtmesh_dot_v1_dot_kv__transfer__pb2.FetchBlocksRequest.FromString,
                     response_serializer=trtmesh_dot_v1_dot_kv__transfer__pb2.FetchBlocksResponse.SerializeToString,
+            ),
+            'Fetch': grpc.stream_stream_rpc_method_handler(
+                    servicer.Fetch,
+                    request_deserializer=trtmesh_dot_v1_dot_kv__transfer__pb2.FetchRequest.FromString,
+                    response_serializer=trtmesh_dot_v1_dot_kv__transfer__pb2.FetchResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +109,33 @@ class KvTransferService(object):
             '/trtmesh.v1.KvTransferService/FetchBlocks',
             trtmesh_dot_v1_dot_kv__transfer__pb2.FetchBlocksRequest.SerializeToString,
             trtmesh_dot_v1_dot_kv__transfer__pb2.FetchBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Fetch(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/trtmesh.v1.KvTransferService/Fetch',
+            trtmesh_dot_v1_dot_kv__transfer__pb2.FetchRequest.SerializeToString,
+            trtmesh_dot_v1_dot_kv__transfer__pb2.FetchResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -441,6 +441,147 @@ class RemoveWorkerResponse(google.protobuf.message.Message):
 Global___RemoveWorkerResponse: typing_extensions.TypeAlias = RemoveWorkerResponse
 
 @typing.final
+class SetWorkerRoleRequest(google.protobuf.message.Message):
+    """Requests to change a worker's role."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: builtins.int
+    ROLE_FIELD_NUMBER: builtins.int
+    worker: builtins.str
+    """Address, or unique name."""
+    role: trtmesh.v1.engine_pb2.WorkerRole.ValueType
+    """The role, one of those that the worker supports."""
+    def __init__(
+        self,
+        *,
+        worker: builtins.str = ...,
+        role: trtmesh.v1.engine_pb2.WorkerRole.ValueType = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["role", b"role", "worker", b"worker"]) -> None: ...
+
+Global___SetWorkerRoleRequest: typing_extensions.TypeAlias = SetWorkerRoleRequest
+
+@typing.final
+class SetWorkerRoleResponse(google.protobuf.message.Message):
+    """The role was changed."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: builtins.int
+    MOVED_SEQUENCES_FIELD_NUMBER: builtins.int
+    moved_sequences: builtins.int
+    """Sequences handed over or migrated."""
+    @property
+    def worker(self) -> Global___Worker:
+        """The worker."""
+
+    def __init__(
+        self,
+        *,
+        worker: Global___Worker | None = ...,
+        moved_sequences: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["worker", b"worker"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["moved_sequences", b"moved_sequences", "worker", b"worker"]) -> None: ...
+
+Global___SetWorkerRoleResponse: typing_extensions.TypeAlias = SetWorkerRoleResponse
+
+@typing.final
+class ListHandoffsRequest(google.protobuf.message.Message):
+    """Requests the live handoffs."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ListHandoffsRequest: typing_extensions.TypeAlias = ListHandoffsRequest
+
+@typing.final
+class Handoff(google.protobuf.message.Message):
+    """A live handoff."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    BATCH_INDEX_FIELD_NUMBER: builtins.int
+    SEQUENCE_INDEX_FIELD_NUMBER: builtins.int
+    SENDER_FIELD_NUMBER: builtins.int
+    RECEIVER_FIELD_NUMBER: builtins.int
+    STAGE_FIELD_NUMBER: builtins.int
+    CAUSE_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    PRESENT_TOKENS_FIELD_NUMBER: builtins.int
+    AGE_MS_FIELD_NUMBER: builtins.int
+    EXPIRES_IN_MS_FIELD_NUMBER: builtins.int
+    lease_id: builtins.str
+    """Lease of the receiver's blocks; the sender's lease has the same id."""
+    request_id: builtins.str
+    """Name of the request."""
+    batch_index: builtins.int
+    """Position of the item in the request."""
+    sequence_index: builtins.int
+    """Number of the sequence."""
+    sender: builtins.str
+    """Name of the worker with the KV; empty while unknown."""
+    receiver: builtins.str
+    """Name of the worker that will continue; empty for a parked item."""
+    stage: builtins.str
+    """Stage: reserving, prefilling, transferring or parked."""
+    cause: builtins.str
+    """Cause: disaggregated, drain, role or paused."""
+    tokens: builtins.int
+    """Tokens to hand over."""
+    present_tokens: builtins.int
+    """Tokens already on the receiver."""
+    age_ms: builtins.int
+    """Age in milliseconds."""
+    expires_in_ms: builtins.int
+    """Time until the leases expire unless they are renewed, in milliseconds."""
+    def __init__(
+        self,
+        *,
+        lease_id: builtins.str = ...,
+        request_id: builtins.str = ...,
+        batch_index: builtins.int = ...,
+        sequence_index: builtins.int = ...,
+        sender: builtins.str = ...,
+        receiver: builtins.str = ...,
+        stage: builtins.str = ...,
+        cause: builtins.str = ...,
+        tokens: builtins.int = ...,
+        present_tokens: builtins.int = ...,
+        age_ms: builtins.int = ...,
+        expires_in_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "batch_index", b"batch_index", "cause", b"cause", "expires_in_ms", b"expires_in_ms", "lease_id", b"lease_id", "present_tokens", b"present_tokens", "receiver", b"receiver", "request_id", b"request_id", "sender", b"sender", "sequence_index", b"sequence_index", "stage", b"stage", "tokens", b"tokens"]) -> None: ...
+
+Global___Handoff: typing_extensions.TypeAlias = Handoff
+
+@typing.final
+class ListHandoffsResponse(google.protobuf.message.Message):
+    """The live handoffs."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HANDOFFS_FIELD_NUMBER: builtins.int
+    @property
+    def handoffs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Handoff]:
+        """The handoffs, oldest first."""
+
+    def __init__(
+        self,
+        *,
+        handoffs: collections.abc.Iterable[Global___Handoff] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["handoffs", b"handoffs"]) -> None: ...
+
+Global___ListHandoffsResponse: typing_extensions.TypeAlias = ListHandoffsResponse
+
+@typing.final
 class ListRequestsRequest(google.protobuf.message.Message):
     """Requests the live requests."""
 
@@ -1253,6 +1394,10 @@ class Placement(google.protobuf.message.Message):
     ADAPTER_VERSION_FIELD_NUMBER: builtins.int
     ADAPTER_RANK_FIELD_NUMBER: builtins.int
     ADAPTER_REPLICAS_FIELD_NUMBER: builtins.int
+    PREFILL_WORKER_FIELD_NUMBER: builtins.int
+    SPLIT_REASON_FIELD_NUMBER: builtins.int
+    SPLIT_SECONDS_FIELD_NUMBER: builtins.int
+    WHOLE_SECONDS_FIELD_NUMBER: builtins.int
     batch_index: builtins.int
     """Item of the request."""
     policy: builtins.str
@@ -1273,6 +1418,14 @@ class Placement(google.protobuf.message.Message):
     """Largest rank of the adapter; 0 means unknown."""
     adapter_replicas: builtins.int
     """Workers meant to hold the adapter at its present share of the load."""
+    prefill_worker: builtins.str
+    """Worker of the prefill, if another; `worker` decodes."""
+    split_reason: builtins.str
+    """Why the item was or was not split between two workers; empty where no worker has a role."""
+    split_seconds: builtins.float
+    """Predicted time to the first decode step with the split; 0 means none was possible."""
+    whole_seconds: builtins.float
+    """Predicted time to the first decode step without."""
     @property
     def candidates(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PlacementCandidate]:
         """All workers: considered ones before excluded ones, best first."""
@@ -1291,8 +1444,12 @@ class Placement(google.protobuf.message.Message):
         adapter_version: builtins.str = ...,
         adapter_rank: builtins.int = ...,
         adapter_replicas: builtins.int = ...,
+        prefill_worker: builtins.str = ...,
+        split_reason: builtins.str = ...,
+        split_seconds: builtins.float = ...,
+        whole_seconds: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "adapter_rank", b"adapter_rank", "adapter_replicas", b"adapter_replicas", "adapter_version", b"adapter_version", "batch_index", b"batch_index", "candidates", b"candidates", "cause", b"cause", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "regret_tokens", b"regret_tokens", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "adapter_rank", b"adapter_rank", "adapter_replicas", b"adapter_replicas", "adapter_version", b"adapter_version", "batch_index", b"batch_index", "candidates", b"candidates", "cause", b"cause", "policy", b"policy", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "regret_tokens", b"regret_tokens", "split_reason", b"split_reason", "split_seconds", b"split_seconds", "whole_seconds", b"whole_seconds", "worker", b"worker"]) -> None: ...
 
 Global___Placement: typing_extensions.TypeAlias = Placement
 

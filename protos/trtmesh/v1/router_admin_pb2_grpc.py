@@ -65,6 +65,16 @@ class RouterAdminServiceStub(object):
                 request_serializer=trtmesh_dot_v1_dot_router__admin__pb2.RemoveWorkerRequest.SerializeToString,
                 response_deserializer=trtmesh_dot_v1_dot_router__admin__pb2.RemoveWorkerResponse.FromString,
                 _registered_method=True)
+        self.SetWorkerRole = channel.unary_unary(
+                '/trtmesh.v1.RouterAdminService/SetWorkerRole',
+                request_serializer=trtmesh_dot_v1_dot_router__admin__pb2.SetWorkerRoleRequest.SerializeToString,
+                response_deserializer=trtmesh_dot_v1_dot_router__admin__pb2.SetWorkerRoleResponse.FromString,
+                _registered_method=True)
+        self.ListHandoffs = channel.unary_unary(
+                '/trtmesh.v1.RouterAdminService/ListHandoffs',
+                request_serializer=trtmesh_dot_v1_dot_router__admin__pb2.ListHandoffsRequest.SerializeToString,
+                response_deserializer=trtmesh_dot_v1_dot_router__admin__pb2.ListHandoffsResponse.FromString,
+                _registered_method=True)
         self.ListRequests = channel.unary_unary(
                 '/trtmesh.v1.RouterAdminService/ListRequests',
                 request_serializer=trtmesh_dot_v1_dot_router__admin__pb2.ListRequestsRequest.SerializeToString,
@@ -163,6 +173,20 @@ class RouterAdminServiceServicer(object):
 
     def RemoveWorker(self, request, context):
         """Forgets a worker.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetWorkerRole(self, request, context):
+        """Changes the role of a worker. Sequences that no longer fit the role are handed over.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListHandoffs(self, request, context):
+        """Lists the live handoffs of this router.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -278,6 +302,16 @@ def add_RouterAdminServiceServicer_to_server(servicer, server):
                     servicer.RemoveWorker,
                     request_deserializer=trtmesh_dot_v1_dot_router__admin__pb2.RemoveWorkerRequest.FromString,
                     response_serializer=trtmesh_dot_v1_dot_router__admin__pb2.RemoveWorkerResponse.SerializeToString,
+            ),
+            'SetWorkerRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetWorkerRole,
+                    request_deserializer=trtmesh_dot_v1_dot_router__admin__pb2.SetWorkerRoleRequest.FromString,
+                    response_serializer=trtmesh_dot_v1_dot_router__admin__pb2.SetWorkerRoleResponse.SerializeToString,
+            ),
+            'ListHandoffs': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListHandoffs,
+                    request_deserializer=trtmesh_dot_v1_dot_router__admin__pb2.ListHandoffsRequest.FromString,
+                    response_serializer=trtmesh_dot_v1_dot_router__admin__pb2.ListHandoffsResponse.SerializeToString,
             ),
             'ListRequests': grpc.unary_unary_rpc_method_handler(
                     servicer.ListRequests,
@@ -498,6 +532,60 @@ class RouterAdminService(object):
             '/trtmesh.v1.RouterAdminService/RemoveWorker',
             trtmesh_dot_v1_dot_router__admin__pb2.RemoveWorkerRequest.SerializeToString,
             trtmesh_dot_v1_dot_router__admin__pb2.RemoveWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetWorkerRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/trtmesh.v1.RouterAdminService/SetWorkerRole',
+            trtmesh_dot_v1_dot_router__admin__pb2.SetWorkerRoleRequest.SerializeToString,
+            trtmesh_dot_v1_dot_router__admin__pb2.SetWorkerRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListHandoffs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/trtmesh.v1.RouterAdminService/ListHandoffs',
+            trtmesh_dot_v1_dot_router__admin__pb2.ListHandoffsRequest.SerializeToString,
+            trtmesh_dot_v1_dot_router__admin__pb2.ListHandoffsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -121,6 +121,38 @@ _RouterAdminServiceRemoveWorkerType = typing_extensions.TypeVar(
     ],
 )
 
+_RouterAdminServiceSetWorkerRoleType = typing_extensions.TypeVar(
+    '_RouterAdminServiceSetWorkerRoleType',
+    grpc.UnaryUnaryMultiCallable[
+        trtmesh.v1.router_admin_pb2.SetWorkerRoleRequest,
+        trtmesh.v1.router_admin_pb2.SetWorkerRoleResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        trtmesh.v1.router_admin_pb2.SetWorkerRoleRequest,
+        trtmesh.v1.router_admin_pb2.SetWorkerRoleResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        trtmesh.v1.router_admin_pb2.SetWorkerRoleRequest,
+        trtmesh.v1.router_admin_pb2.SetWorkerRoleResponse,
+    ],
+)
+
+_RouterAdminServiceListHandoffsType = typing_extensions.TypeVar(
+    '_RouterAdminServiceListHandoffsType',
+    grpc.UnaryUnaryMultiCallable[
+        trtmesh.v1.router_admin_pb2.ListHandoffsRequest,
+        trtmesh.v1.router_admin_pb2.ListHandoffsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        trtmesh.v1.router_admin_pb2.ListHandoffsRequest,
+        trtmesh.v1.router_admin_pb2.ListHandoffsResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        trtmesh.v1.router_admin_pb2.ListHandoffsRequest,
+        trtmesh.v1.router_admin_pb2.ListHandoffsResponse,
+    ],
+)
+
 _RouterAdminServiceListRequestsType = typing_extensions.TypeVar(
     '_RouterAdminServiceListRequestsType',
     grpc.UnaryUnaryMultiCallable[
@@ -297,7 +329,7 @@ _RouterAdminServiceExplainType = typing_extensions.TypeVar(
     ],
 )
 
-class RouterAdminServiceStub(typing.Generic[_RouterAdminServiceListWorkersType, _RouterAdminServiceWatchWorkersType, _RouterAdminServiceAddWorkerType, _RouterAdminServiceDrainWorkerType, _RouterAdminServiceResumeWorkerType, _RouterAdminServiceRemoveWorkerType, _RouterAdminServiceListRequestsType, _RouterAdminServiceStopRequestType, _RouterAdminServiceListAdaptersType, _RouterAdminServiceAddAdapterType, _RouterAdminServiceUploadAdapterType, _RouterAdminServiceFetchAdapterType, _RouterAdminServiceRemoveAdapterType, _RouterAdminServicePinAdapterType, _RouterAdminServiceGetPolicyType, _RouterAdminServiceSetPolicyType, _RouterAdminServiceExplainType]):
+class RouterAdminServiceStub(typing.Generic[_RouterAdminServiceListWorkersType, _RouterAdminServiceWatchWorkersType, _RouterAdminServiceAddWorkerType, _RouterAdminServiceDrainWorkerType, _RouterAdminServiceResumeWorkerType, _RouterAdminServiceRemoveWorkerType, _RouterAdminServiceSetWorkerRoleType, _RouterAdminServiceListHandoffsType, _RouterAdminServiceListRequestsType, _RouterAdminServiceStopRequestType, _RouterAdminServiceListAdaptersType, _RouterAdminServiceAddAdapterType, _RouterAdminServiceUploadAdapterType, _RouterAdminServiceFetchAdapterType, _RouterAdminServiceRemoveAdapterType, _RouterAdminServicePinAdapterType, _RouterAdminServiceGetPolicyType, _RouterAdminServiceSetPolicyType, _RouterAdminServiceExplainType]):
     """Administers a router."""
 
     @typing.overload
@@ -325,6 +357,14 @@ class RouterAdminServiceStub(typing.Generic[_RouterAdminServiceListWorkersType, 
         grpc.UnaryUnaryMultiCallable[
             trtmesh.v1.router_admin_pb2.RemoveWorkerRequest,
             trtmesh.v1.router_admin_pb2.RemoveWorkerResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            trtmesh.v1.router_admin_pb2.SetWorkerRoleRequest,
+            trtmesh.v1.router_admin_pb2.SetWorkerRoleResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            trtmesh.v1.router_admin_pb2.ListHandoffsRequest,
+            trtmesh.v1.router_admin_pb2.ListHandoffsResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             trtmesh.v1.router_admin_pb2.ListRequestsRequest,
@@ -399,6 +439,14 @@ class RouterAdminServiceStub(typing.Generic[_RouterAdminServiceListWorkersType, 
             trtmesh.v1.router_admin_pb2.RemoveWorkerResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            trtmesh.v1.router_admin_pb2.SetWorkerRoleRequest,
+            trtmesh.v1.router_admin_pb2.SetWorkerRoleResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            trtmesh.v1.router_admin_pb2.ListHandoffsRequest,
+            trtmesh.v1.router_admin_pb2.ListHandoffsResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             trtmesh.v1.router_admin_pb2.ListRequestsRequest,
             trtmesh.v1.router_admin_pb2.ListRequestsResponse,
         ],
@@ -462,6 +510,12 @@ class RouterAdminServiceStub(typing.Generic[_RouterAdminServiceListWorkersType, 
     RemoveWorker: _RouterAdminServiceRemoveWorkerType
     """Forgets a worker."""
 
+    SetWorkerRole: _RouterAdminServiceSetWorkerRoleType
+    """Changes the role of a worker. Sequences that no longer fit the role are handed over."""
+
+    ListHandoffs: _RouterAdminServiceListHandoffsType
+    """Lists the live handoffs of this router."""
+
     ListRequests: _RouterAdminServiceListRequestsType
     """Lists live requests."""
 
@@ -521,6 +575,14 @@ RouterAdminServiceAsyncStub: typing_extensions.TypeAlias = RouterAdminServiceStu
     grpc.aio.UnaryUnaryMultiCallable[
         trtmesh.v1.router_admin_pb2.RemoveWorkerRequest,
         trtmesh.v1.router_admin_pb2.RemoveWorkerResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        trtmesh.v1.router_admin_pb2.SetWorkerRoleRequest,
+        trtmesh.v1.router_admin_pb2.SetWorkerRoleResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        trtmesh.v1.router_admin_pb2.ListHandoffsRequest,
+        trtmesh.v1.router_admin_pb2.ListHandoffsResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         trtmesh.v1.router_admin_pb2.ListRequestsRequest,
@@ -618,6 +680,22 @@ class RouterAdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[trtmesh.v1.router_admin_pb2.RemoveWorkerResponse, collections.abc.Awaitable[trtmesh.v1.router_admin_pb2.RemoveWorkerResponse]]:
         """Forgets a worker."""
+
+    @abc.abstractmethod
+    def SetWorkerRole(
+        self,
+        request: trtmesh.v1.router_admin_pb2.SetWorkerRoleRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[trtmesh.v1.router_admin_pb2.SetWorkerRoleResponse, collections.abc.Awaitable[trtmesh.v1.router_admin_pb2.SetWorkerRoleResponse]]:
+        """Changes the role of a worker. Sequences that no longer fit the role are handed over."""
+
+    @abc.abstractmethod
+    def ListHandoffs(
+        self,
+        request: trtmesh.v1.router_admin_pb2.ListHandoffsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[trtmesh.v1.router_admin_pb2.ListHandoffsResponse, collections.abc.Awaitable[trtmesh.v1.router_admin_pb2.ListHandoffsResponse]]:
+        """Lists the live handoffs of this router."""
 
     @abc.abstractmethod
     def ListRequests(

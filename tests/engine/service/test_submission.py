@@ -49,6 +49,20 @@ async def test_an_unsupported_field_is_refused_by_name(path: str) -> None:
         assert backend.items == []
 
 
+@pytest.mark.parametrize("field", ["sender_lease_id", "receiver_lease_id"])
+async def test_a_lease_is_refused_by_name(field: str) -> None:
+    command = submit(1, None)
+    setattr(command.submit, field, "lease")
+    backend = RecordingBackend(INFO)
+    async with serving(backend) as engine, router_stream(engine.address) as stream:
+        await stream.send(command)
+        (received,) = (await stream.ends([1])).values()
+        assert received.end is not None
+        assert received.end.error.reason == "UNSUPPORTED_FIELD"
+        assert list(received.end.error.fields) == [f"submit.{field}"]
+        assert backend.items == []
+
+
 def _sequences(config: pb.GenerationConfig) -> int:
     return max(1, config.sampling.num_return_sequences, config.beam_search.beam_width)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trtmesh.chassis.errors import Draining, InvalidField
+from trtmesh.chassis.errors import Draining, InvalidField, UnsupportedField
 from trtmesh.chassis.parsing import ELEMENT_BYTES, LIMITS, parse_config, refuse_unsupported
 from trtmesh.chassis.vocabulary import GenerationConfig
 from trtmesh.engine.backend import StopTexts, Submission
@@ -11,6 +11,7 @@ from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 
 MAX_SEQUENCES = int(LIMITS["sampling.num_return_sequences"][1])
+LEASE_FIELDS = ("sender_lease_id", "receiver_lease_id", "lease_expires_in_ms")
 
 
 def handles_of(command: epb.SubmitCommand) -> range:
@@ -28,8 +29,11 @@ def parse_submit(
     """Raises InvalidField, UnsupportedField or Draining."""
     if engine.draining:
         raise Draining(f"worker {engine.name} is draining; use another worker")
-    config = parse_config(command.config)
     who = f"the {engine.info.backend} backend of worker {engine.name}"
+    leases = tuple(f"submit.{name}" for name in LEASE_FIELDS if getattr(command, name))
+    if leases:
+        raise UnsupportedField(f"not supported by {who}, which hands nothing over", fields=leases)
+    config = parse_config(command.config)
     refuse_unsupported(config, engine.info.supported_fields, who)
     _check(command, config, engine)
     own_draws = command.HasField("draw_index")
