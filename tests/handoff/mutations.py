@@ -18,8 +18,8 @@ BLOCKS = "blocks of"
 GOES_ON = "goes on"
 
 
-WIDE = Bounds()
-LOSSES = Bounds(faults=1, losses=1)
+WIDE = Bounds(faults=2)
+LOSSES = Bounds(faults=0, losses=1)
 
 
 @dataclass(frozen=True)
