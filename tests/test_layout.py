@@ -53,6 +53,7 @@ ROOMS = {
         "settings",
         "backends",
         "adapters",
+        "handoff",
         "admission",
         "stopping",
         "ledger",

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
-from trtmesh.engine.handoff import receiver, sender
+from trtmesh.engine.handoff import receiver as receiving
+from trtmesh.engine.handoff import sender as sending
 from trtmesh.engine.handoff.lease import CommitMark, Content, Problem
-from trtmesh.router.fleet import handoff as router
+from trtmesh.router.fleet import handoff as routing
 
 CONTENT = Content(tokens=7, digest=b"tokens")
 
@@ -54,11 +55,11 @@ class Lane(NamedTuple):
 
     item: str = "live"
     """live, ended (also by an ordinary migration, which starts from the tokens alone), or gone with the router."""
-    handoff: router.Handoff | None = None
-    sender: sender.SenderLease | None = None
+    handoff: routing.Handoff | None = None
+    sender: sending.SenderLease | None = None
     source: str = ""
     """The sequence on the sender: "", waiting or running."""
-    receiver: receiver.ReceiverLease | None = None
+    receiver: receiving.ReceiverLease | None = None
     target: str = ""
     """The sequence on the receiver: "", waiting, running or started."""
     parts: tuple[int, ...] = ()
@@ -109,14 +110,14 @@ class Step(NamedTuple):
 class Machines:
     """The transition functions and timers; mutations replace some."""
 
-    receiver: Callable[[receiver.ReceiverLease, receiver.Event], receiver.Transition] = (
-        receiver.advance
+    receiver: Callable[[receiving.ReceiverLease, receiving.Event], receiving.Transition] = (
+        receiving.advance
     )
-    sender: Callable[[sender.SenderLease, sender.Event], sender.Transition] = sender.advance
-    router: Callable[[router.Handoff, router.Event], router.Transition] = router.advance
-    receiver_expires: Callable[[receiver.ReceiverLease], bool] = lambda lease: lease.expires
-    sender_expires: Callable[[sender.SenderLease], bool] = lambda lease: lease.expires
-    router_has_deadline: Callable[[router.Handoff], bool] = lambda handoff: handoff.is_live
+    sender: Callable[[sending.SenderLease, sending.Event], sending.Transition] = sending.advance
+    router: Callable[[routing.Handoff, routing.Event], routing.Transition] = routing.advance
+    receiver_expires: Callable[[receiving.ReceiverLease], bool] = lambda lease: lease.expires
+    sender_expires: Callable[[sending.SenderLease], bool] = lambda lease: lease.expires
+    router_has_deadline: Callable[[routing.Handoff], bool] = lambda handoff: handoff.is_live
     grants_twice: bool = False
     """Whether a lease id that is in use is granted again."""
 
@@ -155,10 +156,10 @@ class LaneRun:
         self.effects: list[Effect] = []
 
     item: str
-    handoff: router.Handoff | None
-    sender: sender.SenderLease | None
+    handoff: routing.Handoff | None
+    sender: sending.SenderLease | None
     source: str
-    receiver: receiver.ReceiverLease | None
+    receiver: receiving.ReceiverLease | None
     target: str
     parts: tuple[int, ...]
     to_sender: Stream
@@ -183,7 +184,7 @@ class LaneRun:
         now: Stream = getattr(self, stream)
         if now.up:
             messages = (*getattr(now, side), Message(kind, value))
-            setattr(self, stream, now._replace(**{side: messages}))
+            setattr(self, stream, queued(now, side, messages))
 
     def break_stream(
         self, stream: str, *, left: bool = True, right: bool = True, late: bool = False
@@ -198,26 +199,31 @@ class LaneRun:
         now: Stream = getattr(self, stream)
         first, *rest = getattr(now, side)
         if not repeat:
-            setattr(self, stream, now._replace(**{side: tuple(rest)}))
+            setattr(self, stream, queued(now, side, tuple(rest)))
         getattr(self, f"at_{at}")(stream, first)
+
+    def drop(self, stream: str, side: str) -> None:
+        """Loses the first message."""
+        now: Stream = getattr(self, stream)
+        setattr(self, stream, queued(now, side, getattr(now, side)[1:]))
 
     # The router.
 
     def begin(self) -> None:
-        handoff, actions = router.park() if self._bounds.kind == "park" else router.begin()
+        handoff, actions = routing.park() if self._bounds.kind == "park" else routing.begin()
         self.handoff = handoff
         self.route(actions)
 
     def at_router(self, stream: str, message: Message) -> None:
         if self.handoff is None:
             return
-        if self.handoff.result is router.Result.MOVED:
+        if self.handoff.result is routing.Result.MOVED:
             self.at_item(stream, message)
             return
         event = router_event(stream, message)
         if event is not None:
             self.advance_router(event)
-        if event == router.SenderFinished() and self.item == "live":
+        if event == routing.SenderFinished() and self.item == "live":
             raise Violation("a finished stream goes on")
 
     def at_item(self, stream: str, message: Message) -> None:
@@ -225,29 +231,29 @@ class LaneRun:
         if stream == "to_receiver" and message.kind in ("finished", "error", "lost"):
             self.item = "ended"
 
-    def advance_router(self, event: router.Event) -> None:
+    def advance_router(self, event: routing.Event) -> None:
         assert self.handoff is not None
         self.handoff, actions = self._machines.router(self.handoff, event)
         self.route(actions)
-        if self.handoff.result in (router.Result.FINISHED, router.Result.CANCELLED):
+        if self.handoff.result in (routing.Result.FINISHED, routing.Result.CANCELLED):
             self.item = "ended"
 
-    def route(self, actions: tuple[router.Action, ...]) -> None:
+    def route(self, actions: tuple[routing.Action, ...]) -> None:
         for action in actions:
             match action:
-                case router.Action.RESERVE:
+                case routing.Action.RESERVE:
                     self.send("to_receiver", "to_right", "reserve")
-                case router.Action.START_SENDER:
+                case routing.Action.START_SENDER:
                     self.send("to_sender", "to_right", "start")
-                case router.Action.ATTACH:
+                case routing.Action.ATTACH:
                     self.send("to_receiver", "to_right", "attach")
-                case router.Action.SUBMIT:
+                case routing.Action.SUBMIT:
                     self.send("to_receiver", "to_right", "submit")
-                case router.Action.RELEASE_SENDER:
+                case routing.Action.RELEASE_SENDER:
                     self.send("to_sender", "to_right", "release")
-                case router.Action.RELEASE_RECEIVER:
+                case routing.Action.RELEASE_RECEIVER:
                     self.send("to_receiver", "to_right", "release")
-                case router.Action.MIGRATE:
+                case routing.Action.MIGRATE:
                     self.migrate()
 
     def migrate(self) -> None:
@@ -256,13 +262,13 @@ class LaneRun:
         self.item = "ended"
         if self._bounds.kind != "prefill":
             self.send("to_sender", "to_right", "release")
-        if self.handoff.result is router.Result.MOVED:
+        if self.handoff.result is routing.Result.MOVED:
             self.send("to_receiver", "to_right", "release")
 
     def cancel(self) -> None:
         assert self.handoff is not None
         if self.handoff.is_live:
-            self.advance_router(router.Cancelled())
+            self.advance_router(routing.Cancelled())
         self.migrate()
 
     # The prefill worker.
@@ -276,11 +282,11 @@ class LaneRun:
             case "lost" if stream == "to_sender":
                 self.stop_source()
             case "fetch":
-                self.advance_sender(sender.FetchOpened())
+                self.advance_sender(sending.FetchOpened())
             case "received":
-                self.advance_sender(sender.Received())
+                self.advance_sender(sending.Received())
             case "lost" if self.sender is not None:
-                self.advance_sender(sender.FetchLost())
+                self.advance_sender(sending.FetchLost())
 
     def start_source(self) -> None:
         moves = self._bounds.kind != "prefill"
@@ -289,12 +295,12 @@ class LaneRun:
             self.send("to_sender", "to_left", "error")
             return
         self.source = self.source or "waiting"
-        self.sender = sender.SenderLease(computed=self._bounds.parts if moves else 0)
+        self.sender = sending.SenderLease(computed=self._bounds.parts if moves else 0)
         self.send("to_sender", "to_left", "offered")
 
     def stop_source(self) -> None:
         if self.sender is not None:
-            self.advance_sender(sender.Release())
+            self.advance_sender(sending.Release())
         elif self.source:
             self.end_source()
 
@@ -304,47 +310,47 @@ class LaneRun:
         self.source = ""
 
     def compute(self) -> None:
-        self.advance_sender(sender.PartComputed())
+        self.advance_sender(sending.PartComputed())
 
     def hand_over(self) -> None:
-        self.advance_sender(sender.Commit(CommitMark(self._bounds.parts, CONTENT)))
+        self.advance_sender(sending.Commit(CommitMark(self._bounds.parts, CONTENT)))
         self.source = ""
         self.send("to_sender", "to_left", "committed")
 
     def finish_source(self, kind: str) -> None:
-        self.advance_sender(sender.SequenceEnded())
+        self.advance_sender(sending.SequenceEnded())
         self.end_source()
         self.send("to_sender", "to_left", kind)
 
-    def advance_sender(self, event: sender.Event) -> None:
+    def advance_sender(self, event: sending.Event) -> None:
         if self.sender is None:
-            if isinstance(event, sender.FetchOpened):
+            if isinstance(event, sending.FetchOpened):
                 self.break_stream("fetch", right=False)
             return
         self.sender, actions = self._machines.sender(self.sender, event)
         for action in actions:
             self.act_as_sender(action)
-        if self.sender.phase is sender.Phase.CLOSED:
+        if self.sender.phase is sending.Phase.CLOSED:
             if self.sender.outcome is None:
                 raise Violation("the sender's lease ended without an outcome")
             self.sender = None
 
-    def act_as_sender(self, action: sender.Action) -> None:
+    def act_as_sender(self, action: sending.Action) -> None:
         match action:
-            case sender.AnnouncePart(part):
+            case sending.AnnouncePart(part):
                 self.send("fetch", "to_left", "part", part)
-            case sender.SendMark(mark):
+            case sending.SendMark(mark):
                 self.send("fetch", "to_left", "mark", mark.parts)
-            case sender.SendConfirmed():
+            case sending.SendConfirmed():
                 self.send("fetch", "to_left", "confirmed")
-            case sender.AbortFetch() | sender.RefuseFetch():
+            case sending.AbortFetch() | sending.RefuseFetch():
                 self.break_stream("fetch", right=False, late=True)
-            case sender.EndSequence():
+            case sending.EndSequence():
                 self.end_source()
                 self.send("to_sender", "to_left", "error")
-            case sender.TakeBlocks():
+            case sending.TakeBlocks():
                 self.effects.append(Effect("P", "sequence to lease"))
-            case sender.FreeBlocks():
+            case sending.FreeBlocks():
                 self.effects.append(Effect("P", "free lease"))
 
     # The decode worker.
@@ -369,7 +375,7 @@ class LaneRun:
         if full:
             self.send("to_receiver", "to_left", "refused")
         else:
-            self.receiver = receiver.ReceiverLease()
+            self.receiver = receiving.ReceiverLease()
             self.parts = (UNREAD,) * self._bounds.parts
             self.send("to_receiver", "to_left", "reserved")
 
@@ -377,13 +383,13 @@ class LaneRun:
         if self.receiver is None:
             self.send("to_receiver", "to_left", "error")
             return
-        if self.receiver.wanted is None and self.receiver.phase in receiver.HELD:
+        if self.receiver.wanted is None and self.receiver.phase in receiving.HELD:
             self.target = "waiting"
-        self.advance_receiver(receiver.Bind(CONTENT))
+        self.advance_receiver(receiving.Bind(CONTENT))
 
     def stop_target(self) -> None:
         if self.receiver is not None:
-            self.advance_receiver(receiver.Release())
+            self.advance_receiver(receiving.Release())
         if self.target in ("running", "started"):
             self.end_target("error")
 
@@ -397,42 +403,42 @@ class LaneRun:
             content if number == part else each for number, each in enumerate(self.parts)
         )
         if self.receiver is not None:
-            self.advance_receiver(receiver.ReadEnded(part, problem))
+            self.advance_receiver(receiving.ReadEnded(part, problem))
 
-    def advance_receiver(self, event: receiver.Event) -> None:
+    def advance_receiver(self, event: receiving.Event) -> None:
         assert self.receiver is not None
         self.receiver, actions = self._machines.receiver(self.receiver, event)
         for action in actions:
             self.act_as_receiver(action)
-        if self.receiver.phase in (receiver.Phase.CLOSED, receiver.Phase.CONSUMED):
+        if self.receiver.phase in (receiving.Phase.CLOSED, receiving.Phase.CONSUMED):
             if self.receiver.outcome is None:
                 raise Violation("the receiver's lease ended without an outcome")
             self.receiver = None
 
-    def act_as_receiver(self, action: receiver.Action) -> None:
+    def act_as_receiver(self, action: receiving.Action) -> None:
         match action:
-            case receiver.OpenFetch():
+            case receiving.OpenFetch():
                 open_fetch = Stream(True, (), (Message("fetch"),))
                 self.fetch = open_fetch if "P" in self._up else Stream(False, (LOST,))
-            case receiver.ReadPart(part):
+            case receiving.ReadPart(part):
                 self.effects.append(Effect("D", "read", part))
-            case receiver.SendReceived():
+            case receiving.SendReceived():
                 self.send("fetch", "to_right", "received")
-            case receiver.CloseFetch():
+            case receiving.CloseFetch():
                 self.close_fetch()
-            case receiver.Consume():
+            case receiving.Consume():
                 if self.parts != (GOOD,) * self._bounds.parts:
                     raise Violation(f"a sequence computes on parts {self.parts}")
                 self.target = "running"
                 self.effects.append(Effect("D", "lease to sequence"))
-            case receiver.FreeBlocks():
+            case receiving.FreeBlocks():
                 self.effects.append(Effect("D", "free lease"))
-            case receiver.EndSequence():
+            case receiving.EndSequence():
                 self.target = ""
                 self.send("to_receiver", "to_left", "error")
-            case receiver.ReportFailure():
+            case receiving.ReportFailure():
                 self.send("to_receiver", "to_left", "failed")
-            case receiver.RefuseSequence():
+            case receiving.RefuseSequence():
                 self.send("to_receiver", "to_left", "error")
 
     def close_fetch(self) -> None:
@@ -454,6 +460,13 @@ class LaneRun:
                 self.receiver, self.target = None, ""
 
 
+def queued(stream: Stream, side: str, messages: tuple[Message, ...]) -> Stream:
+    """The stream with other messages under way to one end."""
+    if side == "to_left":
+        return stream._replace(to_left=messages)
+    return stream._replace(to_right=messages)
+
+
 def cut(messages: tuple[Message, ...] | None, up: bool, late: bool) -> tuple[Message, ...]:
     """What an end still gets after a break; None is a dead end."""
     if messages is None or not up:
@@ -461,38 +474,38 @@ def cut(messages: tuple[Message, ...] | None, up: bool, late: bool) -> tuple[Mes
     return (*messages, LOST) if late else (LOST,)
 
 
-ROUTER_EVENTS: dict[tuple[str, str], router.Event] = {
-    ("to_sender", "offered"): router.Offered(),
-    ("to_sender", "committed"): router.SenderCommitted(),
-    ("to_sender", "finished"): router.SenderFinished(),
-    ("to_sender", "error"): router.SenderFailed(),
-    ("to_sender", "lost"): router.SenderFailed(),
-    ("to_receiver", "reserved"): router.Reserved(),
-    ("to_receiver", "refused"): router.ReceiverFailed(),
-    ("to_receiver", "failed"): router.ReceiverFailed(),
-    ("to_receiver", "error"): router.ReceiverFailed(),
-    ("to_receiver", "lost"): router.ReceiverFailed(),
-    ("to_receiver", "token"): router.ReceiverStarted(),
-    ("to_receiver", "finished"): router.ReceiverStarted(),
+ROUTER_EVENTS: dict[tuple[str, str], routing.Event] = {
+    ("to_sender", "offered"): routing.Offered(),
+    ("to_sender", "committed"): routing.SenderCommitted(),
+    ("to_sender", "finished"): routing.SenderFinished(),
+    ("to_sender", "error"): routing.SenderFailed(),
+    ("to_sender", "lost"): routing.SenderFailed(),
+    ("to_receiver", "reserved"): routing.Reserved(),
+    ("to_receiver", "refused"): routing.ReceiverFailed(),
+    ("to_receiver", "failed"): routing.ReceiverFailed(),
+    ("to_receiver", "error"): routing.ReceiverFailed(),
+    ("to_receiver", "lost"): routing.ReceiverFailed(),
+    ("to_receiver", "token"): routing.ReceiverStarted(),
+    ("to_receiver", "finished"): routing.ReceiverStarted(),
 }
 
 
-def router_event(stream: str, message: Message) -> router.Event | None:
+def router_event(stream: str, message: Message) -> routing.Event | None:
     return ROUTER_EVENTS.get((stream, message.kind))
 
 
-def receiver_event(message: Message, bounds: Bounds) -> receiver.Event | None:
+def receiver_event(message: Message, bounds: Bounds) -> receiving.Event | None:
     match message:
         case Message("attach"):
-            return receiver.Attach(needs_confirmation=bounds.one_sided)
+            return receiving.Attach(needs_confirmation=bounds.one_sided)
         case Message("part", part):
-            return receiver.PartReady(part)
+            return receiving.PartReady(part)
         case Message("mark", parts):
-            return receiver.Committed(CommitMark(parts, CONTENT))
+            return receiving.Committed(CommitMark(parts, CONTENT))
         case Message("confirmed"):
-            return receiver.Confirmed()
+            return receiving.Confirmed()
         case Message("lost"):
-            return receiver.FetchLost()
+            return receiving.FetchLost()
     return None
 
 
@@ -600,7 +613,7 @@ class Model:
             expected = {
                 "P": {
                     f"lease {place}": lane.sender is not None
-                    and lane.sender.phase is sender.Phase.COMMITTED,
+                    and lane.sender.phase is sending.Phase.COMMITTED,
                     f"sequence {place}": lane.source == "running",
                 },
                 "D": {
@@ -659,7 +672,7 @@ class Model:
                     yield self._step(
                         f"{stream} breaks{' late' if late else ''}",
                         here,
-                        lambda run, s=stream, late=late: run.break_stream(s, late=late),
+                        partial(LaneRun.break_stream, stream=stream, late=late),
                         FAULT,
                     )
             for side, end in zip(("to_left", "to_right"), ends, strict=True):
@@ -668,27 +681,21 @@ class Model:
                     continue
                 name, party = f"{messages[0].kind} {messages[0].value}", parties[end]
 
-                def deliver(
-                    run: LaneRun,
-                    stream: str = stream,
-                    side: str = side,
-                    party: str = party,
-                    *,
-                    repeat: bool = False,
-                ) -> None:
-                    run.deliver(stream, side, party, repeat=repeat)
-
+                deliver = partial(LaneRun.deliver, stream=stream, side=side, at=party)
                 yield self._step(f"{party} gets {name}", here, deliver)
                 if messages[0] != LOST:
                     yield self._step(
                         f"{party} gets {name}, to be repeated",
                         here,
-                        lambda run, deliver=deliver: deliver(run, repeat=True),
+                        partial(deliver, repeat=True),
                         LOSS,
                     )
-                    rest = now._replace(**{side: messages[1:]})
-                    dropped = self._number(lane._replace(**{stream: rest}))
-                    yield Step(f"{name} to {party} is dropped", dropped, kind=LOSS)
+                    yield self._step(
+                        f"{name} to {party} is dropped",
+                        here,
+                        partial(LaneRun.drop, stream=stream, side=side),
+                        LOSS,
+                    )
 
     def _router_steps(self, here: Here) -> Iterator[Step]:
         handoff = here.lane.handoff
@@ -697,16 +704,16 @@ class Model:
         yield self._step("the client cancels", here, LaneRun.cancel, FAULT)
         if handoff.is_parked:
             yield self._step(
-                "the client reads again", here, lambda run: run.advance_router(router.Resumed())
+                "the client reads again", here, lambda run: run.advance_router(routing.Resumed())
             )
-        if handoff.result is router.Result.MOVED:
+        if handoff.result is routing.Result.MOVED:
             # The deadline of every sequence on a worker.
             yield self._step("tokens stay away", here, LaneRun.migrate, TIMER)
         elif self.machines.router_has_deadline(handoff):
             yield self._step(
                 "the router's deadline passes",
                 here,
-                lambda run: run.advance_router(router.Late()),
+                lambda run: run.advance_router(routing.Late()),
                 TIMER,
             )
 
@@ -734,7 +741,7 @@ class Model:
             yield self._step(
                 "the sender's lease expires",
                 here,
-                lambda run: run.advance_sender(sender.Expire()),
+                lambda run: run.advance_sender(sending.Expire()),
                 TIMER,
             )
 
@@ -754,7 +761,7 @@ class Model:
             yield self._step(
                 "the receiver's lease expires",
                 here,
-                lambda run: run.advance_receiver(receiver.Expire()),
+                lambda run: run.advance_receiver(receiving.Expire()),
                 TIMER,
             )
 
@@ -835,10 +842,16 @@ class Model:
             after = world._replace(lanes=tuple(lanes), up=up)
             if party in POOLS:
                 empty = ("",) * len(getattr(world, POOLS[party]))
-                after = after._replace(**{POOLS[party]: empty})
+                after = with_pool(after, party, empty)
             if party == "D":
                 after = after._replace(reads=frozenset())
             yield Edge(f"{party} crashes", after, FAULT)
+
+
+def with_pool(world: World, worker: str, pool: tuple[str, ...]) -> World:
+    if worker == "P":
+        return world._replace(sender_pool=pool)
+    return world._replace(receiver_pool=pool)
 
 
 def own(world: World, worker: str, before: str, after: str) -> World | None:
@@ -847,7 +860,7 @@ def own(world: World, worker: str, before: str, after: str) -> World | None:
     if before not in pool:
         return None
     place = pool.index(before)
-    return world._replace(**{POOLS[worker]: (*pool[:place], after, *pool[place + 1 :])})
+    return with_pool(world, worker, (*pool[:place], after, *pool[place + 1 :]))
 
 
 def give(world: World, worker: str, place: int, kind: str) -> World:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from handoff.model import Bounds, Machines
-from trtmesh.engine.handoff import receiver, sender
+from trtmesh.engine.handoff import receiver as receiving
+from trtmesh.engine.handoff import sender as sending
 from trtmesh.engine.handoff.lease import Outcome
-from trtmesh.router.fleet import handoff as router
+from trtmesh.router.fleet import handoff as routing
+
+State = TypeVar("State")
+Event = TypeVar("Event")
+Action = TypeVar("Action")
 
 NO_END = "no end is reachable"
 READ_WRITES = "a read may write to a block of"
@@ -35,12 +41,12 @@ class Mutation:
 
 
 def without(
-    advance: Callable[..., tuple[object, tuple[object, ...]]], *dropped: object
-) -> Callable[..., tuple[object, tuple[object, ...]]]:
+    advance: Callable[[State, Event], tuple[State, tuple[Action, ...]]], *dropped: object
+) -> Callable[[State, Event], tuple[State, tuple[Action, ...]]]:
     """A machine that forgets some actions, given as classes or values."""
     classes = tuple(each for each in dropped if isinstance(each, type))
 
-    def forgetful(state: object, event: object) -> tuple[object, tuple[object, ...]]:
+    def forgetful(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
         after, actions = advance(state, event)
         kept = [each for each in actions if not (isinstance(each, classes) or each in dropped)]
         return after, tuple(kept)
@@ -49,11 +55,11 @@ def without(
 
 
 def ignoring(
-    advance: Callable[..., tuple[object, tuple[object, ...]]], *events: type
-) -> Callable[..., tuple[object, tuple[object, ...]]]:
+    advance: Callable[[State, Event], tuple[State, tuple[Action, ...]]], *events: type
+) -> Callable[[State, Event], tuple[State, tuple[Action, ...]]]:
     """A machine that ignores some events."""
 
-    def deaf(state: object, event: object) -> tuple[object, tuple[object, ...]]:
+    def deaf(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
         return (state, ()) if isinstance(event, events) else advance(state, event)
 
     return deaf
@@ -63,85 +69,87 @@ def ignoring(
 
 
 def frees_quarantine_early(
-    lease: receiver.ReceiverLease, event: receiver.Event
-) -> receiver.Transition:
-    after, actions = receiver.advance(lease, event)
-    if after.phase is receiver.Phase.QUARANTINED is not lease.phase:
-        return replace(after, phase=receiver.Phase.CLOSED), (*actions, receiver.FreeBlocks())
+    lease: receiving.ReceiverLease, event: receiving.Event
+) -> receiving.Transition:
+    after, actions = receiving.advance(lease, event)
+    if after.phase is receiving.Phase.QUARANTINED is not lease.phase:
+        return replace(after, phase=receiving.Phase.CLOSED), (*actions, receiving.FreeBlocks())
     return after, actions
 
 
 def frees_after_first_read(
-    lease: receiver.ReceiverLease, event: receiver.Event
-) -> receiver.Transition:
-    if lease.phase is receiver.Phase.QUARANTINED and isinstance(event, receiver.ReadEnded):
+    lease: receiving.ReceiverLease, event: receiving.Event
+) -> receiving.Transition:
+    if lease.phase is receiving.Phase.QUARANTINED and isinstance(event, receiving.ReadEnded):
         lease = replace(lease, reading=frozenset({event.part}))
-    return receiver.advance(lease, event)
+    return receiving.advance(lease, event)
 
 
 def takes_repeated_mark_as_confirmation(
-    lease: receiver.ReceiverLease, event: receiver.Event
-) -> receiver.Transition:
-    if isinstance(event, receiver.Committed) and lease.has_asked:
-        event = receiver.Confirmed()
-    return receiver.advance(lease, event)
+    lease: receiving.ReceiverLease, event: receiving.Event
+) -> receiving.Transition:
+    if isinstance(event, receiving.Committed) and lease.has_asked:
+        event = receiving.Confirmed()
+    return receiving.advance(lease, event)
 
 
 def consumes_without_mark(
-    lease: receiver.ReceiverLease, event: receiver.Event
-) -> receiver.Transition:
-    if isinstance(event, receiver.Bind) and lease.phase is receiver.Phase.FETCHING:
-        done = replace(lease, phase=receiver.Phase.CONSUMED, outcome=Outcome.CONSUMED)
-        return done, (receiver.Consume(),)
-    return receiver.advance(lease, event)
+    lease: receiving.ReceiverLease, event: receiving.Event
+) -> receiving.Transition:
+    if isinstance(event, receiving.Bind) and lease.phase is receiving.Phase.FETCHING:
+        done = replace(lease, phase=receiving.Phase.CONSUMED, outcome=Outcome.CONSUMED)
+        return done, (receiving.Consume(),)
+    return receiving.advance(lease, event)
 
 
-def accepts_gap(lease: receiver.ReceiverLease, event: receiver.Event) -> receiver.Transition:
-    if isinstance(event, receiver.Committed):
+def accepts_gap(lease: receiving.ReceiverLease, event: receiving.Event) -> receiving.Transition:
+    if isinstance(event, receiving.Committed):
         lease = replace(lease, announced=event.mark.parts)
-    if isinstance(event, receiver.PartReady):
+    if isinstance(event, receiving.PartReady):
         lease = replace(lease, announced=event.part)
-    return receiver.advance(lease, event)
+    return receiving.advance(lease, event)
 
 
 def needs_no_confirmation(
-    lease: receiver.ReceiverLease, event: receiver.Event
-) -> receiver.Transition:
-    if isinstance(event, receiver.Attach):
-        event = receiver.Attach(needs_confirmation=False)
-    return receiver.advance(lease, event)
+    lease: receiving.ReceiverLease, event: receiving.Event
+) -> receiving.Transition:
+    if isinstance(event, receiving.Attach):
+        event = receiving.Attach(needs_confirmation=False)
+    return receiving.advance(lease, event)
 
 
-def ignores_bad_reads(lease: receiver.ReceiverLease, event: receiver.Event) -> receiver.Transition:
-    if isinstance(event, receiver.ReadEnded):
-        event = receiver.ReadEnded(event.part)
-    return receiver.advance(lease, event)
+def ignores_bad_reads(
+    lease: receiving.ReceiverLease, event: receiving.Event
+) -> receiving.Transition:
+    if isinstance(event, receiving.ReadEnded):
+        event = receiving.ReadEnded(event.part)
+    return receiving.advance(lease, event)
 
 
 def frees_consumed_blocks(
-    lease: receiver.ReceiverLease, event: receiver.Event
-) -> receiver.Transition:
-    after, actions = receiver.advance(lease, event)
-    if receiver.Consume() in actions:
-        actions = (*actions, receiver.FreeBlocks())
+    lease: receiving.ReceiverLease, event: receiving.Event
+) -> receiving.Transition:
+    after, actions = receiving.advance(lease, event)
+    if receiving.Consume() in actions:
+        actions = (*actions, receiving.FreeBlocks())
     return after, actions
 
 
 # The sender.
 
 
-def frees_before_received(lease: sender.SenderLease, event: sender.Event) -> sender.Transition:
-    after, actions = sender.advance(lease, event)
-    if isinstance(event, sender.Commit):
-        return after, (*actions, sender.FreeBlocks())
+def frees_before_received(lease: sending.SenderLease, event: sending.Event) -> sending.Transition:
+    after, actions = sending.advance(lease, event)
+    if isinstance(event, sending.Commit):
+        return after, (*actions, sending.FreeBlocks())
     return after, actions
 
 
-def announces_early(lease: sender.SenderLease, event: sender.Event) -> sender.Transition:
+def announces_early(lease: sending.SenderLease, event: sending.Event) -> sending.Transition:
     """Announces the second part with the first."""
-    after, actions = sender.advance(lease, event)
-    if isinstance(event, sender.PartComputed) and lease.fetch is sender.Fetch.OPEN:
-        actions = (*actions, sender.AnnouncePart(1))
+    after, actions = sending.advance(lease, event)
+    if isinstance(event, sending.PartComputed) and lease.fetch is sending.Fetch.OPEN:
+        actions = (*actions, sending.AnnouncePart(1))
     return after, actions
 
 
@@ -178,29 +186,29 @@ MUTATIONS = [
     Mutation("blocks have one owner", Machines(receiver=frees_consumed_blocks), NO_BLOCK),
     Mutation(
         "an ended lease frees its blocks",
-        Machines(receiver=without(receiver.advance, receiver.FreeBlocks)),
+        Machines(receiver=without(receiving.advance, receiving.FreeBlocks)),
         BLOCKS,
     ),
     Mutation(
         "a lost fetch fails the receiver's lease",
-        Machines(receiver=ignoring(receiver.advance, receiver.FetchLost)),
+        Machines(receiver=ignoring(receiving.advance, receiving.FetchLost)),
         NO_END,
     ),
     Mutation(
         "a waiting sequence ends with its lease",
-        Machines(receiver=without(receiver.advance, receiver.EndSequence)),
+        Machines(receiver=without(receiving.advance, receiving.EndSequence)),
         NO_END,
     ),
     Mutation(
         "a failed lease is reported, or its sequence refused",
         Machines(
-            receiver=without(receiver.advance, receiver.RefuseSequence, receiver.ReportFailure)
+            receiver=without(receiving.advance, receiving.RefuseSequence, receiving.ReportFailure)
         ),
         NO_END,
     ),
     Mutation(
         "a released receiver's lease ends",
-        Machines(receiver=ignoring(receiver.advance, receiver.Release)),
+        Machines(receiver=ignoring(receiving.advance, receiving.Release)),
         NO_END,
     ),
     Mutation(
@@ -226,19 +234,19 @@ MUTATIONS = [
     Mutation(
         "a sender's lease ends with its fetch, or by its router",
         Machines(
-            sender=ignoring(sender.advance, sender.FetchLost),
-            router=without(router.advance, router.Action.RELEASE_SENDER),
+            sender=ignoring(sending.advance, sending.FetchLost),
+            router=without(routing.advance, routing.Action.RELEASE_SENDER),
         ),
         NO_END,
     ),
     Mutation(
         "a released sender's lease ends",
-        Machines(sender=ignoring(sender.advance, sender.Release)),
+        Machines(sender=ignoring(sending.advance, sending.Release)),
         NO_END,
     ),
     Mutation(
         "an ended lease aborts the fetch",
-        Machines(sender=without(sender.advance, sender.AbortFetch)),
+        Machines(sender=without(sending.advance, sending.AbortFetch)),
         NO_END,
     ),
     Mutation(
@@ -254,35 +262,35 @@ MUTATIONS = [
     *(
         Mutation(
             f"the router does not forget {action.value}",
-            Machines(router=without(router.advance, action)),
+            Machines(router=without(routing.advance, action)),
             NO_END,
         )
         for action in (
-            router.Action.START_SENDER,
-            router.Action.ATTACH,
-            router.Action.SUBMIT,
-            router.Action.RELEASE_RECEIVER,
-            router.Action.RELEASE_SENDER,
+            routing.Action.START_SENDER,
+            routing.Action.ATTACH,
+            routing.Action.SUBMIT,
+            routing.Action.RELEASE_RECEIVER,
+            routing.Action.RELEASE_SENDER,
         )
     ),
     Mutation(
         "a failed handoff migrates",
-        Machines(router=without(router.advance, router.Action.MIGRATE)),
+        Machines(router=without(routing.advance, routing.Action.MIGRATE)),
         GOES_ON,
     ),
     Mutation(
         "a lost sender fails the handoff",
-        Machines(router=ignoring(router.advance, router.SenderFailed)),
+        Machines(router=ignoring(routing.advance, routing.SenderFailed)),
         NO_END,
     ),
     Mutation(
         "a lost receiver fails the handoff",
-        Machines(router=ignoring(router.advance, router.ReceiverFailed)),
+        Machines(router=ignoring(routing.advance, routing.ReceiverFailed)),
         NO_END,
     ),
     Mutation(
         "a finished sender ends the handoff",
-        Machines(router=ignoring(router.advance, router.SenderFinished)),
+        Machines(router=ignoring(routing.advance, routing.SenderFinished)),
         GOES_ON,
     ),
 ]

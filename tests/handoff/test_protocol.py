@@ -14,8 +14,9 @@ import pytest
 from handoff.model import Bounds, Model
 from handoff.mutations import MUTATIONS, Mutation
 from handoff.search import Found, Graph, prove
-from trtmesh.engine.handoff import receiver, sender
-from trtmesh.router.fleet import handoff as router
+from trtmesh.engine.handoff import receiver as receiving
+from trtmesh.engine.handoff import sender as sending
+from trtmesh.router.fleet import handoff as routing
 
 KINDS = [
     Bounds(kind=kind, one_sided=one_sided)
@@ -56,14 +57,14 @@ def test_two_handoffs_at_once() -> None:
 
 def test_search_visits_every_phase_and_result() -> None:
     graph = prove(Model(Bounds(faults=1)), by_timers=False)
-    assert seen(graph, "receiver") == set(receiver.Phase) - {
-        receiver.Phase.CONSUMED,
-        receiver.Phase.CLOSED,
+    assert seen(graph, "receiver") == set(receiving.Phase) - {
+        receiving.Phase.CONSUMED,
+        receiving.Phase.CLOSED,
     }
-    assert seen(graph, "sender") == set(sender.Phase) - {sender.Phase.CLOSED}
+    assert seen(graph, "sender") == set(sending.Phase) - {sending.Phase.CLOSED}
     handoffs = [graph.model.lane(world.lanes[0]).handoff for world in graph.worlds]
-    assert {each.sender for each in handoffs if each} == set(router.Sender)
-    assert {each.result for each in handoffs if each} == {None, router.Result.MOVED}
+    assert {each.sender for each in handoffs if each} == set(routing.Sender)
+    assert {each.result for each in handoffs if each} == {None, routing.Result.MOVED}
 
 
 def seen(graph: Graph, party: str) -> set[object]:

@@ -4,9 +4,9 @@
        │                    │
        └── failure, release, expiry, router or receiver lost ──▶ CLOSED
 
-Until `Commit` the blocks belong to the sequence, then to the lease until `FreeBlocks`. The sender waits for nobody when a
-lease ends: the receiver reads, so nothing writes to the sender's memory, and what a late read finds there is never used,
-because a lease that has ended sends neither a commit mark nor a confirmation.
+Until `Commit` the blocks belong to the sequence, then to the lease until `FreeBlocks`. The sender waits for nobody when
+a lease ends. Nothing writes to its memory, because the receiver reads, and the result of a late read is never used,
+because an ended lease sends neither commit mark nor confirmation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A handoff as its router sees it: which of the two workers did what, and what follows.
 
 The receiver reserves blocks, then the sender starts; the sender stops at the handoff, then the receiver continues. A
-paused item stops first and gets its receiver when its client reads again. Each failure ends in one way: both workers are
-released and the item migrates.
+paused item stops first and gets its receiver when its client reads again. After every failure both workers are released
+and the item migrates.
 """
 
 from __future__ import annotations

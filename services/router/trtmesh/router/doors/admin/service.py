@@ -1,4 +1,7 @@
-"""RouterAdminService: the router's state, and an admin's changes to it."""
+"""RouterAdminService: the router's state, and an admin's changes to it.
+
+Roles and handoffs are UNIMPLEMENTED in this release.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 from trtmesh.chassis.adapter_content import UPLOAD_ACCEPTED
-from trtmesh.chassis.errors import AdapterNotFound, InvalidField, NotFound
+from trtmesh.chassis.errors import AdapterNotFound, InvalidField, NotFound, UnsupportedCall
 from trtmesh.chassis.rpc import answering
 from trtmesh.router.adapters.adapters import Adapters
 from trtmesh.router.adapters.registry import Entry
@@ -235,6 +238,12 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
             entry = await self._adapters.pin(request.id, pinned=request.pinned)
             return pb.PinAdapterResponse(adapter=self._describe_adapter(entry))
 
+    async def SetWorkerRole(self, request: pb.SetWorkerRoleRequest, context: _Context) -> NoReturn:
+        await _refuse("SetWorkerRole", context)
+
+    async def ListHandoffs(self, request: pb.ListHandoffsRequest, context: _Context) -> NoReturn:
+        await _refuse("ListHandoffs", context)
+
     def _describe_adapter(self, entry: Entry) -> pb.Adapter:
         return describe_adapter(entry, self._adapters, [*self._fleet.workers.values()])
 
@@ -243,3 +252,9 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
         models = self._fleet.models()
         if not model and len(models) > 1:
             raise InvalidField.of("model", model, f"one of {', '.join(sorted(models))}")
+
+
+async def _refuse(call: str, context: _Context) -> NoReturn:
+    async with answering(context):
+        raise UnsupportedCall(f"{call} is not served by this release")
+    raise RuntimeError("unreachable: answering re-raises")
