@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from handoff.model import Bounds, Machines
+from handoff.lane import Bounds, Machines
 from trtmesh.engine.handoff import receiver as receiving
 from trtmesh.engine.handoff import sender as sending
 from trtmesh.engine.handoff.lease import Outcome

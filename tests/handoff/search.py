@@ -6,7 +6,8 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from handoff.model import FAULT, LOSS, TIMER, Edge, Model, Violation, World
+from handoff.lane import FAULT, LOSS, TIMER, Violation
+from handoff.model import Edge, Model, World
 
 
 @dataclass

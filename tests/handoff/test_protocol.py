@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from handoff.model import Bounds, Model
+from handoff.lane import Bounds
+from handoff.model import Model
 from handoff.mutations import MUTATIONS, Mutation
 from handoff.search import Found, Graph, prove
 from trtmesh.engine.handoff import receiver as receiving

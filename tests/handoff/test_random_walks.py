@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from handoff.model import ANY, FAULT, LOSS, TIMER, Bounds, Edge, Model, World
+from handoff.lane import ANY, FAULT, LOSS, TIMER, Bounds
+from handoff.model import Edge, Model, World
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule

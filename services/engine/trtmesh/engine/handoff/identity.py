@@ -1,0 +1,38 @@
+"""What must be equal on both sides of a handoff: the kind of KV, and the tokens."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from hashlib import blake2b
+
+from trtmesh.chassis.vocabulary import Adapter
+from trtmesh.engine.handoff.lease import Content
+
+PROTOCOL_VERSION = 1
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class KvKind:
+    """Everything about KV that no conversion bridges. Block sizes and shards differ freely, since plans bridge them."""
+
+    model_fingerprint: str
+    tokenizer_fingerprint: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+    def hash(self, adapter: Adapter | None = None) -> bytes:
+        """The compatibility hash, for an item with `adapter`."""
+        of_adapter = None if adapter is None else (adapter.id, adapter.version)
+        fields = repr((PROTOCOL_VERSION, *astuple(self), of_adapter))
+        return blake2b(fields.encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def content_of(root_hash: int, token_ids: Sequence[int]) -> Content:
+    """The content for tokens whose blocks begin at `root_hash`, which covers adapter, salt and prompt table."""
+    root = root_hash.to_bytes(8, "little")
+    digest = blake2b(root + array("I", token_ids).tobytes(), digest_size=DIGEST_BYTES).digest()
+    return Content(len(token_ids), digest)

@@ -1,0 +1,507 @@
+"""The parties of one handoff, and the streams between them, around the state machines that the services run.
+
+What the services do around the machines (tables of leases, streams, sequences) is modelled here; every decision is the
+machines'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from trtmesh.engine.handoff import receiver as receiving
+from trtmesh.engine.handoff import sender as sending
+from trtmesh.engine.handoff.lease import CommitMark, Content, Problem
+from trtmesh.router.fleet import handoff as routing
+
+CONTENT = Content(tokens=7, digest=b"tokens")
+
+ANY = 1_000
+"""No limit: crashes, breaks and cancels end a world long before."""
+
+FAULT, LOSS, TIMER = "fault", "loss", "timer"
+
+UNREAD, GOOD, BAD = range(3)
+"""Content of a part in the receiver's blocks."""
+
+
+class Violation(Exception):
+    """A state that the protocol must exclude."""
+
+
+class Message(NamedTuple):
+    """A message, or the notice that its stream broke."""
+
+    kind: str
+    value: int = 0
+
+
+LOST = Message("lost")
+
+
+class Stream(NamedTuple):
+    """Messages under way, first sent first delivered. `left` is the router's end, or the receiver's."""
+
+    up: bool = False
+    to_left: tuple[Message, ...] = ()
+    to_right: tuple[Message, ...] = ()
+
+
+class Lane(NamedTuple):
+    """One handoff: the view of each party, and the streams between them."""
+
+    item: str = "live"
+    """live, ended (also by an ordinary migration, which starts from the tokens alone), or gone with the router."""
+    handoff: routing.Handoff | None = None
+    sender: sending.SenderLease | None = None
+    source: str = ""
+    """The sequence on the sender: "", waiting or running."""
+    receiver: receiving.ReceiverLease | None = None
+    target: str = ""
+    """The sequence on the receiver: "", waiting, running or started."""
+    parts: tuple[int, ...] = ()
+    """Content of the receiver's blocks; empty without a lease."""
+    to_sender: Stream = Stream(up=True)
+    """Router to sender."""
+    to_receiver: Stream = Stream(up=True)
+    """Router to receiver."""
+    fetch: Stream = Stream()
+    """Receiver to sender."""
+
+    @property
+    def computed(self) -> int:
+        """Parts with final content on the sender."""
+        return self.sender.computed if self.sender else 0
+
+
+STREAMS = {"to_sender": "RP", "to_receiver": "RD", "fetch": "DP"}
+"""The parties at the left and right ends: router, prefill worker, decode worker."""
+
+
+class Effect(NamedTuple):
+    """A change of blocks, or the start of a read."""
+
+    worker: str
+    kind: str
+    value: int = 0
+
+
+class Here(NamedTuple):
+    """A lane, and the living parties."""
+
+    lane: Lane
+    up: str
+
+
+class Step(NamedTuple):
+    """A possible step of a lane."""
+
+    label: str
+    lane: int
+    effects: tuple[Effect, ...] = ()
+    kind: str = ""
+    """A regular step, or one of FAULT, LOSS and TIMER."""
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The transition functions and timers; mutations replace some."""
+
+    receiver: Callable[[receiving.ReceiverLease, receiving.Event], receiving.Transition] = (
+        receiving.advance
+    )
+    sender: Callable[[sending.SenderLease, sending.Event], sending.Transition] = sending.advance
+    router: Callable[[routing.Handoff, routing.Event], routing.Transition] = routing.advance
+    receiver_expires: Callable[[receiving.ReceiverLease], bool] = lambda lease: lease.expires
+    sender_expires: Callable[[sending.SenderLease], bool] = lambda lease: lease.expires
+    router_has_deadline: Callable[[routing.Handoff], bool] = lambda handoff: handoff.is_live
+    grants_twice: bool = False
+    """Whether a lease id that is in use is granted again."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What may happen in a world."""
+
+    kind: str = "prefill"
+    """prefill, move (of a running sequence) or park (of a paused client's)."""
+    one_sided: bool = True
+    """Whether the receiver reads the sender's memory; otherwise the parts come in messages."""
+    lanes: int = 1
+    parts: int = 2
+    """Parts of the KV."""
+    faults: int = ANY
+    """Most crashes, breaks, cancels, failed reads and faults of computation."""
+    losses: int = 0
+    """Most messages lost or repeated on a stream that stays up."""
+    timers: bool = True
+    """Whether timers may fire at any time; otherwise only as faults."""
+    blocks: int = 1
+    """Blocks of each pool."""
+    local: bool = True
+    """Whether local sequences compete for the blocks."""
+
+
+class LaneRun:
+    """One step of a lane, on a copy of its fields."""
+
+    def __init__(self, machines: Machines, bounds: Bounds, lane: Lane, up: str) -> None:
+        self._machines = machines
+        self._bounds = bounds
+        self._up = up
+        self.__dict__.update(lane._asdict())
+        self.effects: list[Effect] = []
+
+    item: str
+    handoff: routing.Handoff | None
+    sender: sending.SenderLease | None
+    source: str
+    receiver: receiving.ReceiverLease | None
+    target: str
+    parts: tuple[int, ...]
+    to_sender: Stream
+    to_receiver: Stream
+    fetch: Stream
+
+    def lane(self) -> Lane:
+        """The lane after the step, without what has no effect any more."""
+        if self.item != "live":
+            # The router ignores everything about an item that has ended.
+            self.to_sender = self.to_sender._replace(to_left=())
+            self.to_receiver = self.to_receiver._replace(to_left=())
+            self.handoff = None
+        if self.receiver is None:
+            self.parts = ()
+        return Lane(*(getattr(self, name) for name in Lane._fields))
+
+    # Streams.
+
+    def send(self, stream: str, side: str, kind: str, value: int = 0) -> None:
+        """Sends to one end; what a broken stream carries is lost."""
+        now: Stream = getattr(self, stream)
+        if now.up:
+            messages = (*getattr(now, side), Message(kind, value))
+            setattr(self, stream, queued(now, side, messages))
+
+    def break_stream(
+        self, stream: str, *, left: bool = True, right: bool = True, late: bool = False
+    ) -> None:
+        """Breaks a stream: each living end sees it break, some time, if `late` after what was sent before."""
+        now: Stream = getattr(self, stream)
+        ends = [now.to_left if left else None, now.to_right if right else None]
+        setattr(self, stream, Stream(False, *(cut(each, now.up, late) for each in ends)))
+
+    def deliver(self, stream: str, side: str, at: str, *, repeat: bool = False) -> None:
+        """Delivers the first message at one end."""
+        now: Stream = getattr(self, stream)
+        first, *rest = getattr(now, side)
+        if not repeat:
+            setattr(self, stream, queued(now, side, tuple(rest)))
+        getattr(self, f"at_{at}")(stream, first)
+
+    def drop(self, stream: str, side: str) -> None:
+        """Loses the first message."""
+        now: Stream = getattr(self, stream)
+        setattr(self, stream, queued(now, side, getattr(now, side)[1:]))
+
+    # The router.
+
+    def begin(self) -> None:
+        handoff, actions = routing.park() if self._bounds.kind == "park" else routing.begin()
+        self.handoff = handoff
+        self.route(actions)
+
+    def at_router(self, stream: str, message: Message) -> None:
+        if self.handoff is None:
+            return
+        if self.handoff.result is routing.Result.MOVED:
+            self.at_item(stream, message)
+            return
+        event = router_event(stream, message)
+        if event is not None:
+            self.advance_router(event)
+        if event == routing.SenderFinished() and self.item == "live":
+            raise Violation("a finished stream goes on")
+
+    def at_item(self, stream: str, message: Message) -> None:
+        """A message for an item whose handoff is done."""
+        if stream == "to_receiver" and message.kind in ("finished", "error", "lost"):
+            self.item = "ended"
+
+    def advance_router(self, event: routing.Event) -> None:
+        assert self.handoff is not None
+        self.handoff, actions = self._machines.router(self.handoff, event)
+        self.route(actions)
+        if self.handoff.result in (routing.Result.FINISHED, routing.Result.CANCELLED):
+            self.item = "ended"
+
+    def route(self, actions: tuple[routing.Action, ...]) -> None:
+        for action in actions:
+            match action:
+                case routing.Action.RESERVE:
+                    self.send("to_receiver", "to_right", "reserve")
+                case routing.Action.START_SENDER:
+                    self.send("to_sender", "to_right", "start")
+                case routing.Action.ATTACH:
+                    self.send("to_receiver", "to_right", "attach")
+                case routing.Action.SUBMIT:
+                    self.send("to_receiver", "to_right", "submit")
+                case routing.Action.RELEASE_SENDER:
+                    self.send("to_sender", "to_right", "release")
+                case routing.Action.RELEASE_RECEIVER:
+                    self.send("to_receiver", "to_right", "release")
+                case routing.Action.MIGRATE:
+                    self.migrate()
+
+    def migrate(self) -> None:
+        """Stops what runs on without a handoff; the item continues elsewhere."""
+        assert self.handoff is not None
+        self.item = "ended"
+        if self._bounds.kind != "prefill":
+            self.send("to_sender", "to_right", "release")
+        if self.handoff.result is routing.Result.MOVED:
+            self.send("to_receiver", "to_right", "release")
+
+    def cancel(self) -> None:
+        assert self.handoff is not None
+        if self.handoff.is_live:
+            self.advance_router(routing.Cancelled())
+        self.migrate()
+
+    # The prefill worker.
+
+    def at_sender(self, stream: str, message: Message) -> None:
+        match message.kind:
+            case "start":
+                self.start_source()
+            case "release":
+                self.stop_source()
+            case "lost" if stream == "to_sender":
+                self.stop_source()
+            case "fetch":
+                self.advance_sender(sending.FetchOpened())
+            case "received":
+                self.advance_sender(sending.Received())
+            case "lost" if self.sender is not None:
+                self.advance_sender(sending.FetchLost())
+
+    def start_source(self) -> None:
+        moves = self._bounds.kind != "prefill"
+        if self.sender is not None or (self.source == "") is moves:
+            # A handle in use, or a sequence that has ended.
+            self.send("to_sender", "to_left", "error")
+            return
+        self.source = self.source or "waiting"
+        self.sender = sending.SenderLease(computed=self._bounds.parts if moves else 0)
+        self.send("to_sender", "to_left", "offered")
+
+    def stop_source(self) -> None:
+        if self.sender is not None:
+            self.advance_sender(sending.Release())
+        elif self.source:
+            self.end_source()
+
+    def end_source(self) -> None:
+        if self.source == "running":
+            self.effects.append(Effect("P", "free sequence"))
+        self.source = ""
+
+    def compute(self) -> None:
+        self.advance_sender(sending.PartComputed())
+
+    def hand_over(self) -> None:
+        self.advance_sender(sending.Commit(CommitMark(self._bounds.parts, CONTENT)))
+        self.source = ""
+        self.send("to_sender", "to_left", "committed")
+
+    def finish_source(self, kind: str) -> None:
+        self.advance_sender(sending.SequenceEnded())
+        self.end_source()
+        self.send("to_sender", "to_left", kind)
+
+    def advance_sender(self, event: sending.Event) -> None:
+        if self.sender is None:
+            if isinstance(event, sending.FetchOpened):
+                self.break_stream("fetch", right=False)
+            return
+        self.sender, actions = self._machines.sender(self.sender, event)
+        for action in actions:
+            self.act_as_sender(action)
+        if self.sender.phase is sending.Phase.CLOSED:
+            if self.sender.outcome is None:
+                raise Violation("the sender's lease ended without an outcome")
+            self.sender = None
+
+    def act_as_sender(self, action: sending.Action) -> None:
+        match action:
+            case sending.AnnouncePart(part):
+                self.send("fetch", "to_left", "part", part)
+            case sending.SendMark(mark):
+                self.send("fetch", "to_left", "mark", mark.parts)
+            case sending.SendConfirmed():
+                self.send("fetch", "to_left", "confirmed")
+            case sending.AbortFetch() | sending.RefuseFetch():
+                self.break_stream("fetch", right=False, late=True)
+            case sending.EndSequence():
+                self.end_source()
+                self.send("to_sender", "to_left", "error")
+            case sending.TakeBlocks():
+                self.effects.append(Effect("P", "sequence to lease"))
+            case sending.FreeBlocks():
+                self.effects.append(Effect("P", "free lease"))
+
+    # The decode worker.
+
+    def at_receiver(self, stream: str, message: Message) -> None:
+        match message.kind:
+            case "reserve" if self.receiver is None or self._machines.grants_twice:
+                self.effects.append(Effect("D", "reserve"))
+            case "submit":
+                self.submit_target()
+            case "release":
+                self.stop_target()
+            case "lost" if stream == "to_receiver":
+                self.stop_target()
+            case _:
+                event = receiver_event(message, self._bounds)
+                if event is not None and self.receiver is not None:
+                    self.advance_receiver(event)
+
+    def reserved(self, *, full: bool) -> None:
+        """Answers a reservation, granted or refused."""
+        if full:
+            self.send("to_receiver", "to_left", "refused")
+        else:
+            self.receiver = receiving.ReceiverLease()
+            self.parts = (UNREAD,) * self._bounds.parts
+            self.send("to_receiver", "to_left", "reserved")
+
+    def submit_target(self) -> None:
+        if self.receiver is None:
+            self.send("to_receiver", "to_left", "error")
+            return
+        if self.receiver.wanted is None and self.receiver.phase in receiving.HELD:
+            self.target = "waiting"
+        self.advance_receiver(receiving.Bind(CONTENT))
+
+    def stop_target(self) -> None:
+        if self.receiver is not None:
+            self.advance_receiver(receiving.Release())
+        if self.target in ("running", "started"):
+            self.end_target("error")
+
+    def end_target(self, kind: str) -> None:
+        self.effects.append(Effect("D", "free sequence"))
+        self.target = ""
+        self.send("to_receiver", "to_left", kind)
+
+    def read_ended(self, part: int, *, content: int, problem: Problem | None) -> None:
+        self.parts = tuple(
+            content if number == part else each for number, each in enumerate(self.parts)
+        )
+        if self.receiver is not None:
+            self.advance_receiver(receiving.ReadEnded(part, problem))
+
+    def advance_receiver(self, event: receiving.Event) -> None:
+        assert self.receiver is not None
+        self.receiver, actions = self._machines.receiver(self.receiver, event)
+        for action in actions:
+            self.act_as_receiver(action)
+        if self.receiver.phase in (receiving.Phase.CLOSED, receiving.Phase.CONSUMED):
+            if self.receiver.outcome is None:
+                raise Violation("the receiver's lease ended without an outcome")
+            self.receiver = None
+
+    def act_as_receiver(self, action: receiving.Action) -> None:
+        match action:
+            case receiving.OpenFetch():
+                open_fetch = Stream(True, (), (Message("fetch"),))
+                self.fetch = open_fetch if "P" in self._up else Stream(False, (LOST,))
+            case receiving.ReadPart(part):
+                self.effects.append(Effect("D", "read", part))
+            case receiving.SendReceived():
+                self.send("fetch", "to_right", "received")
+            case receiving.CloseFetch():
+                self.close_fetch()
+            case receiving.Consume():
+                if self.parts != (GOOD,) * self._bounds.parts:
+                    raise Violation(f"a sequence computes on parts {self.parts}")
+                self.target = "running"
+                self.effects.append(Effect("D", "lease to sequence"))
+            case receiving.FreeBlocks():
+                self.effects.append(Effect("D", "free lease"))
+            case receiving.EndSequence():
+                self.target = ""
+                self.send("to_receiver", "to_left", "error")
+            case receiving.ReportFailure():
+                self.send("to_receiver", "to_left", "failed")
+            case receiving.RefuseSequence():
+                self.send("to_receiver", "to_left", "error")
+
+    def close_fetch(self) -> None:
+        self.break_stream("fetch", left=False, late=True)
+
+    # Crashes.
+
+    def crash(self, party: str) -> None:
+        """Ends all of a party's state; the others see its streams break."""
+        for stream, ends in STREAMS.items():
+            if party in ends:
+                self.break_stream(stream, left=ends[0] != party, right=ends[1] != party)
+        match party:
+            case "R":
+                self.handoff, self.item = None, "gone"
+            case "P":
+                self.sender, self.source = None, ""
+            case "D":
+                self.receiver, self.target = None, ""
+
+
+def queued(stream: Stream, side: str, messages: tuple[Message, ...]) -> Stream:
+    """The stream with other messages under way to one end."""
+    if side == "to_left":
+        return stream._replace(to_left=messages)
+    return stream._replace(to_right=messages)
+
+
+def cut(messages: tuple[Message, ...] | None, up: bool, late: bool) -> tuple[Message, ...]:
+    """What an end still gets after a break; None is a dead end."""
+    if messages is None or not up:
+        return messages or ()
+    return (*messages, LOST) if late else (LOST,)
+
+
+ROUTER_EVENTS: dict[tuple[str, str], routing.Event] = {
+    ("to_sender", "offered"): routing.Offered(),
+    ("to_sender", "committed"): routing.SenderCommitted(),
+    ("to_sender", "finished"): routing.SenderFinished(),
+    ("to_sender", "error"): routing.SenderFailed(),
+    ("to_sender", "lost"): routing.SenderFailed(),
+    ("to_receiver", "reserved"): routing.Reserved(),
+    ("to_receiver", "refused"): routing.ReceiverFailed(),
+    ("to_receiver", "failed"): routing.ReceiverFailed(),
+    ("to_receiver", "error"): routing.ReceiverFailed(),
+    ("to_receiver", "lost"): routing.ReceiverFailed(),
+    ("to_receiver", "token"): routing.ReceiverStarted(),
+    ("to_receiver", "finished"): routing.ReceiverStarted(),
+}
+
+
+def router_event(stream: str, message: Message) -> routing.Event | None:
+    return ROUTER_EVENTS.get((stream, message.kind))
+
+
+def receiver_event(message: Message, bounds: Bounds) -> receiving.Event | None:
+    match message:
+        case Message("attach"):
+            return receiving.Attach(needs_confirmation=bounds.one_sided)
+        case Message("part", part):
+            return receiving.PartReady(part)
+        case Message("mark", parts):
+            return receiving.Committed(CommitMark(parts, CONTENT))
+        case Message("confirmed"):
+            return receiving.Confirmed()
+        case Message("lost"):
+            return receiving.FetchLost()
+    return None
