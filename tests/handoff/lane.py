@@ -125,7 +125,7 @@ class Bounds:
     """What may happen in a world."""
 
     kind: str = "prefill"
-    """prefill, move (of a running sequence) or park (of a paused client's)."""
+    """prefill, move (of a running sequence), park (of a paused client's), or halves that a client brings together."""
     one_sided: bool = True
     """Whether the receiver reads the sender's memory; otherwise the parts come in messages."""
     lanes: int = 1
@@ -141,6 +141,11 @@ class Bounds:
     """Blocks of each pool."""
     local: bool = True
     """Whether local sequences compete for the blocks."""
+
+    @property
+    def moves(self) -> bool:
+        """Whether the sequence runs before the handoff."""
+        return self.kind in ("move", "park")
 
 
 class LaneRun:
@@ -208,8 +213,19 @@ class LaneRun:
     # The router.
 
     def begin(self) -> None:
-        handoff, actions = routing.park() if self._bounds.kind == "park" else routing.begin()
-        self.handoff = handoff
+        parks = self._bounds.kind in ("park", "halves")
+        self.handoff, actions = routing.park() if parks else routing.begin()
+        self.route(actions)
+
+    def give(self) -> None:
+        """Ends the first half; the client has the descriptor and never returns."""
+        self.advance_router(routing.Given())
+        self.item = "ended"
+
+    def adopt(self) -> None:
+        """Ends the first half, and starts the second."""
+        self.advance_router(routing.Given())
+        self.handoff, actions = routing.adopt()
         self.route(actions)
 
     def at_router(self, stream: str, message: Message) -> None:
@@ -258,7 +274,7 @@ class LaneRun:
         """Stops what runs on without a handoff; the item continues elsewhere."""
         assert self.handoff is not None
         self.item = "ended"
-        if self._bounds.kind != "prefill":
+        if self._bounds.moves:
             self.send("to_sender", "to_right", "release")
         if self.handoff.result is routing.Result.MOVED:
             self.send("to_receiver", "to_right", "release")
@@ -278,7 +294,8 @@ class LaneRun:
             case "release":
                 self.stop_source()
             case "lost" if stream == "to_sender":
-                self.stop_source()
+                if not self.belongs_to_client:
+                    self.stop_source()
             case "fetch":
                 self.advance_sender(sending.FetchOpened())
             case "received":
@@ -286,8 +303,14 @@ class LaneRun:
             case "lost" if self.sender is not None:
                 self.advance_sender(sending.FetchLost())
 
+    @property
+    def belongs_to_client(self) -> bool:
+        """Whether the sender's lease outlives the stream of its router."""
+        is_committed = self.sender is not None and self.sender.phase is sending.Phase.COMMITTED
+        return self._bounds.kind == "halves" and is_committed
+
     def start_source(self) -> None:
-        moves = self._bounds.kind != "prefill"
+        moves = self._bounds.moves
         if self.sender is not None or (self.source == "") is moves:
             # A handle in use, or a sequence that has ended.
             self.send("to_sender", "to_left", "error")

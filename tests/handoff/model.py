@@ -81,7 +81,7 @@ class Model:
 
     def start(self) -> World:
         lane, source = Lane(), ""
-        if self.bounds.kind != "prefill":
+        if self.bounds.moves:
             lane, source = lane._replace(source="running"), "sequence"
         run = self._run(lane, "RPD")
         run.begin()
@@ -228,7 +228,11 @@ class Model:
         if handoff is None:
             return
         yield self._step("the client cancels", here, LaneRun.cancel, FAULT)
-        if handoff.is_parked:
+        if self.bounds.kind == "halves":
+            if handoff.is_parked and handoff.sender is routing.Sender.COMMITTED:
+                yield self._step("the client takes the state", here, LaneRun.give)
+                yield self._step("the client brings the state", here, LaneRun.adopt)
+        elif handoff.is_parked:
             yield self._step(
                 "the client reads again", here, lambda run: run.advance_router(routing.Resumed())
             )

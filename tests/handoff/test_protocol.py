@@ -45,6 +45,14 @@ def test_a_lost_or_repeated_message_beside_another_fault() -> None:
     prove(Model(Bounds(faults=1, losses=1)), by_timers=True)
 
 
+def test_halves_that_a_client_brings_together_end_by_expiry() -> None:
+    """The client owns the sender's lease between the halves, and may never return."""
+    prove(Model(Bounds(kind="halves")), by_timers=True)
+    with pytest.raises(Found) as found:
+        prove(Model(Bounds(kind="halves", faults=0)), by_timers=False)
+    assert "the client takes the state" in str(found.value)
+
+
 def test_two_handoffs_share_the_workers() -> None:
     """One block each, so that the second is refused or waits while the first has them."""
     bounds = Bounds(lanes=2, parts=1, faults=1, timers=False, local=False)

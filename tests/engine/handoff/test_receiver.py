@@ -35,8 +35,8 @@ from trtmesh.engine.handoff.receiver import (
 
 CONTENT = Content(7, b"tokens")
 MARK = CommitMark(2, CONTENT)
-PARTS = [PartReady(0), PartReady(1)]
-READS = [ReadEnded(0), ReadEnded(1)]
+PARTS: list[Event] = [PartReady(0), PartReady(1)]
+READS: list[Event] = [ReadEnded(0), ReadEnded(1)]
 
 
 def after(*events: Event) -> tuple[ReceiverLease, list[Action]]:
@@ -63,7 +63,7 @@ def test_streamed_parts_are_consumed_with_the_commit_mark() -> None:
 
 
 def test_reads_of_the_senders_memory_wait_for_the_confirmation() -> None:
-    events = [Bind(CONTENT), Attach(True), *PARTS, Committed(MARK), *READS]
+    events: list[Event] = [Bind(CONTENT), Attach(True), *PARTS, Committed(MARK), *READS]
     lease, actions = after(*events)
     assert lease.phase is Phase.FETCHING
     assert actions[-1] == SendReceived()
@@ -71,7 +71,7 @@ def test_reads_of_the_senders_memory_wait_for_the_confirmation() -> None:
 
 
 def test_a_late_submit_finds_the_complete_kv() -> None:
-    events = [Attach(False), *PARTS, *READS, Committed(MARK)]
+    events: list[Event] = [Attach(False), *PARTS, *READS, Committed(MARK)]
     lease, actions = after(*events)
     assert lease.phase is Phase.COMPLETE
     assert lease.expires
@@ -109,7 +109,7 @@ def test_a_failure_is_reported_and_frees_the_blocks(
 
 
 def test_quarantine_ends_with_the_last_read() -> None:
-    events = [Attach(False), *PARTS, Release()]
+    events: list[Event] = [Attach(False), *PARTS, Release()]
     lease, actions = after(*events)
     assert (lease.phase, lease.outcome) == (Phase.QUARANTINED, Outcome.RELEASED)
     assert not lease.expires

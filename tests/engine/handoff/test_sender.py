@@ -29,7 +29,7 @@ from trtmesh.engine.handoff.sender import (
 )
 
 MARK = CommitMark(2, Content(7, b"tokens"))
-COMPUTED = [PartComputed(), PartComputed(), Commit(MARK)]
+COMPUTED: list[Event] = [PartComputed(), PartComputed(), Commit(MARK)]
 
 
 def after(*events: Event) -> tuple[SenderLease, list[Action]]:

@@ -7,6 +7,7 @@ from trtmesh.router.fleet.handoff import (
     Action,
     Cancelled,
     Event,
+    Given,
     Handoff,
     Late,
     Offered,
@@ -18,6 +19,7 @@ from trtmesh.router.fleet.handoff import (
     SenderCommitted,
     SenderFailed,
     SenderFinished,
+    adopt,
     advance,
     begin,
     park,
@@ -55,6 +57,15 @@ def test_a_parked_item_gets_its_receiver_later() -> None:
     assert actions == [Action.START_SENDER]
     handoff, actions = after(Offered(), SenderCommitted(), Resumed(), Reserved(), parked=True)
     assert actions == [Action.START_SENDER, Action.RESERVE, Action.ATTACH, Action.SUBMIT]
+
+
+def test_a_client_brings_two_halves_together() -> None:
+    handoff, actions = after(Offered(), SenderCommitted(), Given(), Cancelled(), parked=True)
+    assert handoff.result is Result.GIVEN
+    assert actions == [Action.START_SENDER]
+    second, first_actions = adopt()
+    assert first_actions == (Action.RESERVE,)
+    assert advance(second, Reserved())[1] == (Action.ATTACH, Action.SUBMIT)
 
 
 @pytest.mark.parametrize("event", [Late(), ReceiverFailed()])

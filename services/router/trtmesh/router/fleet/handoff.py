@@ -40,6 +40,8 @@ class Result(Enum):
     MIGRATED = "migrated"
     """It failed, and the item migrates."""
     CANCELLED = "cancelled"
+    GIVEN = "given"
+    """A client has the descriptor, and the sender's lease with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,11 @@ class Resumed:
 
 
 @dataclass(frozen=True, slots=True)
+class Given:
+    """The client of a context_only item received the descriptor of the parked KV."""
+
+
+@dataclass(frozen=True, slots=True)
 class Cancelled:
     """The item was stopped, or lost its client."""
 
@@ -122,6 +129,7 @@ Event = (
     | ReceiverFailed
     | ReceiverStarted
     | Resumed
+    | Given
     | Cancelled
     | Late
 )
@@ -159,6 +167,12 @@ def park() -> Transition:
     return Handoff(sender=Sender.RUNNING), (Action.START_SENDER,)
 
 
+def adopt() -> Transition:
+    """Starts the second half of a handoff whose descriptor came from a client."""
+    handoff = Handoff(Sender.COMMITTED, Receiver.RESERVING, is_offered=True)
+    return handoff, (Action.RESERVE,)
+
+
 def advance(handoff: Handoff, event: Event) -> Transition:
     """The handoff after an event, and what to do, in order."""
     if handoff.result is not None:
@@ -172,6 +186,9 @@ def advance(handoff: Handoff, event: Event) -> Transition:
             return _on_sender(handoff, event)
         case Reserved() | ReceiverStarted() | Resumed():
             return _on_receiver(handoff, event)
+        case Given():
+            parked = handoff.is_parked and handoff.sender is Sender.COMMITTED
+            return (replace(handoff, result=Result.GIVEN) if parked else handoff), ()
 
 
 def _on_sender(
