@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 from trtmesh.engine.handoff import receiver as receiving
@@ -148,6 +149,9 @@ class Bounds:
         return self.kind in ("move", "park")
 
 
+FIELDS = attrgetter(*Lane._fields)
+
+
 class LaneRun:
     """One step of a lane, on a copy of its fields."""
 
@@ -178,7 +182,7 @@ class LaneRun:
             self.handoff = None
         if self.receiver is None:
             self.parts = ()
-        return Lane(*(getattr(self, name) for name in Lane._fields))
+        return Lane(*FIELDS(self))
 
     # Streams.
 

@@ -78,6 +78,7 @@ class Model:
 
     def __post_init__(self) -> None:
         self._steps = cache(self._find_steps)
+        self._crashed = cache(self._crash)
 
     def start(self) -> World:
         lane, source = Lane(), ""
@@ -209,7 +210,7 @@ class Model:
 
                 deliver = partial(LaneRun.deliver, stream=stream, side=side, at=party)
                 yield self._step(f"{party} gets {name}", here, deliver)
-                if messages[0] != LOST:
+                if self.bounds.losses and messages[0] != LOST:
                     yield self._step(
                         f"{party} gets {name}, to be repeated",
                         here,
@@ -361,15 +362,16 @@ class Model:
         if freed := own(world, "D", "local", ""):
             yield Edge("a local sequence ends", freed)
 
+    def _crash(self, number: int, party: str, up: str) -> int:
+        run = self._run(self._lanes[number], up)
+        run.crash(party)
+        return self._number(run.lane())
+
     def _crashes(self, world: World) -> Iterator[Edge]:
         for party in world.up:
             up = world.up.replace(party, "")
-            lanes = []
-            for number in world.lanes:
-                run = self._run(self._lanes[number], up)
-                run.crash(party)
-                lanes.append(self._number(run.lane()))
-            after = world._replace(lanes=tuple(lanes), up=up)
+            lanes = tuple(self._crashed(number, party, up) for number in world.lanes)
+            after = world._replace(lanes=lanes, up=up)
             if party in POOLS:
                 empty = ("",) * len(getattr(world, POOLS[party]))
                 after = with_pool(after, party, empty)

@@ -24,7 +24,7 @@ BLOCKS = "blocks of"
 GOES_ON = "goes on"
 
 
-WIDE = Bounds(faults=2)
+WIDE = Bounds(faults=1)
 LOSSES = Bounds(faults=0, losses=1)
 
 

@@ -19,6 +19,8 @@ from trtmesh.engine.handoff import receiver as receiving
 from trtmesh.engine.handoff import sender as sending
 from trtmesh.router.fleet import handoff as routing
 
+pytestmark = pytest.mark.slow
+
 KINDS = [
     Bounds(kind=kind, one_sided=one_sided)
     for kind in ("prefill", "move", "park")

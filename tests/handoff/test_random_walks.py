@@ -80,4 +80,4 @@ class RandomWalk(RuleBasedStateMachine):
 
 
 TestRandomWalk = RandomWalk.TestCase
-TestRandomWalk.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+TestRandomWalk.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
