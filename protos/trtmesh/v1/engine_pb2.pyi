@@ -147,11 +147,14 @@ class SubmitCommand(google.protobuf.message.Message):
     draw_index: builtins.int
     """The batch_index of the draws, if another: items with equal seeds and equal numbers here draw alike."""
     sender_lease_id: builtins.str
-    """Lease under which the sequence is handed over after its first token (HandoffOffered); empty means no handoff. A
-    sequence that ends before is not handed over.
+    """Lease under which the item is handed over (HandoffOffered); empty means no handoff. A single sequence is handed over
+    after its first token, unless it ends with it; several sequences, or beams, before it, with the KV of all tokens but
+    the last.
     """
     receiver_lease_id: builtins.str
-    """Reservation with the KV of all tokens but the last; empty means none. A sequence whose KV does not arrive fails."""
+    """Reservation with the KV of all tokens but the last; empty means none. The item fails with HANDOFF_FAILED if the KV
+    does not arrive.
+    """
     lease_expires_in_ms: builtins.int
     """Lifetime of the lease `sender_lease_id` unless it is renewed, in milliseconds."""
     @property
@@ -726,6 +729,7 @@ class Load(google.protobuf.message.Message):
     SENT_HANDOFFS_FIELD_NUMBER: builtins.int
     RECEIVED_HANDOFFS_FIELD_NUMBER: builtins.int
     QUARANTINED_BLOCKS_FIELD_NUMBER: builtins.int
+    RECEIVING_TOKENS_FIELD_NUMBER: builtins.int
     step_count: builtins.int
     """Engine steps since the worker started."""
     running_sequences: builtins.int
@@ -733,7 +737,7 @@ class Load(google.protobuf.message.Message):
     waiting_sequences: builtins.int
     """Sequences waiting to start."""
     pending_prompt_tokens: builtins.int
-    """Prompt tokens not yet computed, of running and waiting sequences."""
+    """Prompt tokens to compute, of running and waiting sequences; not those whose KV is to come from another worker."""
     total_blocks: builtins.int
     """KV blocks in the pool."""
     used_blocks: builtins.int
@@ -792,6 +796,8 @@ class Load(google.protobuf.message.Message):
     """Present role."""
     quarantined_blocks: builtins.int
     """KV blocks of ended leases to which a read may still write."""
+    receiving_tokens: builtins.int
+    """Tokens whose KV the reserved blocks lack: those of `received_handoffs.held` leases."""
     @property
     def sent_handoffs(self) -> trtmesh.v1.kv_transfer_pb2.HandoffCounts:
         """Leases of KV that this worker offers."""
@@ -838,9 +844,10 @@ class Load(google.protobuf.message.Message):
         sent_handoffs: trtmesh.v1.kv_transfer_pb2.HandoffCounts | None = ...,
         received_handoffs: trtmesh.v1.kv_transfer_pb2.HandoffCounts | None = ...,
         quarantined_blocks: builtins.int = ...,
+        receiving_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_drain_ms", b"_drain_ms", "_received_items", b"_received_items", "drain_ms", b"drain_ms", "received_handoffs", b"received_handoffs", "received_items", b"received_items", "sent_handoffs", b"sent_handoffs"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_drain_ms", b"_drain_ms", "_received_items", b"_received_items", "adapter_evictions", b"adapter_evictions", "adapter_hits", b"adapter_hits", "adapter_host_bytes", b"adapter_host_bytes", "adapter_loads", b"adapter_loads", "adapter_slots", b"adapter_slots", "busy_seconds", b"busy_seconds", "computed_prompt_tokens", b"computed_prompt_tokens", "device_memory_bytes", b"device_memory_bytes", "drain_ms", b"drain_ms", "draining", b"draining", "evictable_adapter_slots", b"evictable_adapter_slots", "free_adapter_slots", b"free_adapter_slots", "free_blocks", b"free_blocks", "generated_tokens", b"generated_tokens", "host_blocks", b"host_blocks", "host_memory_bytes", b"host_memory_bytes", "new_blocks", b"new_blocks", "paused_sequences", b"paused_sequences", "pending_prompt_tokens", b"pending_prompt_tokens", "pinned_memory_bytes", b"pinned_memory_bytes", "preemptions", b"preemptions", "quarantined_blocks", b"quarantined_blocks", "received_handoffs", b"received_handoffs", "received_items", b"received_items", "reused_blocks", b"reused_blocks", "reused_prompt_tokens", b"reused_prompt_tokens", "role", b"role", "running_sequences", b"running_sequences", "sent_handoffs", b"sent_handoffs", "step_count", b"step_count", "total_blocks", b"total_blocks", "used_adapter_host_bytes", b"used_adapter_host_bytes", "used_blocks", b"used_blocks", "used_host_blocks", b"used_host_blocks", "waiting_sequences", b"waiting_sequences"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_drain_ms", b"_drain_ms", "_received_items", b"_received_items", "adapter_evictions", b"adapter_evictions", "adapter_hits", b"adapter_hits", "adapter_host_bytes", b"adapter_host_bytes", "adapter_loads", b"adapter_loads", "adapter_slots", b"adapter_slots", "busy_seconds", b"busy_seconds", "computed_prompt_tokens", b"computed_prompt_tokens", "device_memory_bytes", b"device_memory_bytes", "drain_ms", b"drain_ms", "draining", b"draining", "evictable_adapter_slots", b"evictable_adapter_slots", "free_adapter_slots", b"free_adapter_slots", "free_blocks", b"free_blocks", "generated_tokens", b"generated_tokens", "host_blocks", b"host_blocks", "host_memory_bytes", b"host_memory_bytes", "new_blocks", b"new_blocks", "paused_sequences", b"paused_sequences", "pending_prompt_tokens", b"pending_prompt_tokens", "pinned_memory_bytes", b"pinned_memory_bytes", "preemptions", b"preemptions", "quarantined_blocks", b"quarantined_blocks", "received_handoffs", b"received_handoffs", "received_items", b"received_items", "receiving_tokens", b"receiving_tokens", "reused_blocks", b"reused_blocks", "reused_prompt_tokens", b"reused_prompt_tokens", "role", b"role", "running_sequences", b"running_sequences", "sent_handoffs", b"sent_handoffs", "step_count", b"step_count", "total_blocks", b"total_blocks", "used_adapter_host_bytes", b"used_adapter_host_bytes", "used_blocks", b"used_blocks", "used_host_blocks", b"used_host_blocks", "waiting_sequences", b"waiting_sequences"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_drain_ms", b"_drain_ms"]) -> typing.Literal["drain_ms"] | None: ...
     @typing.overload
@@ -1182,6 +1189,8 @@ class GetEngineResponse(google.protobuf.message.Message):
     KV_SHAPES_FIELD_NUMBER: builtins.int
     KV_COMPATIBILITY_HASH_FIELD_NUMBER: builtins.int
     KV_TRANSPORTS_FIELD_NUMBER: builtins.int
+    MAX_LEASE_MS_FIELD_NUMBER: builtins.int
+    MAX_QUARANTINED_BLOCKS_FIELD_NUMBER: builtins.int
     worker: builtins.str
     """Name of the worker, unique in the fleet."""
     backend: builtins.str
@@ -1228,6 +1237,10 @@ class GetEngineResponse(google.protobuf.message.Message):
     """Most adapters loaded at once; 0 means no support for adapters."""
     kv_compatibility_hash: builtins.bytes
     """Compatibility hash without an adapter; workers with different hashes never hand over to each other."""
+    max_lease_ms: builtins.int
+    """Longest life of a lease without a renewal in milliseconds; 0 means unknown."""
+    max_quarantined_blocks: builtins.int
+    """Most blocks in quarantine with which the worker reserves blocks."""
     @property
     def supported_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Supported config fields, as paths from GenerationConfig such as `sampling.top_k`. Any other set field is refused
@@ -1284,7 +1297,9 @@ class GetEngineResponse(google.protobuf.message.Message):
         kv_shapes: collections.abc.Iterable[trtmesh.v1.kv_transfer_pb2.KvBlockShape] | None = ...,
         kv_compatibility_hash: builtins.bytes = ...,
         kv_transports: collections.abc.Iterable[trtmesh.v1.kv_transfer_pb2.KvTransport.ValueType] | None = ...,
+        max_lease_ms: builtins.int = ...,
+        max_quarantined_blocks: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["backend", b"backend", "data_type", b"data_type", "deterministic", b"deterministic", "draft_methods", b"draft_methods", "end_ids", b"end_ids", "kv_compatibility_hash", b"kv_compatibility_hash", "kv_shapes", b"kv_shapes", "kv_transports", b"kv_transports", "load_interval_ms", b"load_interval_ms", "max_adapters", b"max_adapters", "max_batch_size", b"max_batch_size", "max_sequence_tokens", b"max_sequence_tokens", "max_sequences_per_item", b"max_sequences_per_item", "model", b"model", "model_fingerprint", b"model_fingerprint", "resumes_exactly", b"resumes_exactly", "role", b"role", "roles", b"roles", "schema_revision", b"schema_revision", "static_batching", b"static_batching", "stops_single_sequences", b"stops_single_sequences", "supported_fields", b"supported_fields", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokens_per_block", b"tokens_per_block", "total_blocks", b"total_blocks", "vocabulary_size", b"vocabulary_size", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["backend", b"backend", "data_type", b"data_type", "deterministic", b"deterministic", "draft_methods", b"draft_methods", "end_ids", b"end_ids", "kv_compatibility_hash", b"kv_compatibility_hash", "kv_shapes", b"kv_shapes", "kv_transports", b"kv_transports", "load_interval_ms", b"load_interval_ms", "max_adapters", b"max_adapters", "max_batch_size", b"max_batch_size", "max_lease_ms", b"max_lease_ms", "max_quarantined_blocks", b"max_quarantined_blocks", "max_sequence_tokens", b"max_sequence_tokens", "max_sequences_per_item", b"max_sequences_per_item", "model", b"model", "model_fingerprint", b"model_fingerprint", "resumes_exactly", b"resumes_exactly", "role", b"role", "roles", b"roles", "schema_revision", b"schema_revision", "static_batching", b"static_batching", "stops_single_sequences", b"stops_single_sequences", "supported_fields", b"supported_fields", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokens_per_block", b"tokens_per_block", "total_blocks", b"total_blocks", "vocabulary_size", b"vocabulary_size", "worker", b"worker"]) -> None: ...
 
 Global___GetEngineResponse: typing_extensions.TypeAlias = GetEngineResponse

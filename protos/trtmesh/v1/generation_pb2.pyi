@@ -1181,7 +1181,9 @@ class HandoffConfig(google.protobuf.message.Message):
     phase: Global___GenerationPhase.ValueType
     """Phases asked for. Unset means context and generation."""
     state: builtins.bytes
-    """State handed over by the prefill worker (Triton's context_phase_params); opaque to all but workers."""
+    """State of a context_only item (Triton's context_phase_params), for GENERATION_ONLY; opaque to clients. Both items have
+    the same prompt and adapter.
+    """
     def __init__(
         self,
         *,

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from trtmesh.v1 import generation_pb2 as trtmesh_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctrtmesh/v1/kv_transfer.proto\x12\ntrtmesh.v1\x1a\x1btrtmesh/v1/generation.proto\"M\n\x10KvTransportOffer\x12*\n\ttransport\x18\x01 \x01(\x0e\x32\x17.trtmesh.v1.KvTransport\x12\r\n\x05state\x18\x02 \x01(\x0c\"\xd7\x01\n\x0cKvBlockShape\x12$\n\x06layout\x18\x01 \x01(\x0e\x32\x14.trtmesh.v1.KvLayout\x12\'\n\tdata_type\x18\x02 \x01(\x0e\x32\x14.trtmesh.v1.DataType\x12\x13\n\x0b\x66irst_layer\x18\x03 \x01(\r\x12\x0e\n\x06layers\x18\x04 \x01(\r\x12\x15\n\rfirst_kv_head\x18\x05 \x01(\r\x12\x10\n\x08kv_heads\x18\x06 \x01(\r\x12\x18\n\x10tokens_per_block\x18\x07 \x01(\r\x12\x10\n\x08head_dim\x18\x08 \x01(\r\"\xd9\x03\n\x11HandoffDescriptor\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12\'\n\x05shape\x18\x04 \x01(\x0b\x32\x18.trtmesh.v1.KvBlockShape\x12\x11\n\tblock_ids\x18\x05 \x03(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x06 \x01(\r\x12\x1b\n\x0e\x66irst_token_id\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x15\n\rexpires_in_ms\x18\x08 \x01(\r\x12\x15\n\rbackend_state\x18\t \x01(\x0c\x12\x1b\n\x0ftransport_state\x18\n \x01(\x0c\x42\x02\x18\x01\x12\x18\n\x10protocol_version\x18\x0b \x01(\r\x12\x1a\n\x12\x63ompatibility_hash\x18\x0c \x01(\x0c\x12(\n\x06shards\x18\r \x03(\x0b\x32\x18.trtmesh.v1.KvBlockShape\x12\x16\n\x0e\x65mitted_tokens\x18\x0e \x01(\r\x12\x30\n\ntransports\x18\x0f \x03(\x0b\x32\x1c.trtmesh.v1.KvTransportOffer\x12\x17\n\x0flayers_per_part\x18\x10 \x01(\rB\x11\n\x0f_first_token_id\"h\n\x12\x46\x65tchBlocksRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x17\n\x0f\x62lock_positions\x18\x02 \x03(\r\x12\x15\n\rfirst_kv_head\x18\x03 \x01(\r\x12\x10\n\x08kv_heads\x18\x04 \x01(\r\"P\n\x13\x46\x65tchBlocksResponse\x12\x16\n\x0e\x62lock_position\x18\x01 \x01(\r\x12\x13\n\x0b\x62yte_offset\x18\x02 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\x9c\x01\n\tOpenFetch\x12.\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x1e.trtmesh.v1.FetchBlocksRequest\x12\x1a\n\x12\x63ompatibility_hash\x18\x02 \x01(\x0c\x12*\n\ttransport\x18\x03 \x01(\x0e\x32\x17.trtmesh.v1.KvTransport\x12\x17\n\x0ftransport_state\x18\x04 \x01(\x0c\"\x0f\n\rPartsReceived\"o\n\x0c\x46\x65tchRequest\x12%\n\x04open\x18\x01 \x01(\x0b\x32\x15.trtmesh.v1.OpenFetchH\x00\x12-\n\x08received\x18\x02 \x01(\x0b\x32\x19.trtmesh.v1.PartsReceivedH\x00\x42\t\n\x07request\"{\n\x06KvPart\x12\x0c\n\x04part\x18\x01 \x01(\r\x12\x1c\n\x14\x66irst_block_position\x18\x02 \x01(\r\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x04 \x01(\r\x12\x0e\n\x06layers\x18\x05 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\x07\"L\n\x0cKvCommitMark\x12\r\n\x05parts\x18\x01 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x02 \x01(\r\x12\x14\n\x0ctoken_digest\x18\x03 \x01(\x0c\"\x10\n\x0e\x46\x65tchConfirmed\"\xcd\x01\n\rFetchResponse\x12\"\n\x04part\x18\x01 \x01(\x0b\x32\x12.trtmesh.v1.KvPartH\x00\x12/\n\x04\x64\x61ta\x18\x02 \x01(\x0b\x32\x1f.trtmesh.v1.FetchBlocksResponseH\x00\x12*\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x18.trtmesh.v1.KvCommitMarkH\x00\x12/\n\tconfirmed\x18\x04 \x01(\x0b\x32\x1a.trtmesh.v1.FetchConfirmedH\x00\x42\n\n\x08response\"e\n\x14ReserveBlocksCommand\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x15\n\rexpires_in_ms\x18\x03 \x01(\r\x12\x14\n\x0c\x62lock_hashes\x18\x04 \x03(\x06\"Z\n\x13\x41ttachSenderCommand\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x31\n\ndescriptor\x18\x02 \x01(\x0b\x32\x1d.trtmesh.v1.HandoffDescriptor\"J\n\x0fHandOverCommand\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\x15\n\rexpires_in_ms\x18\x03 \x01(\r\">\n\x12RenewLeasesCommand\x12\x11\n\tlease_ids\x18\x01 \x03(\t\x12\x15\n\rexpires_in_ms\x18\x02 \x01(\r\"S\n\x0eHandoffOffered\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x31\n\ndescriptor\x18\x02 \x01(\x0b\x32\x1d.trtmesh.v1.HandoffDescriptor\"C\n\rHandoffFailed\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12 \n\x05\x65rror\x18\x02 \x01(\x0b\x32\x11.trtmesh.v1.Error\"\'\n\x13ReleaseLeaseCommand\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"\\\n\x0e\x42locksReserved\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12 \n\x05\x65rror\x18\x02 \x01(\x0b\x32\x11.trtmesh.v1.Error\x12\x16\n\x0epresent_tokens\x18\x03 \x01(\r\"\x87\x01\n\rHandoffCounts\x12\x0f\n\x07granted\x18\x01 \x01(\x04\x12\x10\n\x08\x63onsumed\x18\x02 \x01(\x04\x12\x10\n\x08released\x18\x03 \x01(\x04\x12\x0f\n\x07\x65xpired\x18\x04 \x01(\x04\x12\x0c\n\x04held\x18\x05 \x01(\r\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\x13\n\x0btransfer_ms\x18\x07 \x01(\x04*y\n\x0bKvTransport\x12\x1c\n\x18KV_TRANSPORT_UNSPECIFIED\x10\x00\x12\x15\n\x11KV_TRANSPORT_GRPC\x10\x01\x12\x1e\n\x1aKV_TRANSPORT_SHARED_MEMORY\x10\x02\x12\x15\n\x11KV_TRANSPORT_NIXL\x10\x03*O\n\x08KvLayout\x12\x19\n\x15KV_LAYOUT_UNSPECIFIED\x10\x00\x12(\n$KV_LAYOUT_LAYERS_KV_HEADS_TOKENS_DIM\x10\x01\x32\xac\x01\n\x11KvTransferService\x12U\n\x0b\x46\x65tchBlocks\x12\x1e.trtmesh.v1.FetchBlocksRequest\x1a\x1f.trtmesh.v1.FetchBlocksResponse\"\x03\x88\x02\x01\x30\x01\x12@\n\x05\x46\x65tch\x12\x18.trtmesh.v1.FetchRequest\x1a\x19.trtmesh.v1.FetchResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctrtmesh/v1/kv_transfer.proto\x12\ntrtmesh.v1\x1a\x1btrtmesh/v1/generation.proto\"M\n\x10KvTransportOffer\x12*\n\ttransport\x18\x01 \x01(\x0e\x32\x17.trtmesh.v1.KvTransport\x12\r\n\x05state\x18\x02 \x01(\x0c\"\xd7\x01\n\x0cKvBlockShape\x12$\n\x06layout\x18\x01 \x01(\x0e\x32\x14.trtmesh.v1.KvLayout\x12\'\n\tdata_type\x18\x02 \x01(\x0e\x32\x14.trtmesh.v1.DataType\x12\x13\n\x0b\x66irst_layer\x18\x03 \x01(\r\x12\x0e\n\x06layers\x18\x04 \x01(\r\x12\x15\n\rfirst_kv_head\x18\x05 \x01(\r\x12\x10\n\x08kv_heads\x18\x06 \x01(\r\x12\x18\n\x10tokens_per_block\x18\x07 \x01(\r\x12\x10\n\x08head_dim\x18\x08 \x01(\r\"\xd9\x03\n\x11HandoffDescriptor\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12\'\n\x05shape\x18\x04 \x01(\x0b\x32\x18.trtmesh.v1.KvBlockShape\x12\x11\n\tblock_ids\x18\x05 \x03(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x06 \x01(\r\x12\x1b\n\x0e\x66irst_token_id\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x15\n\rexpires_in_ms\x18\x08 \x01(\r\x12\x15\n\rbackend_state\x18\t \x01(\x0c\x12\x1b\n\x0ftransport_state\x18\n \x01(\x0c\x42\x02\x18\x01\x12\x18\n\x10protocol_version\x18\x0b \x01(\r\x12\x1a\n\x12\x63ompatibility_hash\x18\x0c \x01(\x0c\x12(\n\x06shards\x18\r \x03(\x0b\x32\x18.trtmesh.v1.KvBlockShape\x12\x16\n\x0e\x65mitted_tokens\x18\x0e \x01(\r\x12\x30\n\ntransports\x18\x0f \x03(\x0b\x32\x1c.trtmesh.v1.KvTransportOffer\x12\x17\n\x0flayers_per_part\x18\x10 \x01(\rB\x11\n\x0f_first_token_id\"h\n\x12\x46\x65tchBlocksRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x17\n\x0f\x62lock_positions\x18\x02 \x03(\r\x12\x15\n\rfirst_kv_head\x18\x03 \x01(\r\x12\x10\n\x08kv_heads\x18\x04 \x01(\r\"P\n\x13\x46\x65tchBlocksResponse\x12\x16\n\x0e\x62lock_position\x18\x01 \x01(\r\x12\x13\n\x0b\x62yte_offset\x18\x02 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\x9c\x01\n\tOpenFetch\x12.\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x1e.trtmesh.v1.FetchBlocksRequest\x12\x1a\n\x12\x63ompatibility_hash\x18\x02 \x01(\x0c\x12*\n\ttransport\x18\x03 \x01(\x0e\x32\x17.trtmesh.v1.KvTransport\x12\x17\n\x0ftransport_state\x18\x04 \x01(\x0c\"\x0f\n\rPartsReceived\"o\n\x0c\x46\x65tchRequest\x12%\n\x04open\x18\x01 \x01(\x0b\x32\x15.trtmesh.v1.OpenFetchH\x00\x12-\n\x08received\x18\x02 \x01(\x0b\x32\x19.trtmesh.v1.PartsReceivedH\x00\x42\t\n\x07request\"{\n\x06KvPart\x12\x0c\n\x04part\x18\x01 \x01(\r\x12\x1c\n\x14\x66irst_block_position\x18\x02 \x01(\r\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x04 \x01(\r\x12\x0e\n\x06layers\x18\x05 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\x07\"\x17\n\x07KvChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"L\n\x0cKvCommitMark\x12\r\n\x05parts\x18\x01 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x02 \x01(\r\x12\x14\n\x0ctoken_digest\x18\x03 \x01(\x0c\"\x10\n\x0e\x46\x65tchConfirmed\"\xf7\x01\n\rFetchResponse\x12\"\n\x04part\x18\x01 \x01(\x0b\x32\x12.trtmesh.v1.KvPartH\x00\x12\x33\n\x04\x64\x61ta\x18\x02 \x01(\x0b\x32\x1f.trtmesh.v1.FetchBlocksResponseB\x02\x18\x01H\x00\x12*\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x18.trtmesh.v1.KvCommitMarkH\x00\x12/\n\tconfirmed\x18\x04 \x01(\x0b\x32\x1a.trtmesh.v1.FetchConfirmedH\x00\x12$\n\x05\x63hunk\x18\x05 \x01(\x0b\x32\x13.trtmesh.v1.KvChunkH\x00\x42\n\n\x08response\"e\n\x14ReserveBlocksCommand\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x15\n\rexpires_in_ms\x18\x03 \x01(\r\x12\x14\n\x0c\x62lock_hashes\x18\x04 \x03(\x06\"\x87\x01\n\x13\x41ttachSenderCommand\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x31\n\ndescriptor\x18\x02 \x01(\x0b\x32\x1d.trtmesh.v1.HandoffDescriptor\x12\x12\n\nadapter_id\x18\x03 \x01(\x04\x12\x17\n\x0f\x61\x64\x61pter_version\x18\x04 \x01(\t\"J\n\x0fHandOverCommand\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\x15\n\rexpires_in_ms\x18\x03 \x01(\r\">\n\x12RenewLeasesCommand\x12\x11\n\tlease_ids\x18\x01 \x03(\t\x12\x15\n\rexpires_in_ms\x18\x02 \x01(\r\"S\n\x0eHandoffOffered\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x31\n\ndescriptor\x18\x02 \x01(\x0b\x32\x1d.trtmesh.v1.HandoffDescriptor\"C\n\rHandoffFailed\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12 \n\x05\x65rror\x18\x02 \x01(\x0b\x32\x11.trtmesh.v1.Error\"\'\n\x13ReleaseLeaseCommand\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"\\\n\x0e\x42locksReserved\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12 \n\x05\x65rror\x18\x02 \x01(\x0b\x32\x11.trtmesh.v1.Error\x12\x16\n\x0epresent_tokens\x18\x03 \x01(\r\"\x87\x01\n\rHandoffCounts\x12\x0f\n\x07granted\x18\x01 \x01(\x04\x12\x10\n\x08\x63onsumed\x18\x02 \x01(\x04\x12\x10\n\x08released\x18\x03 \x01(\x04\x12\x0f\n\x07\x65xpired\x18\x04 \x01(\x04\x12\x0c\n\x04held\x18\x05 \x01(\r\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\x13\n\x0btransfer_ms\x18\x07 \x01(\x04*y\n\x0bKvTransport\x12\x1c\n\x18KV_TRANSPORT_UNSPECIFIED\x10\x00\x12\x15\n\x11KV_TRANSPORT_GRPC\x10\x01\x12\x1e\n\x1aKV_TRANSPORT_SHARED_MEMORY\x10\x02\x12\x15\n\x11KV_TRANSPORT_NIXL\x10\x03*O\n\x08KvLayout\x12\x19\n\x15KV_LAYOUT_UNSPECIFIED\x10\x00\x12(\n$KV_LAYOUT_LAYERS_KV_HEADS_TOKENS_DIM\x10\x01\x32\xac\x01\n\x11KvTransferService\x12U\n\x0b\x46\x65tchBlocks\x12\x1e.trtmesh.v1.FetchBlocksRequest\x1a\x1f.trtmesh.v1.FetchBlocksResponse\"\x03\x88\x02\x01\x30\x01\x12@\n\x05\x46\x65tch\x12\x18.trtmesh.v1.FetchRequest\x1a\x19.trtmesh.v1.FetchResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,12 +34,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_HANDOFFDESCRIPTOR'].fields_by_name['transport_state']._loaded_options = None
   _globals['_HANDOFFDESCRIPTOR'].fields_by_name['transport_state']._serialized_options = b'\030\001'
+  _globals['_FETCHRESPONSE'].fields_by_name['data']._loaded_options = None
+  _globals['_FETCHRESPONSE'].fields_by_name['data']._serialized_options = b'\030\001'
   _globals['_KVTRANSFERSERVICE'].methods_by_name['FetchBlocks']._loaded_options = None
   _globals['_KVTRANSFERSERVICE'].methods_by_name['FetchBlocks']._serialized_options = b'\210\002\001'
-  _globals['_KVTRANSPORT']._serialized_start=2514
-  _globals['_KVTRANSPORT']._serialized_end=2635
-  _globals['_KVLAYOUT']._serialized_start=2637
-  _globals['_KVLAYOUT']._serialized_end=2716
+  _globals['_KVTRANSPORT']._serialized_start=2627
+  _globals['_KVTRANSPORT']._serialized_end=2748
+  _globals['_KVLAYOUT']._serialized_start=2750
+  _globals['_KVLAYOUT']._serialized_end=2829
   _globals['_KVTRANSPORTOFFER']._serialized_start=73
   _globals['_KVTRANSPORTOFFER']._serialized_end=150
   _globals['_KVBLOCKSHAPE']._serialized_start=153
@@ -58,30 +60,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FETCHREQUEST']._serialized_end=1321
   _globals['_KVPART']._serialized_start=1323
   _globals['_KVPART']._serialized_end=1446
-  _globals['_KVCOMMITMARK']._serialized_start=1448
-  _globals['_KVCOMMITMARK']._serialized_end=1524
-  _globals['_FETCHCONFIRMED']._serialized_start=1526
-  _globals['_FETCHCONFIRMED']._serialized_end=1542
-  _globals['_FETCHRESPONSE']._serialized_start=1545
-  _globals['_FETCHRESPONSE']._serialized_end=1750
-  _globals['_RESERVEBLOCKSCOMMAND']._serialized_start=1752
-  _globals['_RESERVEBLOCKSCOMMAND']._serialized_end=1853
-  _globals['_ATTACHSENDERCOMMAND']._serialized_start=1855
-  _globals['_ATTACHSENDERCOMMAND']._serialized_end=1945
-  _globals['_HANDOVERCOMMAND']._serialized_start=1947
-  _globals['_HANDOVERCOMMAND']._serialized_end=2021
-  _globals['_RENEWLEASESCOMMAND']._serialized_start=2023
-  _globals['_RENEWLEASESCOMMAND']._serialized_end=2085
-  _globals['_HANDOFFOFFERED']._serialized_start=2087
-  _globals['_HANDOFFOFFERED']._serialized_end=2170
-  _globals['_HANDOFFFAILED']._serialized_start=2172
-  _globals['_HANDOFFFAILED']._serialized_end=2239
-  _globals['_RELEASELEASECOMMAND']._serialized_start=2241
-  _globals['_RELEASELEASECOMMAND']._serialized_end=2280
-  _globals['_BLOCKSRESERVED']._serialized_start=2282
-  _globals['_BLOCKSRESERVED']._serialized_end=2374
-  _globals['_HANDOFFCOUNTS']._serialized_start=2377
-  _globals['_HANDOFFCOUNTS']._serialized_end=2512
-  _globals['_KVTRANSFERSERVICE']._serialized_start=2719
-  _globals['_KVTRANSFERSERVICE']._serialized_end=2891
+  _globals['_KVCHUNK']._serialized_start=1448
+  _globals['_KVCHUNK']._serialized_end=1471
+  _globals['_KVCOMMITMARK']._serialized_start=1473
+  _globals['_KVCOMMITMARK']._serialized_end=1549
+  _globals['_FETCHCONFIRMED']._serialized_start=1551
+  _globals['_FETCHCONFIRMED']._serialized_end=1567
+  _globals['_FETCHRESPONSE']._serialized_start=1570
+  _globals['_FETCHRESPONSE']._serialized_end=1817
+  _globals['_RESERVEBLOCKSCOMMAND']._serialized_start=1819
+  _globals['_RESERVEBLOCKSCOMMAND']._serialized_end=1920
+  _globals['_ATTACHSENDERCOMMAND']._serialized_start=1923
+  _globals['_ATTACHSENDERCOMMAND']._serialized_end=2058
+  _globals['_HANDOVERCOMMAND']._serialized_start=2060
+  _globals['_HANDOVERCOMMAND']._serialized_end=2134
+  _globals['_RENEWLEASESCOMMAND']._serialized_start=2136
+  _globals['_RENEWLEASESCOMMAND']._serialized_end=2198
+  _globals['_HANDOFFOFFERED']._serialized_start=2200
+  _globals['_HANDOFFOFFERED']._serialized_end=2283
+  _globals['_HANDOFFFAILED']._serialized_start=2285
+  _globals['_HANDOFFFAILED']._serialized_end=2352
+  _globals['_RELEASELEASECOMMAND']._serialized_start=2354
+  _globals['_RELEASELEASECOMMAND']._serialized_end=2393
+  _globals['_BLOCKSRESERVED']._serialized_start=2395
+  _globals['_BLOCKSRESERVED']._serialized_end=2487
+  _globals['_HANDOFFCOUNTS']._serialized_start=2490
+  _globals['_HANDOFFCOUNTS']._serialized_end=2625
+  _globals['_KVTRANSFERSERVICE']._serialized_start=2832
+  _globals['_KVTRANSFERSERVICE']._serialized_end=3004
 # @@protoc_insertion_point(module_scope)

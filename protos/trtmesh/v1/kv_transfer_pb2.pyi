@@ -177,20 +177,20 @@ class HandoffDescriptor(google.protobuf.message.Message):
     protocol_version: builtins.int
     """Version of the handoff protocol; a receiver refuses all but its own."""
     compatibility_hash: builtins.bytes
-    """Hash of everything that no conversion bridges: model and tokenizer fingerprint, number of layers, KV heads and head
-    size, adapter version. A receiver with another hash reads nothing else of the descriptor.
+    """Hash of everything that must be equal: model and tokenizer fingerprint, number of layers, KV heads and head size,
+    adapter version. A receiver with another hash reads nothing else of the descriptor.
     """
     emitted_tokens: builtins.int
     """Generated tokens so far: the position of the next draw, after `first_token_id`."""
     layers_per_part: builtins.int
-    """Layers of a part; the last part of a run of blocks may have fewer."""
+    """Layers of a part; the last part of a run of blocks may have fewer. 0 means unknown: each part states its layers."""
     @property
     def shape(self) -> Global___KvBlockShape:
         """Shape of the blocks."""
 
     @property
     def block_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Blocks of the prompt in order, by number in the holder's pool."""
+        """Blocks of the prompt in order, by number in the holder's pool; 0 where no further token sees a block."""
 
     @property
     def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___KvBlockShape]:
@@ -382,7 +382,7 @@ class KvPart(google.protobuf.message.Message):
     layers: builtins.int
     """Number of its layers."""
     checksum: builtins.int
-    """CRC-32 of its bytes, in the order of blocks, layers and heads."""
+    """CRC-32 of its bytes as KvChunk orders them; 0 means that the sender computed none."""
     def __init__(
         self,
         *,
@@ -396,6 +396,26 @@ class KvPart(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "checksum", b"checksum", "first_block_position", b"first_block_position", "first_layer", b"first_layer", "layers", b"layers", "part", b"part"]) -> None: ...
 
 Global___KvPart: typing_extensions.TypeAlias = KvPart
+
+@typing.final
+class KvChunk(google.protobuf.message.Message):
+    """Bytes of a part. A part is one run of bytes over its chunks: for each pool of the sender in the order of `shards`, for
+    each wanted block of the part, the part's layers and the wanted heads of the pool.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: builtins.int
+    data: builtins.bytes
+    """At most 1 MiB."""
+    def __init__(
+        self,
+        *,
+        data: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data"]) -> None: ...
+
+Global___KvChunk: typing_extensions.TypeAlias = KvChunk
 
 @typing.final
 class KvCommitMark(google.protobuf.message.Message):
@@ -447,13 +467,14 @@ class FetchResponse(google.protobuf.message.Message):
     DATA_FIELD_NUMBER: builtins.int
     COMMIT_FIELD_NUMBER: builtins.int
     CONFIRMED_FIELD_NUMBER: builtins.int
+    CHUNK_FIELD_NUMBER: builtins.int
     @property
     def part(self) -> Global___KvPart:
         """A part is final; with KV_TRANSPORT_GRPC its data follows."""
 
     @property
     def data(self) -> Global___FetchBlocksResponse:
-        """Data of the last part."""
+        """Unused: see `chunk`."""
 
     @property
     def commit(self) -> Global___KvCommitMark:
@@ -463,6 +484,10 @@ class FetchResponse(google.protobuf.message.Message):
     def confirmed(self) -> Global___FetchConfirmed:
         """The last message."""
 
+    @property
+    def chunk(self) -> Global___KvChunk:
+        """With KV_TRANSPORT_GRPC, the next bytes of the last part."""
+
     def __init__(
         self,
         *,
@@ -470,10 +495,11 @@ class FetchResponse(google.protobuf.message.Message):
         data: Global___FetchBlocksResponse | None = ...,
         commit: Global___KvCommitMark | None = ...,
         confirmed: Global___FetchConfirmed | None = ...,
+        chunk: Global___KvChunk | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["commit", b"commit", "confirmed", b"confirmed", "data", b"data", "part", b"part", "response", b"response"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["commit", b"commit", "confirmed", b"confirmed", "data", b"data", "part", b"part", "response", b"response"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["response", b"response"]) -> typing.Literal["part", "data", "commit", "confirmed"] | None: ...
+    def HasField(self, field_name: typing.Literal["chunk", b"chunk", "commit", b"commit", "confirmed", b"confirmed", "data", b"data", "part", b"part", "response", b"response"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "commit", b"commit", "confirmed", b"confirmed", "data", b"data", "part", b"part", "response", b"response"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["response", b"response"]) -> typing.Literal["part", "data", "commit", "confirmed", "chunk"] | None: ...
 
 Global___FetchResponse: typing_extensions.TypeAlias = FetchResponse
 
@@ -517,8 +543,14 @@ class AttachSenderCommand(google.protobuf.message.Message):
 
     LEASE_ID_FIELD_NUMBER: builtins.int
     DESCRIPTOR_FIELD_NUMBER: builtins.int
+    ADAPTER_ID_FIELD_NUMBER: builtins.int
+    ADAPTER_VERSION_FIELD_NUMBER: builtins.int
     lease_id: builtins.str
     """Lease of the reservation."""
+    adapter_id: builtins.int
+    """Adapter of the item, which the compatibility hash covers; 0 means none."""
+    adapter_version: builtins.str
+    """Version of the adapter, as in AdapterState."""
     @property
     def descriptor(self) -> Global___HandoffDescriptor:
         """The sender's descriptor."""
@@ -528,9 +560,11 @@ class AttachSenderCommand(google.protobuf.message.Message):
         *,
         lease_id: builtins.str = ...,
         descriptor: Global___HandoffDescriptor | None = ...,
+        adapter_id: builtins.int = ...,
+        adapter_version: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["descriptor", b"descriptor"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["descriptor", b"descriptor", "lease_id", b"lease_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter_id", b"adapter_id", "adapter_version", b"adapter_version", "descriptor", b"descriptor", "lease_id", b"lease_id"]) -> None: ...
 
 Global___AttachSenderCommand: typing_extensions.TypeAlias = AttachSenderCommand
 

@@ -274,14 +274,22 @@ class AddWorkerRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ADDRESS_FIELD_NUMBER: builtins.int
+    WAIT_MS_FIELD_NUMBER: builtins.int
     address: builtins.str
     """Its address, host:port."""
+    wait_ms: builtins.int
+    """How long to wait for an answer of the worker, in milliseconds; without one the call fails and the worker is removed
+    again. 0 adds it without waiting. Unset means 5,000.
+    """
     def __init__(
         self,
         *,
         address: builtins.str = ...,
+        wait_ms: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_wait_ms", b"_wait_ms", "wait_ms", b"wait_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_wait_ms", b"_wait_ms", "address", b"address", "wait_ms", b"wait_ms"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_wait_ms", b"_wait_ms"]) -> typing.Literal["wait_ms"] | None: ...
 
 Global___AddWorkerRequest: typing_extensions.TypeAlias = AddWorkerRequest
 
@@ -518,7 +526,7 @@ class Handoff(google.protobuf.message.Message):
     AGE_MS_FIELD_NUMBER: builtins.int
     EXPIRES_IN_MS_FIELD_NUMBER: builtins.int
     lease_id: builtins.str
-    """Lease of the receiver's blocks; the sender's lease has the same id."""
+    """Lease of the sender's blocks, and of the receiver's unless the item was parked."""
     request_id: builtins.str
     """Name of the request."""
     batch_index: builtins.int
@@ -532,7 +540,7 @@ class Handoff(google.protobuf.message.Message):
     stage: builtins.str
     """Stage: reserving, prefilling, transferring or parked."""
     cause: builtins.str
-    """Cause: disaggregated, drain, role or paused."""
+    """Cause: disaggregated, drain, role, paused, context_only or generation_only."""
     tokens: builtins.int
     """Tokens to hand over."""
     present_tokens: builtins.int
@@ -590,7 +598,7 @@ class ListRequestsRequest(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     LIMIT_FIELD_NUMBER: builtins.int
     request_id: builtins.str
-    """Name of one request; empty means all."""
+    """Name of one request; empty means all. Requests of several owners may have one name."""
     limit: builtins.int
     """Most requests to return, oldest first; 0 means all."""
     def __init__(
@@ -694,6 +702,7 @@ class LiveRequest(google.protobuf.message.Message):
     WAITING_TOKENS_FIELD_NUMBER: builtins.int
     UNREAD_MS_FIELD_NUMBER: builtins.int
     REMAINING_MS_FIELD_NUMBER: builtins.int
+    OWNER_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Name of the request."""
     model: builtins.str
@@ -706,6 +715,8 @@ class LiveRequest(google.protobuf.message.Message):
     """Time since the client's last read while data is unread, in milliseconds."""
     remaining_ms: builtins.int
     """Time until the client's deadline in milliseconds; unset without a deadline."""
+    owner: builtins.str
+    """Its owner: the name of an API key, `certificate:NAME`, `unlisted:DIGEST` or `anonymous`."""
     @property
     def items(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LiveItem]:
         """Its items."""
@@ -720,9 +731,10 @@ class LiveRequest(google.protobuf.message.Message):
         waiting_tokens: builtins.int = ...,
         unread_ms: builtins.int = ...,
         remaining_ms: builtins.int | None = ...,
+        owner: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_remaining_ms", b"_remaining_ms", "remaining_ms", b"remaining_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_remaining_ms", b"_remaining_ms", "age_ms", b"age_ms", "items", b"items", "model", b"model", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "unread_ms", b"unread_ms", "waiting_tokens", b"waiting_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_remaining_ms", b"_remaining_ms", "age_ms", b"age_ms", "items", b"items", "model", b"model", "owner", b"owner", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "unread_ms", b"unread_ms", "waiting_tokens", b"waiting_tokens"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_remaining_ms", b"_remaining_ms"]) -> typing.Literal["remaining_ms"] | None: ...
 
 Global___LiveRequest: typing_extensions.TypeAlias = LiveRequest
@@ -758,6 +770,9 @@ class StopRequestRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     STOP_FIELD_NUMBER: builtins.int
+    OWNER_FIELD_NUMBER: builtins.int
+    owner: builtins.str
+    """Owner of the request; needed only if requests of several owners have its name."""
     @property
     def stop(self) -> trtmesh.v1.router_pb2.StopRequest:
         """The request or items to stop."""
@@ -766,9 +781,10 @@ class StopRequestRequest(google.protobuf.message.Message):
         self,
         *,
         stop: trtmesh.v1.router_pb2.StopRequest | None = ...,
+        owner: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["stop", b"stop"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["stop", b"stop"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["owner", b"owner", "stop", b"stop"]) -> None: ...
 
 Global___StopRequestRequest: typing_extensions.TypeAlias = StopRequestRequest
 
@@ -1308,14 +1324,18 @@ class ExplainRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: builtins.int
+    OWNER_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Name of the request."""
+    owner: builtins.str
+    """Owner of the request; needed only if requests of several owners have its name."""
     def __init__(
         self,
         *,
         request_id: builtins.str = ...,
+        owner: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["request_id", b"request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["owner", b"owner", "request_id", b"request_id"]) -> None: ...
 
 Global___ExplainRequest: typing_extensions.TypeAlias = ExplainRequest
 
@@ -1423,9 +1443,9 @@ class Placement(google.protobuf.message.Message):
     split_reason: builtins.str
     """Why the item was or was not split between two workers; empty where no worker has a role."""
     split_seconds: builtins.float
-    """Predicted time to the first decode step with the split; 0 means none was possible."""
+    """Predicted cost with two workers, of the same terms as `whole_seconds`; 0 means none was possible or considered."""
     whole_seconds: builtins.float
-    """Predicted time to the first decode step without."""
+    """Predicted cost with one worker: time to the first decode step, time that other sequences lose, and decode."""
     @property
     def candidates(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PlacementCandidate]:
         """All workers: considered ones before excluded ones, best first."""

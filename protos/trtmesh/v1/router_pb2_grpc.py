@@ -27,8 +27,9 @@ if _version_not_supported:
 
 class MeshServiceStub(object):
     """Generates text from prompts on a mesh of workers.
-    Request metadata: `x-request-id`, used if GenerateRequest.request_id is empty; `x-api-key` or the bearer token of
-    `authorization`, for rate limits.
+    Request metadata: `x-request-id`, used if GenerateRequest.request_id is empty; the API key in `x-api-key` or as
+    the bearer token of `authorization`. A request belongs to its key: no other key stops or resumes it, and requests of
+    two keys may have the same id.
     Trailing metadata of a failed call: `trtmesh-error-reason` from the error table; `trtmesh-retry-after-ms` if a
     retry may help.
     """
@@ -58,8 +59,9 @@ class MeshServiceStub(object):
 
 class MeshServiceServicer(object):
     """Generates text from prompts on a mesh of workers.
-    Request metadata: `x-request-id`, used if GenerateRequest.request_id is empty; `x-api-key` or the bearer token of
-    `authorization`, for rate limits.
+    Request metadata: `x-request-id`, used if GenerateRequest.request_id is empty; the API key in `x-api-key` or as
+    the bearer token of `authorization`. A request belongs to its key: no other key stops or resumes it, and requests of
+    two keys may have the same id.
     Trailing metadata of a failed call: `trtmesh-error-reason` from the error table; `trtmesh-retry-after-ms` if a
     retry may help.
     """
@@ -68,7 +70,8 @@ class MeshServiceServicer(object):
         """Generates from one or many prompts. Every prompt is an item: items are admitted, placed, stopped and finished
         independently, and a failing item never ends its siblings. The stream ends after one terminal event
         (`item_finished` or `item_failed`) of every item. Only before the first event, the call fails as a whole, with
-        INVALID_ARGUMENT (if no item is valid), NOT_FOUND, UNIMPLEMENTED or ALREADY_EXISTS (a live request has the same id).
+        INVALID_ARGUMENT (if no item is valid), NOT_FOUND, UNIMPLEMENTED or ALREADY_EXISTS (a live request of the same key
+        has the id).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -76,7 +79,7 @@ class MeshServiceServicer(object):
 
     def Stop(self, request, context):
         """Stops a request, or some of its items. They end with FINISH_REASON_STOPPED and keep their tokens. An unknown or
-        finished request is not an error.
+        finished request, or another key's, is not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -85,9 +88,8 @@ class MeshServiceServicer(object):
     def Resume(self, request, context):
         """Continues the request of a lost router after the received tokens. Sends `accepted` and `item_started` again, but no
         received tokens and ends; only `accepted` if all items are finished. If the request is still live on this router,
-        its old stream ends when the new stream is admitted; another API key than the live request's fails with
-        ALREADY_EXISTS. Fails with INVALID_ARGUMENT if the same draws cannot continue, such as for sampled tokens
-        without their seed.
+        its old stream ends when the new stream is admitted. Fails with INVALID_ARGUMENT if the same draws cannot continue,
+        such as for sampled tokens without their seed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -121,8 +123,9 @@ def add_MeshServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class MeshService(object):
     """Generates text from prompts on a mesh of workers.
-    Request metadata: `x-request-id`, used if GenerateRequest.request_id is empty; `x-api-key` or the bearer token of
-    `authorization`, for rate limits.
+    Request metadata: `x-request-id`, used if GenerateRequest.request_id is empty; the API key in `x-api-key` or as
+    the bearer token of `authorization`. A request belongs to its key: no other key stops or resumes it, and requests of
+    two keys may have the same id.
     Trailing metadata of a failed call: `trtmesh-error-reason` from the error table; `trtmesh-retry-after-ms` if a
     retry may help.
     """

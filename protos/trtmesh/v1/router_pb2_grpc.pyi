@@ -75,8 +75,9 @@ _MeshServiceResumeType = typing_extensions.TypeVar(
 
 class MeshServiceStub(typing.Generic[_MeshServiceGenerateType, _MeshServiceStopType, _MeshServiceResumeType]):
     """Generates text from prompts on a mesh of workers.
-    Request metadata: `x-request-id`, used if GenerateRequest.request_id is empty; `x-api-key` or the bearer token of
-    `authorization`, for rate limits.
+    Request metadata: `x-request-id`, used if GenerateRequest.request_id is empty; the API key in `x-api-key` or as
+    the bearer token of `authorization`. A request belongs to its key: no other key stops or resumes it, and requests of
+    two keys may have the same id.
     Trailing metadata of a failed call: `trtmesh-error-reason` from the error table; `trtmesh-retry-after-ms` if a
     retry may help.
     """
@@ -117,20 +118,20 @@ class MeshServiceStub(typing.Generic[_MeshServiceGenerateType, _MeshServiceStopT
     """Generates from one or many prompts. Every prompt is an item: items are admitted, placed, stopped and finished
     independently, and a failing item never ends its siblings. The stream ends after one terminal event
     (`item_finished` or `item_failed`) of every item. Only before the first event, the call fails as a whole, with
-    INVALID_ARGUMENT (if no item is valid), NOT_FOUND, UNIMPLEMENTED or ALREADY_EXISTS (a live request has the same id).
+    INVALID_ARGUMENT (if no item is valid), NOT_FOUND, UNIMPLEMENTED or ALREADY_EXISTS (a live request of the same key
+    has the id).
     """
 
     Stop: _MeshServiceStopType
     """Stops a request, or some of its items. They end with FINISH_REASON_STOPPED and keep their tokens. An unknown or
-    finished request is not an error.
+    finished request, or another key's, is not an error.
     """
 
     Resume: _MeshServiceResumeType
     """Continues the request of a lost router after the received tokens. Sends `accepted` and `item_started` again, but no
     received tokens and ends; only `accepted` if all items are finished. If the request is still live on this router,
-    its old stream ends when the new stream is admitted; another API key than the live request's fails with
-    ALREADY_EXISTS. Fails with INVALID_ARGUMENT if the same draws cannot continue, such as for sampled tokens
-    without their seed.
+    its old stream ends when the new stream is admitted. Fails with INVALID_ARGUMENT if the same draws cannot continue,
+    such as for sampled tokens without their seed.
     """
 
 MeshServiceAsyncStub: typing_extensions.TypeAlias = MeshServiceStub[
@@ -150,8 +151,9 @@ MeshServiceAsyncStub: typing_extensions.TypeAlias = MeshServiceStub[
 
 class MeshServiceServicer(metaclass=abc.ABCMeta):
     """Generates text from prompts on a mesh of workers.
-    Request metadata: `x-request-id`, used if GenerateRequest.request_id is empty; `x-api-key` or the bearer token of
-    `authorization`, for rate limits.
+    Request metadata: `x-request-id`, used if GenerateRequest.request_id is empty; the API key in `x-api-key` or as
+    the bearer token of `authorization`. A request belongs to its key: no other key stops or resumes it, and requests of
+    two keys may have the same id.
     Trailing metadata of a failed call: `trtmesh-error-reason` from the error table; `trtmesh-retry-after-ms` if a
     retry may help.
     """
@@ -165,7 +167,8 @@ class MeshServiceServicer(metaclass=abc.ABCMeta):
         """Generates from one or many prompts. Every prompt is an item: items are admitted, placed, stopped and finished
         independently, and a failing item never ends its siblings. The stream ends after one terminal event
         (`item_finished` or `item_failed`) of every item. Only before the first event, the call fails as a whole, with
-        INVALID_ARGUMENT (if no item is valid), NOT_FOUND, UNIMPLEMENTED or ALREADY_EXISTS (a live request has the same id).
+        INVALID_ARGUMENT (if no item is valid), NOT_FOUND, UNIMPLEMENTED or ALREADY_EXISTS (a live request of the same key
+        has the id).
         """
 
     @abc.abstractmethod
@@ -175,7 +178,7 @@ class MeshServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[trtmesh.v1.router_pb2.StopResponse, collections.abc.Awaitable[trtmesh.v1.router_pb2.StopResponse]]:
         """Stops a request, or some of its items. They end with FINISH_REASON_STOPPED and keep their tokens. An unknown or
-        finished request is not an error.
+        finished request, or another key's, is not an error.
         """
 
     @abc.abstractmethod
@@ -186,9 +189,8 @@ class MeshServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[trtmesh.v1.router_pb2.ResumeResponse], collections.abc.AsyncIterator[trtmesh.v1.router_pb2.ResumeResponse]]:
         """Continues the request of a lost router after the received tokens. Sends `accepted` and `item_started` again, but no
         received tokens and ends; only `accepted` if all items are finished. If the request is still live on this router,
-        its old stream ends when the new stream is admitted; another API key than the live request's fails with
-        ALREADY_EXISTS. Fails with INVALID_ARGUMENT if the same draws cannot continue, such as for sampled tokens
-        without their seed.
+        its old stream ends when the new stream is admitted. Fails with INVALID_ARGUMENT if the same draws cannot continue,
+        such as for sampled tokens without their seed.
         """
 
 def add_MeshServiceServicer_to_server(servicer: MeshServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
