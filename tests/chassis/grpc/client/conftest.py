@@ -63,7 +63,7 @@ FAILED_HANDSHAKES = {
     "another frame": (frame(FrameType.PING, 0, 0, bytes(8)), "first frame is not SETTINGS"),
     "invalid SETTINGS": (
         frame(FrameType.SETTINGS, 0, 0, b"\0"),
-        "SETTINGS on a stream or with an invalid length",
+        "SETTINGS has an invalid length",
     ),
     "INITIAL_WINDOW_SIZE too large": (
         settings({Setting.INITIAL_WINDOW_SIZE: 2**31}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import grpc
 import pytest
@@ -18,7 +19,7 @@ from chassis.grpc.client.scripted_server import (
     method,
 )
 from chassis.grpc.server.conftest import MOST_BYTES
-from chassis.grpc.server.wire import Breach, message
+from chassis.grpc.server.wire import Breach, Wire, message
 from trtmesh.chassis.errors import Unavailable
 from trtmesh.chassis.grpc.client import connected
 from trtmesh.chassis.http2.frames import (
@@ -163,6 +164,26 @@ async def test_invalid_response_ends_only_its_call(
         if frames[3] != FrameType.RST_STREAM:
             # Without END_STREAM from the client, the stream would stay open.
             assert (await wire.error())[0] == 1
+        await echo(connection, wire, 3)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda wire: headers(wire, 1, HEAD | OK, END_STREAM),
+        lambda _: rst_stream(1, ErrorCode.INTERNAL_ERROR),
+        lambda wire: headers(wire, 1, HEAD) + frame(FrameType.DATA, END_STREAM, 1),
+    ],
+)
+async def test_data_after_the_servers_end_is_a_stream_error(
+    peer: Peer, end: Callable[[Wire], bytes]
+) -> None:
+    async with called(peer, "Echo") as (connection, wire, call):
+        call.half_close()
+        wire.send(end(wire), wire.data(1, b"late", 0))
+        while (found := await wire.error()) == (1, ErrorCode.NO_ERROR):
+            pass
+        assert found == (1, ErrorCode.STREAM_CLOSED)
         await echo(connection, wire, 3)
 
 

@@ -143,7 +143,7 @@ async def test_socket_has_a_tcp_user_timeout(peer: Peer) -> None:
     async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS) as connection:
         endpoint = connection._transport.get_extra_info("socket")
         milliseconds = endpoint.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
-        assert milliseconds == http2_connection.PING_TIMEOUT_SECONDS * 1000
+        assert milliseconds == http2_connection.PAUSE_SECONDS * 1000
 
 
 async def test_keepalive_aborts_a_silent_server(

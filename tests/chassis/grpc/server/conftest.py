@@ -59,6 +59,10 @@ class Example:
         await context.abort(grpc.StatusCode.DATA_LOSS, request.decode(), trailing)
         raise AssertionError("abort raises")
 
+    async def refuse(self, request: bytes, context: Any) -> None:
+        """Blames the client."""
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no such request")
+
     async def wait(self, request: bytes, context: Any) -> bytes:
         self.waiting.set()
         try:
@@ -131,6 +135,7 @@ async def serving(example: Example) -> AsyncIterator[Example]:
     handlers: dict[str, Any] = {
         "Echo": one(example.echo),
         "Fail": one(example.fail),
+        "Refuse": one(example.refuse),
         "Wait": one(example.wait),
         "Tidy": one(example.tidy),
         "WriteLate": grpc.unary_stream_rpc_method_handler(example.write_late),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Sequence
 
 import pytest
 from chassis.grpc.server.conftest import MOST_BYTES, Example
@@ -32,6 +31,14 @@ ENDS_CALL: dict[str, tuple[Breach, ErrorCode]] = {
         ErrorCode.FLOW_CONTROL_ERROR,
     ),
     "trailers without END_STREAM": (lambda wire: wire.call(OPEN), ErrorCode.PROTOCOL_ERROR),
+    "trailers with a pseudo-header": (
+        lambda wire: wire.call(OPEN, flags=END_STREAM),
+        ErrorCode.PROTOCOL_ERROR,
+    ),
+    "HEADERS after END_STREAM": (
+        lambda wire: wire.data(OPEN, b"", END_STREAM) + wire.call(OPEN, flags=END_STREAM),
+        ErrorCode.STREAM_CLOSED,
+    ),
     "DATA after END_STREAM": (
         lambda wire: wire.data(OPEN, b"", END_STREAM) * 2,
         ErrorCode.STREAM_CLOSED,
@@ -54,7 +61,10 @@ async def test_stream_error_resets_only_its_stream(example: Example, breach: str
 
 MALFORMED: dict[str, dict[str, str | None]] = {
     "no path": {":path": None},
+    "empty path": {":path": ""},
     "no scheme": {":scheme": None},
+    "te is not trailers": {"te": "gzip"},
+    "content-length is no number": {"content-length": "-1"},
     "pseudo-header of responses": {":status": "200"},
     "late pseudo-header": {"x": "1", ":other": "1"},
     "upper-case name": {"Name": "1"},
@@ -91,6 +101,52 @@ async def test_request_without_grpc_gets_an_http_status(
         wire.send(wire.call(1, flags=END_STREAM, changes=changes))
         assert await wire.answer(1) == (b"", {":status": status})
         await wire.echoes(3)
+
+
+@pytest.mark.parametrize("length", [0, 6, 7, 11, 13])
+async def test_wrong_content_length_resets_the_stream(example: Example, length: int) -> None:
+    """The request has 12 bytes in two frames."""
+    async with wired(example) as wire:
+        wire.send(wire.call(1, "Join", changes={"content-length": str(length)}))
+        wire.send(frame(FrameType.DATA, PADDED, 1, b"\2" + message(b"ab") + bytes(2)))
+        wire.send(wire.data(1, b""))
+        assert await wire.error() == (1, ErrorCode.PROTOCOL_ERROR)
+        await wire.echoes(3)
+
+
+async def test_content_beyond_its_length_is_not_read(example: Example) -> None:
+    """Read, it would be the beginning of a message that is too large."""
+    async with wired(example) as wire:
+        wire.send(wire.call(1, "Join", changes={"content-length": "4"}))
+        wire.send(frame(FrameType.DATA, 0, 1, b"\0\xff\xff\xff\xff"))
+        assert await wire.error() == (1, ErrorCode.PROTOCOL_ERROR)
+        await wire.echoes(3)
+
+
+async def test_content_length_without_content_resets_the_stream(example: Example) -> None:
+    async with wired(example) as wire:
+        wire.send(wire.call(1, flags=END_STREAM, changes={"content-length": "7"}))
+        assert await wire.error() == (1, ErrorCode.PROTOCOL_ERROR)
+        await wire.echoes(3)
+
+
+async def test_right_content_length_is_accepted(example: Example) -> None:
+    async with wired(example) as wire:
+        wire.send(wire.call(1, changes={"content-length": "7"}), wire.data(1, b"ab"))
+        assert (await wire.answer(1))[0] == message(b"ab")
+
+
+async def test_data_after_a_reset_is_an_error_while_the_handler_cleans_up(
+    example: Example,
+) -> None:
+    async with wired(example) as wire:
+        wire.send(wire.call(1, "Tidy"), wire.data(1, b"", 0))
+        await example.waiting.wait()
+        wire.send(rst_stream(1, ErrorCode.CANCEL), frame(FrameType.DATA, 0, 1, b"late"))
+        assert await wire.error() == (1, ErrorCode.STREAM_CLOSED)
+        await wire.echoes(3)
+        example.may_end.set()
+        await example.tidied.wait()
 
 
 async def test_headers_and_messages_span_frames(example: Example) -> None:
@@ -135,7 +191,7 @@ async def test_invalid_message_ends_its_call(
 
 async def test_oversized_metadata_ends_only_its_call(example: Example) -> None:
     async with wired(example) as wire:
-        block = wire.block("Echo", {"much": "x" * 20_000})
+        block = wire.block("Echo", {"much": "e" * 24_000})
         for start in range(0, len(block), 9000):
             kind = FrameType.CONTINUATION if start else FrameType.HEADERS
             flags = END_HEADERS if start + 9000 >= len(block) else 0
@@ -173,15 +229,37 @@ async def test_handler_in_cleanup_is_not_cancelled_again(example: Example) -> No
 async def test_reset_calls_count_until_their_handlers_end(
     example: Example, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trtmesh.chassis.grpc.server.connection.MAX_CONCURRENT_STREAMS", 100)
+    monkeypatch.setattr("trtmesh.chassis.grpc.server.connection.MAX_CONCURRENT_STREAMS", 2)
     async with wired(example) as wire:
-        opened: Sequence[int] = range(1, 801, 2)
-        wire.send(
-            *(wire.call(s, "Wait", END_STREAM) + rst_stream(s, ErrorCode.CANCEL) for s in opened)
-        )
-        refused = [await wire.error() for _ in range(300)]
-        assert {code for _, code in refused} == {ErrorCode.REFUSED_STREAM}
+        for stream in (1, 3):
+            example.waiting.clear()
+            wire.send(wire.call(stream, "Tidy"), wire.data(stream, b""))
+            await example.waiting.wait()
+            wire.send(rst_stream(stream, ErrorCode.CANCEL))
+        wire.send(wire.call(5), wire.data(5, b""))
+        assert await wire.error() == (5, ErrorCode.REFUSED_STREAM)
+        example.may_end.set()
+        await example.tidied.wait()
+        await wire.echoes(7)
+
+
+async def test_handlers_of_calls_reset_at_once_never_start(example: Example) -> None:
+    async with wired(example) as wire:
+        for stream in range(1, 801, 2):
+            wire.send(wire.call(stream, "Wait", END_STREAM), rst_stream(stream, ErrorCode.CANCEL))
         await wire.echoes(801)
+    assert not example.waiting.is_set()
+
+
+async def test_second_message_on_a_single_request_ends_the_call(example: Example) -> None:
+    async with wired(example) as wire:
+        wire.send(wire.call(1, "Wait"), wire.data(1, b"one", 0))
+        await example.waiting.wait()
+        wire.send(wire.data(1, b"two", 0))
+        _, said = await wire.answer(1)
+        assert said["grpc-status"] == "13"
+        await example.cancelled.wait()
+        await wire.echoes(3)
 
 
 async def test_joined_binary_metadata_is_split(example: Example) -> None:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+import time
+from contextlib import suppress
 
+import aiohttp
 import pytest
 from chassis.grpc.server.conftest import Example
 from chassis.grpc.server.wire import OPEN, Breach, message, raw_settings, wired
 from trtmesh.chassis.grpc.server.connection import ServerConnection
 from trtmesh.chassis.http2 import connection as http2_connection
+from trtmesh.chassis.http2 import rates, turns
+from trtmesh.chassis.http2.closed_streams import MAX_REMEMBERED
 from trtmesh.chassis.http2.frames import (
     ACK,
     END_HEADERS,
@@ -83,6 +88,66 @@ ENDS_CONNECTION: dict[str, tuple[Breach, ErrorCode]] = {
         raw_settings((Setting.INITIAL_WINDOW_SIZE, 1)) * 1000,
         ErrorCode.ENHANCE_YOUR_CALM,
     ),
+    "large SETTINGS": (
+        raw_settings(*[(99, 1)] * 101),
+        ErrorCode.ENHANCE_YOUR_CALM,
+    ),
+    "PING flood": (
+        frame(FrameType.PING, 0, 0, bytes(8)) * 2000,
+        ErrorCode.ENHANCE_YOUR_CALM,
+    ),
+    "PRIORITY flood": (
+        frame(FrameType.PRIORITY, 0, OPEN, bytes(5)) * 4000,
+        ErrorCode.ENHANCE_YOUR_CALM,
+    ),
+    "GOAWAY flood": (
+        frame(FrameType.GOAWAY, 0, 0, bytes(8)) * 100,
+        ErrorCode.ENHANCE_YOUR_CALM,
+    ),
+    "flood of unknown frames": (
+        frame(99, 0, 0) * 3000,
+        ErrorCode.ENHANCE_YOUR_CALM,
+    ),
+    "empty DATA flood": (
+        lambda wire: wire.call(3, "Chat") + frame(FrameType.DATA, 0, 3) * 3000,
+        ErrorCode.ENHANCE_YOUR_CALM,
+    ),
+    "padded DATA flood": (
+        lambda wire: wire.call(3, "Chat") + frame(FrameType.DATA, PADDED, 3, b"\1\0") * 3000,
+        ErrorCode.ENHANCE_YOUR_CALM,
+    ),
+    "WINDOW_UPDATE flood": (
+        window_update(0, 1) * 4000,
+        ErrorCode.ENHANCE_YOUR_CALM,
+    ),
+    "WINDOW_UPDATE flood of a stream": (
+        lambda wire: wire.call(3, "Chat") + window_update(3, 1) * 4000,
+        ErrorCode.ENHANCE_YOUR_CALM,
+    ),
+    "flood of frames on closed streams": (
+        lambda wire: wire.call(3, "None", END_STREAM) + window_update(3, 1) * 8000,
+        ErrorCode.ENHANCE_YOUR_CALM,
+    ),
+    "flood of stream errors": (
+        lambda wire: b"".join(
+            wire.call(s, "Chat") + window_update(s, 0) for s in range(3, 4003, 2)
+        ),
+        ErrorCode.ENHANCE_YOUR_CALM,
+    ),
+    "rapid reset": (
+        lambda wire: b"".join(
+            wire.call(s, "Chat") + rst_stream(s, ErrorCode.CANCEL) for s in range(3, 12003, 2)
+        ),
+        ErrorCode.ENHANCE_YOUR_CALM,
+    ),
+    "large unknown frame": (
+        frame(99, 0, 0, bytes(2**15 + 1))[:9],
+        ErrorCode.ENHANCE_YOUR_CALM,
+    ),
+    "updates of the table's size": (
+        frame(FrameType.HEADERS, END_HEADERS, 3, b"\x20" * 3),
+        ErrorCode.COMPRESSION_ERROR,
+    ),
     "CONTINUATION flood": (
         frame(FrameType.HEADERS, 0, 3) + frame(FrameType.CONTINUATION, 0, 3) * 8000,
         ErrorCode.ENHANCE_YOUR_CALM,
@@ -109,7 +174,45 @@ ENDS_CONNECTION: dict[str, tuple[Breach, ErrorCode]] = {
     ),
     "SETTINGS on a stream": (
         frame(FrameType.SETTINGS, 0, OPEN),
+        ErrorCode.PROTOCOL_ERROR,
+    ),
+    "SETTINGS ACK with a payload": (
+        frame(FrameType.SETTINGS, ACK, 0, bytes(6)),
         ErrorCode.FRAME_SIZE_ERROR,
+    ),
+    "PING on a stream": (
+        frame(FrameType.PING, 0, OPEN, bytes(8)),
+        ErrorCode.PROTOCOL_ERROR,
+    ),
+    "GOAWAY on a stream": (
+        frame(FrameType.GOAWAY, 0, OPEN, bytes(8)),
+        ErrorCode.PROTOCOL_ERROR,
+    ),
+    "PRIORITY on stream 0": (
+        frame(FrameType.PRIORITY, 0, 0, bytes(5)),
+        ErrorCode.PROTOCOL_ERROR,
+    ),
+    "PRIORITY of the wrong length": (
+        frame(FrameType.PRIORITY, 0, OPEN, bytes(4)),
+        ErrorCode.FRAME_SIZE_ERROR,
+    ),
+    "HEADERS on a stream that was passed over": (
+        lambda wire: wire.call(5, "None", END_STREAM) + wire.call(3),
+        ErrorCode.PROTOCOL_ERROR,
+    ),
+    "HEADERS after END_STREAM of a refused call": (
+        lambda wire: wire.call(3, "None", END_STREAM) + wire.call(3, flags=END_STREAM),
+        ErrorCode.STREAM_CLOSED,
+    ),
+    "HEADERS after END_STREAM of a malformed call": (
+        lambda wire: (
+            wire.call(3, flags=END_STREAM, changes={":path": ""}) + wire.call(3, flags=END_STREAM)
+        ),
+        ErrorCode.STREAM_CLOSED,
+    ),
+    "HEADERS after RST_STREAM": (
+        lambda wire: wire.call(3, "Wait") + rst_stream(3, ErrorCode.CANCEL) + wire.call(3),
+        ErrorCode.STREAM_CLOSED,
     ),
     "INITIAL_WINDOW_SIZE too large": (
         raw_settings((Setting.INITIAL_WINDOW_SIZE, 2**31)),
@@ -157,23 +260,100 @@ async def test_connection_error_sends_goaway_and_closes(example: Example, breach
         wire.send(wire.call(OPEN, "Wait"), frame(FrameType.DATA, 0, OPEN, message(b"")))
         await example.waiting.wait()
         wire.send(wire.made(send))
-        assert await wire.error() == (0, code)
+        found = await wire.next(FrameType.GOAWAY)
+        assert ErrorCode.parse(found.payload[4:8]) == code
         await wire.closed()
         await example.cancelled.wait()
         await other.echoes(1)
 
 
-@pytest.mark.parametrize("greeting", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01\x02"])
-async def test_other_protocols_get_an_http1_response(example: Example, greeting: bytes) -> None:
-    async with wired(example, greet=False) as wire:
-        wire.send(greeting)
-        assert b"This port speaks gRPC" in await wire.closed()
+async def test_one_read_takes_several_turns_and_waits_for_no_more(
+    example: Example, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "TURN_SECONDS", 0.0)
+    reading: list[bool] = []
+    go_on = ServerConnection.go_on
+
+    def observed(connection: ServerConnection, until: float) -> bool:
+        if connection._waits_for_turn:
+            reading.append(connection._transport.is_reading())
+        return go_on(connection, until)
+
+    monkeypatch.setattr(ServerConnection, "go_on", observed)
+    async with wired(example) as wire:
+        wire.send(frame(FrameType.PING, 0, 0, bytes(8)) * 50)
+        for _ in range(50):
+            await wire.next(FrameType.PING)
+        await wire.echoes(1)
+    assert len(reading) >= 40
+    assert not any(reading)
 
 
-async def test_first_frame_must_be_settings(example: Example) -> None:
+async def test_calls_that_fail_by_their_clients_fault_are_rated(
+    example: Example, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other failures are not."""
+    monkeypatch.setattr(rates, "FAILED_CALL", rates.Rate("calls that fail", 20, 0.001))
+    async with wired(example) as wire, wired(example) as other:
+        for stream in range(1, 81, 2):
+            other.send(other.call(stream, "Fail"), other.data(stream, b"lost"))
+            await other.answer(stream)
+        for stream in range(1, 41, 2):
+            wire.send(wire.call(stream, "Refuse"), wire.data(stream, b""))
+            assert (await wire.answer(stream))[1]["grpc-status"] == "3"
+        wire.send(wire.call(41, "Refuse"), wire.data(41, b""))
+        assert await wire.error() == (0, ErrorCode.ENHANCE_YOUR_CALM)
+        await wire.closed()
+        await other.echoes(81)
+
+
+async def test_an_http1_client_gets_an_http1_response(example: Example) -> None:
+    async with (
+        aiohttp.ClientSession() as client,
+        client.post(f"http://{example.address}/v2/models", data=b"{}") as response,
+    ):
+        assert response.status == 400
+        assert "This port speaks gRPC" in await response.text()
+
+
+async def test_a_tls_client_gets_an_http1_response(example: Example) -> None:
     async with wired(example, greet=False) as wire:
-        wire.send(PREFACE, frame(FrameType.PING, 0, 0, bytes(8)))
-        assert b"This port speaks gRPC" in await wire.closed()
+        wire.send(b"\x16\x03\x01\x02")
+        assert (await wire.closed()).startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize(
+    ("first", "code"),
+    [
+        (frame(FrameType.PING, 0, 0, bytes(8)), ErrorCode.PROTOCOL_ERROR),
+        (frame(FrameType.DATA, 0, 1, bytes(2**20 + 1)), ErrorCode.FRAME_SIZE_ERROR),
+    ],
+)
+async def test_first_frame_must_be_settings(
+    example: Example, first: bytes, code: ErrorCode
+) -> None:
+    async with wired(example, greet=False) as wire:
+        wire.send(PREFACE, first)
+        assert (await wire.frame()).type == FrameType.SETTINGS
+        assert await wire.error() == (0, code)
+        await wire.closed()
+
+
+async def test_settings_come_before_everything_else(example: Example) -> None:
+    async with wired(example) as wire:
+        first = await wire.frame()
+        assert (first.type, first.flags) == (FrameType.SETTINGS, 0)
+
+
+async def test_a_stopping_server_greets_a_silent_client_before_it_leaves(
+    example: Example,
+) -> None:
+    async with wired(example, greet=False) as wire, wired(example) as other:
+        await other.echoes(1)
+        await example.server.stop(grace=None)
+        assert (await wire.frame()).type == FrameType.SETTINGS
+        await wire.next(FrameType.GOAWAY)
+        await wire.closed()
 
 
 async def test_frames_arrive_byte_by_byte(example: Example) -> None:
@@ -194,8 +374,55 @@ async def test_unknown_frames_and_settings_are_ignored(example: Example) -> None
         )
         await wire.echoes(1)
         # The stream is closed, but these frames may have been in flight.
-        wire.send(window_update(1, 5), rst_stream(1, ErrorCode.CANCEL), wire.data(1, b"late"))
+        wire.send(window_update(1, 5), rst_stream(1, ErrorCode.CANCEL))
         await wire.echoes(3)
+
+
+async def test_headers_of_a_call_that_ended_on_both_sides_end_the_connection(
+    example: Example,
+) -> None:
+    async with wired(example) as wire:
+        await wire.echoes(1)
+        wire.send(wire.call(1))
+        assert await wire.error() == (0, ErrorCode.STREAM_CLOSED)
+        await wire.closed()
+
+
+async def test_data_of_a_call_that_ended_on_both_sides_is_a_stream_error(
+    example: Example,
+) -> None:
+    async with wired(example) as wire:
+        await wire.echoes(1)
+        wire.send(wire.data(1, b"late"))
+        assert await wire.error() == (1, ErrorCode.STREAM_CLOSED)
+        await wire.echoes(3)
+
+
+async def test_frames_under_way_when_the_server_ended_a_call_are_dropped(
+    example: Example,
+) -> None:
+    async with wired(example) as wire:
+        for stream, name in ((1, "None"), (3, "First")):
+            wire.send(wire.call(stream, name), wire.data(stream, b"first", 0))
+            await wire.answer(stream)
+            assert await wire.error() == (stream, ErrorCode.NO_ERROR)
+            wire.send(wire.data(stream, b"late", 0))
+            trailers = bytes(wire.encoder.encode([("late", "1")]))
+            wire.send(frame(FrameType.HEADERS, END_HEADERS | END_STREAM, stream, trailers))
+        await wire.echoes(5)
+
+
+async def test_closed_streams_are_forgotten(example: Example) -> None:
+    """DATA on an old stream is taken for late."""
+    async with wired(example) as wire:
+        last = 2 * MAX_REMEMBERED + 3
+        for stream in range(1, last, 2):
+            wire.send(wire.call(stream, "None", END_STREAM))
+            await wire.answer(stream)
+        wire.send(wire.data(1, b"late"))
+        await wire.echoes(last)
+        (connection,) = example.server._connections
+        assert len(connection._closed_streams._ended_by_peer) == MAX_REMEMBERED
 
 
 async def test_ping_and_settings_are_acknowledged(example: Example) -> None:
@@ -248,7 +475,7 @@ async def test_accepted_sockets_have_a_tcp_user_timeout(example: Example) -> Non
         (connection,) = example.server._connections
         accepted = connection._transport.get_extra_info("socket")
         milliseconds = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
-        assert milliseconds == http2_connection.PING_TIMEOUT_SECONDS * 1000
+        assert milliseconds == http2_connection.PAUSE_SECONDS * 1000
 
 
 async def test_keepalive_aborts_a_silent_client(
@@ -265,6 +492,106 @@ async def test_keepalive_aborts_a_silent_client(
         with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
             await wire.next(FrameType.PING)
         await example.cancelled.wait()
+
+
+async def test_a_client_without_settings_is_closed(
+    example: Example, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http2_connection, "PING_AFTER_SECONDS", 0.05)
+    async with wired(example, greet=False) as wire:
+        wire.send(PREFACE[:5])
+        with suppress(ConnectionError):
+            assert b"PING" not in await wire.closed()
+
+
+async def test_a_single_request_must_arrive_in_time(
+    example: Example, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http2_connection, "PING_AFTER_SECONDS", 0.05)
+    monkeypatch.setattr("trtmesh.chassis.grpc.server.call.REQUEST_SECONDS", 0.1)
+    async with wired(example) as wire:
+        wire.send(wire.call(1, "Echo"), wire.call(3, "Chat"))
+        _, said = await wire.answer(1)
+        assert said["grpc-status"] == "4"
+        wire.send(wire.data(3, b"ab"))
+        assert (await wire.answer(3))[0] == message(b"ba")
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [
+        frame(FrameType.HEADERS, END_HEADERS, 3, bytes(100))[:-1],
+        frame(FrameType.HEADERS, 0, 3),
+        frame(FrameType.HEADERS, 0, 3) + frame(FrameType.CONTINUATION, 0, 3),
+    ],
+)
+async def test_a_header_block_must_arrive_in_time(
+    example: Example, monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
+    monkeypatch.setattr(http2_connection, "PING_AFTER_SECONDS", 0.05)
+    monkeypatch.setattr(http2_connection, "PING_TIMEOUT_SECONDS", 10.0)
+    monkeypatch.setattr(http2_connection, "FRAME_SECONDS", 0.02)
+    async with wired(example) as wire:
+        await wire.echoes(1)
+        wire.send(begun)
+        found = await wire.next(FrameType.GOAWAY)
+        assert ErrorCode.parse(found.payload[4:8]) == ErrorCode.ENHANCE_YOUR_CALM
+        await wire.closed()
+
+
+async def test_incomplete_frames_count_as_unread(example: Example) -> None:
+    async with wired(example) as wire:
+        await wire.echoes(1)
+        padded = frame(FrameType.DATA, PADDED, 3, bytes(2**20))
+        wire.send(wire.call(3, "Chat"), padded[: 2**19])
+        while example.server.budget.held < 2**19 - 2**16:  # noqa: ASYNC110 - a count sets no event
+            await asyncio.sleep(0)
+    while example.server.budget.held:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+async def test_the_largest_unread_answer_gives_way(example: Example) -> None:
+    """Unread answers have a total; who holds little is not disturbed."""
+    example.server.answers._limit = 3 * 2**20
+    no_window = {Setting.INITIAL_WINDOW_SIZE: 10}
+    async with wired(example, no_window) as modest, wired(example, no_window) as greedy:
+        modest.send(modest.call(1, "Many"), modest.data(1, b"1,100000"))
+        await modest.next(FrameType.DATA)
+        for stream, size in ((1, b"1,1000000"), (3, b"1,3000000")):
+            greedy.send(greedy.call(stream, "Many"), greedy.data(stream, size))
+        assert await greedy.error() == (3, ErrorCode.ENHANCE_YOUR_CALM)
+        for wire, held in ((modest, 100_000), (greedy, 1_000_000)):
+            wire.send(raw_settings((Setting.INITIAL_WINDOW_SIZE, 2**21)), window_update(0, 2**21))
+            body, said = await wire.answer(1)
+            assert (len(body), said["grpc-status"]) == (held + 5 - 10, "0")
+        await greedy.echoes(5)
+    assert example.server.answers.held == 0
+
+
+async def test_a_late_event_loop_does_not_judge_its_peers(
+    example: Example, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http2_connection, "PING_AFTER_SECONDS", 0.05)
+    monkeypatch.setattr(http2_connection, "PING_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr(http2_connection, "LATE_SECONDS", 0.1)
+    async with wired(example) as wire:
+        await wire.echoes(1)
+        await wire.next(FrameType.PING)
+        time.sleep(0.5)  # noqa: ASYNC251 - the loop is late
+        await wire.echoes(3)
+
+
+async def test_a_late_event_loop_sends_no_ping_before_its_settings(
+    example: Example, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http2_connection, "PING_AFTER_SECONDS", 2.0)
+    monkeypatch.setattr(http2_connection, "LATE_SECONDS", 0.2)
+    async with wired(example, greet=False) as wire, wired(example) as other:
+        await other.echoes(1)
+        time.sleep(2.5)  # noqa: ASYNC251 - the loop is late
+        await asyncio.sleep(0)
+        wire.send(PREFACE, settings({}))
+        assert (await wire.frame()).type == FrameType.SETTINGS
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -6,18 +6,35 @@ import asyncio
 import struct
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from time import perf_counter
+from typing import TypeAlias
 
 import grpc
+from trtmesh.chassis.http2.budget import Account
 from trtmesh.chassis.http2.frames import ErrorCode, Http2StreamError
+from trtmesh.chassis.http2.pieces import Buffer
+from trtmesh.chassis.http2.turns import Line
 
 _PREFIX = struct.Struct(">BI")
 
 pack_prefix = _PREFIX.pack
 """Encodes the compressed flag and the length of a message."""
 
+Message: TypeAlias = "bytes | memoryview"
+"""A message; a memoryview if it was received into given memory."""
+
+Memory: TypeAlias = "Callable[[int], memoryview]"
+"""Gives memory for a message of a size; it belongs to whoever reads the message."""
+
+MIN_LARGE_BYTES = 2**16
+"""Messages of this size or more are received into given memory."""
+
 _WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 """zlib's parameter for each supported grpc-encoding."""
+
+INFLATED_BYTES = 2**16
+"""Bytes decompressed at once: a fraction of a millisecond."""
 
 
 class BadMessage(Exception):
@@ -31,88 +48,225 @@ class BadMessage(Exception):
 class MessageReader:
     """Splits the data of a call into messages of at most `max_bytes`, compressed and decompressed."""
 
-    def __init__(self, encoding: str, max_bytes: int) -> None:
+    def __init__(self, encoding: str, max_bytes: int, memory: Memory | None = None) -> None:
+        """Large messages that are not compressed are received into `memory`, if given."""
         self.encoding = encoding
         """The call's grpc-encoding."""
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
+        self._memory = memory
+        self._large: memoryview | None = None
+        """Memory of the first message, if it is large."""
+        self._large_missing = 0
         self._buffer = bytearray()
-        self.missing = 0
-        """Bytes missing from an incomplete message; 0 if the length is unknown."""
+        """What follows it."""
 
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yields the messages that `data` completes. Raises BadMessage."""
-        buffer = self._buffer
-        buffer += data
-        at = 0
-        try:
-            while len(buffer) - at >= _PREFIX.size:
-                compressed, size = _PREFIX.unpack_from(buffer, at)
-                if size > self._max_bytes:
-                    raise self._too_large(size)
-                end = at + _PREFIX.size + size
-                self.missing = max(0, end - len(buffer))
-                if self.missing:
-                    return
-                body = bytes(buffer[at + _PREFIX.size : end])
-                at = end
-                yield self._decompressed(body) if compressed else body
-        finally:
-            del buffer[:at]
+    @property
+    def has_memory(self) -> bool:
+        """Whether large messages are received into given memory."""
+        return self._memory is not None
+
+    @property
+    def room(self) -> memoryview | None:
+        """Memory for the missing bytes of a large message: bytes that `add` finds there are not copied."""
+        if self._large is None or not self._large_missing:
+            return None
+        return self._large[-self._large_missing :]
+
+    def add(self, data: Buffer) -> None:
+        """Takes data. Raises BadMessage for a message that will be too large."""
+        if self._large is not None and self._large_missing:
+            data = data[self._fill(self._large, data) :]
+        self._buffer += data
+        if self._large is None and len(self._buffer) >= _PREFIX.size:
+            self._check_size()
+            self._begin_large()
+
+    def _fill(self, large: memoryview, data: Buffer) -> int:
+        """Takes the next bytes of the large message; returns their number."""
+        size = min(self._large_missing, len(data))
+        if not (isinstance(data, memoryview) and data.obj is large.obj):
+            first = len(large) - self._large_missing
+            large[first : first + size] = data[:size]
+        self._large_missing -= size
+        return size
+
+    def _begin_large(self) -> None:
+        """Moves the beginning of a large message to memory."""
+        if self._memory is None or len(self._buffer) < _PREFIX.size or self.missing <= 0:
+            return
+        compressed, size = _PREFIX.unpack_from(self._buffer)
+        if MIN_LARGE_BYTES <= size <= self.max_bytes and not compressed:
+            first = len(self._buffer) - _PREFIX.size
+            self._large_missing, large = size - first, self._memory(size)
+            large[:first] = self._buffer[_PREFIX.size :]
+            self._large = large
+            self._buffer.clear()
+
+    @property
+    def size(self) -> int:
+        """Bytes that are held."""
+        large = 0 if self._large is None else len(self._large) - self._large_missing
+        return large + len(self._buffer)
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._buffer, self._large, self._large_missing = bytearray(), None, 0
+
+    def _check_size(self) -> int:
+        """The size of the first message, whose prefix is there. Raises BadMessage if it is too large."""
+        size = int.from_bytes(self._buffer[1 : _PREFIX.size])
+        if size > self.max_bytes:
+            raise too_large(size, self.max_bytes)
+        return size
+
+    @property
+    def missing(self) -> int:
+        """Bytes missing from the first message: negative if more follows, 0 if the length is unknown."""
+        if self._large is not None:
+            return self._large_missing or -len(self._buffer)
+        if len(self._buffer) < _PREFIX.size:
+            return 0
+        return _PREFIX.size + int.from_bytes(self._buffer[1 : _PREFIX.size]) - len(self._buffer)
+
+    @property
+    def complete(self) -> bool:
+        """Whether a whole message is there."""
+        if self._large is not None:
+            return not self._large_missing
+        return len(self._buffer) >= _PREFIX.size and self.missing <= 0
+
+    def take(self) -> tuple[bool, Message]:
+        """Whether the first message, which is complete, is compressed, and the message. Raises BadMessage."""
+        if self._large is not None:
+            large, self._large = self._large, None
+            self._begin_large()
+            return False, large
+        end = _PREFIX.size + self._check_size()
+        compressed, body = self._buffer[0] != 0, bytes(self._buffer[_PREFIX.size : end])
+        del self._buffer[:end]
+        self._begin_large()
+        return compressed, body
 
     def check_end(self) -> None:
         """Raises BadMessage if the data ended inside a message."""
-        if self._buffer:
+        if self._buffer or self._large is not None:
             raise BadMessage(grpc.StatusCode.INTERNAL, "the last message is incomplete")
 
-    def _decompressed(self, body: bytes) -> bytes:
-        window_bits = _WINDOW_BITS.get(self.encoding)
+
+def too_large(size: int, max_bytes: int) -> BadMessage:
+    return BadMessage(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        f"Received message larger than max ({size} vs. {max_bytes})",
+    )
+
+
+class Inflation:
+    """Decompresses one message in turns."""
+
+    def __init__(
+        self, body: Message, encoding: str, max_bytes: int, count: Callable[[], None]
+    ) -> None:
+        """Calls `count` whenever `size` has changed."""
+        window_bits = _WINDOW_BITS.get(encoding)
         if window_bits is None:
             raise BadMessage(
                 grpc.StatusCode.UNIMPLEMENTED,
-                f"a message is compressed but grpc-encoding is {self.encoding[:40]!r}; use"
+                f"a message is compressed but grpc-encoding is {encoding[:40]!r}; use"
                 f" {' or '.join(_WINDOW_BITS)}",
             )
-        decompressor = zlib.decompressobj(window_bits)
+        self._decompressor = zlib.decompressobj(window_bits)
+        self._compressed: Message = body
+        self._max_bytes = max_bytes
+        self._count = count
+        self._data = bytearray()
+        self._problem: BadMessage | None = None
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def size(self) -> int:
+        """Bytes that are held."""
+        return len(self._compressed) + len(self._data)
+
+    async def run(self, line: Line) -> bytes:
+        """The decompressed message. Raises BadMessage."""
+        line.take(self)
         try:
-            data = decompressor.decompress(body, self._max_bytes + 1)
+            await self._done
+            if self._problem is not None:
+                raise self._problem
+            return bytes(self._data)
+        finally:
+            self.clear()
+
+    def clear(self) -> None:
+        """Forgets everything: nobody reads the message. Ends `run`."""
+        self._compressed, self._data = b"", bytearray()
+        self._problem = BadMessage(grpc.StatusCode.CANCELLED, "the call has ended")
+        self.completed()
+
+    def go_on(self, until: float) -> bool:
+        try:
+            while self._problem is None and self._inflate():
+                if perf_counter() >= until:
+                    return True
         except zlib.error as error:
-            raise BadMessage(
+            self._problem = BadMessage(
                 grpc.StatusCode.INTERNAL, f"a message cannot be decompressed: {error}"
-            ) from error
-        if len(data) > self._max_bytes:
-            raise self._too_large(len(data))
-        if not decompressor.eof:
-            raise BadMessage(
+            )
+        return False
+
+    def completed(self) -> None:
+        if not self._done.done():
+            self._done.set_result(None)
+
+    def _inflate(self) -> bool:
+        """Decompresses a little; whether more is left. Raises zlib.error."""
+        piece = self._decompressor.decompress(self._compressed, INFLATED_BYTES)
+        self._compressed = self._decompressor.unconsumed_tail
+        self._data += piece
+        if len(self._data) > self._max_bytes:
+            self._problem = too_large(len(self._data), self._max_bytes)
+        elif not self._decompressor.eof and not piece:
+            self._problem = BadMessage(
                 grpc.StatusCode.INTERNAL, "a message cannot be decompressed: it is incomplete"
             )
-        return data
-
-    def _too_large(self, size: int) -> BadMessage:
-        return BadMessage(
-            grpc.StatusCode.RESOURCE_EXHAUSTED,
-            f"Received message larger than max ({size} vs. {self._max_bytes})",
-        )
+        # To make room, this may end the call.
+        self._count()
+        return self._problem is None and not self._decompressor.eof
 
 
 class ReceivedMessages:
     """The received messages of one call, bounded by the stream's flow-control window.
 
     The peer may send one window ahead of the reader. A longer message is admitted whole after all others are read: at
-    most a window and a message of the largest size are held.
+    most a window and a message of the largest size are held. Messages are split and decompressed when they are read,
+    so that data costs no time before.
     """
 
     def __init__(
-        self, reader: MessageReader, window_size: int, send_window_update: Callable[[int], None]
+        self,
+        reader: MessageReader,
+        window_size: int,
+        send_window_update: Callable[[int], None],
+        line: Line,
+        account: Account,
     ) -> None:
         self._reader = reader
         self._window_size = self._window = window_size
         self._send_window_update = send_window_update
-        self._messages: deque[bytes] = deque()
+        self._line = line
+        self._account = account
+        self._inflation: Inflation | None = None
+        self._ready: deque[tuple[bool, Message]] = deque()
+        """Messages split before they are read."""
+        self._counted = 0
+        self._dropped = False
+        self._taken = 0
         self._changed: asyncio.Future[None] | None = None
         self.ended = False
         """Whether the peer has half-closed the stream."""
 
-    def feed(self, data: bytes, flow_size: int) -> None:
+    def feed(self, data: Buffer, flow_size: int) -> None:
         """Takes data; `flow_size` counts for flow control. Raises Http2StreamError and BadMessage."""
         if self.ended:
             raise Http2StreamError(ErrorCode.STREAM_CLOSED, "DATA after END_STREAM")
@@ -121,18 +275,59 @@ class ReceivedMessages:
             raise Http2StreamError(
                 ErrorCode.FLOW_CONTROL_ERROR, "DATA exceeds the window of the stream"
             )
-        self._messages.extend(self._reader.feed(data))
-        self._wake()
-        self._update_window()
+        self._reader.add(data)
+        while self._reader.has_memory and self._reader.complete:
+            # The next message needs memory before it arrives.
+            self._ready.append(self._reader.take())
+        self._count()
+        if not self._dropped:
+            self._wake()
+            self._update_window()
+
+    @property
+    def room(self) -> memoryview | None:
+        """Memory for the next bytes of a large message."""
+        return self._reader.room
 
     def end(self) -> None:
         """No message follows."""
         self.ended = True
         self._wake()
 
-    async def next(self) -> bytes | None:
-        """The next message, None after the last. Raises BadMessage for an incomplete message."""
-        while not self._messages:
+    @property
+    def held(self) -> int:
+        """Bytes received and not read."""
+        inflated = 0 if self._inflation is None else self._inflation.size
+        return self._reader.size + sum(len(body) for _, body in self._ready) + inflated
+
+    def drop(self) -> None:
+        """Frees everything: nobody reads it."""
+        self._dropped = True
+        self._reader.clear()
+        self._ready.clear()
+        if self._inflation is not None:
+            self._inflation.clear()
+        self._count()
+
+    def _count(self) -> None:
+        """Adjusts the account to what is held; to make room, it may end this call."""
+        change = self.held - self._counted
+        self._counted += change
+        self._account.add(change)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether `next` has not to wait for data."""
+        return self.ended or bool(self._ready) or self._reader.complete
+
+    @property
+    def several(self) -> bool:
+        """Whether more than one message was received, if only the beginning of a second."""
+        return self._reader.missing < 0 or (self._taken > 0 and self._reader.size > 0)
+
+    async def next(self) -> Message | None:
+        """The next message, None after the last. Raises BadMessage for an invalid message."""
+        while not (self._ready or self._reader.complete):
             if self.ended:
                 self._reader.check_end()
                 return None
@@ -141,18 +336,29 @@ class ReceivedMessages:
                 await self._changed
             finally:
                 self._changed = None
-        message = self._messages.popleft()
+        compressed, body = self._ready.popleft() if self._ready else self._reader.take()
+        self._count()
+        self._taken += 1
         self._update_window()
-        return message
+        return await self._inflated(body) if compressed else body
+
+    async def _inflated(self, body: Message) -> bytes:
+        reader = self._reader
+        self._inflation = Inflation(body, reader.encoding, reader.max_bytes, self._count)
+        try:
+            return await self._inflation.run(self._line)
+        finally:
+            self._inflation = None
+            self._count()
 
     def _wake(self) -> None:
         changed = self._changed
-        if changed is not None and not changed.done() and (self._messages or self.ended):
+        if changed is not None and not changed.done() and self.waiting:
             changed.set_result(None)
 
     def _update_window(self) -> None:
         """Sends a WINDOW_UPDATE, but only for at least half a window."""
-        if self._messages or self.ended:
+        if self.waiting:
             return
         increment = self._window_size + self._reader.missing - self._window
         if increment > self._window_size // 2:

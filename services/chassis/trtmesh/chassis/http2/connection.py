@@ -8,14 +8,19 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
+from time import perf_counter
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
+from trtmesh.chassis.http2 import rates
+from trtmesh.chassis.http2.budget import Account, Budget
+from trtmesh.chassis.http2.closed_streams import ClosedStreams
 from trtmesh.chassis.http2.frames import (
     ACK,
     END_STREAM,
     INITIAL_HEADER_TABLE_SIZE,
     INITIAL_WINDOW_SIZE,
     STREAM_ID_MASK,
+    Data,
     ErrorCode,
     Frame,
     FrameReader,
@@ -24,6 +29,7 @@ from trtmesh.chassis.http2.frames import (
     Http2StreamError,
     Setting,
     check_length,
+    check_no_stream,
     frame,
     parse_settings,
     rst_stream,
@@ -32,6 +38,9 @@ from trtmesh.chassis.http2.frames import (
     without_padding,
 )
 from trtmesh.chassis.http2.headers import MAX_HEADER_LIST_SIZE, HeaderBlock, HeaderDecoder
+from trtmesh.chassis.http2.pieces import Buffer
+from trtmesh.chassis.http2.rates import Rates
+from trtmesh.chassis.http2.turns import Line, Turns
 from trtmesh.chassis.http2.writer import FrameWriter, SendStream
 
 log = logging.getLogger(__name__)
@@ -42,14 +51,30 @@ MAX_FRAME_SIZE = 2**20
 CONNECTION_WINDOW_SIZE = 2**24
 """Flow-control window of all streams of a connection together."""
 
-MAX_SETTINGS_PER_SECOND = 100
-"""SETTINGS frames of a peer: each frame touches every stream."""
+MAX_SETTINGS_BYTES = 600
+"""Largest SETTINGS frame."""
 
 PING_AFTER_SECONDS, PING_TIMEOUT_SECONDS = 10.0, 5.0
-"""A peer silent for the first is sent a PING; if it stays silent for the second, the connection is aborted."""
+"""A peer silent for the first is sent a PING; if it stays silent for the second, the connection is aborted. A peer
+without SETTINGS is aborted after the first."""
+
+LATE_SECONDS = 1.0
+"""A keepalive timer this late does not judge the peer: what it sent meanwhile is not read yet."""
+
+PAUSE_SECONDS = 120.0
+"""How long a peer may leave everything unread, PING included, before TCP ends the connection."""
+
+FRAME_SECONDS = 10.0
+"""How long a peer may take to send a frame that is kept until it is complete, or a header block."""
+
+MIN_COUNTED_BYTES = 2**14
+"""Incomplete frames of this size or more count as unread bytes."""
 
 CLOSE_SECONDS = 0.5
 """How long a peer may take to read the last frames."""
+
+MAX_DROPPED_BYTES = 2**20
+"""Bytes of a peer that are read and dropped after the end of the connection."""
 
 CLOSED = "the connection was closed"
 
@@ -73,7 +98,18 @@ class StreamHandler(Protocol):
 
     stream: SendStream
 
-    def receive_data(self, data: bytes, flow_size: int) -> None:
+    @property
+    def ended_by_peer(self) -> bool:
+        """Whether the peer has ended or reset its side."""
+
+    @property
+    def held(self) -> int:
+        """Bytes received and not read."""
+
+    def give_way(self) -> None:
+        """Ends the stream to free what it holds."""
+
+    def receive_data(self, data: Buffer, flow_size: int) -> None:
         """DATA without padding; `flow_size` is the size for flow control. Raises Http2StreamError."""
 
     def receive_end_stream(self) -> None:
@@ -92,24 +128,39 @@ class StreamHandler(Protocol):
 H = TypeVar("H", bound=StreamHandler)
 
 
-class Http2Connection(asyncio.Protocol, ABC, Generic[H]):
+class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
     """Dispatches received frames to the open streams. Subclasses open streams."""
 
     _transport: asyncio.Transport
+    _host: str
     _writer: FrameWriter
     _keepalive: asyncio.TimerHandle
+    _look_at: float
+    _account: Account
 
-    def __init__(self, expected_preface: bytes, opening: bytes) -> None:
+    def __init__(self, expected_preface: bytes, turns: Turns, budget: Budget) -> None:
         self._loop = asyncio.get_running_loop()
+        self._budget = budget
+        self._turns = turns
+        self._line = Line(turns)
+        """Work on received messages."""
+        self._received: Buffer = b""
+        """Bytes that wait for a turn."""
+        self._waits_for_turn = False
+        self._unfinished_since: float | None = None
+        """When the incomplete frame or header block began."""
+        self._counted = 0
+        """Bytes of an incomplete frame in the account."""
+        self._dropped = 0
         self._reader = FrameReader(MAX_FRAME_SIZE, expected_preface)
-        self._opening = opening
         self._header_decoder = HeaderDecoder()
         self._streams: dict[int, H] = {}
+        self._closed_streams = ClosedStreams()
         self._last_stream_id = 0
         """The highest identifier opened by the client."""
         self._receive_window = CONNECTION_WINDOW_SIZE
-        self._settings_count = 0
-        self._settings_since = self._loop.time()
+        self._rates = Rates()
+        self._sent_before_ping = 0
         self._settings_received = False
         self._heard = False
         """Whether anything was received since the last look of the keepalive timer."""
@@ -121,23 +172,78 @@ class Http2Connection(asyncio.Protocol, ABC, Generic[H]):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports do not derive from asyncio.Transport.
         self._transport = cast(asyncio.Transport, transport)
-        self._peer = _peer_of(transport)
+        self._host, self._peer = _host_of(transport), _peer_of(transport)
+        self._account = self._budget.account(self._give_way)
         self._writer = FrameWriter(self._loop, self._transport)
-        self._writer.send(self._opening)
-        self._keepalive = self._loop.call_later(PING_AFTER_SECONDS, self._keep_alive)
+        self._plan_look(PING_AFTER_SECONDS)
 
-    def data_received(self, data: bytes) -> None:
+    def data_received(self, data: Buffer) -> None:
         self._heard = True
         if self._closed:
+            self._drop(data)
             return
+        # TLS may deliver what it holds after reading was paused.
+        self._received = bytes(self._received) + data if self._received else data
+        if not self._waits_for_turn and self._turns.take(self):
+            self._waits_for_turn = True
+            if not self._transport.is_closing():
+                self._transport.pause_reading()
+
+    def go_on(self, until: float) -> bool:
+        """Acts on received frames, in one of the connection's turns."""
+        data, self._received = self._received, b""
+        if self._closed:
+            return False
+        self._heard = True
+        received = None
         try:
             for received in self._reader.feed(data):
                 self._receive(received)
+                if self._closed:
+                    return False
+                if perf_counter() >= until:
+                    return True
         except Http2ConnectionError as error:
             self._fail(error)
+        except Exception:
+            # A defect must not keep other connections from their turns.
+            log.exception("frames of %s could not be processed", self._peer)
+            self._transport.abort()
+        held, in_block = self._reader.held, self._header_decoder.expects_continuation
+        if held or in_block or self._unfinished_since is not None:
+            self._note_unfinished(held, in_block=in_block, progress=received is not None)
+        return False
+
+    def _note_unfinished(self, held: int, *, in_block: bool, progress: bool) -> None:
+        """Counts an incomplete frame, and the time since it or its header block began."""
+        if not (held or in_block):
+            self._unfinished_since = None
+        elif self._unfinished_since is None or (progress and not in_block):
+            self._unfinished_since = self._loop.time()
+        counted = held if held >= MIN_COUNTED_BYTES else 0
+        if counted != self._counted:
+            change, self._counted = counted - self._counted, counted
+            self._account.add(change)
+
+    def completed(self) -> None:
+        """Reads more, after the turns that the received bytes took."""
+        self._waits_for_turn = False
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def _drop(self, data: Buffer) -> None:
+        self._dropped += len(data)
+        if self._dropped > MAX_DROPPED_BYTES:
+            self._transport.abort()
+
+    def eof_received(self) -> None:
+        if not self._transport.can_write_eof():
+            # Writes have no effect any more: TLS has no half-closed connections, and logs writes to closed ones.
+            self._writer.close()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._closed = True
+        self._account.close()
         self._writer.abandon()
         self._disconnect_streams(CLOSED if error is None else reason_of(error))
         self._keepalive.cancel()
@@ -157,9 +263,16 @@ class Http2Connection(asyncio.Protocol, ABC, Generic[H]):
             self._closed = True
             self._writer.close()
             self._closing = self._loop.call_later(CLOSE_SECONDS, self._transport.abort)
-            if not self._transport.is_closing():
+            if not self._transport.can_write_eof():
+                # TLS has no half-closed connections.
+                self._transport.close()
+            elif not self._transport.is_closing():
                 with suppress(OSError):  # The peer may disconnect at this moment.
                     self._transport.write_eof()
+
+    @abstractmethod
+    def _greet(self) -> None:
+        """Sends this side's SETTINGS, once: at the latest when the peer's first frame has come."""
 
     @abstractmethod
     def _fail(self, error: Http2ConnectionError) -> None:
@@ -177,28 +290,68 @@ class Http2Connection(asyncio.Protocol, ABC, Generic[H]):
     def _receive_setting(self, name: int, value: int) -> None:
         """Takes a setting of servers or of clients alone."""
 
+    def _give_way(self) -> None:
+        """Ends what holds most, to make room for other connections: a stream, or the connection."""
+        largest = max(self._streams.values(), key=lambda stream: stream.held, default=None)
+        if largest is not None and largest.held >= self._counted:
+            largest.give_way()
+        else:
+            self._fail(
+                Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, "too many unread bytes are held")
+            )
+
+    def _forget(self, stream_id: int) -> None:
+        """A stream is closed."""
+        stream = self._streams.pop(stream_id)
+        self._closed_streams.add(stream_id, ended_by_peer=stream.ended_by_peer)
+
     def _disconnect_streams(self, reason: str) -> None:
         for stream in list(self._streams.values()):
             stream.disconnect(reason)
 
     def _keep_alive(self) -> None:
-        if self._ping_sent and not self._heard:
+        if not (self._settings_received or self._is_excused):
+            # Bytes that come one by one are no greeting.
+            self._transport.abort()
+            return
+        since = self._unfinished_since
+        if since is not None and not self._is_excused and self._loop.time() - since > FRAME_SECONDS:
+            problem = f"a frame or header block was not complete within {FRAME_SECONDS:g} s"
+            self._fail(Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, problem))
+            return
+        self._look_at_streams()
+        if self._ping_sent and not self._heard and not self._is_excused:
             silent_seconds = PING_AFTER_SECONDS + PING_TIMEOUT_SECONDS
             self._disconnect_streams(f"the peer was silent for {silent_seconds:g} s")
             self._transport.abort()
             return
-        self._ping_sent, self._heard = not self._heard, False
-        if self._ping_sent:
-            self._writer.send(_PING)
-        seconds = PING_TIMEOUT_SECONDS if self._ping_sent else PING_AFTER_SECONDS
-        self._keepalive = self._loop.call_later(seconds, self._keep_alive)
+        if not self._ping_sent or self._heard:
+            # Without SETTINGS, the loop was late.
+            self._ping_sent = self._settings_received and not self._heard
+            if self._ping_sent:
+                self._writer.send(_PING)
+        self._heard = False
+        self._plan_look(PING_TIMEOUT_SECONDS if self._ping_sent else PING_AFTER_SECONDS)
 
-    def _receive(self, received: Frame) -> None:
+    def _look_at_streams(self) -> None:
+        """Ends streams past their time. Called every few seconds."""
+
+    @property
+    def _is_excused(self) -> bool:
+        """Whether a silent peer may have answered: to be read later, or once it has read the PING."""
+        late = self._loop.time() - self._look_at > LATE_SECONDS
+        return late or self._waits_for_turn or self._writer.paused
+
+    def _plan_look(self, seconds: float) -> None:
+        self._look_at = self._loop.time() + seconds
+        self._keepalive = self._loop.call_at(self._look_at, self._keep_alive)
+
+    def _receive(self, received: Frame | Data) -> None:
         """Acts on a frame. Raises Http2ConnectionError."""
-        if not self._settings_received and (
-            received.type != FrameType.SETTINGS or received.flags & ACK
-        ):
-            raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "first frame is not SETTINGS")
+        if not self._settings_received:
+            self._greet()
+            if received.type != FrameType.SETTINGS or received.flags & ACK:
+                raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "first frame is not SETTINGS")
         if self._header_decoder.expects_continuation and received.type != FrameType.CONTINUATION:
             raise Http2ConnectionError(
                 ErrorCode.PROTOCOL_ERROR, "header block is interrupted by another frame"
@@ -206,6 +359,7 @@ class Http2Connection(asyncio.Protocol, ABC, Generic[H]):
         receive = self._RECEIVERS.get(received.type)
         if receive is None:
             # A frame of an extension (RFC 9113, section 5.5).
+            self._rates.count(rates.UNKNOWN)
             return
         try:
             receive(self, received)
@@ -215,12 +369,13 @@ class Http2Connection(asyncio.Protocol, ABC, Generic[H]):
     def _fail_stream(self, stream_id: int, error: Http2StreamError) -> None:
         # At the level debug: a peer can cause stream errors as fast as it sends.
         log.debug("stream error of %s: %s", self._peer, error)
+        self._rates.count(rates.STREAM_ERROR)
         if (stream := self._streams.get(stream_id)) is not None:
             stream.fail(error.code)
         else:
             self._writer.send(rst_stream(stream_id, error.code))
 
-    def _receive_data(self, received: Frame) -> None:
+    def _receive_data(self, received: Data) -> None:
         size = len(received.payload)
         self._receive_window -= size
         if self._receive_window < 0:
@@ -231,16 +386,23 @@ class Http2Connection(asyncio.Protocol, ABC, Generic[H]):
             self._writer.send(window_update(0, CONNECTION_WINDOW_SIZE - self._receive_window))
             self._receive_window = CONNECTION_WINDOW_SIZE
         data = without_padding(received)
+        if not data and not received.flags & END_STREAM:
+            self._rates.count(rates.EMPTY_DATA)
         if (stream := self._stream_of(received)) is not None:
             stream.receive_data(data, size)
             if received.flags & END_STREAM:
                 stream.receive_end_stream()
+        else:
+            self._closed_streams.check_data(received.stream_id)
 
-    def _stream_of(self, received: Frame) -> H | None:
+    def _stream_of(self, received: Frame | Data) -> H | None:
         """The stream of a frame; None if it is closed."""
         if not 0 < received.stream_id <= self._last_stream_id:
             raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "frame on an idle stream")
-        return self._streams.get(received.stream_id)
+        if (stream := self._streams.get(received.stream_id)) is None:
+            # It may have been in flight when the stream was closed.
+            self._rates.count(rates.CLOSED_STREAM)
+        return stream
 
     def _send_window_update(self, stream_id: int, increment: int) -> None:
         self._writer.send(window_update(stream_id, increment))
@@ -255,18 +417,30 @@ class Http2Connection(asyncio.Protocol, ABC, Generic[H]):
 
     def _receive_priority(self, received: Frame) -> None:
         """Priorities are deprecated and ignored (RFC 9113, section 5.3.2)."""
+        self._rates.count(rates.PRIORITY)
+        check_length(received, 5)
+        if not received.stream_id:
+            raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "PRIORITY on stream 0")
 
     def _receive_rst_stream(self, received: Frame) -> None:
         check_length(received, 4)
+        self._rates.count(rates.RST_STREAM)
         if (stream := self._stream_of(received)) is not None:
             stream.receive_rst_stream(ErrorCode.parse(received.payload))
 
     def _receive_settings(self, received: Frame) -> None:
+        check_no_stream(received)
         if received.flags & ACK:
+            check_length(received, 0)
             return
         self._settings_received = True
+        # Each may touch every stream.
+        self._rates.count(rates.SETTINGS)
+        if len(received.payload) > MAX_SETTINGS_BYTES:
+            raise Http2ConnectionError(
+                ErrorCode.ENHANCE_YOUR_CALM, f"SETTINGS has over {MAX_SETTINGS_BYTES} bytes"
+            )
         values = dict(parse_settings(received))
-        self._limit_settings()
         # Before DATA of the new windows: the peer counts by the old windows until the ACK.
         self._writer.send(_SETTINGS_ACK)
         for name, value in values.items():
@@ -280,28 +454,24 @@ class Http2Connection(asyncio.Protocol, ABC, Generic[H]):
             else:
                 self._receive_setting(name, value)
 
-    def _limit_settings(self) -> None:
-        now = self._loop.time()
-        if now - self._settings_since >= 1.0:
-            self._settings_since, self._settings_count = now, 0
-        self._settings_count += 1
-        if self._settings_count > MAX_SETTINGS_PER_SECOND:
-            raise Http2ConnectionError(
-                ErrorCode.ENHANCE_YOUR_CALM, f"over {MAX_SETTINGS_PER_SECOND} SETTINGS a second"
-            )
-
     def _receive_push_promise(self, received: Frame) -> None:
         raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "PUSH_PROMISE is disabled")
 
     def _receive_ping(self, received: Frame) -> None:
+        check_no_stream(received)
         check_length(received, 8)
+        sent = self._writer.data_bytes
+        if sent == self._sent_before_ping:
+            self._rates.count(rates.PING)
+        # Clients measure the network by a PING for each round trip with DATA.
+        self._sent_before_ping = sent
         if not received.flags & ACK:
             self._writer.send(frame(FrameType.PING, ACK, 0, received.payload))
 
     def _receive_goaway_frame(self, received: Frame) -> None:
         payload = received.payload
-        if received.stream_id:
-            raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "GOAWAY on a stream")
+        self._rates.count(rates.GOAWAY)
+        check_no_stream(received)
         if len(payload) < 8:
             raise Http2ConnectionError(
                 ErrorCode.FRAME_SIZE_ERROR, f"GOAWAY has {len(payload)} bytes, not 8 or more"
@@ -316,13 +486,15 @@ class Http2Connection(asyncio.Protocol, ABC, Generic[H]):
         if not received.stream_id:
             if not increment:
                 raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE by 0")
-            self._writer.increment_window(increment)
+            if not self._writer.increment_window(increment):
+                self._rates.count(rates.WINDOW_UPDATE)
         elif (stream := self._stream_of(received)) is not None:
             if not increment:
                 raise Http2StreamError(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE by 0")
-            self._writer.increment_stream_window(stream.stream, increment)
+            if not self._writer.increment_stream_window(stream.stream, increment):
+                self._rates.count(rates.WINDOW_UPDATE)
 
-    _RECEIVERS: ClassVar[dict[int, Callable[[Http2Connection[Any], Frame], None]]] = {
+    _RECEIVERS: ClassVar[dict[int, Callable[[Http2Connection[Any], Any], None]]] = {
         FrameType.DATA: _receive_data,
         FrameType.HEADERS: _receive_headers,
         FrameType.PRIORITY: _receive_priority,
@@ -337,16 +509,20 @@ class Http2Connection(asyncio.Protocol, ABC, Generic[H]):
 
 
 def set_user_timeout(endpoint: socket.socket) -> None:
-    """Sets TCP_USER_TIMEOUT on a connection or a listener, if available: without a network, the connection has nothing
-    in flight after `PING_TIMEOUT_SECONDS` and can be closed."""
+    """Sets TCP_USER_TIMEOUT on a connection or a listener, if available. It also ends connections of peers that read
+    nothing; others whose network is gone are found by PING."""
     if hasattr(socket, "TCP_USER_TIMEOUT"):
-        milliseconds = int(PING_TIMEOUT_SECONDS * 1000)
+        milliseconds = int(PAUSE_SECONDS * 1000)
         endpoint.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
 
 def reason_of(error: Exception) -> str:
     """The text of a system error, without the number."""
     return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
+def _host_of(transport: asyncio.BaseTransport) -> str:
+    return str((transport.get_extra_info("peername") or ("unknown",))[0])
 
 
 def _peer_of(transport: asyncio.BaseTransport) -> str:

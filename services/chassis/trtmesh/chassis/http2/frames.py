@@ -7,11 +7,19 @@ from collections.abc import Iterator
 from enum import IntEnum
 from typing import NamedTuple
 
+from trtmesh.chassis.http2.pieces import Buffer
+
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 """The first bytes of a client."""
 
+TLS_HANDSHAKE = b"\x16\x03"
+"""The first bytes of a client over TLS."""
+
 FRAME_HEADER = struct.Struct(">IBI")
 """Length (24 bits) and type (8 bits), flags, stream identifier (31 bits)."""
+
+MAX_CONTROL_FRAME_SIZE = 2**15
+"""Largest received frame other than DATA: these are kept until they are complete."""
 
 MIN_MAX_FRAME_SIZE = 2**14
 """The smallest and initial value of MAX_FRAME_SIZE."""
@@ -103,47 +111,111 @@ class Frame(NamedTuple):
     payload: bytes
 
 
+class Data(NamedTuple):
+    """A received DATA frame, or some of its bytes."""
+
+    type: int
+    flags: int
+    stream_id: int
+    payload: Buffer
+    """Valid until the connection reads again."""
+
+
 class FrameReader:
-    """Splits the received bytes of a connection into frames, after the expected `preface`."""
+    """Splits the received bytes of a connection into frames, after the expected `preface`.
+
+    DATA without padding comes as it arrives, in several pieces if need be: large frames are not kept.
+    """
 
     def __init__(self, max_frame_size: int, preface: bytes) -> None:
         self._max_frame_size = max_frame_size
-        self._buffer = bytearray()
         self._preface = preface
+        self._buffer = bytearray()
+        """The beginning of a frame, or of the preface."""
+        self._flags = 0
+        """Of the DATA frame under way."""
+        self.data_stream = self.data_missing = 0
+        """Stream and missing bytes of the DATA frame under way."""
 
-    def feed(self, data: bytes) -> Iterator[Frame]:
-        """Yields the frames that `data` completes. Raises Http2ConnectionError."""
-        buffer = self._buffer
-        buffer += data
-        at = 0
-        if preface := self._preface:
-            if not preface.startswith(buffer[: len(preface)]):
-                raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "invalid connection preface")
-            if len(buffer) < len(preface):
-                return
-            self._preface = b""
-            at = len(preface)
+    @property
+    def greeted(self) -> bool:
+        """Whether the preface has come."""
+        return not self._preface
+
+    @property
+    def held(self) -> int:
+        """Bytes of an incomplete frame, or of the preface."""
+        return len(self._buffer)
+
+    def feed(self, data: Buffer) -> Iterator[Frame | Data]:
+        """Yields the frames that `data` completes or continues; what is not yielded stays for the next call. Raises
+        Http2ConnectionError."""
+        if self._preface:
+            data = self._after_preface(data)
+        at, buffer = 0, self._buffer
+        if buffer and not self._preface:
+            buffer += data
+            data = buffer
         try:
-            while len(buffer) - at >= FRAME_HEADER.size:
-                length_and_type, flags, stream_id = FRAME_HEADER.unpack_from(buffer, at)
-                length = length_and_type >> 8
+            if self.data_missing and data:
+                at = min(self.data_missing, len(data))
+                yield self._continued(data[:at])
+            while len(data) - at >= FRAME_HEADER.size:
+                length_and_type, flags, stream_id = FRAME_HEADER.unpack_from(data, at)
+                length, kind = length_and_type >> 8, length_and_type & 0xFF
                 if length > self._max_frame_size:
                     raise Http2ConnectionError(
                         ErrorCode.FRAME_SIZE_ERROR,
                         f"frame has {length} bytes but MAX_FRAME_SIZE is {self._max_frame_size}",
                     )
+                is_data = kind == FrameType.DATA
+                if length > MAX_CONTROL_FRAME_SIZE and not is_data:
+                    raise Http2ConnectionError(
+                        ErrorCode.ENHANCE_YOUR_CALM,
+                        f"frame of type {kind} has over {MAX_CONTROL_FRAME_SIZE} bytes",
+                    )
                 start = at + FRAME_HEADER.size
-                if len(buffer) < start + length:
+                end = start + length
+                stream_id &= STREAM_ID_MASK
+                if end <= len(data):
+                    at = end
+                    payload = data[start:end]
+                    if is_data:
+                        yield Data(kind, flags, stream_id, payload)
+                    else:
+                        yield Frame(kind, flags, stream_id, bytes(payload))
+                elif is_data and not flags & PADDED:
+                    at = len(data)
+                    self.data_stream, self.data_missing, self._flags = stream_id, length, flags
+                    yield self._continued(data[start:])
+                else:
                     return
-                at = start + length
-                yield Frame(
-                    length_and_type & 0xFF,
-                    flags,
-                    stream_id & STREAM_ID_MASK,
-                    bytes(buffer[start:at]),
-                )
         finally:
-            del buffer[:at]
+            if data is buffer:
+                del buffer[:at]
+            elif at < len(data):
+                buffer += data[at:]
+
+    def _continued(self, payload: Buffer) -> Data:
+        """The next bytes of the DATA frame under way."""
+        self.data_missing -= len(payload)
+        flags = self._flags & ~END_STREAM if self.data_missing else self._flags
+        return Data(FrameType.DATA, flags, self.data_stream, payload)
+
+    def _after_preface(self, data: Buffer) -> Buffer:
+        """What follows the preface; nothing while it is incomplete."""
+        buffer, preface = self._buffer, self._preface
+        buffer += data
+        if not preface.startswith(buffer[: len(preface)]):
+            secure = buffer.startswith(TLS_HANDSHAKE)
+            problem = "the client speaks TLS" if secure else "invalid connection preface"
+            raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, problem)
+        if len(buffer) < len(preface):
+            return b""
+        self._preface = b""
+        data = bytes(buffer[len(preface) :])
+        buffer.clear()
+        return data
 
 
 def frame_header(kind: int, flags: int, stream_id: int, length: int) -> bytes:
@@ -175,10 +247,8 @@ def goaway(last_stream_id: int, code: ErrorCode, debug_data: str = "") -> bytes:
 
 def parse_settings(received: Frame) -> Iterator[tuple[int, int]]:
     """Yields identifiers and values. Raises Http2ConnectionError."""
-    if received.stream_id or len(received.payload) % 6:
-        raise Http2ConnectionError(
-            ErrorCode.FRAME_SIZE_ERROR, "SETTINGS on a stream or with an invalid length"
-        )
+    if len(received.payload) % 6:
+        raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS has an invalid length")
     for name, value in struct.iter_unpack(">HI", received.payload):
         if name == Setting.INITIAL_WINDOW_SIZE and value > MAX_WINDOW_SIZE:
             raise Http2ConnectionError(
@@ -191,6 +261,14 @@ def parse_settings(received: Frame) -> Iterator[tuple[int, int]]:
         yield name, value
 
 
+def check_no_stream(received: Frame) -> None:
+    """Raises Http2ConnectionError if a frame of the connection names a stream."""
+    if received.stream_id:
+        raise Http2ConnectionError(
+            ErrorCode.PROTOCOL_ERROR, f"frame of type {received.type} on a stream"
+        )
+
+
 def check_length(received: Frame, length: int) -> None:
     """Raises Http2ConnectionError unless the payload has exactly `length` bytes."""
     if len(received.payload) != length:
@@ -200,7 +278,7 @@ def check_length(received: Frame, length: int) -> None:
         )
 
 
-def without_padding(received: Frame) -> bytes:
+def without_padding(received: Frame | Data) -> Buffer:
     """The payload of a DATA or HEADERS frame. Raises Http2ConnectionError for padding longer than the payload."""
     if not received.flags & PADDED:
         return received.payload

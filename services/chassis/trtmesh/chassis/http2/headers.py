@@ -20,10 +20,18 @@ from trtmesh.chassis.http2.frames import (
 Fields = list[tuple[bytes, bytes]]
 
 MAX_HEADER_LIST_SIZE = 2**14
-"""Announced to peers. Larger lists are still decoded, for the server to refuse the call with a status."""
+"""Announced to peers."""
 
-MAX_BLOCK_BYTES = 2**16
-"""A larger block is a connection error: skipping it would corrupt the HPACK state of all later blocks."""
+MAX_LIST_BYTES = 2 * MAX_HEADER_LIST_SIZE
+"""Larger lists are not decoded to the end, which ends the connection; smaller ones are, for the server to refuse the
+call with a status."""
+
+MAX_BLOCK_BYTES = 2**14
+"""A larger block is a connection error: skipping it would corrupt the HPACK state of all later blocks. Every admitted
+list fits, and decoding a block takes a few milliseconds at most."""
+
+MAX_SIZE_UPDATES = 2
+"""Updates of the table's size before a block (RFC 7541, section 4.2)."""
 
 _PRIORITY_BYTES = 5
 
@@ -46,7 +54,7 @@ class HeaderDecoder:
     """Decodes the header blocks of a connection, with their shared HPACK table."""
 
     def __init__(self) -> None:
-        self._hpack = Decoder(max_header_list_size=MAX_BLOCK_BYTES)
+        self._hpack = Decoder(max_header_list_size=MAX_LIST_BYTES)
         self._first: Frame | None = None
         self._data = bytearray()
         self._size = 0
@@ -58,7 +66,7 @@ class HeaderDecoder:
 
     def headers(self, frame: Frame) -> HeaderBlock | None:
         """Takes a HEADERS frame; returns the block if it is complete."""
-        data = without_padding(frame)
+        data = bytes(without_padding(frame))
         if frame.flags & PRIORITY:
             if len(data) < _PRIORITY_BYTES:
                 raise Http2ConnectionError(
@@ -96,6 +104,10 @@ class HeaderDecoder:
             )
 
     def _decode(self, frame: Frame, data: bytes) -> HeaderBlock:
+        if _size_updates(data) > MAX_SIZE_UPDATES:
+            raise Http2ConnectionError(
+                ErrorCode.COMPRESSION_ERROR, f"over {MAX_SIZE_UPDATES} updates of the table's size"
+            )
         try:
             fields: Fields = [(name, value) for name, value in self._hpack.decode(data, raw=True)]
         except HPACKError as error:
@@ -105,6 +117,19 @@ class HeaderDecoder:
             ) from error
         size = sum(len(name) + len(value) + 32 for name, value in fields)
         return HeaderBlock(frame.stream_id, bool(frame.flags & END_STREAM), fields, size)
+
+
+def _size_updates(data: bytes) -> int:
+    """Updates of the table's size at the start of a block, counted to one more than is allowed."""
+    updates = at = 0
+    while updates <= MAX_SIZE_UPDATES and at < len(data) and data[at] & 0xE0 == 0x20:
+        updates += 1
+        if data[at] & 0x1F == 0x1F:
+            at += 1
+            while at < len(data) and data[at] & 0x80:
+                at += 1
+        at += 1
+    return updates
 
 
 def literal_field(name: bytes, value: bytes) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from trtmesh.chassis.http2.frames import (
@@ -21,12 +21,19 @@ from trtmesh.chassis.http2.frames import (
     frame_header,
     rst_stream,
 )
+from trtmesh.chassis.http2.pieces import Buffer, Pieces
 
 MAX_PASS_BYTES = 2**18
 """Limit of bytes written in one pass of the event loop, and of bytes buffered by the transport before writers wait."""
 
 MAX_DATA_SIZE = 2**16
 """Largest DATA frame, whatever the peer admits: a single frame must not fill a pass or count as unread bytes."""
+
+MAX_BULK_DATA_SIZE = 2**20
+"""Largest DATA frame of a stream that sends large messages in pieces, if the peer admits it."""
+
+MIN_PIECE_BYTES = 2**13
+"""Frames and pieces of this size or more on average are given to the transport without joining them."""
 
 MAX_UNREAD_BYTES = 2**22
 """Limit of buffered bytes outside flow control, against peers sending without reading."""
@@ -43,8 +50,12 @@ class SendStream:
 
     stream_id: int
     window: int
-    unsent: bytearray = field(default_factory=bytearray)
+    full_window: int
+    """The window after the last WINDOW_UPDATE, before any DATA since."""
+    unsent: Pieces = field(default_factory=Pieces)
     """Data that waits for a window or for the transport."""
+    max_data_size: int = MAX_DATA_SIZE
+    """Largest DATA frame."""
     trailing: bytes | None = None
     """Frames that end the stream, sent after `unsent`."""
     drained: asyncio.Future[None] | None = None
@@ -63,12 +74,13 @@ class FrameWriter:
         self._loop = loop
         self._transport = transport
         transport.set_write_buffer_limits(high=MAX_PASS_BYTES)
-        self._frames: list[bytes] = []
+        self._frames: list[Buffer] = []
         self._bytes = 0
         self._flush_planned = False
-        self._paused = False
+        self.paused = False
+        """Whether the transport's buffer is full."""
         self._closed = False
-        self._window = INITIAL_WINDOW_SIZE
+        self._window = self._full_window = self._granted = INITIAL_WINDOW_SIZE
         self._initial_window = INITIAL_WINDOW_SIZE
         self._max_frame_size = MIN_MAX_FRAME_SIZE
         self._block_prefix = b""
@@ -76,14 +88,17 @@ class FrameWriter:
         """Streams with unsent data and an open window, in round-robin order."""
 
     def open_stream(self, stream_id: int) -> SendStream:
-        return SendStream(stream_id, self._initial_window)
+        return SendStream(stream_id, self._initial_window, self._initial_window)
 
     def send(self, frames: bytes) -> None:
         """Sends frames outside flow control. After `close` they are dropped."""
+        self._queue((frames,), len(frames))
+
+    def _queue(self, frames: Iterable[Buffer], size: int) -> None:
         if self._closed:
             return
-        self._frames.append(frames)
-        self._bytes += len(frames)
+        self._frames += frames
+        self._bytes += size
         if not self._flush_planned:
             self._flush_planned = True
             self._loop.call_soon(self.flush)
@@ -98,8 +113,9 @@ class FrameWriter:
             size <= stream.window
             and size <= self._window
             and size <= self._max_frame_size
+            and size <= MAX_DATA_SIZE
             and self._bytes < MAX_PASS_BYTES
-            and not (self._paused or self._sendable or stream.unsent or self._closed)
+            and not (self.paused or self._sendable or stream.unsent or self._closed)
         ):
             # Every token passes here: `send` is inlined, and the type DATA is 0.
             stream.window -= size
@@ -110,8 +126,12 @@ class FrameWriter:
                 self._flush_planned = True
                 self._loop.call_soon(self.flush)
             return
-        stream.unsent += prefix
-        stream.unsent += data
+        self.send_pieces(stream, (prefix, data))
+
+    def send_pieces(self, stream: SendStream, pieces: Sequence[Buffer]) -> None:
+        """Sends pieces of data as one. Their memory must not change until the transport has written it."""
+        for piece in pieces:
+            stream.unsent.append(piece)
         self._sendable[stream] = None
         self._pump()
 
@@ -152,21 +172,35 @@ class FrameWriter:
                 stream.drained = self._loop.create_future()
             await asyncio.shield(stream.drained)
 
-    def increment_window(self, increment: int) -> None:
-        """Applies a WINDOW_UPDATE of the connection. Raises Http2ConnectionError."""
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of DATA sent so far."""
+        return self._granted - self._window
+
+    def increment_window(self, increment: int) -> bool:
+        """Applies a WINDOW_UPDATE of the connection; whether DATA was sent since the one before. Raises
+        Http2ConnectionError."""
+        needed = self._window < self._full_window
         self._window += increment
+        self._full_window = self._window
+        self._granted += increment
         if self._window > MAX_WINDOW_SIZE:
             raise Http2ConnectionError(ErrorCode.FLOW_CONTROL_ERROR, "window exceeds 2^31 - 1")
         self._pump()
+        return needed
 
-    def increment_stream_window(self, stream: SendStream, increment: int) -> None:
-        """Applies a WINDOW_UPDATE of a stream. Raises Http2StreamError."""
+    def increment_stream_window(self, stream: SendStream, increment: int) -> bool:
+        """Applies a WINDOW_UPDATE of a stream; whether DATA was sent since the one before. Raises
+        Http2StreamError."""
+        needed = stream.window < stream.full_window
         stream.window += increment
+        stream.full_window = stream.window
         if stream.window > MAX_WINDOW_SIZE:
             raise Http2StreamError(ErrorCode.FLOW_CONTROL_ERROR, "window exceeds 2^31 - 1")
         if stream.unsent and stream.window > 0:
             self._sendable[stream] = None
             self._pump()
+        return needed
 
     def set_initial_window_size(self, size: int, streams: Iterable[SendStream]) -> None:
         """Applies INITIAL_WINDOW_SIZE, to open streams by the difference. Raises Http2ConnectionError."""
@@ -179,7 +213,7 @@ class FrameWriter:
 
     def set_max_frame_size(self, size: int) -> None:
         """Applies MAX_FRAME_SIZE."""
-        self._max_frame_size = min(size, MAX_DATA_SIZE)
+        self._max_frame_size = size
 
     def acknowledge_header_table_size(self) -> None:
         """Confirms a smaller HPACK table in every header block: this side uses no table entries."""
@@ -187,11 +221,11 @@ class FrameWriter:
 
     def pause(self) -> None:
         """The transport's buffer is full."""
-        self._paused = True
+        self.paused = True
 
     def resume(self) -> None:
         """The transport's buffer has room."""
-        self._paused = False
+        self.paused = False
         self._pump()
 
     def close(self) -> None:
@@ -208,10 +242,14 @@ class FrameWriter:
     def flush(self) -> None:
         """Gives the queued frames to the transport. Aborts the connection of a peer sending without reading."""
         self._flush_planned = False
-        frames, self._frames, self._bytes = self._frames, [], 0
+        frames, size = self._frames, self._bytes
+        self._frames, self._bytes = [], 0
         if frames:
-            self._transport.write(b"".join(frames))
-            if self._paused and self._transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+            if size < len(frames) * MIN_PIECE_BYTES:
+                self._transport.write(b"".join(frames))
+            else:
+                self._transport.writelines(frames)
+            if self.paused and self._transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
                 self._transport.abort()
         if self._sendable:
             self._pump()
@@ -223,21 +261,18 @@ class FrameWriter:
     def _pump(self) -> None:
         """Sends unsent data, one frame of each stream in turn."""
         while (
-            self._sendable
-            and self._window > 0
-            and self._bytes < MAX_PASS_BYTES
-            and not self._paused
+            self._sendable and self._window > 0 and self._bytes < MAX_PASS_BYTES and not self.paused
         ):
             stream = next(iter(self._sendable))
             del self._sendable[stream]
-            size = min(len(stream.unsent), stream.window, self._window, self._max_frame_size)
+            limit = min(stream.max_data_size, self._max_frame_size)
+            size = min(stream.unsent.size, stream.window, self._window, limit)
             if size <= 0:
                 continue
             stream.window -= size
             self._window -= size
             header = frame_header(FrameType.DATA, 0, stream.stream_id, size)
-            self.send(header + stream.unsent[:size])
-            del stream.unsent[:size]
+            self._queue((header, *stream.unsent.take(size)), len(header) + size)
             if not stream.unsent:
                 if stream.trailing is not None:
                     self.send(stream.trailing)

@@ -1,7 +1,8 @@
 """A gRPC client for asyncio: a connection to a server, and calls.
 
 Built for the links between services, a few long streams of small messages: for every message, grpc.aio wakes a thread,
-and the thread the event loop (`bench/README.md`). For load balancing, TLS or reconnects use grpc.aio.
+and the thread the event loop (`bench/README.md`). Large messages can be received into given memory. For load balancing
+or reconnects use grpc.aio.
 """
 
 from trtmesh.chassis.grpc.client.call import ClientCall, Method

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import grpc
 from trtmesh.chassis.errors import Unavailable
@@ -14,9 +14,18 @@ from trtmesh.chassis.grpc.client.headers import (
     parse_trailers,
     status_of_reset,
 )
-from trtmesh.chassis.grpc.messages import BadMessage, MessageReader, ReceivedMessages, pack_prefix
+from trtmesh.chassis.grpc.messages import (
+    BadMessage,
+    Memory,
+    MessageReader,
+    ReceivedMessages,
+    pack_prefix,
+)
+from trtmesh.chassis.http2.budget import Account
 from trtmesh.chassis.http2.frames import ErrorCode, Http2StreamError, rst_stream
 from trtmesh.chassis.http2.headers import HeaderBlock
+from trtmesh.chassis.http2.pieces import Buffer
+from trtmesh.chassis.http2.turns import Line
 from trtmesh.chassis.http2.writer import FrameWriter, SendStream
 
 ENDED = "the stream ended"
@@ -39,7 +48,8 @@ class Method(Generic[Request, Response]):
 
     path: str
     serialize: Callable[[Request], bytes]
-    parse: Callable[[bytes], Response]
+    parse: Callable[[Any], Response]
+    """Takes a Message."""
 
 
 class ClientCall(Generic[Request, Response]):
@@ -53,14 +63,20 @@ class ClientCall(Generic[Request, Response]):
         send_window_update: Callable[[int], None],
         forget: Callable[[], None],
         max_message_bytes: int,
+        line: Line,
+        account: Account,
+        memory: Memory | None = None,
     ) -> None:
         self._method = method
         self._writer = writer
         self._forget = forget
         self._max_message_bytes = max_message_bytes
-        self._reader = MessageReader("identity", max_message_bytes)
-        self._responses = ReceivedMessages(self._reader, WINDOW_SIZE, send_window_update)
-        self._headers_received = False
+        self._reader = MessageReader("identity", max_message_bytes, memory)
+        self._responses = ReceivedMessages(
+            self._reader, WINDOW_SIZE, send_window_update, line, account
+        )
+        self.headers_received = False
+        self.ended_by_peer = False
         self._half_closed = False
         self._status: Status | None = None
         self.stream = stream
@@ -97,7 +113,10 @@ class ClientCall(Generic[Request, Response]):
             data = await self._responses.next()
         except BadMessage as error:
             self._check_status()
-            raise _as_error(Status(error.status, str(error))) from error
+            bad = Status(error.status, str(error))
+            if self._status is None:
+                self._reset(ErrorCode.CANCEL, bad)
+            raise _as_error(bad) from error
         if data is None:
             self._check_status()
             return None
@@ -118,16 +137,18 @@ class ClientCall(Generic[Request, Response]):
         return response
 
     def cancel(self) -> None:
-        """Resets the stream unless the call has ended."""
+        """Resets the stream unless the call has ended, and forgets what was not read."""
         if self._status is None:
             cancelled = Status(grpc.StatusCode.CANCELLED, "the call was cancelled")
             self._reset(ErrorCode.CANCEL, cancelled)
+        self._responses.drop()
 
     def receive_header_block(self, block: HeaderBlock) -> None:
         """Takes headers or trailers. Raises Http2StreamError."""
+        self.ended_by_peer = block.end_stream
         if self._status is not None:
             return
-        if self._headers_received:
+        if self.headers_received:
             if not block.end_stream:
                 raise Http2StreamError(ErrorCode.PROTOCOL_ERROR, "trailers without END_STREAM")
             self._end(parse_trailers(block.fields))
@@ -143,15 +164,30 @@ class ClientCall(Generic[Request, Response]):
             else:
                 self._reset(ErrorCode.CANCEL, headers)
             return
-        self._headers_received = True
+        self.headers_received = True
         self._reader.encoding = headers.encoding
         if block.end_stream:
             self.receive_end_stream()
 
-    def receive_data(self, data: bytes, flow_size: int) -> None:
+    @property
+    def held(self) -> int:
+        return self._responses.held
+
+    def give_way(self) -> None:
+        if self._status is None:
+            held = Status(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many unread bytes are held")
+            self._reset(ErrorCode.CANCEL, held)
+        self._responses.drop()
+
+    @property
+    def room(self) -> memoryview | None:
+        """Memory for the next bytes of a large message."""
+        return self._responses.room if self._status is None else None
+
+    def receive_data(self, data: Buffer, flow_size: int) -> None:
         if self._status is not None:
             return
-        if not self._headers_received:
+        if not self.headers_received:
             raise Http2StreamError(ErrorCode.PROTOCOL_ERROR, "DATA before HEADERS")
         try:
             self._responses.feed(data, flow_size)
@@ -159,6 +195,7 @@ class ClientCall(Generic[Request, Response]):
             self._reset(ErrorCode.CANCEL, Status(error.status, str(error)))
 
     def receive_end_stream(self) -> None:
+        self.ended_by_peer = True
         if self._status is None:
             self._end(Status(grpc.StatusCode.INTERNAL, "the call ended without grpc-status"))
 
@@ -168,6 +205,7 @@ class ClientCall(Generic[Request, Response]):
             self._reset(code, broken)
 
     def receive_rst_stream(self, code: ErrorCode) -> None:
+        self.ended_by_peer = True
         if self._status is None:
             self._half_closed = True
             self._end(status_of_reset(code))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -21,7 +22,11 @@ from trtmesh.chassis.grpc.client.call import (
     Response,
 )
 from trtmesh.chassis.grpc.client.headers import request_headers
+from trtmesh.chassis.grpc.messages import Memory
+from trtmesh.chassis.http2 import rates
+from trtmesh.chassis.http2.budget import Budget
 from trtmesh.chassis.http2.connection import (
+    CLOSE_SECONDS,
     CLOSED,
     Http2Connection,
     initial_settings,
@@ -30,6 +35,14 @@ from trtmesh.chassis.http2.connection import (
 )
 from trtmesh.chassis.http2.frames import PREFACE, ErrorCode, Http2ConnectionError, Setting, goaway
 from trtmesh.chassis.http2.headers import HeaderBlock
+from trtmesh.chassis.http2.turns import Turns
+from trtmesh.chassis.tls.client import H2, PeerTls
+from trtmesh.chassis.tls.pem import reason_of_tls
+
+BETWEEN_BYTES = 2**16
+
+HELD_MESSAGES = 4
+"""Messages of the largest size that may be held unread for all calls together."""
 
 _OPENING = PREFACE + initial_settings(Setting.ENABLE_PUSH, 0, WINDOW_SIZE)
 
@@ -37,8 +50,12 @@ _OPENING = PREFACE + initial_settings(Setting.ENABLE_PUSH, 0, WINDOW_SIZE)
 class ClientConnection(Http2Connection[ClientCall[Any, Any]]):
     """Opens calls on one server until either side closes the connection."""
 
+    _memory: Memory | None = None
+
     def __init__(self, address: str, max_message_bytes: int) -> None:
-        super().__init__(b"", _OPENING)
+        # A process has few connections as a client, each to a peer that it chose: each takes turns alone.
+        budget = Budget(HELD_MESSAGES * max_message_bytes)
+        super().__init__(b"", Turns(), budget)
         self._address = address
         self._max_message_bytes = max_message_bytes
         self._max_concurrent_streams: int | None = None
@@ -46,22 +63,36 @@ class ClientConnection(Http2Connection[ClientCall[Any, Any]]):
         self._handshake_problem = ""
         self._refusal = ""
         """Why no more calls can be opened."""
+        self._secured = False
         self.established = False
-        """Whether there is a TCP connection."""
+        """Whether there is a connection, over TLS after its handshake."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        self._writer.send(_OPENING)
         self.established = True
+        secured: ssl.SSLObject | None = transport.get_extra_info("ssl_object")
+        if secured is not None:
+            self._secured = True
+            self._check_protocol(secured)
         set_user_timeout(transport.get_extra_info("socket"))
 
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+    def _check_protocol(self, secured: ssl.SSLObject) -> None:
+        if secured.selected_alpn_protocol() != H2:
+            self._fail_handshake(f"{self._address} does not offer {H2} by ALPN: it is no gRPC port")
+            self.close()
+
+    def go_on(self, until: float) -> bool:
+        waits = super().go_on(until)
         if self._settings_received:
             self._handshake.set()
+        return waits
 
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
-        self._fail_handshake(f"{self._address} closed the connection before its SETTINGS")
+        # A server judges a certificate after the client's part of the handshake, and uvloop sends no alert.
+        why = "; does it accept this client's certificate?" if self._secured else ""
+        self._fail_handshake(f"{self._address} closed the connection before its SETTINGS{why}")
 
     async def handshake(self) -> None:
         """Returns when the server's SETTINGS have arrived. Raises Unavailable if it does not speak HTTP/2."""
@@ -86,8 +117,11 @@ class ClientConnection(Http2Connection[ClientCall[Any, Any]]):
             stream,
             self._writer,
             partial(self._send_window_update, stream_id),
-            partial(self._streams.__delitem__, stream_id),
+            partial(self._forget, stream_id),
             self._max_message_bytes,
+            self._line,
+            self._account,
+            self._memory,
         )
         headers = request_headers(method.path, self._address, timeout_seconds)
         self._writer.send_headers(stream, headers)
@@ -124,6 +158,9 @@ class ClientConnection(Http2Connection[ClientCall[Any, Any]]):
             self.connection_lost(None)
             self._transport.set_protocol(asyncio.Protocol())
 
+    def _greet(self) -> None:
+        """A client sends its SETTINGS when it connects."""
+
     def _fail(self, error: Http2ConnectionError) -> None:
         self._fail_handshake(f"{self._address} is not a gRPC server: {error}")
         self._disconnect_streams(f"the server violated HTTP/2: {error}")
@@ -142,8 +179,12 @@ class ClientConnection(Http2Connection[ClientCall[Any, Any]]):
     def _receive_header_block(self, block: HeaderBlock) -> None:
         if block.stream_id % 2 == 0 or block.stream_id > self._last_stream_id:
             raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "HEADERS on an idle stream")
-        if (call := self._streams.get(block.stream_id)) is not None:
+        if (call := self._streams.get(block.stream_id)) is None:
+            self._rates.count(rates.CLOSED_STREAM)
+        else:
             call.receive_header_block(block)
+            if not call.headers_received and block.stream_id in self._streams:
+                self._rates.count(rates.INFORMATION)
 
     def _receive_goaway(self, last_stream_id: int, code: ErrorCode, debug_data: str) -> None:
         self._refusal = f"the server sent GOAWAY: {code.name}" + (debug_data and f": {debug_data}")
@@ -156,30 +197,73 @@ class ClientConnection(Http2Connection[ClientCall[Any, Any]]):
             self._max_concurrent_streams = value
 
 
+class BulkConnection(ClientConnection, asyncio.BufferedProtocol):
+    """Receives large messages straight into given memory."""
+
+    def __init__(self, address: str, max_message_bytes: int, memory: Memory) -> None:
+        super().__init__(address, max_message_bytes)
+        self._memory = memory
+        self._between = memoryview(bytearray(BETWEEN_BYTES))
+        """Memory for what comes between the bytes of large messages."""
+        self._given = self._between
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Memory for the next bytes."""
+        reader = self._reader
+        call = self._streams.get(reader.data_stream) if reader.data_missing else None
+        room = call.room if call else None
+        self._given = self._between if room is None else room[: reader.data_missing]
+        return self._given
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(self._given[:nbytes])
+
+
 @asynccontextmanager
 async def connected(
-    address: str, max_message_bytes: int, timeout_seconds: float
+    address: str,
+    max_message_bytes: int,
+    timeout_seconds: float,
+    tls: PeerTls | None = None,
+    memory: Memory | None = None,
 ) -> AsyncIterator[ClientConnection]:
-    """Connects to `address` (host:port) and closes the connection in the end. Raises Unavailable if connecting and
-    handshake take too long or fail."""
-    connection = ClientConnection(address, max_message_bytes)
+    """Connects to `address` (host:port), over TLS if given, and closes the connection in the end. Large messages are
+    received into `memory`, if given. Raises Unavailable if connecting and handshake take too long or fail."""
+    connection = (
+        BulkConnection(address, max_message_bytes, memory)
+        if memory
+        else ClientConnection(address, max_message_bytes)
+    )
     try:
-        await _connect(connection, address, timeout_seconds)
+        await _connect(connection, address, timeout_seconds, tls)
         yield connection
     finally:
         connection.abort()
 
 
-async def _connect(connection: ClientConnection, address: str, timeout_seconds: float) -> None:
+async def _connect(
+    connection: ClientConnection, address: str, timeout_seconds: float, tls: PeerTls | None
+) -> None:
     loop = asyncio.get_running_loop()
+    secure: dict[str, Any] = {}
     try:
         host, port = Address.parse(address)
         async with asyncio.timeout(timeout_seconds):
-            await loop.create_connection(lambda: connection, host, port)
+            if tls is not None:
+                secure = {
+                    "ssl": tls.context,
+                    "server_hostname": tls.name or host,
+                    "ssl_handshake_timeout": timeout_seconds,
+                    "ssl_shutdown_timeout": CLOSE_SECONDS,
+                }
+            await loop.create_connection(lambda: connection, host, port, **secure)
             await connection.handshake()
     except TimeoutError:
-        missing = "sent no SETTINGS" if connection.established else "did not accept a connection"
+        step = "complete a TLS handshake" if tls else "accept a connection"
+        missing = "sent no SETTINGS" if connection.established else f"did not {step}"
         raise Unavailable(f"{address} {missing} within {timeout_seconds:g} s") from None
+    except ssl.SSLError as error:
+        raise Unavailable(f"no TLS connection to {address}: {reason_of_tls(error)}") from None
     except (OSError, ValueError) as error:
         raise Unavailable(f"cannot connect to {address}: {_connect_problem(error)}") from None
 

@@ -8,34 +8,77 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
-from trtmesh.chassis.grpc.messages import BadMessage, MessageReader, ReceivedMessages, pack_prefix
+from trtmesh.chassis.grpc.messages import (
+    BadMessage,
+    Message,
+    MessageReader,
+    ReceivedMessages,
+    pack_prefix,
+)
 from trtmesh.chassis.grpc.metadata import Metadata, metadata_block
-from trtmesh.chassis.grpc.server.headers import RequestHeaders, response_headers, trailers
-from trtmesh.chassis.http2.frames import INITIAL_WINDOW_SIZE, ErrorCode
-from trtmesh.chassis.http2.writer import FrameWriter, SendStream
+from trtmesh.chassis.grpc.server.headers import (
+    RequestHeaders,
+    check_trailers,
+    response_headers,
+    trailers,
+)
+from trtmesh.chassis.grpc.server.pacing import Lane
+from trtmesh.chassis.http2.budget import Account
+from trtmesh.chassis.http2.frames import INITIAL_WINDOW_SIZE, ErrorCode, Http2StreamError
+from trtmesh.chassis.http2.headers import HeaderBlock
+from trtmesh.chassis.http2.pieces import Buffer
+from trtmesh.chassis.http2.turns import Line
+from trtmesh.chassis.http2.writer import MAX_BULK_DATA_SIZE, FrameWriter, SendStream
 from trtmesh.chassis.logs import request_id_bound
 from trtmesh.chassis.rpc import request_id_of
+from trtmesh.chassis.tls.identity import COMMON_NAME, SUBJECT_ALTERNATIVE_NAME, Identity
 
 log = logging.getLogger(__name__)
 
+REQUEST_SECONDS = 60.0
+"""Limit for a client to send a single request, looked at every few seconds."""
+
 LINGER_SECONDS = 30.0
 """Limit for a client to read the rest of a response after the end of the call."""
+
+CLIENTS_FAULTS = frozenset(
+    (
+        *(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            grpc.StatusCode.NOT_FOUND,
+            grpc.StatusCode.UNIMPLEMENTED,
+        ),
+        *(grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED),
+    )
+)
+"""Statuses of calls that their client should not have made. A server without room is not its clients' fault."""
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class ServerCall(grpc.aio.ServicerContext[Any, Any]):
-    """A call from headers to trailers."""
+    """A call from headers to trailers.
+
+    Its handler starts in its turn, and not before a single request is complete: a call that is reset until then costs
+    no more than its headers.
+    """
 
     def __init__(
         self,
         headers: RequestHeaders,
-        handler: Handler | None,
+        handler: Handler,
         stream: SendStream,
         writer: FrameWriter,
         send_window_update: Callable[[int], None],
+        lane: Lane,
+        forget: Callable[[], None],
         peer: str,
         max_message_bytes: int,
+        line: Line,
+        account: Account,
+        unread: Account,
+        count_failure: Callable[[], None],
+        identity: Identity | None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._handler = handler
@@ -44,30 +87,105 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
             MessageReader(headers.encoding, max_message_bytes),
             INITIAL_WINDOW_SIZE,
             send_window_update,
+            line,
+            account,
         )
         self._writer = writer
+        self._lane = lane
+        self._unread = unread
+        self._unread_counted = 0
+        self._count_failure = count_failure
+        self._forget = forget
         self._peer = peer
+        self._identity = identity
         self._max_message_bytes = max_message_bytes
         self._deadline = None if headers.timeout is None else self._loop.time() + headers.timeout
+        self._content_missing = headers.content_length
+        """Bytes of the request that the client has announced and not sent; None if it announced nothing."""
         self._headers_sent = False
         self._ended = False
-        self._started = False
+        self._reset_by_peer = False
+        self._task: asyncio.Task[None] | None = None
+        self._task_runs = False
         self._code = grpc.StatusCode.OK
         self._details = ""
         self._trailing = b""
         self.stream = stream
-        self.task = self._loop.create_task(self._run())
+        self._timer = self._start_deadline()
+        self._opened_at = self._loop.time()
+        if handler.request_streaming:
+            lane.add(self)
 
-    def receive_data(self, data: bytes, flow_size: int) -> None:
+    @property
+    def ended_by_peer(self) -> bool:
+        return self._requests.ended or self._reset_by_peer
+
+    @property
+    def held(self) -> int:
+        return self._requests.held
+
+    def give_way(self) -> None:
+        self.end_with(
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "the server holds too many unread bytes of its clients; send the request again later",
+        )
+
+    def receive_data(self, data: Buffer, flow_size: int) -> None:
         if self._ended:
+            if self.ended_by_peer:
+                raise Http2StreamError(ErrorCode.STREAM_CLOSED, "DATA after the stream's end")
             return
+        if self._content_missing is not None:
+            self._content_missing -= len(data)
+            if self._content_missing < 0:
+                raise _wrong_length()
         try:
             self._requests.feed(data, flow_size)
         except BadMessage as error:
             self.end_with(error.status, str(error))
+        else:
+            if not self._handler.request_streaming and self._requests.several:
+                self.end_with(
+                    grpc.StatusCode.INTERNAL, "the call has more than one request message"
+                )
+            self._start_when_complete()
+
+    def receive_trailers(self, block: HeaderBlock) -> None:
+        """Takes a second header block, which ends the request. Raises Http2StreamError."""
+        if self.ended_by_peer:
+            raise Http2StreamError(ErrorCode.STREAM_CLOSED, "HEADERS after the stream's end")
+        if not block.end_stream:
+            raise Http2StreamError(ErrorCode.PROTOCOL_ERROR, "trailers without END_STREAM")
+        check_trailers(block.fields)
+        self.receive_end_stream()
 
     def receive_end_stream(self) -> None:
+        if self._content_missing and not self._ended:
+            raise _wrong_length()
         self._requests.end()
+        self._start_when_complete()
+
+    def _start_when_complete(self) -> None:
+        if self._task is None and not self._ended and self._requests.waiting:
+            self._lane.add(self)
+
+    def end_if_overdue(self) -> None:
+        """Ends a call whose single request takes too long to arrive."""
+        if self._handler.request_streaming or self._task or self._requests.waiting:
+            return
+        if self._loop.time() - self._opened_at > REQUEST_SECONDS:
+            self.end_with(
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                f"the request was not complete within {REQUEST_SECONDS:g} s",
+            )
+
+    def proceed(self) -> None:
+        """Starts the handler; cancels it after the end of the call."""
+        if self._task is None:
+            self._task = self._loop.create_task(self._run())
+            self._task.add_done_callback(self._over)
+        else:
+            self._task.cancel()
 
     def end_with(self, status: grpc.StatusCode, details: str) -> None:
         """Ends the call and cancels its handler."""
@@ -76,23 +194,31 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
             self._stop_handler()
 
     def fail(self, code: ErrorCode) -> None:
-        self.receive_rst_stream(code)
+        self._cancel()
         self._writer.reset_stream(self.stream, code)
 
     def disconnect(self, reason: str) -> None:
-        self.receive_rst_stream(ErrorCode.CANCEL)
+        self._cancel()
 
     def receive_rst_stream(self, code: ErrorCode) -> None:
+        self._reset_by_peer = True
+        self._cancel()
+
+    def _cancel(self) -> None:
         """Cancels the handler, unless the call has ended already and the handler cleans up."""
         self._writer.drop_unsent(self.stream)
         if not self._ended:
             self._ended = True
+            self._requests.drop()
             self._stop_handler()
 
     async def read(self) -> Any:
         """The next request message, or grpc.aio.EOF."""
-        data = await self._requests.next()
-        return grpc.aio.EOF if data is None else self._deserialized(data)
+        try:
+            data = await self._requests.next()
+            return grpc.aio.EOF if data is None else self._deserialized(data)
+        except BadMessage as error:
+            await self.abort(error.status, str(error))
 
     async def write(self, message: Any) -> None:
         """Sends a message; returns when flow control has admitted all of it. The rest of a cancelled write is sent
@@ -100,10 +226,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         self._check_open()
         data = self._serialized(message)
         if len(data) > self._max_message_bytes:
-            await self.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"Sent message larger than max ({len(data)} vs. {self._max_message_bytes})",
-            )
+            await self._refuse_size(len(data))
         writer, stream = self._writer, self.stream
         if stream.unsent:
             await writer.drain(stream)
@@ -112,7 +235,31 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
             self._send_headers()
         writer.send_data(stream, pack_prefix(0, len(data)), data)
         if stream.unsent:
+            await self._drain()
+
+    async def write_pieces(self, *pieces: Buffer) -> None:
+        """Sends a large serialized message in pieces, without joining them, and in frames as large as the peer admits.
+        Nobody may change their memory any more. Otherwise like `write`."""
+        self._check_open()
+        size = sum(map(len, pieces))
+        if size > self._max_message_bytes:
+            await self._refuse_size(size)
+        writer, stream = self._writer, self.stream
+        if stream.unsent:
             await writer.drain(stream)
+            self._check_open()
+        if not self._headers_sent:
+            self._send_headers()
+        stream.max_data_size = MAX_BULK_DATA_SIZE
+        writer.send_pieces(stream, (pack_prefix(0, size), *pieces))
+        if stream.unsent:
+            await self._drain()
+
+    async def _refuse_size(self, size: int) -> None:
+        await self.abort(
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            f"Sent message larger than max ({size} vs. {self._max_message_bytes})",
+        )
 
     def _check_open(self) -> None:
         if self._ended:
@@ -157,13 +304,19 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         return self._peer
 
     def peer_identities(self) -> Iterable[bytes] | None:
-        return None
+        """Names in the client's certificate; None without one."""
+        key = self.peer_identity_key()
+        return None if key is None else self.auth_context()[key]
 
     def peer_identity_key(self) -> str | None:
-        return None
+        identity = self._identity
+        if identity is None:
+            return None
+        return SUBJECT_ALTERNATIVE_NAME if identity.names else COMMON_NAME
 
     def auth_context(self) -> Mapping[str, Iterable[bytes]]:
-        return {}
+        """Who the client is by its certificate, as grpc.aio tells it; empty without one."""
+        return {} if self._identity is None else self._identity.auth_context()
 
     def set_compression(self, compression: grpc.Compression) -> None:
         raise NotImplementedError("responses are not compressed")
@@ -175,8 +328,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         """Handle → send the status → wait until the client has read it."""
         if self._ended:
             return
-        self._started = True
-        timer = self._start_deadline()
+        self._task_runs = True
         try:
             await self._handle()
             self._end(self._code, self._details)
@@ -194,10 +346,29 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
                 self.set_code(grpc.StatusCode.UNKNOWN)
                 self.set_details(f"{type(error).__name__}: {error}")
             self._end(self._code, self._details)
-        finally:
-            if timer is not None:
-                timer.cancel()
         await self._linger()
+
+    async def _drain(self) -> None:
+        """Waits until the client reads the rest, which counts until then."""
+        self._count_unread()
+        try:
+            await self._writer.drain(self.stream)
+        finally:
+            self._count_unread()
+
+    def _count_unread(self) -> None:
+        """Adjusts the account to what is unsent; to make room, it may end this call."""
+        change = self.stream.unsent.size - self._unread_counted
+        self._unread_counted += change
+        self._unread.add(change)
+
+    def _over(self, task: asyncio.Task[None] | None = None) -> None:
+        """Neither the client nor a handler is left."""
+        self._writer.drop_unsent(self.stream)
+        self._count_unread()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._forget()
 
     def _start_deadline(self) -> asyncio.TimerHandle | None:
         if self._deadline is None:
@@ -207,8 +378,6 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
 
     async def _handle(self) -> None:
         handler = self._handler
-        if handler is None:
-            await self.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
         given = self._iterate() if handler.request_streaming else await self._single_request()
         answer = _function_of(handler)(given, self)
         if not hasattr(answer, "__aiter__"):
@@ -223,19 +392,22 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
             await answer.aclose()
 
     async def _iterate(self) -> AsyncIterator[Any]:
-        while (data := await self._requests.next()) is not None:
-            yield self._deserialized(data)
+        try:
+            while (data := await self._requests.next()) is not None:
+                yield self._deserialized(data)
+        except BadMessage as error:
+            # For the handler it is the end of the call, not an error of its own.
+            await self.abort(error.status, str(error))
 
     async def _single_request(self) -> Any:
         if (data := await self._requests.next()) is None:
             raise BadMessage(grpc.StatusCode.UNIMPLEMENTED, "the call has no request message")
         return self._deserialized(data)
 
-    def _deserialized(self, data: bytes) -> Any:
-        assert self._handler is not None
+    def _deserialized(self, data: Message) -> Any:
         read = self._handler.request_deserializer
         try:
-            return data if read is None else read(data)
+            return data if read is None else read(bytes(data))
         except Exception as error:
             # Deserializers raise anything.
             raise BadMessage(
@@ -243,7 +415,6 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
             ) from error
 
     def _serialized(self, message: Any) -> bytes:
-        assert self._handler is not None
         write = self._handler.response_serializer
         data: bytes = message if write is None else write(message)
         return data
@@ -258,14 +429,21 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
             return
         block = trailers(status, details, self._trailing)
         self._ended = True
+        self._requests.drop()
         if not self._headers_sent:
             block = response_headers() + block
         self._writer.send_trailers(self.stream, block, reset=not self._requests.ended)
+        if status in CLIENTS_FAULTS:
+            self._count_failure()
 
     def _stop_handler(self) -> None:
-        """An unstarted task will notice the end of the call; cancelling would leave a cycle of task, error and call."""
-        if self._started:
-            self.task.cancel()
+        """Cancels the handler in its turn. A task before its first step will notice the end of the call: cancelling
+        would leave a cycle of task, error and call."""
+        if self._task is None:
+            self._lane.remove(self)
+            self._over()
+        elif self._task_runs:
+            self._lane.add(self)
 
     async def _linger(self) -> None:
         try:
@@ -273,6 +451,10 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
                 await self._writer.drain(self.stream)
         except TimeoutError:
             self._writer.reset_stream(self.stream, ErrorCode.CANCEL)
+
+
+def _wrong_length() -> Http2StreamError:
+    return Http2StreamError(ErrorCode.PROTOCOL_ERROR, "content-length is not the request's size")
 
 
 def _function_of(handler: Handler) -> Callable[[Any, ServerCall], Any]:

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import random
 from functools import partial
 from typing import Protocol
 
 import grpc
+from trtmesh.chassis.grpc.server.arrivals import Arrivals
 from trtmesh.chassis.grpc.server.call import Handler, ServerCall
 from trtmesh.chassis.grpc.server.headers import (
     NotGrpc,
     RequestHeaders,
     http_response,
     parse_request_headers,
+    response_headers,
+    trailers,
 )
+from trtmesh.chassis.grpc.server.pacing import Lane, Pacing
+from trtmesh.chassis.http2 import rates
+from trtmesh.chassis.http2.budget import Budget
 from trtmesh.chassis.http2.connection import Http2Connection, initial_settings
 from trtmesh.chassis.http2.frames import (
     INITIAL_WINDOW_SIZE,
@@ -26,10 +34,15 @@ from trtmesh.chassis.http2.frames import (
     goaway,
 )
 from trtmesh.chassis.http2.headers import MAX_HEADER_LIST_SIZE, HeaderBlock
+from trtmesh.chassis.http2.turns import Turns
+from trtmesh.chassis.http2.writer import SendStream
+from trtmesh.chassis.logs import Occasionally
+from trtmesh.chassis.tls.identity import Identity, identity_of
 
 log = logging.getLogger(__name__)
+occasionally = Occasionally(log)
 
-MAX_CONCURRENT_STREAMS = 16_384
+MAX_CONCURRENT_STREAMS = 1000
 """Limit of calls on one connection, including ended calls with a handler in cleanup."""
 
 _OPENING = initial_settings(
@@ -37,7 +50,8 @@ _OPENING = initial_settings(
 )
 
 _NOT_HTTP2 = (
-    b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain\r\nConnection: close\r\n\r\n"
+    b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain\r\nContent-Length: 40\r\n"
+    b"Connection: close\r\n\r\n"
     b"This port speaks gRPC, which is HTTP/2.\n"
 )
 
@@ -46,6 +60,14 @@ class Owner(Protocol):
     """The server, as its connections see it."""
 
     max_message_bytes: int
+    turns: Turns
+    pacing: Pacing
+    budget: Budget
+    answers: Budget
+    """Bytes that clients have not read."""
+    arrivals: Arrivals
+    max_age_seconds: float
+    """0 without a limit."""
 
     def find_handler(self, headers: RequestHeaders) -> Handler | None:
         """The handler of a call; None for an unknown method."""
@@ -56,27 +78,56 @@ class Owner(Protocol):
     def connection_closed(self, connection: ServerConnection) -> None:
         """A client has disconnected."""
 
+    def calls_over(self) -> None:
+        """A draining connection has no more calls."""
 
-class ServerConnection(Http2Connection[ServerCall]):
+
+class ServerConnection(Http2Connection[ServerCall], asyncio.Protocol):
     """Opens a call for each request of a client."""
 
     def __init__(self, owner: Owner) -> None:
-        super().__init__(PREFACE, _OPENING)
+        super().__init__(PREFACE, owner.turns, owner.budget)
         self._owner = owner
+        self._lane = Lane(owner.pacing)
+        self._identity: Identity | None = None
         self._draining = False
+        self._opened = False
+        self._retiring = False
+        self._retire_at = math.inf
+        self._admitted = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        self._unread = self._owner.answers.account(self._end_least_read)
+        if problem := self._owner.arrivals.admit(self._host):
+            self._turn_away(problem)
+            return
+        self._admitted = True
+        if age := self._owner.max_age_seconds:
+            # Connections of one moment must not all come back at one moment.
+            self._retire_at = self._loop.time() + age * random.uniform(0.9, 1.1)  # noqa: S311 - no secret
+        self._identity = identity_of(transport)
         self._owner.connection_opened(self)
+
+    def _turn_away(self, problem: str) -> None:
+        """Closes at once: clients that come too often are not waited for."""
+        occasionally("full", logging.WARNING, "connection of %s refused: %s", self._peer, problem)
+        self._closed = True
+        self._send_goaway(ErrorCode.ENHANCE_YOUR_CALM, problem)
+        self._writer.close()
+        self._transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
-        self._owner.connection_closed(self)
+        self._unread.close()
+        if self._admitted:
+            self._owner.arrivals.leave(self._host)
+            self._owner.connection_closed(self)
 
     @property
-    def tasks(self) -> list[asyncio.Task[None]]:
-        """The tasks of the open calls."""
-        return [call.task for call in self._streams.values()]
+    def has_calls(self) -> bool:
+        """Whether any call is open, or ended with a handler in cleanup."""
+        return bool(self._streams)
 
     def drain(self) -> None:
         """Sends GOAWAY and refuses new calls; open calls continue."""
@@ -84,36 +135,58 @@ class ServerConnection(Http2Connection[ServerCall]):
             self._draining = True
             self._send_goaway(ErrorCode.NO_ERROR)
 
+    def _retire(self) -> None:
+        """Ends the connection after its running calls."""
+        self._retiring = True
+        self.drain()
+        if not self._streams:
+            self.close()
+
     def end_calls(self) -> None:
         """Ends every call with UNAVAILABLE, so that clients retry on another server."""
         for call in list(self._streams.values()):
             call.end_with(grpc.StatusCode.UNAVAILABLE, "the server stops")
 
     def _fail(self, error: Http2ConnectionError) -> None:
-        log.info("connection error of %s: %s", self._peer, error)
+        if self._closed:
+            return
+        occasionally(error.code.name, logging.INFO, "connection error of %s: %s", self._peer, error)
         self._disconnect_streams(str(error))
-        if self._settings_received:
+        if self._opened or self._reader.greeted:
             self._send_goaway(error.code, str(error))
         else:
             self._writer.send(_NOT_HTTP2)
         self.close()
 
+    def _greet(self) -> None:
+        """Not before the client's preface: who speaks HTTP/1.1 is answered so."""
+        if not self._opened:
+            self._opened = True
+            self._writer.send(_OPENING)
+
     def _send_goaway(self, code: ErrorCode, debug_data: str = "") -> None:
+        self._greet()
         self._writer.send(goaway(self._last_stream_id, code, debug_data))
 
     def _receive_header_block(self, block: HeaderBlock) -> None:
         stream_id = block.stream_id
         if stream_id > self._last_stream_id:
             if stream_id % 2 == 0:
-                raise _even_stream()
+                raise Http2ConnectionError(
+                    ErrorCode.PROTOCOL_ERROR, "clients open streams with odd identifiers"
+                )
             self._last_stream_id = stream_id
-            self._open_call(block)
+            try:
+                self._open_call(block)
+            finally:
+                if stream_id not in self._streams:
+                    self._closed_streams.add(stream_id, ended_by_peer=block.end_stream)
         elif (call := self._streams.get(stream_id)) is not None:
-            if not block.end_stream:
-                raise Http2StreamError(ErrorCode.PROTOCOL_ERROR, "trailers without END_STREAM")
-            call.receive_end_stream()
-        elif stream_id % 2 == 0:
-            raise _even_stream()
+            call.receive_trailers(block)
+        else:
+            self._closed_streams.check_headers(stream_id)
+            # Trailers, on their way when the call ended.
+            self._rates.count(rates.CLOSED_STREAM)
 
     def _open_call(self, block: HeaderBlock) -> None:
         stream_id = block.stream_id
@@ -123,38 +196,79 @@ class ServerConnection(Http2Connection[ServerCall]):
         try:
             headers = parse_request_headers(block.fields)
         except NotGrpc as error:
+            self._rates.count(rates.REFUSED_CALL)
             response = http_response(error.status)
             self._writer.send_trailers(stream, response, reset=not block.end_stream)
             return
-        call = self._streams[stream_id] = ServerCall(
-            headers,
-            self._owner.find_handler(headers),
-            stream,
-            self._writer,
-            partial(self._send_window_update, stream_id),
-            self._peer,
-            self._owner.max_message_bytes,
-        )
-        call.task.add_done_callback(partial(self._forget, stream_id))
-        if block.end_stream:
-            call.receive_end_stream()
         if block.size > MAX_HEADER_LIST_SIZE:
-            call.end_with(
+            self._refuse(
+                stream,
+                block,
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"metadata has {block.size} bytes but must have at most {MAX_HEADER_LIST_SIZE}",
             )
+            return
+        if (handler := self._owner.find_handler(headers)) is None:
+            self._refuse(stream, block, grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+            return
+        call = self._streams[stream_id] = ServerCall(
+            headers,
+            handler,
+            stream,
+            self._writer,
+            partial(self._send_window_update, stream_id),
+            self._lane,
+            partial(self._forget, stream_id),
+            self._peer,
+            self._owner.max_message_bytes,
+            self._line,
+            self._account,
+            self._unread,
+            self._count_failure,
+            self._identity,
+        )
+        if block.end_stream:
+            call.receive_end_stream()
 
-    def _forget(self, stream_id: int, task: asyncio.Task[None]) -> None:
-        del self._streams[stream_id]
+    def _refuse(
+        self, stream: SendStream, block: HeaderBlock, status: grpc.StatusCode, details: str
+    ) -> None:
+        """Answers a call without a handler."""
+        self._rates.count(rates.REFUSED_CALL)
+        response = response_headers() + trailers(status, details)
+        self._writer.send_trailers(stream, response, reset=not block.end_stream)
+
+    def _count_failure(self) -> None:
+        """A call failed by a fault of its client."""
+        try:
+            self._rates.count(rates.FAILED_CALL)
+        except Http2ConnectionError as error:
+            self._fail(error)
+
+    def _end_least_read(self) -> None:
+        """Ends the call with the largest unread answer, to make room for other connections."""
+        if self._streams:
+            call = max(self._streams.values(), key=lambda call: call.stream.unsent.size)
+            occasionally(
+                "unread", logging.WARNING, "%s reads too little of its answers", self._peer
+            )
+            call.fail(ErrorCode.ENHANCE_YOUR_CALM)
+
+    def _look_at_streams(self) -> None:
+        if self._loop.time() >= self._retire_at and not self._retiring:
+            self._retire()
+        for call in list(self._streams.values()):
+            call.end_if_overdue()
+
+    def _forget(self, stream_id: int) -> None:
+        super()._forget(stream_id)
+        if self._draining and not self._streams:
+            self._owner.calls_over()
+            if self._retiring:
+                self.close()
 
     def _receive_goaway(self, last_stream_id: int, code: ErrorCode, debug_data: str) -> None:
         """The client opens no more streams, and closes after the last call."""
 
     def _receive_setting(self, name: int, value: int) -> None:
         """No other setting of a client concerns a server."""
-
-
-def _even_stream() -> Http2ConnectionError:
-    return Http2ConnectionError(
-        ErrorCode.PROTOCOL_ERROR, "clients open streams with odd identifiers"
-    )

@@ -24,8 +24,14 @@ MAX_MESSAGE_BYTES = 4096
 _UNIT_SECONDS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])")
 
-_PSEUDO = (":method", ":scheme", ":path", ":authority")
-_GRPC = ("te", "content-type", "grpc-timeout", "grpc-encoding", "grpc-accept-encoding")
+_CONTENT_LENGTH = re.compile(r"[0-9]{1,18}")
+
+_REQUIRED = (":method", ":scheme", ":path")
+_PSEUDO = (*_REQUIRED, ":authority")
+_GRPC = (
+    *("te", "content-type", "content-length"),
+    *("grpc-timeout", "grpc-encoding", "grpc-accept-encoding"),
+)
 _OK_STATUS = b"\x88"
 """`:status: 200`, entry 8 of the static table of HPACK."""
 
@@ -41,6 +47,8 @@ class RequestHeaders:
     timeout: float | None
     """Seconds; None without a deadline."""
     encoding: str
+    content_length: int | None
+    """Bytes of all messages; None if the client did not count them."""
 
 
 class NotGrpc(Exception):
@@ -54,8 +62,11 @@ class NotGrpc(Exception):
 def parse_request_headers(fields: Iterable[tuple[bytes, bytes]]) -> RequestHeaders:
     """Raises Http2StreamError for malformed headers, and NotGrpc."""
     found = sort_headers(fields, _PSEUDO, _GRPC)
-    if not {":method", ":scheme", ":path"} <= found.pseudo.keys():
+    if not all(found.pseudo.get(name) for name in _REQUIRED):
         raise Http2StreamError(ErrorCode.PROTOCOL_ERROR, ":method, :scheme or :path is missing")
+    if found.grpc.get("te", "trailers") != "trailers":
+        raise Http2StreamError(ErrorCode.PROTOCOL_ERROR, "te is not 'trailers'")
+    content_length = _bytes(found.grpc.get("content-length"))
     if found.pseudo[":method"] != "POST":
         raise NotGrpc(405)
     if not CONTENT_TYPE.match(found.grpc.get("content-type", "")):
@@ -65,7 +76,23 @@ def parse_request_headers(fields: Iterable[tuple[bytes, bytes]]) -> RequestHeade
         tuple(found.metadata),
         _seconds(found.grpc.get("grpc-timeout")),
         found.grpc.get("grpc-encoding", "identity"),
+        content_length,
     )
+
+
+def check_trailers(fields: Iterable[tuple[bytes, bytes]]) -> None:
+    """Raises Http2StreamError for malformed trailers of a request. gRPC has none."""
+    sort_headers(fields, (), _GRPC)
+
+
+def _bytes(content_length: str | None) -> int | None:
+    if content_length is None:
+        return None
+    if not _CONTENT_LENGTH.fullmatch(content_length):
+        raise Http2StreamError(
+            ErrorCode.PROTOCOL_ERROR, f"content-length is {content_length[:20]!r}"
+        )
+    return int(content_length)
 
 
 def _seconds(timeout: str | None) -> float | None:

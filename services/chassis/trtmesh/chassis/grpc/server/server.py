@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import grpc
 from trtmesh.chassis.addresses import listeners
+from trtmesh.chassis.grpc.connection_settings import ConnectionSettings
+from trtmesh.chassis.grpc.server.arrivals import Arrivals
 from trtmesh.chassis.grpc.server.call import Handler
 from trtmesh.chassis.grpc.server.connection import ServerConnection
 from trtmesh.chassis.grpc.server.headers import RequestHeaders
+from trtmesh.chassis.grpc.server.pacing import Pacing
+from trtmesh.chassis.http2.budget import Budget
 from trtmesh.chassis.http2.connection import set_user_timeout
+from trtmesh.chassis.http2.turns import Turns
+from trtmesh.chassis.tls.certificates import ServerTls
+from trtmesh.chassis.tls.listener import TlsListener, serve
 
-BACKLOG = 1024
-"""Connections that may wait to be accepted."""
+HELD_MESSAGES = 2
+"""Messages of the largest size that may be held unread for all clients together."""
+
+HELD_ANSWERS = 4
+"""Messages of the largest size that may wait for all clients together to read them."""
 
 CANCELLATION_SECONDS = 0.5
 """How long cancelled handlers may take to end."""
@@ -37,13 +48,27 @@ Guard: TypeAlias = "Callable[[grpc.HandlerCallDetails], Handler | None]"
 class GrpcServer(grpc.aio.Server):
     """Serves handlers on addresses from `start` to `stop`."""
 
-    def __init__(self, max_message_bytes: int, guard: Guard | None = None) -> None:
+    def __init__(
+        self,
+        max_message_bytes: int,
+        guard: Guard | None = None,
+        tls: ServerTls | None = None,
+        connections: ConnectionSettings | None = None,
+    ) -> None:
+        connections = connections or ConnectionSettings()
+        self.max_age_seconds = connections.max_age_seconds
         self.max_message_bytes = max_message_bytes
+        self.turns = Turns()
+        self.pacing = Pacing()
+        self.budget = Budget(HELD_MESSAGES * max_message_bytes)
+        self.answers = Budget(HELD_ANSWERS * max_message_bytes)
+        self.arrivals = Arrivals(connections)
         self._guard = guard
+        self._tls = tls
         self._handlers: dict[str, Handler] = {}
         self._generic: list[grpc.GenericRpcHandler] = []
         self._sockets: list[socket.socket] = []
-        self._servers: list[asyncio.Server] = []
+        self._servers: list[asyncio.Server | TlsListener] = []
         self._connections: set[ServerConnection] = set()
         self._changed = asyncio.Event()
         self._stopping = False
@@ -61,7 +86,8 @@ class GrpcServer(grpc.aio.Server):
             self._handlers[f"/{service_name}/{name}"] = handler
 
     def add_insecure_port(self, address: str) -> int:
-        """Binds every address that the host of `address` resolves to; returns the port. Raises RuntimeError."""
+        """Binds every address that the host of `address` resolves to, for TLS if the server has it; returns the port.
+        Raises RuntimeError."""
         host, _, port = address.rpartition(":")
         try:
             taken = listeners(host.strip("[]"), int(port))
@@ -74,14 +100,11 @@ class GrpcServer(grpc.aio.Server):
         return number
 
     def add_secure_port(self, address: str, server_credentials: grpc.ServerCredentials) -> int:
-        raise NotImplementedError("this server has no TLS")
+        raise NotImplementedError("this server takes its TLS when it is made")
 
     async def start(self) -> None:
-        loop = asyncio.get_running_loop()
         while self._sockets:
-            server = await loop.create_server(
-                lambda: ServerConnection(self), sock=self._sockets[0], backlog=BACKLOG
-            )
+            server = await serve(self._sockets[0], lambda: ServerConnection(self), self._tls)
             self._servers.append(server)
             del self._sockets[0]
 
@@ -94,10 +117,10 @@ class GrpcServer(grpc.aio.Server):
             taken.close()
         for connection in self._connections:
             connection.drain()
-        await _ended(self._tasks, grace or 0.0)
+        await self._without_calls(grace or 0.0)
         for connection in self._connections:
             connection.end_calls()
-        await _ended(self._tasks, CANCELLATION_SECONDS)
+        await self._without_calls(CANCELLATION_SECONDS)
         for connection in self._connections:
             connection.close()
         while self._connections:
@@ -136,11 +159,13 @@ class GrpcServer(grpc.aio.Server):
         self._connections.discard(connection)
         self._changed.set()
 
-    @property
-    def _tasks(self) -> list[asyncio.Task[None]]:
-        return [task for connection in self._connections for task in connection.tasks]
+    def calls_over(self) -> None:
+        self._changed.set()
 
-
-async def _ended(tasks: Collection[asyncio.Task[None]], seconds: float) -> None:
-    if tasks and seconds > 0:
-        await asyncio.wait(tasks, timeout=seconds)
+    async def _without_calls(self, seconds: float) -> None:
+        """Waits at most `seconds` until no call is open."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while any(connection.has_calls for connection in self._connections):
+                    self._changed.clear()
+                    await self._changed.wait()

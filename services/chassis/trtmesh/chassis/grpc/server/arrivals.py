@@ -1,0 +1,50 @@
+"""Which connections a server takes: so many in all, and so many of one address."""
+
+from __future__ import annotations
+
+from collections import Counter
+from ipaddress import IPv6Address, ip_address
+
+from trtmesh.chassis.grpc.connection_settings import ConnectionSettings
+
+NETWORK_BITS = 64
+"""Leading bits of an IPv6 address that name one customer: the rest is theirs to choose."""
+
+
+class Arrivals:
+    """The open connections of a server, by address."""
+
+    def __init__(self, settings: ConnectionSettings) -> None:
+        self._settings = settings
+        self._open: Counter[str] = Counter()
+
+    def admit(self, host: str) -> str:
+        """Counts a connection, for `leave` to forget; '' or why it may not stay, which counts nothing."""
+        settings, origin = self._settings, origin_of(host)
+        if self._open.total() >= settings.max_open:
+            return f"the server has {settings.max_open} connections, its limit"
+        if self._open[origin] >= settings.max_per_address:
+            return f"{origin} has {settings.max_per_address} connections, the limit of an address"
+        self._open[origin] += 1
+        return ""
+
+    def leave(self, host: str) -> None:
+        """An admitted connection is lost."""
+        origin = origin_of(host)
+        self._open[origin] -= 1
+        if not self._open[origin]:
+            del self._open[origin]
+
+
+def origin_of(host: str) -> str:
+    """What shares a limit: an IPv4 address, or the network of an IPv6 address."""
+    try:
+        address = ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if not isinstance(address, IPv6Address):
+        return host
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    shift = 128 - NETWORK_BITS
+    return f"{IPv6Address(int(address) >> shift << shift)}/{NETWORK_BITS}"

@@ -1,0 +1,64 @@
+"""Bytes that wait to be read, by this process or by its peers: bounded for all connections together.
+
+Waiting for room would let those who never finish a message keep everyone else out. Beyond the limit, the connection
+that holds most gives way instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class Budget:
+    """The bytes held for all connections of a server."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._accounts: set[Account] = set()
+        self.held = 0
+
+    def account(self, give_way: Callable[[], None]) -> Account:
+        """The account of a new connection. `give_way` ends the call that holds most on it."""
+        account = Account(self, give_way)
+        self._accounts.add(account)
+        return account
+
+    def forget(self, account: Account) -> None:
+        self.held -= account.held
+        self._accounts.discard(account)
+
+    def relieve(self) -> None:
+        """Has the largest connection give way beyond the limit."""
+        if self.held > self._limit:
+            max(self._accounts, key=lambda account: account.held).give_way()
+
+
+class Account:
+    """The bytes held for one connection."""
+
+    def __init__(self, budget: Budget, give_way: Callable[[], None]) -> None:
+        self._budget = budget
+        self._closed = False
+        self.give_way = give_way
+        self.held = 0
+
+    def add(self, size: int) -> None:
+        """Counts bytes that are held from now on, or no longer if `size` is negative."""
+        if self._closed:
+            return
+        self.held += size
+        self._budget.held += size
+        if size > 0:
+            self._budget.relieve()
+
+    def close(self) -> None:
+        """The connection is lost: what is held for it counts no longer, and is freed with its calls."""
+        if not self._closed:
+            self._closed = True
+            self._budget.forget(self)
+            # It names the connection, which names this account.
+            self.give_way = _nothing_to_give
+
+
+def _nothing_to_give() -> None:
+    """The connection is lost."""

@@ -1,0 +1,116 @@
+"""Divides the time of the event loop between connections with unparsed input.
+
+One read may hold 256 KiB of the cheapest frames that a peer finds, and parsing them takes a second. Each connection
+parses for a short turn, all together for a limited time in each pass of the loop, and whoever has input left waits for
+the next pass without reading more. Between two passes runs everything else: streams, timers, other peers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from time import perf_counter
+from typing import Protocol
+
+TURN_SECONDS = 0.001
+"""Time of a connection in a pass. A turn ends after the frame that reaches it; the size of frames bounds the excess."""
+
+PASS_SECONDS = 0.002
+"""Time of all connections together in a pass; an excess is taken from the next passes."""
+
+
+class Work(Protocol):
+    """What a peer sent and what must be parsed, in turns."""
+
+    def go_on(self, until: float) -> bool:
+        """Works until the time `until` of `perf_counter`, or to the end; whether something may be left."""
+
+    def completed(self) -> None:
+        """Nothing is left. Not called for work that `Turns.take` has done at once."""
+
+
+class Turns:
+    """The turns of all connections of one server, or of all links of a process."""
+
+    def __init__(self) -> None:
+        self._fresh: deque[Work] = deque()
+        """Work before its first turn. It alternates with work that took turns already: what is new and small does not
+        wait for all that is old, and what is old gets on while new work arrives without end."""
+        self._waiting: deque[Work] = deque()
+        self._fresh_is_next = True
+        self._spent = 0.0
+        self._planned = False
+
+    def take(self, work: Work) -> bool:
+        """A turn now if this pass has time left; whether the work waits for another."""
+        if self._spent < PASS_SECONDS and not self._fresh:
+            waits = self._turn(work)
+            if waits:
+                self._waiting.append(work)
+        else:
+            waits = True
+            self._fresh.append(work)
+        # Short turns of several passes may add up: a callback in each pass would cost more than it saves.
+        if not self._planned and (waits or self._spent >= TURN_SECONDS):
+            self._plan()
+        return waits
+
+    def _turn(self, work: Work) -> bool:
+        began = perf_counter()
+        try:
+            return work.go_on(began + TURN_SECONDS)
+        finally:
+            self._spent += perf_counter() - began
+
+    def _next(self) -> Work | None:
+        """Whose turn it is."""
+        first, second = self._fresh, self._waiting
+        if not self._fresh_is_next:
+            first, second = second, first
+        if not (queue := first or second):
+            return None
+        self._fresh_is_next = queue is self._waiting
+        return queue.popleft()
+
+    def _plan(self) -> None:
+        self._planned = True
+        asyncio.get_running_loop().call_soon(self._pass)
+
+    def _pass(self) -> None:
+        self._planned = False
+        self._spent = max(0.0, self._spent - PASS_SECONDS)
+        try:
+            while self._spent < PASS_SECONDS and (work := self._next()) is not None:
+                if self._turn(work):
+                    self._waiting.append(work)
+                else:
+                    work.completed()
+        finally:
+            if self._fresh or self._waiting or self._spent >= TURN_SECONDS:
+                self._plan()
+
+
+class Line:
+    """Works of one connection, one after the other: they take the turns of one, however many they are."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self._works: deque[Work] = deque()
+
+    def take(self, work: Work) -> None:
+        """Has the work go on in turns until it is completed, at once if there is time."""
+        self._works.append(work)
+        if len(self._works) == 1:
+            self._turns.take(self)
+
+    def go_on(self, until: float) -> bool:
+        while self._works:
+            if self._works[0].go_on(until):
+                return True
+            self._works.popleft().completed()
+            if perf_counter() >= until:
+                break
+        return bool(self._works)
+
+    def completed(self) -> None:
+        """Each work was told when it was."""

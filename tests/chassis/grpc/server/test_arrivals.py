@@ -1,0 +1,102 @@
+"""Limits of connections: in all, of an address, and of age."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from chassis.grpc.server.conftest import MOST_BYTES, Example, serving
+from chassis.grpc.server.wire import message, wired
+from trtmesh.chassis.grpc.connection_settings import ConnectionSettings
+from trtmesh.chassis.grpc.server import GrpcServer
+from trtmesh.chassis.grpc.server.arrivals import Arrivals, origin_of
+from trtmesh.chassis.http2 import connection as http2_connection
+from trtmesh.chassis.http2.frames import ErrorCode, FrameType
+
+
+@asynccontextmanager
+async def limited(settings: ConnectionSettings) -> AsyncIterator[Example]:
+    async with serving(Example(server=GrpcServer(MOST_BYTES, connections=settings))) as example:
+        yield example
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (ConnectionSettings(max_open=2), b"the server has 2 connections, its limit"),
+        (
+            ConnectionSettings(max_per_address=2),
+            b"127.0.0.1 has 2 connections, the limit of an address",
+        ),
+    ],
+)
+async def test_a_connection_beyond_the_limit_is_told_and_closed(
+    settings: ConnectionSettings, reason: bytes
+) -> None:
+    async with limited(settings) as example, wired(example) as first:
+        async with wired(example) as second:
+            await first.echoes(1)
+            await second.echoes(1)
+            async with wired(example, greet=False) as third:
+                goaway = await third.next(FrameType.GOAWAY)
+                assert ErrorCode.parse(goaway.payload[4:8]) == ErrorCode.ENHANCE_YOUR_CALM
+                assert goaway.payload[8:] == reason
+                assert await third.closed() == b""
+            await first.echoes(3)
+        await asyncio.to_thread(lambda: None)
+        while len(example.server._connections) > 1:  # noqa: ASYNC110 - a set has no event
+            await asyncio.sleep(0)
+        async with wired(example) as fourth:
+            await fourth.echoes(1)
+
+
+async def test_an_old_connection_ends_after_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http2_connection, "PING_AFTER_SECONDS", 0.05)
+    async with limited(ConnectionSettings(max_age_seconds=0.01)) as example, wired(example) as wire:
+        wire.send(wire.call(1, "Chat"))
+        goaway = await wire.next(FrameType.GOAWAY)
+        assert ErrorCode.parse(goaway.payload[4:8]) == ErrorCode.NO_ERROR
+        wire.send(wire.call(3), wire.data(3, b"too late"))
+        assert await wire.error() == (3, ErrorCode.REFUSED_STREAM)
+        wire.send(wire.data(1, b"ab"))
+        body, said = await wire.answer(1)
+        assert (body, said["grpc-status"]) == (message(b"ba"), "0")
+        await wire.closed()
+
+
+async def test_an_old_connection_without_calls_ends_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http2_connection, "PING_AFTER_SECONDS", 0.05)
+    async with limited(ConnectionSettings(max_age_seconds=0.01)) as example, wired(example) as wire:
+        await wire.next(FrameType.GOAWAY)
+        assert await wire.closed() == b""
+
+
+@pytest.mark.parametrize(
+    ("host", "origin"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("unknown", "unknown"),
+    ],
+)
+def test_addresses_of_one_customer_share_a_limit(host: str, origin: str) -> None:
+    assert origin_of(host) == origin
+
+
+def test_every_admitted_connection_leaves() -> None:
+    arrivals = Arrivals(ConnectionSettings(max_open=2, max_per_address=1))
+    assert not arrivals.admit("a")
+    assert arrivals.admit("a")
+    assert not arrivals.admit("b")
+    assert arrivals.admit("c")
+    arrivals.leave("a")
+    assert not arrivals.admit("c")
+    arrivals.leave("b")
+    arrivals.leave("c")
+    assert not arrivals._open

@@ -1,0 +1,73 @@
+"""Received messages: what is decompressed counts as held, and is freed when nobody reads it."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+
+import pytest
+from trtmesh.chassis.grpc.messages import (
+    INFLATED_BYTES,
+    BadMessage,
+    MessageReader,
+    ReceivedMessages,
+    pack_prefix,
+)
+from trtmesh.chassis.http2.budget import Budget
+from trtmesh.chassis.http2.turns import Line, Turns
+
+MOST = 2**27
+
+
+async def _passes_until_held(messages: ReceivedMessages, size: int) -> None:
+    while messages.held < size:  # noqa: ASYNC110 - each pass of the loop counts
+        await asyncio.sleep(0)
+
+
+async def test_what_is_decompressed_counts_and_is_freed_by_drop() -> None:
+    account = Budget(2 * MOST).account(lambda: None)
+    messages = ReceivedMessages(
+        MessageReader("gzip", MOST), 2**20, lambda _: None, Line(Turns()), account
+    )
+    body = zlib.compress(bytes(MOST - 1), 1, 31)
+    messages.feed(pack_prefix(1, len(body)) + body, 0)
+    reading = asyncio.create_task(messages.next())
+    await _passes_until_held(messages, len(body) + 8 * INFLATED_BYTES)
+    assert account.held == messages.held
+    messages.drop()
+    assert (messages.held, account.held) == (0, 0)
+    with pytest.raises(BadMessage):
+        await reading
+    assert account.held == 0
+
+
+async def test_the_budget_ends_the_call_that_decompresses() -> None:
+    budget = Budget(MOST // 4)
+    found: list[ReceivedMessages] = []
+    account = budget.account(lambda: max(found, key=lambda messages: messages.held).drop())
+    line = Line(Turns())
+    found += [
+        ReceivedMessages(MessageReader("gzip", MOST), 2**20, lambda _: None, line, account)
+        for _ in range(2)
+    ]
+    small, bomb = found
+    small.feed(pack_prefix(0, 2000) + bytes(1000), 0)
+    body = zlib.compress(bytes(MOST - 1), 1, 31)
+    bomb.feed(pack_prefix(1, len(body)) + body, 0)
+    with pytest.raises(BadMessage):
+        await bomb.next()
+    assert (small.held, account.held, budget.held) == (1005, 1005, 1005)
+
+
+async def test_a_cancelled_reader_frees_what_it_decompressed() -> None:
+    account = Budget(2 * MOST).account(lambda: None)
+    messages = ReceivedMessages(
+        MessageReader("gzip", MOST), 2**20, lambda _: None, Line(Turns()), account
+    )
+    body = zlib.compress(bytes(MOST - 1), 1, 31)
+    messages.feed(pack_prefix(1, len(body)) + body, 0)
+    reading = asyncio.create_task(messages.next())
+    await _passes_until_held(messages, len(body) + 8 * INFLATED_BYTES)
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    assert account.held == 0

@@ -1,0 +1,36 @@
+"""The budget of unread bytes: beyond the limit the largest connection gives way."""
+
+from __future__ import annotations
+
+from trtmesh.chassis.http2.budget import Account, Budget
+
+
+def test_the_largest_connection_gives_way() -> None:
+    budget, gave_way = Budget(100), list[str]()
+    accounts: dict[str, Account] = {}
+
+    def opened(name: str) -> Account:
+        def give_way() -> None:
+            gave_way.append(name)
+            accounts[name].add(-accounts[name].held)
+
+        accounts[name] = budget.account(give_way)
+        return accounts[name]
+
+    small, large = opened("small"), opened("large")
+    large.add(90)
+    small.add(10)
+    assert gave_way == []
+    small.add(1)
+    assert gave_way == ["large"]
+    assert (budget.held, small.held, large.held) == (11, 11, 0)
+
+
+def test_a_closed_connection_holds_nothing() -> None:
+    budget = Budget(100)
+    account = budget.account(lambda: None)
+    account.add(70)
+    account.close()
+    account.add(-70)
+    account.close()
+    assert budget.held == 0
