@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import grpc
 import pytest
 from trtmesh.chassis import error_wire, errors
-from trtmesh.chassis.errors import ERROR_TABLE, ErrorRow, TrtmeshError
+from trtmesh.chassis.errors import ERROR_TABLE, MAX_FIELDS, ErrorRow, TrtmeshError
+from trtmesh.chassis.quoting import MAX_QUOTED_CHARACTERS
 from trtmesh.v1 import generation_pb2 as pb
 
 BY_REASON = pytest.mark.parametrize("row", ERROR_TABLE, ids=lambda row: row.reason)
@@ -73,12 +74,13 @@ def test_status_keeps_the_error(row: ErrorRow) -> None:
 
 @BY_REASON
 def test_status_of_a_large_error_keeps_reason_and_sentence(row: ErrorRow) -> None:
-    error = row.error("x" * error_wire.MAX_ERROR_BYTES, retry_after_ms=1)
+    error = row.error("is wrong", fields=("field" * 50,) * MAX_FIELDS, retry_after_ms=1)
     metadata = error_wire.to_metadata(error)
     assert error_wire.ERROR_METADATA_KEY not in dict(metadata)
     back = error_wire.from_status(row.status, error.message, metadata)
-    assert type(back) is row.error
-    assert (back.message, back.retry_after_ms) == (error.message, 1)
+    assert (type(back), back.retry_after_ms) == (row.error, 1)
+    assert back.message.startswith("field")
+    assert back.message.endswith("is wrong")
 
 
 def test_truncated_metadata_keeps_reason_and_sentence() -> None:
@@ -138,7 +140,7 @@ def test_sentence_translates_field_names() -> None:
 
 def test_long_value_is_shortened() -> None:
     error = errors.InvalidField.of("text", "x" * 10_000, "shorter")
-    assert len(error.value) == errors.MAX_VALUE_CHARACTERS + len("...")
+    assert len(error.value) == MAX_QUOTED_CHARACTERS + len("...")
 
 
 def test_startup_errors_have_distinct_exit_statuses() -> None:

@@ -7,9 +7,18 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+from google.protobuf.descriptor import FieldDescriptor
 from trtmesh.chassis import parsing
 from trtmesh.chassis.errors import InvalidField, UnsupportedField
-from trtmesh.chassis.parsing import LIMITS, parse_config, parse_prompt, refuse_unsupported
+from trtmesh.chassis.parsing import (
+    LIMITS,
+    MAX_DIMENSIONS,
+    MOST_CHARACTERS,
+    MOST_ENTRIES,
+    parse_config,
+    parse_prompt,
+    refuse_unsupported,
+)
 from trtmesh.chassis.vocabulary import GenerationConfig, Tensor
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -105,6 +114,25 @@ def test_enum_numbers_without_a_name_are_refused(path: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("config", "fields", "limit"),
     [
+        (
+            pb.GenerationConfig(handoff=pb.HandoffConfig(state=b"x")),
+            ("handoff.state",),
+            "",
+        ),
+        (
+            pb.GenerationConfig(
+                handoff=pb.HandoffConfig(phase=pb.GENERATION_PHASE_CONTEXT_ONLY, state=b"x")
+            ),
+            ("handoff.state",),
+            "",
+        ),
+        (
+            pb.GenerationConfig(
+                handoff=pb.HandoffConfig(phase=pb.GENERATION_PHASE_GENERATION_ONLY)
+            ),
+            ("handoff.state",),
+            "",
+        ),
         (
             pb.GenerationConfig(stopping=pb.StoppingConfig(end_id=1, ignore_end_id=True)),
             ("stopping.end_id", "stopping.ignore_end_id"),
@@ -222,3 +250,65 @@ class TestPrompt:
         with pytest.raises(InvalidField) as caught:
             parse_prompt(pb.Prompt())
         assert caught.value.field == "prompt"
+
+
+def filled(path: str, count: int) -> pb.GenerationConfig:
+    """A config whose list at `path` has `count` entries."""
+    config = pb.GenerationConfig()
+    *parents, name = path.split(".")
+    message: Any = config
+    for parent in parents:
+        message = getattr(message, parent)
+    given = getattr(message, name)
+    if isinstance(given, pb.TokenIds):
+        given.ids.extend([1] * count)
+    elif path == "multimodal.model_inputs":
+        for number in range(count):
+            given[str(number)].data_type = pb.DATA_TYPE_UINT8
+            given[str(number)].shape[:] = [0]
+    elif hasattr(given, "add"):
+        for _ in range(count):
+            added = given.add()
+            if isinstance(added, pb.TokenIds):
+                added.ids.append(1)
+    elif message.DESCRIPTOR.fields_by_name[name].type == FieldDescriptor.TYPE_STRING:
+        given.extend(["x"] * count)
+    else:
+        given.extend([1] * count)
+    return config
+
+
+@pytest.mark.parametrize(
+    "path", sorted(path for path in MOST_ENTRIES if not path.startswith("prompt."))
+)
+def test_lists_are_counted_before_they_are_copied(path: str) -> None:
+    most = MOST_ENTRIES[path]
+    said = f"has {most + 1} entries but must have at most {most}"
+    with pytest.raises(InvalidField, match=said) as refused:
+        parse_config(filled(path, most + 1))
+    assert refused.value.field == path
+    said = ""
+    try:
+        parse_config(filled(path, most))
+    except InvalidField as error:
+        said = error.message
+    # Some lists need others beside them.
+    assert not said or "need a weight for each" in said
+
+
+@pytest.mark.parametrize("path", MOST_CHARACTERS)
+def test_texts_are_limited(path: str) -> None:
+    most = MOST_CHARACTERS[path]
+    parse_config(config_with(path, "x" * most))
+    with pytest.raises(InvalidField, match=f"at most {most} characters") as refused:
+        parse_config(config_with(path, "x" * (most + 1)))
+    assert refused.value.field == path
+    assert len(refused.value.message) < 1000
+
+
+def test_dimensions_are_counted_before_they_are_multiplied() -> None:
+    tensor = pb.Tensor(data_type=pb.DATA_TYPE_UINT8, shape=[1] * MAX_DIMENSIONS, data=b"x")
+    parse_config(pb.GenerationConfig(lora=pb.LoraConfig(weights=tensor)))
+    tensor.shape.append(2**63)
+    with pytest.raises(InvalidField, match="has 17 dimensions but must have at most 16"):
+        parse_config(pb.GenerationConfig(lora=pb.LoraConfig(weights=tensor)))

@@ -21,9 +21,9 @@ PROGRAM = textwrap.dedent(
     from typing import ClassVar
     from trtmesh.chassis.errors import ModelUnusable
     from trtmesh.chassis.service import run
-    from trtmesh.chassis.settings import ServiceSettings
+    from trtmesh.chassis.tls.settings import SecuredSettings
 
-    class ExampleSettings(ServiceSettings):
+    class ExampleSettings(SecuredSettings):
         section: ClassVar[str] = "engine"
         start: str = "well"
         drain: str = "well"

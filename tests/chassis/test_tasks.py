@@ -1,4 +1,4 @@
-"""Waiting for the first of several."""
+"""Waiting for the first of several, and for all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from contextlib import suppress
 
 import pytest
-from trtmesh.chassis.tasks import until_first_ends
+from trtmesh.chassis.tasks import until_all_end, until_first_ends
 
 
 async def test_first_error_is_raised_and_others_end() -> None:
@@ -23,6 +23,35 @@ async def test_first_error_is_raised_and_others_end() -> None:
 
     with pytest.raises(ValueError, match="first"):
         await until_first_ends(wait(), fail())
+    assert ended.is_set()
+
+
+async def test_all_have_ended_after_the_last() -> None:
+    ended: list[int] = []
+
+    async def end(number: int, passes: int) -> None:
+        for _ in range(passes):
+            await asyncio.sleep(0)
+        ended.append(number)
+
+    await until_all_end(end(1, 5), end(2, 1))
+    assert ended == [2, 1]
+
+
+async def test_an_error_of_one_ends_all() -> None:
+    ended = asyncio.Event()
+
+    async def wait() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.set()
+
+    async def fail() -> None:
+        raise ValueError("one")
+
+    with pytest.raises(ValueError, match="one"):
+        await until_all_end(wait(), fail())
     assert ended.is_set()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import grpc
+from trtmesh.chassis.tls.client import ClientTls
 
 GREETING_SECONDS = 1.0
 """Limit for connecting before another attempt or peer. A distant or busy peer easily takes 0.1 s; a frozen peer never
@@ -29,10 +30,10 @@ def open_channel(
     address: str,
     max_message_bytes: int,
     connect_seconds: float = GREETING_SECONDS,
-    credentials: grpc.ChannelCredentials | None = None,
+    tls: ClientTls | None = None,
 ) -> grpc.aio.Channel:
-    """A channel with a separate connection, over TLS with `credentials`; the caller closes the channel. Reconnects
-    every second; each attempt takes at most `connect_seconds`."""
+    """A channel with a separate connection, over TLS if given; the caller closes the channel. Reconnects every second;
+    each attempt takes at most `connect_seconds`. Raises SettingsError for TLS with unusable files."""
     options = [
         *channel_options(max_message_bytes),
         ("grpc.use_local_subchannel_pool", 1),
@@ -41,6 +42,7 @@ def open_channel(
         ("grpc.max_reconnect_backoff_ms", 1_000),
         ("grpc.enable_retries", 0),
     ]
-    if credentials:
-        return grpc.aio.secure_channel(address, credentials, options=options)
+    if tls is not None:
+        options += tls.channel_options()
+        return grpc.aio.secure_channel(address, tls.credentials(), options=options)
     return grpc.aio.insecure_channel(address, options=options)

@@ -13,13 +13,16 @@ from http import HTTPStatus
 from typing import Self
 
 import grpc
+from trtmesh.chassis.quoting import cut, cut_inside
 
-MAX_VALUE_CHARACTERS = 256
-"""Longest quoted value; longer ones are shortened."""
+MAX_PROBLEM_CHARACTERS = 768
+"""Longest problem: percent-encoded it still fits the metadata that gRPC's clients take."""
+MAX_FIELDS = 16
+"""Most fields that an error names."""
 
 
 class TrtmeshError(Exception):
-    """Root of all errors that reach a client. Holds data; the door composes the sentence.
+    """Root of all errors that reach a client. Holds data, cut to a length; the door composes the sentence.
 
     `problem` continues a sentence that starts with the fields ("has 3 prompts but must have 1 or 2"), or is the whole
     sentence if no field is to blame. Without a problem, the sentence consists of field, value and limit; `limit`
@@ -39,18 +42,19 @@ class TrtmeshError(Exception):
         worker: str = "",
         retry_after_ms: int | None = None,
     ) -> None:
+        problem = cut_inside(problem, MAX_PROBLEM_CHARACTERS)
         super().__init__(problem)
         self.problem = problem
-        self.fields = fields or ((field,) if field else ())
+        self.fields = tuple(map(cut, (fields or ((field,) if field else ()))[:MAX_FIELDS]))
         """Paths below GenerationConfig or the message that was sent, such as `sampling.top_p`."""
-        self.value = value
-        """The value as a Python literal, shortened."""
-        self.limit = limit
+        self.value = cut(value)
+        """The value as a Python literal, cut."""
+        self.limit = cut_inside(limit, MAX_PROBLEM_CHARACTERS)
         self.limit_field = limit_field
         """The field that sets the limit, or ''."""
         self.batch_index = batch_index
         """The item to blame for the failure of the whole request."""
-        self.worker = worker
+        self.worker = cut(worker)
         self.retry_after_ms = retry_after_ms
 
     @property
@@ -145,7 +149,7 @@ class AlreadyExists(TrtmeshError):
 
 
 class Unauthenticated(TrtmeshError):
-    """The admin token is missing or wrong."""
+    """The API key or the admin token is missing, wrong or expired."""
 
 
 class Mismatch(TrtmeshError):
@@ -202,6 +206,10 @@ class WorkerLost(Unavailable):
     """The worker died or its stream broke."""
 
 
+class HandoffFailed(Unavailable):
+    """The KV of a sequence did not arrive; its tokens suffice to continue."""
+
+
 class TokenizerLost(Unavailable):
     """No tokenizer was left and none returned in time."""
 
@@ -219,7 +227,7 @@ class AdaptersFull(Exhausted):
 
 
 class RateLimited(Exhausted):
-    """An API key has used up its tokens."""
+    """A caller has used up a limit of its own."""
 
 
 class SlowClient(Exhausted):
@@ -247,8 +255,8 @@ class StreamIncomplete(InternalError):
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= MAX_VALUE_CHARACTERS else f"{text[:MAX_VALUE_CHARACTERS]}..."
+    # A literal of a long text would be made only to be cut.
+    return repr(cut(value) if isinstance(value, str) else value)
 
 
 STARTUP_ERROR_PREFIX = "trtmesh {section}: error: "
@@ -361,6 +369,7 @@ ERROR_TABLE: tuple[ErrorRow, ...] = (
     ErrorRow(NoWorker, *_UNAVAILABLE, "NO_WORKER", _B.LOAD),
     ErrorRow(NoTokenizer, *_UNAVAILABLE, "NO_TOKENIZER", _B.LOAD),
     ErrorRow(WorkerLost, *_UNAVAILABLE, "WORKER_LOST", _B.PEER, movable=True),
+    ErrorRow(HandoffFailed, *_UNAVAILABLE, "HANDOFF_FAILED", _B.LOAD, movable=True),
     ErrorRow(TokenizerLost, *_UNAVAILABLE, "TOKENIZER_LOST", _B.PEER),
     ErrorRow(Exhausted, *_EXHAUSTED, "EXHAUSTED", _B.LOAD),
     ErrorRow(OutOfBlocks, *_EXHAUSTED, "OUT_OF_BLOCKS", _B.LOAD),

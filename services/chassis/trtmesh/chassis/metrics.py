@@ -1,19 +1,12 @@
-"""Prometheus metrics: the endpoint of a process, and a fast histogram."""
+"""A fast histogram for Prometheus, and its usual buckets."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import HistogramMetricFamily
-from trtmesh.chassis.addresses import why_not_bound
-
-if TYPE_CHECKING:
-    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 LATENCY_BUCKETS = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
@@ -22,40 +15,6 @@ LATENCY_BUCKETS = (
 
 TOKEN_BUCKETS = (1, 8, 32, 128, 512, 2048, 8192, 32768, 131072)
 """Tokens of a prompt or an output."""
-
-
-@contextmanager
-def metrics_endpoint(
-    registry: CollectorRegistry, host: str, port: int | None, more: Callable[[], str] = str
-) -> Iterator[int | None]:
-    """Serves `registry` at /metrics, followed by the text of `more`, which runs in the endpoint's thread. Yields the
-    port, or None if `port` is None."""
-    if port is None:
-        yield None
-        return
-    try:
-        server, thread = start_http_server(port, addr=host, registry=registry)
-    except OSError as error:
-        raise why_not_bound("serve metrics", host, port) from error
-    app = server.get_app()
-    assert app is not None
-    server.set_app(_with_more(app, more))
-    try:
-        yield int(server.server_port)
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(timeout=5)
-
-
-def _with_more(app: WSGIApplication, more: Callable[[], str]) -> WSGIApplication:
-    def serve(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        text = more().encode()
-        # The second part is appended as plain text, so the first must not be compressed or in another format.
-        plain = {"HTTP_ACCEPT": "text/plain", "HTTP_ACCEPT_ENCODING": "identity"}
-        return [*app({**environ, **plain}, start_response), text]
-
-    return serve
 
 
 class Histogram:

@@ -53,6 +53,17 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "sampling.frequency_penalty": (-1e6, 1e6),
     "sampling.embedding_bias": (-math.inf, sys.float_info.max),
     "sampling.embedding_bias_weights": (-math.inf, sys.float_info.max),
+    **dict.fromkeys(
+        (
+            *("stopping.end_id", "stopping.pad_id", "sampling.top_k", "sampling.top_p_reset_id"),
+            *("sampling.prompt_ignore_length", "sampling.no_repeat_ngram_size"),
+            *("prompt_tuning.vocabulary_size", "draft.num_draft_tokens"),
+            *("lookahead.window_size", "lookahead.ngram_size", "lookahead.verification_set_size"),
+            *("encoder_decoder.encoder_output_length", "kv_cache.token_ranges.token_start"),
+            "kv_cache.token_ranges.token_end",
+        ),
+        (0, 2**31 - 1),
+    ),
     "sampling.num_return_sequences": (1, 256),
     "sampling.best_of": (1, 256),
     "beam_search.beam_width": (1, 256),
@@ -69,6 +80,15 @@ RETURNED = "sampling.num_return_sequences"
 MAX_WORDS = 256
 MAX_WORD_LENGTH = 4096
 MAX_TOKEN_RANGES = 256
+MAX_PROMPT_TOKENS = 2**20
+"""Limit for the token ids of a prompt, and for lists with an entry per token."""
+MAX_VOCABULARY = 2**20
+"""Limit for lists with an entry per token of the vocabulary."""
+MAX_DIMENSIONS = 16
+MAX_IMAGES = 256
+MAX_MODEL_INPUTS = 64
+MAX_NAME_CHARACTERS = 1024
+MAX_GUIDE_CHARACTERS = 2**20
 MAX_STOP_TEXT_CHARACTERS = 16_384
 """Limit for all stop texts together, which determine the time and memory of the automaton."""
 WORD_LISTS = frozenset(
@@ -84,9 +104,32 @@ WORD_LISTS = frozenset(
 
 MOST_ENTRIES: Mapping[str, int] = {
     **dict.fromkeys(WORD_LISTS, MAX_WORDS),
+    "sampling.embedding_bias_weights": 2 * MAX_WORDS,
     "kv_cache.token_ranges": MAX_TOKEN_RANGES,
+    "sampling.embedding_bias": MAX_VOCABULARY,
+    **dict.fromkeys(
+        (
+            *("prompt.token_ids", "encoder_decoder.decoder_prompt.token_ids"),
+            *("prompt_tuning.extra_ids", "draft.token_ids"),
+        ),
+        MAX_PROMPT_TOKENS,
+    ),
+    "multimodal.images": MAX_IMAGES,
+    "multimodal.model_inputs": MAX_MODEL_INPUTS,
 }
-"""Limits of lists with entries checked at every token."""
+"""Limits of lists, counted before they are copied. Words and ranges are checked at every token."""
+
+MOST_CHARACTERS: Mapping[str, int] = {
+    **dict.fromkeys(
+        (
+            *("lora.name", "lora.version", "kv_cache.salt", "sampling.logits_post_processor"),
+            "multimodal.images.url",
+        ),
+        MAX_NAME_CHARACTERS,
+    ),
+    "guided_decoding.guide": MAX_GUIDE_CHARACTERS,
+}
+"""Limits of texts."""
 
 ELEMENT_BYTES: Mapping[int, int] = {
     pb.DATA_TYPE_FP32: 4,
@@ -165,6 +208,7 @@ def _field(field: FieldDescriptor, value: Any, path: str, paths: set[str]) -> An
         return _scalars(path, value) if field.is_repeated else _scalar(path, value)
     if field.message_type.GetOptions().map_entry:
         paths.add(path)
+        _check_count(path, value)
         return {name: _message(item, f"{path}.{name}.", set()) for name, item in value.items()}
     if field.is_repeated:
         paths.add(path)
@@ -176,7 +220,11 @@ def _field(field: FieldDescriptor, value: Any, path: str, paths: set[str]) -> An
 def _nested(value: Message, path: str, paths: set[str]) -> Any:
     if isinstance(value, pb.TokenIds):
         paths.add(path)
-        return _word(path, tuple(value.ids))
+        if path in WORD_LISTS:
+            _check_word(path, value.ids)
+        else:
+            _check_count(path, value.ids)
+        return tuple(value.ids)
     if isinstance(value, pb.Tensor):
         paths.add(path)
         return _message(value, f"{path}.", set())
@@ -195,15 +243,22 @@ def _scalar(path: str, value: Any) -> Any:
     limits = LIMITS.get(path)
     if limits and not limits[0] <= value <= limits[1]:
         raise InvalidField.of(path, value, _range_text(*limits))
+    most = MOST_CHARACTERS.get(path)
+    if most is not None and len(value) > most:
+        raise InvalidField.of(path, value, f"at most {most} characters")
     return value
 
 
 def _scalars(path: str, values: Any) -> tuple[Any, ...]:
+    if path.endswith(".shape") and len(values) > MAX_DIMENSIONS:
+        raise InvalidField(
+            f"has {len(values)} dimensions but must have at most {MAX_DIMENSIONS}", field=path
+        )
     _check_count(path, values)
     given = tuple(values)
     if path in WORD_LISTS:
         for word in given:
-            _word(path, word)
+            _check_word(path, word)
     if path in LIMITS:
         # Up to one value per vocabulary entry: no call for each value.
         low, high = LIMITS[path]
@@ -219,13 +274,12 @@ def _check_count(path: str, values: Any) -> None:
         raise InvalidField(f"has {len(values)} entries but must have at most {most}", field=path)
 
 
-def _word(path: str, word: Any) -> Any:
-    if path in WORD_LISTS and not 1 <= len(word) <= MAX_WORD_LENGTH:
+def _check_word(path: str, word: Any) -> None:
+    if not 1 <= len(word) <= MAX_WORD_LENGTH:
         raise InvalidField(
             f"has an entry of length {len(word)} but each must have 1 to {MAX_WORD_LENGTH}",
             field=path,
         )
-    return word
 
 
 def _range_text(low: float, high: float) -> str:
@@ -274,6 +328,24 @@ def _check_combinations(config: v.GenerationConfig) -> None:
         raise InvalidField(needed, field="lookahead")
     _check_counts(config)
     _check_bias(config.sampling)
+    if config.handoff is not None:
+        _check_handoff(config.handoff)
+
+
+def _check_handoff(handoff: v.Handoff) -> None:
+    continues = handoff.phase == pb.GENERATION_PHASE_GENERATION_ONLY
+    if continues and handoff.state is None:
+        raise InvalidField(
+            "is missing: generation only continues from the state of a context_only item",
+            field="handoff.state",
+            limit_field="handoff.phase",
+        )
+    if handoff.state is not None and not continues:
+        raise InvalidField(
+            "needs the phase GENERATION_PHASE_GENERATION_ONLY",
+            field="handoff.state",
+            limit_field="handoff.phase",
+        )
 
 
 def _check_counts(config: v.GenerationConfig) -> None:

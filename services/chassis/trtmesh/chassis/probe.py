@@ -1,6 +1,7 @@
 """Checks the health of a service: `python -m trtmesh.chassis.probe 127.0.0.1:8001` exits with 0 if it is serving.
 
-The container images have no other gRPC client for their health checks.
+The container images have no other gRPC client for their health checks. TRTMESH_TLS_CA and the variables like it
+(`tls/client.py`) make it connect over TLS.
 """
 
 from __future__ import annotations
@@ -8,23 +9,41 @@ from __future__ import annotations
 import trtmesh.chassis.environment  # noqa: F401 - before anything imports gRPC
 
 # isort: split
+import os
 import sys
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from trtmesh.chassis.errors import SettingsError
+from trtmesh.chassis.tls.client import ClientTls
 
 PATIENCE_SECONDS = 3.0
 
 
 def main(address: str) -> int:
     """Prints the status of the service at `address`; returns 0 for SERVING, else 1."""
-    with grpc.insecure_channel(address) as channel:
-        health = health_pb2_grpc.HealthStub(channel)
-        try:
-            answer = health.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_SECONDS)
-        except grpc.RpcError as error:
-            print(f"{address} does not respond: {error.code().name}: {error.details()}")
-            return 1
+    try:
+        tls = ClientTls.of_environment(os.environ)
+        with _channel(address, tls) as channel:
+            return _check(address, channel)
+    except SettingsError as error:
+        print(error)
+        return 1
+
+
+def _channel(address: str, tls: ClientTls | None) -> grpc.Channel:
+    if tls is None:
+        return grpc.insecure_channel(address)
+    return grpc.secure_channel(address, tls.credentials(), tls.channel_options())
+
+
+def _check(address: str, channel: grpc.Channel) -> int:
+    health = health_pb2_grpc.HealthStub(channel)
+    try:
+        answer = health.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_SECONDS)
+    except grpc.RpcError as error:
+        print(f"{address} does not respond: {error.code().name}: {error.details()}")
+        return 1
     print(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
     return 0 if answer.status == health_pb2.HealthCheckResponse.SERVING else 1
 

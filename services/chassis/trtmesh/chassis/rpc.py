@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from typing import Any
+from contextlib import asynccontextmanager, suppress
+from typing import Any, NoReturn
 
 import grpc
 from trtmesh.chassis.error_wire import to_metadata
 from trtmesh.chassis.errors import InternalError, TrtmeshError, Unavailable
-from trtmesh.chassis.logs import request_id_bound
+from trtmesh.chassis.logs import Occasionally, request_id_bound
 
 log = logging.getLogger(__name__)
+occasionally = Occasionally(log)
 
 REQUEST_ID_METADATA_KEY = "x-request-id"
+
+FIRST_MESSAGE_SECONDS = 0.1
+"""Longest wait of a refusal for the message that most clients send with the headers."""
 
 
 def request_id_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
@@ -48,11 +52,26 @@ async def answering(
             await _abort(context, defect, defect.message)
 
 
+def refusing(error: TrtmeshError) -> grpc.RpcMethodHandler[Any, Any]:
+    """A handler that ends any call with an error."""
+
+    async def refuse(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
+        async with answering(context):
+            # grpc.aio reports INTERNAL if it learns of the end while it sends its first message.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(FIRST_MESSAGE_SECONDS):
+                    await context.read()
+            raise error
+        raise AssertionError("answering ends the call")
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
 async def _abort(
     context: grpc.aio.ServicerContext[Any, Any], error: TrtmeshError, sentence: str
 ) -> None:
     # Peers retry an unavailable service all the time.
     level = logging.DEBUG if isinstance(error, Unavailable) else logging.INFO
-    log.log(level, "call refused: %s: %s", error.reason, sentence)
+    occasionally(error.reason, level, "call refused: %s: %s", error.reason, sentence)
     metadata = to_metadata(error)
     await context.abort(error.row.status, sentence, trailing_metadata=metadata)

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -21,11 +22,15 @@ from prometheus_client import CollectorRegistry, Gauge
 from trtmesh.chassis.addresses import listen
 from trtmesh.chassis.errors import STARTUP_ERROR_PREFIX, StartupError
 from trtmesh.chassis.grpc.server import GrpcServer
+from trtmesh.chassis.grpc.server.server import Guard
 from trtmesh.chassis.health import Health
 from trtmesh.chassis.logs import set_up_logs
-from trtmesh.chassis.metrics import metrics_endpoint
-from trtmesh.chassis.settings import ServiceSettings, load_settings
+from trtmesh.chassis.metrics_endpoint import metrics_endpoint
+from trtmesh.chassis.settings import load_settings
 from trtmesh.chassis.tasks import until_first_ends
+from trtmesh.chassis.tls.certificates import HTTP_1_1, Certificates
+from trtmesh.chassis.tls.client import H2
+from trtmesh.chassis.tls.settings import SecuredSettings, TlsSettings
 
 log = logging.getLogger(__name__)
 
@@ -60,12 +65,16 @@ class Service(Protocol):
 class Runtime:
     """What the chassis provides to a service."""
 
+    certificates: Certificates = field(default_factory=lambda: Certificates(TlsSettings(), ""))
+    """TLS of the process; plain text unless given."""
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     health: Health = field(init=False)
     more_metrics: Callable[[], str] = str
-    """Additional metrics in Prometheus' text format; called in the endpoint's thread."""
+    """Additional metrics in Prometheus' text format; called in a thread."""
     descriptors: descriptor_pool.DescriptorPool = field(default_factory=descriptor_pool.Default)
     """Descriptors of the services, for reflection."""
+    guard: Guard | None = None
+    """Refuses calls on the port of the process."""
     addresses: dict[str, str] = field(default_factory=dict)
     """Additional addresses, by the name for the announcement."""
     failure: asyncio.Future[BaseException] = field(
@@ -78,7 +87,7 @@ class Runtime:
             self.failure.set_result(error)
 
 
-S = TypeVar("S", bound=ServiceSettings)
+S = TypeVar("S", bound=SecuredSettings)
 Build = Callable[[S, Runtime], Service]
 
 
@@ -101,20 +110,32 @@ def run(settings_class: type[S], build: Build[S], argv: Sequence[str]) -> int:
 class _Process:
     """A process from bind to exit."""
 
-    def __init__(self, settings: ServiceSettings, build: Build[Any]) -> None:
+    def __init__(self, settings: SecuredSettings, build: Build[Any]) -> None:
         self._settings = settings
         self._build = build
         self._stop_asked = asyncio.Event()
 
     async def live(self) -> int:
         self._listen_to_signals()
-        runtime = Runtime()
+        certificates = Certificates(self._settings.tls, self._settings.section)
+        runtime = Runtime(certificates)
         _count_tasks(runtime.registry)
         service = self._build(self._settings, runtime)
         runtime.health = Health(service.service_names)
-        server = GrpcServer(self._settings.max_message_bytes)
-        with metrics_endpoint(
-            runtime.registry, self._settings.host, self._settings.metrics_port, runtime.more_metrics
+        server = GrpcServer(
+            self._settings.max_message_bytes,
+            runtime.guard,
+            certificates.server(H2),
+            self._settings.connections,
+        )
+        following = asyncio.create_task(certificates.follow())
+        following.add_done_callback(partial(_fail_with, runtime))
+        async with metrics_endpoint(
+            runtime.registry,
+            self._settings.host,
+            self._settings.metrics_port,
+            runtime.more_metrics,
+            certificates.server(HTTP_1_1),
         ) as metrics_port:
             try:
                 await self._bind(server, service, runtime, metrics_port)
@@ -213,6 +234,12 @@ class _Process:
             log.warning("exiting: the service did not stop within %g s", STOP_SECONDS)
             # A normal exit would wait for threads, or crash in daemon threads.
             os._exit(1 if runtime.failure.done() else 0)
+
+
+def _fail_with(runtime: Runtime, task: asyncio.Task[Any]) -> None:
+    """Ends the process with a background task, whose end is a defect."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        runtime.fail(error)
 
 
 def _count_tasks(registry: CollectorRegistry) -> None:

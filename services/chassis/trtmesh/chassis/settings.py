@@ -356,9 +356,11 @@ def _describe(
     path = next((leaf for leaf in origin if names[: len(leaf)] == leaf), names)
     layer = origin.get(path)
     if layer is None:
-        ways = " or ".join(layer.names.get(path, "") for layer in layers)
         field = ".".join((cls.section, *path))
-        return f"{field}: {error['msg'].lower()} (set {ways})" if path else str(error["msg"])
+        # A group of settings has no name of its own in any layer.
+        ways = " or ".join(layer.names[path] for layer in layers if path in layer.names)
+        advice = f" (set {ways})" if ways else ""
+        return f"{field}: {error['msg'].lower()}{advice}" if path else str(error["msg"])
     name = ".".join((layer.names[path], *names[len(path) :]))
     value = error["input"] if len(names) > len(path) else layer.values[path]
     return f"{layer.source} {name} is {value!r}: {error['msg']}"

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
 
 async def until_first_ends(*waits: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
     """Waits until the first ends, cancels the others, waits for their end and raises the first's error."""
+    await _until(asyncio.FIRST_COMPLETED, waits)
+
+
+async def until_all_end(*waits: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
+    """Waits until all end. After an error cancels the others, waits for their end and raises it."""
+    await _until(asyncio.FIRST_EXCEPTION, waits)
+
+
+async def _until(end: str, waits: Iterable[Coroutine[Any, Any, Any] | asyncio.Future[Any]]) -> None:
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(tasks, return_when=end)
         for task in done:
             task.result()
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from trtmesh.chassis.admin_token import ADMIN_TOKEN_VARIABLE, AdminToken, read_admin_token
+from trtmesh.chassis.bearer import AdminToken
 from trtmesh.chassis.errors import SettingsError
 
 SECRET = "s3cret-and-long"
@@ -35,10 +35,10 @@ def test_only_the_right_token_is_accepted() -> None:
 def test_token_file_wins_over_the_variable(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(f"{SECRET}\n")
-    environ = {ADMIN_TOKEN_VARIABLE: "another"}
-    assert read_admin_token(file, environ) == AdminToken.of(SECRET)
-    assert read_admin_token(None, environ) == AdminToken.of("another")
-    assert read_admin_token(None, {}) is None
+    environ = {AdminToken.variable: "another"}
+    assert AdminToken.read(file, environ) == AdminToken.of(SECRET)
+    assert AdminToken.read(None, environ) == AdminToken.of("another")
+    assert AdminToken.read(None, {}) is None
 
 
 @pytest.mark.parametrize("content", ["", " \n", f"{SECRET} b", f"{SECRET}\u00e9", SECRET * 300])
@@ -46,17 +46,17 @@ def test_invalid_token_is_refused_and_not_shown(tmp_path: Path, content: str) ->
     file = tmp_path / "token"
     file.write_text(content)
     with pytest.raises(SettingsError) as from_file:
-        read_admin_token(file, {})
+        AdminToken.read(file, {})
     with pytest.raises(SettingsError) as from_variable:
-        read_admin_token(None, {ADMIN_TOKEN_VARIABLE: content})
+        AdminToken.read(None, {AdminToken.variable: content})
     assert str(file) in str(from_file.value)
-    assert ADMIN_TOKEN_VARIABLE in str(from_variable.value)
+    assert AdminToken.variable in str(from_variable.value)
     assert SECRET not in f"{from_file.value}{from_variable.value}"
 
 
 def test_unreadable_token_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="nowhere: No such file"):
-        read_admin_token(tmp_path / "nowhere", {})
+        AdminToken.read(tmp_path / "nowhere", {})
 
 
 def test_repr_hides_the_token() -> None:

@@ -1,0 +1,158 @@
+"""The certificates of a process, read again when their files change."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from trtmesh.chassis.errors import SettingsError
+from trtmesh.chassis.tls.client import H2, ClientTls, PeerTls
+from trtmesh.chassis.tls.handshakes import Handshakes
+from trtmesh.chassis.tls.pem import OwnCertificate, PemFile, server_context
+from trtmesh.chassis.tls.settings import TlsSettings
+
+log = logging.getLogger(__name__)
+
+HTTP_1_1 = "http/1.1"
+"""HTTP/1.1 by its name in ALPN."""
+
+_Stamp = Sequence[tuple[int, ...] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTls:
+    """TLS of a port."""
+
+    context: Callable[[], ssl.SSLContext]
+    """The context for a new connection."""
+    handshakes: Handshakes
+    handshake_seconds: float
+    protocol: str
+    """What the port speaks, by its name in ALPN."""
+    client_names: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Contexts:
+    """Everything made from one reading of the files."""
+
+    servers: Mapping[str, ssl.SSLContext]
+    """By protocol; empty without a certificate."""
+    peers: PeerTls | None
+
+
+class Certificates:
+    """TLS of one process. Each new connection takes the current contexts; running ones keep theirs."""
+
+    def __init__(self, settings: TlsSettings, section: str) -> None:
+        """Raises SettingsError for files that are missing or do not fit."""
+        self._settings = settings
+        self._prefix = f"{section}.tls."
+        self._refuse_ineffective()
+        # Before the files are read: a change meanwhile is then seen.
+        self._loaded = self._stamp()
+        self._contexts = self._load()
+        self._handshakes = Handshakes(settings.handshakes_per_second)
+
+    def server(self, protocol: str) -> ServerTls | None:
+        """TLS of a port that speaks H2 or HTTP_1_1; None for plain text."""
+        if not self._contexts.servers:
+            return None
+        return ServerTls(
+            lambda: self._contexts.servers[protocol],
+            self._handshakes,
+            self._settings.handshake_seconds,
+            protocol,
+            frozenset(self._settings.client_names),
+        )
+
+    @property
+    def peers(self) -> PeerTls | None:
+        """TLS of connections to other processes; None for plain text."""
+        return self._contexts.peers
+
+    @property
+    def peer_files(self) -> ClientTls | None:
+        """The same for grpc.aio."""
+        settings = self._settings
+        if settings.ca is None:
+            return None
+        names = (self._prefix + "ca", self._prefix + "certificate", self._prefix + "key")
+        return ClientTls(settings.ca, settings.certificate, settings.key, settings.peer_name, names)
+
+    async def follow(self) -> NoReturn:
+        """Reads changed files again until cancelled. Files that cannot be used leave the former ones in place."""
+        seen = self._loaded
+        while True:
+            await asyncio.sleep(self._settings.reload_seconds)
+            # Certificate and key change one after the other: they are read once both rest.
+            before, seen = seen, await asyncio.to_thread(self._stamp)
+            if before != seen or seen == self._loaded:
+                continue
+            self._loaded = seen
+            try:
+                self._contexts = await asyncio.to_thread(self._load)
+            except SettingsError as error:
+                # The text says it all; a traceback would not.
+                log.error("the former certificates stay in use: %s", error)  # noqa: TRY400
+            except Exception:
+                # Broad on purpose: whatever the files hold, the process goes on.
+                log.exception("the former certificates stay in use")
+            else:
+                log.info("took the changed certificates for new connections")
+
+    def _refuse_ineffective(self) -> None:
+        """Raises SettingsError for a setting that would be ignored."""
+        given = self._settings.model_fields_set
+        needs = {
+            "key": "certificate",
+            "client_ca": "certificate",
+            "client_certificates": "client_ca",
+            "client_names": "client_ca",
+            "peer_name": "ca",
+        }
+        for name, other in needs.items():
+            if (
+                name in given
+                and getattr(self._settings, name)
+                and not getattr(self._settings, other)
+            ):
+                raise SettingsError(
+                    f"has no effect without {self._prefix}{other}", setting=self._prefix + name
+                )
+
+    def _load(self) -> _Contexts:
+        settings = self._settings
+        peers = self.peer_files
+        servers: dict[str, ssl.SSLContext] = {}
+        if settings.certificate is not None:
+            certificate = self._file("certificate", settings.certificate)
+            key = self._file("key", settings.key) if settings.key else certificate
+            ca = self._file("client_ca", settings.client_ca) if settings.client_ca else None
+            required = settings.client_certificates == "required"
+            for protocol in (H2, HTTP_1_1):
+                own = OwnCertificate(certificate, key)
+                servers[protocol] = server_context(own, ca, protocol, required=required)
+        return _Contexts(servers, peers.peer_tls() if peers else None)
+
+    def _file(self, name: str, path: Path) -> PemFile:
+        return PemFile(path, self._prefix + name)
+
+    def _stamp(self) -> _Stamp:
+        """What a change of a file changes, through symbolic links too."""
+        settings = self._settings
+        paths = (settings.certificate, settings.key, settings.client_ca, settings.ca)
+        return [_stamp_of(path) for path in paths if path is not None]
+
+
+def _stamp_of(path: Path) -> tuple[int, ...] | None:
+    try:
+        seen = path.stat()
+    except OSError:
+        return None
+    return seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns

@@ -1,0 +1,127 @@
+"""The metrics endpoint: what it serves, and what its clients cannot do to the process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from itertools import pairwise
+
+import aiohttp
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+from trtmesh.chassis.errors import PortInUse
+from trtmesh.chassis.metrics_endpoint import LIMITS, REST, metrics_endpoint
+
+
+def counting() -> CollectorRegistry:
+    registry = CollectorRegistry()
+    Counter("things", "Things.", registry=registry).inc(3)
+    return registry
+
+
+def url(port: int | None) -> str:
+    return f"http://127.0.0.1:{port}/metrics"
+
+
+async def scraped(port: int | None) -> list[str]:
+    async with aiohttp.ClientSession() as session, session.get(url(port)) as response:
+        assert response.status == 200
+        return (await response.text()).splitlines()
+
+
+async def test_endpoint_serves_the_registry() -> None:
+    async with metrics_endpoint(counting(), "127.0.0.1", 0) as port:
+        assert "things_total 3.0" in await scraped(port)
+    with pytest.raises(aiohttp.ClientConnectorError):
+        await scraped(port)
+
+
+async def test_additional_metrics_follow_the_registry() -> None:
+    """Both parts are plain text, whatever format the scraper accepts."""
+    wishes = {"Accept": "application/openmetrics-text", "Accept-Encoding": "gzip"}
+    async with (
+        metrics_endpoint(counting(), "127.0.0.1", 0, lambda: "own 7\n") as port,
+        aiohttp.ClientSession(headers=wishes) as session,
+        session.get(url(port)) as response,
+    ):
+        lines = (await response.text()).splitlines()
+        assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    assert "things_total 3.0" in lines
+    assert lines[-1] == "own 7"
+
+
+async def test_endpoint_without_a_port_is_off() -> None:
+    async with metrics_endpoint(CollectorRegistry(), "127.0.0.1", None) as port:
+        assert port is None
+
+
+async def test_port_in_use_is_refused() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(PortInUse, match=f"cannot serve metrics on 127.0.0.1:{port}"):
+            async with metrics_endpoint(CollectorRegistry(), "127.0.0.1", port):
+                pass
+
+
+async def test_loop_runs_while_a_scrape_is_rendered() -> None:
+    held = threading.Event()
+
+    def text() -> str:
+        held.wait(timeout=60)
+        return "own 7\n"
+
+    async with metrics_endpoint(counting(), "127.0.0.1", 0, text) as port:
+        scrape = asyncio.create_task(scraped(port))
+        # A rendering on the loop would never let this line be reached.
+        await asyncio.sleep(0.05)
+        held.set()
+        assert "own 7" in await scrape
+
+
+async def test_many_scrapes_share_a_rendering_and_leave_time_between() -> None:
+    clock = asyncio.get_running_loop().time
+    spans: list[tuple[float, float]] = []
+
+    def text() -> str:
+        began = clock()
+        threading.Event().wait(0.02)
+        spans.append((began, clock()))
+        return "own 7\n"
+
+    async with metrics_endpoint(counting(), "127.0.0.1", 0, text) as port:
+        await asyncio.gather(*(scraped(port) for _ in range(40)))
+        alone = len(spans)
+        await scraped(port)
+    assert alone < 40
+    assert len(spans) == alone + 1, "a scrape shows what happened before it"
+    for (began, ended), (next_began, _) in pairwise(spans):
+        assert next_began - ended >= REST * (ended - began)
+
+
+async def test_connections_are_limited_and_cost_no_thread() -> None:
+    threads = threading.active_count()
+    async with metrics_endpoint(counting(), "127.0.0.1", 0) as port:
+        await scraped(port)
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(LIMITS.connections)]
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            async with asyncio.timeout(60):
+                refused = await reader.read()
+            writer.close()
+            assert refused.startswith(b"HTTP/1.1 503 ")
+            assert b"its limit" in refused
+            assert threading.active_count() <= threads + 1, "of the rendering"
+        finally:
+            for _, writer in idle:
+                writer.close()
+        async with asyncio.timeout(60):
+            while True:
+                try:
+                    assert "things_total 3.0" in await scraped(port)
+                except AssertionError:
+                    await asyncio.sleep(0.01)
+                else:
+                    return
