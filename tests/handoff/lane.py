@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from trtmesh.engine.handoff import receiver as receiving
 from trtmesh.engine.handoff import sender as sending
-from trtmesh.engine.handoff.lease import CommitMark, Content, Problem
+from trtmesh.engine.handoff.lease import CommitMark, Problem
+from trtmesh.engine.kv_memory import Content
 from trtmesh.router.fleet import handoff as routing
 
 CONTENT = Content(tokens=7, digest=b"tokens")

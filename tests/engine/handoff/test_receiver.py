@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
-from trtmesh.engine.handoff.lease import CommitMark, Content, Outcome, Problem
+from trtmesh.engine.handoff.lease import CommitMark, Outcome, Problem
 from trtmesh.engine.handoff.receiver import (
     Action,
     Attach,
@@ -32,6 +32,7 @@ from trtmesh.engine.handoff.receiver import (
     SendReceived,
     advance,
 )
+from trtmesh.engine.kv_memory import Content
 
 CONTENT = Content(7, b"tokens")
 MARK = CommitMark(2, CONTENT)

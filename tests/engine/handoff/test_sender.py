@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from trtmesh.engine.handoff.lease import CommitMark, Content, Outcome, Problem
+from trtmesh.engine.handoff.lease import CommitMark, Outcome, Problem
 from trtmesh.engine.handoff.sender import (
     AbortFetch,
     Action,
@@ -27,6 +27,7 @@ from trtmesh.engine.handoff.sender import (
     TakeBlocks,
     advance,
 )
+from trtmesh.engine.kv_memory import Content
 
 MARK = CommitMark(2, Content(7, b"tokens"))
 COMPUTED: list[Event] = [PartComputed(), PartComputed(), Commit(MARK)]

@@ -13,6 +13,7 @@ from typing import Protocol
 from trtmesh.chassis.adapter_content import AdapterContent
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.vocabulary import Adapter, GenerationConfig, Tensor
+from trtmesh.engine.kv_memory import Content, KvMemory
 from trtmesh.v1 import engine_pb2 as epb
 
 
@@ -55,6 +56,8 @@ class BackendInfo:
     static_batching: bool = False
     max_adapter_bytes: int = 0
     """Most bytes of an adapter's content; 0 without support for adapters."""
+    layers_per_part: int = 1
+    """Most layers of a part of a handoff."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,13 @@ class Submission:
     config: GenerationConfig
     stop_texts: StopTexts | None = None
     """The stop texts of a beam search: a beam ends with the token that completes one."""
+    sender_lease_id: str = ""
+    """Lease under which the item is handed over: a single sequence after its first token; several sequences, or beams,
+    before it, with the KV of all tokens but the last."""
+    receiver_lease_id: str = ""
+    """Lease of the blocks with the KV of leading tokens. The first sequence waits for `adopt`, the others for it."""
+    is_prefill: bool = False
+    """Whether the worker has the role prefill, where short prompts go before long ones (prefill_order.py)."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -225,6 +235,69 @@ class BlocksCleared:
 KvEvent = BlocksStored | BlocksRemoved | BlocksCleared
 
 
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Answers `reserve`: the blocks of a receiver's lease, or why there are none."""
+
+    lease_id: str
+    blocks: tuple[int, ...] = ()
+    present_tokens: int = 0
+    """Leading tokens with KV in the blocks."""
+    error: TrtmeshError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """A sequence with a sender's lease has all blocks up to its handoff, and starts."""
+
+    lease_id: str
+    key: int
+    blocks: tuple[int, ...]
+    """The null block where no further token sees a block."""
+    tokens: int
+    """Tokens with KV at the handoff; of a running sequence at least so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartFinal:
+    """Some layers of some blocks of a sender's lease are written for the last time. Parts come in order, and cover all
+    blocks but null blocks."""
+
+    lease_id: str
+    first_block: int
+    """Position among the blocks of the lease."""
+    blocks: int
+    first_layer: int
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """All KV of a sender's lease is final, and its blocks belong to the lease. The ends of its sequences, with
+    FINISH_REASON_HANDOFF, are in the same step."""
+
+    lease_id: str
+    key: int
+    blocks: tuple[int, ...]
+    content: Content
+    emitted_tokens: int
+    """Generated tokens so far, the last of them without KV."""
+    last_token: int | None
+    """The last generated token; None without any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Awaiting:
+    """A sequence with a receiver's lease can start once its KV is there."""
+
+    lease_id: str
+    key: int
+    content: Content
+
+
+HandoffNews = Reserved | Offered | PartFinal | HandedOver | Awaiting
+
+
 @dataclass(slots=True)
 class StepOutput:
     """The output of one engine step, in parallel lists over the sequences with new tokens.
@@ -247,6 +320,8 @@ class StepOutput:
     kv_events: list[KvEvent] = field(default_factory=list)
     adapters: list[HeldAdapter] = field(default_factory=list)
     """Changed states of adapters, no later than the first token computed with them."""
+    handoffs: list[HandoffNews] = field(default_factory=list)
+    """In order. A part may be delivered while the step that computed it still runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +338,8 @@ class BackendStats:
     computed_prompt_tokens: int
     reused_prompt_tokens: int
     generated_tokens: int
+    lacks_blocks: bool = False
+    """Whether the next waiting sequence finds too few free blocks."""
     paused_sequences: int = 0
     preemptions: int = 0
     new_blocks: int = 0
@@ -308,6 +385,12 @@ class Backend(Protocol):
       memory is never loaded again.
     * An adapter of a sequence, and a pinned one, MUST stay in memory. A sequence MUST use the version that its item
       names, to its end.
+    * The blocks of a lease MUST keep their place and content from the news of it until `drop`, `adopt`, or, before the
+      handoff, the end of its sequence. A sequence with a sender's lease is not preempted. `reserve` MUST NOT grant a
+      block before every earlier write to it has ended.
+    * A lease has blocks, or a sequence with blocks, never both: `stop` of the sequence followed by `drop` of the lease
+      MUST free the blocks in any case. An unknown lease MUST be ignored by `adopt` and `drop`.
+    * A sequence that waits for `adopt` MUST NOT be computed. The end of such a sequence leaves the blocks to the lease.
     * `stats` MUST be cheap (under 50 µs) and safe while a step runs.
     * `close` MUST end every live sequence, release the model and return within seconds.
     """
@@ -332,6 +415,25 @@ class Backend(Protocol):
 
     def unload_adapter(self, number: int, version: str, *, unpin: bool) -> None:
         """Unloads a version of an adapter, or all with '', once no sequence uses it; with `unpin`, only unpins it."""
+
+    def kv_memory(self) -> KvMemory | None:
+        """The KV pools; None if nothing can be handed over. The methods below, and lease ids of items, are only used
+        with KV pools."""
+
+    def reserve(self, lease_id: str, tokens: int, block_hashes: Sequence[int]) -> None:
+        """Allocates blocks for `tokens` tokens, beginning with those published under `block_hashes`. Leads to
+        Reserved; where there is no room, at once and with QueueFull."""
+
+    def hand_over(self, key: int, lease_id: str) -> None:
+        """Ends a running sequence at its next token, and gives its blocks to the lease. Leads to Offered and
+        HandedOver, unless the sequence ends otherwise. A sequence that has not started, or a beam, fails with
+        HandoffFailed; so may one of several of its item."""
+
+    def adopt(self, lease_id: str) -> None:
+        """Gives the blocks of a receiver's lease, with the KV of its content, to the sequence that awaits them."""
+
+    def drop(self, lease_id: str) -> None:
+        """Returns the blocks of a lease to the pool. Without effect on a sequence that is not handed over."""
 
     async def close(self) -> None:
         """Ends everything and releases the model. Called once, even if `start` failed or was never called."""

@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
-from trtmesh.chassis.settings import ServiceSettings
+from trtmesh.chassis.tls.settings import SecuredSettings
 from trtmesh.engine.backends.simulated.settings import SimulatedSettings
 
 # The settings of the torch backend, and with them the package around them, do not import torch.
 from trtmesh.engine.backends.torch.settings import TorchSettings
+from trtmesh.engine.handoff.settings import HandoffSettings
 
 Seconds = Annotated[float, Field(gt=0, le=86400)]
 
 
-class EngineSettings(ServiceSettings):
+class EngineSettings(SecuredSettings):
     """Settings of an engine process."""
 
     section: ClassVar[str] = "engine"
@@ -85,5 +86,6 @@ class EngineSettings(ServiceSettings):
     """How long sequences may wait without a step before the worker counts as stuck, in seconds."""
     max_handles_per_stream: Annotated[int, Field(ge=1, le=1_000_000)] = 16384
     """Most sequences of one router."""
+    handoff: HandoffSettings = HandoffSettings()
     torch: TorchSettings = TorchSettings()
     simulated: SimulatedSettings = SimulatedSettings()

@@ -6,39 +6,17 @@ heads or layers; each shard is a pool, and a block has the same number in all. O
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
 from trtmesh.engine.handoff.lease import Problem
+from trtmesh.engine.kv_memory import Shard
 
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """The blocks of a pool, and the layers and heads in it."""
-
-    layers: range
-    kv_heads: range
-    tokens_per_block: int
-    head_dim: int
-    data_type: int
-    element_bytes: int
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token's key or value in one head."""
-        return self.head_dim * self.element_bytes
-
-    @property
-    def block_bytes(self) -> int:
-        rows = 2 * len(self.layers) * len(self.kv_heads)
-        return rows * self.tokens_per_block * self.token_bytes
-
-    def offset(self, layer: int, value: int, head: int, token: int) -> int:
-        """Offset of a token in its block; `value` is 0 for the key and 1 for the value."""
-        row = (self.layers.index(layer) * 2 + value) * len(self.kv_heads)
-        row += self.kv_heads.index(head)
-        return (row * self.tokens_per_block + token) * self.token_bytes
+Positions: TypeAlias = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,41 +28,53 @@ class Run:
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """Runs between two blocks, given by their positions in the sequence. Equally aligned copies share `runs`."""
+class BlockCopies(NamedTuple):
+    """Equally aligned copies: the runs between source_blocks[i] and target_blocks[i], positions in the sequence."""
 
-    source_block: int
-    target_block: int
+    source_blocks: Positions
+    target_blocks: Positions
     runs: tuple[Run, ...]
 
 
 def problem_between(sources: Sequence[Shard], targets: Sequence[Shard]) -> Problem | None:
     """Why the sources cannot fill the targets, if so."""
-    kinds = {(each.data_type, each.element_bytes, each.head_dim) for each in (*sources, *targets)}
-    lacking = _rows(targets) - _rows(sources)
-    return Problem.INCOMPATIBLE if len(kinds) != 1 or lacking else None
+    fits = all(_fit(one, other) for one in sources for other in targets)
+    return None if fits and not _rows(targets) - _rows(sources) else Problem.INCOMPATIBLE
+
+
+def _fit(source: Shard, target: Shard) -> bool:
+    same_heads = source.head_dim == target.head_dim
+    same_types = source.data_type == target.data_type
+    return same_heads and same_types and source.element_bytes == target.element_bytes
 
 
 def copies(
     source: Shard, target: Shard, tokens: range, layers: range | None = None
-) -> Iterator[BlockCopy]:
-    """The copies that bring `tokens` of the heads, and `layers` or all, that both shards have."""
+) -> list[BlockCopies]:
+    """The copies that bring `tokens` of the heads, and `layers` or all, that both shards have.
+
+    In arrays, since a long prompt has thousands of blocks and the event loop waits.
+    """
     both = _common(source.layers, target.layers)
     both = both if layers is None else _common(both, layers)
-    at = tokens.start
-    while at < tokens.stop:
-        source_block, source_token = divmod(at, source.tokens_per_block)
-        target_block, target_token = divmod(at, target.tokens_per_block)
-        count = min(
-            tokens.stop - at,
-            source.tokens_per_block - source_token,
-            target.tokens_per_block - target_token,
-        )
-        runs = _runs(source, target, both, source_token, target_token, count)
-        if runs:
-            yield BlockCopy(source_block, target_block, runs)
-        at += count
+    starts = _starts(tokens, source.tokens_per_block, target.tokens_per_block)
+    source_blocks, source_tokens = np.divmod(starts, source.tokens_per_block)
+    target_blocks, target_tokens = np.divmod(starts, target.tokens_per_block)
+    counts = np.diff(starts, append=tokens.stop)
+    alignments = (source_tokens * target.tokens_per_block + target_tokens) * len(tokens) + counts
+    found = []
+    for first, kind in zip(*np.unique(alignments, return_index=True)[::-1], strict=True):
+        shape = int(source_tokens[first]), int(target_tokens[first]), int(counts[first])
+        if runs := _runs(source, target, both, *shape):
+            alike = alignments == kind
+            found.append(BlockCopies(source_blocks[alike], target_blocks[alike], runs))
+    return found
+
+
+def _starts(tokens: range, *sizes: int) -> Positions:
+    """The first token of each piece of `tokens` between the bounds of blocks of all sizes."""
+    bounds = [np.arange((tokens.start // size + 1) * size, tokens.stop, size) for size in sizes]
+    return np.unique(np.concatenate([np.array([*tokens[:1]], dtype=np.int64), *bounds]))
 
 
 @cache
@@ -109,6 +99,7 @@ def _runs(
 
 
 def _join(runs: list[Run], run: Run) -> None:
+    """Appends a run."""
     last = runs[-1] if runs else Run(-1, -1, 0)
     if (last.source + last.size, last.target + last.size) == (run.source, run.target):
         runs[-1] = Run(last.source, last.target, last.size + run.size)

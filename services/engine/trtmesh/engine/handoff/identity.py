@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass
 from hashlib import blake2b
 
 from trtmesh.chassis.vocabulary import Adapter
-from trtmesh.engine.handoff.lease import Content
+from trtmesh.engine.kv_memory import Content
 
 PROTOCOL_VERSION = 1
 DIGEST_BYTES = 16
@@ -16,7 +16,7 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class KvKind:
-    """Everything about KV that no conversion bridges. Block sizes and shards differ freely, since plans bridge them."""
+    """Everything about KV that must be equal. Block sizes and shards differ freely, since plans bridge them."""
 
     model_fingerprint: str
     tokenizer_fingerprint: str

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from trtmesh.engine.kv_memory import Content
+
 
 class Outcome(Enum):
     """How a lease ended. Every granted lease has one outcome, or is still held."""
@@ -18,7 +20,7 @@ class Problem(Enum):
     """Why a handoff failed. The router then migrates the item, which computes the prompt again."""
 
     INCOMPATIBLE = "incompatible"
-    """The compatibility hash differs, or no conversion exists between the shapes."""
+    """The compatibility hash differs, or the element types, or layers or heads are missing."""
     CHECKSUM = "checksum"
     READ_FAILED = "read_failed"
     PEER_LOST = "peer_lost"
@@ -30,15 +32,6 @@ class Problem(Enum):
     EXPIRED = "expired"
     COMPUTE = "compute"
     """The sender could not compute the KV."""
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """The tokens whose KV is handed over."""
-
-    tokens: int
-    digest: bytes
-    """Digest of the tokens, with adapter, salt and prompt table."""
 
 
 @dataclass(frozen=True, slots=True)

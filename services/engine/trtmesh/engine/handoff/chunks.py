@@ -1,0 +1,62 @@
+"""Chunks of KV as serialized messages of a fetch, without a copy of their bytes."""
+
+from __future__ import annotations
+
+from trtmesh.v1 import kv_transfer_pb2 as pb
+
+Chunk = memoryview
+"""The bytes of a KvChunk."""
+
+_LENGTH_DELIMITED = 2
+
+
+def _tag(field: int) -> bytes:
+    return bytes((field << 3 | _LENGTH_DELIMITED,))
+
+
+_CHUNK = _tag(pb.FetchResponse.CHUNK_FIELD_NUMBER)
+_DATA = _tag(pb.KvChunk.DATA_FIELD_NUMBER)
+
+
+def head_of(size: int) -> bytes:
+    """What precedes `size` bytes in the FetchResponse with their chunk."""
+    head = _DATA + _varint(size)
+    return _CHUNK + _varint(len(head) + size) + head
+
+
+def parse(message: bytes | memoryview) -> pb.FetchResponse | Chunk:
+    """Parses a FetchResponse. A chunk that was received into given memory stays there."""
+    if isinstance(message, memoryview):
+        data = _data_of(message)
+        if data is not None:
+            return data
+        message = bytes(message)
+    return pb.FetchResponse.FromString(message)
+
+
+def _data_of(message: memoryview) -> Chunk | None:
+    """The bytes of a chunk; None for all else, also for a chunk in another form, which protobuf must parse."""
+    chunk = _last_field(message, _CHUNK)
+    return None if chunk is None else _last_field(chunk, _DATA)
+
+
+def _last_field(message: memoryview, tag: bytes) -> memoryview | None:
+    """The content of a message with one field of this tag."""
+    if message[:1] != tag:
+        return None
+    size = shift = 0
+    for at, byte in enumerate(message[1:11], 2):
+        size |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return message[at:] if size == len(message) - at else None
+        shift += 7
+    return None
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)

@@ -1,0 +1,230 @@
+"""Serves fetches: sends the parts of a lease as they become final, the commit mark, and the confirmation."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from trtmesh.chassis.errors import (
+    HandoffFailed,
+    InvalidField,
+    InvalidRequest,
+    Mismatch,
+    UnsupportedCall,
+)
+from trtmesh.chassis.grpc.server.call import ServerCall
+from trtmesh.chassis.rpc import answering
+from trtmesh.chassis.tasks import until_first_ends
+from trtmesh.engine.handoff.checksums import crc32
+from trtmesh.engine.handoff.chunks import head_of
+from trtmesh.engine.handoff.failures import unknown
+from trtmesh.engine.handoff.handoffs import Handoffs
+from trtmesh.engine.handoff.lease import CommitMark
+from trtmesh.engine.handoff.leases import LeaseTable
+from trtmesh.engine.handoff.own_kv import OwnKv
+from trtmesh.engine.handoff.parts import Part, gather, sizes_of
+from trtmesh.engine.handoff.sent import SentHandoff
+from trtmesh.engine.kv_memory import Bytes
+from trtmesh.v1 import kv_transfer_pb2 as pb
+from trtmesh.v1 import kv_transfer_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+OPEN_SECONDS = 10.0
+"""Time for a receiver to send its first message."""
+
+MAX_CHUNK_BYTES = 2**20
+CHUNK_OVERHEAD_BYTES = 64
+
+Context = ServerCall
+
+PartBytes = tuple[list[Bytes], int]
+"""The bytes of a part in pieces, and their checksum."""
+
+
+class FetchServer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
+    """Implements KvTransferService on a worker with KV pools."""
+
+    def __init__(self, handoffs: Callable[[], Handoffs]) -> None:
+        """`handoffs` raises while the worker has none."""
+        self._handoffs = handoffs
+
+    # A coroutine, unlike the stub, as below.
+    async def FetchBlocks(self, request: pb.FetchBlocksRequest, context: Context) -> None:  # type: ignore[override]
+        async with answering(context):
+            raise UnsupportedCall("FetchBlocks is deprecated; use Fetch")
+
+    # Not a generator, unlike the stub: a cancelled generator leaves cleanup to the garbage collector.
+    async def Fetch(self, request_iterator: object, context: Context) -> None:  # type: ignore[override]
+        async with answering(context):
+            opening = await _opening(context)
+            if opening is None:
+                return
+            handoffs = self._handoffs()
+            sent = _lease_of(opening, handoffs.sent)
+            fetch = Fetch(handoffs.own, sent, opening)
+            sent.open_fetch(fetch)
+            try:
+                await until_first_ends(
+                    fetch.send(context), fetch.receive(context), fetch.until_aborted()
+                )
+            finally:
+                sent.fetch_ended()
+
+
+async def _opening(context: Context) -> pb.OpenFetch | None:
+    """The first message; None if the receiver is gone."""
+    try:
+        async with asyncio.timeout(OPEN_SECONDS):
+            request = await context.read()
+    except TimeoutError:
+        raise InvalidRequest(f"open did not come within {OPEN_SECONDS:g} s") from None
+    if not isinstance(request, pb.FetchRequest):
+        return None
+    if request.WhichOneof("request") != "open":
+        raise InvalidRequest("the first message of a fetch must be open")
+    return request.open
+
+
+def _lease_of(opening: pb.OpenFetch, table: LeaseTable[SentHandoff]) -> SentHandoff:
+    lease_id = opening.blocks.lease_id
+    sent = table.get(lease_id)
+    if sent is None:
+        raise unknown(lease_id, "open.blocks.lease_id")
+    if opening.compatibility_hash != sent.hash:
+        raise Mismatch("the KV is that of another model, tokenizer or adapter")
+    return sent
+
+
+class Fetch:
+    """A receiver's fetch of one lease."""
+
+    def __init__(self, own: OwnKv, sent: SentHandoff, opening: pb.OpenFetch) -> None:
+        if opening.transport not in own.transports:
+            known = ", ".join(map(pb.KvTransport.Name, own.transports))
+            raise InvalidField.of("open.transport", opening.transport, f"one of {known}")
+        if opening.blocks.first_kv_head or opening.blocks.kv_heads:
+            raise InvalidField(
+                "is set, but a fetch has all heads; leave it out", field="open.blocks.kv_heads"
+            )
+        self.transport = opening.transport
+        self.sent_bytes = 0
+        self._own, self._sent = own, sent
+        self._streams_data = own.transports[opening.transport] is None
+        asked = opening.blocks.block_positions
+        self._positions = frozenset(asked) if asked else range(2**32)
+        checksums = own.settings.checksums
+        self._has_checksums = checksums == "all" or (checksums == "grpc" and self._streams_data)
+        self._chunk_bytes = min(MAX_CHUNK_BYTES, own.max_message_bytes - CHUNK_OVERHEAD_BYTES)
+        self._outgoing: deque[int | CommitMark | None] = deque()
+        """Parts, the mark, and None for the confirmation."""
+        self._ahead: asyncio.Future[PartBytes] | None = None
+        """The bytes of the first of `_outgoing`, read while the part before it travels."""
+        self._filled = asyncio.Event()
+        self._aborted = asyncio.Event()
+
+    def announce(self, part: int) -> None:
+        self._put(part)
+
+    def send_mark(self, mark: CommitMark) -> None:
+        self._put(mark)
+
+    def confirm(self) -> None:
+        self._put(None)
+
+    def abort(self) -> None:
+        self._outgoing.clear()
+        self._aborted.set()
+
+    async def send(self, context: Context) -> None:
+        """Sends until the confirmation."""
+        try:
+            await self._send_all(context)
+        finally:
+            if self._ahead:
+                self._ahead.cancel()
+
+    async def receive(self, context: Context) -> None:
+        """Reads until the receiver ends the call. Raises InvalidRequest for any message but `received`."""
+        while isinstance(request := await context.read(), pb.FetchRequest):
+            if request.WhichOneof("request") != "received":
+                raise InvalidRequest("after open, a fetch has no other message than received")
+            self._sent.received()
+
+    async def until_aborted(self) -> None:
+        """Raises HandoffFailed when the lease has ended."""
+        await self._aborted.wait()
+        raise HandoffFailed(f"lease {self._sent.lease_id} has ended at the sender")
+
+    async def _send_all(self, context: Context) -> None:
+        while True:
+            await self._filled.wait()
+            self._filled.clear()
+            while self._outgoing:
+                match self._outgoing.popleft():
+                    case None:
+                        await context.write(pb.FetchResponse(confirmed=pb.FetchConfirmed()))
+                        return
+                    case CommitMark() as mark:
+                        await context.write(pb.FetchResponse(commit=_mark_message(mark)))
+                    case int(part):
+                        await self._send_part(context, part)
+
+    def _put(self, message: int | CommitMark | None) -> None:
+        self._outgoing.append(message)
+        self._filled.set()
+
+    async def _send_part(self, context: Context, number: int) -> None:
+        part = self._sent.parts[number]
+        reading, self._ahead = self._ahead or self._read_part(number), None
+        pieces, checksum = await reading
+        self.sent_bytes += sum(sizes_of(part, self._own.memory.shards, len(self._wanted(part))))
+        message = pb.KvPart(
+            part=number,
+            first_block_position=part.first_block,
+            blocks=part.blocks,
+            first_layer=part.first_layer,
+            layers=part.layers,
+            checksum=checksum,
+        )
+        await context.write(pb.FetchResponse(part=message))
+        for piece in pieces:
+            if self._ahead is None and self._outgoing and isinstance(self._outgoing[0], int):
+                self._ahead = self._read_part(self._outgoing[0])
+            await self._send_piece(context, piece.data)
+
+    async def _send_piece(self, context: Context, piece: memoryview) -> None:
+        for at in range(0, len(piece), self._chunk_bytes):
+            data = piece[at : at + self._chunk_bytes]
+            await context.write_pieces(head_of(len(data)), data)
+
+    def _wanted(self, part: Part) -> list[int]:
+        """The blocks of a part that travel, as numbers of the pool."""
+        return list(part.wanted(self._sent.blocks, self._positions).values())
+
+    def _read_part(self, number: int) -> asyncio.Future[PartBytes]:
+        """Reads a part in a thread, as far as the receiver needs its bytes or its checksum."""
+        part = self._sent.parts[number]
+        loop = asyncio.get_running_loop()
+        return loop.run_in_executor(self._own.threads, self._read, part, self._wanted(part))
+
+    def _read(self, part: Part, blocks: Sequence[int]) -> PartBytes:
+        pieces: list[Bytes] = []
+        checksum = 0
+        if self._streams_data or self._has_checksums:
+            for piece in gather(self._own.memory, part, blocks, self._chunk_bytes):
+                if self._has_checksums:
+                    checksum = crc32(piece, checksum)
+                if self._streams_data:
+                    pieces.append(piece)
+        return pieces, checksum
+
+
+def _mark_message(mark: CommitMark) -> pb.KvCommitMark:
+    return pb.KvCommitMark(
+        parts=mark.parts,
+        computed_tokens=mark.content.tokens,
+        token_digest=mark.content.digest,
+    )

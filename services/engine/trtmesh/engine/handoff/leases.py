@@ -1,0 +1,194 @@
+"""The leases of one side of a worker: each is granted once, counted, and found by its id."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from trtmesh.chassis.errors import AlreadyExists, QueueFull, TrtmeshError
+from trtmesh.engine.handoff.lease import Outcome
+from trtmesh.v1 import kv_transfer_pb2 as pb
+
+REMEMBERED_IDS = 2**15
+"""Ids of ended leases that are refused when they come again."""
+
+
+class LeaseOwner(Protocol):
+    """The stream of the router that leads a handoff."""
+
+    def tell_reserved(self, lease_id: str, present_tokens: int, error: TrtmeshError | None) -> None:
+        """Answers a reservation."""
+
+    def tell_offered(self, key: int, descriptor: pb.HandoffDescriptor) -> None:
+        """Tells that a fetch of the sequence's KV may begin."""
+
+    def tell_failed(self, lease_id: str, error: TrtmeshError) -> None:
+        """Tells that a lease ended without a sequence to report it."""
+
+    def tell_over(self, lease_id: str, error: TrtmeshError) -> None:
+        """Answers a renewal that crossed the end of its lease: no error of this worker."""
+
+    def owes_less(self) -> None:
+        """Notes that a sender's lease ended or is parked."""
+
+
+class Timer:
+    """The remaining life of a lease."""
+
+    def __init__(self, seconds: float, expire: Callable[[], None]) -> None:
+        self._expire = expire
+        self._handle: asyncio.TimerHandle | None = None
+        self.renew(seconds)
+
+    def renew(self, seconds: float) -> None:
+        """The lease ends after `seconds`."""
+        self.cancel()
+        self._handle = asyncio.get_running_loop().call_later(seconds, self._expire)
+
+    def cancel(self) -> None:
+        if self._handle:
+            self._handle.cancel()
+            self._handle = None
+
+    @property
+    def remaining_ms(self) -> int:
+        """Milliseconds until the lease ends."""
+        if self._handle is None:
+            return 0
+        return max(0, round((self._handle.when() - asyncio.get_running_loop().time()) * 1000))
+
+
+class Lease(Protocol):
+    """A lease in the table."""
+
+    lease_id: str
+    owner: LeaseOwner | None
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """None while the lease is held."""
+
+
+L = TypeVar("L", bound=Lease)
+
+
+class LeaseTable(Generic[L]):
+    """Leases by id and by stream. A lease in quarantine has an outcome, and stays until its last read has ended."""
+
+    def __init__(self, max_leases: int, max_leases_per_stream: int) -> None:
+        self._max_leases = max_leases
+        self._max_leases_per_stream = max_leases_per_stream
+        self._leases: dict[str, L] = {}
+        self._of_owner: dict[LeaseOwner, dict[str, L]] = {}
+        self._expected: Counter[LeaseOwner] = Counter()
+        """Claimed ids that wait for a grant or a refusal of the backend."""
+        self._used_ids: dict[str, None] = {}
+        self._granted = 0
+        self._outcomes: Counter[Outcome] = Counter()
+        self._quarantined_blocks = 0
+        self._bytes = 0
+        self._transfer_seconds = 0.0
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def get(self, lease_id: str) -> L | None:
+        return self._leases.get(lease_id)
+
+    def had(self, lease_id: str) -> bool:
+        """Whether a lease was granted here, or asked for."""
+        return lease_id in self._used_ids
+
+    def all(self) -> list[L]:
+        return list(self._leases.values())
+
+    def of(self, owner: LeaseOwner) -> list[L]:
+        """The leases of a stream."""
+        return list(self._of_owner.get(owner, {}).values())
+
+    def claim(self, lease_id: str, owner: LeaseOwner, field: str) -> None:
+        """Uses up an id. Raises AlreadyExists for a used one, QueueFull at a limit."""
+        if lease_id in self._used_ids:
+            raise AlreadyExists(
+                "names a lease that was granted before; draw a new id", field=field, value=lease_id
+            )
+        of_all = len(self._leases) + self._expected.total()
+        of_owner = len(self._of_owner.get(owner, ())) + self._expected[owner]
+        for held, most, name in (
+            (of_all, self._max_leases, "max_leases"),
+            (of_owner, self._max_leases_per_stream, "max_leases_per_stream"),
+        ):
+            if held >= most:
+                raise QueueFull.of(most, f"{held} leases are held (handoff.{name})")
+        self._used_ids[lease_id] = None
+        while len(self._used_ids) > REMEMBERED_IDS + len(self._leases):
+            oldest = next(iter(self._used_ids))
+            del self._used_ids[oldest]
+            if oldest in self._leases:
+                self._used_ids[oldest] = None
+
+    def expect(self, owner: LeaseOwner) -> None:
+        """Counts a claimed id as a lease until its grant or refusal."""
+        self._expected[owner] += 1
+
+    def expect_less(self, owner: LeaseOwner) -> None:
+        """Ends an expectation."""
+        self._expected[owner] -= 1
+        if not self._expected[owner]:
+            del self._expected[owner]
+
+    def grant(self, lease: L) -> None:
+        """Adds a lease with a claimed id."""
+        self._granted += 1
+        self._leases[lease.lease_id] = lease
+        assert lease.owner
+        self._of_owner.setdefault(lease.owner, {})[lease.lease_id] = lease
+
+    def disown(self, lease: L) -> None:
+        """Separates a lease from its stream, so that it outlives it."""
+        if lease.owner:
+            self._leave(lease.owner, lease.lease_id)
+            lease.owner = None
+
+    def end(self, outcome: Outcome) -> None:
+        """Counts the outcome of a lease."""
+        self._outcomes[outcome] += 1
+
+    def forget(self, lease: L) -> None:
+        """Removes a lease without blocks."""
+        if self._leases.pop(lease.lease_id, None) and lease.owner:
+            self._leave(lease.owner, lease.lease_id)
+
+    @property
+    def quarantined_blocks(self) -> int:
+        """Blocks of ended leases to which a read may still write."""
+        return self._quarantined_blocks
+
+    def quarantine(self, blocks: int) -> None:
+        """Counts blocks that enter quarantine, or leave it if negative."""
+        self._quarantined_blocks += blocks
+
+    def transferred(self, size: int, seconds: float) -> None:
+        """Counts a transfer."""
+        self._bytes += size
+        self._transfer_seconds += seconds
+
+    def counts(self) -> pb.HandoffCounts:
+        return pb.HandoffCounts(
+            granted=self._granted,
+            consumed=self._outcomes[Outcome.CONSUMED],
+            released=self._outcomes[Outcome.RELEASED],
+            expired=self._outcomes[Outcome.EXPIRED],
+            # Counted, not computed: `granted` proves that no lease was lost.
+            held=sum(lease.outcome is None for lease in self._leases.values()),
+            bytes=self._bytes,
+            transfer_ms=round(self._transfer_seconds * 1000),
+        )
+
+    def _leave(self, owner: LeaseOwner, lease_id: str) -> None:
+        leases = self._of_owner[owner]
+        del leases[lease_id]
+        if not leases:
+            del self._of_owner[owner]
